@@ -1,0 +1,127 @@
+"""Frozen configuration objects, one per component. Values are checked here or in `core/args.py`;
+nothing writes to them later: what is found out at start-up (number of blocks, device) is passed on
+as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_llm.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """Where the model and tokenizer come from. `dtype` and `device` may be "auto"."""
+
+    model: str
+    tokenizer: str
+    tokenizer_mode: str
+    skip_tokenizer_init: bool
+    trust_remote_code: bool
+    revision: str | None
+    tokenizer_revision: str | None
+    download_dir: str | None
+    load_format: str
+    dtype: str
+    device: str
+    rope_scaling: Mapping[str, Any] | None
+    rope_theta: float | None
+    disable_sliding_window: bool
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """KV cache: `block_size` in tokens, `num_blocks` None means sized from free memory."""
+
+    block_size: int
+    num_blocks: int | None
+    memory_utilization: float
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one step. All in tokens but `max_num_seqs`, which counts sequences."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_chunked_prefill: bool
+    block_size: int
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ConfigError(
+                "max_num_seqs",
+                self.max_num_seqs,
+                "one decode step needs a token per sequence, so it cannot exceed "
+                f"max_num_batched_tokens ({self.max_num_batched_tokens})",
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                "max_num_batched_tokens",
+                self.max_num_batched_tokens,
+                "without chunked prefill a whole prompt runs in one step, so it must be at "
+                f"least max_model_len ({self.max_model_len})",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything a user chose, checked. None means "decided at start-up from the machine"."""
+
+    load: LoadConfig
+    cache: CacheConfig
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    enable_chunked_prefill: bool
+    max_logprobs: int
+    batch_invariant: bool
+    disable_log_stats: bool
+    seed: int
+
+    @staticmethod
+    def from_args(args: Mapping[str, Any]) -> EngineConfig:
+        """Builds the configuration from the complete dict of `core.args.resolve_engine_args`."""
+        model = args["model"]
+        if not model:
+            raise ConfigError("model", model, "a folder or a hub id is needed")
+        load = LoadConfig(
+            model=model,
+            tokenizer=args["tokenizer"] or model,
+            tokenizer_mode=args["tokenizer_mode"],
+            skip_tokenizer_init=args["skip_tokenizer_init"],
+            trust_remote_code=args["trust_remote_code"],
+            revision=args["revision"],
+            tokenizer_revision=args["tokenizer_revision"] or args["revision"],
+            download_dir=args["download_dir"],
+            load_format=args["load_format"],
+            dtype=args["dtype"],
+            device=args["device"],
+            rope_scaling=args["rope_scaling"],
+            rope_theta=args["rope_theta"],
+            disable_sliding_window=args["disable_sliding_window"],
+            seed=args["seed"],
+        )
+        cache = CacheConfig(
+            block_size=args["block_size"],
+            num_blocks=args["num_gpu_blocks_override"],
+            memory_utilization=args["gpu_memory_utilization"],
+            enable_prefix_caching=args["enable_prefix_caching"],
+        )
+        return EngineConfig(
+            load=load,
+            cache=cache,
+            max_model_len=args["max_model_len"],
+            max_num_seqs=args["max_num_seqs"],
+            max_num_batched_tokens=args["max_num_batched_tokens"],
+            enable_chunked_prefill=args["enable_chunked_prefill"] is not False,
+            max_logprobs=args["max_logprobs"],
+            batch_invariant=args["batch_invariant"],
+            disable_log_stats=args["disable_log_stats"],
+            seed=args["seed"],
+        )

@@ -1,0 +1,72 @@
+"""Every error a user can cause.
+
+HeteroLLMError
+ ├── ConfigError          an engine argument or a configuration file is wrong
+ ├── ModelLoadError       a model folder cannot be read, is damaged or is not supported
+ ├── RequestError         one request is wrong; the engine stays usable
+ │    ├── PromptError         the prompt (empty, too long, token id out of range)
+ │    └── SamplingError       a field of SamplingParams
+ └── EngineDeadError      the engine cannot serve any more
+
+Each message names the field and the value. `RequestError.prompt_index` is the position in the list
+given to `LLM.generate`, or None.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SHOWN_VALUE_CHARS = 80
+
+
+def shown(value: Any) -> str:
+    """`repr(value)` cut to a length that fits one log line."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_VALUE_CHARS else text[: _SHOWN_VALUE_CHARS - 3] + "..."
+
+
+class HeteroLLMError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(HeteroLLMError, ValueError):
+    """An engine argument is unknown, out of range or contradicts another one."""
+
+    def __init__(self, field: str, value: Any, reason: str) -> None:
+        super().__init__(f"{field}={shown(value)}: {reason}")
+        self.field = field
+        self.value = value
+
+
+class ModelLoadError(HeteroLLMError):
+    """A model folder is missing, damaged, or of an architecture that is not supported."""
+
+
+class RequestError(HeteroLLMError, ValueError):
+    """One request is wrong. Nothing was started for it and the engine stays usable."""
+
+    def __init__(
+        self, field: str, value: Any, reason: str, *, prompt_index: int | None = None
+    ) -> None:
+        where = "" if prompt_index is None else f"prompt {prompt_index}: "
+        super().__init__(f"{where}{field}={shown(value)}: {reason}")
+        self.field = field
+        self.value = value
+        self.reason = reason
+        self.prompt_index = prompt_index
+
+    def at_prompt(self, index: int) -> RequestError:
+        """The same error, naming the prompt's position in the caller's list."""
+        return type(self)(self.field, self.value, self.reason, prompt_index=index)
+
+
+class PromptError(RequestError):
+    """The prompt is empty, too long, or holds a token id outside the vocabulary."""
+
+
+class SamplingError(RequestError):
+    """A field of `SamplingParams` is out of range or contradicts another one."""
+
+
+class EngineDeadError(HeteroLLMError):
+    """The step loop failed; this engine accepts no more requests."""

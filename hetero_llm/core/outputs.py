@@ -1,0 +1,68 @@
+"""What a user gets back. Fields are vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability; `rank` is 1 for the most likely token."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+TokenLogprobs = dict[int, Logprob]
+"""Token id to its log-probability, at one position."""
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times in seconds of the monotonic clock; None until the event has happened."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence.
+
+    `cumulative_logprob` is given when log-probabilities were asked for or needed (`best_of`, beam
+    search); it sums the log-probabilities of the drawn tokens. `finish_reason` is None while
+    running, else "stop", "length", "abort" or "error"; `stop_reason` is the stop string or stop
+    token id that ended it, None for the end-of-sequence token.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of one request: its prompt and the sequences generated for it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    lora_request: None = None
+    num_cached_tokens: int = 0
+    error: str | None = field(default=None, repr=False)

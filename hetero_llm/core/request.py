@@ -1,0 +1,82 @@
+"""A request and its sequences. The scheduler is the only writer of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hetero_llm.core.outputs import RequestMetrics
+from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.core.step import SampleLogprobs
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt and how to continue it.
+
+    Attributes:
+        seed: seed of every draw, given or derived.
+        end_ids: tokens that end a sequence (EOS unless ignored, and stop_token_ids).
+        max_total_tokens: a sequence of this many tokens (prompt included) is finished.
+        root: prefix-cache root key of this request.
+        num_logprobs: most likely tokens to report with each draw; None for no log-probabilities.
+            Beam search asks here for its candidates.
+        bad_word_ids: token sequences of `params.bad_words`.
+        prompt_logprobs: one entry per prompt token computed so far, the first is None.
+        live: sequences not finished; `sequences` has all, finished ones included.
+        num_cached_tokens: prompt tokens found in the prefix cache at first admission; -1 before.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    end_ids: frozenset[int]
+    eos_ids: frozenset[int]
+    max_total_tokens: int
+    root: bytes
+    metrics: RequestMetrics
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int = 0
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: list[SampleLogprobs | None] | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+    live: int = 0
+    num_cached_tokens: int = -1
+    error: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One continuation of a request's prompt.
+
+    Invariant between steps: `num_computed` tokens have their KV in the cache; the others are
+    still to be fed. A decoding sequence has `num_computed == len(token_ids) - 1`.
+    """
+
+    request: Request
+    index: int
+    token_ids: list[int]
+    num_prompt: int
+    slot: int = -1
+    num_computed: int = 0
+    cumulative_logprob: float = 0.0
+    logprobs: list[SampleLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None

@@ -1,0 +1,266 @@
+"""How one request is sampled. Names and meanings are those of the TACO-LLM manual and of vLLM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from hetero_llm.core.errors import SamplingError
+
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this are greedy, as in vLLM: dividing by them would overflow."""
+
+MAX_SEED = 2**64 - 1
+
+
+class RequestOutputKind(Enum):
+    """What `Engine.step` returns for a request: vLLM's three kinds."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one request, checked at construction.
+
+    Args:
+        n: Sequences returned per prompt.
+        best_of: Sequences generated; the `n` with the highest cumulative log-probability are
+            returned. The beam width with `use_beam_search`. None means `n`.
+        presence_penalty: Subtracted once from the logit of every token already generated.
+        frequency_penalty: Subtracted per occurrence among the generated tokens.
+        repetition_penalty: Positive logits of tokens in prompt or output are divided by it,
+            negative ones multiplied. Above 1 discourages, below 1 encourages repetition.
+        temperature: 0 is greedy (anything below 1e-5 too).
+        top_p: Smallest set of tokens whose probability reaches this, in (0, 1].
+        top_k: Number of tokens considered; -1 (or 0) means all.
+        min_p: Smallest probability relative to the most likely token, in [0, 1].
+        seed: 0 to 2**64-1. The same seed gives the same tokens whatever else is in the batch.
+        use_beam_search: Beam search with width `best_of`.
+        length_penalty: Beam scores are divided by (generated length) ** length_penalty.
+        early_stopping: Beam search: True, False or "never" (see transformers' `generate`).
+        stop: Strings that end generation; not part of the text unless
+            `include_stop_str_in_output`.
+        stop_token_ids: Token ids that end generation. They stay in `token_ids`.
+        ignore_eos: Do not end at the end-of-sequence token.
+        max_tokens: Most tokens generated per sequence; None means up to the context length.
+        min_tokens: Neither EOS nor a stop token can be drawn before this many tokens.
+        logprobs: Return the log-probabilities of this many most likely tokens, and of the drawn
+            one (-1: the whole vocabulary). They are the model's own, before any processing.
+        prompt_logprobs: The same for every prompt token (the first has none).
+        detokenize: Produce text.
+        skip_special_tokens: Leave special tokens out of the text.
+        spaces_between_special_tokens: Keep the spaces a tokenizer puts between special tokens.
+        logits_processors: Callables `f(output_ids, logits) -> logits`, or
+            `f(prompt_ids, output_ids, logits)` when they take three arguments.
+        include_stop_str_in_output: Keep the stop string (or stop token's text) in the text.
+        truncate_prompt_tokens: Keep only this many last tokens of the prompt.
+        no_repeat_ngram_size: No n-gram of this size occurs twice in prompt plus output; 0 is off.
+        logit_bias: Token id to a value added to its logit, -100 to 100.
+        bad_words: Strings that are never generated.
+        allowed_token_ids: Only these tokens can be drawn.
+        output_kind: What the engine returns while the request runs.
+
+    Raises:
+        SamplingError: A field is out of range or contradicts another one.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logits_processors: Sequence[Callable[..., Any]] | None = None
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    no_repeat_ngram_size: int = 0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        self._check_numbers()
+        self._check_lists()
+        if self.use_beam_search:
+            self._check_beam_search()
+        elif self.early_stopping is not False:
+            _fail("early_stopping", self.early_stopping, "needs use_beam_search=True")
+        elif self.length_penalty != 1.0:
+            _fail("length_penalty", self.length_penalty, "needs use_beam_search=True")
+
+    @property
+    def width(self) -> int:
+        """Sequences generated for the prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def ranks_by_logprob(self) -> bool:
+        """More sequences are generated than returned."""
+        return not self.use_beam_search and self.width > self.n
+
+    def _normalise(self) -> None:
+        """Lists become tuples, one stop string a tuple of one: the object is immutable."""
+        put = object.__setattr__
+        if isinstance(self.stop, str):
+            put(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "logits_processors", "bad_words"):
+            value = getattr(self, name)
+            if value is None:
+                put(self, name, ())
+            elif isinstance(value, (list, tuple, set, frozenset)):
+                put(self, name, tuple(value))
+            else:
+                _fail(name, value, "must be a list")
+        if self.allowed_token_ids is not None:
+            put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        if self.logit_bias is not None:
+            put(self, "logit_bias", _checked_bias(self.logit_bias))
+
+    def _check_numbers(self) -> None:
+        _integer("n", self.n, 1)
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, 1)
+            if self.best_of < self.n:
+                _fail("best_of", self.best_of, f"must be at least n ({self.n})")
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _number("temperature", self.temperature, 0.0, math.inf)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _integer("top_k", self.top_k, -1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("length_penalty", self.length_penalty, -math.inf, math.inf)
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, MAX_SEED)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _fail("min_tokens", self.min_tokens, f"exceeds max_tokens ({self.max_tokens})")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _integer(name, value, -1)
+        if self.truncate_prompt_tokens is not None:
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
+        _integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
+        for name in _BOOLEANS:
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                _fail(name, value, "must be True or False")
+
+    def _check_lists(self) -> None:
+        assert self.stop is not None and self.bad_words is not None
+        assert self.stop_token_ids is not None and self.logits_processors is not None
+        for name, words in (("stop", self.stop), ("bad_words", self.bad_words)):
+            for word in words:
+                if not isinstance(word, str) or not word:
+                    _fail(name, word, "must be non-empty strings")
+        if self.stop and not self.detokenize:
+            _fail("stop", self.stop, "stop strings need detokenize=True")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0)
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                _fail("allowed_token_ids", self.allowed_token_ids, "must not be empty")
+            for token in self.allowed_token_ids:
+                _integer("allowed_token_ids", token, 0)
+        for processor in self.logits_processors:
+            if not callable(processor):
+                _fail("logits_processors", processor, "must be callables")
+
+    def _check_beam_search(self) -> None:
+        if self.width < 2:
+            _fail("best_of", self.best_of, "the beam width must be at least 2")
+        if not self.greedy:
+            _fail("temperature", self.temperature, "must be 0 with use_beam_search")
+        if self.top_p < 1.0:
+            _fail("top_p", self.top_p, "must be 1 with use_beam_search")
+        if self.top_k > 0:
+            _fail("top_k", self.top_k, "must be -1 with use_beam_search")
+        if self.min_p > 0.0:
+            _fail("min_p", self.min_p, "must be 0 with use_beam_search")
+        if self.early_stopping not in (True, False, "never"):
+            _fail("early_stopping", self.early_stopping, 'must be True, False or "never"')
+        if self.stop:
+            _fail("stop", self.stop, "is not available with use_beam_search; use stop_token_ids")
+        if self.logprobs is not None:
+            _fail("logprobs", self.logprobs, "is not available with use_beam_search")
+
+
+_BOOLEANS = (
+    "use_beam_search",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+def _fail(field: str, value: Any, reason: str) -> None:
+    raise SamplingError(field, value, reason)
+
+
+def _integer(field: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        _fail(field, value, "must be an integer")
+    if value < low:
+        _fail(field, value, f"must be at least {low}")
+    if high is not None and value > high:
+        _fail(field, value, f"must be at most {high}")
+
+
+def _number(field: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        _fail(field, value, "must be a number")
+    if not math.isfinite(value):
+        _fail(field, value, "must be finite")
+    if value < low or (open_low and value == low):
+        _fail(field, value, f"must be {'above' if open_low else 'at least'} {low:g}")
+    if value > high:
+        _fail(field, value, f"must be at most {high:g}")
+
+
+def _checked_bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        _fail("logit_bias", bias, "must map token ids to numbers")
+    checked: dict[int, float] = {}
+    for key, value in bias.items():
+        try:
+            token = int(key)  # JSON objects have string keys
+        except (TypeError, ValueError):
+            _fail("logit_bias", key, "keys must be token ids")
+        _integer("logit_bias", token, 0)
+        _number("logit_bias", value, -100.0, 100.0)
+        checked[token] = float(value)
+    return checked

@@ -1,0 +1,107 @@
+"""The contract between engine and runner: one step is one `SchedulerOutput` in, one
+`ModelRunnerOutput` out. Plain arrays, no behaviour.
+
+Words: a *row* is one input token of the flattened batch; a *slot* is a runner-side place for one
+running sequence, 0 <= slot < max_num_seqs; block tables and sampling state live there, so a step
+carries only what changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero_llm.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """A sequence that enters `slot`, new, forked or resumed; it replaces what was there.
+
+    `token_ids` are all tokens known so far (prompt and output). `params` with `seed` and
+    `sample_index` fix every later draw. `num_logprobs` is how many of the most likely tokens to
+    report with each draw (None: no log-probabilities at all), `num_prompt_logprobs` the same for
+    prompt rows. `banned_end_ids` are the tokens that `min_tokens` forbids for a while;
+    `bad_word_ids` are the token sequences of `bad_words`.
+    """
+
+    slot: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    sample_index: int
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int = 0
+    banned_end_ids: tuple[int, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Rows `first .. first + count - 1` of the chunk of scheduled sequence `index`."""
+
+    index: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's work. Arrays are int32; S sequences, T rows in all.
+
+    Attributes:
+        slots: [S] slot of each scheduled sequence.
+        starts: [S] tokens of it already in the KV cache.
+        counts: [S] rows of it in this step; sum is T.
+        token_ids: [T] input tokens, sequence after sequence.
+        num_samples: [S] tokens to draw after its last row: 0 while the prompt is unfinished,
+            more than 1 when the prompt's end forks into several samples (indices 0, 1, ...).
+        prompt_rows: rows whose log-probability of the following prompt token is wanted.
+        admitted: sequences that enter a slot in this step, applied first.
+        table_writes: [3, K] rows slot, column, block: block-table entries to write, second.
+        block_copies: [2, M] rows source, destination: whole blocks to copy, third, before any
+            row is computed (copy-on-write).
+    """
+
+    slots: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    token_ids: np.ndarray
+    num_samples: np.ndarray
+    prompt_rows: tuple[PromptRows, ...]
+    admitted: tuple[SlotState, ...]
+    table_writes: np.ndarray
+    block_copies: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLogprobs:
+    """Log-probabilities of one drawn position.
+
+    `drawn` is the drawn token's; `top` the most likely tokens (id, log-probability) best first;
+    `rank` the drawn token's rank from 1.
+    """
+
+    drawn: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """What one step produced.
+
+    Attributes:
+        token_ids: drawn tokens, sequence after sequence, `num_samples[i]` each.
+        logprobs: per drawn token, or None where its request needs none; None if none does.
+        prompt_logprobs: slot to one entry per wanted prompt row, in order; there `drawn` and
+            `rank` are those of the prompt token that follows the row.
+        errors: slot to the message of a user's logits processor that raised.
+    """
+
+    token_ids: list[int]
+    logprobs: list[SampleLogprobs | None] | None
+    prompt_logprobs: dict[int, list[SampleLogprobs]]
+    errors: dict[int, str]

@@ -1,0 +1,112 @@
+"""The step loop: schedule, run, update, show.
+
+Law of this file: one step is four calls in a row. What a step does belongs to the part called.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol, TypeVar
+
+from hetero_llm.core.errors import EngineDeadError
+from hetero_llm.core.outputs import RequestOutput
+from hetero_llm.core.request import Request
+from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
+from hetero_llm.engine.input_processor import InputProcessor, Prompt
+from hetero_llm.engine.output_processor import OutputProcessor
+from hetero_llm.engine.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+P = TypeVar("P")
+
+
+class ModelRunner(Protocol[P]):
+    """What the engine needs of a runner: `launch` must not wait for the device, `finish` may."""
+
+    def launch(self, step: SchedulerOutput) -> P: ...
+
+    def finish(self, pending: P) -> ModelRunnerOutput: ...
+
+
+class Engine:
+    """Joins scheduler, runner and text processing; knows no device and no model.
+
+    Single-threaded: one caller at a time. An exception inside a step is our bug; it leaves device
+    and bookkeeping in an unknown state, so the engine refuses everything afterwards.
+    """
+
+    def __init__(
+        self,
+        input_processor: InputProcessor,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        output_processor: OutputProcessor,
+    ) -> None:
+        self._input_processor = input_processor
+        self._scheduler = scheduler
+        self._runner = runner
+        self._output_processor = output_processor
+        self._failure: BaseException | None = None
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self._scheduler.num_unfinished > 0
+
+    def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+        """Checks everything about a request without starting it.
+
+        Raises:
+            RequestError: it could never be served here.
+        """
+        request = self._input_processor.make_request(request_id, prompt, params)
+        self._scheduler.check_request(request)
+        return request
+
+    def add_request(self, request: Request) -> None:
+        """Queues a request made by `make_request`."""
+        self._check_alive()
+        self._scheduler.add_request(request)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Ends a request at any time; returns its last output, None if it is not running."""
+        request = self._scheduler.abort(request_id)
+        return None if request is None else self._output_processor.abort(request)
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step; returns what became visible, empty if there is nothing to do."""
+        self._check_alive()
+        try:
+            step = self._scheduler.schedule()
+            if step is None:
+                return []
+            output = self._runner.finish(self._runner.launch(step))
+            return self._output_processor.process(self._scheduler.update(step, output))
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def metrics(self) -> dict[str, float]:
+        """Counters since start and the present state, flat."""
+        stats = self._scheduler.stats
+        return {
+            "num_requests_running": self._scheduler.num_running,
+            "num_requests_waiting": self._scheduler.num_waiting,
+            "num_requests_finished": stats.num_requests_finished,
+            "num_preemptions": stats.num_preemptions,
+            "num_steps": stats.num_steps,
+            "prefix_cache_queries": stats.prefix_cache_queries,
+            "prefix_cache_hits": stats.prefix_cache_hits,
+            "prompt_tokens": stats.prompt_tokens,
+            "generation_tokens": stats.generation_tokens,
+            "kv_cache_usage_perc": self._scheduler.kv_cache_usage,
+        }
+
+    def reset_prefix_cache(self) -> None:
+        self._scheduler.reset_prefix_cache()
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineDeadError(
+                f"a step failed earlier: {type(self._failure).__name__}: {self._failure}"
+            ) from self._failure

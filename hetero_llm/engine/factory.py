@@ -1,0 +1,252 @@
+"""Builds an engine from its configuration: the only place that joins engine and devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetero_llm.core.config import EngineConfig, SchedulerConfig
+from hetero_llm.core.errors import ConfigError
+from hetero_llm.engine.block_manager import BlockManager
+from hetero_llm.engine.engine import Engine
+from hetero_llm.engine.input_processor import InputProcessor
+from hetero_llm.engine.output_processor import OutputProcessor
+from hetero_llm.engine.prefix_cache import PrefixCache
+from hetero_llm.engine.scheduler import Scheduler
+from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from hetero_llm.models.config import ModelConfig
+    from hetero_llm.runner.model_runner import TorchModelRunner
+
+logger = logging.getLogger(__name__)
+
+_DEMO_FOLDER = Path(__file__).parent.parent / "demo_models"
+_ALIASES = {"demo": "demo", "demo-draft": "demo-draft"}
+_DTYPES = {"half": "float16", "float": "float32"}
+_DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine and what its callers need to know about it."""
+
+    engine: Engine
+    tokenizer: Tokenizer | None
+    max_model_len: int
+    num_blocks: int
+    device: str
+    dtype: str
+
+
+def build_engine(config: EngineConfig, *, show_progress: bool = True) -> BuiltEngine:
+    """Loads model and tokenizer and sizes the KV cache.
+
+    Raises:
+        ConfigError: arguments that this model or machine cannot serve.
+        ModelLoadError: the model folder is missing, damaged or not supported.
+    """
+    import torch
+
+    from hetero_llm.models.config import load_model_config
+    from hetero_llm.models.invariant import make_batch_invariant
+    from hetero_llm.models.loader import load_model, resolve_model_folder
+
+    load = config.load
+    device = _resolve_device(load.device)
+    folder = resolve_model_folder(
+        resolve_alias(load.model), revision=load.revision, download_dir=load.download_dir
+    )
+    model_config = load_model_config(
+        folder,
+        rope_scaling=load.rope_scaling,
+        rope_theta=load.rope_theta,
+        disable_sliding_window=load.disable_sliding_window,
+    )
+    max_model_len = _resolve_max_model_len(config.max_model_len, model_config)
+    model_config = dataclasses.replace(model_config, max_model_len=max_model_len)
+    dtype_name = _resolve_dtype(load.dtype, model_config.torch_dtype, device)
+    scheduler_config = _scheduler_config(config, max_model_len, device.type)
+    tokenizer = _load_tokenizer(config, folder)
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    model = load_model(
+        folder,
+        model_config,
+        dtype=dtype,
+        device=device,
+        show_progress=show_progress,
+        load_format=load.load_format,
+        seed=load.seed,
+    )
+    if config.batch_invariant:
+        make_batch_invariant(model)
+    runner, num_blocks = _build_runner(config, scheduler_config, model, model_config, dtype, device)
+    prefix_cache = PrefixCache() if config.cache.enable_prefix_caching else None
+    blocks = BlockManager(num_blocks, config.cache.block_size, prefix_cache)
+    scheduler = Scheduler(scheduler_config, blocks)
+    engine = Engine(
+        InputProcessor(
+            tokenizer,
+            vocab_size=model_config.vocab_size,
+            max_model_len=max_model_len,
+            eos_ids=model_config.eos_token_ids,
+            max_logprobs=config.max_logprobs,
+            seed=config.seed,
+        ),
+        scheduler,
+        runner,
+        OutputProcessor(tokenizer, scheduler.stop_sequence),
+    )
+    if not config.disable_log_stats:
+        logger.info(
+            "%s on %s in %s: context %d, %d KV blocks of %d tokens",
+            load.model,
+            device,
+            dtype_name,
+            max_model_len,
+            num_blocks,
+            config.cache.block_size,
+        )
+    return BuiltEngine(engine, tokenizer, max_model_len, num_blocks, str(device), dtype_name)
+
+
+def resolve_alias(model: str) -> str:
+    """The folder of an embedded model ("demo", "demo-draft"), else the name itself."""
+    return str(_DEMO_FOLDER / _ALIASES[model]) if model in _ALIASES else model
+
+
+def _resolve_device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", name, "no CUDA device is visible to torch")
+    return torch.device(name)
+
+
+def _resolve_dtype(name: str, stored: str, device: torch.device) -> str:
+    """ "auto": the checkpoint's type, but half precision instead of float32, and bfloat16 instead
+    of float16 on a CPU, which has no fast float16 path."""
+    import torch
+
+    if name != "auto":
+        return _DTYPES.get(name, name)
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        return "float16"
+    return "float16" if stored == "float16" and device.type == "cuda" else "bfloat16"
+
+
+def _resolve_max_model_len(wanted: int | None, model_config: ModelConfig) -> int:
+    if wanted is None:
+        return model_config.max_model_len
+    if wanted > model_config.max_model_len:
+        raise ConfigError(
+            "max_model_len",
+            wanted,
+            f"the model's context length is {model_config.max_model_len}",
+        )
+    return wanted
+
+
+def _scheduler_config(
+    config: EngineConfig, max_model_len: int, device_type: str
+) -> SchedulerConfig:
+    tokens = config.max_num_batched_tokens
+    if tokens is None:
+        tokens = max(_DEFAULT_BATCHED_TOKENS[device_type], config.max_num_seqs)
+        if not config.enable_chunked_prefill:
+            tokens = max(tokens, max_model_len)
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=tokens,
+        max_model_len=max_model_len,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        block_size=config.cache.block_size,
+    )
+
+
+def _load_tokenizer(config: EngineConfig, model_folder: Path) -> Tokenizer | None:
+    from hetero_llm.models.loader import resolve_model_folder
+
+    load = config.load
+    if load.skip_tokenizer_init:
+        return None
+    folder = model_folder
+    if load.tokenizer != load.model or load.tokenizer_revision != load.revision:
+        folder = resolve_model_folder(
+            resolve_alias(load.tokenizer),
+            revision=load.tokenizer_revision,
+            download_dir=load.download_dir,
+        )
+    return load_tokenizer(
+        folder, mode=load.tokenizer_mode, trust_remote_code=load.trust_remote_code
+    )
+
+
+def _build_runner(
+    config: EngineConfig,
+    scheduler_config: SchedulerConfig,
+    model: torch.nn.Module,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[TorchModelRunner, int]:
+    """The runner with its KV cache, and the number of blocks."""
+    from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
+    from hetero_llm.runner.model_runner import TorchModelRunner
+
+    shape = KVCacheShape(
+        model_config.num_layers,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+        config.cache.block_size,
+        dtype,
+    )
+
+    def runner_with(num_blocks: int) -> TorchModelRunner:
+        return TorchModelRunner(
+            model,
+            model_config,
+            PagedKVCache(shape, num_blocks, device),
+            max_num_seqs=scheduler_config.max_num_seqs,
+            max_model_len=scheduler_config.max_model_len,
+            device=device,
+            batch_invariant=config.batch_invariant,
+        )
+
+    per_sequence = -(-scheduler_config.max_model_len // config.cache.block_size)
+    num_blocks = config.cache.num_blocks
+    if num_blocks is None:
+        if device.type == "cuda":
+            from hetero_llm.gpu.memory import free_bytes_for_cache
+
+            room = free_bytes_for_cache(
+                runner_with, scheduler_config, shape, config.cache.memory_utilization
+            )
+        else:
+            from hetero_llm.cpu.topology import usable_memory_bytes
+
+            room = int(usable_memory_bytes() * config.cache.memory_utilization)
+        num_blocks = room // shape.block_bytes
+        if device.type == "cpu":  # host memory beyond what sequences can fill is left alone
+            num_blocks = min(num_blocks, per_sequence * scheduler_config.max_num_seqs)
+    if num_blocks < per_sequence:
+        field = (
+            "gpu_memory_utilization"
+            if config.cache.num_blocks is None
+            else ("num_gpu_blocks_override")
+        )
+        value = config.cache.memory_utilization if config.cache.num_blocks is None else num_blocks
+        raise ConfigError(
+            field,
+            value,
+            f"gives {max(num_blocks, 0)} KV blocks, one sequence of max_model_len "
+            f"({scheduler_config.max_model_len}) needs {per_sequence}; lower max_model_len",
+        )
+    return runner_with(num_blocks), num_blocks

@@ -1,0 +1,252 @@
+"""From what a user passes to a checked `Request`. Every mistake is found here, before any work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_llm.core.errors import PromptError, RequestError, SamplingError
+from hetero_llm.core.outputs import RequestMetrics
+from hetero_llm.core.request import Request
+from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.engine.beam import candidates_needed
+from hetero_llm.engine.prefix_cache import root_key
+from hetero_llm.engine.tokenizer import Tokenizer
+
+_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt as given: text, or token ids, and an optional prefix-cache namespace."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    cache_salt: str | None = None
+
+
+def parse_prompts(prompts: Any, prompt_token_ids: Any = None) -> list[Prompt]:
+    """Normalises the forms that `LLM.generate` accepts.
+
+    A string, a dict (`{"prompt": ...}` or `{"prompt_token_ids": ...}`, both with an optional
+    "cache_salt"), or a list of those; or `prompt_token_ids=` as a list of ids or of such lists.
+
+    Raises:
+        PromptError: anything else, naming the prompt's index in a list.
+    """
+    if prompts is None and prompt_token_ids is None:
+        raise PromptError("prompts", None, "prompts or prompt_token_ids is needed")
+    if prompts is None:
+        if not isinstance(prompt_token_ids, Sequence) or isinstance(prompt_token_ids, str):
+            raise PromptError("prompt_token_ids", prompt_token_ids, "must be a list")
+        if prompt_token_ids and not isinstance(prompt_token_ids[0], int):
+            return [
+                _parse_one({"prompt_token_ids": ids}, index)
+                for index, ids in enumerate(prompt_token_ids)
+            ]
+        return [_parse_one({"prompt_token_ids": prompt_token_ids}, None)]
+    if isinstance(prompts, (str, Mapping)):
+        parsed = [_parse_one(prompts, None)]
+    elif isinstance(prompts, Sequence):
+        parsed = [_parse_one(item, index) for index, item in enumerate(prompts)]
+    else:
+        raise PromptError("prompts", prompts, "must be a string, a dict or a list of those")
+    if prompt_token_ids is None:
+        return parsed
+    given = parse_prompts(None, prompt_token_ids)
+    if len(given) != len(parsed):
+        raise PromptError(
+            "prompt_token_ids", f"{len(given)} lists", f"there are {len(parsed)} prompts"
+        )
+    return [
+        Prompt(text.text, ids.token_ids, text.cache_salt)
+        for text, ids in zip(parsed, given, strict=True)
+    ]
+
+
+def _parse_one(item: Any, index: int | None) -> Prompt:
+    if isinstance(item, str):
+        return Prompt(text=item)
+    if isinstance(item, Mapping):
+        unknown = sorted(set(item) - _PROMPT_KEYS)
+        if unknown:
+            raise PromptError(
+                unknown[0], item[unknown[0]], "is not supported in a prompt", prompt_index=index
+            )
+        ids = item.get("prompt_token_ids")
+        text = item.get("prompt")
+        salt = item.get("cache_salt")
+        if ids is None and not isinstance(text, str):
+            raise PromptError("prompt", text, "must be a string", prompt_index=index)
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise PromptError("cache_salt", salt, "must be a string", prompt_index=index)
+        if ids is not None:
+            if not isinstance(ids, Sequence) or isinstance(ids, str):
+                raise PromptError("prompt_token_ids", ids, "must be a list", prompt_index=index)
+            ids = list(ids)
+        return Prompt(text, ids, salt)
+    raise PromptError("prompt", item, "must be a string or a dict", prompt_index=index)
+
+
+class InputProcessor:
+    """Turns prompts and parameters into requests.
+
+    Args:
+        tokenizer: None if the engine was started without one.
+        vocab_size: number of logits.
+        max_model_len: longest sequence in tokens.
+        eos_ids: end-of-sequence tokens of the model.
+        max_logprobs: most log-probabilities a request may ask for; -1 is no limit.
+        seed: seed of the engine, from which unseeded requests derive theirs.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_ids: tuple[int, ...],
+        max_logprobs: int,
+        seed: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._eos_ids = frozenset(eos_ids)
+        self._max_logprobs = max_logprobs
+        self._seed = seed
+        self._num_requests = 0
+
+    def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+        """Builds a request.
+
+        Raises:
+            RequestError: the prompt or a parameter cannot be served by this engine.
+        """
+        if not isinstance(params, SamplingParams):
+            raise SamplingError("sampling_params", params, "must be a SamplingParams")
+        self._check_params(params)
+        token_ids = self._token_ids(prompt, params)
+        end_ids = frozenset() if params.ignore_eos else self._eos_ids
+        end_ids |= frozenset(params.stop_token_ids or ())
+        limit = self._max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(token_ids) + params.max_tokens)
+        num_logprobs = self._count(params.logprobs)
+        if num_logprobs is None and params.ranks_by_logprob:
+            num_logprobs = 0
+        if params.use_beam_search:
+            needed = candidates_needed(params.width, len(end_ids))
+            num_logprobs = min(needed, self._vocab_size)
+        self._num_requests += 1
+        return Request(
+            request_id=request_id,
+            prompt=prompt.text,
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=self._derived_seed() if params.seed is None else params.seed,
+            end_ids=end_ids,
+            eos_ids=self._eos_ids - frozenset(params.stop_token_ids or ()),
+            max_total_tokens=limit,
+            root=root_key(() if prompt.cache_salt is None else ("salt", prompt.cache_salt)),
+            metrics=RequestMetrics(time.monotonic()),
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=self._count(params.prompt_logprobs) or 0,
+            bad_word_ids=self._bad_word_ids(params),
+        )
+
+    def _token_ids(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        if prompt.token_ids is not None:
+            token_ids = prompt.token_ids
+            for token in token_ids:
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise PromptError("prompt_token_ids", token, "must be integers")
+                if not 0 <= token < self._vocab_size:
+                    raise PromptError(
+                        "prompt_token_ids",
+                        token,
+                        f"is outside the vocabulary (0 to {self._vocab_size - 1})",
+                    )
+        else:
+            assert prompt.text is not None
+            if self._tokenizer is None:
+                raise PromptError(
+                    "prompt", prompt.text, "text needs a tokenizer (skip_tokenizer_init is set)"
+                )
+            if not prompt.text:
+                raise PromptError("prompt", prompt.text, "is empty")
+            token_ids = self._tokenizer.encode(prompt.text)
+        if not token_ids:
+            raise PromptError("prompt", prompt.text, "is empty (no tokens)")
+        if params.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-params.truncate_prompt_tokens :]
+        if len(token_ids) >= self._max_model_len:
+            raise PromptError(
+                "prompt",
+                f"{len(token_ids)} tokens",
+                f"with one token to generate it exceeds max_model_len ({self._max_model_len})",
+            )
+        return token_ids
+
+    def _check_params(self, params: SamplingParams) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            count = self._count(getattr(params, name))
+            if count is not None and self._max_logprobs != -1 and count > self._max_logprobs:
+                raise SamplingError(
+                    name, getattr(params, name), f"exceeds max_logprobs ({self._max_logprobs})"
+                )
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            for token in getattr(params, name) or ():
+                if token >= self._vocab_size:
+                    raise SamplingError(
+                        name, token, f"is outside the vocabulary (0 to {self._vocab_size - 1})"
+                    )
+        if self._tokenizer is None:
+            for name in ("detokenize", "bad_words"):
+                if getattr(params, name):
+                    raise SamplingError(
+                        name,
+                        getattr(params, name),
+                        "needs a tokenizer (skip_tokenizer_init is set)",
+                    )
+
+    def _count(self, wanted: int | None) -> int | None:
+        return self._vocab_size if wanted == -1 else wanted
+
+    def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of each bad word, at the start of a text and after a space."""
+        sequences: list[tuple[int, ...]] = []
+        for word in params.bad_words or ():
+            assert self._tokenizer is not None
+            bare = tuple(self._tokenizer.encode(word.lstrip(), add_special_tokens=False))
+            spaced = tuple(self._tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+            # As in vLLM: the spaced form counts only if the space melts into the first token.
+            if bare and not word.startswith(" "):
+                sequences.append(bare)
+            if spaced and (word.startswith(" ") or len(spaced) == len(bare)):
+                sequences.append(spaced)
+        return tuple(dict.fromkeys(sequences))
+
+    def _derived_seed(self) -> int:
+        """SplitMix64 of (engine seed, request counter): distinct streams, reproducible runs."""
+        x = (self._seed * 0xD1342543DE82EF95 + self._num_requests * 0x9E3779B97F4A7C15) & _MASK
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        return x ^ (x >> 31)
+
+
+def pair_params(params: Any, count: int) -> list[SamplingParams]:
+    """One `SamplingParams` for all prompts, or a list of as many."""
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or len(params) != count:
+        raise RequestError(
+            "sampling_params", params, f"must be one SamplingParams or a list of {count}"
+        )
+    return list(params)

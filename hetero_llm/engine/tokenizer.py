@@ -1,0 +1,143 @@
+"""Text to token ids and back. The work is transformers' and tokenizers'; here are our errors,
+incremental decoding, and what the engine needs to know about a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers.decoders import DecodeStream
+
+from hetero_llm.core.errors import ModelLoadError, RequestError
+
+_PRIMING_TOKENS = 4
+"""Prompt tokens fed to a decode stream first, so that a leading space of the continuation is kept
+by tokenizers that strip it at the start of a text."""
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer, fast or slow."""
+
+    def __init__(self, hf_tokenizer: Any) -> None:
+        self._hf = hf_tokenizer
+        self._fast = getattr(hf_tokenizer, "_tokenizer", None)
+        self.special_ids = frozenset(hf_tokenizer.all_special_ids)
+        self.added_tokens: dict[int, str] = {
+            index: str(token) for index, token in hf_tokenizer.added_tokens_decoder.items()
+        }
+        self.decode_token = lru_cache(maxsize=65536)(self._decode_token)
+
+    @property
+    def hf(self) -> Any:
+        """The wrapped tokenizer, for users who need more than this class offers."""
+        return self._hf
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._hf.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def decode_stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Stream:
+        """A decoder of tokens that follow `prompt_ids`."""
+        prompt_tail = list(prompt_ids[-_PRIMING_TOKENS:])
+        if self._fast is not None:
+            return _FastStream(self._fast, prompt_tail, skip_special_tokens)
+        return _SlowStream(self, prompt_tail, skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None,
+        add_generation_prompt: bool,
+    ) -> list[int]:
+        """Renders a conversation (sandboxed by transformers) and tokenizes it.
+
+        Raises:
+            RequestError: there is no template, or it refuses the conversation.
+        """
+        if chat_template is None and not getattr(self._hf, "chat_template", None):
+            raise RequestError("chat_template", None, "the tokenizer has none; pass chat_template=")
+        try:
+            text = self._hf.apply_chat_template(
+                list(messages),
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+            )
+        except Exception as error:
+            raise RequestError(
+                "messages", messages, f"the chat template failed: {error}"
+            ) from error
+        return self.encode(text, add_special_tokens=False)
+
+    def _decode_token(self, token_id: int) -> str:
+        return self.decode([token_id], skip_special_tokens=False)
+
+
+class Stream(Protocol):
+    """Decodes one token at a time; `push` returns the text that became certain, maybe ""."""
+
+    def push(self, token_id: int) -> str: ...
+
+
+class _FastStream:
+    def __init__(self, tokenizer: Any, prompt_tail: list[int], skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._stream = DecodeStream(ids=prompt_tail, skip_special_tokens=skip_special_tokens)
+
+    def push(self, token_id: int) -> str:
+        try:
+            return self._stream.step(self._tokenizer, token_id) or ""
+        except Exception as error:
+            # The library gives up on byte sequences that no text can start with; a fresh stream
+            # goes on from the next token.
+            if "Invalid prefix" not in str(error):
+                raise
+            self._stream = DecodeStream(skip_special_tokens=self._skip)
+            return self._stream.step(self._tokenizer, token_id) or ""
+
+
+class _SlowStream:
+    """Compares the decoded text with and without the new token, on a short window of tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_tail: list[int], skip: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip
+        self._window = prompt_tail
+        self._read = len(prompt_tail)
+
+    def push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        before = self._tokenizer.decode(self._window[: self._read], skip_special_tokens=self._skip)
+        after = self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
+        if len(after) <= len(before) or after.endswith("\ufffd"):
+            return ""
+        self._window = self._window[self._read :]
+        self._read = len(self._window)
+        return after[len(before) :]
+
+
+def load_tokenizer(folder: Path, *, mode: str, trust_remote_code: bool) -> Tokenizer:
+    """Loads the tokenizer of a model folder.
+
+    Raises:
+        ModelLoadError: there is none, or transformers cannot read it.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        hf_tokenizer = AutoTokenizer.from_pretrained(
+            str(folder),
+            use_fast=mode != "slow",
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+        )
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ModelLoadError(f"{folder}: no usable tokenizer: {reason}") from error
+    return Tokenizer(hf_tokenizer)

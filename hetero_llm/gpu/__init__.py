@@ -1,0 +1,1 @@
+"""The CUDA side: for now how much memory the KV cache may take."""

@@ -1,0 +1,1 @@
+"""Model families as plain torch modules, their configuration and the checkpoint loader."""

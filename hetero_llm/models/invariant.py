@@ -1,0 +1,108 @@
+"""Rows that do not depend on their batch.
+
+A library matrix product picks its kernel, and with it the order of additions, by the shape of the
+call: the same row in another batch may differ in the last bits. The remedy is call-shape identity,
+as in "Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025): if every call has one
+shape, one kernel serves all rows. So rows go through the product in tiles of a fixed height padded
+with zeros. That a row's result does not depend on its place or its neighbours inside the tile is
+not promised by any library, so it is checked here on the real weights; where it does not hold,
+rows go one by one.
+
+Elementwise functions with an exponential (silu, gelu) have the same trouble on the CPU: the vector
+body and the scalar tail of a loop round differently, and batch size and thread count move the
+tail. They go row by row. Norms, embeddings, sums and products of tensors are row-independent as
+they are (tests/models/test_invariant.py holds them to it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hetero_llm.models.layers import Activation, CausalLM, Linear
+
+TILE_ROWS = 16
+_CHECKED_PLACEMENTS = 3
+
+
+@torch.no_grad()
+def make_batch_invariant(model: CausalLM) -> None:
+    """Replaces every product and activation of `model` by a row-independent one, in place.
+
+    Call it once, after loading and before serving; the number of torch threads must not change
+    afterwards. Attention is the caller's: `attend` has to be row-independent as well.
+    """
+    for module in model.modules():
+        if isinstance(module, Linear):
+            tiled = _rows_are_independent(module.weight, module.bias)
+            module.product = product_of_tiles if tiled else product_of_rows
+        elif isinstance(module, Activation) and _device_of(model).type == "cpu":
+            module.function = _by_row(module.function)
+
+
+def product_of_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[T, in] @ [out, in].T + bias, in calls of TILE_ROWS rows."""
+    return _in_tiles(x, weight, bias, TILE_ROWS)
+
+
+def product_of_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[T, in] @ [out, in].T + bias, in calls of one row."""
+    return _in_tiles(x, weight, bias, 1)
+
+
+def _in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    for start in range(0, x.shape[0], rows):
+        part = x[start : start + rows]
+        # A new tile each time: the allocator aligns it, where a slice of x may start anywhere,
+        # and kernels may pick their path by alignment.
+        tile = x.new_zeros(rows, x.shape[1])
+        tile[: part.shape[0]] = part
+        out[start : start + rows] = F.linear(tile, weight, bias)[: part.shape[0]]
+    return out
+
+
+def _by_row(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def by_row(x: Tensor) -> Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for i in range(x.shape[0]):
+            out[i] = function(x[i])
+        return out
+
+    return by_row
+
+
+def _rows_are_independent(weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a row of a full tile keeps its bits elsewhere, among others, and among zeros."""
+    generator = torch.Generator(weight.device).manual_seed(0)
+
+    def random_rows(count: int) -> Tensor:
+        return torch.randn(
+            count,
+            weight.shape[1],
+            generator=generator,
+            device=weight.device,
+            dtype=torch.float32,
+        ).to(weight.dtype)
+
+    tile = random_rows(TILE_ROWS)
+    expected = F.linear(tile, weight, bias)
+    for step in range(_CHECKED_PLACEMENTS):
+        # Steps 0, 1, 2 shift by 5, 10, 15: each row visits even and odd and distant places.
+        order = torch.arange(TILE_ROWS, device=weight.device).roll(5 * (step + 1))
+        if not torch.equal(F.linear(tile[order], weight, bias), expected[order]):
+            return False
+    first = tile[:1]
+    for place in range(TILE_ROWS):
+        others = torch.zeros_like(tile) if place % 2 else random_rows(TILE_ROWS)
+        others[place] = first[0]
+        if not torch.equal(F.linear(others, weight, bias)[place], expected[0]):
+            return False
+    return True
+
+
+def _device_of(model: CausalLM) -> torch.device:
+    return next(model.parameters()).device

@@ -1,0 +1,185 @@
+"""Building blocks shared by the model families.
+
+Rows of all sequences are flattened: a hidden state is [T, hidden], whatever the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hetero_llm.models.config import ModelConfig
+
+# (x [T, in], weight [out, in], bias [out] or None) -> [T, out]
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Attend(Protocol):
+    """Attention over the KV cache, supplied by whoever owns the cache.
+
+    Stores `k` and `v` of these rows, then attends each row to its sequence: causal, limited to
+    `config.sliding_windows[layer]` (a query at position p sees keys in (p - window, p]), scores
+    multiplied by `config.attn_scale`. The inputs may be strided views (last dim contiguous).
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,  # [T, heads, head_dim]
+        k: Tensor,  # [T, kv_heads, head_dim]
+        v: Tensor,  # [T, kv_heads, head_dim]
+    ) -> Tensor:  # [T, heads, head_dim]
+        ...
+
+
+class CausalLM(nn.Module):
+    """What the engine and the loader know of a model. Parameters have the default dtype/device."""
+
+    config: ModelConfig
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states after the final norm.
+
+        Args:
+            input_ids: [T] int64, rows of all sequences.
+            positions: [T] int64, each row's position in its sequence.
+            attend: Called once per layer, layers in order.
+
+        Returns:
+            [T, hidden] in the parameters' dtype.
+        """
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, vocab], in the parameters' dtype."""
+        raise NotImplementedError
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Checkpoint name -> view of our parameter to copy the tensor into.
+
+        Fused projections appear as one view per checkpoint tensor, transposed ones as `.t()`.
+        """
+        raise NotImplementedError
+
+    def checkpoint_name(self, name: str) -> str | None:
+        """The name `checkpoint_tensors` uses for a stored tensor; None if it is to be skipped."""
+        raise NotImplementedError
+
+
+class Linear(nn.Module):
+    """Every matrix product of every family, the head included.
+
+    `product` may be replaced on the instance (quantized, native and row-independent products).
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.product: Product = F.linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        return self.product(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        out_features, in_features = self.weight.shape
+        return f"{in_features}, {out_features}, bias={self.bias is not None}"
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm; fp32 inside, whatever the dtype, as transformers computes it."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Norm of `x + residual`, and that sum for the next residual.
+
+        Args:
+            x: [T, size].
+            residual: [T, size], overwritten with the sum; None for the first layer.
+
+        Returns:
+            The norm and the sum, both [T, size].
+        """
+        total = x if residual is None else residual.add_(x)
+        return rms_norm(total, self.weight, self.eps), total
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[..., size] normed over the last dim."""
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    # transformers rounds to the low precision before it multiplies by the weight.
+    return F.rms_norm(x, weight.shape, None, eps).mul_(weight)
+
+
+class LayerNorm(nn.Module):
+    """Layer norm over the last dim; without weight and bias unless `affine`."""
+
+    def __init__(self, size: int, eps: float, *, affine: bool = True) -> None:
+        super().__init__()
+        self.size = (size,)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size)) if affine else None
+        self.bias = nn.Parameter(torch.empty(size)) if affine else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, size] -> [T, size]."""
+        return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
+
+
+class Embedding(nn.Module):
+    """Rows of a table by index: [T] int64 -> [T, size]."""
+
+    def __init__(self, rows: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, size))
+
+    def forward(self, index: Tensor) -> Tensor:
+        return F.embedding(index, self.weight)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+class Activation(nn.Module):
+    """An elementwise function by its name in config.json.
+
+    `function` may be replaced on the instance, see `invariant.py`.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        functions: dict[str, Callable[[Tensor], Tensor]] = {
+            "silu": F.silu,
+            "relu": F.relu,
+            "gelu": F.gelu,
+            "gelu_new": _gelu_tanh,
+            "gelu_pytorch_tanh": _gelu_tanh,
+        }
+        self.function = functions[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def checkpoint_views(prefix: str, module: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a module (not of its children), named below `prefix`."""
+    return {f"{prefix}.{name}": p for name, p in module.named_parameters(recurse=False)}
+
+
+def split_views(linear: Linear, names: list[str], sizes: list[int]) -> dict[str, Tensor]:
+    """Row ranges of a fused projection, one per separately stored projection."""
+    views = dict(zip((f"{n}.weight" for n in names), linear.weight.split(sizes), strict=True))
+    if linear.bias is not None:
+        views.update(zip((f"{n}.bias" for n in names), linear.bias.split(sizes), strict=True))
+    return views

@@ -1,0 +1,151 @@
+"""Llama. Mistral, Qwen2 and Qwen3 are the same module with other flags in `ModelConfig`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.layers import (
+    Activation,
+    Attend,
+    CausalLM,
+    Embedding,
+    Linear,
+    RMSNorm,
+    checkpoint_views,
+    split_views,
+)
+from hetero_llm.models.rotary import RotaryEmbedding, apply_rotary
+
+
+class QKNorm(nn.Module):
+    """RMS norm of every query and key head, with one weight for all of each kind (Qwen3)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.q_weight = nn.Parameter(torch.empty(config.head_dim))
+        self.k_weight = nn.Parameter(torch.empty(config.head_dim))
+        self.num_heads = config.num_heads
+        self.eps = config.norm_eps
+
+    def forward(self, qk: Tensor) -> Tensor:
+        """[T, heads + kv_heads, head_dim] -> the same shape."""
+        normed = F.rms_norm(qk, self.q_weight.shape, None, self.eps)
+        normed[:, : self.num_heads].mul_(self.q_weight)
+        normed[:, self.num_heads :].mul_(self.k_weight)
+        return normed
+
+
+class LlamaLayer(nn.Module):
+    """Attention and gated MLP, each after a norm and added to the residual."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+        all_heads = config.num_heads + 2 * config.num_kv_heads
+        self.input_norm = RMSNorm(hidden, config.norm_eps)
+        self.qkv_proj = Linear(hidden, all_heads * head_dim, bias=config.qkv_bias)
+        self.qk_norm = QKNorm(config) if config.qk_norm else None
+        self.o_proj = Linear(config.num_heads * head_dim, hidden, bias=config.out_bias)
+        self.post_attention_norm = RMSNorm(hidden, config.norm_eps)
+        self.gate_up_proj = Linear(hidden, 2 * inner, bias=config.mlp_bias)
+        self.activation = Activation(config.hidden_act)
+        self.down_proj = Linear(inner, hidden, bias=config.mlp_bias)
+
+    def forward(
+        self,
+        x: Tensor,  # [T, hidden]
+        residual: Tensor | None,  # [T, hidden], overwritten
+        rotary: tuple[Tensor, Tensor],  # cos and signed sin, [T, 1, head_dim]
+        attend: Attend,
+    ) -> tuple[Tensor, Tensor]:
+        """The MLP's output, not yet added to the residual, and the residual."""
+        x, residual = self.input_norm(x, residual)
+        heads = self.qkv_proj(x).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        q, k = apply_rotary(qk, *rotary).split((self.num_heads, self.num_kv_heads), dim=1)
+        x = self.o_proj(attend(self.layer, q, k, v).flatten(1))
+
+        x, residual = self.post_attention_norm(x, residual)
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.activation(gate).mul_(up)), residual
+
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+        """See `CausalLM.checkpoint_tensors`."""
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        q_rows = self.num_heads * self.head_dim
+        kv_rows = self.num_kv_heads * self.head_dim
+        tensors = {
+            **checkpoint_views(f"{prefix}.input_layernorm", self.input_norm),
+            **checkpoint_views(f"{prefix}.post_attention_layernorm", self.post_attention_norm),
+            **split_views(
+                self.qkv_proj,
+                [f"{attention}.{name}_proj" for name in "qkv"],
+                [q_rows, kv_rows, kv_rows],
+            ),
+            **checkpoint_views(f"{attention}.o_proj", self.o_proj),
+            **split_views(
+                self.gate_up_proj,
+                [f"{mlp}.gate_proj", f"{mlp}.up_proj"],
+                [self.down_proj.weight.shape[1]] * 2,
+            ),
+            **checkpoint_views(f"{mlp}.down_proj", self.down_proj),
+        }
+        if self.qk_norm is not None:
+            tensors[f"{attention}.q_norm.weight"] = self.qk_norm.q_weight
+            tensors[f"{attention}.k_norm.weight"] = self.qk_norm.k_weight
+        return tensors
+
+
+class LlamaForCausalLM(CausalLM):
+    """See `CausalLM`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.rope is not None
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = RotaryEmbedding(config.rope, config.max_model_len)
+        self.layers = nn.ModuleList(LlamaLayer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        x = self.embed_tokens(input_ids)
+        residual: Tensor | None = None
+        rotary = self.rotary(positions, x.dtype)
+        for layer in self.layers:
+            x, residual = layer(x, residual, rotary, attend)
+        return self.norm(x, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        tensors = {
+            **checkpoint_views("model.embed_tokens", self.embed_tokens),
+            **checkpoint_views("model.norm", self.norm),
+        }
+        if not self.config.tie_word_embeddings:
+            tensors.update(checkpoint_views("lm_head", self.lm_head))
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, LlamaLayer)
+            tensors.update(layer.checkpoint_tensors(f"model.layers.{i}"))
+        return tensors
+
+    def checkpoint_name(self, name: str) -> str | None:
+        if name.endswith(".rotary_emb.inv_freq"):
+            return None
+        if name == "lm_head.weight" and self.config.tie_word_embeddings:
+            return None
+        return name

@@ -1,0 +1,109 @@
+"""Rotary position embedding: frequencies of each scaling type, the table, its application."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from hetero_llm.models.rope_config import RopeConfig
+
+
+class RotaryEmbedding(nn.Module):
+    """Table of cos and sin, indexed by positions once per forward.
+
+    The table is [max_model_len, rotary_dim] fp32, cos in the first half of a row and sin in the
+    second; it is computed in fp32 whatever the default dtype.
+    """
+
+    def __init__(self, rope: RopeConfig, max_model_len: int) -> None:
+        super().__init__()
+        positions = torch.arange(max_model_len, dtype=torch.float32)
+        angles = torch.outer(positions, inverse_frequencies(rope, max_model_len))
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
+        self.register_buffer("table", table, persistent=False)
+        self.table: Tensor
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Factors for `apply_rotary`.
+
+        Args:
+            positions: [T] int64.
+            dtype: Of the queries and keys; transformers rounds the factors to it too.
+
+        Returns:
+            cos and signed sin, [T, 1, rotary_dim]; the first half of sin is negated.
+        """
+        cos, sin = self.table[positions].to(dtype).unsqueeze(1).chunk(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Rotates [T, heads, rotary_dim]; queries and keys go through it together.
+
+    Multiply and add stay apart: a fused multiply-add rounds differently in vector bodies and
+    tails, which would make a row depend on its neighbours.
+    """
+    low, high = x.chunk(2, dim=-1)
+    swapped = torch.cat((high, low), dim=-1)
+    return (x * cos).add_(swapped.mul_(signed_sin))
+
+
+def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> Tensor:
+    """[rotary_dim / 2] fp32, scaled as transformers' `modeling_rope_utils` does.
+
+    "dynamic": transformers keeps the plain base while a sequence is no longer than the original
+    context and raises the base with the length beyond it, which would rotate cached keys anew.
+    Here the base is fixed: plain if `max_model_len` fits the original context, else the base for
+    `max_model_len`.
+    """
+    theta = rope.theta
+    if rope.scaling_type == "dynamic":
+        theta = _ntk_theta(rope, max_model_len)
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    periods = theta**exponents
+    if rope.scaling_type == "linear":
+        return 1.0 / periods / rope.factor
+    if rope.scaling_type == "llama3":
+        return _llama3(rope, 1.0 / periods)
+    if rope.scaling_type == "yarn":
+        return _yarn(rope, periods)
+    return 1.0 / periods
+
+
+def _ntk_theta(rope: RopeConfig, max_model_len: int) -> float:
+    ratio = max(max_model_len, rope.original_max_position) / rope.original_max_position
+    stretch = rope.factor * ratio - (rope.factor - 1)
+    return rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
+
+
+def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
+    """Long wavelengths divided by the factor, short ones kept, a linear blend in between."""
+    wavelengths = 2 * math.pi / inv_freq
+    low_wavelength = rope.original_max_position / rope.low_freq_factor
+    high_wavelength = rope.original_max_position / rope.high_freq_factor
+    smooth = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blend = (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
+    scaled = torch.where(wavelengths > low_wavelength, inv_freq / rope.factor, blend)
+    return torch.where(wavelengths < high_wavelength, inv_freq, scaled)
+
+
+def _yarn(rope: RopeConfig, periods: Tensor) -> Tensor:
+    """Blends interpolated and kept frequencies by how often each turns within the context."""
+
+    def dim_of_rotations(rotations: float) -> float:
+        turns = rope.original_max_position / (rotations * 2 * math.pi)
+        return rope.rotary_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dim_of_rotations(rope.beta_fast), dim_of_rotations(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    if low == high:
+        high += 0.001  # as transformers: avoids a division by zero
+    ramp = torch.arange(rope.rotary_dim // 2, dtype=torch.float32)
+    keep = 1 - ((ramp - low) / (high - low)).clamp(0, 1)
+    return (1.0 / (rope.factor * periods)) * (1 - keep) + (1.0 / periods) * keep

@@ -1,0 +1,236 @@
+"""Attention over the paged KV cache in plain torch: the reference every kernel is tested with.
+
+`plan` does the host work once per step; the returned object is called once per layer, stores the
+step's K and V and attends. A row at position p sees the keys at 0..p of its sequence, or the last
+`window` of them.
+
+Shapes: T rows, H query heads in groups of G per KV head (H = N * G), head size D. Groups become
+rows of one matrix, so K and V are never repeated in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.runner.kv_cache import PagedKVCache
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Sequences attended in one call: equal numbers of rows, contexts padded to the longest.
+
+    rows: the flattened rows. start: tokens in the cache before the first sequence's rows.
+    pieces: [B * blocks] index of the K piece of layer 0. masks: by window, [B * N, 1, count,
+    context] added to the scores (None: plain causal over a context that starts empty).
+    """
+
+    rows: slice
+    batch: int
+    count: int
+    start: int
+    context: int
+    pieces: torch.Tensor
+    masks: dict[int | None, torch.Tensor | None]
+
+
+class TorchPagedAttention:
+    """Plans attention for one model and cache. `row_by_row` makes every row its own call with
+    shapes that depend on its context alone (batch invariance by call-shape identity)."""
+
+    def __init__(self, config: ModelConfig, cache: PagedKVCache, row_by_row: bool) -> None:
+        self._config = config
+        self._cache = cache
+        self._row_by_row = row_by_row
+        self._windows = tuple(dict.fromkeys(config.sliding_windows))
+
+    def plan(
+        self,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        tables: np.ndarray,
+        positions: np.ndarray,
+        blocks: np.ndarray,
+    ) -> PlannedAttention:
+        """Prepares one step.
+
+        Args:
+            starts, counts: [S] tokens in the cache before the step, and rows of the step.
+            tables: [S, columns] block ids.
+            positions: [T] position of each row.
+            blocks: [T] block that each row's K and V go to.
+        """
+        shape = self._cache.shape
+        device = self._cache.data.device
+        token_rows = blocks.astype(np.int64) * (shape.num_layers * 2 * shape.block_size)
+        token_rows += positions % shape.block_size
+        groups = self._groups(starts, counts, tables)
+        return PlannedAttention(
+            self._config,
+            self._cache,
+            torch.from_numpy(token_rows).to(device),
+            groups,
+            self._row_by_row,
+        )
+
+    def _groups(self, starts: np.ndarray, counts: np.ndarray, tables: np.ndarray) -> list[_Group]:
+        """Neighbouring single-row sequences are batched; every longer chunk is a group."""
+        groups: list[_Group] = []
+        row = index = 0
+        total = len(starts)
+        while index < total:
+            last = index + 1
+            if counts[index] == 1 and not self._row_by_row:
+                while last < total and counts[last] == 1:
+                    last += 1
+            picked = slice(index, last)
+            groups.append(self._group(row, starts[picked], int(counts[index]), tables[picked]))
+            row += int(counts[index]) * (last - index)
+            index = last
+        return groups
+
+    def _group(self, row: int, starts: np.ndarray, count: int, tables: np.ndarray) -> _Group:
+        size = self._cache.shape.block_size
+        device = self._cache.data.device
+        context = int(starts.max()) + count
+        columns = -(-context // size)
+        if len(starts) > 1 or count == 1:
+            context = columns * size  # whole blocks: the gathered keys need no cut
+        pieces = tables[:, :columns].astype(np.int64) * (self._cache.shape.num_layers * 2)
+        masks = {w: self._mask(starts, count, context, w) for w in self._windows}
+        return _Group(
+            slice(row, row + count * len(starts)),
+            len(starts),
+            count,
+            int(starts[0]),
+            context,
+            torch.from_numpy(pieces.reshape(-1)).to(device),
+            masks,
+        )
+
+    def _mask(
+        self, starts: np.ndarray, count: int, context: int, window: int | None
+    ) -> torch.Tensor | None:
+        if self._row_by_row:
+            return None
+        if starts[0] == 0 and count == context and (window is None or window >= context):
+            return None
+        device = self._cache.data.device
+        last = torch.from_numpy(starts[:, None] + np.arange(count)).to(device).unsqueeze(-1)
+        keys = torch.arange(context, device=device)
+        hidden = keys > last
+        if window is not None:
+            hidden |= keys <= last - window
+        mask = torch.zeros(hidden.shape, dtype=self._cache.shape.dtype, device=device)
+        mask.masked_fill_(hidden, float("-inf"))
+        return mask.repeat_interleave(self._config.num_kv_heads, dim=0).unsqueeze(1)
+
+
+class PlannedAttention:
+    """One step's attention: `models.layers.Attend`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        cache: PagedKVCache,
+        token_rows: torch.Tensor,
+        groups: list[_Group],
+        row_by_row: bool,
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._token_rows = token_rows
+        self._groups = groups
+        self._row_by_row = row_by_row
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Stores K and V of this layer, then attends: q [T, H, D], k and v [T, N, D]."""
+        size = self._cache.shape.block_size
+        rows = self._token_rows + layer * 2 * size
+        self._cache.tokens.index_copy_(0, rows, k.reshape(len(k), -1))
+        self._cache.tokens.index_copy_(0, rows + size, v.reshape(len(v), -1))
+        window = self._config.sliding_windows[layer]
+        if len(self._groups) == 1:
+            return self._attend(self._groups[0], layer, window, q, k, v)
+        out = torch.empty_like(q)
+        for group in self._groups:
+            rows_of = group.rows
+            out[rows_of] = self._attend(group, layer, window, q[rows_of], k[rows_of], v[rows_of])
+        return out
+
+    def _attend(
+        self,
+        group: _Group,
+        layer: int,
+        window: int | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        if self._row_by_row:
+            return self._attend_rows(group, layer, window, q)
+        heads, dim = q.shape[1:]
+        kv_heads = k.shape[1]
+        mask = group.masks[window]
+        batch, count = group.batch, group.count
+        if mask is None:  # the whole context is in this step's rows
+            keys, values = k.unsqueeze(0), v.unsqueeze(0)
+        else:
+            keys, values = self._gather(group, layer)
+        # [B * N, G, count, D] against K, V shared by the group's heads: [B * N, 1, context, D]
+        query = q.view(batch, count, kv_heads, heads // kv_heads, dim)
+        query = query.permute(0, 2, 3, 1, 4).flatten(0, 1)
+        keys = keys.transpose(1, 2).flatten(0, 1).unsqueeze(1)
+        values = values.transpose(1, 2).flatten(0, 1).unsqueeze(1)
+        if count == 1:  # one row each: the group's heads are the rows, one "head" per KV head
+            query = query.transpose(1, 2)
+        else:
+            keys = keys.expand(-1, heads // kv_heads, -1, -1)
+            values = values.expand(-1, heads // kv_heads, -1, -1)
+        out = scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None and count > 1,
+            scale=self._config.attn_scale,
+        )
+        if count == 1:
+            out = out.transpose(1, 2)
+        out = out.view(batch, kv_heads, heads // kv_heads, count, dim)
+        return out.permute(0, 3, 1, 2, 4).reshape(batch * count, heads, dim)
+
+    def _attend_rows(
+        self, group: _Group, layer: int, window: int | None, q: torch.Tensor
+    ) -> torch.Tensor:
+        """One call per row, over exactly the keys it sees."""
+        keys, values = (piece[0].transpose(0, 1) for piece in self._gather(group, layer))
+        kv_heads, _, dim = keys.shape
+        out = torch.empty_like(q)
+        for row in range(group.count):
+            last = group.start + row + 1
+            low = 0 if window is None else max(0, last - window)
+            query = q[row].view(1, kv_heads, -1, dim)
+            attended = scaled_dot_product_attention(
+                query,
+                keys[None, :, low:last].contiguous(),
+                values[None, :, low:last].contiguous(),
+                scale=self._config.attn_scale,
+            )
+            out[row] = attended.view(-1, dim)
+        return out
+
+    def _gather(self, group: _Group, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a group's context: two [B, context, N, D]."""
+        shape = self._cache.shape
+        pieces = group.pieces + 2 * layer
+        size = (group.batch, -1, shape.num_kv_heads, shape.head_dim)
+        keys = self._cache.pieces.index_select(0, pieces).view(size)
+        values = self._cache.pieces.index_select(0, pieces + 1).view(size)
+        return keys[:, : group.context], values[:, : group.context]

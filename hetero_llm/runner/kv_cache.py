@@ -1,0 +1,54 @@
+"""The paged KV cache tensor.
+
+Layout, the same on device and host: `[block][layer][K|V][token][kv_head][dim]`. A block is one
+contiguous row, any layer of it one contiguous piece, so moving KV between memories is plain copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheShape:
+    """Sizes of the cache; `block_bytes` is what one block of tokens costs over all layers."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        elements = self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim
+        return elements * self.dtype.itemsize
+
+
+class PagedKVCache:
+    """Owns the tensor. Memory is not touched at start, so unused blocks cost nothing on a CPU."""
+
+    def __init__(self, shape: KVCacheShape, num_blocks: int, device: torch.device) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.data = torch.empty(
+            num_blocks,
+            shape.num_layers,
+            2,
+            shape.block_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+            dtype=shape.dtype,
+            device=device,
+        )
+        # [block * layer * 2, block_size * kv_heads * dim]: K and V of one layer of one block.
+        self.pieces = self.data.view(num_blocks * shape.num_layers * 2, -1)
+        # [block * layer * 2 * block_size, kv_heads * dim]: K or V of one token in one layer.
+        self.tokens = self.data.view(-1, shape.num_kv_heads * shape.head_dim)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies whole blocks source to destination, in order."""
+        for source, destination in pairs:
+            self.data[destination].copy_(self.data[source])

@@ -1,0 +1,170 @@
+"""Runs one step of a model with plain torch, on any device.
+
+`launch` applies the step's changes and issues the device work; `finish` waits for it and brings
+the small results to the host. Between the two the host is free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hetero_llm.core.step import (
+    ModelRunnerOutput,
+    PromptRows,
+    SampleLogprobs,
+    SchedulerOutput,
+    SlotState,
+)
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.runner.attention import TorchPagedAttention
+from hetero_llm.runner.kv_cache import PagedKVCache
+from hetero_llm.sampling.sampler import LogprobTensors, Sampler, SampleResult, token_logprobs
+
+_PROMPT_LOGPROB_ROWS = 256
+"""Rows of full-vocabulary logits held at once for prompt_logprobs."""
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A launched step, its results still on the device."""
+
+    step: SchedulerOutput
+    drawn: SampleResult | None
+    prompt_logprobs: list[tuple[int, LogprobTensors]]
+
+
+class TorchModelRunner:
+    """Owns the KV cache, the block tables and the sampling state of every slot.
+
+    Args:
+        model: a module of `hetero_llm.models`, on `device`.
+        config: its configuration.
+        cache: the paged KV cache on the same device.
+        max_num_seqs: slots.
+        max_model_len: longest sequence, in tokens.
+        batch_invariant: attention row by row (the model's products must be invariant, too).
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: ModelConfig,
+        cache: PagedKVCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+        batch_invariant: bool = False,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._device = device
+        self._attention = TorchPagedAttention(config, cache, row_by_row=batch_invariant)
+        columns = -(-max_model_len // cache.shape.block_size)
+        self._tables = np.zeros((max_num_seqs, columns), np.int32)
+        self._sampler = Sampler(max_num_seqs, config.vocab_size, device)
+        self._prompts: dict[int, SlotState] = {}  # of slots that want prompt_logprobs
+
+    @torch.inference_mode()
+    def launch(self, step: SchedulerOutput) -> PendingStep:
+        """Issues all device work of a step."""
+        self._apply_changes(step)
+        slots, starts, counts = step.slots, step.starts, step.counts
+        firsts = np.cumsum(counts) - counts
+        sequence_of = np.repeat(np.arange(len(slots)), counts)
+        positions = np.arange(len(sequence_of)) - np.repeat(firsts - starts, counts)
+        if self._sampler.has_history:
+            self._observe(step, firsts)
+        tables = self._tables[slots]
+        blocks = tables[sequence_of, positions // self._cache.shape.block_size]
+        attend = self._attention.plan(starts, counts, tables, positions, blocks)
+        hidden = self._model(
+            self._to_device(step.token_ids.astype(np.int64)),
+            self._to_device(positions),
+            attend,
+        )
+        prompt_logprobs = [
+            (int(slots[rows.index]), self._prompt_logprobs(step, rows, hidden, firsts))
+            for rows in step.prompt_rows
+        ]
+        sampled = np.flatnonzero(step.num_samples)
+        drawn = None
+        if len(sampled):
+            last = self._to_device(firsts[sampled] + counts[sampled] - 1)
+            drawn = self._sampler.sample(
+                self._model.logits(hidden[last]),
+                slots[sampled],
+                starts[sampled] + counts[sampled],
+                step.num_samples[sampled],
+            )
+        return PendingStep(step, drawn, prompt_logprobs)
+
+    def finish(self, pending: PendingStep) -> ModelRunnerOutput:
+        """Waits for a launched step and returns its results as plain data."""
+        prompt_logprobs = {slot: rows.to_host() for slot, rows in pending.prompt_logprobs}
+        drawn = pending.drawn
+        if drawn is None:
+            return ModelRunnerOutput([], None, prompt_logprobs, {})
+        token_ids = drawn.token_ids.tolist()
+        logprobs: list[SampleLogprobs | None] | None = None
+        if drawn.logprobs is not None:
+            logprobs = [None] * len(token_ids)
+            for row, entry in zip(drawn.logprob_rows, drawn.logprobs.to_host(), strict=True):
+                logprobs[row] = entry
+        return ModelRunnerOutput(token_ids, logprobs, prompt_logprobs, drawn.errors)
+
+    def _apply_changes(self, step: SchedulerOutput) -> None:
+        for state in step.admitted:
+            self._sampler.admit(state)
+            if state.params.prompt_logprobs is not None:
+                self._prompts[state.slot] = state
+        writes = step.table_writes
+        if writes.shape[1]:
+            self._tables[writes[0], writes[1]] = writes[2]
+        copies = step.block_copies
+        if copies.shape[1]:
+            self._cache.copy_blocks(list(zip(*copies.tolist(), strict=True)))
+
+    def _observe(self, step: SchedulerOutput, firsts: np.ndarray) -> None:
+        single = np.flatnonzero(step.counts == 1)
+        for slot, position, token_id in zip(
+            step.slots[single].tolist(),
+            step.starts[single].tolist(),
+            step.token_ids[firsts[single]].tolist(),
+            strict=True,
+        ):
+            self._sampler.observe(slot, position, token_id)
+
+    def _prompt_logprobs(
+        self, step: SchedulerOutput, rows: PromptRows, hidden: torch.Tensor, firsts: np.ndarray
+    ) -> LogprobTensors:
+        """Log-probability of the prompt token that follows each of the wanted rows."""
+        state = self._prompts[int(step.slots[rows.index])]
+        following = int(step.starts[rows.index]) + rows.first + 1
+        targets = torch.tensor(
+            state.token_ids[following : following + rows.count], device=self._device
+        )
+        begin = int(firsts[rows.index]) + rows.first
+        wanted = state.num_prompt_logprobs
+        parts = []
+        for low in range(0, rows.count, _PROMPT_LOGPROB_ROWS):
+            high = min(low + _PROMPT_LOGPROB_ROWS, rows.count)
+            logits = self._model.logits(hidden[begin + low : begin + high]).float()
+            parts.append(token_logprobs(logits, targets[low:high], [wanted] * (high - low)))
+        return _joined(parts)
+
+    def _to_device(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+
+def _joined(parts: list[LogprobTensors]) -> LogprobTensors:
+    return LogprobTensors(
+        torch.cat([p.drawn for p in parts]),
+        torch.cat([p.rank for p in parts]),
+        torch.cat([p.top_ids for p in parts]),
+        torch.cat([p.top_values for p in parts]),
+        [count for p in parts for count in p.counts],
+    )

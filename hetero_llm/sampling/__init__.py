@@ -1,0 +1,1 @@
+"""Device-agnostic sampling: the reference that faster kernels are compared with."""

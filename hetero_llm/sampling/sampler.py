@@ -1,0 +1,282 @@
+"""Draws the next tokens: greedy, or argmax of log-probabilities plus counter-based noise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hetero_llm.core.step import SampleLogprobs, SlotState
+from hetero_llm.sampling import processors
+from hetero_llm.sampling.noise import gumbel_noise, signed_seed
+
+_NO_LOGPROBS = -1
+_TOP_P_OFF = 2.0  # above any cumulative probability, rounding included
+
+
+@dataclass(slots=True)
+class _History:
+    """What processors that look back need; kept only for slots that have such processors."""
+
+    state: SlotState
+    token_ids: list[int]
+    seen: torch.Tensor | None = None  # [vocab] bool, in prompt or output
+    output_counts: torch.Tensor | None = None  # [vocab] float32
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.state.num_prompt_tokens :]
+
+
+@dataclass(slots=True)
+class LogprobTensors:
+    """Log-probabilities of rows on the device: drawn [R], rank [R], top ids and values [R, K];
+    `counts` says how many of the K each row asked for."""
+
+    drawn: torch.Tensor
+    rank: torch.Tensor
+    top_ids: torch.Tensor
+    top_values: torch.Tensor
+    counts: list[int]
+
+    def to_host(self) -> list[SampleLogprobs]:
+        columns = (self.drawn, self.rank, self.top_ids, self.top_values)
+        drawn, rank, ids, values = (column.tolist() for column in columns)
+        return [
+            SampleLogprobs(d, r, tuple(zip(i[:k], v[:k], strict=True)))
+            for d, r, i, v, k in zip(drawn, rank, ids, values, self.counts, strict=True)
+        ]
+
+
+@dataclass(slots=True)
+class SampleResult:
+    """Device tensors of one step's draws.
+
+    `token_ids` [N] int64; `logprobs` covers the draws listed in `logprob_rows`.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: LogprobTensors | None
+    logprob_rows: list[int]
+    errors: dict[int, str]
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, counts: list[int]
+) -> LogprobTensors:
+    """Log-probabilities of given tokens, and of the most likely ones.
+
+    Args:
+        logits: [R, vocab] float32.
+        token_ids: [R] int64.
+        counts: number of most likely tokens wanted by each row.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    drawn = logprobs.gather(1, token_ids.unsqueeze(1))
+    rank = (logprobs > drawn).sum(dim=-1) + 1
+    # A stable sort gives the lowest id on ties; top-k of torch promises no order.
+    widest = max(counts)
+    values, ids = logprobs.topk(widest, dim=-1) if widest else (logprobs[:, :0],) * 2
+    return LogprobTensors(drawn.squeeze(1), rank, ids.long(), values, counts)
+
+
+class Sampler:
+    """Sampling state of every slot, and the draw itself.
+
+    Args:
+        max_num_seqs: slots.
+        vocab_size: width of the logits.
+        device: where logits live.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._temperature = np.zeros(max_num_seqs, np.float32)
+        self._top_k = np.full(max_num_seqs, vocab_size, np.int64)
+        self._top_p = np.full(max_num_seqs, _TOP_P_OFF, np.float32)
+        self._min_p = np.zeros(max_num_seqs, np.float32)
+        self._restricts = np.zeros(max_num_seqs, bool)
+        self._seed = np.zeros(max_num_seqs, np.int64)
+        self._sample_index = np.zeros(max_num_seqs, np.int64)
+        self._num_logprobs = np.full(max_num_seqs, _NO_LOGPROBS, np.int64)
+        self._processed_logprobs = np.zeros(max_num_seqs, bool)
+        self._history: dict[int, _History] = {}
+
+    def admit(self, state: SlotState) -> None:
+        """Takes over a sequence's sampling parameters; replaces what the slot held."""
+        slot, params = state.slot, state.params
+        self._temperature[slot] = 0.0 if params.greedy else params.temperature
+        self._top_k[slot] = min(
+            params.top_k if params.top_k > 0 else self._vocab_size, self._vocab_size
+        )
+        self._top_p[slot] = params.top_p if params.top_p < 1.0 else _TOP_P_OFF
+        self._min_p[slot] = params.min_p
+        self._restricts[slot] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        self._seed[slot] = signed_seed(state.seed)
+        self._sample_index[slot] = state.sample_index
+        wanted = state.num_logprobs
+        self._num_logprobs[slot] = _NO_LOGPROBS if wanted is None else wanted
+        self._processed_logprobs[slot] = params.use_beam_search
+        self._history.pop(slot, None)
+        if _looks_back(state):
+            self._history[slot] = self._new_history(state)
+
+    def observe(self, slot: int, position: int, token_id: int) -> None:
+        """Tells a slot its input token; a token drawn in the last step extends the history."""
+        history = self._history.get(slot)
+        if history is not None and position == len(history.token_ids):
+            history.token_ids.append(token_id)
+            if history.seen is not None:
+                assert history.output_counts is not None
+                history.seen[token_id] = True
+                history.output_counts[token_id] += 1
+
+    @property
+    def has_history(self) -> bool:
+        return bool(self._history)
+
+    def sample(
+        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, samples: np.ndarray
+    ) -> SampleResult:
+        """Draws `samples[r]` tokens from row r.
+
+        Args:
+            logits: [R, vocab], any float dtype.
+            slots: [R] slot of each row.
+            positions: [R] absolute position of the token to be drawn.
+            samples: [R] draws from the row; more than one draw takes sample indices 0, 1, ...
+        """
+        logits = logits.float()
+        raw = logits
+        errors: dict[int, str] = {}
+        if self._history:
+            logits = self._process(raw, slots, errors)
+        indices = self._sample_index[slots]
+        if samples.max() > 1:
+            source = np.repeat(np.arange(len(slots)), samples)
+            starts = np.cumsum(samples) - samples
+            within = np.arange(len(source)) - np.repeat(starts, samples)
+            indices = np.where(samples[source] > 1, within, indices[source])
+            slots, positions = slots[source], positions[source]
+            gather = torch.from_numpy(source).to(self._device)
+            untouched = raw is logits
+            logits = logits[gather]
+            raw = logits if untouched else raw[gather]
+        tokens = self._draw(logits, slots, positions, indices)
+        wanted = np.flatnonzero(self._num_logprobs[slots] != _NO_LOGPROBS)
+        logprobs = None
+        if len(wanted):
+            rows = torch.from_numpy(wanted).to(self._device)
+            base = raw[rows]
+            processed = self._processed_logprobs[slots[wanted]]
+            if logits is not raw and processed.any():
+                choose = torch.from_numpy(processed).to(self._device).unsqueeze(1)
+                base = torch.where(choose, logits[rows], base)
+            counts = self._num_logprobs[slots[wanted]].tolist()
+            logprobs = token_logprobs(base, tokens[rows], counts)
+        return SampleResult(tokens, logprobs, wanted.tolist(), errors)
+
+    def _draw(
+        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, indices: np.ndarray
+    ) -> torch.Tensor:
+        random = np.flatnonzero(self._temperature[slots] > 0.0)
+        if len(random) == 0:
+            return logits.argmax(dim=-1)
+        rows = torch.from_numpy(random).to(self._device)
+        chosen = slots[random]
+        scaled = logits[rows] / self._put(self._temperature[chosen]).unsqueeze(1)
+        if self._restricts[chosen].any():
+            scaled = processors.restrict_support(
+                scaled,
+                self._put(self._top_k[chosen]),
+                self._put(self._top_p[chosen]),
+                self._put(self._min_p[chosen]),
+            )
+        noise = gumbel_noise(
+            self._put(self._seed[chosen]),
+            self._put(positions[random].astype(np.int64)),
+            self._put(indices[random]),
+            self._vocab_size,
+        )
+        drawn = (scaled + noise).argmax(dim=-1)
+        if len(random) == len(slots):
+            return drawn
+        return logits.argmax(dim=-1).index_copy_(0, rows, drawn)
+
+    def _put(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+    def _process(
+        self, raw: torch.Tensor, slots: np.ndarray, errors: dict[int, str]
+    ) -> torch.Tensor:
+        """Runs the processors of every row that has some, on a copy of the logits."""
+        logits = raw.clone()
+        for row, slot in enumerate(slots.tolist()):
+            history = self._history.get(slot)
+            if history is None:
+                continue
+            try:
+                logits[row] = _process_row(logits[row], history)
+            except processors.UserProcessorError as error:
+                errors[slot] = str(error)
+                logits[row] = raw[row]
+        return logits
+
+    def _new_history(self, state: SlotState) -> _History:
+        history = _History(state, list(state.token_ids))
+        if _has_penalties(state):
+            everything = torch.tensor(history.token_ids, device=self._device)
+            history.seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
+            history.seen[everything] = True
+            outputs = everything[state.num_prompt_tokens :]
+            history.output_counts = torch.bincount(outputs, minlength=self._vocab_size).float()
+        return history
+
+
+def _process_row(logits: torch.Tensor, history: _History) -> torch.Tensor:
+    """All processors of one row, in vLLM's order; returns new logits [vocab]."""
+    state, params = history.state, history.state.params
+    output_ids = history.output_ids
+    if params.logits_processors:
+        prompt_ids = history.token_ids[: state.num_prompt_tokens]
+        logits = processors.apply_user_processors(
+            logits.clone(), params.logits_processors, prompt_ids, output_ids
+        )
+    if params.allowed_token_ids is not None:
+        processors.keep_only(logits, params.allowed_token_ids)
+    if state.bad_word_ids:
+        processors.forbid_bad_words(logits, state.bad_word_ids, output_ids)
+    if params.no_repeat_ngram_size:
+        size = params.no_repeat_ngram_size
+        processors.forbid_repeated_ngrams(logits, size, history.token_ids)
+    if len(output_ids) < params.min_tokens:
+        processors.forbid_tokens(logits, state.banned_end_ids)
+    if params.logit_bias:
+        processors.add_bias(logits, dict(params.logit_bias))
+    if history.seen is not None:
+        assert history.output_counts is not None
+        processors.apply_penalties(logits, params, history.seen, history.output_counts)
+    return logits
+
+
+def _has_penalties(state: SlotState) -> bool:
+    params = state.params
+    return bool(
+        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+    )
+
+
+def _looks_back(state: SlotState) -> bool:
+    """Whether any processor but temperature and top-k/top-p/min-p applies to the slot."""
+    params = state.params
+    return bool(
+        params.logits_processors
+        or params.allowed_token_ids is not None
+        or state.bad_word_ids
+        or params.no_repeat_ngram_size
+        or (params.min_tokens and state.banned_end_ids)
+        or params.logit_bias
+        or _has_penalties(state)
+    )

@@ -1,0 +1,248 @@
+"""Tiny random checkpoints of every family, written by transformers, and a reference attention."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from hetero_llm.models.config import ModelConfig
+
+VOCAB_SIZE = 96
+
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "max_position_embeddings": 64}
+_GATED = {
+    **_SIZES,
+    "intermediate_size": 52,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_OPT = {**_SIZES, "num_attention_heads": 4, "ffn_dim": 48, "pad_token_id": 1}
+_GPT2 = {
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _rope(rope_type: str, **scaling: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 500.0, **scaling}}
+
+
+_LLAMA3 = _rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+
+# family -> (transformers class prefix, class suffix, variant -> configuration)
+_FAMILIES: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
+    "llama": (
+        "Llama",
+        "ForCausalLM",
+        {
+            "gqa": _GATED,
+            "mha": {**_GATED, "num_key_value_heads": 4},
+            "mqa": {**_GATED, "num_key_value_heads": 1},
+            "wide_heads": {**_GATED, "head_dim": 12},
+            "biases": {**_GATED, "attention_bias": True, "mlp_bias": True},
+            "tied": {**_GATED, "tie_word_embeddings": True},
+            "llama3": {**_GATED, **_LLAMA3},
+            "linear": {**_GATED, **_rope("linear", factor=4.0)},
+            "yarn": {
+                **_GATED,
+                **_rope("yarn", factor=4.0, original_max_position_embeddings=16),
+            },
+            "yarn_mscale": {
+                **_GATED,
+                **_rope(
+                    "yarn",
+                    factor=4.0,
+                    original_max_position_embeddings=16,
+                    mscale=0.8,
+                    mscale_all_dim=0.5,
+                    beta_fast=16.0,
+                    beta_slow=2.0,
+                    truncate=False,
+                ),
+            },
+            "dynamic": {
+                **_GATED,
+                "max_position_embeddings": 24,
+                **_rope("dynamic", factor=2.0),
+            },
+        },
+    ),
+    "mistral": (
+        "Mistral",
+        "ForCausalLM",
+        {
+            "window": {**_GATED, "sliding_window": 5},
+            "full": {**_GATED, "sliding_window": None},
+        },
+    ),
+    "qwen2": (
+        "Qwen2",
+        "ForCausalLM",
+        {
+            "full": {k: v for k, v in _GATED.items() if k != "head_dim"},
+            "window_mix": {**_GATED, **_WINDOW},
+            "layer_types": {
+                **_GATED,
+                **_WINDOW,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "tie_word_embeddings": True,
+            },
+        },
+    ),
+    "qwen3": (
+        "Qwen3",
+        "ForCausalLM",
+        {
+            "full": {**_GATED, "head_dim": 16},
+            "window_mix": {**_GATED, **_WINDOW},
+            "tied_biases": {**_GATED, "attention_bias": True, "tie_word_embeddings": True},
+        },
+    ),
+    "opt": (
+        "OPT",
+        "ForCausalLM",
+        {
+            "pre_norm": _OPT,
+            "post_norm": {**_OPT, "do_layer_norm_before": False},
+            "projections": {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 20},
+            "no_final_norm": {**_OPT, "_remove_final_layer_norm": True},
+            "bare": {**_OPT, "enable_bias": False, "layer_norm_elementwise_affine": False},
+            "untied_gelu": {**_OPT, "tie_word_embeddings": False, "activation_function": "gelu"},
+        },
+    ),
+    "gpt2": (
+        "GPT2",
+        "LMHeadModel",
+        {
+            "tied": _GPT2,
+            "untied_inner": {**_GPT2, "tie_word_embeddings": False, "n_inner": 40},
+            "unscaled": {**_GPT2, "scale_attn_weights": False},
+        },
+    ),
+}
+
+VARIANTS: list[tuple[str, str]] = [
+    (family, variant) for family, (_, _, variants) in _FAMILIES.items() for variant in variants
+]
+
+
+def make_tiny_checkpoint(
+    folder: Path,
+    family: str,
+    variant: str = "",
+    *,
+    with_tokenizer: bool = False,
+    vocab_size: int = VOCAB_SIZE,
+    max_shard_size: str = "5GB",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Path:
+    """Saves a random model of `family` with transformers and returns its folder.
+
+    Args:
+        folder: Created; the checkpoint goes right into it.
+        family: "llama", "mistral", "qwen2", "qwen3", "opt" or "gpt2".
+        variant: Of `VARIANTS`; empty for the family's first.
+        with_tokenizer: Adds a byte-level tokenizer (256 bytes and 3 specials), which raises
+            `vocab_size` to 259 at least.
+        vocab_size: Rows of the embedding.
+        max_shard_size: "20KB", for example, gives several shards and an index.
+        dtype: Stored type.
+        seed: Of the weights; all of them, biases and norms included, are random.
+    """
+    prefix, suffix, variants = _FAMILIES[family]
+    settings = variants[variant] if variant else next(iter(variants.values()))
+    if with_tokenizer:
+        vocab_size = max(vocab_size, 259)
+    config = getattr(transformers, prefix + "Config")(vocab_size=vocab_size, **settings)
+    generator = torch.Generator().manual_seed(seed)
+    model = getattr(transformers, prefix + suffix)(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_norm = parameter.dim() == 1 and name.endswith("weight")
+            parameter.copy_(1 + 0.2 * noise if is_norm else 0.25 * noise)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    if with_tokenizer:
+        _save_byte_tokenizer(Path(folder))
+    return Path(folder)
+
+
+def rewrite_config(folder: Path, *, remove: tuple[str, ...] = (), **changes: Any) -> Path:
+    """Edits config.json of a checkpoint in place."""
+    path = Path(folder) / "config.json"
+    raw = json.loads(path.read_text())
+    raw.update(changes)
+    for key in remove:
+        raw.pop(key, None)
+    path.write_text(json.dumps(raw))
+    return Path(folder)
+
+
+def _save_byte_tokenizer(folder: Path) -> None:
+    """Ids 0, 1, 2 are <pad>, <s>, </s>; id 3 + b is byte b."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+
+
+class DenseAttend:
+    """Reference `Attend`: whole sequences in one forward, one row's scores at a time.
+
+    Rows are independent: each is a chain of calls whose shapes depend on its position alone.
+
+    Args:
+        config: Of the model.
+        lengths: Tokens of each sequence, in row order; their sum is T.
+    """
+
+    def __init__(self, config: ModelConfig, lengths: list[int]) -> None:
+        self.config = config
+        self.lengths = lengths
+        self.layers_seen: list[int] = []
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.layers_seen.append(layer)
+        config = self.config
+        assert q.shape == (sum(self.lengths), config.num_heads, config.head_dim)
+        assert k.shape == v.shape == (sum(self.lengths), config.num_kv_heads, config.head_dim)
+        window = config.sliding_windows[layer]
+        group = config.num_heads // config.num_kv_heads
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        start = 0
+        for length in self.lengths:
+            for i in range(length):
+                first = 0 if window is None else max(0, i + 1 - window)
+                keys = k[start + first : start + i + 1].float().repeat_interleave(group, dim=1)
+                values = v[start + first : start + i + 1].float().repeat_interleave(group, dim=1)
+                scores = (keys * q[start + i].float()).sum(-1) * config.attn_scale
+                weights = scores.softmax(0)
+                out[start + i] = (weights.unsqueeze(-1) * values).sum(0).to(q.dtype)
+            start += length
+        return out
