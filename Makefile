@@ -37,6 +37,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy hetero_llm/core hetero_llm/engine
 	$(BIN)/python tools/check_sizes.py
+	$(BIN)/python tools/gen_flags_doc.py --check
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

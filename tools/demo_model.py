@@ -125,6 +125,8 @@ class Llama(nn.Module):
         self.norm = RMSNorm(shape.hidden, shape.eps)
         half = torch.arange(0, shape.head_dim, 2).float() / shape.head_dim
         angles = torch.outer(torch.arange(CONTEXT).float(), shape.rope_theta**-half).repeat(1, 2)
+        self.cos: Tensor
+        self.sin: Tensor
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
         for name, parameter in self.named_parameters():
@@ -196,8 +198,8 @@ class Optimiser:
 
     def __init__(self, model: Llama, muon_lr: float, adam_lr: float) -> None:
         self.muon_lr, self.adam_lr = muon_lr, adam_lr
-        groups: dict[torch.Size, list[nn.Parameter]] = {}
-        rest = []
+        groups: dict[torch.Size, list[Tensor]] = {}
+        rest: list[Tensor] = []
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2 and not name.startswith("embed"):
                 groups.setdefault(parameter.shape, []).append(parameter)

@@ -97,7 +97,9 @@ class EngineConfig:
             skip_tokenizer_init=args["skip_tokenizer_init"],
             trust_remote_code=args["trust_remote_code"],
             revision=args["revision"],
-            tokenizer_revision=args["tokenizer_revision"] or args["revision"],
+            # The model's revision means nothing in another repository.
+            tokenizer_revision=args["tokenizer_revision"]
+            or (args["revision"] if args["tokenizer"] in (None, model) else None),
             download_dir=args["download_dir"],
             load_format=args["load_format"],
             dtype=args["dtype"],

@@ -1,0 +1,332 @@
+"""Arguments of the larger features: offload, parallelism, speculation, adapters, tracing."""
+
+from __future__ import annotations
+
+from hetero_llm.core.args_spec import Kind, grouped, not_yet, obsolete
+
+_BOOL, _INT, _FLOAT, _STR, _JSON = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Kind.JSON
+
+_TENSOR_PARALLEL = "tensor parallelism"
+_KV_OFFLOAD = "KV offload"
+_SPECULATION = "speculative decoding"
+_LOOKAHEAD = "the lookahead cache"
+_TYPICAL = "typical acceptance sampling"
+_LORA = "LoRA"
+_PROMPT_ADAPTERS = "prompt adapter support"
+_TRACING = "OpenTelemetry tracing"
+_ONE_DEVICE = "the engine runs on one device, without remote workers."
+
+OFFLOAD = grouped(
+    "Prefix cache offload",
+    not_yet(
+        "enable_prefix_cache_offload",
+        _BOOL,
+        False,
+        "Keep evicted blocks of the prefix cache in host memory.",
+        feature=_KV_OFFLOAD,
+    ),
+    not_yet(
+        "cpu_prefill_memory_utilization",
+        _FLOAT,
+        0.3,
+        "Share of the host's memory for offloaded blocks.",
+        feature=_KV_OFFLOAD,
+    ),
+    not_yet(
+        "apc_offload_not_lazy",
+        _BOOL,
+        False,
+        "Load all layers at once instead of layer by layer; for debugging.",
+        feature=_KV_OFFLOAD,
+    ),
+    not_yet(
+        "apc_offload_min_access_threshold",
+        _INT,
+        1,
+        "Uses of a block before it is worth offloading; 1 offloads all.",
+        feature=_KV_OFFLOAD,
+    ),
+    not_yet(
+        "apc_offload_enable_hit_cnt",
+        _BOOL,
+        False,
+        "Log how many blocks were found on the GPU, on the CPU or nowhere.",
+        feature=_KV_OFFLOAD,
+    ),
+    not_yet(
+        "apc_offload_gpu_evictor_limit",
+        _INT,
+        -1,
+        "Most cached blocks kept on the GPU; -1 for no limit. For debugging.",
+        feature=_KV_OFFLOAD,
+    ),
+)
+
+PARALLEL = grouped(
+    "Parallelism",
+    not_yet(
+        "tensor_parallel_size",
+        _INT,
+        1,
+        "GPUs that share each layer.",
+        feature=_TENSOR_PARALLEL,
+        short=("-tp",),
+    ),
+    not_yet(
+        "pipeline_parallel_size",
+        _INT,
+        1,
+        "Stages that the layers are cut into.",
+        feature="pipeline parallelism",
+        short=("-pp",),
+    ),
+    not_yet(
+        "sequence_parallel_size",
+        _INT,
+        1,
+        "GPUs that share each long prompt.",
+        feature="sequence parallelism",
+    ),
+    obsolete(
+        "distributed_executor_backend",
+        _STR,
+        None,
+        "What starts the workers: 'ray' or 'mp'.",
+        reason=_ONE_DEVICE,
+    ),
+    obsolete("worker_use_ray", _BOOL, False, "Older form of 'ray'.", reason=_ONE_DEVICE),
+    obsolete(
+        "ray_workers_use_nsight",
+        _BOOL,
+        False,
+        "Profile Ray workers with Nsight.",
+        reason=_ONE_DEVICE,
+        aliases=("ray_workers_use_nslight",),
+    ),
+    obsolete(
+        "max_parallel_loading_workers",
+        _INT,
+        None,
+        "Workers that may load weights at the same time.",
+        reason=_ONE_DEVICE,
+    ),
+    obsolete(
+        "disable_custom_all_reduce",
+        _BOOL,
+        False,
+        "Use NCCL's all-reduce only.",
+        reason=_ONE_DEVICE,
+    ),
+)
+
+SPECULATIVE = grouped(
+    "Speculative decoding",
+    not_yet("speculative_model", Kind.PATH, None, "The draft model.", feature=_SPECULATION),
+    not_yet(
+        "num_speculative_tokens",
+        _INT,
+        None,
+        "Draft tokens for each step.",
+        feature=_SPECULATION,
+    ),
+    not_yet(
+        "cpu_draft_worker",
+        _BOOL,
+        False,
+        "Run the draft model on the CPU beside the GPU.",
+        feature=_SPECULATION,
+    ),
+    not_yet(
+        "speculative_config",
+        _JSON,
+        None,
+        "All of this group in one mapping. Not in the manual.",
+        feature=_SPECULATION,
+    ),
+    not_yet(
+        "speculative_model_quantization",
+        _STR,
+        None,
+        "How the draft model's weights are quantized.",
+        feature="quantization of draft models",
+    ),
+    not_yet(
+        "speculative_draft_tensor_parallel_size",
+        _INT,
+        None,
+        "GPUs that share the draft model.",
+        feature="tensor parallelism of draft models",
+        short=("-spec-draft-tp",),
+    ),
+    not_yet(
+        "speculative_max_model_len",
+        _INT,
+        None,
+        "Longest context of the draft model; longer sequences are not drafted for.",
+        feature=_SPECULATION,
+    ),
+    not_yet(
+        "speculative_disable_by_batch_size",
+        _INT,
+        None,
+        "No drafts for new requests while more than this many are queued.",
+        feature=_SPECULATION,
+    ),
+    not_yet(
+        "ngram_prompt_lookup_max",
+        _INT,
+        None,
+        "Longest match for drafts looked up in the prompt.",
+        feature="prompt lookup",
+    ),
+    not_yet(
+        "ngram_prompt_lookup_min",
+        _INT,
+        None,
+        "Shortest match for drafts looked up in the prompt.",
+        feature="prompt lookup",
+    ),
+    not_yet(
+        "spec_decoding_acceptance_method",
+        _STR,
+        "rejection_sampler",
+        "How drafts are accepted. The default keeps the target model's distribution.",
+        feature=_TYPICAL,
+    ),
+    not_yet(
+        "typical_acceptance_sampler_posterior_threshold",
+        _FLOAT,
+        0.09,
+        "Lower bound on the probability of an accepted token.",
+        feature=_TYPICAL,
+    ),
+    not_yet(
+        "typical_acceptance_sampler_posterior_alpha",
+        _FLOAT,
+        0.3,
+        "Scale of the entropy-based threshold.",
+        feature=_TYPICAL,
+    ),
+    not_yet(
+        "disable_logprobs_during_spec_decoding",
+        _BOOL,
+        None,
+        "Return no log probabilities while speculating.",
+        feature=_SPECULATION,
+        optional_value=True,
+    ),
+)
+
+LOOKAHEAD_CACHE = grouped(
+    "Lookahead cache",
+    not_yet(
+        "lookahead_cache_config_dir",
+        Kind.PATH,
+        None,
+        "Folder with lookahead_cache_config.json; switches the cache on.",
+        feature=_LOOKAHEAD,
+    ),
+    not_yet(
+        "use_lookahead",
+        _BOOL,
+        False,
+        "Switch the cache on with its default configuration (Angel-vLLM's flag).",
+        feature=_LOOKAHEAD,
+    ),
+    not_yet(
+        "cpu_decoding_memory_utilization",
+        _FLOAT,
+        0.15,
+        "Share of the host's memory for the cache.",
+        feature=_LOOKAHEAD,
+    ),
+    not_yet(
+        "ignore_prompt_for_lookahead_cache",
+        _BOOL,
+        False,
+        "Learn from outputs only.",
+        feature=_LOOKAHEAD,
+    ),
+)
+
+ADAPTERS = grouped(
+    "Adapters",
+    not_yet("enable_lora", _BOOL, False, "Accept LoRA adapters.", feature=_LORA),
+    not_yet("max_loras", _INT, 1, "Most adapters in one batch.", feature=_LORA),
+    not_yet("max_lora_rank", _INT, 16, "Highest rank of an adapter.", feature=_LORA),
+    not_yet(
+        "lora_extra_vocab_size",
+        _INT,
+        256,
+        "Most tokens that an adapter may add to the vocabulary.",
+        feature=_LORA,
+    ),
+    not_yet(
+        "lora_dtype",
+        _STR,
+        "auto",
+        "Type of the adapters' weights; 'auto' is the model's.",
+        feature=_LORA,
+    ),
+    not_yet(
+        "long_lora_scaling_factors",
+        _STR,
+        None,
+        "Scaling factors of Long LoRA adapters.",
+        feature=_LORA,
+    ),
+    not_yet("max_cpu_loras", _INT, None, "Most adapters in host memory.", feature=_LORA),
+    not_yet(
+        "fully_sharded_loras",
+        _BOOL,
+        False,
+        "Shard all of the LoRA computation.",
+        feature=_LORA,
+    ),
+    not_yet(
+        "enable_prompt_adapter",
+        _BOOL,
+        False,
+        "Accept prompt adapters.",
+        feature=_PROMPT_ADAPTERS,
+    ),
+    not_yet(
+        "max_prompt_adapters",
+        _INT,
+        1,
+        "Most prompt adapters in one batch.",
+        feature=_PROMPT_ADAPTERS,
+    ),
+    not_yet(
+        "max_prompt_adapter_token",
+        _INT,
+        0,
+        "Most tokens of a prompt adapter.",
+        feature=_PROMPT_ADAPTERS,
+    ),
+    not_yet(
+        "qlora_adapter_name_or_path",
+        Kind.PATH,
+        None,
+        "Name or folder of the QLoRA adapter.",
+        feature="QLoRA",
+    ),
+)
+
+OBSERVABILITY = grouped(
+    "Observability",
+    not_yet(
+        "otlp_traces_endpoint",
+        _STR,
+        None,
+        "Address that OpenTelemetry traces are sent to.",
+        feature=_TRACING,
+    ),
+    not_yet(
+        "collect_detailed_traces",
+        _STR,
+        None,
+        "Parts to trace in detail: model, worker, all.",
+        feature=_TRACING,
+    ),
+)

@@ -1,0 +1,321 @@
+"""What one row of the argument table says, and how its value is checked.
+
+`args_table.py` and `args_server.py` hold the rows; `args.py` is the part that others import.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from numbers import Integral, Real
+from typing import Any, NoReturn
+
+from hetero_llm.core.errors import ConfigError
+
+
+class Status(Enum):
+    """What happens to a value that the user gives."""
+
+    EFFECTIVE = "effective"
+    """Checked, then used."""
+    OBSOLETE = "obsolete"
+    """Any value is accepted with one notice line: nothing here needs it."""
+    NOT_YET = "not yet"
+    """The default is accepted; any other value is an error that names the missing feature."""
+
+
+class Scope(Enum):
+    """Who takes the argument."""
+
+    ENGINE = "engine"
+    """`LLM(...)` and every command that runs a model."""
+    SERVE = "serve"
+    """The HTTP server alone."""
+
+
+class Kind(Enum):
+    """The type of an argument's value."""
+
+    BOOL = "bool"
+    INT = "int"
+    FLOAT = "float"
+    STR = "str"
+    PATH = "path"
+    """A string or an `os.PathLike`; becomes a string."""
+    DTYPE = "dtype"
+    """A name, or a `torch.dtype`; becomes the name."""
+    JSON = "json"
+    """A mapping; a JSON object on the command line."""
+    LIST = "list"
+    """A string or a sequence of strings; becomes a tuple. Repeatable on the command line."""
+    PYTHON = "python"
+    """A Python object, which no command line can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArgSpec:
+    """One argument of the engine or of the server.
+
+    Attributes:
+        name: Python name; the flag is `--` + name with hyphens.
+        default: Value when the argument is not given. None is accepted as a value only where it
+            is the default.
+        help: One or two lines for `--help` and docs/flags.md.
+        choices: The values accepted; empty for any.
+        later_choices: Values of the manual that a later version will accept.
+        above: Exclusive lower bound; `minimum` and `maximum` are inclusive.
+        feature: NOT_YET only: what is missing, as the subject of "... is not available yet".
+        reason: OBSOLETE only: why nothing needs the argument.
+        aliases: Other Python names, as the manual or its relatives spell them.
+        short: Short flags, such as `-tp`.
+        optional_value: BOOL only: the flag may be followed by `true` or `false`.
+        group: Heading in `--help` and in the documentation.
+    """
+
+    name: str
+    kind: Kind
+    default: Any
+    status: Status
+    help: str
+    scope: Scope = Scope.ENGINE
+    choices: tuple[Any, ...] = ()
+    later_choices: tuple[Any, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    feature: str = ""
+    reason: str = ""
+    aliases: tuple[str, ...] = ()
+    short: tuple[str, ...] = ()
+    required: bool = False
+    optional_value: bool = False
+    group: str = ""
+
+    @property
+    def flag(self) -> str:
+        """The long flag, such as `--max-model-len`."""
+        return "--" + self.name.replace("_", "-")
+
+
+def effective(name: str, kind: Kind, default: Any, help: str, **rest: Any) -> ArgSpec:
+    """A row whose value is checked and used."""
+    return ArgSpec(name, kind, default, Status.EFFECTIVE, help, **rest)
+
+
+def obsolete(
+    name: str, kind: Kind, default: Any, help: str, *, reason: str, **rest: Any
+) -> ArgSpec:
+    """A row that is accepted and that nothing needs, because of `reason`."""
+    return ArgSpec(name, kind, default, Status.OBSOLETE, help, reason=reason, **rest)
+
+
+def not_yet(
+    name: str, kind: Kind, default: Any, help: str, *, feature: str, **rest: Any
+) -> ArgSpec:
+    """A row that waits for `feature`."""
+    return ArgSpec(name, kind, default, Status.NOT_YET, help, feature=feature, **rest)
+
+
+def grouped(group: str, *specs: ArgSpec) -> tuple[ArgSpec, ...]:
+    """The rows under one heading."""
+    return tuple(replace(spec, group=group) for spec in specs)
+
+
+def checked(spec: ArgSpec, value: Any) -> Any:
+    """The value of an EFFECTIVE argument, normalised.
+
+    Raises:
+        ConfigError: Wrong type, NaN or infinity, out of range, or not among the choices.
+    """
+    if value is None:
+        if spec.required:
+            raise ConfigError(spec.name, value, "is required")
+        if spec.default is None:
+            return None
+    value = _CONVERTERS[spec.kind](spec, value)
+    _check_choice(spec, value)
+    _check_range(spec, value)
+    return value
+
+
+def is_default(spec: ArgSpec, value: Any) -> bool:
+    """Whether `value` means "leave it as it is": None, or the default of the same type."""
+    if value is None:
+        return True
+    if isinstance(value, bool) is not isinstance(spec.default, bool):
+        return False  # True == 1, but tensor_parallel_size=True is a mistake
+    return type(value) in (int, float, bool, str) and bool(value == spec.default)
+
+
+def from_text(spec: ArgSpec, text: str) -> Any:
+    """The value that one command-line word stands for.
+
+    Text for an argument that is not EFFECTIVE is passed on as it is when it cannot be converted:
+    the table, not the parser, then decides what becomes of it.
+
+    Raises:
+        ConfigError: The text is no value of the argument's kind.
+    """
+    if text == "None" and spec.default is None and not spec.required:
+        return None
+    try:
+        return _PARSERS.get(spec.kind, _parse_str)(spec, text)
+    except ConfigError:
+        if spec.status is Status.EFFECTIVE:
+            raise
+        return text
+
+
+def _must_be(spec: ArgSpec, value: Any, what: str) -> NoReturn:
+    raise ConfigError(spec.name, value, f"must be {what}")
+
+
+def one_of(values: Iterable[Any]) -> str:
+    """`'a', 'b' or 'c'`, for error messages."""
+    *head, last = [repr(value) for value in values]
+    return f"{', '.join(head)} or {last}" if head else last
+
+
+def _check_choice(spec: ArgSpec, value: Any) -> None:
+    if not spec.choices or value in spec.choices:
+        return
+    if value in spec.later_choices:
+        reason = f"is not available yet; use {one_of(spec.choices)}"
+        raise ConfigError(spec.name, value, reason)
+    _must_be(spec, value, one_of(spec.choices))
+
+
+def _check_range(spec: ArgSpec, value: Any) -> None:
+    if spec.above is not None and not value > spec.above:
+        _must_be(spec, value, f"greater than {spec.above:g}")
+    if spec.minimum is not None and value < spec.minimum:
+        _must_be(spec, value, f"at least {spec.minimum}")
+    if spec.maximum is not None and value > spec.maximum:
+        _must_be(spec, value, f"at most {spec.maximum}")
+
+
+# Conversion of Python values.
+
+
+def _as_bool(spec: ArgSpec, value: Any) -> bool:
+    if not isinstance(value, bool):
+        _must_be(spec, value, "True or False")
+    return value
+
+
+def _as_int(spec: ArgSpec, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        _must_be(spec, value, "an integer")
+    return int(value)
+
+
+def _as_float(spec: ArgSpec, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        _must_be(spec, value, "a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        _must_be(spec, value, "a finite number")
+    return number
+
+
+def _as_str(spec: ArgSpec, value: Any) -> str:
+    if not isinstance(value, str):
+        _must_be(spec, value, "a string")
+    if not value:
+        raise ConfigError(spec.name, value, "must not be empty")
+    return value
+
+
+def _as_path(spec: ArgSpec, value: Any) -> str:
+    return _as_str(spec, os.fspath(value) if isinstance(value, os.PathLike) else value)
+
+
+def _as_dtype(spec: ArgSpec, value: Any) -> str:
+    name = type(value)
+    if (name.__module__, name.__name__) == ("torch", "dtype"):
+        return str(value).removeprefix("torch.")
+    return _as_str(spec, value)
+
+
+def _as_json(spec: ArgSpec, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        _must_be(spec, value, "a mapping (a JSON object on the command line)")
+    return dict(value)
+
+
+def _as_list(spec: ArgSpec, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (_as_str(spec, value),)
+    if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
+        _must_be(spec, value, "a string or a list of strings")
+    return tuple(value)
+
+
+_CONVERTERS: dict[Kind, Callable[[ArgSpec, Any], Any]] = {
+    Kind.BOOL: _as_bool,
+    Kind.INT: _as_int,
+    Kind.FLOAT: _as_float,
+    Kind.STR: _as_str,
+    Kind.PATH: _as_path,
+    Kind.DTYPE: _as_dtype,
+    Kind.JSON: _as_json,
+    Kind.LIST: _as_list,
+}
+
+
+# Conversion of command-line words.
+
+_TRUE_WORDS = ("true", "1", "yes", "on")
+_FALSE_WORDS = ("false", "0", "no", "off")
+
+
+def _parse_str(spec: ArgSpec, text: str) -> str:
+    return text
+
+
+def _parse_bool(spec: ArgSpec, text: str) -> bool:
+    word = text.lower()
+    if word not in _TRUE_WORDS + _FALSE_WORDS:
+        _must_be(spec, text, "true or false")
+    return word in _TRUE_WORDS
+
+
+def _parse_int(spec: ArgSpec, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        _must_be(spec, text, "an integer")
+
+
+def _parse_float(spec: ArgSpec, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        _must_be(spec, text, "a number")
+
+
+def _parse_json(spec: ArgSpec, text: str) -> Any:
+    def refuse(constant: str) -> NoReturn:
+        raise ConfigError(spec.name, text, f"{constant} is not JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(spec.name, text, f"is not valid JSON: {error}") from None
+
+
+_PARSERS: dict[Kind, Callable[[ArgSpec, str], Any]] = {
+    Kind.BOOL: _parse_bool,
+    Kind.INT: _parse_int,
+    Kind.FLOAT: _parse_float,
+    Kind.JSON: _parse_json,
+}

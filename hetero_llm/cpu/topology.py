@@ -1,0 +1,261 @@
+"""Facts about the host: instruction sets, cores, NUMA nodes, memory, and what cgroups leave of it.
+
+Everything here is read from the kernel's text files and changes nothing. A file that is missing
+or unreadable (another system, a locked-down container) means "not known" or "no limit".
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
+"""The instruction sets that kernels are chosen by, weakest first, as /proc/cpuinfo spells them."""
+
+_ROOT = Path("/")
+_V1_NO_LIMIT = 1 << 62
+"""cgroup v1 writes "no limit" as the largest page-aligned 64-bit number."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuInfo:
+    """What /proc/cpuinfo says. `core_of` maps a logical CPU to its (socket, core)."""
+
+    model_name: str
+    isa: tuple[str, ...]
+    core_of: dict[int, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    """One NUMA node; nodes of memory without CPUs have no `cpus`."""
+
+    index: int
+    cpus: tuple[int, ...]
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """The tightest memory cgroup around this process.
+
+    Attributes:
+        limit_bytes: The lowest limit of all enclosing groups.
+        headroom_bytes: What can still be allocated under every limit; file cache that the kernel
+            would drop first counts as free.
+    """
+
+    limit_bytes: int
+    headroom_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTopology:
+    """The host as this process may use it. Sizes in bytes.
+
+    Attributes:
+        isa: The members of `ISA_FLAGS` that the CPU has.
+        logical_cpus: Hardware threads of the host.
+        physical_cores: Cores of the host.
+        allowed_cpus: Hardware threads in the affinity mask.
+        allowed_cores: Different cores among `allowed_cpus`.
+        cpu_quota: CPUs' worth of time that cgroups grant, None without a limit.
+        memory_limit: None without a limit.
+    """
+
+    model_name: str
+    isa: tuple[str, ...]
+    logical_cpus: int
+    physical_cores: int
+    allowed_cpus: tuple[int, ...]
+    allowed_cores: int
+    cpu_quota: float | None
+    numa_nodes: tuple[NumaNode, ...]
+    total_memory: int
+    available_memory: int
+    memory_limit: MemoryLimit | None
+
+    @property
+    def hyperthreads(self) -> int:
+        """Hardware threads of one core."""
+        return max(1, self.logical_cpus // self.physical_cores)
+
+    @property
+    def usable_cores(self) -> int:
+        """Cores to plan compute threads for: the affinity mask's, within the cgroup's quota."""
+        if self.cpu_quota is None:
+            return self.allowed_cores
+        return max(1, min(self.allowed_cores, int(self.cpu_quota)))
+
+
+def read_topology(root: Path = _ROOT) -> CpuTopology:
+    """Read the host's topology from `root`/proc and `root`/sys."""
+    info = parse_cpuinfo(_read(root / "proc/cpuinfo") or "")
+    allowed = _allowed_cpus()
+    logical = len(info.core_of) or os.cpu_count() or 1
+    physical = len(set(info.core_of.values())) or psutil.cpu_count(logical=False) or logical
+    memory = psutil.virtual_memory()
+    return CpuTopology(
+        model_name=info.model_name or platform.processor() or platform.machine(),
+        isa=info.isa,
+        logical_cpus=logical,
+        physical_cores=physical,
+        allowed_cpus=allowed,
+        allowed_cores=len({info.core_of.get(cpu, (-1, cpu)) for cpu in allowed}),
+        cpu_quota=read_cpu_quota(root),
+        numa_nodes=read_numa_nodes(root),
+        total_memory=memory.total,
+        available_memory=memory.available,
+        memory_limit=read_memory_limit(root),
+    )
+
+
+def usable_memory_bytes(root: Path = _ROOT) -> int:
+    """Host memory that can be allocated now without swapping and within the cgroups' limits."""
+    available = int(psutil.virtual_memory().available)
+    limit = read_memory_limit(root)
+    return available if limit is None else min(available, limit.headroom_bytes)
+
+
+def parse_cpuinfo(text: str) -> CpuInfo:
+    """Parse the text of /proc/cpuinfo.
+
+    Where it names no cores (virtual machines, other architectures), each logical CPU is one.
+    """
+    model_name = ""
+    flags: set[str] = set()
+    core_of: dict[int, tuple[int, int]] = {}
+    for block in text.split("\n\n"):
+        fields = dict(_key_value(line) for line in block.splitlines() if ":" in line)
+        if "processor" not in fields or not fields["processor"].isdigit():
+            continue
+        cpu = int(fields["processor"])
+        core = int(fields.get("core id", cpu))
+        core_of[cpu] = (int(fields.get("physical id", 0)), core)
+        model_name = model_name or fields.get("model name", "")
+        flags = flags or set(fields.get("flags", "").split())
+    return CpuInfo(model_name, tuple(flag for flag in ISA_FLAGS if flag in flags), core_of)
+
+
+def parse_cpu_list(text: str) -> tuple[int, ...]:
+    """`0-2,8` -> (0, 1, 2, 8): the kernel's notation for sets of CPUs."""
+    cpus: list[int] = []
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cpus.extend(range(int(first), int(last or first) + 1))
+    return tuple(cpus)
+
+
+def read_numa_nodes(root: Path = _ROOT) -> tuple[NumaNode, ...]:
+    """The NUMA nodes under `root`/sys, by index; none where the kernel has no NUMA."""
+    nodes = []
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        cpus = parse_cpu_list(_read(folder / "cpulist") or "")
+        memory = _node_memory(_read(folder / "meminfo") or "")
+        nodes.append(NumaNode(int(folder.name.removeprefix("node")), cpus, memory))
+    return tuple(sorted(nodes, key=lambda node: node.index))
+
+
+def read_cpu_quota(root: Path = _ROOT) -> float | None:
+    """CPUs' worth of time granted by the tightest enclosing cgroup, None without a limit."""
+    quotas = []
+    for folder in _cgroup_folders(root, "cpu"):
+        words = (_read(folder / "cpu.max") or "").split()  # version 2: "quota period"
+        if len(words) != 2:
+            quota, period = (
+                _read_int(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")
+            )
+        else:
+            quota, period = _to_int(words[0]), _to_int(words[1])
+        if quota is not None and period and quota > 0:
+            quotas.append(quota / period)
+    return min(quotas, default=None)
+
+
+def read_memory_limit(root: Path = _ROOT) -> MemoryLimit | None:
+    """The memory limit of the enclosing cgroups, None without one."""
+    limits, headrooms = [], []
+    for folder in _cgroup_folders(root, "memory"):
+        limit, usage = _read_int(folder / "memory.max"), _read_int(folder / "memory.current")
+        cache_key = "inactive_file"
+        if limit is None:
+            limit = _read_int(folder / "memory.limit_in_bytes")
+            usage = _read_int(folder / "memory.usage_in_bytes")
+            cache_key = "total_inactive_file"
+        if limit is None or limit >= _V1_NO_LIMIT:
+            continue
+        cache = _stat(_read(folder / "memory.stat") or "", cache_key)
+        limits.append(limit)
+        headrooms.append(max(0, limit - max(0, (usage or 0) - cache)))
+    return MemoryLimit(min(limits), min(headrooms)) if limits else None
+
+
+def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """This process's cgroup and its ancestors, for a controller of version 1 or 2.
+
+    A container often mounts its own group as the root: of the path in /proc/self/cgroup then only
+    the ancestors that exist are there, and the path may start with "..".
+    """
+    mount = root / "sys/fs/cgroup"
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            base = mount / controller
+        elif not controllers:
+            base = mount
+        else:
+            continue
+        parts = [] if ".." in path.split("/") else path.strip("/").split("/")
+        for depth in range(len(parts), -1, -1):
+            yield base.joinpath(*parts[:depth])
+
+
+def _allowed_cpus() -> tuple[int, ...]:
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def _node_memory(meminfo: str) -> int:
+    for line in meminfo.splitlines():  # "Node 0 MemTotal:  263868992 kB"
+        if "MemTotal:" in line:
+            return int(line.split()[-2]) * 1024
+    return 0
+
+
+def _stat(text: str, key: str) -> int:
+    for line in text.splitlines():
+        name, _, value = line.partition(" ")
+        if name == key:
+            return int(value)
+    return 0
+
+
+def _key_value(line: str) -> tuple[str, str]:
+    key, _, value = line.partition(":")
+    return key.strip(), value.strip()
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def _read_int(path: Path) -> int | None:
+    return _to_int((_read(path) or "").strip())
+
+
+def _to_int(text: str) -> int | None:
+    """The number, or None for an empty file and for version 2's "max"."""
+    try:
+        return int(text)
+    except ValueError:
+        return None
