@@ -1,4 +1,4 @@
-"""The demo pair's model, a compact Llama for training, and its optimiser.
+"""The demo pair's model, a compact Llama for training, its export and its optimiser.
 
 The parameters have Hugging Face's names and the arithmetic is `LlamaForCausalLM`'s, so exported
 weights give the same logits there.
@@ -6,13 +6,22 @@ weights give the same logits there.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from demo_corpus import EOT, PAD
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 CONTEXT = 2048
+CHAT_TEMPLATE = (
+    "{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant:{% endif %}"
+)
 
 
 @dataclass(frozen=True)
@@ -180,6 +189,36 @@ def hf_config(shape: Shape) -> dict[str, object]:
     }
 
 
+def write_json(path: Path, value: object) -> None:
+    """Write indented JSON."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def export(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a Hugging Face folder with bf16 weights, and round `model` to them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {}
+    for name, parameter in model.named_parameters():
+        weights[f"model.{name}"] = parameter.data.bfloat16().cpu().contiguous()
+        parameter.data.copy_(parameter.data.bfloat16())
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
+    write_json(folder / "config.json", hf_config(model.shape))
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+    write_json(folder / "generation_config.json", {**ids, "do_sample": False})
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": EOT,
+        "eos_token": EOT,
+        "pad_token": PAD,
+        "model_max_length": CONTEXT,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    write_json(folder / "tokenizer_config.json", config)
+
+
 def orthogonalise(matrices: Tensor) -> Tensor:
     """Newton-Schulz iteration towards the nearest semi-orthogonal matrices, [n, rows, cols]."""
     a, b, c = 3.4445, -4.7750, 2.0315
@@ -220,16 +259,15 @@ class Optimiser:
         self.adam.step()
         rate = self.muon_lr * scale
         for parameters, momentum in self.groups:
-            grads = torch.stack([p.grad for p in parameters])
+            grads = torch.stack([p.grad for p in parameters if p.grad is not None])
             momentum.lerp_(grads, 0.05)
             rows, cols = grads.shape[1:]
             update = orthogonalise(grads.lerp(momentum, 0.95)) * max(1.0, rows / cols) ** 0.5
             torch._foreach_mul_(parameters, 1 - rate * 0.05)
             torch._foreach_add_(parameters, list(update.float().unbind()), alpha=-rate)
-        for parameter in [p for g, _ in self.groups for p in g] + self.adam.param_groups[0][
-            "params"
-        ]:
-            parameter.grad = None
+            for parameter in parameters:
+                parameter.grad = None
+        self.adam.zero_grad()
 
 
 def rate_scale(progress: float) -> float:

@@ -398,8 +398,8 @@ def write_model(
     for name, value in (("config.json", config), ("model.safetensors.index.json", mapping)):
         (out / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     for pattern in ("tokenizer*", "special_tokens_map.json", "generation_config.json"):
-        for file in small_dir.glob(pattern):
-            shutil.copy(file, out / file.name)
+        for extra in small_dir.glob(pattern):
+            shutil.copy(extra, out / extra.name)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ card and a training log:
 
     python tools/train_demo_pair.py OUT_DIR
     python tools/train_demo_pair.py OUT_DIR --smoke      # seconds, on a CPU, useless models
+    python tools/train_demo_pair.py OUT_DIR --evaluate   # measure a pair trained before
 
 Learning rates follow the wall clock, so the run fits its budget on any device. Seeds are fixed;
 what differs between runs is the number of steps and the order of floating-point sums.
@@ -38,17 +39,13 @@ from demo_corpus import (
     path_hash,
     spread,
 )
-from demo_model import CONTEXT, Llama, Optimiser, Shape, hf_config, rate_scale
-from safetensors.torch import save_file
+from demo_model import CONTEXT, Llama, Optimiser, Shape, export, rate_scale, write_json
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 PROMPT = 1024
 CONTINUATION = 300
-CHAT_TEMPLATE = (
-    "{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}# assistant:{% endif %}"
-)
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,7 @@ def train_tokenizer(files: Sequence[SourceFile], chars: int, vocab: int) -> Toke
 
 def encode(tokenizer: Tokenizer, files: Sequence[SourceFile]) -> list[np.ndarray]:
     """Encode every file; int16 [n] each."""
-    out = []
+    out: list[np.ndarray] = []
     for i in range(0, len(files), 1000):
         batch = tokenizer.encode_batch_fast([f.text for f in files[i : i + 1000]])
         out.extend(np.array(encoding.ids, dtype=np.int16) for encoding in batch)
@@ -161,8 +158,8 @@ def windows(tokens: Tensor, batch: int, seq_len: int, seed: int) -> Iterator[Ten
     column = torch.arange(seq_len + 1, device=tokens.device)
     count = (len(tokens) - seq_len - 1) // seq_len
     while True:
-        draw = {"generator": generator, "device": tokens.device}
-        starts = torch.randperm(count, **draw) * seq_len + torch.randint(seq_len, (1,), **draw)
+        starts = torch.randperm(count, generator=generator, device=tokens.device) * seq_len
+        starts += torch.randint(seq_len, (1,), generator=generator, device=tokens.device)
         for i in range(0, count - batch + 1, batch):
             yield tokens[starts[i : i + batch, None] + column].long()
 
@@ -258,37 +255,7 @@ def train(
     log.phase(f"{name}: training")
 
 
-# --- export --------------------------------------------------------------------------------
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write indented JSON."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def export(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a Hugging Face folder with bf16 weights, and round `model` to them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {}
-    for name, parameter in model.named_parameters():
-        weights[f"model.{name}"] = parameter.data.bfloat16().cpu().contiguous()
-        parameter.data.copy_(parameter.data.bfloat16())
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)
-    write_json(folder / "config.json", hf_config(model.shape))
-    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
-    write_json(folder / "generation_config.json", {**ids, "do_sample": False})
-    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": EOT,
-        "eos_token": EOT,
-        "pad_token": PAD,
-        "model_max_length": CONTEXT,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    write_json(folder / "tokenizer_config.json", config)
+# --- held-out prompts ----------------------------------------------------------------------
 
 
 def held_out_prompts(
@@ -352,7 +319,8 @@ def greedy(folder: Path, prompts: Tensor, count: int, dtype: torch.dtype) -> Ten
     """The exported model's greedy continuation through transformers, int64 [n, count]."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder).to(prompts.device, dtype).eval()
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder)
+    model = model.to(prompts.device, dtype).eval()
     rows = []
     for chunk in prompts.split(96):
         out = model(input_ids=chunk, use_cache=True, logits_to_keep=1)
@@ -366,26 +334,67 @@ def greedy(folder: Path, prompts: Tensor, count: int, dtype: torch.dtype) -> Ten
     return torch.cat(rows)
 
 
+def repeats(tokens: Tensor, length: int = 8) -> Tensor:
+    """Tokens [n, count] that end a run of `length` seen before in their row, bool [n, count]."""
+    out = torch.zeros_like(tokens, dtype=torch.bool)
+    for i, row in enumerate(tokens.tolist()):
+        seen: set[tuple[int, ...]] = set()
+        for j in range(length, len(row) + 1):
+            run = tuple(row[j - length : j])
+            out[i, j - 1] = run in seen
+            seen.add(run)
+    return out
+
+
 @torch.no_grad()
 def first_token_acceptance(
     draft: Llama, prompts: Tensor, continuation: Tensor, dtype: torch.dtype
-) -> float:
-    """a1: rate at which the draft's argmax is the target's next greedy token.
+) -> dict[str, float]:
+    """How often the draft's argmax is the target's next greedy token (a1).
 
     Args:
         draft: the draft.
         prompts: int64 [n, PROMPT].
         continuation: int64 [n, count], the target's own; tokens after an end of text don't count.
         dtype: computing dtype.
+
+    Returns:
+        `a1`; `loop_share`, the share of tokens that repeat (see `repeats`); `a1_outside_loops`.
     """
     guesses = []
     for chunk in torch.cat([prompts, continuation], 1).split(32):
         logits = draft(chunk[:, :-1], dtype)[:, prompts.shape[1] - 1 :]
         guesses.append(logits.argmax(-1))
-    ended = (continuation == 0).long().cumsum(1) - (continuation == 0).long()
-    counted = ended == 0
-    hits = (torch.cat(guesses) == continuation) & counted
-    return round((hits.sum() / counted.sum()).item(), 4)
+    hits = torch.cat(guesses) == continuation
+    end = (continuation == 0).long()
+    counted = end.cumsum(1) - end == 0
+    loops = repeats(continuation) & counted
+    fresh = counted & ~loops
+    rates = {"a1": hits[counted], "a1_outside_loops": hits[fresh], "loop_share": loops[counted]}
+    return {name: round(values.float().mean().item(), 4) for name, values in rates.items()}
+
+
+def evaluate(
+    out: Path, target: Llama, draft: Llama, ids: Tensor, count: int, dtype: torch.dtype
+) -> dict[str, float]:
+    """All figures of the pair exported to `out`; ids int64 [n, tokens] are the held-out texts."""
+    scores = held_out_scores(target, draft, ids, dtype)
+    continuation = greedy(out / "demo", ids[:, :PROMPT], count, dtype)
+    return scores | first_token_acceptance(draft, ids[:, :PROMPT], continuation, dtype)
+
+
+def evaluate_folder(out: Path, device: torch.device, recipe: Recipe) -> dict[str, object]:
+    """Evaluate a pair that was trained before, in float32."""
+    pair = []
+    for name, shape in (("demo", recipe.target), ("demo-draft", recipe.draft)):
+        weights = load_file(out / name / "model.safetensors")
+        pair.append(Llama(shape).to(device))
+        pair[-1].load_state_dict({k.removeprefix("model."): w for k, w in weights.items()})
+    saved = np.load(out / "heldout_prompts.npz", allow_pickle=False)
+    ids = np.concatenate([saved["prompts"], saved["continuations"]], 1).astype(np.int64)
+    tokens = torch.from_numpy(ids).to(device)
+    scores = evaluate(out, pair[0], pair[1], tokens, recipe.greedy_tokens, torch.float32)
+    return {"device": device.type, "dtype": "float32", "torch": torch.__version__, **scores}
 
 
 # --- the whole run -------------------------------------------------------------------------
@@ -407,7 +416,8 @@ held-out files from {held_packages} packages (`heldout_prompts.npz`: `prompts` u
 [{files}, {prompt}], `continuations` uint16 [{files}, {continuation}], `names`, `packages`).
 Agreement: the rate at which both models' argmax is the same on that text. a1: the rate at which
 the draft's argmax is the target's next token along the target's own greedy continuation
-({greedy} tokens) of the prompts.
+({greedy} tokens) of the prompts. Greedy text of so small a model repeats itself; a token counts
+as in a loop when it ends a run of eight that came before in the same continuation.
 
 ## Training
 
@@ -455,7 +465,8 @@ def model_card(log: Log, corpus: Corpus, files: Sequence[SourceFile], recipe: Re
         f"- target loss: {results['target_held_out_loss']:.3f} nats per token",
         f"- draft loss: {results['draft_held_out_loss']:.3f} nats per token",
         f"- top-1 agreement of the draft with the target: {results['held_out_agreement']:.3f}",
-        f"- a1: {results['a1']:.3f}",
+        f"- a1: {results['a1']:.3f}; {results['a1_outside_loops']:.3f} outside loops",
+        f"- tokens of the greedy continuations in loops: {results['loop_share']:.0%}",
     ]
     return CARD.format(
         sizes="\n".join(rows),
@@ -527,9 +538,7 @@ def run(out: Path, recipe: Recipe, device: torch.device) -> dict[str, object]:
     for name, model, folder in (("target", target, "demo"), ("draft", draft, "demo-draft")):
         log.results[f"{name}_parameters"] = model.parameter_count()
         log.results[f"{name}_bytes"] = (out / folder / "model.safetensors").stat().st_size
-    log.results |= held_out_scores(target, draft, ids, dtype)
-    continuation = greedy(out / "demo", ids[:, :PROMPT], recipe.greedy_tokens, dtype)
-    log.results["a1"] = first_token_acceptance(draft, ids[:, :PROMPT], continuation, dtype)
+    log.results |= evaluate(out, target, draft, ids, recipe.greedy_tokens, dtype)
     log.phase("evaluation")
     (out / "MODEL_CARD.md").write_text(model_card(log, corpus, files, recipe), encoding="utf-8")
     record = {"results": log.results, "wall_seconds": round(log.elapsed(), 1)}
@@ -545,12 +554,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--smoke", action="store_true", help="tiny models, seconds of training")
+    parser.add_argument("--evaluate", action="store_true", help="only measure the pair in OUT")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name in ("target_minutes", "draft_minutes", "deadline_minutes"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, dest=name)
     args = parser.parse_args()
     given = {k: v for k, v in vars(args).items() if k.endswith("_minutes") and v is not None}
     recipe = dataclasses.replace(SMOKE if args.smoke else Recipe(), **given)
+    if args.evaluate:
+        print(json.dumps(evaluate_folder(args.out, torch.device(args.device), recipe), indent=2))
+        return
     torch.set_float32_matmul_precision("high")
     run(args.out, recipe, torch.device(args.device))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hetero_llm.core.config import EngineConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
+from hetero_llm.demo_models import ALIASES, demo_folder
 from hetero_llm.engine.block_manager import BlockManager
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.input_processor import InputProcessor
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DEMO_FOLDER = Path(__file__).parent.parent / "demo_models"
-_ALIASES = {"demo": "demo", "demo-draft": "demo-draft"}
 _DTYPES = {"half": "float16", "float": "float32"}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
@@ -117,7 +116,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> BuiltEn
 
 def resolve_alias(model: str) -> str:
     """The folder of an embedded model ("demo", "demo-draft"), else the name itself."""
-    return str(_DEMO_FOLDER / _ALIASES[model]) if model in _ALIASES else model
+    return str(demo_folder(model)) if model in ALIASES else model
 
 
 def _resolve_device(name: str) -> torch.device:

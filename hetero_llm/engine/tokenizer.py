@@ -15,6 +15,8 @@ from hetero_llm.core.errors import ModelLoadError, RequestError
 _PRIMING_TOKENS = 4
 """Prompt tokens fed to a decode stream first, so that a leading space of the continuation is kept
 by tokenizers that strip it at the start of a text."""
+_LONGEST_CHARACTER = 4
+"""Most byte tokens of one character, in UTF-8."""
 
 
 class Tokenizer:
@@ -42,7 +44,7 @@ class Tokenizer:
 
     def decode_stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Stream:
         """A decoder of tokens that follow `prompt_ids`."""
-        prompt_tail = list(prompt_ids[-_PRIMING_TOKENS:])
+        prompt_tail = self._priming_tail(prompt_ids)
         if self._fast is not None:
             return _FastStream(self._fast, prompt_tail, skip_special_tokens)
         return _SlowStream(self, prompt_tail, skip_special_tokens)
@@ -73,6 +75,20 @@ class Tokenizer:
                 "messages", messages, f"the chat template failed: {error}"
             ) from error
         return self.encode(text, add_special_tokens=False)
+
+    def _priming_tail(self, prompt_ids: Sequence[int]) -> list[int]:
+        """A few last tokens that start with a whole character. From a run of byte tokens that
+        starts inside one, byte-fallback decoders get nothing but replacement characters."""
+        best: list[int] = []
+        fewest = None
+        for length in range(_PRIMING_TOKENS, _PRIMING_TOKENS + _LONGEST_CHARACTER):
+            tail = list(prompt_ids[-length:])
+            damaged = self.decode(tail, skip_special_tokens=False).count("\ufffd")
+            if fewest is None or damaged < fewest:
+                best, fewest = tail, damaged
+            if damaged == 0 or length >= len(prompt_ids):
+                break
+        return best
 
     def _decode_token(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)

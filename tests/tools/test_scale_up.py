@@ -86,7 +86,7 @@ LAYOUTS = {
     "same vocabulary": ({}, replace(BIG, vocab=SMALL_VOCAB)),
     "same hidden": ({}, replace(BIG, hidden=48, vocab=SMALL_VOCAB)),
     "same layers": ({}, replace(BIG, layers=2)),
-    "one more channel": ({}, replace(BIG, hidden=49)),
+    "a few more channels": ({}, replace(BIG, hidden=56)),
     "small eps": ({"rms_norm_eps": 1e-8}, BIG),
 }
 
@@ -171,8 +171,7 @@ def test_place_heads() -> None:
         ("vocab", replace(BIG, vocab=40), {}),
         ("heads", replace(BIG, heads=2, kv_heads=2), {}),
         ("heads", replace(BIG, heads=6), {}),
-        ("kv_heads", replace(BIG, heads=4, kv_heads=4), {"num_key_value_heads": 3}),
-        ("kv_heads", replace(BIG, heads=3, kv_heads=3), {"num_attention_heads": 3}),
+        ("kv_heads", replace(BIG, heads=6, kv_heads=3), {"num_attention_heads": 6}),
         ("attention_bias", BIG, {"attention_bias": True}),
         ("rms_norm_eps", BIG, {"rms_norm_eps": 0.0}),
         ("architectures", BIG, {"architectures": ["GPT2LMHeadModel"]}),
@@ -192,7 +191,7 @@ def test_errors_name_the_field(
     ("name", "shape"),
     [
         ("demo", Shape(512, 8, 1024, 8, 2, 128, 6000, 4096)),
-        ("demo", Shape(321, 6, 768, 4, 4, 128, 5000, 2048)),
+        ("demo", Shape(324, 6, 768, 4, 4, 128, 5000, 2048)),
         ("demo-draft", SHAPES["draft-68m"]),
     ],
 )
