@@ -209,14 +209,21 @@ def _build_runner(
     )
 
     def runner_with(num_blocks: int) -> TorchModelRunner:
+        cache = PagedKVCache(shape, num_blocks, device)
+        row_kernel = None
+        if device.type == "cpu" and not config.batch_invariant:
+            from hetero_llm.cpu.paged_attention import native_row_kernel
+
+            row_kernel = native_row_kernel(cache, model_config.num_heads, model_config.attn_scale)
         return TorchModelRunner(
             model,
             model_config,
-            PagedKVCache(shape, num_blocks, device),
+            cache,
             max_num_seqs=scheduler_config.max_num_seqs,
             max_model_len=scheduler_config.max_model_len,
             device=device,
             batch_invariant=config.batch_invariant,
+            row_kernel=row_kernel,
         )
 
     per_sequence = -(-scheduler_config.max_model_len // config.cache.block_size)

@@ -71,7 +71,7 @@ def _parse_one(item: Any, index: int | None) -> Prompt:
     if isinstance(item, str):
         return Prompt(text=item)
     if isinstance(item, Mapping):
-        unknown = sorted(set(item) - _PROMPT_KEYS)
+        unknown = sorted(set(item) - _PROMPT_KEYS, key=str)
         if unknown:
             raise PromptError(
                 unknown[0], item[unknown[0]], "is not supported in a prompt", prompt_index=index
@@ -181,7 +181,9 @@ class InputProcessor:
                 raise PromptError("prompt", prompt.text, "is empty")
             token_ids = self._tokenizer.encode(prompt.text)
         if not token_ids:
-            raise PromptError("prompt", prompt.text, "is empty (no tokens)")
+            field = "prompt" if prompt.token_ids is None else "prompt_token_ids"
+            value = prompt.text if prompt.token_ids is None else prompt.token_ids
+            raise PromptError(field, value, "is empty (no tokens)")
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
         if len(token_ids) >= self._max_model_len:

@@ -93,7 +93,7 @@ class LLM:
         _refuse("guided_options_request", guided_options_request, "guided decoding")
         parsed = parse_prompts(prompts, prompt_token_ids)
         is_list = not isinstance(prompts, (str, Mapping)) and not (
-            prompts is None and prompt_token_ids and isinstance(prompt_token_ids[0], int)
+            prompts is None and (not prompt_token_ids or isinstance(prompt_token_ids[0], int))
         )
         requests = self._make_requests(parsed, pair_params(sampling_params, len(parsed)), is_list)
         return self._run(requests, use_tqdm)
@@ -121,24 +121,22 @@ class LLM:
         tokenizer = self._engine_parts().tokenizer
         if tokenizer is None:
             raise RequestError("messages", messages, "chat needs a tokenizer")
-        if not messages:
-            raise RequestError("messages", messages, "is empty")
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise RequestError("messages", messages, "must be a conversation or a list of those")
         several = not isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = messages if several else [messages]
-        prompts = [
-            Prompt(
-                token_ids=tokenizer.apply_chat_template(
+        prompts = []
+        for index, conversation in enumerate(conversations):
+            try:
+                token_ids = tokenizer.apply_chat_template(
                     conversation,
                     chat_template=chat_template,
                     add_generation_prompt=add_generation_prompt,
                 )
-            )
-            for conversation in conversations
-        ]
-        prompts = [
-            Prompt(tokenizer.decode(p.token_ids or [], skip_special_tokens=False), p.token_ids)
-            for p in prompts
-        ]
+            except RequestError as error:
+                raise (error.at_prompt(index) if several else error) from None
+            text = tokenizer.decode(token_ids, skip_special_tokens=False)
+            prompts.append(Prompt(text, token_ids))
         params = pair_params(sampling_params, len(prompts))
         return self._run(self._make_requests(prompts, params, several), use_tqdm)
 

@@ -11,6 +11,7 @@ rows of one matrix, so K and V are never repeated in memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,11 +21,24 @@ from hetero_llm.models.config import ModelConfig
 from hetero_llm.runner.kv_cache import PagedKVCache
 
 
+class RowKernel(Protocol):
+    """A faster store, and a faster attention for rows that are alone in their sequence."""
+
+    def plan(self, contexts: np.ndarray, pieces: np.ndarray, window: int | None) -> Any: ...
+
+    def attend(self, plan: Any, layer: int, q: torch.Tensor) -> torch.Tensor: ...
+
+    def store(
+        self, layer: int, token_rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Sequences attended in one call: equal numbers of rows, contexts padded to the longest.
 
     rows: the flattened rows. start: tokens in the cache before the first sequence's rows.
+    row_plans: by window, the row kernel's plan; the rest is not needed then.
     pieces: [B * blocks] index of the K piece of layer 0. masks: by window, [B * N, 1, count,
     context] added to the scores (None: plain causal over a context that starts empty).
     """
@@ -36,16 +50,28 @@ class _Group:
     context: int
     pieces: torch.Tensor
     masks: dict[int | None, torch.Tensor | None]
+    row_plans: dict[int | None, Any] | None = None
+
+
+_NO_PIECES = torch.empty(0, dtype=torch.int64)
 
 
 class TorchPagedAttention:
     """Plans attention for one model and cache. `row_by_row` makes every row its own call with
-    shapes that depend on its context alone (batch invariance by call-shape identity)."""
+    shapes that depend on its context alone (batch invariance by call-shape identity).
+    `row_kernel` takes over where it can."""
 
-    def __init__(self, config: ModelConfig, cache: PagedKVCache, row_by_row: bool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        cache: PagedKVCache,
+        row_by_row: bool,
+        row_kernel: RowKernel | None = None,
+    ) -> None:
         self._config = config
         self._cache = cache
         self._row_by_row = row_by_row
+        self._row_kernel = None if row_by_row else row_kernel
         self._windows = tuple(dict.fromkeys(config.sliding_windows))
 
     def plan(
@@ -75,6 +101,7 @@ class TorchPagedAttention:
             torch.from_numpy(token_rows).to(device),
             groups,
             self._row_by_row,
+            self._row_kernel,
         )
 
     def _groups(self, starts: np.ndarray, counts: np.ndarray, tables: np.ndarray) -> list[_Group]:
@@ -101,9 +128,13 @@ class TorchPagedAttention:
         if len(starts) > 1 or count == 1:
             context = columns * size  # whole blocks: the gathered keys need no cut
         pieces = tables[:, :columns].astype(np.int64) * (self._cache.shape.num_layers * 2)
+        rows = slice(row, row + count * len(starts))
+        if count == 1 and self._row_kernel is not None:
+            plans = {w: self._row_kernel.plan(starts + 1, pieces, w) for w in self._windows}
+            return _Group(rows, len(starts), 1, 0, context, _NO_PIECES, {}, plans)
         masks = {w: self._mask(starts, count, context, w) for w in self._windows}
         return _Group(
-            slice(row, row + count * len(starts)),
+            rows,
             len(starts),
             count,
             int(starts[0]),
@@ -140,7 +171,9 @@ class PlannedAttention:
         token_rows: torch.Tensor,
         groups: list[_Group],
         row_by_row: bool,
+        row_kernel: RowKernel | None,
     ) -> None:
+        self._row_kernel = row_kernel
         self._config = config
         self._cache = cache
         self._token_rows = token_rows
@@ -151,10 +184,13 @@ class PlannedAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """Stores K and V of this layer, then attends: q [T, H, D], k and v [T, N, D]."""
-        size = self._cache.shape.block_size
-        rows = self._token_rows + layer * 2 * size
-        self._cache.tokens.index_copy_(0, rows, k.reshape(len(k), -1))
-        self._cache.tokens.index_copy_(0, rows + size, v.reshape(len(v), -1))
+        if self._row_kernel is not None:
+            self._row_kernel.store(layer, self._token_rows, k, v)
+        else:
+            size = self._cache.shape.block_size
+            rows = self._token_rows + layer * 2 * size
+            self._cache.tokens.index_copy_(0, rows, k.reshape(len(k), -1))
+            self._cache.tokens.index_copy_(0, rows + size, v.reshape(len(v), -1))
         window = self._config.sliding_windows[layer]
         if len(self._groups) == 1:
             return self._attend(self._groups[0], layer, window, q, k, v)
@@ -173,6 +209,9 @@ class PlannedAttention:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
+        if group.row_plans is not None:
+            assert self._row_kernel is not None
+            return self._row_kernel.attend(group.row_plans[window], layer, q)
         if self._row_by_row:
             return self._attend_rows(group, layer, window, q)
         heads, dim = q.shape[1:]

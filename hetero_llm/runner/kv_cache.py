@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -28,21 +29,26 @@ class KVCacheShape:
 
 
 class PagedKVCache:
-    """Owns the tensor. Memory is not touched at start, so unused blocks cost nothing on a CPU."""
+    """Owns the tensor. It starts as zeros: attention reads past a sequence's end, and a weight of 0
+    hides any number there but no NaN. On a CPU the zeros are the system's, so a block that was
+    never written costs no memory."""
 
     def __init__(self, shape: KVCacheShape, num_blocks: int, device: torch.device) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
-        self.data = torch.empty(
+        sizes = (
             num_blocks,
             shape.num_layers,
             2,
             shape.block_size,
             shape.num_kv_heads,
             shape.head_dim,
-            dtype=shape.dtype,
-            device=device,
         )
+        if device.type == "cpu":  # torch.zeros would write every page
+            raw = torch.from_numpy(np.zeros(num_blocks * shape.block_bytes, np.uint8))
+            self.data = raw.view(shape.dtype).view(sizes)
+        else:
+            self.data = torch.zeros(sizes, dtype=shape.dtype, device=device)
         # [block * layer * 2, block_size * kv_heads * dim]: K and V of one layer of one block.
         self.pieces = self.data.view(num_blocks * shape.num_layers * 2, -1)
         # [block * layer * 2 * block_size, kv_heads * dim]: K or V of one token in one layer.

@@ -19,7 +19,7 @@ from hetero_llm.core.step import (
     SlotState,
 )
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.runner.attention import TorchPagedAttention
+from hetero_llm.runner.attention import RowKernel, TorchPagedAttention
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.sampling.sampler import LogprobTensors, Sampler, SampleResult, token_logprobs
 
@@ -46,6 +46,7 @@ class TorchModelRunner:
         max_num_seqs: slots.
         max_model_len: longest sequence, in tokens.
         batch_invariant: attention row by row (the model's products must be invariant, too).
+        row_kernel: a faster attention for decoding rows.
     """
 
     def __init__(
@@ -58,11 +59,14 @@ class TorchModelRunner:
         max_model_len: int,
         device: torch.device,
         batch_invariant: bool = False,
+        row_kernel: RowKernel | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._device = device
-        self._attention = TorchPagedAttention(config, cache, row_by_row=batch_invariant)
+        self._attention = TorchPagedAttention(
+            config, cache, row_by_row=batch_invariant, row_kernel=row_kernel
+        )
         columns = -(-max_model_len // cache.shape.block_size)
         self._tables = np.zeros((max_num_seqs, columns), np.int32)
         self._sampler = Sampler(max_num_seqs, config.vocab_size, device)

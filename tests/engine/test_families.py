@@ -32,6 +32,12 @@ PARAMS = SamplingParams(
 WITHOUT_PROMPT = dataclasses.replace(PARAMS, prompt_logprobs=None)
 
 
+@pytest.fixture(autouse=True)
+def one_thread(two_threads: None) -> None:
+    """Nothing here is large enough for a second thread."""
+    torch.set_num_threads(1)
+
+
 @dataclass(frozen=True)
 class Family:
     """A checkpoint, transformers' model of it, and what of its context the tests use."""

@@ -33,7 +33,9 @@ def run(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def invariant() -> Iterator[LLM]:
-    with LLM("demo", dtype="float32", device="cuda", batch_invariant=True) as llm:
+    with LLM(
+        "demo", dtype="float32", device="cuda", batch_invariant=True, gpu_memory_utilization=0.2
+    ) as llm:
         yield llm
 
 
@@ -51,7 +53,9 @@ def test_sampled_tokens_are_the_cpus(invariant: LLM) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_invariant_results_do_not_depend_on_the_batch(dtype: str) -> None:
     params = dataclasses.replace(GREEDY, logprobs=1)
-    with LLM("demo", dtype=dtype, device="cuda", batch_invariant=True) as llm:
+    with LLM(
+        "demo", dtype=dtype, device="cuda", batch_invariant=True, gpu_memory_utilization=0.4
+    ) as llm:
         together = llm.generate(prompt_token_ids=prompts(8), sampling_params=params, use_tqdm=False)
         llm.reset_prefix_cache()
         for prompt, expected in zip(prompts(8), together, strict=True):
@@ -64,7 +68,7 @@ def test_invariant_results_do_not_depend_on_the_batch(dtype: str) -> None:
 
 def test_without_invariance_logprobs_stay_close() -> None:
     params = dataclasses.replace(GREEDY, logprobs=1)
-    with LLM("demo", dtype="float32", device="cuda") as llm:
+    with LLM("demo", dtype="float32", device="cuda", gpu_memory_utilization=0.4) as llm:
         for output in llm.generate(
             prompt_token_ids=prompts(), sampling_params=params, use_tqdm=False
         ):
@@ -76,7 +80,7 @@ def test_without_invariance_logprobs_stay_close() -> None:
 def test_the_cache_is_sized_from_free_memory() -> None:
     with LLM("demo", device="cuda", gpu_memory_utilization=0.5) as llm:
         total = torch.cuda.get_device_properties(0).total_memory
-        assert 0.3 * total < torch.cuda.memory_allocated() < 0.55 * total
+        assert 0.4 * total < torch.cuda.memory_allocated() < 0.55 * total
         assert len(run(llm)) == 16
     with pytest.raises(ConfigError, match="gpu_memory_utilization"):
         LLM("demo", device="cuda", gpu_memory_utilization=0.0001)

@@ -1,0 +1,25 @@
+"""The only file that reads environment variables. Each is listed in docs/env.md."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hetero_llm.core.errors import ConfigError
+
+
+def cache_dir() -> Path:
+    """Where compiled libraries are kept: HETERO_LLM_CACHE_DIR, else the user's cache folder."""
+    chosen = os.environ.get("HETERO_LLM_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "hetero_llm"
+
+
+def native_enabled() -> bool:
+    """HETERO_LLM_NATIVE: 0 keeps the CPU on plain torch; 1, the default, uses our library."""
+    value = os.environ.get("HETERO_LLM_NATIVE", "1")
+    if value not in ("0", "1"):
+        raise ConfigError("HETERO_LLM_NATIVE", value, "must be 0 or 1")
+    return value == "1"

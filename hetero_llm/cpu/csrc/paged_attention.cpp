@@ -1,0 +1,264 @@
+// Attention of single rows over the paged KV cache, and the store of K and V that precedes it.
+//
+// Cache layout: [block][layer][K|V][token][kv_head][dim]. A "piece" is K or V of one layer of one
+// block, so a piece index times block_size * kv_heads * dim is an element offset.
+//
+// Split-KV with log-sum-exp merge (FlashDecoding): every task attends one chunk of one sequence's
+// context for the query heads of one KV head; a second pass merges a sequence's chunks. Loops are
+// written over GCC vectors of 16 floats and compiled per instruction set (target_clones).
+//
+// Threads: OpenMP without linking a runtime. The caller has loaded the runtime that torch uses, so
+// both share one team of threads; two spinning teams on the same cores would starve each other.
+
+#include <cfloat>
+#include <cstdint>
+#include <cstring>
+
+#define ISA __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+typedef float F16 __attribute__((vector_size(64)));
+typedef uint32_t U16 __attribute__((vector_size(64)));
+typedef int32_t I16 __attribute__((vector_size(64)));
+typedef uint16_t H16 __attribute__((vector_size(32)));
+
+constexpr int kLanes = 16;
+constexpr int kChunk = 256;     // tokens of a task
+constexpr int kMaxGroup = 4;    // query heads computed together
+constexpr int kMaxDim = 256;
+
+struct Bf16 { uint16_t bits; };
+
+INLINE F16 load(const float* p) { F16 v; std::memcpy(&v, p, sizeof v); return v; }
+INLINE F16 load(const Bf16* p) {
+    H16 h;
+    std::memcpy(&h, p, sizeof h);
+    return (F16)(__builtin_convertvector(h, U16) << 16);
+}
+INLINE void store(float* p, F16 v) { std::memcpy(p, &v, sizeof v); }
+INLINE void store(Bf16* p, F16 v) {
+    U16 bits = (U16)v;
+    bits += 0x7fff + ((bits >> 16) & 1);  // round to nearest even; no NaN reaches this place
+    H16 h = __builtin_convertvector(bits >> 16, H16);
+    std::memcpy(p, &h, sizeof h);
+}
+INLINE F16 splat(float x) { return F16{} + x; }
+INLINE float sum(F16 v) {
+    float s = 0;
+    for (int i = 0; i < kLanes; ++i) s += v[i];
+    return s;
+}
+INLINE float highest(F16 v) {
+    float m = v[0];
+    for (int i = 1; i < kLanes; ++i) m = v[i] > m ? v[i] : m;
+    return m;
+}
+
+// exp for x <= 0: 2^n * 2^f with a degree-6 polynomial on [-0.5, 0.5], error below 2 ulp; results
+// under 2^-126 become 0.
+INLINE F16 exp16(F16 x) {
+    F16 y = x * 1.44269504088896341f;
+    F16 shifted = y + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the low bits
+    I16 n = (I16)shifted - 0x4B400000;
+    F16 f = y - (shifted - 12582912.0f);
+    F16 p = splat(1.5403530393e-4f);
+    p = p * f + 1.3333558146e-3f;
+    p = p * f + 9.6181291076e-3f;
+    p = p * f + 5.5504108665e-2f;
+    p = p * f + 2.4022650696e-1f;
+    p = p * f + 6.9314718056e-1f;
+    p = p * f + 1.0f;
+    F16 scale = (F16)((n + 127) << 23);
+    F16 zero = {};
+    return y < -125.0f ? zero : p * scale;
+}
+
+struct Shape {
+    int64_t block_size, kv_heads, group, dim, columns;
+    int64_t q_row, q_head;  // strides of q in elements
+    float scale;
+};
+
+// One partial result of G heads: dim values each, then maximum and sum.
+template <typename T, int G>
+INLINE void attend_chunk(const T* q, const T* cache, const int64_t* table, const Shape& s,
+                         int64_t piece_offset, int64_t kv_head, int64_t first, int64_t last,
+                         float* partial, int64_t partial_stride) {
+    const int64_t dim = s.dim, row = s.kv_heads * dim, piece = s.block_size * row;
+    float query[G][kMaxDim] __attribute__((aligned(64)));
+    float scores[G][kChunk] __attribute__((aligned(64)));
+    for (int g = 0; g < G; ++g)
+        for (int64_t d = 0; d < dim; d += kLanes)
+            store(query[g] + d, load(q + g * s.q_head + d) * s.scale);
+
+    const int64_t count = last - first;
+    for (int64_t t = 0; t < count; ++t) {
+        const int64_t p = first + t;
+        const T* key = cache + (table[p / s.block_size] + piece_offset) * piece +
+                       (p % s.block_size) * row + kv_head * dim;
+        F16 acc[G] = {};
+        for (int64_t d = 0; d < dim; d += kLanes) {
+            const F16 k = load(key + d);
+            for (int g = 0; g < G; ++g) acc[g] += k * load(query[g] + d);
+        }
+        for (int g = 0; g < G; ++g) scores[g][t] = sum(acc[g]);
+    }
+    const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
+    for (int g = 0; g < G; ++g) {
+        for (int64_t t = count; t < padded; ++t) scores[g][t] = -FLT_MAX;
+        F16 top = load(scores[g]);
+        for (int64_t t = kLanes; t < padded; t += kLanes) {
+            const F16 v = load(scores[g] + t);
+            top = v > top ? v : top;
+        }
+        const float maximum = highest(top);
+        F16 total = {};
+        for (int64_t t = 0; t < padded; t += kLanes) {
+            const F16 e = exp16(load(scores[g] + t) - maximum);
+            store(scores[g] + t, e);
+            total += e;
+        }
+        partial[g * partial_stride + dim] = maximum;
+        partial[g * partial_stride + dim + 1] = sum(total);
+    }
+    for (int64_t d = 0; d < dim; d += 2 * kLanes) {
+        const bool pair = d + kLanes < dim;
+        F16 low[G] = {}, high[G] = {};
+        for (int64_t t = 0; t < count; ++t) {
+            const int64_t p = first + t;
+            const T* value = cache + (table[p / s.block_size] + piece_offset + 1) * piece +
+                             (p % s.block_size) * row + kv_head * dim + d;
+            const F16 a = load(value);
+            const F16 b = pair ? load(value + kLanes) : a;
+            for (int g = 0; g < G; ++g) {
+                low[g] += a * scores[g][t];
+                high[g] += b * scores[g][t];
+            }
+        }
+        for (int g = 0; g < G; ++g) {
+            store(partial + g * partial_stride + d, low[g]);
+            if (pair) store(partial + g * partial_stride + d + kLanes, high[g]);
+        }
+    }
+}
+
+template <typename T>
+INLINE void attend_task(const T* q, const T* cache, const int64_t* table, const Shape& s,
+                        int64_t piece_offset, int64_t kv_head, int64_t first, int64_t last,
+                        float* partial, int64_t partial_stride) {
+    for (int64_t g = 0; g < s.group;) {
+        const T* heads = q + (kv_head * s.group + g) * s.q_head;
+        float* out = partial + g * partial_stride;
+        if (s.group - g >= 4) {
+            attend_chunk<T, 4>(heads, cache, table, s, piece_offset, kv_head, first, last, out,
+                               partial_stride);
+            g += 4;
+        } else if (s.group - g >= 2) {
+            attend_chunk<T, 2>(heads, cache, table, s, piece_offset, kv_head, first, last, out,
+                               partial_stride);
+            g += 2;
+        } else {
+            attend_chunk<T, 1>(heads, cache, table, s, piece_offset, kv_head, first, last, out,
+                               partial_stride);
+            g += 1;
+        }
+    }
+}
+
+// Joins the chunks of one query head: partials are `stride` floats apart.
+template <typename T>
+INLINE void merge(const float* partial, int64_t chunks, int64_t stride, int64_t dim, T* out) {
+    float maximum = -FLT_MAX;
+    for (int64_t c = 0; c < chunks; ++c) {
+        const float m = partial[c * stride + dim];
+        maximum = m > maximum ? m : maximum;
+    }
+    float total = 0;
+    F16 acc[kMaxDim / kLanes] = {};
+    for (int64_t c = 0; c < chunks; ++c) {
+        const float* part = partial + c * stride;
+        const float weight = exp16(splat(part[dim] - maximum))[0];
+        total += weight * part[dim + 1];
+        for (int64_t d = 0; d < dim; d += kLanes) acc[d / kLanes] += load(part + d) * weight;
+    }
+    for (int64_t d = 0; d < dim; d += kLanes) store(out + d, acc[d / kLanes] / total);
+}
+
+}  // namespace
+
+#define DEFINE_TASKS(NAME, T)                                                                     \
+    ISA static void attend_##NAME(const T* q, const T* cache, const int64_t* table,              \
+                                  const Shape& s, int64_t piece_offset, int64_t kv_head,         \
+                                  int64_t first, int64_t last, float* partial,                   \
+                                  int64_t partial_stride) {                                      \
+        attend_task<T>(q, cache, table, s, piece_offset, kv_head, first, last, partial,          \
+                       partial_stride);                                                          \
+    }                                                                                             \
+    ISA static void merge_##NAME(const float* partial, int64_t chunks, int64_t stride,           \
+                                 int64_t dim, T* out) {                                          \
+        merge<T>(partial, chunks, stride, dim, out);                                             \
+    }
+
+DEFINE_TASKS(bf16, Bf16)
+DEFINE_TASKS(f32, float)
+
+extern "C" {
+
+int64_t hetero_attention_chunk() { return kChunk; }
+
+// Copies rows of K and V to their places: `rows[t]` is the row of K in units of kv_heads * dim.
+void hetero_store_kv(const char* k, const char* v, char* cache, const int64_t* rows, int64_t count,
+                     int64_t row_bytes, int64_t k_stride_bytes, int64_t v_stride_bytes,
+                     int64_t row_offset, int64_t block_size, int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (count * row_bytes > 65536)
+    for (int64_t t = 0; t < count; ++t) {
+        char* key = cache + (rows[t] + row_offset) * row_bytes;
+        std::memcpy(key, k + t * k_stride_bytes, row_bytes);
+        std::memcpy(key + block_size * row_bytes, v + t * v_stride_bytes, row_bytes);
+    }
+}
+
+// Attends `rows` single rows. `tasks` [num_tasks][4]: row, kv_head, first and last token; tasks of
+// one (row, kv_head) are neighbours and `starts` [rows * kv_heads + 1] says where each begins.
+// `partial` has room for num_tasks * group * (dim + 16) floats. `is_bf16` chooses bf16 or float.
+void hetero_attend_rows(const void* q, const void* cache, const int64_t* tables, void* out,
+                        const int64_t* tasks, const int64_t* starts, int64_t num_tasks,
+                        int64_t rows, int64_t kv_heads, int64_t group, int64_t dim,
+                        int64_t block_size, int64_t columns, int64_t q_row, int64_t q_head,
+                        int64_t piece_offset, float scale, float* partial, int64_t is_bf16,
+                        int64_t threads) {
+    const Shape s{block_size, kv_heads, group, dim, columns, q_row, q_head, scale};
+    const int64_t stride = dim + kLanes;
+    const int64_t heads = kv_heads * group;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < num_tasks; ++i) {
+            const int64_t* task = tasks + i * 4;
+            float* to = partial + i * group * stride;
+            const int64_t* table = tables + task[0] * columns;
+            if (is_bf16)
+                attend_bf16((const Bf16*)q + task[0] * q_row, (const Bf16*)cache, table, s,
+                            piece_offset, task[1], task[2], task[3], to, stride);
+            else
+                attend_f32((const float*)q + task[0] * q_row, (const float*)cache, table, s,
+                           piece_offset, task[1], task[2], task[3], to, stride);
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < rows * kv_heads; ++i) {
+            const int64_t first = starts[i], chunks = starts[i + 1] - first;
+            for (int64_t g = 0; g < group; ++g) {
+                const float* from = partial + (first * group + g) * stride;
+                const int64_t at = ((i / kv_heads) * heads + (i % kv_heads) * group + g) * dim;
+                if (is_bf16)
+                    merge_bf16(from, chunks, group * stride, dim, (Bf16*)out + at);
+                else
+                    merge_f32(from, chunks, group * stride, dim, (float*)out + at);
+            }
+        }
+    }
+}
+
+}  // extern "C"

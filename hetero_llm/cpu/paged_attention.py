@@ -1,0 +1,137 @@
+"""Native attention of single rows over the paged cache: wrapper of `csrc/paged_attention.cpp`.
+
+Twin: `runner.attention.PlannedAttention` without a row kernel. Bench: `bench/row_attention.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hetero_llm.cpu import native
+from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
+
+_MAX_HEAD_DIM = 256
+_LANES = 16
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """Work list of one step's single rows, for one window.
+
+    tasks: [K, 4] int64 row, KV head, first and last token of a chunk. starts: [B * N + 1] where
+    the chunks of each (row, KV head) begin. partial: float32 scratch.
+    """
+
+    tables: np.ndarray
+    tasks: np.ndarray
+    starts: np.ndarray
+    partial: torch.Tensor
+
+
+class NativeRowKernel:
+    """Attends rows that are alone in their sequence (plain decoding). A row's result depends on
+    its own context only: neither on the batch nor on the number of threads."""
+
+    def __init__(self, library: ctypes.CDLL, cache: PagedKVCache, num_heads: int, scale: float):
+        self._library = library
+        self._cache = cache
+        self._num_heads = num_heads
+        self._scale = scale
+        self._chunk = int(library.hetero_attention_chunk())
+
+    def plan(self, contexts: np.ndarray, pieces: np.ndarray, window: int | None) -> RowPlan:
+        """Prepares B rows.
+
+        Args:
+            contexts: [B] tokens each row sees, itself included, before any window.
+            pieces: [B, columns] int64 index of the K piece of layer 0 of each block.
+            window: sliding window in tokens.
+        """
+        shape = self._cache.shape
+        contexts = contexts.astype(np.int64)
+        first = np.zeros_like(contexts)
+        if window is not None:
+            first = np.maximum(contexts - window, 0)
+        chunks = -(-(contexts - first) // self._chunk)
+        per_head = np.repeat(chunks, shape.num_kv_heads)
+        starts = np.zeros(len(per_head) + 1, np.int64)
+        np.cumsum(per_head, out=starts[1:])
+        pair = np.repeat(np.arange(len(per_head)), per_head)
+        within = np.arange(starts[-1]) - starts[pair]
+        row = pair // shape.num_kv_heads
+        begin = first[row] + within * self._chunk
+        tasks = np.stack(
+            (row, pair % shape.num_kv_heads, begin, np.minimum(begin + self._chunk, contexts[row])),
+            axis=1,
+        )
+        group = self._num_heads // shape.num_kv_heads
+        partial = torch.empty(len(tasks) * group * (shape.head_dim + _LANES))
+        return RowPlan(np.ascontiguousarray(pieces), tasks, starts, partial)
+
+    def attend(self, plan: RowPlan, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """q [B, heads, dim] (last dim contiguous) -> [B, heads, dim]; K and V are stored."""
+        shape = self._cache.shape
+        assert q.dtype == shape.dtype and q.stride(2) == 1 and q.shape[1] == self._num_heads
+        out = torch.empty(q.shape, dtype=q.dtype)
+        self._library.hetero_attend_rows(
+            q.data_ptr(),
+            self._cache.data.data_ptr(),
+            plan.tables.ctypes.data,
+            out.data_ptr(),
+            plan.tasks.ctypes.data,
+            plan.starts.ctypes.data,
+            len(plan.tasks),
+            len(q),
+            shape.num_kv_heads,
+            self._num_heads // shape.num_kv_heads,
+            shape.head_dim,
+            shape.block_size,
+            plan.tables.shape[1],
+            q.stride(0),
+            q.stride(1),
+            2 * layer,
+            self._scale,
+            plan.partial.data_ptr(),
+            int(shape.dtype == torch.bfloat16),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def store(self, layer: int, token_rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes k and v [T, kv_heads, dim] to the K rows `token_rows` [T] of layer 0, shifted."""
+        shape = self._cache.shape
+        k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (k, v))
+        size = shape.dtype.itemsize
+        self._library.hetero_store_kv(
+            k.data_ptr(),
+            v.data_ptr(),
+            self._cache.data.data_ptr(),
+            token_rows.data_ptr(),
+            len(k),
+            shape.num_kv_heads * shape.head_dim * size,
+            k.stride(0) * size,
+            v.stride(0) * size,
+            2 * layer * shape.block_size,
+            shape.block_size,
+            torch.get_num_threads(),
+        )
+
+
+def native_row_kernel(cache: PagedKVCache, num_heads: int, scale: float) -> NativeRowKernel | None:
+    """The kernel for this cache; None where the library or the shape does not allow it."""
+    if not supports(cache.shape) or cache.data.device.type != "cpu":
+        return None
+    library = native.load()
+    return None if library is None else NativeRowKernel(library, cache, num_heads, scale)
+
+
+def supports(shape: KVCacheShape) -> bool:
+    """bf16 and float32, head sizes that are multiples of 16 up to 256."""
+    return (
+        shape.dtype in _DTYPES and shape.head_dim % _LANES == 0 and shape.head_dim <= _MAX_HEAD_DIM
+    )
