@@ -24,7 +24,7 @@ from hetero_llm.core.env import cache_dir, native_enabled
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).parent / "csrc" / "paged_attention.cpp"
+_SOURCES = Path(__file__).parent / "csrc"
 _COMPILERS = ("g++", "c++")
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti", "-Wno-psabi")
 _TIMEOUT_S = 300
@@ -50,6 +50,10 @@ def load() -> ctypes.CDLL | None:
     library.hetero_attend_rows.argtypes = (
         [_POINTER] * 6 + [_INT] * 10 + [_FLOAT, _POINTER, _INT, _INT]
     )
+    library.hetero_rms_norm_bf16.restype = None
+    library.hetero_rms_norm_bf16.argtypes = [_POINTER] * 4 + [_INT] * 3 + [_FLOAT, _INT]
+    library.hetero_silu_mul_bf16.restype = None
+    library.hetero_silu_mul_bf16.argtypes = [_POINTER] * 2 + [_INT] * 3
     return library
 
 
@@ -66,17 +70,21 @@ def build() -> Path:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=True, timeout=_TIMEOUT_S
     ).stdout
-    parts = (_SOURCE.read_bytes(), version.encode(), " ".join(_FLAGS).encode())
+    sources = sorted(_SOURCES.glob("*.cpp"))
+    parts = [path.read_bytes() for path in (*sources, *sorted(_SOURCES.glob("*.h")))]
+    parts += [version.encode(), " ".join(_FLAGS).encode()]
     digest = hashlib.sha256(b"\x00".join(parts)).hexdigest()[:16]
-    library = cache_dir() / f"paged_attention-{digest}.so"
+    library = cache_dir() / f"kernels-{digest}.so"
     if library.exists():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        object_file, built = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
+        objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
+        built = Path(folder) / "kernels.so"
         # -fopenmp at compile time only: linked with it, a second runtime would be loaded.
-        _run([compiler, *_FLAGS, "-fopenmp", "-c", str(_SOURCE), "-o", str(object_file)])
-        _run([compiler, "-shared", str(object_file), "-o", str(built)])
+        for source, target in zip(sources, objects, strict=True):
+            _run([compiler, *_FLAGS, "-fopenmp", "-c", str(source), "-o", target])
+        _run([compiler, "-shared", *objects, "-o", str(built)])
         os.replace(built, library)
     return library
 

@@ -84,6 +84,10 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> BuiltEn
     )
     if config.batch_invariant:
         make_batch_invariant(model)
+    elif device.type == "cpu":
+        from hetero_llm.cpu.fused import speed_up
+
+        speed_up(model)
     runner, num_blocks = _build_runner(config, scheduler_config, model, model_config, dtype, device)
     prefix_cache = PrefixCache() if config.cache.enable_prefix_caching else None
     blocks = BlockManager(num_blocks, config.cache.block_size, prefix_cache)

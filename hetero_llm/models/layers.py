@@ -16,6 +16,8 @@ from hetero_llm.models.config import ModelConfig
 
 # (x [T, in], weight [out, in], bias [out] or None) -> [T, out]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# (x [T, size], residual [T, size] or None, weight [size], eps) -> norm, sum
+AddNorm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
 
 
 class Attend(Protocol):
@@ -92,12 +94,16 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm; fp32 inside, whatever the dtype, as transformers computes it."""
+    """Root-mean-square norm; fp32 inside, whatever the dtype, as transformers computes it.
+
+    `function` may be replaced on the instance by a fused one.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
+        self.function: AddNorm = add_rms_norm
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Norm of `x + residual`, and that sum for the next residual.
@@ -109,8 +115,15 @@ class RMSNorm(nn.Module):
         Returns:
             The norm and the sum, both [T, size].
         """
-        total = x if residual is None else residual.add_(x)
-        return rms_norm(total, self.weight, self.eps), total
+        return self.function(x, residual, self.weight, self.eps)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `RMSNorm.forward`."""
+    total = x if residual is None else residual.add_(x)
+    return rms_norm(total, weight, eps), total
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -170,6 +183,27 @@ class Activation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
+
+
+class GatedActivation(nn.Module):
+    """activation(gate) * up, of a fused projection's output.
+
+    `function` may be replaced on the instance by a fused one.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.activation = Activation(name)
+        self.function: Callable[[Tensor], Tensor] = self.plain
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 * inner], gate first -> [T, inner]."""
+        return self.function(gate_up)
+
+    def plain(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.activation(gate).mul_(up)
 
 
 def checkpoint_views(prefix: str, module: nn.Module) -> dict[str, Tensor]:

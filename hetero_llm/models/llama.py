@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import (
-    Activation,
     Attend,
     CausalLM,
     Embedding,
+    GatedActivation,
     Linear,
     RMSNorm,
     checkpoint_views,
@@ -55,7 +55,7 @@ class LlamaLayer(nn.Module):
         self.o_proj = Linear(config.num_heads * head_dim, hidden, bias=config.out_bias)
         self.post_attention_norm = RMSNorm(hidden, config.norm_eps)
         self.gate_up_proj = Linear(hidden, 2 * inner, bias=config.mlp_bias)
-        self.activation = Activation(config.hidden_act)
+        self.activation = GatedActivation(config.hidden_act)
         self.down_proj = Linear(inner, hidden, bias=config.mlp_bias)
 
     def forward(
@@ -75,8 +75,7 @@ class LlamaLayer(nn.Module):
         x = self.o_proj(attend(self.layer, q, k, v).flatten(1))
 
         x, residual = self.post_attention_norm(x, residual)
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.activation(gate).mul_(up)), residual
+        return self.down_proj(self.activation(self.gate_up_proj(x))), residual
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
         """See `CausalLM.checkpoint_tensors`."""

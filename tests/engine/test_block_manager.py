@@ -10,67 +10,87 @@ from hetero_llm.engine.block_manager import BlockManager
 from hetero_llm.engine.prefix_cache import PrefixCache, block_key, root_key
 
 SIZE = 4
-NUM_BLOCKS = 10
+NUM_BLOCKS = 7
 ROOTS = {name: root_key(("salt", name)) for name in ("a", "b")}
-# Few distinct tokens, so that prefixes often coincide.
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=3 * SIZE + 2)
+# Few distinct prompts, so that prefixes often coincide, and whole blocks more often than not.
+PROMPTS = st.builds(
+    lambda token, blocks, rest: [token] * (blocks * SIZE) + [1] * rest,
+    st.integers(0, 1),
+    st.integers(1, 3),
+    st.sampled_from([0, 0, 1, SIZE - 1]),
+)
 
-Entry = tuple[str, int]
-"""What a position holds: its namespace and token. KV depends on everything before as well, so a
-block is compared together with the blocks before it."""
+Entry = tuple[str, tuple[int, ...]]
+"""KV of one position: it depends on the namespace and on all tokens up to and with its own."""
+
+
+def keys_of(root: str, tokens: tuple[int, ...] | list[int]) -> list[bytes]:
+    """Key of each full block."""
+    keys: list[bytes] = []
+    for end in range(SIZE, len(tokens) + 1, SIZE):
+        keys.append(block_key(keys[-1] if keys else ROOTS[root], tokens[end - SIZE : end]))
+    return keys
 
 
 class Traffic(RuleBasedStateMachine):
-    """Plays scheduler and runner: `memory` and `tables` are what a device would hold."""
+    """Plays scheduler and runner; `memory` and `columns` are what the device would have."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cache = PrefixCache()
         self.manager = BlockManager(NUM_BLOCKS, SIZE, self.cache)
         self.memory: list[list[Entry | None]] = [[None] * SIZE for _ in range(NUM_BLOCKS)]
-        self.tables: dict[int, dict[int, int]] = {}  # as told by take_changes
+        self.columns: dict[int, dict[int, int]] = {}  # of each table, as `take_changes` tells
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.roots: dict[int, str] = {}
-        self.next_table = 0
+        self.num_opened = 0
 
-    # -- what the scheduler may do ----------------------------------------------------------
+    # -- what the scheduler does ------------------------------------------------------------
 
-    @rule(tokens=TOKENS, root=st.sampled_from(sorted(ROOTS)), reuse=st.booleans())
+    @rule(
+        tokens=PROMPTS,
+        root=st.sampled_from(["a", "a", "b"]),
+        reuse=st.sampled_from([True, True, False]),
+    )
     def open(self, tokens: list[int], root: str, reuse: bool) -> None:
+        expected = 0
+        for key in keys_of(root, tokens[:-1]) if reuse else ():
+            if self.cache.lookup(key) is None:
+                break
+            expected += SIZE
         table = self._new_table(tokens, root)
-        expected = self._cached_tokens(tokens, root) if reuse else 0
         self.computed[table] = self.manager.open(table, tokens, ROOTS[root], reuse)
         assert self.computed[table] == expected
-        assert self.computed[table] < len(tokens)
         self._apply_changes()
 
     @precondition(lambda self: self.tokens)
-    @rule(data=st.data(), count=st.integers(1, 9))
+    @rule(data=st.data(), count=st.sampled_from([1, 3, SIZE, 99]))
     def compute(self, data: st.DataObject, count: int) -> None:
-        """Writes the next tokens of a table as a step does: grow, copy, write, commit."""
+        """One chunk of one table: grow, apply the changes, write, commit."""
         table = self._any_table(data)
-        tokens, computed = self.tokens[table], self.computed[table]
-        if computed == len(tokens):
+        tokens, start = self.tokens[table], self.computed[table]
+        if start == len(tokens):
             tokens.append(data.draw(st.integers(0, 1)))
-        end = min(len(tokens), computed + count)
-        before = self._state()
-        needed = self._blocks_needed(table, end)
-        if not self.manager.grow(table, computed, end):
-            assert needed > before["free"]
-            assert self._state() == before  # a refusal changes nothing
+        end = min(len(tokens), start + count)
+        before, needed = self._state(), self._blocks_needed(table, start, end)
+        if not self.manager.grow(table, start, end):
+            assert needed > self.manager.num_free, "refused although there was room"
+            assert self._state() == before
             assert not self._apply_changes()
             return
-        assert needed == before["free"] - self.manager.num_free
+        assert self.manager.num_free == before[0] - needed
         self._apply_changes()
-        for position in range(computed, end):
-            block = self.tables[table][position // SIZE]
-            readers = [t for t in self.tokens if block in self.manager.block_ids(t)]
-            assert readers == [table], "a shared block was written"
+        for position in range(start, end):
+            block = self.columns[table][position // SIZE]
+            assert self._readers(block) == [table], "a shared block was written"
             assert not self.cache.holds(block), "a published block was written"
-            self.memory[block][position % SIZE] = (self.roots[table], tokens[position])
+            entry = (self.roots[table], tuple(tokens[: position + 1]))
+            self.memory[block][position % SIZE] = entry
         self.computed[table] = end
         self.manager.commit(table, tokens, end)
+        for key in keys_of(self.roots[table], tokens[:end])[start // SIZE :]:
+            assert self.cache.lookup(key) is not None, "a full block was not published"
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -81,7 +101,6 @@ class Traffic(RuleBasedStateMachine):
         before = self.manager.num_free
         self.manager.fork(source, table)
         assert self.manager.num_free == before
-        assert self.manager.block_ids(table) == self.manager.block_ids(source)
         self._apply_changes()
 
     @precondition(lambda self: self.tokens)
@@ -89,7 +108,7 @@ class Traffic(RuleBasedStateMachine):
     def close(self, data: st.DataObject) -> None:
         table = self._any_table(data)
         self.manager.close(table)
-        for state in (self.tables, self.tokens, self.computed, self.roots):
+        for state in (self.columns, self.tokens, self.computed, self.roots):
             del state[table]
 
     @rule()
@@ -102,51 +121,124 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def every_block_is_free_or_counted(self) -> None:
         self.manager.check_integrity()
-        held = {b for t in self.tokens for b in self.manager.block_ids(t)}
+        held = {block for table in self.tokens for block in self.manager.block_ids(table)}
         assert self.manager.num_free == NUM_BLOCKS - len(held)
 
     @invariant()
     def every_table_reads_its_own_tokens(self) -> None:
         for table, tokens in self.tokens.items():
             blocks = self.manager.block_ids(table)
-            assert blocks == tuple(self.tables[table][c] for c in range(len(blocks)))
-            computed = self.computed[table]
-            assert len(blocks) >= self.manager.blocks_for(computed)
-            held = [self.memory[blocks[p // SIZE]][p % SIZE] for p in range(computed)]
-            assert held == [(self.roots[table], t) for t in tokens[:computed]]
+            assert blocks == tuple(self.columns[table][c] for c in range(len(blocks)))
+            for position in range(self.computed[table]):
+                entry = self.memory[blocks[position // SIZE]][position % SIZE]
+                assert entry == (self.roots[table], tuple(tokens[: position + 1]))
 
     @invariant()
     def published_blocks_hold_the_tokens_of_their_key(self) -> None:
-        for key, block in self.cache._block_of.items():
-            content = self.memory[block]
-            assert None not in content
-            roots = {entry[0] for entry in content if entry is not None}
-            assert len(roots) == 1
-            assert self._keys_of_contents()[block] == key
-        assert len(self.cache._block_of) == len(self.cache._key_of)
+        for block in range(NUM_BLOCKS):
+            key = self.cache._key_of.get(block)
+            if key is None:
+                continue
+            assert self.cache.lookup(key) == block
+            last = self.memory[block][-1]
+            assert last is not None
+            root, tokens = last
+            assert keys_of(root, tokens)[-1] == key
+            first = len(tokens) - SIZE + 1
+            expected = [(root, tokens[:end]) for end in range(first, len(tokens) + 1)]
+            assert self.memory[block] == expected
 
     # -- helpers ----------------------------------------------------------------------------
 
     def _new_table(self, tokens: list[int], root: str) -> int:
-        table = self.next_table
-        self.next_table += 1
-        self.tokens[table], self.roots[table] = list(tokens), root
-        self.tables[table] = {}
+        table = self.num_opened
+        self.num_opened += 1
+        self.tokens[table], self.roots[table], self.columns[table] = list(tokens), root, {}
         return table
 
     def _any_table(self, data: st.DataObject) -> int:
         return data.draw(st.sampled_from(sorted(self.tokens)))
 
+    def _readers(self, block: int) -> list[int]:
+        return [table for table in self.tokens if block in self.manager.block_ids(table)]
+
+    def _blocks_needed(self, table: int, start: int, end: int) -> int:
+        """New ones, and copies of those that others read as well."""
+        blocks = self.manager.block_ids(table)
+        new = max(0, -(-end // SIZE) - len(blocks))
+        written = blocks[start // SIZE : -(-end // SIZE)]
+        return new + sum(len(self._readers(block)) > 1 for block in written)
+
     def _apply_changes(self) -> bool:
-        """Does what a runner does; True if there was anything to do."""
+        """Does what the runner does; True if there was anything to do."""
         changes = self.manager.take_changes()
         for table, column, block in zip(changes.tables, changes.columns, changes.blocks):
-            self.tables[table][column] = block
+            self.columns[table][column] = block
         for source, destination in zip(changes.copy_from, changes.copy_to):
             self.memory[destination] = list(self.memory[source])
-            self.prefix_of[destination] = self.prefix_of.get(source)
         return bool(changes.blocks or changes.copy_to)
 
-    def _state(self) -> dict[str, object]:
-        tables = {t: self.manager.block_ids(t) for t in self.tokens}
-        return {"free": self.manager.num_free, "tables": tables, "cache": dict(self.cache._key_of)}
+    def _state(self) -> tuple[int, dict[int, tuple[int, ...]], dict[int, bytes]]:
+        tables = {table: self.manager.block_ids(table) for table in self.tokens}
+        return self.manager.num_free, tables, dict(self.cache._key_of)
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(
+    max_examples=150, stateful_step_count=50, deadline=None, derandomize=True
+)
+
+
+def opened(manager: BlockManager, table: int, tokens: list[int]) -> int:
+    """Opens, computes and publishes a table as one step would; returns the tokens found."""
+    found = manager.open(table, tokens, ROOTS["a"])
+    assert manager.grow(table, found, len(tokens))
+    manager.commit(table, tokens, len(tokens))
+    return found
+
+
+def test_without_a_prefix_cache_nothing_is_shared() -> None:
+    manager = BlockManager(NUM_BLOCKS, SIZE)
+    assert opened(manager, 0, [1] * 9) == 0
+    assert opened(manager, 1, [1] * 9) == 0
+    assert not set(manager.block_ids(0)) & set(manager.block_ids(1))
+
+
+def test_blocks_without_a_prefix_go_before_cached_ones() -> None:
+    manager = BlockManager(4, SIZE, PrefixCache())
+    opened(manager, 0, [1] * 8)
+    opened(manager, 1, [2] * 3)
+    manager.close(0)
+    manager.close(1)
+    opened(manager, 2, [3] * 8)
+    assert manager.open(3, [1] * 9, ROOTS["a"]) == 8
+
+
+def test_a_cached_prefix_loses_its_tail_first_and_the_oldest_goes_first() -> None:
+    manager = BlockManager(4, SIZE, PrefixCache())
+    for table, token in enumerate((1, 2)):
+        opened(manager, table, [token] * 8)
+        manager.close(table)
+    opened(manager, 2, [3] * 4)  # takes one block: the tail of the oldest prefix
+    manager.close(2)
+    assert manager.open(3, [1] * 9, ROOTS["a"]) == 4
+    assert manager.open(4, [2] * 9, ROOTS["a"]) == 8
+
+
+def test_a_prefix_that_was_hit_is_young_again() -> None:
+    manager = BlockManager(4, SIZE, PrefixCache())
+    for table, token in enumerate((1, 2)):
+        opened(manager, table, [token] * 8)
+        manager.close(table)
+    assert manager.open(2, [1] * 9, ROOTS["a"]) == 8
+    manager.close(2)
+    opened(manager, 3, [3] * 8)
+    assert manager.open(4, [1] * 9, ROOTS["a"]) == 8
+    assert manager.open(5, [2] * 9, ROOTS["a"]) == 0
+
+
+def test_namespaces_do_not_share() -> None:
+    manager = BlockManager(NUM_BLOCKS, SIZE, PrefixCache())
+    opened(manager, 0, [1] * 9)
+    assert manager.open(1, [1] * 9, ROOTS["b"]) == 0
+    assert manager.open(2, [1] * 9, ROOTS["a"]) == 8

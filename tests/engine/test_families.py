@@ -15,6 +15,7 @@ import transformers
 
 from hetero_llm import LLM, RequestError, RequestOutput, SamplingParams
 from hetero_llm.models.config import load_model_config
+from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from tests.models.tiny import VARIANTS, VOCAB_SIZE, make_tiny_checkpoint
 
 TOLERANCE = 1e-4
@@ -111,7 +112,14 @@ def assert_equals_transformers(reference: Any, outputs: list[RequestOutput]) -> 
         torch.testing.assert_close(ours, expected[rows, columns], atol=TOLERANCE, rtol=0)
 
 
-def test_one_shot(family: Family) -> None:
+@pytest.fixture(params=["native", "torch"])
+def row_attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding rows go through the CPU's own kernel where it can be built, or through torch."""
+    if request.param == "torch":
+        monkeypatch.setattr("hetero_llm.cpu.paged_attention.native_row_kernel", lambda *_: None)
+
+
+def test_one_shot(family: Family, row_attention: None) -> None:
     with family.llm(block_size=family.block_size(0)) as llm:
         outputs = generate(llm, family.prompts(), PARAMS)
         assert llm.get_metrics()["num_steps"] == NEW_TOKENS  # the first one took all prompts
@@ -143,7 +151,7 @@ def test_prefix_hits(family: Family) -> None:
     assert_equals_transformers(family.reference, cold + warm + extended)
 
 
-def test_preemption(family: Family) -> None:
+def test_preemption(family: Family, row_attention: None) -> None:
     block_size = 8 if family.max_model_len else family.block_size(0)
     max_model_len = family.max_model_len or 48
     per_sequence = max_model_len // block_size
@@ -178,6 +186,16 @@ def test_dynamic_rope_over_the_whole_context(tmp_path: Path) -> None:
         outputs = generate(llm, family.prompts()[:1] * 2, params)
     assert [len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs] == [48, 48]
     assert_equals_transformers(reference, outputs)
+
+
+def test_cache_memory_starts_as_zeros() -> None:
+    """Batched rows read past a sequence's end, where a weight of zero hides all but NaN."""
+    shape = KVCacheShape(1, 2, 8, 8, torch.float32)
+    dirty = torch.full((64, shape.block_bytes // 4), float("nan"))
+    del dirty  # the allocator may hand the same memory out again
+    cache = PagedKVCache(shape, 64, torch.device("cpu"))
+    assert cache.data.shape == (64, 1, 2, 8, 2, 8)
+    assert not cache.data.any()
 
 
 # -- chat -----------------------------------------------------------------------------------

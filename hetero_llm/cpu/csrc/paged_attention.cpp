@@ -10,70 +10,13 @@
 // Threads: OpenMP without linking a runtime. The caller has loaded the runtime that torch uses, so
 // both share one team of threads; two spinning teams on the same cores would starve each other.
 
-#include <cfloat>
-#include <cstdint>
-#include <cstring>
-
-#define ISA __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#define INLINE inline __attribute__((always_inline))
+#include "simd.h"
 
 namespace {
 
-typedef float F16 __attribute__((vector_size(64)));
-typedef uint32_t U16 __attribute__((vector_size(64)));
-typedef int32_t I16 __attribute__((vector_size(64)));
-typedef uint16_t H16 __attribute__((vector_size(32)));
-
-constexpr int kLanes = 16;
 constexpr int kChunk = 256;     // tokens of a task
-constexpr int kMaxGroup = 4;    // query heads computed together
 constexpr int kMaxDim = 256;
-
-struct Bf16 { uint16_t bits; };
-
-INLINE F16 load(const float* p) { F16 v; std::memcpy(&v, p, sizeof v); return v; }
-INLINE F16 load(const Bf16* p) {
-    H16 h;
-    std::memcpy(&h, p, sizeof h);
-    return (F16)(__builtin_convertvector(h, U16) << 16);
-}
-INLINE void store(float* p, F16 v) { std::memcpy(p, &v, sizeof v); }
-INLINE void store(Bf16* p, F16 v) {
-    U16 bits = (U16)v;
-    bits += 0x7fff + ((bits >> 16) & 1);  // round to nearest even; no NaN reaches this place
-    H16 h = __builtin_convertvector(bits >> 16, H16);
-    std::memcpy(p, &h, sizeof h);
-}
-INLINE F16 splat(float x) { return F16{} + x; }
-INLINE float sum(F16 v) {
-    float s = 0;
-    for (int i = 0; i < kLanes; ++i) s += v[i];
-    return s;
-}
-INLINE float highest(F16 v) {
-    float m = v[0];
-    for (int i = 1; i < kLanes; ++i) m = v[i] > m ? v[i] : m;
-    return m;
-}
-
-// exp for x <= 0: 2^n * 2^f with a degree-6 polynomial on [-0.5, 0.5], error below 2 ulp; results
-// under 2^-126 become 0.
-INLINE F16 exp16(F16 x) {
-    F16 y = x * 1.44269504088896341f;
-    F16 shifted = y + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the low bits
-    I16 n = (I16)shifted - 0x4B400000;
-    F16 f = y - (shifted - 12582912.0f);
-    F16 p = splat(1.5403530393e-4f);
-    p = p * f + 1.3333558146e-3f;
-    p = p * f + 9.6181291076e-3f;
-    p = p * f + 5.5504108665e-2f;
-    p = p * f + 2.4022650696e-1f;
-    p = p * f + 6.9314718056e-1f;
-    p = p * f + 1.0f;
-    F16 scale = (F16)((n + 127) << 23);
-    F16 zero = {};
-    return y < -125.0f ? zero : p * scale;
-}
+constexpr int kAhead = 12;      // tokens between prefetch and use
 
 struct Shape {
     int64_t block_size, kv_heads, group, dim, columns;
@@ -94,10 +37,23 @@ INLINE void attend_chunk(const T* q, const T* cache, const int64_t* table, const
             store(query[g] + d, load(q + g * s.q_head + d) * s.scale);
 
     const int64_t count = last - first;
+    const T* keys[kChunk];  // the values of a token lie one piece further
+    int64_t column = first / s.block_size, inside = first % s.block_size;
     for (int64_t t = 0; t < count; ++t) {
-        const int64_t p = first + t;
-        const T* key = cache + (table[p / s.block_size] + piece_offset) * piece +
-                       (p % s.block_size) * row + kv_head * dim;
+        keys[t] = cache + (table[column] + piece_offset) * piece + inside * row + kv_head * dim;
+        if (++inside == s.block_size) {
+            inside = 0;
+            ++column;
+        }
+    }
+    for (int64_t t = 0; t < count; ++t) {
+        const T* key = keys[t];
+        // Blocks of one layer lie far apart, which stops the hardware prefetcher at each of them.
+        const char* ahead = (const char*)keys[t + kAhead < count ? t + kAhead : t];
+        for (int64_t b = 0; b < dim * (int64_t)sizeof(T); b += 64) {
+            __builtin_prefetch(ahead + b);
+            __builtin_prefetch((const char*)(key + piece) + b);
+        }
         F16 acc[G] = {};
         for (int64_t d = 0; d < dim; d += kLanes) {
             const F16 k = load(key + d);
@@ -127,9 +83,7 @@ INLINE void attend_chunk(const T* q, const T* cache, const int64_t* table, const
         const bool pair = d + kLanes < dim;
         F16 low[G] = {}, high[G] = {};
         for (int64_t t = 0; t < count; ++t) {
-            const int64_t p = first + t;
-            const T* value = cache + (table[p / s.block_size] + piece_offset + 1) * piece +
-                             (p % s.block_size) * row + kv_head * dim + d;
+            const T* value = keys[t] + piece + d;
             const F16 a = load(value);
             const F16 b = pair ? load(value + kLanes) : a;
             for (int g = 0; g < G; ++g) {

@@ -1,0 +1,157 @@
+"""The compiled CPU kernels against their torch twins, and the loader without a compiler."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_llm.core.errors import ConfigError
+from hetero_llm.cpu import native
+from hetero_llm.cpu.fused import native_add_rms_norm, native_silu_mul
+from hetero_llm.cpu.paged_attention import native_row_kernel
+from hetero_llm.models.layers import GatedActivation, add_rms_norm
+from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
+from tests.cpu.attention_cases import AttentionCase, attend_both
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase(heads=4, kv_heads=1, dim=128, window=None, block_size=16),
+        AttentionCase(heads=8, kv_heads=8, dim=64, window=None, block_size=8),
+        AttentionCase(heads=6, kv_heads=2, dim=80, window=37, block_size=16),
+        AttentionCase(heads=14, kv_heads=2, dim=128, window=None, block_size=32),
+        AttentionCase(heads=12, kv_heads=4, dim=256, window=300, block_size=16),
+        AttentionCase(heads=3, kv_heads=3, dim=16, window=1, block_size=16),
+    ],
+    ids=str,
+)
+def test_row_attention_equals_its_twin(case: AttentionCase, dtype: torch.dtype) -> None:
+    twin, ours, same_cache = attend_both(case, dtype)
+    assert same_cache, "K and V were stored differently"
+    tolerance = 2e-6 if dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(ours, twin, rtol=tolerance, atol=tolerance)
+
+
+def test_a_rows_result_does_not_depend_on_batch_or_threads() -> None:
+    shape = KVCacheShape(1, 2, 64, 16, torch.bfloat16)
+    cache = PagedKVCache(shape, 100, CPU)
+    cache.data.normal_()
+    kernel = native_row_kernel(cache, 8, 0.125)
+    assert kernel is not None
+    contexts = np.array([700, 3, 257, 1024])
+    pieces = np.random.default_rng(0).permutation(100)[:64].reshape(1, 64).repeat(4, 0) * 2
+    q = torch.randn(4, 8, 64).bfloat16()
+    together = kernel.attend(kernel.plan(contexts, pieces, None), 0, q)
+    torch.set_num_threads(1)
+    for row in range(4):
+        one = slice(row, row + 1)
+        alone = kernel.attend(kernel.plan(contexts[one], pieces[one], None), 0, q[one])
+        assert torch.equal(alone, together[one])
+
+
+def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
+    shape = KVCacheShape(1, 1, 16, 16, torch.float32)
+    cache = PagedKVCache(shape, 2, CPU)
+    cache.data.zero_()
+    cache.data[0, 0, 0, :, 0, 0] = torch.linspace(-3e4, 3e4, 16)
+    cache.data[0, 0, 1, :, 0, :] = torch.arange(16.0).unsqueeze(1)
+    kernel = native_row_kernel(cache, 1, 1.0)
+    assert kernel is not None
+    q = torch.zeros(1, 1, 16)
+    q[..., 0] = 1.0
+    out = kernel.attend(kernel.plan(np.array([16]), np.zeros((1, 1), np.int64), None), 0, q)
+    torch.testing.assert_close(out, torch.full((1, 1, 16), 15.0))
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(24, torch.float32), (64, torch.float16)])
+def test_shapes_the_kernel_cannot_do_stay_on_torch(dim: int, dtype: torch.dtype) -> None:
+    cache = PagedKVCache(KVCacheShape(1, 1, dim, 16, dtype), 2, CPU)
+    assert native_row_kernel(cache, 1, 1.0) is None
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 320), (16, 320), (33, 4096), (300, 768)])
+def test_norm_and_gate_equal_torch_up_to_one_rounding(rows: int, size: int) -> None:
+    library = native.load()
+    assert library is not None
+    x, residual = torch.randn(rows, size).bfloat16(), torch.randn(rows, size).bfloat16()
+    weight = torch.randn(size).bfloat16()
+    for given in (None, residual):
+        copies = [None if given is None else given.clone() for _ in range(2)]
+        want, want_total = add_rms_norm(x, copies[0], weight, 1e-5)
+        got, got_total = native_add_rms_norm(library)(x, copies[1], weight, 1e-5)
+        assert torch.equal(got_total, want_total)
+        assert float((got != want).float().mean()) < 1e-3
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-6)
+    gate = GatedActivation("silu")
+    gate_up = 6 * torch.randn(rows, 2 * size).bfloat16()
+    want, got = gate.plain(gate_up), native_silu_mul(library, gate.plain)(gate_up)
+    assert float((got != want).float().mean()) < 1e-3
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-6)
+
+
+def test_without_a_compiler_torch_serves_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    native.load.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert native.load() is None
+        assert "no C++ compiler" in caplog.text
+        cache = PagedKVCache(KVCacheShape(1, 1, 16, 16, torch.float32), 2, CPU)
+        assert native_row_kernel(cache, 1, 1.0) is None
+    finally:
+        native.load.cache_clear()
+
+
+def test_the_library_is_built_once_and_can_be_switched_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HETERO_LLM_CACHE_DIR", str(tmp_path))
+    first = native.build()
+    assert first.parent == tmp_path and first.exists()
+    stamp = first.stat().st_mtime_ns
+    assert native.build() == first and first.stat().st_mtime_ns == stamp
+    native.load.cache_clear()
+    try:
+        monkeypatch.setenv("HETERO_LLM_NATIVE", "0")
+        assert native.load() is None
+        monkeypatch.setenv("HETERO_LLM_NATIVE", "maybe")
+        native.load.cache_clear()
+        with pytest.raises(ConfigError, match="HETERO_LLM_NATIVE='maybe'"):
+            native.load()
+    finally:
+        native.load.cache_clear()
+
+
+def test_mixed_steps_use_the_kernel_for_single_rows_only() -> None:
+    """A chunk between two decoding rows: the same result with and without the kernel."""
+    case = AttentionCase(heads=4, kv_heads=2, dim=32, window=None, block_size=8)
+    twin, ours, same_cache = attend_both(
+        case, torch.float32, starts=[40, 9, 0, 77], counts=[1, 5, 6, 1]
+    )
+    assert same_cache
+    torch.testing.assert_close(ours, twin, rtol=1e-5, atol=1e-5)
