@@ -4,7 +4,6 @@ beside it or on how its tokens were cut into steps."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from hetero_llm import LLM, RequestOutput, SamplingParams
 
 VOCAB = 512
 LENGTHS = [1, 2, 3, 5, 7, 8, 9, 13, 15, 16, 17, 21, 24, 31, 32, 33, 40, 47, 55, 60]
-DTYPES = ("float32", "bfloat16")
+SETTINGS = (("float32", 2), ("bfloat16", 1))  # and the number of threads
 GREEDY = SamplingParams(
     temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=3, prompt_logprobs=2
 )
@@ -79,12 +78,18 @@ def seen(output: RequestOutput) -> tuple[Any, Any]:
     return output.prompt_logprobs, [(c.token_ids, c.logprobs) for c in output.outputs]
 
 
-@pytest.fixture(scope="module", params=DTYPES)
-def alone(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[str, list[Any]]]:
+@pytest.fixture(scope="module", params=SETTINGS, ids=lambda setting: setting[0])
+def alone(request: pytest.FixtureRequest, folder: Path) -> tuple[str, list[Any]]:
     """The dtype, and each request's output when nothing else runs."""
-    torch.set_num_threads(2)
-    with start(folder, request.param) as llm:
-        yield request.param, [seen(generate(llm, [i])[0]) for i in range(len(LENGTHS))]
+    dtype, threads = request.param
+    torch.set_num_threads(threads)
+    with start(folder, dtype) as llm:
+        return dtype, [seen(generate(llm, [i])[0]) for i in range(len(LENGTHS))]
+
+
+@pytest.fixture(autouse=True)
+def same_threads(two_threads: None, alone: tuple[str, list[Any]]) -> None:
+    torch.set_num_threads(dict(SETTINGS)[alone[0]])
 
 
 EVERYONE = list(range(len(LENGTHS)))

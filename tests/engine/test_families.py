@@ -112,15 +112,17 @@ def assert_equals_transformers(reference: Any, outputs: list[RequestOutput]) -> 
         torch.testing.assert_close(ours, expected[rows, columns], atol=TOLERANCE, rtol=0)
 
 
-@pytest.fixture(params=["native", "torch"])
-def row_attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding rows go through the CPU's own kernel where it can be built, or through torch."""
+@pytest.fixture(params=["native", "torch", "row_by_row"])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """Engine arguments. Decoding rows go through the CPU's own kernel where it can be built, or
+    through torch; with batch invariance every row does, alone."""
     if request.param == "torch":
         monkeypatch.setattr("hetero_llm.cpu.paged_attention.native_row_kernel", lambda *_: None)
+    return {"batch_invariant": request.param == "row_by_row"}
 
 
-def test_one_shot(family: Family, row_attention: None) -> None:
-    with family.llm(block_size=family.block_size(0)) as llm:
+def test_one_shot(family: Family, attention: dict[str, bool]) -> None:
+    with family.llm(block_size=family.block_size(0), **attention) as llm:
         outputs = generate(llm, family.prompts(), PARAMS)
         assert llm.get_metrics()["num_steps"] == NEW_TOKENS  # the first one took all prompts
     assert_equals_transformers(family.reference, outputs)
@@ -151,7 +153,7 @@ def test_prefix_hits(family: Family) -> None:
     assert_equals_transformers(family.reference, cold + warm + extended)
 
 
-def test_preemption(family: Family, row_attention: None) -> None:
+def test_preemption(family: Family, attention: dict[str, bool]) -> None:
     block_size = 8 if family.max_model_len else family.block_size(0)
     max_model_len = family.max_model_len or 48
     per_sequence = max_model_len // block_size
@@ -160,6 +162,7 @@ def test_preemption(family: Family, row_attention: None) -> None:
         max_model_len=max_model_len,
         num_gpu_blocks_override=per_sequence + 1,
         enable_prefix_caching=family.number % 2 == 0,
+        **attention,
     ) as llm:
         params = dataclasses.replace(PARAMS, max_tokens=max_model_len - 17)
         outputs = generate(llm, [p[:16] for p in family.prompts()], params)
