@@ -39,7 +39,18 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cpu": _ABOVE_MODELS,
     "gpu": _ABOVE_MODELS,
     "engine": ("core", "sampling", "models", "bridge"),
-    "engine.factory": ("engine", "core", "sampling", "models", "bridge", "runner", "cpu", "gpu"),
+    "demo_models": (),
+    "engine.factory": (
+        "engine",
+        "core",
+        "sampling",
+        "models",
+        "bridge",
+        "runner",
+        "cpu",
+        "gpu",
+        "demo_models",
+    ),
     "server": ("engine", "core"),
 } | {module: ("core", *SCHEDULING) for module in SCHEDULING}
 

@@ -253,8 +253,8 @@ _SCHEDULING = grouped(
         "max_logprobs",
         _INT,
         20,
-        "Most log probabilities per token that a request may ask for.",
-        minimum=0,
+        "Most log probabilities per token that a request may ask for; -1 is no limit.",
+        minimum=-1,
     ),
     effective(
         "seed",

@@ -14,6 +14,7 @@ GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by them would overflow."""
 
 MAX_SEED = 2**64 - 1
+_LARGEST_INTEGER = 2**1023  # larger ones cannot become a float
 
 
 class RequestOutputKind(Enum):
@@ -141,7 +142,11 @@ class SamplingParams:
             else:
                 _fail(name, value, "must be a list")
         if self.allowed_token_ids is not None:
+            if not isinstance(self.allowed_token_ids, (list, tuple, set, frozenset)):
+                _fail("allowed_token_ids", self.allowed_token_ids, "must be a list")
             put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        if not isinstance(self.output_kind, RequestOutputKind):
+            _fail("output_kind", self.output_kind, "must be a RequestOutputKind")
         if self.logit_bias is not None:
             put(self, "logit_bias", _checked_bias(self.logit_bias))
 
@@ -243,7 +248,7 @@ def _integer(field: str, value: Any, low: int, high: int | None = None) -> None:
 def _number(field: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         _fail(field, value, "must be a number")
-    if not math.isfinite(value):
+    if isinstance(value, int) and abs(value) > _LARGEST_INTEGER or not math.isfinite(value):
         _fail(field, value, "must be finite")
     if value < low or (open_low and value == low):
         _fail(field, value, f"must be {'above' if open_low else 'at least'} {low:g}")

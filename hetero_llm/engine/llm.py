@@ -7,7 +7,8 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -44,6 +45,7 @@ class LLM:
         config = EngineConfig.from_args(resolve_engine_args({"model": model, **engine_args}))
         self._built: BuiltEngine | None = build_engine(config, show_progress=sys.stderr.isatty())
         self._num_requests = 0
+        self._inboxes: dict[str, deque[RequestOutput]] = {}  # of open streams
 
     def __enter__(self) -> LLM:
         return self
@@ -150,14 +152,21 @@ class LLM:
         params = sampling_params or SamplingParams()
         (request,) = self._make_requests(parse_prompts(prompt), [params], False, final_only=False)
         engine = self._engine_parts().engine
+        inbox = self._inboxes[request.request_id] = deque()
         engine.add_request(request)
+        finished = False
         try:
-            while engine.has_unfinished:
-                for output in engine.step():
-                    if output.error is not None:
-                        raise RequestError("logits_processors", None, output.error)
-                    yield output
+            while not finished:
+                if not inbox:  # else another call has already stepped for us
+                    inbox.extend(self._step({request.request_id}))
+                    continue
+                output = inbox.popleft()
+                if output.error is not None:
+                    raise RequestError("logits_processors", None, output.error)
+                finished = output.finished
+                yield output
         finally:
+            del self._inboxes[request.request_id]
             engine.abort(request.request_id)
 
     def get_tokenizer(self) -> Any:
@@ -205,39 +214,43 @@ class LLM:
                 raise (error.at_prompt(index) if name_index else error) from None
         return requests
 
+    def _step(self, mine: Set[str]) -> list[RequestOutput]:
+        """Runs one step; returns the outputs of `mine` and keeps those of open streams."""
+        outputs = []
+        for output in self._engine_parts().engine.step():
+            if output.request_id in mine:
+                outputs.append(output)
+            else:
+                self._inboxes[output.request_id].append(output)
+        return outputs
+
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         engine = self._engine_parts().engine
+        indices = {request.request_id: index for index, request in enumerate(requests)}
         finished: dict[str, RequestOutput] = {}
         for request in requests:
             engine.add_request(request)
         progress = _Progress(len(requests), use_tqdm)
         try:
             with _interrupt_between_steps() as interrupted:
-                while engine.has_unfinished and not interrupted:
-                    self._collect(engine.step(), requests, finished, progress)
+                while len(finished) < len(requests) and not interrupted:
+                    for output in self._step(indices.keys()):
+                        finished[output.request_id] = output
+                        progress.add(output)
+                        if output.error is not None:
+                            index = indices[output.request_id]
+                            raise RequestError(
+                                "logits_processors", None, output.error, prompt_index=index
+                            )
             if interrupted:
                 logger.warning("interrupted: unfinished requests are returned as they are")
         finally:
             progress.close()
             for request in requests:
-                output = engine.abort(request.request_id)
-                if output is not None:
-                    finished[request.request_id] = output
+                last = engine.abort(request.request_id)
+                if last is not None:
+                    finished[request.request_id] = last
         return [finished[request.request_id] for request in requests]
-
-    @staticmethod
-    def _collect(
-        outputs: list[RequestOutput],
-        requests: list[Request],
-        finished: dict[str, RequestOutput],
-        progress: _Progress,
-    ) -> None:
-        for output in outputs:
-            finished[output.request_id] = output
-            if output.error is not None:
-                index = int(output.request_id) - int(requests[0].request_id)
-                raise RequestError("logits_processors", None, output.error, prompt_index=index)
-            progress.add(output)
 
 
 @contextmanager

@@ -176,7 +176,7 @@ class TestResolve:
             ("max_num_seqs", "8", "must be an integer"),
             ("max_num_seqs", None, "must be an integer"),
             ("max_model_len", -1, "must be at least 1"),
-            ("max_logprobs", -1, "must be at least 0"),
+            ("max_logprobs", -2, "must be at least -1"),
             ("seed", -1, "must be at least 0"),
             ("seed", 2**64, "must be at most 18446744073709551615"),
             ("gpu_memory_utilization", 0, "must be greater than 0"),

@@ -139,12 +139,13 @@ def test_after_preemption(folder: Path, alone: tuple[str, list[Any]], caching: b
     assert [seen(o) for o in outputs] == expected
 
 
+@pytest.mark.parametrize(
+    "alone", [s for s in SETTINGS if s[0] == "float32"], indirect=True, ids=lambda s: s[0]
+)
 def test_without_it_float32_differs_in_rounding_only(
     folder: Path, alone: tuple[str, list[Any]]
 ) -> None:
     dtype, expected = alone
-    if dtype != "float32":
-        pytest.skip("one dtype is enough")
     with start(folder, dtype, batch_invariant=False) as llm:
         outputs = [seen(output) for output in generate(llm, EVERYONE)]
     assert outputs != expected  # otherwise this file would show nothing

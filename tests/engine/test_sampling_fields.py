@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +241,21 @@ def test_closing_a_stream_aborts_the_request(tiny: LLM) -> None:
     stream.close()
     assert tiny.get_metrics()["num_requests_running"] == 0
     assert tiny.get_metrics()["kv_cache_usage_perc"] == 0.0
+
+
+def test_generate_beside_an_open_stream_swallows_nothing(tiny: LLM) -> None:
+    expected = one(tiny, max_tokens=30)
+    stream = tiny.stream(PROMPT, dataclasses.replace(GREEDY, max_tokens=30))
+    outputs = [next(stream)]
+    assert len(one(tiny, "other").token_ids) == 12
+    outputs += stream
+    assert [len(o.outputs[0].token_ids) for o in outputs] == list(range(1, 31))
+    assert outputs[-1].outputs[0].text == expected.text
+
+
+def test_all_logprobs_need_the_limit_lifted(tiny_folder: Path, tiny: LLM) -> None:
+    with pytest.raises(RequestError, match="logprobs=-1: exceeds max_logprobs"):
+        one(tiny, logprobs=-1)
+    with LLM(str(tiny_folder), dtype="float32", device="cpu", max_logprobs=-1) as llm:
+        entry = one(llm, logprobs=-1, max_tokens=1).logprobs[0]
+    assert sum(math.exp(e.logprob) for e in entry.values()) == pytest.approx(1.0, abs=1e-5)
