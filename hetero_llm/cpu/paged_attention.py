@@ -1,6 +1,6 @@
 """Native attention of single rows over the paged cache: wrapper of `csrc/paged_attention.cpp`.
 
-Twin: `runner.attention.PlannedAttention` without a row kernel. Bench: `bench/row_attention.py`.
+Twin: `runner.attention.PlannedAttention` without a row kernel. Bench: `bench/cpu_kernels.py`.
 """
 
 from __future__ import annotations
