@@ -12,11 +12,17 @@
 
 #include "simd.h"
 
+#if defined(__x86_64__) && __GNUC__ >= 11
+#include <immintrin.h>
+#define HAS_DOT 1
+#define DOT __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+#endif
+
 namespace {
 
 constexpr int kChunk = 256;     // tokens of a task
 constexpr int kMaxDim = 256;
-constexpr int kAhead = 12;      // tokens between prefetch and use
+constexpr int kAhead = 24;      // tokens between prefetch and use
 
 struct Shape {
     int64_t block_size, kv_heads, group, dim, columns;
@@ -24,43 +30,83 @@ struct Shape {
     float scale;
 };
 
-// One partial result of G heads: dim values each, then maximum and sum.
-template <typename T, int G>
-INLINE void attend_chunk(const T* q, const T* cache, const int64_t* table, const Shape& s,
-                         int64_t piece_offset, int64_t kv_head, int64_t first, int64_t last,
-                         float* partial, int64_t partial_stride) {
-    const int64_t dim = s.dim, row = s.kv_heads * dim, piece = s.block_size * row;
-    float query[G][kMaxDim] __attribute__((aligned(64)));
-    float scores[G][kChunk] __attribute__((aligned(64)));
-    for (int g = 0; g < G; ++g)
-        for (int64_t d = 0; d < dim; d += kLanes)
-            store(query[g] + d, load(q + g * s.q_head + d) * s.scale);
+// One chunk of one sequence's context for one KV head.
+struct Task {
+    int64_t piece_offset, kv_head, first, last;
+};
 
-    const int64_t count = last - first;
-    const T* keys[kChunk];  // the values of a token lie one piece further
-    int64_t column = first / s.block_size, inside = first % s.block_size;
-    for (int64_t t = 0; t < count; ++t) {
-        keys[t] = cache + (table[column] + piece_offset) * piece + inside * row + kv_head * dim;
+// Where the K of each token of a task lies; its V lies one piece further.
+template <typename T>
+INLINE void find_keys(const T* cache, const int64_t* table, const Shape& s, const Task& task,
+                      const T** keys) {
+    const int64_t row = s.kv_heads * s.dim, piece = s.block_size * row;
+    int64_t column = task.first / s.block_size, inside = task.first % s.block_size;
+    for (int64_t t = 0; t < task.last - task.first; ++t) {
+        keys[t] = cache + (table[column] + task.piece_offset) * piece + inside * row +
+                  task.kv_head * s.dim;
         if (++inside == s.block_size) {
             inside = 0;
             ++column;
         }
     }
+}
+
+// Blocks of one layer lie far apart, which stops the hardware prefetcher at each of them.
+template <typename T>
+INLINE void prefetch(const T* const* keys, int64_t t, int64_t count, int64_t dim, int64_t piece) {
+    const char* ahead = (const char*)keys[t + kAhead < count ? t + kAhead : t];
+    for (int64_t b = 0; b < dim * (int64_t)sizeof(T); b += 64) {
+        __builtin_prefetch(ahead + b);
+        __builtin_prefetch((const char*)(keys[t] + piece) + b);
+    }
+}
+
+// scores[g][t] = scale * (q of head g) . (k of token t), products in float.
+template <typename T, int G>
+INLINE void score(const T* q, const T* const* keys, int64_t count, const Shape& s,
+                  float (*scores)[kChunk]) {
+    float query[G][kMaxDim] __attribute__((aligned(64)));
+    for (int g = 0; g < G; ++g)
+        for (int64_t d = 0; d < s.dim; d += kLanes)
+            store(query[g] + d, load(q + g * s.q_head + d) * s.scale);
+    const int64_t piece = s.block_size * s.kv_heads * s.dim;
     for (int64_t t = 0; t < count; ++t) {
-        const T* key = keys[t];
-        // Blocks of one layer lie far apart, which stops the hardware prefetcher at each of them.
-        const char* ahead = (const char*)keys[t + kAhead < count ? t + kAhead : t];
-        for (int64_t b = 0; b < dim * (int64_t)sizeof(T); b += 64) {
-            __builtin_prefetch(ahead + b);
-            __builtin_prefetch((const char*)(key + piece) + b);
-        }
+        prefetch(keys, t, count, s.dim, piece);
         F16 acc[G] = {};
-        for (int64_t d = 0; d < dim; d += kLanes) {
-            const F16 k = load(key + d);
+        for (int64_t d = 0; d < s.dim; d += kLanes) {
+            const F16 k = load(keys[t] + d);
             for (int g = 0; g < G; ++g) acc[g] += k * load(query[g] + d);
         }
         for (int g = 0; g < G; ++g) scores[g][t] = sum(acc[g]);
     }
+}
+
+#ifdef HAS_DOT
+// The same with bf16 dot products: 32 pairs an instruction and no conversion. dim % 32 == 0.
+template <int G>
+DOT inline void score_dot(const Bf16* q, const Bf16* const* keys, int64_t count, const Shape& s,
+                          float (*scores)[kChunk]) {
+    const int64_t piece = s.block_size * s.kv_heads * s.dim;
+    for (int64_t t = 0; t < count; ++t) {
+        prefetch(keys, t, count, s.dim, piece);
+        __m512 acc[G];
+        for (int g = 0; g < G; ++g) acc[g] = _mm512_setzero_ps();
+        for (int64_t d = 0; d < s.dim; d += 2 * kLanes) {
+            const __m512bh k = (__m512bh)_mm512_loadu_si512(keys[t] + d);
+            for (int g = 0; g < G; ++g)
+                acc[g] = _mm512_dpbf16_ps(
+                    acc[g], k, (__m512bh)_mm512_loadu_si512(q + g * s.q_head + d));
+        }
+        for (int g = 0; g < G; ++g) scores[g][t] = s.scale * sum((F16)acc[g]);
+    }
+}
+#endif
+
+// From scores to one partial result of G heads: dim weighted values each, then maximum and sum.
+template <typename T, int G>
+INLINE void weigh(const T* const* keys, int64_t count, const Shape& s, float (*scores)[kChunk],
+                  float* partial, int64_t stride) {
+    const int64_t dim = s.dim, piece = s.block_size * s.kv_heads * dim;
     const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
     for (int g = 0; g < G; ++g) {
         for (int64_t t = count; t < padded; ++t) scores[g][t] = -FLT_MAX;
@@ -76,8 +122,8 @@ INLINE void attend_chunk(const T* q, const T* cache, const int64_t* table, const
             store(scores[g] + t, e);
             total += e;
         }
-        partial[g * partial_stride + dim] = maximum;
-        partial[g * partial_stride + dim + 1] = sum(total);
+        partial[g * stride + dim] = maximum;
+        partial[g * stride + dim + 1] = sum(total);
     }
     for (int64_t d = 0; d < dim; d += 2 * kLanes) {
         const bool pair = d + kLanes < dim;
@@ -92,34 +138,62 @@ INLINE void attend_chunk(const T* q, const T* cache, const int64_t* table, const
             }
         }
         for (int g = 0; g < G; ++g) {
-            store(partial + g * partial_stride + d, low[g]);
-            if (pair) store(partial + g * partial_stride + d + kLanes, high[g]);
+            store(partial + g * stride + d, low[g]);
+            if (pair) store(partial + g * stride + d + kLanes, high[g]);
         }
     }
 }
 
+template <typename T, int G>
+INLINE void attend_heads(const T* q, const T* const* keys, int64_t count, const Shape& s,
+                         float* partial, int64_t stride) {
+    float scores[G][kChunk] __attribute__((aligned(64)));
+    score<T, G>(q, keys, count, s, scores);
+    weigh<T, G>(keys, count, s, scores, partial, stride);
+}
+
+#ifdef HAS_DOT
+template <int G>
+DOT inline void attend_heads_dot(const Bf16* q, const Bf16* const* keys, int64_t count,
+                                 const Shape& s, float* partial, int64_t stride) {
+    float scores[G][kChunk] __attribute__((aligned(64)));
+    score_dot<G>(q, keys, count, s, scores);
+    weigh<Bf16, G>(keys, count, s, scores, partial, stride);
+}
+#endif
+
+// The query heads of one KV head, four, two or one at a time: HEADS(G) attends G of them.
+#define FOR_HEADS(HEADS)                                                                          \
+    for (int64_t g = 0; g < s.group;) {                                                           \
+        const auto* heads = q + (task.kv_head * s.group + g) * s.q_head;                          \
+        float* out = partial + g * stride;                                                        \
+        if (s.group - g >= 4) { HEADS(4); g += 4; }                                               \
+        else if (s.group - g >= 2) { HEADS(2); g += 2; }                                          \
+        else { HEADS(1); g += 1; }                                                                \
+    }
+
 template <typename T>
 INLINE void attend_task(const T* q, const T* cache, const int64_t* table, const Shape& s,
-                        int64_t piece_offset, int64_t kv_head, int64_t first, int64_t last,
-                        float* partial, int64_t partial_stride) {
-    for (int64_t g = 0; g < s.group;) {
-        const T* heads = q + (kv_head * s.group + g) * s.q_head;
-        float* out = partial + g * partial_stride;
-        if (s.group - g >= 4) {
-            attend_chunk<T, 4>(heads, cache, table, s, piece_offset, kv_head, first, last, out,
-                               partial_stride);
-            g += 4;
-        } else if (s.group - g >= 2) {
-            attend_chunk<T, 2>(heads, cache, table, s, piece_offset, kv_head, first, last, out,
-                               partial_stride);
-            g += 2;
-        } else {
-            attend_chunk<T, 1>(heads, cache, table, s, piece_offset, kv_head, first, last, out,
-                               partial_stride);
-            g += 1;
-        }
-    }
+                        const Task& task, float* partial, int64_t stride) {
+    const T* keys[kChunk];
+    const int64_t count = task.last - task.first;
+    find_keys(cache, table, s, task, keys);
+#define HEADS(G) attend_heads<T, G>(heads, keys, count, s, out, stride)
+    FOR_HEADS(HEADS)
+#undef HEADS
 }
+
+#ifdef HAS_DOT
+DOT void attend_bf16_dot(const Bf16* q, const Bf16* cache, const int64_t* table, const Shape& s,
+                         const Task& task, float* partial, int64_t stride) {
+    const Bf16* keys[kChunk];
+    const int64_t count = task.last - task.first;
+    find_keys(cache, table, s, task, keys);
+#define HEADS(G) attend_heads_dot<G>(heads, keys, count, s, out, stride)
+    FOR_HEADS(HEADS)
+#undef HEADS
+}
+#endif
 
 // Joins the chunks of one query head: partials are `stride` floats apart.
 template <typename T>
@@ -144,16 +218,23 @@ INLINE void merge(const float* partial, int64_t chunks, int64_t stride, int64_t 
 
 #define DEFINE_TASKS(NAME, T)                                                                     \
     ISA static void attend_##NAME(const T* q, const T* cache, const int64_t* table,              \
-                                  const Shape& s, int64_t piece_offset, int64_t kv_head,         \
-                                  int64_t first, int64_t last, float* partial,                   \
-                                  int64_t partial_stride) {                                      \
-        attend_task<T>(q, cache, table, s, piece_offset, kv_head, first, last, partial,          \
-                       partial_stride);                                                          \
+                                  const Shape& s, const Task& task, float* partial,              \
+                                  int64_t stride) {                                              \
+        attend_task<T>(q, cache, table, s, task, partial, stride);                               \
     }                                                                                             \
     ISA static void merge_##NAME(const float* partial, int64_t chunks, int64_t stride,           \
                                  int64_t dim, T* out) {                                          \
         merge<T>(partial, chunks, stride, dim, out);                                             \
     }
+
+// Intel from Cooper Lake, AMD from Zen 4.
+static bool has_bf16_dot() {
+#ifdef HAS_DOT
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw");
+#else
+    return false;
+#endif
+}
 
 DEFINE_TASKS(bf16, Bf16)
 DEFINE_TASKS(f32, float)
@@ -186,19 +267,28 @@ void hetero_attend_rows(const void* q, const void* cache, const int64_t* tables,
     const Shape s{block_size, kv_heads, group, dim, columns, q_row, q_head, scale};
     const int64_t stride = dim + kLanes;
     const int64_t heads = kv_heads * group;
+    const bool dot = is_bf16 && dim % (2 * kLanes) == 0 && has_bf16_dot();
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < num_tasks; ++i) {
-            const int64_t* task = tasks + i * 4;
+            const int64_t* entry = tasks + i * 4;
+            const Task task{piece_offset, entry[1], entry[2], entry[3]};
+            const int64_t* table = tables + entry[0] * columns;
             float* to = partial + i * group * stride;
-            const int64_t* table = tables + task[0] * columns;
-            if (is_bf16)
-                attend_bf16((const Bf16*)q + task[0] * q_row, (const Bf16*)cache, table, s,
-                            piece_offset, task[1], task[2], task[3], to, stride);
-            else
-                attend_f32((const float*)q + task[0] * q_row, (const float*)cache, table, s,
-                           piece_offset, task[1], task[2], task[3], to, stride);
+            if (!is_bf16) {
+                attend_f32((const float*)q + entry[0] * q_row, (const float*)cache, table, s, task,
+                           to, stride);
+                continue;
+            }
+            const Bf16* query = (const Bf16*)q + entry[0] * q_row;
+#ifdef HAS_DOT
+            if (dot) {
+                attend_bf16_dot(query, (const Bf16*)cache, table, s, task, to, stride);
+                continue;
+            }
+#endif
+            attend_bf16(query, (const Bf16*)cache, table, s, task, to, stride);
         }
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < rows * kv_heads; ++i) {
