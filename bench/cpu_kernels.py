@@ -73,6 +73,36 @@ def attention_row() -> dict[str, Any]:
             "ours_GB_s": gigabytes / times[1] * 1e6}  # fmt: skip
 
 
+def chunk_row(rows: int, start: int) -> dict[str, Any]:
+    """Six layers of attention of a prefill chunk behind `start` cached tokens."""
+    table = np.random.default_rng(0).permutation(-(-(start + rows) // BLOCK)).astype(np.int32)
+    shape = KVCacheShape(LAYERS, KV_HEADS, DIM, BLOCK, torch.bfloat16)
+    cache = PagedKVCache(shape, len(table), torch.device("cpu"))
+    cache.data.normal_()
+    config = SimpleNamespace(
+        sliding_windows=(None,) * LAYERS, num_kv_heads=KV_HEADS, attn_scale=DIM**-0.5
+    )
+    q = torch.randn(rows, HEADS, DIM).bfloat16()
+    kv = torch.randn(rows, KV_HEADS, DIM).bfloat16()
+    positions = np.arange(start, start + rows)
+    starts, counts = np.array([start]), np.array([rows])
+    times = []
+    for kernel in (None, native_row_kernel(cache, HEADS, DIM**-0.5)):
+        attention = TorchPagedAttention(config, cache, False, kernel)  # type: ignore[arg-type]
+
+        def step(attention: TorchPagedAttention = attention) -> None:
+            planned = attention.plan(
+                starts, counts, table[None], positions, table[positions // BLOCK]
+            )
+            for layer in range(LAYERS):
+                planned(layer, q, kv, kv)
+
+        times.append(microseconds(step, 5))
+    gigabytes = (start + rows) * 2 * KV_HEADS * DIM * 2 * LAYERS / 1e9
+    return {"kernel": f"attention, {rows} rows behind {start}, 6 layers", "torch_us": times[0],
+            "ours_us": times[1], "ours_GB_s": gigabytes / times[1] * 1e6}  # fmt: skip
+
+
 def elementwise_rows(rows: int) -> list[dict[str, Any]]:
     library = native.load()
     assert library is not None
@@ -115,7 +145,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     with torch.inference_mode():
-        table = [attention_row(), *elementwise_rows(16), *elementwise_rows(1024)]
+        chunks = [chunk_row(rows, start) for rows, start in ((36, 932), (200, 0), (1024, 0))]
+        table = [attention_row(), *chunks, *elementwise_rows(16), *elementwise_rows(1024)]
     print_table(table)
     write_results("cpu_kernels", {"rows": table, "threads": args.threads}, args.out)
 

@@ -50,6 +50,9 @@ def load() -> ctypes.CDLL | None:
     library.hetero_attend_rows.argtypes = (
         [_POINTER] * 6 + [_INT] * 10 + [_FLOAT, _POINTER, _INT, _INT]
     )
+    library.hetero_can_attend_chunk.restype = _INT
+    library.hetero_attend_chunk.restype = None
+    library.hetero_attend_chunk.argtypes = [_POINTER] * 4 + [_INT] * 10 + [_FLOAT, _INT]
     library.hetero_rms_norm_bf16.restype = None
     library.hetero_rms_norm_bf16.argtypes = [_POINTER] * 4 + [_INT] * 3 + [_FLOAT, _INT]
     library.hetero_silu_mul_bf16.restype = None

@@ -1,4 +1,5 @@
-"""Native attention of single rows over the paged cache: wrapper of `csrc/paged_attention.cpp`.
+"""Native attention over the paged cache: wrapper of `csrc/paged_attention.cpp` for single rows
+and of `csrc/paged_prefill.cpp` for chunks of rows.
 
 Twin: `runner.attention.PlannedAttention` without a row kernel. Bench: `bench/cpu_kernels.py`.
 """
@@ -16,6 +17,8 @@ from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 
 _MAX_HEAD_DIM = 256
 _LANES = 16
+_CHUNK_LANES = 32
+_NO_WINDOW = 2**30  # more tokens than any sequence has; int32 sums with it do not overflow
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -33,9 +36,20 @@ class RowPlan:
     partial: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """Rows start .. start + count of one sequence; table: the K piece of layer 0 of each block."""
+
+    start: int
+    count: int
+    table: np.ndarray
+    window: int
+
+
 class NativeRowKernel:
-    """Attends rows that are alone in their sequence (plain decoding). A row's result depends on
-    its own context only: neither on the batch nor on the number of threads."""
+    """Attends rows that are alone in their sequence (plain decoding) and, where the CPU has bf16
+    dot products, chunks of rows of one sequence. A row's result depends on its own context only:
+    neither on the batch nor on the number of threads."""
 
     def __init__(self, library: ctypes.CDLL, cache: PagedKVCache, num_heads: int, scale: float):
         self._library = library
@@ -43,6 +57,16 @@ class NativeRowKernel:
         self._num_heads = num_heads
         self._scale = scale
         self._chunk = int(library.hetero_attention_chunk())
+        self._supports_chunks = (
+            cache.shape.dtype == torch.bfloat16
+            and cache.shape.head_dim % _CHUNK_LANES == 0
+            and bool(library.hetero_can_attend_chunk())
+        )
+
+    @property
+    def supports_chunks(self) -> bool:
+        """Whether `plan_chunk` and `attend_chunk` may be called."""
+        return self._supports_chunks
 
     def plan(self, contexts: np.ndarray, pieces: np.ndarray, window: int | None) -> RowPlan:
         """Prepares B rows.
@@ -98,6 +122,44 @@ class NativeRowKernel:
             self._scale,
             plan.partial.data_ptr(),
             int(shape.dtype == torch.bfloat16),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def plan_chunk(
+        self, start: int, count: int, pieces: np.ndarray, window: int | None
+    ) -> ChunkPlan:
+        """Prepares `count` rows that follow `start` cached tokens.
+
+        Args:
+            pieces: [columns] int64 index of the K piece of layer 0 of each block.
+            window: sliding window in tokens.
+        """
+        table = np.ascontiguousarray(pieces, dtype=np.int64)
+        return ChunkPlan(start, count, table, _NO_WINDOW if window is None else window)
+
+    def attend_chunk(self, plan: ChunkPlan, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """q [count, heads, dim] (last dim contiguous) -> the same shape; K and V are stored."""
+        shape = self._cache.shape
+        assert q.dtype == shape.dtype and q.stride(2) == 1
+        assert q.shape[:2] == (plan.count, self._num_heads)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        self._library.hetero_attend_chunk(
+            q.data_ptr(),
+            self._cache.data.data_ptr(),
+            plan.table.ctypes.data,
+            out.data_ptr(),
+            plan.start,
+            plan.count,
+            shape.num_kv_heads,
+            self._num_heads // shape.num_kv_heads,
+            shape.head_dim,
+            shape.block_size,
+            q.stride(0),
+            q.stride(1),
+            2 * layer,
+            plan.window,
+            self._scale,
             torch.get_num_threads(),
         )
         return out

@@ -22,11 +22,19 @@ from hetero_llm.runner.kv_cache import PagedKVCache
 
 
 class RowKernel(Protocol):
-    """A faster store, and a faster attention for rows that are alone in their sequence."""
+    """A faster store, and a faster attention for rows that are alone in their sequence and,
+    where `supports_chunks`, for several rows of one sequence."""
+
+    @property
+    def supports_chunks(self) -> bool: ...
 
     def plan(self, contexts: np.ndarray, pieces: np.ndarray, window: int | None) -> Any: ...
 
     def attend(self, plan: Any, layer: int, q: torch.Tensor) -> torch.Tensor: ...
+
+    def plan_chunk(self, start: int, count: int, pieces: np.ndarray, window: int | None) -> Any: ...
+
+    def attend_chunk(self, plan: Any, layer: int, q: torch.Tensor) -> torch.Tensor: ...
 
     def store(
         self, layer: int, token_rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -38,7 +46,7 @@ class _Group:
     """Sequences attended in one call: equal numbers of rows, contexts padded to the longest.
 
     rows: the flattened rows. start: tokens in the cache before the first sequence's rows.
-    row_plans: by window, the row kernel's plan; the rest is not needed then.
+    plans: by window, the row kernel's plan; pieces and masks are not needed then.
     pieces: [B * blocks] index of the K piece of layer 0. masks: by window, [B * N, 1, count,
     context] added to the scores (None: plain causal over a context that starts empty).
     """
@@ -50,7 +58,7 @@ class _Group:
     context: int
     pieces: torch.Tensor
     masks: dict[int | None, torch.Tensor | None]
-    row_plans: dict[int | None, Any] | None = None
+    plans: dict[int | None, Any] | None = None
 
 
 _NO_PIECES = torch.empty(0, dtype=torch.int64)
@@ -129,9 +137,15 @@ class TorchPagedAttention:
             context = columns * size  # whole blocks: the gathered keys need no cut
         pieces = tables[:, :columns].astype(np.int64) * (self._cache.shape.num_layers * 2)
         rows = slice(row, row + count * len(starts))
-        if count == 1 and self._row_kernel is not None:
-            plans = {w: self._row_kernel.plan(starts + 1, pieces, w) for w in self._windows}
-            return _Group(rows, len(starts), 1, 0, context, _NO_PIECES, {}, plans)
+        kernel = self._row_kernel
+        plans: dict[int | None, Any] | None = None
+        if kernel is not None and count == 1:
+            plans = {w: kernel.plan(starts + 1, pieces, w) for w in self._windows}
+        elif kernel is not None and kernel.supports_chunks:
+            start = int(starts[0])
+            plans = {w: kernel.plan_chunk(start, count, pieces[0], w) for w in self._windows}
+        if plans is not None:
+            return _Group(rows, len(starts), count, 0, context, _NO_PIECES, {}, plans)
         masks = {w: self._mask(starts, count, context, w) for w in self._windows}
         return _Group(
             rows,
@@ -209,9 +223,12 @@ class PlannedAttention:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
-        if group.row_plans is not None:
+        if group.plans is not None:
             assert self._row_kernel is not None
-            return self._row_kernel.attend(group.row_plans[window], layer, q)
+            plan = group.plans[window]
+            if group.count == 1:
+                return self._row_kernel.attend(plan, layer, q)
+            return self._row_kernel.attend_chunk(plan, layer, q)
         if self._row_by_row:
             return self._attend_rows(group, layer, window, q)
         heads, dim = q.shape[1:]

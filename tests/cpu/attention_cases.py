@@ -1,4 +1,4 @@
-"""Random paged caches, attended with and without the native kernel."""
+"""Random paged caches, attended with and without the native kernel, and in double precision."""
 
 from __future__ import annotations
 
@@ -32,13 +32,23 @@ def attend_both(
     counts: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Layer 1's output by torch and by the kernel, and whether both left the same cache."""
+    twin, ours, _, same_cache = attend_all(case, dtype, starts, counts)
+    return twin, ours, same_cache
+
+
+def attend_all(
+    case: AttentionCase,
+    dtype: torch.dtype,
+    starts: list[int] | None = None,
+    counts: list[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """The same with layer 1's output in double precision as the third."""
     first = np.array([c - 1 for c in CONTEXTS] if starts is None else starts)
     count = np.array([1] * len(first) if counts is None else counts)
     size = case.block_size
     columns = -(-int((first + count).max()) // size)
-    tables = np.arange(len(first) * columns, dtype=np.int32)
-    np.random.default_rng(0).shuffle(tables)
-    tables = tables.reshape(len(first), columns)
+    order = np.random.default_rng(0).permutation(len(first) * columns).astype(np.int32)
+    tables = order.reshape(len(first), columns)
     shape = KVCacheShape(LAYERS, case.kv_heads, case.dim, size, dtype)
     cache = PagedKVCache(shape, tables.size, torch.device("cpu"))
     cache.data.normal_()
@@ -64,4 +74,27 @@ def attend_both(
         planned = attention.plan(first, count, tables, positions, blocks)
         results.append((planned(1, q, k, v), cache.data.clone()))
     (twin, twin_cache), (ours, our_cache) = results
-    return twin, ours, torch.equal(twin_cache, our_cache)
+    tokens = our_cache[:, 1].transpose(0, 1)  # [K|V, block, token, kv_head, dim]
+    exact = torch.cat(
+        [
+            _attend_exactly(q[owner == i], tokens[:, table].flatten(1, 2), case, int(first[i]))
+            for i, table in enumerate(tables)
+        ]
+    )
+    return twin, ours, exact, torch.equal(twin_cache, our_cache)
+
+
+def _attend_exactly(
+    q: torch.Tensor, keys_values: torch.Tensor, case: AttentionCase, start: int
+) -> torch.Tensor:
+    """Textbook attention of one sequence in float64: q [count, H, D], [2, tokens, N, D]."""
+    group = case.heads // case.kv_heads
+    k, v = keys_values.double().repeat_interleave(group, dim=2)
+    last = start + torch.arange(len(q)).unsqueeze(1)
+    keys = torch.arange(len(k))
+    hidden = keys > last
+    if case.window is not None:
+        hidden |= keys <= last - case.window
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * case.dim**-0.5
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v)

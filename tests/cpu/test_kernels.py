@@ -14,12 +14,13 @@ import torch
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.cpu import native
 from hetero_llm.cpu.fused import native_add_rms_norm, native_silu_mul
-from hetero_llm.cpu.paged_attention import native_row_kernel
+from hetero_llm.cpu.paged_attention import NativeRowKernel, native_row_kernel
 from hetero_llm.models.layers import GatedActivation, add_rms_norm
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
-from tests.cpu.attention_cases import AttentionCase, attend_both
+from tests.cpu.attention_cases import AttentionCase, attend_all, attend_both
 
 CPU = torch.device("cpu")
+HAS_BF16_DOT = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +85,111 @@ def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
     q[..., 0] = 1.0
     out = kernel.attend(kernel.plan(np.array([16]), np.zeros((1, 1), np.int64), None), 0, q)
     torch.testing.assert_close(out, torch.full((1, 1, 16), 15.0))
+
+
+def chunk_kernel(cache: PagedKVCache, heads: int, scale: float) -> NativeRowKernel | None:
+    """The kernel; None, and asserted to say so, on a CPU that cannot attend chunks."""
+    kernel = native_row_kernel(cache, heads, scale)
+    assert kernel is not None
+    assert kernel.supports_chunks == HAS_BF16_DOT
+    return kernel if HAS_BF16_DOT else None
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase(heads=4, kv_heads=1, dim=128, window=None, block_size=16),
+        AttentionCase(heads=4, kv_heads=1, dim=128, window=100, block_size=16),
+        AttentionCase(heads=8, kv_heads=8, dim=64, window=None, block_size=8),
+        AttentionCase(heads=14, kv_heads=2, dim=64, window=1, block_size=32),
+        AttentionCase(heads=12, kv_heads=4, dim=256, window=37, block_size=16),
+        AttentionCase(heads=6, kv_heads=2, dim=96, window=None, block_size=8),
+        AttentionCase(heads=130, kv_heads=1, dim=32, window=64, block_size=16),
+    ],
+    ids=str,
+)
+def test_chunk_attention_equals_its_twin(case: AttentionCase) -> None:
+    """Alone and between decoding rows; on a CPU without bf16 dot products torch serves both."""
+    chunks = [(0, 2), (0, 63), (0, 65), (1, 64), (5, 5), (61, 64), (300, 300), (932, 36)]
+    steps = [([start], [count]) for start, count in chunks]
+    steps.append(([40, 9, 0, 77, 200], [1, 5, 64, 1, 70]))
+    for starts, counts in steps:
+        twin, ours, exact, same_cache = attend_all(case, torch.bfloat16, starts, counts)
+        assert same_cache
+        torch.testing.assert_close(ours, twin, rtol=1e-2, atol=1e-2)
+        twin_error, our_error = ((x.double() - exact).square().mean().sqrt() for x in (twin, ours))
+        assert our_error <= 1.5 * twin_error, (starts, counts)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_chunks_row_does_not_depend_on_the_other_rows_or_threads(window: int | None) -> None:
+    cache = PagedKVCache(KVCacheShape(1, 2, 64, 16, torch.bfloat16), 40, CPU)
+    cache.data.normal_()
+    kernel = chunk_kernel(cache, 6, 0.125)
+    if kernel is None:
+        return
+    pieces = np.random.default_rng(0).permutation(40) * 2
+    q = torch.randn(300, 6, 64).bfloat16()
+    together = kernel.attend_chunk(kernel.plan_chunk(250, 300, pieces, window), 0, q)
+    torch.set_num_threads(1)
+    for first, last in ((0, 300), (0, 7), (7, 8), (130, 197), (299, 300)):
+        plan = kernel.plan_chunk(250 + first, last - first, pieces, window)
+        part = kernel.attend_chunk(plan, 0, q[first:last])
+        assert torch.equal(part, together[first:last])
+
+
+@pytest.mark.parametrize(("start", "window"), [(70, None), (70, 20), (3, None)])
+def test_a_chunk_reads_only_the_tokens_it_sees(start: int, window: int | None) -> None:
+    """NaN in other layers, other blocks, behind the last row and before the window, and in what
+    an earlier call left on the stack."""
+    torch.set_num_threads(1)
+    cache = PagedKVCache(KVCacheShape(2, 1, 32, 16, torch.bfloat16), 12, CPU)
+    cache.data.fill_(torch.nan)
+    kernel = chunk_kernel(cache, 3, 0.2)
+    if kernel is None:
+        return
+    every = kernel.plan_chunk(64, 64, np.arange(8) * 4, None)
+    assert bool(kernel.attend_chunk(every, 1, torch.ones(64, 3, 32).bfloat16()).isnan().all())
+    count = 22
+    table = np.array([7, 2, 9, 4, 11, 0])
+    first, last = 0 if window is None else start - window + 1, start + count
+    for position in range(first, last):
+        cache.data[table[position // 16], 1, :, position % 16] = 0.5
+    # Entries that no row looks at may point anywhere.
+    columns = np.arange(6)
+    seen = (columns >= first // 16) & (columns * 16 < last)
+    pieces = np.where(seen, table * 4, 2**40)
+    q = torch.randn(count, 3, 32).bfloat16()
+    out = kernel.attend_chunk(kernel.plan_chunk(start, count, pieces, window), 1, q)
+    torch.testing.assert_close(out, torch.full_like(out, 0.5))
+
+
+def test_a_chunks_scores_far_apart_neither_overflow_nor_vanish() -> None:
+    cache = PagedKVCache(KVCacheShape(1, 1, 32, 16, torch.bfloat16), 9, CPU)
+    cache.data.zero_()
+    steps = torch.linspace(-3e4, 3e4, 144)
+    kernel = chunk_kernel(cache, 1, 1.0)
+    if kernel is None:
+        return
+    pieces = np.arange(9) * 2
+    q = torch.zeros(144, 1, 32).bfloat16()
+    q[..., 0] = 1.0
+    for sign, want in ((1, torch.arange(144.0)), (-1, torch.zeros(144))):
+        cache.data[:, 0, 0, :, 0, 0] = sign * steps.view(9, 16)
+        cache.data[:, 0, 1, :, 0, :] = torch.arange(144.0).view(9, 16, 1)
+        out = kernel.attend_chunk(kernel.plan_chunk(0, 144, pieces, None), 0, q)
+        torch.testing.assert_close(out[:, 0, 0].float(), want)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(80, torch.bfloat16), (16, torch.bfloat16), (64, torch.float32)]
+)
+def test_chunks_the_kernel_cannot_do_stay_on_torch(dim: int, dtype: torch.dtype) -> None:
+    kernel = native_row_kernel(PagedKVCache(KVCacheShape(1, 1, dim, 16, dtype), 2, CPU), 1, 1.0)
+    assert kernel is not None and not kernel.supports_chunks
+    case = AttentionCase(heads=2, kv_heads=1, dim=dim, window=None, block_size=16)
+    twin, ours, _ = attend_both(case, dtype, [20, 3], [7, 1])
+    assert torch.equal(twin[:7], ours[:7])
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(24, torch.float32), (64, torch.float16)])

@@ -12,12 +12,6 @@
 
 #include "simd.h"
 
-#if defined(__x86_64__) && __GNUC__ >= 11
-#include <immintrin.h>
-#define HAS_DOT 1
-#define DOT __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
-#endif
-
 namespace {
 
 constexpr int kChunk = 256;     // tokens of a task
@@ -227,15 +221,6 @@ INLINE void merge(const float* partial, int64_t chunks, int64_t stride, int64_t 
         merge<T>(partial, chunks, stride, dim, out);                                             \
     }
 
-// Intel from Cooper Lake, AMD from Zen 4.
-static bool has_bf16_dot() {
-#ifdef HAS_DOT
-    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw");
-#else
-    return false;
-#endif
-}
-
 DEFINE_TASKS(bf16, Bf16)
 DEFINE_TASKS(f32, float)
 
@@ -267,7 +252,7 @@ void hetero_attend_rows(const void* q, const void* cache, const int64_t* tables,
     const Shape s{block_size, kv_heads, group, dim, columns, q_row, q_head, scale};
     const int64_t stride = dim + kLanes;
     const int64_t heads = kv_heads * group;
-    const bool dot = is_bf16 && dim % (2 * kLanes) == 0 && has_bf16_dot();
+    [[maybe_unused]] const bool dot = is_bf16 && dim % (2 * kLanes) == 0 && has_bf16_dot();
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(dynamic, 1)

@@ -6,6 +6,12 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__x86_64__) && __GNUC__ >= 11
+#include <immintrin.h>
+#define HAS_DOT 1
+#define DOT __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+#endif
+
 #define ISA __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #define INLINE inline __attribute__((always_inline))
 
@@ -51,6 +57,15 @@ INLINE float highest(F16 v) {
     float m = v[0];
     for (int i = 1; i < kLanes; ++i) m = v[i] > m ? v[i] : m;
     return m;
+}
+
+// Whether this machine runs DOT functions: Intel from Cooper Lake, AMD from Zen 4.
+inline bool has_bf16_dot() {
+#ifdef HAS_DOT
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw");
+#else
+    return false;
+#endif
 }
 
 // exp for x <= 0: 2^n * 2^f with a degree-6 polynomial on [-0.5, 0.5], error below 2 ulp; results
