@@ -59,7 +59,7 @@ def attention_row() -> dict[str, Any]:
     positions = contexts - 1
     blocks = tables[np.arange(16), positions // BLOCK]
     times = []
-    for kernel in (None, native_row_kernel(cache, HEADS, DIM**-0.5)):
+    for kernel in (None, native_row_kernel(cache, HEADS, DIM**-0.5, chunks=True)):
         attention = TorchPagedAttention(config, cache, False, kernel)  # type: ignore[arg-type]
 
         def step(attention: TorchPagedAttention = attention) -> None:
@@ -87,7 +87,7 @@ def chunk_row(rows: int, start: int) -> dict[str, Any]:
     positions = np.arange(start, start + rows)
     starts, counts = np.array([start]), np.array([rows])
     times = []
-    for kernel in (None, native_row_kernel(cache, HEADS, DIM**-0.5)):
+    for kernel in (None, native_row_kernel(cache, HEADS, DIM**-0.5, chunks=True)):
         attention = TorchPagedAttention(config, cache, False, kernel)  # type: ignore[arg-type]
 
         def step(attention: TorchPagedAttention = attention) -> None:

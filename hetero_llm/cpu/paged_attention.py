@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hetero_llm.cpu import native
+from hetero_llm.cpu.topology import read_topology
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 
 _MAX_HEAD_DIM = 256
@@ -51,14 +52,23 @@ class NativeRowKernel:
     dot products, chunks of rows of one sequence. A row's result depends on its own context only:
     neither on the batch nor on the number of threads."""
 
-    def __init__(self, library: ctypes.CDLL, cache: PagedKVCache, num_heads: int, scale: float):
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        cache: PagedKVCache,
+        num_heads: int,
+        scale: float,
+        *,
+        chunks: bool,
+    ) -> None:
         self._library = library
         self._cache = cache
         self._num_heads = num_heads
         self._scale = scale
         self._chunk = int(library.hetero_attention_chunk())
         self._supports_chunks = (
-            cache.shape.dtype == torch.bfloat16
+            chunks
+            and cache.shape.dtype == torch.bfloat16
             and cache.shape.head_dim % _CHUNK_LANES == 0
             and bool(library.hetero_can_attend_chunk())
         )
@@ -184,12 +194,23 @@ class NativeRowKernel:
         )
 
 
-def native_row_kernel(cache: PagedKVCache, num_heads: int, scale: float) -> NativeRowKernel | None:
-    """The kernel for this cache; None where the library or the shape does not allow it."""
+def native_row_kernel(
+    cache: PagedKVCache, num_heads: int, scale: float, *, chunks: bool | None = None
+) -> NativeRowKernel | None:
+    """The kernel for this cache; None where the library or the shape does not allow it.
+
+    Args:
+        chunks: also attend chunks; None decides by the CPU. With AMX, torch's attention runs on
+            tiles and is faster from about 30 rows up (docs/log.md).
+    """
     if not supports(cache.shape) or cache.data.device.type != "cpu":
         return None
     library = native.load()
-    return None if library is None else NativeRowKernel(library, cache, num_heads, scale)
+    if library is None:
+        return None
+    if chunks is None:
+        chunks = "amx_bf16" not in read_topology().isa
+    return NativeRowKernel(library, cache, num_heads, scale, chunks=chunks)
 
 
 def supports(shape: KVCacheShape) -> bool:

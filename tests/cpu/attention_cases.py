@@ -65,7 +65,7 @@ def attend_all(
         num_kv_heads=case.kv_heads,
         attn_scale=case.dim**-0.5,
     )
-    kernel = native_row_kernel(cache, case.heads, config.attn_scale)
+    kernel = native_row_kernel(cache, case.heads, config.attn_scale, chunks=True)
     assert kernel is not None
     results = []
     for chosen in (None, kernel):

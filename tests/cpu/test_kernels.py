@@ -89,7 +89,7 @@ def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
 
 def chunk_kernel(cache: PagedKVCache, heads: int, scale: float) -> NativeRowKernel | None:
     """The kernel; None, and asserted to say so, on a CPU that cannot attend chunks."""
-    kernel = native_row_kernel(cache, heads, scale)
+    kernel = native_row_kernel(cache, heads, scale, chunks=True)
     assert kernel is not None
     assert kernel.supports_chunks == HAS_BF16_DOT
     return kernel if HAS_BF16_DOT else None
@@ -185,7 +185,8 @@ def test_a_chunks_scores_far_apart_neither_overflow_nor_vanish() -> None:
     ("dim", "dtype"), [(80, torch.bfloat16), (16, torch.bfloat16), (64, torch.float32)]
 )
 def test_chunks_the_kernel_cannot_do_stay_on_torch(dim: int, dtype: torch.dtype) -> None:
-    kernel = native_row_kernel(PagedKVCache(KVCacheShape(1, 1, dim, 16, dtype), 2, CPU), 1, 1.0)
+    cache = PagedKVCache(KVCacheShape(1, 1, dim, 16, dtype), 2, CPU)
+    kernel = native_row_kernel(cache, 1, 1.0, chunks=True)
     assert kernel is not None and not kernel.supports_chunks
     case = AttentionCase(heads=2, kv_heads=1, dim=dim, window=None, block_size=16)
     twin, ours, _ = attend_both(case, dtype, [20, 3], [7, 1])
@@ -261,3 +262,11 @@ def test_mixed_steps_use_the_kernel_for_single_rows_only() -> None:
     )
     assert same_cache
     torch.testing.assert_close(ours, twin, rtol=1e-5, atol=1e-5)
+
+
+def test_with_amx_chunks_are_left_to_torch() -> None:
+    cache = PagedKVCache(KVCacheShape(1, 1, 64, 16, torch.bfloat16), 2, CPU)
+    kernel = native_row_kernel(cache, 1, 1.0)
+    assert kernel is not None
+    has_amx = "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    assert kernel.supports_chunks == (HAS_BF16_DOT and not has_amx)
