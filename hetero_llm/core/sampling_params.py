@@ -52,7 +52,8 @@ class SamplingParams:
         max_tokens: Most tokens generated per sequence; None means up to the context length.
         min_tokens: Neither EOS nor a stop token can be drawn before this many tokens.
         logprobs: Return the log-probabilities of this many most likely tokens, and of the drawn
-            one (-1: the whole vocabulary). They are the model's own, before any processing.
+            one (-1: the whole vocabulary). They are the model's own, before any processing; with
+            beam search those that the search ranks by, after penalties and masks.
         prompt_logprobs: The same for every prompt token (the first has none).
         detokenize: Produce text.
         skip_special_tokens: Leave special tokens out of the text.
@@ -216,10 +217,6 @@ class SamplingParams:
             _fail("min_p", self.min_p, "must be 0 with use_beam_search")
         if self.early_stopping not in (True, False, "never"):
             _fail("early_stopping", self.early_stopping, 'must be True, False or "never"')
-        if self.stop:
-            _fail("stop", self.stop, "is not available with use_beam_search; use stop_token_ids")
-        if self.logprobs is not None:
-            _fail("logprobs", self.logprobs, "is not available with use_beam_search")
 
 
 _BOOLEANS = (

@@ -146,7 +146,9 @@ class NativeRowKernel:
             window: sliding window in tokens.
         """
         table = np.ascontiguousarray(pieces, dtype=np.int64)
-        return ChunkPlan(start, count, table, _NO_WINDOW if window is None else window)
+        return ChunkPlan(
+            start, count, table, _NO_WINDOW if window is None else min(window, _NO_WINDOW)
+        )
 
     def attend_chunk(self, plan: ChunkPlan, layer: int, q: torch.Tensor) -> torch.Tensor:
         """q [count, heads, dim] (last dim contiguous) -> the same shape; K and V are stored."""

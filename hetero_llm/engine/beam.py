@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 Candidates = tuple[tuple[int, float], ...]
 """Most likely next tokens of one beam: (token id, log-probability), best first."""
@@ -15,20 +16,27 @@ Candidates = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Beam `parent` continued by `token`; `score` is the summed log-probability."""
+    """Beam `parent` continued by `token`, its `rank`-th best continuation (from 1).
+
+    `score` is the summed log-probability, `logprob` the token's share of it.
+    """
 
     parent: int
     token: int
     score: float
+    logprob: float
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished sequence: `value` is its score over length ** length_penalty."""
+    """A finished sequence: `value` is its score over length ** length_penalty, `record` whatever
+    the caller keeps with it."""
 
     token_ids: list[int]
     score: float
     value: float
+    record: Any
 
 
 @dataclass(slots=True)
@@ -63,7 +71,8 @@ def advance(
     group: BeamGroup,
     beams: list[tuple[list[int], float]],
     candidates: list[Candidates],
-    ends: Callable[[int], bool],
+    ends: Callable[[Continuation], bool],
+    record: Callable[[Continuation], Any],
 ) -> list[Continuation]:
     """One step of the search.
 
@@ -71,7 +80,8 @@ def advance(
         group: updated in place: new hypotheses, `improvable`.
         beams: token ids and summed log-probability of each live beam.
         candidates: for each beam its best continuations.
-        ends: whether a token ends a sequence.
+        ends: whether a continuation ends its sequence.
+        record: asked for every sequence that finishes; kept with the hypothesis.
 
     Returns:
         The beams to go on with, best first; empty when the search is over.
@@ -80,9 +90,9 @@ def advance(
     generated = length - group.num_prompt
     at_limit = length >= group.max_total_tokens
     pool = [
-        Continuation(index, token, beams[index][1] + logprob)
+        Continuation(index, token, beams[index][1] + logprob, logprob, rank)
         for index, continuations in enumerate(candidates)
-        for token, logprob in continuations
+        for rank, (token, logprob) in enumerate(continuations, start=1)
     ]
     pool.sort(key=lambda c: -c.score)
     kept = len(candidates[0])
@@ -90,13 +100,13 @@ def advance(
     full = len(group.hypotheses) == group.width
     accepts = group.improvable and not (full and group.early_stopping is True)
     for rank, item in enumerate(pool[:kept]):
-        if not (at_limit or ends(item.token)):
+        if not (at_limit or ends(item)):
             if len(running) < group.width:
                 running.append(item)
         elif rank < group.width and accepts:
             tokens = [*beams[item.parent][0], item.token]
             value = item.score / generated**group.length_penalty
-            group.hypotheses.append(Hypothesis(tokens, item.score, value))
+            group.hypotheses.append(Hypothesis(tokens, item.score, value, record(item)))
     group.hypotheses.sort(key=lambda h: -h.value)
     del group.hypotheses[group.width :]
     if not running:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from hetero_llm.demo_models import ALIASES, demo_folder
 from hetero_llm.engine.block_manager import BlockManager
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.input_processor import InputProcessor
-from hetero_llm.engine.output_processor import OutputProcessor
+from hetero_llm.engine.output_processor import OutputProcessor, holds_stop
 from hetero_llm.engine.prefix_cache import PrefixCache
 from hetero_llm.engine.scheduler import Scheduler
 from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
@@ -91,7 +92,9 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> BuiltEn
     runner, num_blocks = _build_runner(config, scheduler_config, model, model_config, dtype, device)
     prefix_cache = PrefixCache() if config.cache.enable_prefix_caching else None
     blocks = BlockManager(num_blocks, config.cache.block_size, prefix_cache)
-    scheduler = Scheduler(scheduler_config, blocks)
+    scheduler = Scheduler(
+        scheduler_config, blocks, None if tokenizer is None else partial(holds_stop, tokenizer)
+    )
     engine = Engine(
         InputProcessor(
             tokenizer,

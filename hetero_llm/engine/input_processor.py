@@ -141,7 +141,7 @@ class InputProcessor:
             num_logprobs = 0
         if params.use_beam_search:
             needed = candidates_needed(params.width, len(end_ids))
-            num_logprobs = min(needed, self._vocab_size)
+            num_logprobs = min(max(needed, num_logprobs or 0), self._vocab_size)
         self._num_requests += 1
         return Request(
             request_id=request_id,

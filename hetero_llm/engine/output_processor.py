@@ -215,3 +215,11 @@ def _find_stop(text: str, num_new: int, params: SamplingParams) -> tuple[str, in
             cut = at + len(stop) if params.include_stop_str_in_output else at
             best = (at + len(stop), stop, cut)
     return None if best is None else (best[1], best[2])
+
+
+def holds_stop(tokenizer: Tokenizer, request: Request, output_ids: list[int]) -> bool:
+    """Whether the last of `output_ids` completes one of the request's stop strings."""
+    skip = request.params.skip_special_tokens
+    before = tokenizer.decode(output_ids[:-1], skip_special_tokens=skip)
+    text = tokenizer.decode(output_ids, skip_special_tokens=skip)
+    return _find_stop(text, max(len(text) - len(before), 0), request.params) is not None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +20,20 @@ import numpy as np
 from hetero_llm.core.config import SchedulerConfig
 from hetero_llm.core.errors import PromptError, SamplingError
 from hetero_llm.core.request import FinishReason, Request, Sequence
-from hetero_llm.core.step import ModelRunnerOutput, PromptRows, SchedulerOutput, SlotState
-from hetero_llm.engine.beam import BeamGroup, Hypothesis, advance
+from hetero_llm.core.step import (
+    ModelRunnerOutput,
+    PromptRows,
+    SampleLogprobs,
+    SchedulerOutput,
+    SlotState,
+)
+from hetero_llm.engine.beam import (
+    BeamGroup,
+    Continuation,
+    Hypothesis,
+    advance,
+    candidates_needed,
+)
 from hetero_llm.engine.block_manager import BlockManager
 
 
@@ -43,12 +56,20 @@ class Scheduler:
     Args:
         config: limits of a step.
         blocks: the KV pool; tables are named by slot.
+        holds_stop: whether the text of some tokens, the last one new, holds one of a request's
+            stop strings; asked by beam search alone, elsewhere the output processor looks.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        holds_stop: Callable[[Request, list[int]], bool] | None = None,
+    ) -> None:
         self.stats = SchedulerStats()
         self._config = config
         self._blocks = blocks
+        self._holds_stop = holds_stop
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._by_slot: list[Sequence | None] = [None] * config.max_num_seqs
@@ -428,13 +449,34 @@ class Scheduler:
         group = self._beams[request.request_id]
         slots = self._reserved.pop(request.request_id, [])
         beams = [s for s in request.sequences if not s.finished]
+        candidates = [group.pending[s.index] for s in beams]
+        needed = candidates_needed(group.width, len(request.end_ids))
+        wanted = request.params.logprobs
+
+        def ends(item: Continuation) -> bool:
+            beam = beams[item.parent]
+            if not self._may_end(beam, len(beam.token_ids) + 1):
+                return False
+            if item.token in request.end_ids:
+                return True
+            if not request.params.stop:
+                return False
+            assert self._holds_stop is not None
+            return self._holds_stop(request, [*beam.output_ids, item.token])
+
+        def logprobs_of(item: Continuation) -> list[SampleLogprobs] | None:
+            before = beams[item.parent].logprobs
+            if before is None or wanted is None:
+                return None
+            top = candidates[item.parent][:wanted]
+            return [*before, SampleLogprobs(item.logprob, item.rank, top)]
+
         chosen = advance(
             group,
             [(s.token_ids, s.cumulative_logprob) for s in beams],
-            [group.pending[s.index] for s in beams],
-            lambda token: (
-                token in request.end_ids and self._may_end(beams[0], len(beams[0].token_ids) + 1)
-            ),
+            [c[:needed] for c in candidates],
+            ends,
+            logprobs_of,
         )
         group.pending = {}
         if not chosen:
@@ -449,20 +491,21 @@ class Scheduler:
                 request.live -= 1
         used = {beams[parent].index for parent in parents}
         spare = [i for i in range(group.width) if i not in used]
-        grown: list[tuple[Sequence, int, float]] = []
+        grown: list[tuple[Sequence, int, float, list[SampleLogprobs] | None]] = []
         seen: set[int] = set()
         for item in chosen:
             beam = beams[item.parent]
             if item.parent in seen:
                 beam = self._fork(beam, spare.pop(0), slots.pop())
             seen.add(item.parent)
-            grown.append((beam, item.token, item.score))
-        for beam, token, score in grown:  # after all forks, which copy the parent's tokens
+            grown.append((beam, item.token, item.score, logprobs_of(item)))
+        for beam, token, score, logprobs in grown:  # after all forks, which copy the parent
             beam.token_ids.append(token)
             beam.cumulative_logprob = score
+            beam.logprobs = logprobs
         if slots:
             self._reserved[request.request_id] = slots
-        return [beam for beam, _, _ in grown]
+        return [beam for beam, *_ in grown]
 
     def _end_beams(
         self, request: Request, group: BeamGroup, beams: list[Sequence]
@@ -471,7 +514,7 @@ class Scheduler:
         hypotheses = list(group.hypotheses)
         if len(hypotheses) < request.params.n:  # the search stopped before enough had ended
             hypotheses += [
-                Hypothesis(s.token_ids, s.cumulative_logprob, s.cumulative_logprob)
+                Hypothesis(s.token_ids, s.cumulative_logprob, s.cumulative_logprob, s.logprobs)
                 for s in sorted(beams, key=lambda s: -s.cumulative_logprob)
             ]
         finished: list[Sequence] = []
@@ -485,6 +528,7 @@ class Scheduler:
                     hypothesis.token_ids,
                     beams[0].num_prompt,
                     cumulative_logprob=hypothesis.score,
+                    logprobs=hypothesis.record,
                     finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH,
                     stop_reason=last if ended and last not in request.eos_ids else None,
                 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from hetero_llm import LLM, SamplingParams
+from hetero_llm import LLM, CompletionOutput, SamplingParams
 from hetero_llm.engine.beam import BeamGroup, advance, candidates_needed
 
 PROMPTS = ["beam", "a longer prompt for it", "xyz"]
@@ -137,13 +137,53 @@ def test_advance_ranks_all_beams_together() -> None:
             ((7, -2.0), (8, -3.0), (4, -4.0), (2, -5.0)),
             ((9, -0.1), (3, -0.2), (8, -5.0), (4, -6.0)),
         ],
-        lambda token: token == 3,
+        lambda item: item.token == 3,
+        lambda item: item.rank,
     )
     assert [(c.parent, c.token) for c in chosen] == [(1, 9), (0, 7)]
     assert [h.token_ids for h in group.hypotheses] == [[1, 6, 3]]
+    assert group.hypotheses[0].record == 2  # the second best continuation of its beam
     assert group.hypotheses[0].value == pytest.approx(-1.3 / 2)
 
 
 def test_candidates_leave_enough_after_every_end_token() -> None:
     assert candidates_needed(4, 0) == 8
     assert candidates_needed(4, 3) == 16
+
+
+def test_stop_strings_finish_beams_like_end_tokens(tiny: LLM) -> None:
+    letters = tiny.get_tokenizer().encode("abcdefghij", add_special_tokens=False)
+
+    def search(**fields: Any) -> list[CompletionOutput]:
+        params = beams(3, ignore_eos=True, allowed_token_ids=letters, **fields)
+        return tiny.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs
+
+    stop = search()[0].text[3:5]
+    outputs = search(stop=[stop], early_stopping=True)
+    stopped = [c for c in outputs if c.finish_reason == "stop"]
+    assert stopped
+    assert all(stop not in c.text for c in outputs)
+    for completion in stopped:
+        assert completion.stop_reason == stop
+        # One letter a token: the sequence ends where the stop string does.
+        assert len(completion.token_ids) == len(completion.text) + len(stop)
+    kept = search(stop=stop, early_stopping=True, include_stop_str_in_output=True)
+    assert [c.text.endswith(stop) for c in kept] == [c.finish_reason == "stop" for c in kept]
+    assert all(len(c.token_ids) > 10 for c in search(stop=stop, min_tokens=10))
+
+
+def test_beams_report_the_log_probabilities_they_are_ranked_by(tiny: LLM) -> None:
+    params = beams(3, logprobs=2, stop_token_ids=[77], logit_bias={77: 3.0})
+    (output,) = tiny.generate(PROMPTS[1], params, use_tqdm=False)
+    (plain,) = tiny.generate(
+        PROMPTS[1], beams(3, stop_token_ids=[77], logit_bias={77: 3.0}), use_tqdm=False
+    )
+    for completion, without in zip(output.outputs, plain.outputs, strict=True):
+        assert completion.token_ids == without.token_ids and without.logprobs is None
+        assert len(completion.logprobs) == len(completion.token_ids)
+        drawn = 0.0
+        for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+            assert next(iter(entry)) == token
+            assert {1, 2} <= {e.rank for e in entry.values()}
+            drawn += entry[token].logprob
+        assert completion.cumulative_logprob == pytest.approx(drawn, abs=1e-4)
