@@ -1,0 +1,1 @@
+"""Triton kernels, one operation a file, each with its checked wrapper and torch twin."""
