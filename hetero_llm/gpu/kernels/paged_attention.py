@@ -1,0 +1,345 @@
+"""Attention over the paged KV cache: prefill chunks, decode rows and draft trees in one kernel.
+
+A *tile* is up to `tile_rows` consecutive rows of one sequence; with the G query heads that share
+a KV head they are the rows of one matrix (FlashDecoding, Dao et al. 2023; grouped heads packed as
+in FlashInfer, Ye et al. 2025). A *work item* is a tile and a piece of its context. Programs walk
+the list of items times KV heads with a fixed stride, so one captured launch serves any mix of
+rows. A tile cut into several pieces is merged by the program that finishes last, in order of the
+pieces, by log-sum-exp.
+
+What a row sees: keys below its limit (and inside its window), and of the 64 keys that follow the
+limit those whose bit is set in its ancestor mask. A plain row at position p has limit p + 1 and no
+bits; node i of a draft tree has its sequence's length as limit and the bits of itself and its
+ancestors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from hetero_llm.gpu.kernels.launch import (
+    INTERPRETED,
+    let_next_start,
+    num_multiprocessors,
+    pdl_options,
+    wait_for_inputs,
+)
+
+WORK_FIELDS = 8
+"""int32 fields of a work item: slot, first row, rows, key begin, key end, piece (index among all
+pieces of cut tiles; -1: the tile is whole), pieces of the tile, the tile's first piece."""
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+TREE_NODES = 64
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """What each row sees. limits, positions: [T] int32; ancestors: [T] int64, bits of tree nodes
+    (None: no row of the step belongs to a tree)."""
+
+    limits: torch.Tensor
+    positions: torch.Tensor
+    ancestors: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The step's work list on the device: items [W, 8] int32, count [1] int32 (items in use)."""
+
+    items: torch.Tensor
+    count: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """How the kernel is compiled. rows: matrix rows of a tile (query rows times group, padded);
+    keys: keys of one iteration; the rest as Triton names it; programs: resident on one SM."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Pieces of cut tiles: sums [P, N, M, D] float32, maxima and weights [P, N, 2, M] float32,
+    counters [P, N] int32, all zero between steps."""
+
+    sums: torch.Tensor
+    states: torch.Tensor
+    counters: torch.Tensor
+
+    @property
+    def num_pieces(self) -> int:
+        return self.sums.shape[0]
+
+
+def make_workspace(
+    num_pieces: int, num_kv_heads: int, tile_rows: int, head_dim: int, device: torch.device
+) -> Workspace:
+    """Room for `num_pieces` pieces of tiles with `tile_rows` matrix rows."""
+    padded = triton.next_power_of_2(head_dim)
+    return Workspace(
+        torch.empty(num_pieces, num_kv_heads, tile_rows, padded, device=device),
+        torch.empty(num_pieces, num_kv_heads, 2, tile_rows, device=device),
+        torch.zeros(num_pieces, num_kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+@triton.jit
+def _attend(
+    out_ptr, q_ptr, key_ptr, value_ptr, table_ptr, limit_ptr, position_ptr, ancestor_ptr,
+    item_ptr, count_ptr, sums_ptr, states_ptr, counter_ptr,
+    q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
+    scale, window,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    dims = tl.arange(0, PADDED)
+    in_dim = dims < DIM
+    lines = tl.arange(0, TILE_M)
+    columns = tl.arange(0, TILE_N)
+    total = tl.load(count_ptr) * KV_HEADS
+    for index in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1):
+        head = index % KV_HEADS
+        item = item_ptr + (index // KV_HEADS) * 8
+        slot = tl.load(item)
+        first_row = tl.load(item + 1)
+        num_rows = tl.load(item + 2)
+        begin = tl.load(item + 3)
+        end = tl.load(item + 4)
+        piece = tl.load(item + 5)
+        pieces = tl.load(item + 6)
+        first_piece = tl.load(item + 7)
+
+        in_tile = lines // GROUP < num_rows
+        row = (first_row + lines // GROUP).to(tl.int64)
+        q_head = head * GROUP + lines % GROUP
+        valid = in_tile[:, None] & in_dim[None, :]
+        q = tl.load(
+            q_ptr + (row * q_stride + q_head * DIM)[:, None] + dims[None, :], mask=valid, other=0.0
+        )
+        if WIDEN:
+            q = q.to(tl.float32)
+        limit = tl.load(limit_ptr + row, mask=in_tile, other=0)
+        if HAS_WINDOW:
+            low = tl.load(position_ptr + row, mask=in_tile, other=0) - window
+        if HAS_TREE:
+            ancestors = tl.load(ancestor_ptr + row, mask=in_tile, other=0)
+
+        table = table_ptr + slot.to(tl.int64) * table_stride
+        keys = key_ptr + head * head_stride
+        values = value_ptr + head * head_stride
+        highest = tl.full((TILE_M,), float("-inf"), tl.float32)
+        weight = tl.zeros((TILE_M,), tl.float32)
+        acc = tl.zeros((TILE_M, PADDED), tl.float32)
+        for start in tl.range(begin, end, TILE_N):
+            token = start + columns
+            exists = token < end
+            block = tl.load(table + token // BLOCK, mask=exists, other=0).to(tl.int64)
+            offset = block * block_stride + (token % BLOCK) * token_stride
+            loadable = exists[:, None] & in_dim[None, :]
+            k = tl.load(keys + offset[:, None] + dims[None, :], mask=loadable, other=0.0)
+            v = tl.load(values + offset[:, None] + dims[None, :], mask=loadable, other=0.0)
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
+            seen = token[None, :] < limit[:, None]
+            if HAS_WINDOW:
+                seen = seen & (token[None, :] > low[:, None])
+            if HAS_TREE:
+                node = token[None, :] - limit[:, None]
+                bit = (ancestors[:, None] >> tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)) & 1
+                seen = seen | ((node >= 0) & (node < 64) & (bit != 0))
+            scores = tl.where(seen & exists[None, :], scores, float("-inf"))
+            higher = tl.maximum(highest, tl.max(scores, 1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            p = tl.exp2(scores - base[:, None])
+            shrink = tl.exp2(highest - base)
+            weight = weight * shrink + tl.sum(p, 1)
+            acc = acc * shrink[:, None]
+            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+            highest = higher
+
+        result = out_ptr + (row * out_stride + q_head * DIM)[:, None] + dims[None, :]
+        if piece < 0:
+            acc = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
+            tl.store(result, acc.to(out_ptr.dtype.element_ty), mask=valid)
+        else:
+            place = (piece * KV_HEADS + head).to(tl.int64)
+            sums = sums_ptr + place * (TILE_M * PADDED)
+            state = states_ptr + place * (2 * TILE_M)
+            # Only real rows are written, and read again below.
+            tl.store(
+                sums + lines[:, None] * PADDED + dims[None, :],
+                acc,
+                mask=in_tile[:, None],
+                cache_modifier=".cg",
+            )
+            tl.store(state + lines, highest, mask=in_tile, cache_modifier=".cg")
+            tl.store(state + TILE_M + lines, weight, mask=in_tile, cache_modifier=".cg")
+            tl.debug_barrier()  # all threads' stores come before the release below
+            counter = counter_ptr + first_piece * KV_HEADS + head
+            done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if done == pieces - 1:
+                tl.store(counter, 0)
+                highest = tl.full((TILE_M,), float("-inf"), tl.float32)
+                weight = tl.zeros((TILE_M,), tl.float32)
+                acc = tl.zeros((TILE_M, PADDED), tl.float32)
+                for other in tl.range(first_piece, first_piece + pieces):
+                    place = (other * KV_HEADS + head).to(tl.int64)
+                    sums = sums_ptr + place * (TILE_M * PADDED)
+                    state = states_ptr + place * (2 * TILE_M)
+                    part = tl.load(
+                        sums + lines[:, None] * PADDED + dims[None, :],
+                        mask=in_tile[:, None],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    part_highest = tl.load(
+                        state + lines, mask=in_tile, other=float("-inf"), cache_modifier=".cg"
+                    )
+                    part_weight = tl.load(
+                        state + TILE_M + lines, mask=in_tile, other=0.0, cache_modifier=".cg"
+                    )
+                    higher = tl.maximum(highest, part_highest)
+                    base = tl.where(higher == float("-inf"), 0.0, higher)
+                    shrink = tl.exp2(highest - base)
+                    grow = tl.exp2(part_highest - base)
+                    weight = weight * shrink + part_weight * grow
+                    acc = acc * shrink[:, None] + part * grow[:, None]
+                    highest = higher
+                acc = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
+                tl.store(result, acc.to(out_ptr.dtype.element_ty), mask=valid)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    tables: torch.Tensor,
+    rows: RowMasks,
+    work: Work,
+    workspace: Workspace,
+    tile: TileShape,
+    *,
+    scale: float,
+    window: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attends every row that the work list covers; other rows of `out` are left as they are.
+
+    Args:
+        q: [T, H, D], heads and dims contiguous, rows strided.
+        key_cache, value_cache: [blocks, block size, N, D] views of one layer, equal strides, last
+            dim contiguous; q's dtype or float8_e4m3fn.
+        tables: [slots, columns] int32 block ids.
+        rows, work, workspace: see there; the workspace fits `tile.rows`.
+        scale: factor of the scores.
+        window: a row sees the last `window` positions only; tree nodes always see their ancestors.
+
+    Returns:
+        `out`, [T, H, D] in q's dtype.
+    """
+    num_rows, num_heads, dim = q.shape
+    _, block_size, kv_heads, _ = key_cache.shape
+    assert q.stride(2) == 1 and q.stride(1) == dim and num_heads % kv_heads == 0
+    assert key_cache.stride() == value_cache.stride() and key_cache.stride(3) == 1
+    assert key_cache.dtype in (q.dtype, torch.float8_e4m3fn) and tables.dtype == torch.int32
+    assert work.items.shape[1] == WORK_FIELDS and work.items.is_contiguous()
+    assert workspace.sums.shape[1:3] == (kv_heads, tile.rows) and dim in HEAD_DIMS
+    group = num_heads // kv_heads
+    assert group <= tile.rows
+    if out is None:
+        out = torch.empty(num_rows, num_heads, dim, dtype=q.dtype, device=q.device)
+    ancestors = rows.ancestors
+    grid = (num_multiprocessors(q.device) * tile.programs,)
+    _attend[grid](
+        out,
+        q,
+        key_cache,
+        value_cache,
+        tables,
+        rows.limits,
+        rows.positions,
+        rows.positions if ancestors is None else ancestors,
+        work.items,
+        work.count,
+        workspace.sums,
+        workspace.states,
+        workspace.counters,
+        q.stride(0),
+        out.stride(0),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        tables.stride(0),
+        scale * _LOG2_E,
+        0 if window is None else window,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        DIM=dim,
+        PADDED=triton.next_power_of_2(dim),
+        BLOCK=block_size,
+        TILE_M=tile.rows,
+        TILE_N=tile.keys,
+        HAS_WINDOW=window is not None,
+        HAS_TREE=ancestors is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        WIDEN=INTERPRETED,  # its dot takes no bfloat16
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **pdl_options(q.device),
+    )
+    return out
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    tables: torch.Tensor,
+    row_slots: torch.Tensor,
+    row_ends: torch.Tensor,
+    rows: RowMasks,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """The same in float32 with plain torch, row by row.
+
+    Args:
+        row_slots: [T] slot of each row.
+        row_ends: [T] keys in the cache of each row's sequence, this step's included.
+        others: as `paged_attention`.
+    """
+    num_rows, num_heads, dim = q.shape
+    _, block_size, kv_heads, _ = key_cache.shape
+    out = torch.empty_like(q)
+    for row in range(num_rows):
+        token = torch.arange(int(row_ends[row]), device=q.device)
+        block = tables[int(row_slots[row])].long()[token // block_size]
+        limit = int(rows.limits[row])
+        seen = token < limit
+        if window is not None:
+            seen &= token > int(rows.positions[row]) - window
+        if rows.ancestors is not None:
+            node = token - limit
+            bits = rows.ancestors[row] >> node.clamp(0, TREE_NODES - 1)
+            seen |= (node >= 0) & (node < TREE_NODES) & (bits & 1 != 0)
+        k = key_cache[block, token % block_size].float()[seen]  # [seen, N, D]
+        v = value_cache[block, token % block_size].float()[seen]
+        query = q[row].float().view(kv_heads, -1, dim)
+        scores = torch.einsum("ngd,tnd->ngt", query, k) * scale
+        out[row] = torch.einsum("ngt,tnd->ngd", scores.softmax(-1), v).view(num_heads, dim)
+    return out

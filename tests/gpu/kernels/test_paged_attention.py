@@ -1,0 +1,188 @@
+"""The attention kernel against its twin: random rows, tables, trees, windows, head sizes, types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_llm.gpu.attention_plan import PlanLimits, plan_work
+from hetero_llm.gpu.kernels.paged_attention import (
+    RowMasks,
+    TileShape,
+    Work,
+    make_workspace,
+    paged_attention,
+    paged_attention_reference,
+)
+
+BLOCK = 16
+
+
+@dataclass
+class Case:
+    """Sequences as (keys in the cache, rows, parent of each row if they form a tree)."""
+
+    sequences: list[tuple[int, int, list[int] | None]]
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 64
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    window: int | None = None
+    tile_rows: int = 16
+    keys: int = 16
+    parallel: int = 4
+    block_first: bool = True
+
+
+def random_tree(generator: np.random.Generator, size: int) -> list[int]:
+    """Parents of `size` nodes in topological order; the root's is -1."""
+    return [-1, *(int(generator.integers(0, i)) for i in range(1, size))]
+
+
+def tree_masks(parents: list[int]) -> tuple[list[int], list[int]]:
+    """Ancestor bits (the node's own included) and depth of each node."""
+    bits: list[int] = []
+    depths: list[int] = []
+    for node, parent in enumerate(parents):
+        bits.append((1 << node) | (bits[parent] if parent >= 0 else 0))
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return bits, depths
+
+
+def check(case: Case, device: torch.device, seed: int = 0) -> None:
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    num = len(case.sequences)
+    starts = np.array([s for s, _, _ in case.sequences], np.int32)
+    counts = np.array([c for _, c, _ in case.sequences], np.int32)
+    firsts = (np.cumsum(counts) - counts).astype(np.int32)
+    slots = rng.permutation(num + 2)[:num].astype(np.int32)
+    blocks = [-(-int(s + c) // BLOCK) for s, c in zip(starts, counts)]
+    num_blocks = sum(blocks) + 3
+    order = rng.permutation(num_blocks)
+    tables = np.full((num + 2, max(blocks) + 1), 2**30, np.int32)  # unused entries must not be read
+    used = 0
+    for slot, n in zip(slots, blocks):
+        tables[slot, :n] = order[used : used + n]
+        used += n
+    limits, positions, ancestors = [], [], []
+    for start, count, parents in case.sequences:
+        if parents is None:
+            positions += range(start, start + count)
+            limits += range(start + 1, start + count + 1)
+            ancestors += [0] * count
+        else:
+            bits, depths = tree_masks(parents)
+            limits += [start] * count
+            positions += [start + d for d in depths]
+            ancestors += bits
+    has_tree = any(p is not None for _, _, p in case.sequences)
+    signed = np.array(ancestors, np.uint64).view(np.int64)
+    rows = RowMasks(
+        torch.tensor(limits, dtype=torch.int32, device=device),
+        torch.tensor(positions, dtype=torch.int32, device=device),
+        torch.from_numpy(signed).to(device) if has_tree else None,
+    )
+    group = case.heads // case.kv_heads
+    work = plan_work(
+        slots,
+        starts,
+        counts,
+        firsts,
+        np.array([p is not None for _, _, p in case.sequences]) if has_tree else None,
+        case.window,
+        PlanLimits(case.tile_rows // group, case.keys, case.parallel, 64, case.keys),
+    )
+    cache_dtype = case.cache_dtype or case.dtype
+    layers = 2
+    if case.block_first:
+        cache = torch.randn(num_blocks, layers, 2, BLOCK, case.kv_heads, case.dim, device=device)
+        k, v = (cache.to(cache_dtype)[:, 1, i] for i in range(2))
+    else:  # one slab a layer, heads before tokens
+        cache = torch.randn(layers, 2, num_blocks, case.kv_heads, BLOCK, case.dim, device=device)
+        k, v = (cache.to(cache_dtype)[1, i].transpose(1, 2) for i in range(2))
+    total = int(counts.sum())
+    # q is a view of a wider projection, as in the model.
+    fused = torch.randn(total, case.heads + 3, case.dim, device=device).to(case.dtype)
+    q = fused[:, : case.heads]
+    workspace = make_workspace(64, case.kv_heads, case.tile_rows, case.dim, device)
+    out = torch.full((total, case.heads, case.dim), float("nan"), device=device).to(case.dtype)
+    device_tables = torch.from_numpy(tables).to(device)
+    spare = np.zeros((3, 8), np.int32)
+    items = torch.from_numpy(np.concatenate([work, spare])).to(device)
+    count = torch.tensor([len(work)], dtype=torch.int32, device=device)
+    for _ in range(2):  # counters must be ready for the next step
+        paged_attention(
+            q,
+            k,
+            v,
+            device_tables,
+            rows,
+            Work(items, count),
+            workspace,
+            TileShape(case.tile_rows, case.keys, 4, 2, 1),
+            scale=case.dim**-0.5,
+            window=case.window,
+            out=out,
+        )
+    assert not workspace.counters.any()
+    expected = paged_attention_reference(
+        q,
+        k,
+        v,
+        device_tables,
+        torch.from_numpy(np.repeat(slots, counts)),
+        torch.from_numpy(np.repeat(starts + counts, counts)),
+        rows,
+        scale=case.dim**-0.5,
+        window=case.window,
+    )
+    tolerance = 1e-5 if case.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case([(0, 1, None), (37, 1, None), (5, 1, None), (130, 1, None)]),
+        Case([(130, 1, None)], parallel=9),  # one sequence in many pieces
+        Case([(0, 33, None), (20, 9, None), (100, 1, None)], keys=32),
+        Case([(40, 1, None), (70, 20, None)], window=24),
+        Case([(35, 1, None)], heads=7, kv_heads=1),  # a group that does not fill the tile
+        Case([(35, 6, None)], heads=2, kv_heads=2),
+        Case([(50, 3, None)], dim=80),
+        Case([(20, 3, None)], dim=256, keys=32),
+        Case([(35, 5, None), (90, 1, None)], dim=128, dtype=torch.bfloat16),
+        Case([(35, 5, None), (90, 1, None)], dim=96, dtype=torch.float16, block_first=False),
+        Case([(90, 2, None)], dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn),
+    ],
+)
+def test_plain_rows(case: Case, device: torch.device) -> None:
+    check(case, device)
+
+
+def test_trees(device: torch.device) -> None:
+    rng = np.random.default_rng(7)
+    trees = [random_tree(rng, size) for size in (1, 5, 64)]
+    check(Case([(33, len(t), t) for t in trees] + [(20, 1, None), (17, 6, None)], keys=32), device)
+
+
+def test_a_chain_is_plain_decoding(device: torch.device) -> None:
+    chain = list(range(-1, 7))
+    check(Case([(61, 8, chain), (90, 8, chain)], parallel=7), device)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_steps(seed: int, device: torch.device) -> None:
+    rng = np.random.default_rng(seed)
+    sequences: list[tuple[int, int, list[int] | None]] = []
+    for _ in range(int(rng.integers(1, 6))):
+        count = int(rng.choice([1, 1, int(rng.integers(1, 20))]))
+        tree = random_tree(rng, count) if rng.random() < 0.3 else None
+        sequences.append((int(rng.integers(0, 120)), count, tree))
+    window = int(rng.integers(70, 100)) if rng.random() < 0.4 else None
+    check(Case(sequences, window=window, parallel=int(rng.integers(1, 12))), device, seed)
