@@ -39,7 +39,7 @@ LAYOUTS = (
     "slabs token-major",
     "slabs head-major",
 )
-DEFAULT = TileShape(16, 64, 4, 5, 3)
+DEFAULT = TileShape(16, 128, 4, 3, 2)
 
 
 @dataclass
@@ -76,13 +76,13 @@ def attention_ms(
     slots = np.arange(batch, dtype=np.int32)
     parallel = num_multiprocessors(DEVICE) * tile.programs // KV_HEADS
     limits = PlanLimits(tile.rows // GROUP, tile.keys, parallel, 4 * parallel, 2 * tile.keys)
-    items = plan_work(
+    items, pieces = plan_work(
         slots, starts, counts, firsts, np.ones(batch, bool) if tree else None, None, limits
     )
     rows = batch * nodes
     position = np.repeat(starts, counts) + np.tile(np.arange(nodes), batch)
     seen = np.repeat(starts, counts) if tree else position + 1
-    chain = torch.tensor([(2 << i) - 1 for i in range(nodes)]).repeat(batch)
+    chain = torch.tensor([(2 << min(i, 61)) - 1 for i in range(nodes)]).repeat(batch)
     masks = RowMasks(
         torch.from_numpy(seen.astype(np.int32)).to(DEVICE),
         torch.from_numpy(position.astype(np.int32)).to(DEVICE),
@@ -91,6 +91,7 @@ def attention_ms(
     work = Work(
         torch.from_numpy(items).to(DEVICE),
         torch.tensor([len(items)], dtype=torch.int32, device=DEVICE),
+        torch.from_numpy(pieces).to(DEVICE),
     )
     workspace = make_workspace(4 * parallel, KV_HEADS, tile.rows, DIM, DEVICE)
     q = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, device=DEVICE)
@@ -133,20 +134,23 @@ def tiles(copy: float) -> list[dict[str, Any]]:
     cache = make_cache(LAYOUTS[0], 32 * 8192 // BLOCK)
     rows = []
     for keys, warps, stages, programs in (
-        (32, 4, 5, 4),
-        (32, 2, 6, 4),
-        (64, 4, 4, 3),
         (64, 4, 5, 3),
         (64, 4, 7, 2),
-        (64, 8, 5, 3),
+        (64, 2, 5, 3),
         (128, 4, 3, 2),
         (128, 4, 5, 1),
-        (128, 8, 3, 3),
-        (128, 8, 5, 1),
     ):
         tile = TileShape(16, keys, warps, stages, programs)
         row: dict[str, Any] = {"keys/warps/stages/programs": f"{keys}/{warps}/{stages}/{programs}"}
-        for batch, context in ((32, 8192), (1, 32768), (1, 256), (128, 256), (8, 1024)):
+        for batch, context in (
+            (32, 8192),
+            (1, 32768),
+            (1, 4096),
+            (1, 256),
+            (8, 1024),
+            (32, 256),
+            (128, 256),
+        ):
             ms = attention_ms(cache, batch, context, tile)
             row[f"{batch}x{context} us"] = ms * 1e3
             if batch * context >= 32768:
@@ -164,15 +168,21 @@ def trees() -> list[dict[str, Any]]:
         row: dict[str, Any] = {"batch": batch, "1 row us": alone * 1e3}
         for nodes, tile in (
             (4, DEFAULT),
+            (8, DEFAULT),
+            (8, TileShape(32, 128, 4, 3, 2)),
+            (8, TileShape(32, 128, 4, 5, 1)),
+            (8, TileShape(32, 128, 8, 5, 1)),
             (8, TileShape(32, 64, 4, 5, 2)),
-            (8, TileShape(32, 64, 4, 4, 3)),
-            (8, TileShape(64, 64, 4, 4, 2)),
-            (16, TileShape(64, 64, 4, 4, 2)),
-            (32, TileShape(64, 64, 4, 4, 2)),
+            (8, TileShape(32, 64, 4, 7, 2)),
+            (16, TileShape(32, 128, 4, 3, 2)),
+            (16, TileShape(64, 64, 4, 5, 1)),
+            (16, TileShape(64, 64, 8, 5, 1)),
+            (16, TileShape(64, 64, 4, 3, 2)),
+            (32, TileShape(64, 64, 4, 3, 2)),
             (32, TileShape(128, 64, 8, 3, 1)),
         ):
             ms = attention_ms(cache, batch, 4096, tile, nodes, tree=True)
-            row[f"{nodes} rows {tile.rows}/{tile.num_stages}"] = ms / alone
+            row[f"{nodes}r {tile.rows}/{tile.keys}/{tile.num_warps}/{tile.num_stages}"] = ms / alone
         rows.append(row)
     return rows
 
@@ -201,11 +211,11 @@ def prefill() -> list[dict[str, Any]]:
             cache = make_cache(LAYOUTS[0], count // BLOCK)
             for tile in (
                 TileShape(64, 64, 4, 4, 2),
-                TileShape(128, 64, 8, 3, 1),
-                TileShape(128, 64, 4, 3, 1),
+                TileShape(128, 64, 8, 4, 1),
+                TileShape(128, 128, 8, 3, 1),
             ):
                 ms = attention_ms(cache, 1, count, tile, count)
-                row[f"ours {tile.rows}/{tile.num_warps}"] = flops / ms / 1e9
+                row[f"ours {tile.rows}/{tile.keys}"] = flops / ms / 1e9
         rows.append(row)
     columns = dict.fromkeys(c for row in rows for c in row)
     return [{c: row.get(c, "-") for c in columns} for row in rows]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_llm.gpu.kernels.paged_attention import WORK_FIELDS
+from hetero_llm.gpu.kernels.paged_attention import PIECE_FIELDS, WORK_FIELDS
 
 _WAVES = (1, 2, 3, 4, 6)
 _GOOD_ENOUGH = 1.05  # times the even share
@@ -41,8 +41,8 @@ def plan_work(
     is_tree: np.ndarray | None,
     window: int | None,
     limits: PlanLimits,
-) -> np.ndarray:
-    """The items of a step, longest sequences' pieces as equal as can be.
+) -> tuple[np.ndarray, np.ndarray]:
+    """The items of a step, pieces as equal as can be, and what the merge needs of each row.
 
     Args:
         slots, starts, counts, first_rows: [S] int32 of sequences with at least one row: slot, keys
@@ -51,7 +51,7 @@ def plan_work(
         window: as in the kernel.
 
     Returns:
-        [W, 8] int32, see `WORK_FIELDS`.
+        [W, 8] int32, see `WORK_FIELDS`; [T, 3] int32, see `PIECE_FIELDS`.
     """
     per_sequence = -(-counts // limits.tile_rows)
     if len(counts) == int(per_sequence.sum()):
@@ -78,7 +78,10 @@ def plan_work(
         begin = np.maximum(position - window + 1, 0) // step * step
     steps = -(-(end - begin) // step)  # lengths in key steps
     pieces = _cut(steps, limits)
-    return _items(slot, row, rows, begin, end, steps, pieces, step)
+    size = -(-steps // pieces)
+    pieces = -(-steps // size)  # rounding up may have left the last piece empty
+    items = _items(slot, row, rows, begin, end, size * step, pieces)
+    return items, _row_pieces(row, rows, pieces)
 
 
 def _cut(steps: np.ndarray, limits: PlanLimits) -> np.ndarray:
@@ -117,30 +120,41 @@ def _items(
     rows: np.ndarray,
     begin: np.ndarray,
     end: np.ndarray,
-    steps: np.ndarray,
+    length: np.ndarray,
     pieces: np.ndarray,
-    step: int,
 ) -> np.ndarray:
-    size = -(-steps // pieces)
-    pieces = -(-steps // size)  # rounding up may have left the last piece empty
+    """Arguments: [tiles] each; `length` keys in a piece, the last one shorter."""
     total = int(pieces.sum())
-    items = np.empty((total, WORK_FIELDS), np.int32)
+    items = np.zeros((total, WORK_FIELDS), np.int32)
     if total == len(pieces):
         items[:, 0], items[:, 1], items[:, 2] = slot, row, rows
-        items[:, 3], items[:, 4] = begin, end
-        items[:, 5], items[:, 6], items[:, 7] = -1, 1, 0
+        items[:, 3], items[:, 4], items[:, 5] = begin, end, -1
         return items
     tile = np.repeat(np.arange(len(pieces)), pieces)
     within = np.arange(total) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     items[:, 0], items[:, 1], items[:, 2] = slot[tile], row[tile], rows[tile]
-    length = size[tile] * step
-    first = begin[tile] + within * length
+    first = begin[tile] + within * length[tile]
     items[:, 3] = first
-    items[:, 4] = np.minimum(first + length, end[tile])
-    cut = np.where(pieces > 1, pieces, 0)
-    first_piece = (np.cumsum(cut) - cut)[tile]
-    whole = pieces[tile] == 1
-    items[:, 5] = np.where(whole, -1, first_piece + within)
-    items[:, 6] = pieces[tile]
-    items[:, 7] = np.where(whole, 0, first_piece)
+    items[:, 4] = np.minimum(first + length[tile], end[tile])
+    items[:, 5] = np.where(pieces[tile] > 1, _first_pieces(pieces)[tile] + within, -1)
     return items
+
+
+def _row_pieces(row: np.ndarray, rows: np.ndarray, pieces: np.ndarray) -> np.ndarray:
+    total = int(row[-1] + rows[-1])
+    merged = np.zeros((total, PIECE_FIELDS), np.int32)
+    if int(pieces.max()) == 1:
+        return merged
+    tile = np.repeat(np.arange(len(rows)), rows)
+    within = np.arange(len(tile)) - np.repeat(np.cumsum(rows) - rows, rows)
+    index = row[tile] + within
+    merged[index, 0] = _first_pieces(pieces)[tile]
+    merged[index, 1] = np.where(pieces > 1, pieces, 0)[tile]
+    merged[index, 2] = within
+    return merged
+
+
+def _first_pieces(pieces: np.ndarray) -> np.ndarray:
+    """[tiles] index of each tile's first piece among those of cut tiles."""
+    cut = np.where(pieces > 1, pieces, 0)
+    return np.cumsum(cut) - cut

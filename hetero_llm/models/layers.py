@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.rotary import RotaryRows, apply_rotary
 
 # (x [T, in], weight [out, in], bias [out] or None) -> [T, out]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -36,6 +37,56 @@ class Attend(Protocol):
         v: Tensor,  # [T, kv_heads, head_dim]
     ) -> Tensor:  # [T, heads, head_dim]
         ...
+
+    def rotary(
+        self,
+        layer: int,
+        qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
+        heads: RotaryHeads,
+        rows: RotaryRows,
+    ) -> Tensor:  # [T, heads, head_dim]
+        """The same from a fused projection whose queries and keys are still to be normed and
+        rotated: `self(layer, *heads(qkv, rows))`, perhaps in fewer kernels."""
+        ...
+
+
+class QKNorm(nn.Module):
+    """RMS norm of every query and key head, with one weight for all of each kind (Qwen3)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.q_weight = nn.Parameter(torch.empty(config.head_dim))
+        self.k_weight = nn.Parameter(torch.empty(config.head_dim))
+        self.num_heads = config.num_heads
+        self.eps = config.norm_eps
+
+    def forward(self, qk: Tensor) -> Tensor:
+        """[T, heads + kv_heads, head_dim] -> the same shape."""
+        normed = F.rms_norm(qk, self.q_weight.shape, None, self.eps)
+        normed[:, : self.num_heads].mul_(self.q_weight)
+        normed[:, self.num_heads :].mul_(self.k_weight)
+        return normed
+
+
+class RotaryHeads(nn.Module):
+    """From a fused projection to normed and rotated heads."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.qk_norm = QKNorm(config) if config.qk_norm else None
+
+    def forward(self, qkv: Tensor, rows: RotaryRows) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, (heads + 2 * kv_heads) * head_dim] -> q [T, heads, head_dim], k and v alike."""
+        queries, keys = self.num_heads, self.num_kv_heads
+        heads = qkv.view(-1, queries + 2 * keys, self.head_dim)
+        qk, v = heads.split((queries + keys, keys), dim=1)
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        q, k = apply_rotary(qk, *rows.factors).split((queries, keys), dim=1)
+        return q, k, v
 
 
 class CausalLM(nn.Module):

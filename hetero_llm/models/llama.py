@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetero_llm.models.config import ModelConfig
@@ -14,28 +12,11 @@ from hetero_llm.models.layers import (
     GatedActivation,
     Linear,
     RMSNorm,
+    RotaryHeads,
     checkpoint_views,
     split_views,
 )
-from hetero_llm.models.rotary import RotaryEmbedding, apply_rotary
-
-
-class QKNorm(nn.Module):
-    """RMS norm of every query and key head, with one weight for all of each kind (Qwen3)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.q_weight = nn.Parameter(torch.empty(config.head_dim))
-        self.k_weight = nn.Parameter(torch.empty(config.head_dim))
-        self.num_heads = config.num_heads
-        self.eps = config.norm_eps
-
-    def forward(self, qk: Tensor) -> Tensor:
-        """[T, heads + kv_heads, head_dim] -> the same shape."""
-        normed = F.rms_norm(qk, self.q_weight.shape, None, self.eps)
-        normed[:, : self.num_heads].mul_(self.q_weight)
-        normed[:, self.num_heads :].mul_(self.k_weight)
-        return normed
+from hetero_llm.models.rotary import RotaryEmbedding, RotaryRows
 
 
 class LlamaLayer(nn.Module):
@@ -51,7 +32,7 @@ class LlamaLayer(nn.Module):
         all_heads = config.num_heads + 2 * config.num_kv_heads
         self.input_norm = RMSNorm(hidden, config.norm_eps)
         self.qkv_proj = Linear(hidden, all_heads * head_dim, bias=config.qkv_bias)
-        self.qk_norm = QKNorm(config) if config.qk_norm else None
+        self.heads = RotaryHeads(config)
         self.o_proj = Linear(config.num_heads * head_dim, hidden, bias=config.out_bias)
         self.post_attention_norm = RMSNorm(hidden, config.norm_eps)
         self.gate_up_proj = Linear(hidden, 2 * inner, bias=config.mlp_bias)
@@ -62,17 +43,13 @@ class LlamaLayer(nn.Module):
         self,
         x: Tensor,  # [T, hidden]
         residual: Tensor | None,  # [T, hidden], overwritten
-        rotary: tuple[Tensor, Tensor],  # cos and signed sin, [T, 1, head_dim]
+        rotary: RotaryRows,
         attend: Attend,
     ) -> tuple[Tensor, Tensor]:
         """The MLP's output, not yet added to the residual, and the residual."""
         x, residual = self.input_norm(x, residual)
-        heads = self.qkv_proj(x).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        q, k = apply_rotary(qk, *rotary).split((self.num_heads, self.num_kv_heads), dim=1)
-        x = self.o_proj(attend(self.layer, q, k, v).flatten(1))
+        attended = attend.rotary(self.layer, self.qkv_proj(x), self.heads, rotary)
+        x = self.o_proj(attended.flatten(1))
 
         x, residual = self.post_attention_norm(x, residual)
         return self.down_proj(self.activation(self.gate_up_proj(x))), residual
@@ -98,9 +75,10 @@ class LlamaLayer(nn.Module):
             ),
             **checkpoint_views(f"{mlp}.down_proj", self.down_proj),
         }
-        if self.qk_norm is not None:
-            tensors[f"{attention}.q_norm.weight"] = self.qk_norm.q_weight
-            tensors[f"{attention}.k_norm.weight"] = self.qk_norm.k_weight
+        norm = self.heads.qk_norm
+        if norm is not None:
+            tensors[f"{attention}.q_norm.weight"] = norm.q_weight
+            tensors[f"{attention}.k_norm.weight"] = norm.k_weight
         return tensors
 
 
@@ -122,7 +100,7 @@ class LlamaForCausalLM(CausalLM):
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x = self.embed_tokens(input_ids)
         residual: Tensor | None = None
-        rotary = self.rotary(positions, x.dtype)
+        rotary = RotaryRows(self.rotary, positions, x.dtype)
         for layer in self.layers:
             x, residual = layer(x, residual, rotary, attend)
         return self.norm(x, residual)[0]

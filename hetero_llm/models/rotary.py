@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -25,7 +26,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("table", table, persistent=False)
         self.table: Tensor
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def factors(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Factors for `apply_rotary`.
 
         Args:
@@ -37,6 +38,22 @@ class RotaryEmbedding(nn.Module):
         """
         cos, sin = self.table[positions].to(dtype).unsqueeze(1).chunk(2, dim=-1)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+class RotaryRows:
+    """One step's rows: the table, and the rows' factors, made when first asked for and then shared
+    by all layers. A fused kernel reads the table instead and never asks."""
+
+    def __init__(self, embedding: RotaryEmbedding, positions: Tensor, dtype: torch.dtype) -> None:
+        self.table = embedding.table
+        self._embedding = embedding
+        self._positions = positions
+        self._dtype = dtype
+
+    @functools.cached_property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """See `RotaryEmbedding.factors`."""
+        return self._embedding.factors(self._positions, self._dtype)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.layers import RotaryHeads
+from hetero_llm.models.rotary import RotaryRows
 from hetero_llm.runner.kv_cache import PagedKVCache
 
 
@@ -213,6 +215,11 @@ class PlannedAttention:
             rows_of = group.rows
             out[rows_of] = self._attend(group, layer, window, q[rows_of], k[rows_of], v[rows_of])
         return out
+
+    def rotary(
+        self, layer: int, qkv: torch.Tensor, heads: RotaryHeads, rows: RotaryRows
+    ) -> torch.Tensor:
+        return self(layer, *heads(qkv, rows))
 
     def _attend(
         self,

@@ -54,6 +54,14 @@ class PagedKVCache:
         # [block * layer * 2 * block_size, kv_heads * dim]: K or V of one token in one layer.
         self.tokens = self.data.view(-1, shape.num_kv_heads * shape.head_dim)
 
+    def keys(self, layer: int) -> torch.Tensor:
+        """[blocks, block_size, kv_heads, head_dim] view of one layer's keys."""
+        return self.data[:, layer, 0]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """[blocks, block_size, kv_heads, head_dim] view of one layer's values."""
+        return self.data[:, layer, 1]
+
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copies whole blocks source to destination, in order."""
         for source, destination in pairs:

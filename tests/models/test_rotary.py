@@ -56,7 +56,7 @@ def test_equals_transformers(tmp_path: Path, scaling: dict[str, Any], theta: flo
     q, k = torch.randn(2, len(positions), 3, config.head_dim).unbind()
     their_factors = theirs(q, positions[None])
     expected = apply_rotary_pos_emb(q[None], k[None], *their_factors, unsqueeze_dim=2)
-    factors = ours(positions, torch.float32)
+    factors = ours.factors(positions, torch.float32)
     for x, reference in zip((q, k), expected, strict=True):
         torch.testing.assert_close(apply_rotary(x, *factors), reference[0], atol=2e-6, rtol=0)
 

@@ -11,6 +11,8 @@ import transformers
 from torch import Tensor
 
 from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.layers import RotaryHeads
+from hetero_llm.models.rotary import RotaryRows
 
 VOCAB_SIZE = 96
 
@@ -246,3 +248,6 @@ class DenseAttend:
                 out[start + i] = (weights.unsqueeze(-1) * values).sum(0).to(q.dtype)
             start += length
         return out
+
+    def rotary(self, layer: int, qkv: Tensor, heads: RotaryHeads, rows: RotaryRows) -> Tensor:
+        return self(layer, *heads(qkv, rows))

@@ -4,9 +4,11 @@ Programmatic dependent launch (Hopper, CUDA programming guide "Programmatic Depe
 Synchronization"): a kernel may start while the one before it still runs, and waits for that one's
 results with `wait_for_inputs`. The rules here, which every kernel in this package follows:
 
-- before `wait_for_inputs` a kernel reads nothing but weights and writes nothing;
-- every program of it calls `wait_for_inputs`, so a kernel ends only after the one before it;
-- `let_next_start` comes as early as the next kernel's programs may take room on the chip.
+- before `wait_for_inputs` a kernel writes nothing, and reads only what neither the kernel before
+  it nor one that runs beside them writes: weights, and inputs of the step that are older;
+- every program calls `wait_for_inputs`, so a kernel ends only after the one before it;
+- `let_next_start` comes after `wait_for_inputs`, so all kernels but the last one have ended when a
+  kernel starts; the earlier it comes, the sooner the next one's programs may take room.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ A *tile* is up to `tile_rows` consecutive rows of one sequence; with the G query
 a KV head they are the rows of one matrix (FlashDecoding, Dao et al. 2023; grouped heads packed as
 in FlashInfer, Ye et al. 2025). A *work item* is a tile and a piece of its context. Programs walk
 the list of items times KV heads with a fixed stride, so one captured launch serves any mix of
-rows. A tile cut into several pieces is merged by the program that finishes last, in order of the
-pieces, by log-sum-exp.
+rows. A second kernel merges the pieces of cut tiles by log-sum-exp, each row and head by itself.
 
 What a row sees: keys below its limit (and inside its window), and of the 64 keys that follow the
 limit those whose bit is set in its ancestor mask. A plain row at position p has limit p + 1 and no
@@ -31,11 +30,16 @@ from hetero_llm.gpu.kernels.launch import (
 
 WORK_FIELDS = 8
 """int32 fields of a work item: slot, first row, rows, key begin, key end, piece (index among all
-pieces of cut tiles; -1: the tile is whole), pieces of the tile, the tile's first piece."""
+pieces of cut tiles; -1: the tile is whole), two unused that align it."""
+
+PIECE_FIELDS = 3
+"""int32 fields of a row in `Work.pieces`: its tile's first piece, the tile's pieces (0: whole), the
+row's index in the tile."""
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 TREE_NODES = 64
 _LOG2_E = 1.4426950408889634
+_MERGED_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +54,12 @@ class RowMasks:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The step's work list on the device: items [W, 8] int32, count [1] int32 (items in use)."""
+    """The step's work list on the device: items [W, 8] int32, count [1] int32 (items in use),
+    pieces [T, 3] int32 for the merge, rows that no item covers having 0 pieces."""
 
     items: torch.Tensor
     count: torch.Tensor
+    pieces: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +76,10 @@ class TileShape:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Pieces of cut tiles: sums [P, N, M, D] float32, maxima and weights [P, N, 2, M] float32,
-    counters [P, N] int32, all zero between steps."""
+    """Pieces of cut tiles: sums [P, N, M, D] float32, maxima and weights [P, N, 2, M] float32."""
 
     sums: torch.Tensor
     states: torch.Tensor
-    counters: torch.Tensor
 
     @property
     def num_pieces(self) -> int:
@@ -90,23 +94,77 @@ def make_workspace(
     return Workspace(
         torch.empty(num_pieces, num_kv_heads, tile_rows, padded, device=device),
         torch.empty(num_pieces, num_kv_heads, 2, tile_rows, device=device),
-        torch.zeros(num_pieces, num_kv_heads, dtype=torch.int32, device=device),
     )
+
+
+@triton.jit
+def _prefetch(pointers, LINES: tl.constexpr):
+    """Brings the 128-byte lines that begin at [rows] addresses and follow into the L2 cache."""
+    for line in tl.static_range(LINES):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [(pointers + line * 128).to(tl.uint64, bitcast=True)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _merge(
+    out_ptr, sums_ptr, states_ptr, piece_ptr, out_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+    TILE_M: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row and query head: joins the pieces of its tile, WIDE at a time, by log-sum-exp."""
+    row = tl.program_id(0).to(tl.int64)
+    q_head = tl.program_id(1)
+    first_piece = tl.load(piece_ptr + row * 3)
+    pieces = tl.load(piece_ptr + row * 3 + 1)
+    line = tl.load(piece_ptr + row * 3 + 2) * GROUP + q_head % GROUP
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    if pieces > 1:
+        wide = tl.arange(0, WIDE)
+        dims = tl.arange(0, PADDED)
+        highest = float("-inf")
+        weight = 0.0
+        acc = tl.zeros((PADDED,), tl.float32)
+        for low in tl.range(0, pieces, WIDE):
+            exists = low + wide < pieces
+            place = ((first_piece + low + wide) * KV_HEADS + q_head // GROUP).to(tl.int64)
+            state = states_ptr + place * (2 * TILE_M) + line
+            part_highest = tl.load(state, mask=exists, other=float("-inf"))
+            part_weight = tl.load(state + TILE_M, mask=exists, other=0.0)
+            part = tl.load(
+                sums_ptr + (place * (TILE_M * PADDED) + line * PADDED)[:, None] + dims[None, :],
+                mask=exists[:, None],
+                other=0.0,
+            )
+            higher = tl.maximum(highest, tl.max(part_highest, 0))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            shrink = tl.exp2(highest - base)
+            grow = tl.exp2(part_highest - base)
+            weight = weight * shrink + tl.sum(part_weight * grow, 0)
+            acc = acc * shrink + tl.sum(part * grow[:, None], 0)
+            highest = higher
+        acc = acc / tl.where(weight == 0.0, 1.0, weight)
+        place = out_ptr + row * out_stride + q_head * DIM
+        tl.store(place + dims, acc.to(out_ptr.dtype.element_ty), mask=dims < DIM)
 
 
 @triton.jit
 def _attend(
     out_ptr, q_ptr, key_ptr, value_ptr, table_ptr, limit_ptr, position_ptr, ancestor_ptr,
-    item_ptr, count_ptr, sums_ptr, states_ptr, counter_ptr,
+    item_ptr, count_ptr, sums_ptr, states_ptr,
     q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
     scale, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
     dims = tl.arange(0, PADDED)
     in_dim = dims < DIM
     lines = tl.arange(0, TILE_M)
@@ -121,27 +179,36 @@ def _attend(
         begin = tl.load(item + 3)
         end = tl.load(item + 4)
         piece = tl.load(item + 5)
-        pieces = tl.load(item + 6)
-        first_piece = tl.load(item + 7)
 
         in_tile = lines // GROUP < num_rows
         row = (first_row + lines // GROUP).to(tl.int64)
         q_head = head * GROUP + lines % GROUP
         valid = in_tile[:, None] & in_dim[None, :]
-        q = tl.load(
-            q_ptr + (row * q_stride + q_head * DIM)[:, None] + dims[None, :], mask=valid, other=0.0
-        )
-        if WIDEN:
-            q = q.to(tl.float32)
         limit = tl.load(limit_ptr + row, mask=in_tile, other=0)
         if HAS_WINDOW:
             low = tl.load(position_ptr + row, mask=in_tile, other=0) - window
         if HAS_TREE:
             ancestors = tl.load(ancestor_ptr + row, mask=in_tile, other=0)
+            bits_low = ancestors.to(tl.int32)
+            bits_high = (ancestors >> 32).to(tl.int32)
 
         table = table_ptr + slot.to(tl.int64) * table_stride
         keys = key_ptr + head * head_stride
         values = value_ptr + head * head_stride
+        if PDL:  # the first keys come nearer while the kernel before still runs
+            token = tl.minimum(begin + columns, end - 1)
+            block = tl.load(table + token // BLOCK).to(tl.int64)
+            offset = block * block_stride + (token % BLOCK) * token_stride
+            LINES: tl.constexpr = (DIM * key_ptr.dtype.element_ty.primitive_bitwidth) // 1024
+            _prefetch(keys + offset, LINES)
+            _prefetch(values + offset, LINES)
+        wait_for_inputs(PDL)
+        let_next_start(PDL)
+        q = tl.load(
+            q_ptr + (row * q_stride + q_head * DIM)[:, None] + dims[None, :], mask=valid, other=0.0
+        )
+        if WIDEN:
+            q = q.to(tl.float32)
         highest = tl.full((TILE_M,), float("-inf"), tl.float32)
         weight = tl.zeros((TILE_M,), tl.float32)
         acc = tl.zeros((TILE_M, PADDED), tl.float32)
@@ -159,7 +226,8 @@ def _attend(
                 seen = seen & (token[None, :] > low[:, None])
             if HAS_TREE:
                 node = token[None, :] - limit[:, None]
-                bit = (ancestors[:, None] >> tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)) & 1
+                bits = tl.where(node < 32, bits_low[:, None], bits_high[:, None])
+                bit = (bits >> (node & 31)) & 1
                 seen = seen | ((node >= 0) & (node < 64) & (bit != 0))
             scores = tl.where(seen & exists[None, :], scores, float("-inf"))
             higher = tl.maximum(highest, tl.max(scores, 1))
@@ -171,56 +239,20 @@ def _attend(
             acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
             highest = higher
 
-        result = out_ptr + (row * out_stride + q_head * DIM)[:, None] + dims[None, :]
         if piece < 0:
             acc = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
+            result = out_ptr + (row * out_stride + q_head * DIM)[:, None] + dims[None, :]
             tl.store(result, acc.to(out_ptr.dtype.element_ty), mask=valid)
         else:
             place = (piece * KV_HEADS + head).to(tl.int64)
             sums = sums_ptr + place * (TILE_M * PADDED)
             state = states_ptr + place * (2 * TILE_M)
-            # Only real rows are written, and read again below.
-            tl.store(
-                sums + lines[:, None] * PADDED + dims[None, :],
-                acc,
-                mask=in_tile[:, None],
-                cache_modifier=".cg",
-            )
-            tl.store(state + lines, highest, mask=in_tile, cache_modifier=".cg")
-            tl.store(state + TILE_M + lines, weight, mask=in_tile, cache_modifier=".cg")
-            tl.debug_barrier()  # all threads' stores come before the release below
-            counter = counter_ptr + first_piece * KV_HEADS + head
-            done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-            if done == pieces - 1:
-                tl.store(counter, 0)
-                highest = tl.full((TILE_M,), float("-inf"), tl.float32)
-                weight = tl.zeros((TILE_M,), tl.float32)
-                acc = tl.zeros((TILE_M, PADDED), tl.float32)
-                for other in tl.range(first_piece, first_piece + pieces):
-                    place = (other * KV_HEADS + head).to(tl.int64)
-                    sums = sums_ptr + place * (TILE_M * PADDED)
-                    state = states_ptr + place * (2 * TILE_M)
-                    part = tl.load(
-                        sums + lines[:, None] * PADDED + dims[None, :],
-                        mask=in_tile[:, None],
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    part_highest = tl.load(
-                        state + lines, mask=in_tile, other=float("-inf"), cache_modifier=".cg"
-                    )
-                    part_weight = tl.load(
-                        state + TILE_M + lines, mask=in_tile, other=0.0, cache_modifier=".cg"
-                    )
-                    higher = tl.maximum(highest, part_highest)
-                    base = tl.where(higher == float("-inf"), 0.0, higher)
-                    shrink = tl.exp2(highest - base)
-                    grow = tl.exp2(part_highest - base)
-                    weight = weight * shrink + part_weight * grow
-                    acc = acc * shrink[:, None] + part * grow[:, None]
-                    highest = higher
-                acc = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
-                tl.store(result, acc.to(out_ptr.dtype.element_ty), mask=valid)
+            stored = sums + lines[:, None] * PADDED + dims[None, :]
+            tl.store(stored, acc, mask=in_tile[:, None])
+            tl.store(state + lines, highest, mask=in_tile)
+            tl.store(state + TILE_M + lines, weight, mask=in_tile)
+    wait_for_inputs(PDL)  # programs without an item end no earlier either
+    let_next_start(PDL)
 
 
 def paged_attention(
@@ -277,7 +309,6 @@ def paged_attention(
         work.count,
         workspace.sums,
         workspace.states,
-        workspace.counters,
         q.stride(0),
         out.stride(0),
         key_cache.stride(0),
@@ -299,6 +330,21 @@ def paged_attention(
         WIDEN=INTERPRETED,  # its dot takes no bfloat16
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **pdl_options(q.device),
+    )
+    _merge[(num_rows, num_heads)](
+        out,
+        workspace.sums,
+        workspace.states,
+        work.pieces,
+        out.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        DIM=dim,
+        PADDED=triton.next_power_of_2(dim),
+        TILE_M=tile.rows,
+        WIDE=_MERGED_AT_ONCE,
+        num_warps=4,
         **pdl_options(q.device),
     )
     return out
