@@ -216,12 +216,20 @@ _MEMORY = grouped(
         "Host memory (GiB) for swapped-out requests.",
         reason="a preempted request is computed again, with the help of the prefix cache.",
     ),
-    not_yet(
+    effective(
+        "conservative_dry_run",
+        _BOOL,
+        False,
+        "Size the KV cache by what the driver reports at the fullest moment of the profile run, "
+        "memory that kernels take for themselves included. For runs that end out of memory.",
+    ),
+    effective(
         "cpu_offload_gb",
         _FLOAT,
         0,
-        "Host memory (GiB) that holds a part of the weights.",
-        feature="offloading weights to the CPU",
+        "GiB of weights to keep in pinned host memory; each step copies them to the GPU. Needs "
+        "a GPU.",
+        minimum=0,
     ),
     obsolete(
         "use_v2_block_manager",

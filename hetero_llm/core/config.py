@@ -13,7 +13,8 @@ from hetero_llm.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
-    """Where the model and tokenizer come from. `dtype` and `device` may be "auto"."""
+    """Where the model and tokenizer come from. `dtype` and `device` may be "auto".
+    `cpu_offload_gb` is GiB of weights that stay in host memory."""
 
     model: str
     tokenizer: str
@@ -29,16 +30,19 @@ class LoadConfig:
     rope_scaling: Mapping[str, Any] | None
     rope_theta: float | None
     disable_sliding_window: bool
+    cpu_offload_gb: float
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """KV cache: `block_size` in tokens, `num_blocks` None means sized from free memory."""
+    """KV cache: `block_size` in tokens, `num_blocks` None means sized from free memory.
+    `conservative` counts memory that torch's allocator does not know of, too."""
 
     block_size: int
     num_blocks: int | None
     memory_utilization: float
+    conservative: bool
     enable_prefix_caching: bool
 
 
@@ -107,12 +111,14 @@ class EngineConfig:
             rope_scaling=args["rope_scaling"],
             rope_theta=args["rope_theta"],
             disable_sliding_window=args["disable_sliding_window"],
+            cpu_offload_gb=args["cpu_offload_gb"],
             seed=args["seed"],
         )
         cache = CacheConfig(
             block_size=args["block_size"],
             num_blocks=args["num_gpu_blocks_override"],
             memory_utilization=args["gpu_memory_utilization"],
+            conservative=args["conservative_dry_run"],
             enable_prefix_caching=args["enable_prefix_caching"],
         )
         return EngineConfig(

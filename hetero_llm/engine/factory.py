@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetero_llm.core.config import EngineConfig, SchedulerConfig
+from hetero_llm.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.demo_models import ALIASES, demo_folder
 from hetero_llm.engine.block_manager import BlockManager
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     import torch
 
     from hetero_llm.models.config import ModelConfig
+    from hetero_llm.models.layers import CausalLM
+    from hetero_llm.runner.attention import RowKernel
+    from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
     from hetero_llm.runner.model_runner import TorchModelRunner
 
 logger = logging.getLogger(__name__)
@@ -54,11 +57,11 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> BuiltEn
     import torch
 
     from hetero_llm.models.config import load_model_config
-    from hetero_llm.models.invariant import make_batch_invariant
-    from hetero_llm.models.loader import load_model, resolve_model_folder
+    from hetero_llm.models.loader import resolve_model_folder
 
     load = config.load
     device = _resolve_device(load.device)
+    _check_offload(config, device)
     folder = resolve_model_folder(
         resolve_alias(load.model), revision=load.revision, download_dir=load.download_dir
     )
@@ -74,22 +77,12 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> BuiltEn
     scheduler_config = _scheduler_config(config, max_model_len, device.type)
     tokenizer = _load_tokenizer(config, folder)
     dtype: torch.dtype = getattr(torch, dtype_name)
-    model = load_model(
-        folder,
-        model_config,
-        dtype=dtype,
-        device=device,
-        show_progress=show_progress,
-        load_format=load.load_format,
-        seed=load.seed,
+    model = _load_weights(
+        config, folder, model_config, dtype=dtype, device=device, show_progress=show_progress
     )
-    if config.batch_invariant:
-        make_batch_invariant(model)
-    elif device.type == "cpu":
-        from hetero_llm.cpu.fused import speed_up
-
-        speed_up(model)
-    runner, num_blocks = _build_runner(config, scheduler_config, model, model_config, dtype, device)
+    runner, num_blocks = _build_runner(
+        config, scheduler_config, model, model_config=model_config, dtype=dtype, device=device
+    )
     prefix_cache = PrefixCache() if config.cache.enable_prefix_caching else None
     blocks = BlockManager(num_blocks, config.cache.block_size, prefix_cache)
     scheduler = Scheduler(
@@ -132,8 +125,22 @@ def _resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", name, "no CUDA device is visible to torch")
+        raise ConfigError("device", name, "no CUDA device is visible to torch; use device='cpu'")
     return torch.device(name)
+
+
+def _check_offload(config: EngineConfig, device: torch.device) -> None:
+    wanted = config.load.cpu_offload_gb
+    if not wanted:
+        return
+    if device.type == "cpu":
+        raise ConfigError(
+            "cpu_offload_gb", wanted, "needs a GPU; on a CPU all weights are in host memory"
+        )
+    if config.batch_invariant:
+        raise ConfigError(
+            "cpu_offload_gb", wanted, "cannot be combined with batch_invariant: use one of them"
+        )
 
 
 def _resolve_dtype(name: str, stored: str, device: torch.device) -> str:
@@ -195,17 +202,76 @@ def _load_tokenizer(config: EngineConfig, model_folder: Path) -> Tokenizer | Non
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _RunnerInputs:
+    """What a runner is built from, on any device."""
+
+    model: CausalLM
+    model_config: ModelConfig
+    shape: KVCacheShape
+    device: torch.device
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    batch_invariant: bool
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        """Of one sequence of max_model_len."""
+        return -(-self.scheduler.max_model_len // self.cache.block_size)
+
+
+def _load_weights(
+    config: EngineConfig,
+    folder: Path,
+    model_config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    show_progress: bool,
+) -> CausalLM:
+    """The model with the products that the device and the configuration ask for."""
+    from hetero_llm.models.loader import load_model
+
+    load = partial(
+        load_model,
+        folder,
+        model_config,
+        dtype=dtype,
+        device=device,
+        show_progress=show_progress,
+        load_format=config.load.load_format,
+        seed=config.load.seed,
+    )
+    if device.type == "cuda":
+        from hetero_llm.gpu.memory import load_weights
+        from hetero_llm.gpu.weight_offload import plan_offload
+
+        plan = plan_offload(model_config, dtype, config.load.cpu_offload_gb)
+        model = load_weights(load, device, plan)
+    else:
+        model = load()
+    if config.batch_invariant:
+        from hetero_llm.models.invariant import make_batch_invariant
+
+        make_batch_invariant(model)
+    elif device.type == "cpu":
+        from hetero_llm.cpu.fused import speed_up
+
+        speed_up(model)
+    return model
+
+
 def _build_runner(
     config: EngineConfig,
     scheduler_config: SchedulerConfig,
-    model: torch.nn.Module,
+    model: CausalLM,
+    *,
     model_config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[TorchModelRunner, int]:
     """The runner with its KV cache, and the number of blocks."""
-    from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
-    from hetero_llm.runner.model_runner import TorchModelRunner
+    from hetero_llm.runner.kv_cache import KVCacheShape
 
     shape = KVCacheShape(
         model_config.num_layers,
@@ -214,52 +280,87 @@ def _build_runner(
         config.cache.block_size,
         dtype,
     )
+    inputs = _RunnerInputs(
+        model, model_config, shape, device, scheduler_config, config.cache, config.batch_invariant
+    )
+    _check_fixed_blocks(inputs)
+    return _cuda_runner(inputs) if device.type == "cuda" else _cpu_runner(inputs)
+
+
+def _cpu_runner(inputs: _RunnerInputs) -> tuple[TorchModelRunner, int]:
+    from hetero_llm.cpu.paged_attention import native_row_kernel
+    from hetero_llm.cpu.topology import usable_memory_bytes
+    from hetero_llm.runner.kv_cache import PagedKVCache
+
+    if inputs.cache.conservative:
+        logger.warning("conservative_dry_run has no effect on a CPU: there is no profile run")
+    needed, num_blocks = inputs.blocks_per_sequence, inputs.cache.num_blocks
+    if num_blocks is None:
+        share = inputs.cache.memory_utilization
+        num_blocks = int(usable_memory_bytes() * share) // inputs.shape.block_bytes
+        # host memory beyond what sequences can fill is left alone
+        num_blocks = min(num_blocks, needed * inputs.scheduler.max_num_seqs)
+        if num_blocks < needed:
+            raise ConfigError(
+                "gpu_memory_utilization",
+                share,
+                f"gives {num_blocks} KV blocks of the free host memory, one sequence of "
+                f"max_model_len ({inputs.scheduler.max_model_len}) needs {needed}; lower "
+                f"max_model_len or raise gpu_memory_utilization",
+            )
+    cache = PagedKVCache(inputs.shape, num_blocks, inputs.device)
+    row_kernel = None
+    if not inputs.batch_invariant:
+        config = inputs.model_config
+        row_kernel = native_row_kernel(cache, config.num_heads, config.attn_scale)
+    return _torch_runner(inputs, cache, row_kernel), num_blocks
+
+
+def _cuda_runner(inputs: _RunnerInputs) -> tuple[TorchModelRunner, int]:
+    from hetero_llm.gpu.memory import build_runner, measure_room, too_small_error
+    from hetero_llm.runner.kv_cache import PagedKVCache
 
     def runner_with(num_blocks: int) -> TorchModelRunner:
-        cache = PagedKVCache(shape, num_blocks, device)
-        row_kernel = None
-        if device.type == "cpu" and not config.batch_invariant:
-            from hetero_llm.cpu.paged_attention import native_row_kernel
+        return _torch_runner(inputs, PagedKVCache(inputs.shape, num_blocks, inputs.device), None)
 
-            row_kernel = native_row_kernel(cache, model_config.num_heads, model_config.attn_scale)
-        return TorchModelRunner(
-            model,
-            model_config,
-            cache,
-            max_num_seqs=scheduler_config.max_num_seqs,
-            max_model_len=scheduler_config.max_model_len,
-            device=device,
-            batch_invariant=config.batch_invariant,
-            row_kernel=row_kernel,
-        )
-
-    per_sequence = -(-scheduler_config.max_model_len // config.cache.block_size)
-    num_blocks = config.cache.num_blocks
+    room, num_blocks = None, inputs.cache.num_blocks
     if num_blocks is None:
-        if device.type == "cuda":
-            from hetero_llm.gpu.memory import free_bytes_for_cache
-
-            room = free_bytes_for_cache(
-                runner_with, scheduler_config, shape, config.cache.memory_utilization
-            )
-        else:
-            from hetero_llm.cpu.topology import usable_memory_bytes
-
-            room = int(usable_memory_bytes() * config.cache.memory_utilization)
-        num_blocks = room // shape.block_bytes
-        if device.type == "cpu":  # host memory beyond what sequences can fill is left alone
-            num_blocks = min(num_blocks, per_sequence * scheduler_config.max_num_seqs)
-    if num_blocks < per_sequence:
-        field = (
-            "gpu_memory_utilization"
-            if config.cache.num_blocks is None
-            else ("num_gpu_blocks_override")
+        room = measure_room(
+            runner_with,
+            inputs.scheduler,
+            inputs.shape,
+            utilization=inputs.cache.memory_utilization,
+            conservative=inputs.cache.conservative,
         )
-        value = config.cache.memory_utilization if config.cache.num_blocks is None else num_blocks
+        num_blocks = room.pool_bytes // inputs.shape.block_bytes
+        if num_blocks < inputs.blocks_per_sequence:
+            raise too_small_error(num_blocks, inputs.scheduler, inputs.shape, room)
+    return build_runner(runner_with, num_blocks, inputs.shape, room), num_blocks
+
+
+def _check_fixed_blocks(inputs: _RunnerInputs) -> None:
+    fixed, needed = inputs.cache.num_blocks, inputs.blocks_per_sequence
+    if fixed is not None and fixed < needed:
         raise ConfigError(
-            field,
-            value,
-            f"gives {max(num_blocks, 0)} KV blocks, one sequence of max_model_len "
-            f"({scheduler_config.max_model_len}) needs {per_sequence}; lower max_model_len",
+            "num_gpu_blocks_override",
+            fixed,
+            f"one sequence of max_model_len ({inputs.scheduler.max_model_len}) needs {needed}; "
+            "lower max_model_len or raise num_gpu_blocks_override",
         )
-    return runner_with(num_blocks), num_blocks
+
+
+def _torch_runner(
+    inputs: _RunnerInputs, cache: PagedKVCache, row_kernel: RowKernel | None
+) -> TorchModelRunner:
+    from hetero_llm.runner.model_runner import TorchModelRunner
+
+    return TorchModelRunner(
+        inputs.model,
+        inputs.model_config,
+        cache,
+        max_num_seqs=inputs.scheduler.max_num_seqs,
+        max_model_len=inputs.scheduler.max_model_len,
+        device=inputs.device,
+        batch_invariant=inputs.batch_invariant,
+        row_kernel=row_kernel,
+    )

@@ -1,0 +1,414 @@
+"""Sharing out the GPU's memory, as far as that can be seen without one: what stays on the host, the
+profile step, the arithmetic, and every message. Sizes on a real GPU: tests/gpu/test_memory.py."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hetero_llm import LLM
+from hetero_llm.core.args import resolve_engine_args
+from hetero_llm.core.config import EngineConfig, SchedulerConfig
+from hetero_llm.core.errors import ConfigError
+from hetero_llm.engine import factory
+from hetero_llm.gpu import memory
+from hetero_llm.gpu.memory import PoolRoom
+from hetero_llm.gpu.weight_offload import (
+    GIB,
+    plan_offload,
+    stage_products,
+    staged,
+    weights_on_host,
+)
+from hetero_llm.models.config import load_model_config
+from hetero_llm.models.layers import CausalLM, Linear
+from hetero_llm.models.loader import load_model
+from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
+from hetero_llm.runner.model_runner import TorchModelRunner
+from tests.models.tiny import DenseAttend, make_tiny_checkpoint
+
+CPU = torch.device("cpu")
+FP32 = torch.float32
+CONFIG = SchedulerConfig(
+    max_num_seqs=8,
+    max_num_batched_tokens=128,
+    max_model_len=64,
+    enable_chunked_prefill=True,
+    block_size=8,
+)
+SHAPE = KVCacheShape(3, 2, 8, 8, FP32)
+
+
+def load(folder: Path) -> CausalLM:
+    config = load_model_config(folder)
+    return load_model(folder, config, dtype=FP32, device="cpu", show_progress=False)
+
+
+def sizes_of(model: CausalLM) -> dict[str, int]:
+    """Bytes of the weights of the layers' matrices, in order of creation."""
+    return {
+        name: module.weight.nbytes
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and name.startswith("layers.")
+    }
+
+
+# -- what stays on the host -----------------------------------------------------------------
+
+
+def test_the_last_layers_largest_matrices_move_first(tiny_folder: Path) -> None:
+    sizes = sizes_of(load(tiny_folder))
+    names = list(sizes)
+    last = ["gate_up_proj", "down_proj", "qkv_proj", "o_proj"]
+    wanted = [f"layers.2.{name}" for name in last] + ["layers.1.gate_up_proj"]
+    budget = sum(sizes[name] for name in wanted)
+    # What is left is too small for the next in turn, but just right for the smallest.
+    plan = plan_offload(
+        load_model_config(tiny_folder), FP32, (budget + sizes["layers.1.o_proj"]) / GIB
+    )
+    chosen = [*wanted, "layers.1.o_proj"]
+    assert sizes["layers.1.down_proj"] > sizes["layers.1.o_proj"]
+    assert plan.chosen == {names.index(name) for name in chosen}
+    assert plan.moved_bytes == sum(sizes[name] for name in chosen)
+    assert plan.staging_bytes == sizes["layers.2.gate_up_proj"]
+    assert plan.freed_bytes == plan.moved_bytes - plan.staging_bytes
+    assert plan.movable_bytes == sum(sizes.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [("llama", "gqa"), ("llama", "tied"), ("qwen2", ""), ("opt", "projections"), ("gpt2", "")],
+)
+def test_staged_weights_give_the_same_hidden_states(
+    family: str, variant: str, tmp_path: Path
+) -> None:
+    folder = make_tiny_checkpoint(tmp_path / "model", family, variant)
+    config = load_model_config(folder)
+    plain = load(folder)
+    plan = plan_offload(config, FP32, 1.0)
+    with weights_on_host(plan, pin=False) as moved:
+        model = load(folder)
+    assert len(moved) == len(plan.chosen) == len(sizes_of(plain))
+    assert plan.weight_bytes == sum(p.nbytes for p in plain.parameters())
+    stage_products(moved, CPU)
+    linears = [m for m in model.modules() if isinstance(m, Linear)]
+    outside = {"lm_head", "project_in", "project_out"}
+    replaced = [m for m in linears if m.product is not torch.nn.functional.linear]
+    assert {id(m) for m in replaced} == {id(m) for m in moved}
+    assert len(linears) - len(moved) <= len(outside)
+    ids, positions = torch.tensor([5, 9, 3, 7]), torch.arange(4)
+    with torch.inference_mode():
+        results = [m(ids, positions, DenseAttend(config, [4])) for m in (plain, model)]
+        assert torch.equal(*results)
+        assert torch.equal(plain.logits(results[0]), model.logits(results[1]))
+
+
+def test_the_next_model_is_built_as_usual(tiny_folder: Path) -> None:
+    with weights_on_host(plan_offload(load_model_config(tiny_folder), FP32, 1.0), pin=False):
+        pass
+    model = load(tiny_folder)
+    assert all(
+        m.product is torch.nn.functional.linear for m in model.modules() if isinstance(m, Linear)
+    )
+
+
+def test_a_product_reads_the_weight_through_the_buffer() -> None:
+    buffer = torch.full((12,), 7.0)
+    seen: list[Tensor] = []
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        seen.append(weight)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    weight, x, bias = torch.randn(2, 4), torch.randn(3, 4), torch.randn(2)
+    result = staged(product, buffer)(x, weight, bias)
+    assert torch.equal(result, torch.nn.functional.linear(x, weight, bias))
+    assert seen[0].data_ptr() == buffer.data_ptr()
+    assert buffer[8:].tolist() == [7.0] * 4
+
+
+@pytest.mark.parametrize("matrices", [0, 1])
+def test_a_budget_that_saves_nothing(matrices: int, tiny_folder: Path) -> None:
+    largest = max(sizes_of(load(tiny_folder)).values()) if matrices else 2
+    with pytest.raises(ConfigError, match=r"^cpu_offload_gb=.*: saves no GPU memory: .*staging"):
+        plan_offload(load_model_config(tiny_folder), FP32, largest / GIB)
+
+
+def test_no_budget_moves_nothing(tiny_folder: Path) -> None:
+    plan = plan_offload(load_model_config(tiny_folder), FP32, 0)
+    assert plan.chosen == frozenset() and plan.moved_bytes == plan.freed_bytes == 0
+
+
+def test_a_host_without_pinned_memory(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_offload(load_model_config(tiny_folder), FP32, 0.5)
+    real = torch.empty
+
+    def empty(*args: object, **options: object) -> Tensor:
+        if options.get("pin_memory"):
+            raise RuntimeError("CUDA error: out of memory\nand more")
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    expected = r"^cpu_offload_gb=0.5: the host gave no pinned memory for .*lower it \(CUDA error: "
+    with pytest.raises(ConfigError, match=expected) as caught, weights_on_host(plan):
+        load(tiny_folder)
+    assert "and more" not in str(caught.value)
+
+
+# -- arguments ------------------------------------------------------------------------------
+
+
+def start(folder: Path, **engine_args: object) -> LLM:
+    return LLM(str(folder), dtype="float32", device="cpu", block_size=8, **engine_args)
+
+
+def test_offload_needs_a_gpu(tiny_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="^cpu_offload_gb=1.5: needs a GPU"):
+        start(tiny_folder, cpu_offload_gb=1.5)
+    with pytest.raises(ConfigError, match="^cpu_offload_gb=-1.0: must be at least 0"):
+        start(tiny_folder, cpu_offload_gb=-1)
+    start(tiny_folder, cpu_offload_gb=0).close()
+
+
+def test_offload_excludes_batch_invariance() -> None:
+    given = {"model": "demo", "cpu_offload_gb": 1, "batch_invariant": True}
+    config = EngineConfig.from_args(resolve_engine_args(given))
+    with pytest.raises(ConfigError, match="^cpu_offload_gb=1.0?: cannot be combined with batch_in"):
+        factory._check_offload(config, torch.device("cuda"))
+
+
+def test_a_conservative_dry_run_means_nothing_on_a_cpu(
+    tiny_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="hetero_llm"):
+        start(tiny_folder, conservative_dry_run=True).close()
+    assert "conservative_dry_run has no effect on a CPU" in caplog.text
+
+
+def test_no_cuda_device(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="^device='cuda': no CUDA device .*use device='cpu'$"):
+        LLM(str(tiny_folder), device="cuda")
+
+
+def test_too_little_host_memory(tiny_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="^gpu_memory_utilization=.*host memory.*max_model_len"):
+        start(tiny_folder, gpu_memory_utilization=1e-9)
+
+
+# -- the profile step -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        replace(CONFIG, max_num_seqs=1),
+        replace(CONFIG, max_num_seqs=2, max_model_len=33),
+        replace(CONFIG, max_num_batched_tokens=8),
+        replace(CONFIG, max_model_len=500),
+        replace(CONFIG, max_model_len=1),
+    ],
+)
+def test_the_largest_step_fills_what_a_step_may_hold(config: SchedulerConfig) -> None:
+    step = memory.largest_step(config)
+    longest = max(1, config.max_model_len - 1)
+    counts = step.counts.tolist()
+    assert len(counts) == config.max_num_seqs == len(step.admitted) == int(step.num_samples.sum())
+    assert sum(counts) == min(config.max_num_batched_tokens, config.max_num_seqs * longest)
+    assert len(step.token_ids) == sum(counts)
+    assert min(counts) >= 1 and max(counts) <= longest
+    assert counts[0] == min(longest, config.max_num_batched_tokens - config.max_num_seqs + 1)
+    slots, columns, blocks = step.table_writes.tolist()
+    assert len(set(blocks)) == len(blocks) == max(blocks) + 1
+    for slot, count in enumerate(counts):
+        own = [c for s, c in zip(slots, columns) if s == slot]
+        assert own == list(range(-(-count // config.block_size)))
+
+
+# -- the arithmetic, with a GPU made of numbers ----------------------------------------------
+
+
+class FakeCuda:
+    """torch.cuda's counters; a runner moves them as a real one would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, total: int, used: int) -> None:
+        self.total, self.used, self.allocated, self.peak = total, used, used, used
+        for name in ("empty_cache", "synchronize", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, lambda: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total - self.used, total))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: self.allocated)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: self.allocated)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: self.peak)
+
+
+class FakeRunner(nn.Module):
+    """Holds a cache, and for the length of a module call `hidden` bytes that torch does not see."""
+
+    def __init__(self, cuda: FakeCuda, cache: int, *, tensors: int, hidden: int) -> None:
+        super().__init__()
+        self.cuda, self.cache, self.tensors, self.hidden = cuda, cache, tensors, hidden
+        cuda.used += cache
+        cuda.allocated += cache
+
+    def launch(self, step: object) -> None:
+        self.cuda.peak = self.cuda.allocated + self.tensors
+        self.cuda.used += self.tensors + self.hidden
+        nn.Identity()(torch.zeros(1))  # the profile looks after every module
+        self.cuda.used -= self.tensors + self.hidden
+
+    def finish(self, pending: None) -> None:
+        self.cuda.used -= self.cache  # as if the runner were gone
+        self.cuda.allocated -= self.cache
+
+
+def profiled(cuda: FakeCuda, *, conservative: bool, hidden: int = 70) -> PoolRoom:
+    blocks = int(memory.largest_step(CONFIG).table_writes[2].max()) + 1
+
+    def runner_with(count: int) -> FakeRunner:
+        assert count == blocks
+        return FakeRunner(cuda, count * SHAPE.block_bytes, tensors=300, hidden=hidden)
+
+    return memory.measure_room(
+        runner_with, CONFIG, SHAPE, utilization=0.5, conservative=conservative
+    )
+
+
+def test_room_counts_tensors_or_all_that_the_driver_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch, total=1_000_000, used=100_000)
+    plain = profiled(cuda, conservative=False)
+    assert plain == PoolRoom(1_000_000, 0.5, 100_000, 300)
+    assert plain.pool_bytes == 500_000 - 100_000 - 300
+    assert profiled(cuda, conservative=True).pool_bytes == plain.pool_bytes - 70
+    assert profiled(cuda, conservative=True, hidden=0).pool_bytes == plain.pool_bytes
+
+
+def out_of_memory(_: int = 0) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+
+def test_a_profile_step_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch, total=8 * GIB, used=6 * GIB)
+    with pytest.raises(
+        ConfigError,
+        match="^max_num_batched_tokens=128: the largest step .*of 8.00 GiB, 2.00 GiB were free .*"
+        r"6.00 GiB of weights.*lower max_num_batched_tokens, or max_num_seqs \(8\), or raise cpu",
+    ):
+        memory.measure_room(out_of_memory, CONFIG, SHAPE, utilization=0.9, conservative=False)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+)
+def test_all_ways_to_run_out_of_memory(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch, total=8 * GIB, used=6 * GIB)
+
+    def fail(_: int) -> None:
+        raise error
+
+    with pytest.raises(ConfigError, match="^num_gpu_blocks_override=500: 500 KV blocks take"):
+        memory.build_runner(fail, 500, SHAPE, None)
+
+
+def test_another_error_stays_what_it_is() -> None:
+    def fail(_: int) -> None:
+        raise RuntimeError("device-side assert triggered")
+
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        memory.build_runner(fail, 5, SHAPE, None)
+
+
+def test_a_fixed_number_of_blocks_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch, total=8 * GIB, used=6 * GIB)
+    shape = replace(SHAPE, num_kv_heads=1024, head_dim=1024)  # 192 MiB a block
+    with pytest.raises(
+        ConfigError,
+        match="^num_gpu_blocks_override=100: 100 KV blocks take 18.75 GiB and 2.00 GiB of 8.00 "
+        r"GiB are free; lower it \(at most 10 fit\), or leave it out",
+    ):
+        memory.build_runner(out_of_memory, 100, shape, None)
+
+
+def test_a_pool_that_leaves_no_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch, total=8 * GIB, used=6 * GIB)
+    with pytest.raises(
+        ConfigError,
+        match="^gpu_memory_utilization=0.99: 100 KV blocks .*lower gpu_memory_utilization or "
+        "max_num_seqs, or set conservative_dry_run or enforce_eager",
+    ):
+        memory.build_runner(out_of_memory, 100, SHAPE, PoolRoom(8 * GIB, 0.99, 5 * GIB, GIB))
+
+
+def test_a_pool_that_is_too_small() -> None:
+    room = PoolRoom(8 * GIB, 0.75, 5 * GIB, GIB // 2)
+    error = memory.too_small_error(5, CONFIG, SHAPE, room)
+    assert str(error) == (
+        "gpu_memory_utilization=0.75: leaves 0.50 GiB or 5 KV blocks (6.00 GiB of 8.00 GiB may be "
+        "used, 5.00 GiB hold weights and what else is on the GPU, 0.50 GiB the largest step); one "
+        "sequence of max_model_len (64) needs 8 blocks or 0.00 GiB; lower max_model_len to at most "
+        "40, raise gpu_memory_utilization or cpu_offload_gb, or lower max_num_batched_tokens (128)"
+    )
+    nothing = str(memory.too_small_error(-3, CONFIG, SHAPE, replace(room, used=7 * GIB)))
+    assert "leaves 0.00 GiB or 0 KV blocks" in nothing
+    assert "lower max_model_len" not in nothing
+
+
+def test_weights_that_do_not_fit(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch, total=8 * GIB, used=6 * GIB)
+    config = load_model_config(tiny_folder)
+    with pytest.raises(
+        ConfigError,
+        match="^cpu_offload_gb=0: .* of weights do not fit into the GPU, which has 2.00 GiB of "
+        r"8.00 GiB free; raise it \(up to .* GiB can stay in host memory\)",
+    ):
+        memory.load_weights(out_of_memory, CPU, plan_offload(config, FP32, 0))
+    full = replace(plan_offload(config, FP32, 2), chosen=frozenset())
+    with pytest.raises(ConfigError, match="^cpu_offload_gb=2: .*no more can be moved"):
+        memory.load_weights(out_of_memory, CPU, full)
+
+
+def test_a_budget_beyond_the_layers_is_said(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    FakeCuda(monkeypatch, total=8 * GIB, used=0)
+    pinned: list[bool] = []
+    real: Callable[..., Tensor] = torch.empty
+
+    def empty(*args: object, **options: object) -> Tensor:
+        if "pin_memory" in options:
+            pinned.append(bool(options.pop("pin_memory")))
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    plan = plan_offload(load_model_config(tiny_folder), FP32, 3)
+    with caplog.at_level(logging.INFO, logger="hetero_llm.gpu.memory"):
+        memory.load_weights(lambda: load(tiny_folder), CPU, plan)
+    assert pinned.count(True) == len(plan.chosen)
+    assert "cpu_offload_gb=3: only" in caplog.text
+    assert "stay in host memory, which saves" in caplog.text
+
+
+def test_the_profile_step_runs(tiny_folder: Path) -> None:
+    model_config = load_model_config(tiny_folder)
+    step = memory.largest_step(CONFIG)
+    runner = TorchModelRunner(
+        load(tiny_folder),
+        model_config,
+        PagedKVCache(SHAPE, int(step.table_writes[2].max()) + 1, CPU),
+        max_num_seqs=CONFIG.max_num_seqs,
+        max_model_len=CONFIG.max_model_len,
+        device=CPU,
+    )
+    output = runner.finish(runner.launch(step))
+    assert len(output.token_ids) == CONFIG.max_num_seqs
