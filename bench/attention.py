@@ -76,7 +76,7 @@ def attention_ms(
     slots = np.arange(batch, dtype=np.int32)
     parallel = num_multiprocessors(DEVICE) * tile.programs // KV_HEADS
     limits = PlanLimits(tile.rows // GROUP, tile.keys, parallel, 4 * parallel, 2 * tile.keys)
-    items, pieces = plan_work(
+    items, cut_rows = plan_work(
         slots, starts, counts, firsts, np.ones(batch, bool) if tree else None, None, limits
     )
     rows = batch * nodes
@@ -90,8 +90,8 @@ def attention_ms(
     )
     work = Work(
         torch.from_numpy(items).to(DEVICE),
-        torch.tensor([len(items)], dtype=torch.int32, device=DEVICE),
-        torch.from_numpy(pieces).to(DEVICE),
+        torch.from_numpy(cut_rows).to(DEVICE),
+        torch.tensor([len(items), len(cut_rows)], dtype=torch.int32, device=DEVICE),
     )
     workspace = make_workspace(4 * parallel, KV_HEADS, tile.rows, DIM, DEVICE)
     q = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, device=DEVICE)

@@ -21,7 +21,15 @@ PACKAGE = ROOT / "hetero_llm"
 
 SCHEDULING = tuple(
     f"engine.{name}"
-    for name in ("scheduler", "block_manager", "prefix_cache", "request_queue", "beam")
+    for name in (
+        "scheduler",
+        "scheduler_beams",
+        "in_flight",
+        "block_manager",
+        "prefix_cache",
+        "request_queue",
+        "beam",
+    )
 )
 
 _ABOVE_MODELS = ("core", "sampling", "quantization", "models", "bridge", "runner")

@@ -37,9 +37,11 @@ class LoadConfig:
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """KV cache: `block_size` in tokens, `num_blocks` None means sized from free memory.
-    `conservative` counts memory that torch's allocator does not know of, too."""
+    `conservative` counts memory that torch's allocator does not know of, too. `dtype` is "auto",
+    "fp8" or "fp8_e4m3"."""
 
     block_size: int
+    dtype: str
     num_blocks: int | None
     memory_utilization: float
     conservative: bool
@@ -85,6 +87,7 @@ class EngineConfig:
     enable_chunked_prefill: bool
     max_logprobs: int
     batch_invariant: bool
+    enforce_eager: bool
     disable_log_stats: bool
     seed: int
 
@@ -116,6 +119,7 @@ class EngineConfig:
         )
         cache = CacheConfig(
             block_size=args["block_size"],
+            dtype=args["kv_cache_dtype"],
             num_blocks=args["num_gpu_blocks_override"],
             memory_utilization=args["gpu_memory_utilization"],
             conservative=args["conservative_dry_run"],
@@ -130,6 +134,7 @@ class EngineConfig:
             enable_chunked_prefill=args["enable_chunked_prefill"] is not False,
             max_logprobs=args["max_logprobs"],
             batch_invariant=args["batch_invariant"],
+            enforce_eager=bool(args["enforce_eager"]),
             disable_log_stats=args["disable_log_stats"],
             seed=args["seed"],
         )

@@ -7,7 +7,7 @@ from enum import Enum
 
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.core.step import SampleLogprobs
+from hetero_llm.core.step import SampleLogprobs, looks_back
 
 
 class FinishReason(Enum):
@@ -32,6 +32,7 @@ class Request:
         prompt_logprobs: one entry per prompt token computed so far, the first is None.
         live: sequences not finished; `sequences` has all, finished ones included.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; -1 before.
+        synchronous: every token must be known on the host before the next step is made.
     """
 
     request_id: str
@@ -52,14 +53,27 @@ class Request:
     live: int = 0
     num_cached_tokens: int = -1
     error: str | None = None
+    synchronous: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.synchronous = params.use_beam_search or looks_back(
+            params, self.end_ids, self.bad_word_ids
+        )
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One continuation of a request's prompt.
 
-    Invariant between steps: `num_computed` tokens have their KV in the cache; the others are
-    still to be fed. A decoding sequence has `num_computed == len(token_ids) - 1`.
+    Invariant between steps: `num_computed` tokens have their KV in the cache, or will have it once
+    the launched steps are done; the others are still to be fed. A decoding sequence has
+    `num_computed == len(token_ids) + num_unknown - 1`, except while it is about to fork.
+
+    Attributes:
+        num_unknown: tokens that launched steps draw: they follow `token_ids`, their values have
+            not reached the host.
+        epoch: how often the sequence has lost its slot; results of an earlier epoch are void.
     """
 
     request: Request
@@ -68,6 +82,8 @@ class Sequence:
     num_prompt: int
     slot: int = -1
     num_computed: int = 0
+    num_unknown: int = 0
+    epoch: int = 0
     cumulative_logprob: float = 0.0
     logprobs: list[SampleLogprobs] | None = None
     finish_reason: FinishReason | None = None
@@ -80,3 +96,7 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def may_end(self, length: int) -> bool:
+        """Whether `min_tokens` lets an end token or stop string end it at `length` tokens."""
+        return length - self.num_prompt > self.request.params.min_tokens

@@ -8,11 +8,46 @@ carries only what changed.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
 from hetero_llm.core.sampling_params import SamplingParams
+
+LAST_DRAWN = -1
+"""As an input token: the one last drawn for the row's slot, which only the device knows yet."""
+
+
+def looks_back(
+    params: SamplingParams,
+    end_ids: Collection[int],
+    bad_word_ids: tuple[tuple[int, ...], ...],
+) -> bool:
+    """Whether any processor but temperature and top-k/top-p/min-p applies to a sequence's draws.
+
+    Those processors run on the host's record of the tokens so far, so every token has to be known
+    there before the next one is drawn.
+
+    Args:
+        end_ids: tokens that `min_tokens` forbids for a while.
+        bad_word_ids: token sequences of `bad_words`.
+    """
+    return bool(
+        params.logits_processors
+        or params.allowed_token_ids is not None
+        or bad_word_ids
+        or params.no_repeat_ngram_size
+        or (params.min_tokens and end_ids)
+        or params.logit_bias
+        or has_penalties(params)
+    )
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    return bool(
+        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +86,16 @@ class PromptRows:
 class SchedulerOutput:
     """One step's work. Arrays are int32; S sequences, T rows in all.
 
+    A step may be launched while the one before it is still running. Steps take effect in the order
+    of their launch, host-side changes included.
+
     Attributes:
         slots: [S] slot of each scheduled sequence.
         starts: [S] tokens of it already in the KV cache.
         counts: [S] rows of it in this step; sum is T.
-        token_ids: [T] input tokens, sequence after sequence.
+        token_ids: [T] input tokens, sequence after sequence. `LAST_DRAWN` (-1) stands for the
+            token last drawn for the row's slot: the runner keeps those on the device. It appears
+            only as a sequence's single row, right after a step that drew one token for the slot.
         num_samples: [S] tokens to draw after its last row: 0 while the prompt is unfinished,
             more than 1 when the prompt's end forks into several samples (indices 0, 1, ...).
         prompt_rows: rows whose log-probability of the following prompt token is wanted.

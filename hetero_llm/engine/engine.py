@@ -1,12 +1,13 @@
 """The step loop: schedule, run, update, show.
 
-Law of this file: one step is four calls in a row. What a step does belongs to the part called.
+Law of this file: one step is four calls in a row, with the next step's schedule and launch put in
+between when stepping is asynchronous. What a step does belongs to the part called.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.core.outputs import RequestOutput
@@ -22,7 +23,11 @@ P = TypeVar("P")
 
 
 class ModelRunner(Protocol[P]):
-    """What the engine needs of a runner: `launch` must not wait for the device, `finish` may."""
+    """What the engine needs of a runner: `launch` must not wait for the device, `finish` may.
+
+    With asynchronous stepping a step is launched before the one launched last is finished; the
+    device runs them in order, and `finish` waits for its own step only.
+    """
 
     def launch(self, step: SchedulerOutput) -> P: ...
 
@@ -34,6 +39,11 @@ class Engine:
 
     Single-threaded: one caller at a time. An exception inside a step is our bug; it leaves device
     and bookkeeping in an unknown state, so the engine refuses everything afterwards.
+
+    Args:
+        asynchronous: launch the next step before the last one's tokens reach the host, wherever
+            the requests allow it. Tokens are the same; a sequence that ends by a stop token or
+            string costs one row more.
     """
 
     def __init__(
@@ -42,11 +52,15 @@ class Engine:
         scheduler: Scheduler,
         runner: ModelRunner,
         output_processor: OutputProcessor,
+        *,
+        asynchronous: bool = False,
     ) -> None:
         self._input_processor = input_processor
         self._scheduler = scheduler
         self._runner = runner
         self._output_processor = output_processor
+        self._asynchronous = asynchronous
+        self._pending: tuple[SchedulerOutput, Any] | None = None  # launched, not finished
         self._failure: BaseException | None = None
 
     @property
@@ -74,13 +88,21 @@ class Engine:
         return None if request is None else self._output_processor.abort(request)
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; returns what became visible, empty if there is nothing to do."""
+        """Finishes one step; returns what became visible, empty if there is nothing to do.
+
+        With asynchronous stepping the next one is launched first and stays pending. When the last
+        request ends that step holds only rows nobody waits for: the next call finishes it, if
+        there is one, and drops its results.
+        """
         self._check_alive()
         try:
-            step = self._scheduler.schedule()
-            if step is None:
+            pending = self._pending or self._launch(self._scheduler.schedule())
+            if pending is None:
                 return []
-            output = self._runner.finish(self._runner.launch(step))
+            if self._asynchronous:
+                self._pending = self._launch(self._scheduler.schedule_ahead())
+            step, launched = pending
+            output = self._runner.finish(launched)
             return self._output_processor.process(self._scheduler.update(step, output))
         except BaseException as error:
             self._failure = error
@@ -104,6 +126,9 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         self._scheduler.reset_prefix_cache()
+
+    def _launch(self, step: SchedulerOutput | None) -> tuple[SchedulerOutput, Any] | None:
+        return None if step is None else (step, self._runner.launch(step))
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -7,13 +7,13 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hetero_llm.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.demo_models import ALIASES, demo_folder
 from hetero_llm.engine.block_manager import BlockManager
-from hetero_llm.engine.engine import Engine
+from hetero_llm.engine.engine import Engine, ModelRunner
 from hetero_llm.engine.input_processor import InputProcessor
 from hetero_llm.engine.output_processor import OutputProcessor, holds_stop
 from hetero_llm.engine.prefix_cache import PrefixCache
@@ -100,6 +100,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> BuiltEn
         scheduler,
         runner,
         OutputProcessor(tokenizer, scheduler.stop_sequence),
+        asynchronous=device.type == "cuda",
     )
     if not config.disable_log_stats:
         logger.info(
@@ -213,6 +214,7 @@ class _RunnerInputs:
     scheduler: SchedulerConfig
     cache: CacheConfig
     batch_invariant: bool
+    enforce_eager: bool
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -258,6 +260,10 @@ def _load_weights(
         from hetero_llm.cpu.fused import speed_up
 
         speed_up(model)
+    else:
+        from hetero_llm.gpu.fused import speed_up
+
+        speed_up(model)
     return model
 
 
@@ -269,7 +275,7 @@ def _build_runner(
     model_config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[TorchModelRunner, int]:
+) -> tuple[ModelRunner[Any], int]:
     """The runner with its KV cache, and the number of blocks."""
     from hetero_llm.runner.kv_cache import KVCacheShape
 
@@ -278,10 +284,17 @@ def _build_runner(
         model_config.num_kv_heads,
         model_config.head_dim,
         config.cache.block_size,
-        dtype,
+        _cache_dtype(config, dtype, device),
     )
     inputs = _RunnerInputs(
-        model, model_config, shape, device, scheduler_config, config.cache, config.batch_invariant
+        model,
+        model_config,
+        shape,
+        device,
+        scheduler_config,
+        config.cache,
+        config.batch_invariant,
+        config.enforce_eager,
     )
     _check_fixed_blocks(inputs)
     return _cuda_runner(inputs) if device.type == "cuda" else _cpu_runner(inputs)
@@ -316,17 +329,29 @@ def _cpu_runner(inputs: _RunnerInputs) -> tuple[TorchModelRunner, int]:
     return _torch_runner(inputs, cache, row_kernel), num_blocks
 
 
-def _cuda_runner(inputs: _RunnerInputs) -> tuple[TorchModelRunner, int]:
+def _cuda_runner(inputs: _RunnerInputs) -> tuple[ModelRunner[Any], int]:
     from hetero_llm.gpu.memory import build_runner, measure_room, too_small_error
+    from hetero_llm.gpu.model_runner import GpuModelRunner
     from hetero_llm.runner.kv_cache import PagedKVCache
 
-    def runner_with(num_blocks: int) -> TorchModelRunner:
-        return _torch_runner(inputs, PagedKVCache(inputs.shape, num_blocks, inputs.device), None)
+    def runner_with(num_blocks: int, graphs: bool) -> ModelRunner[Any]:
+        cache = PagedKVCache(inputs.shape, num_blocks, inputs.device)
+        if inputs.batch_invariant:
+            return _torch_runner(inputs, cache, None)
+        return GpuModelRunner(
+            inputs.model,
+            inputs.model_config,
+            cache,
+            max_num_seqs=inputs.scheduler.max_num_seqs,
+            max_model_len=inputs.scheduler.max_model_len,
+            max_num_batched_tokens=inputs.scheduler.max_num_batched_tokens,
+            graphs=graphs,
+        )
 
     room, num_blocks = None, inputs.cache.num_blocks
     if num_blocks is None:
         room = measure_room(
-            runner_with,
+            partial(runner_with, graphs=False),
             inputs.scheduler,
             inputs.shape,
             utilization=inputs.cache.memory_utilization,
@@ -335,7 +360,23 @@ def _cuda_runner(inputs: _RunnerInputs) -> tuple[TorchModelRunner, int]:
         num_blocks = room.pool_bytes // inputs.shape.block_bytes
         if num_blocks < inputs.blocks_per_sequence:
             raise too_small_error(num_blocks, inputs.scheduler, inputs.shape, room)
-    return build_runner(runner_with, num_blocks, inputs.shape, room), num_blocks
+    final = partial(runner_with, graphs=not inputs.enforce_eager)
+    return build_runner(final, num_blocks, inputs.shape, room), num_blocks
+
+
+def _cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    import torch
+
+    wanted = config.cache.dtype
+    if wanted == "auto":
+        return dtype
+    if device.type == "cpu":
+        raise ConfigError("kv_cache_dtype", wanted, "needs a GPU; use auto on a CPU")
+    if config.batch_invariant:
+        raise ConfigError(
+            "kv_cache_dtype", wanted, "cannot be combined with batch_invariant: use one of them"
+        )
+    return torch.float8_e4m3fn
 
 
 def _check_fixed_blocks(inputs: _RunnerInputs) -> None:

@@ -12,29 +12,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
 
 from hetero_llm.core.config import SchedulerConfig
 from hetero_llm.core.errors import PromptError, SamplingError
 from hetero_llm.core.request import FinishReason, Request, Sequence
-from hetero_llm.core.step import (
-    ModelRunnerOutput,
-    PromptRows,
-    SampleLogprobs,
-    SchedulerOutput,
-    SlotState,
-)
-from hetero_llm.engine.beam import (
-    BeamGroup,
-    Continuation,
-    Hypothesis,
-    advance,
-    candidates_needed,
-)
+from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
+from hetero_llm.engine.beam import BeamGroup
 from hetero_llm.engine.block_manager import BlockManager
+from hetero_llm.engine.in_flight import InFlight, pack
+from hetero_llm.engine.scheduler_beams import HoldsStop, best_sequences, grow_beams, open_group
 
 
 @dataclass(slots=True)
@@ -53,18 +40,25 @@ class SchedulerStats:
 class Scheduler:
     """Owns every request from `add_request` until it is finished.
 
+    A step is in flight from `schedule` to `update`; `schedule_ahead` makes one more meanwhile.
+    Steps run in the order they were made, so blocks that come back while a step in flight still
+    writes to them can be handed out at once: whoever gets them writes later. Such a stray row
+    writes at a position of its own sequence that no `update` will confirm. A block is published
+    only up to confirmed tokens, and shared either when published or by a fork, for which nothing
+    is in flight: so a stray row meets neither a published block nor one with another reader.
+
     Args:
         config: limits of a step.
         blocks: the KV pool; tables are named by slot.
-        holds_stop: whether the text of some tokens, the last one new, holds one of a request's
-            stop strings; asked by beam search alone, elsewhere the output processor looks.
+        holds_stop: asked by beam search alone; elsewhere the output processor looks for stop
+            strings.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
         blocks: BlockManager,
-        holds_stop: Callable[[Request, list[int]], bool] | None = None,
+        holds_stop: HoldsStop | None = None,
     ) -> None:
         self.stats = SchedulerStats()
         self._config = config
@@ -72,7 +66,6 @@ class Scheduler:
         self._holds_stop = holds_stop
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
-        self._by_slot: list[Sequence | None] = [None] * config.max_num_seqs
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._requests: dict[str, Request] = {}
         self._arrival: dict[str, int] = {}
@@ -80,6 +73,8 @@ class Scheduler:
         self._reserved: dict[str, list[int]] = {}  # slots of forks that are still to come
         self._beams: dict[str, BeamGroup] = {}
         self._admitted: list[SlotState] = []
+        self._in_flight: deque[InFlight] = deque()
+        self._num_synchronous = 0  # running sequences of requests that allow no step ahead
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -136,13 +131,7 @@ class Scheduler:
         if request.params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         if request.params.use_beam_search:
-            self._beams[request.request_id] = BeamGroup(
-                request.params.width,
-                sequence.num_prompt,
-                request.max_total_tokens,
-                request.params.length_penalty,
-                request.params.early_stopping,
-            )
+            self._beams[request.request_id] = open_group(request)
         self._requests[request.request_id] = request
         self._arrival[request.request_id] = self._num_arrived
         self._num_arrived += 1
@@ -167,11 +156,16 @@ class Scheduler:
     # -- one step ---------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
-        """Chooses the next step's rows and gives them KV blocks; None if nothing can run."""
+        """Chooses the next step's rows and gives them KV blocks; None if nothing can run.
+
+        For callers without a step in flight; the step is in flight afterwards.
+        """
+        assert not self._in_flight, "with a step in flight only schedule_ahead may be called"
         sequences: list[Sequence] = []
         counts: list[int] = []
         preemptions = self.stats.num_preemptions
         budget = self._schedule_running(sequences, counts)
+        assert budget is not None
         if preemptions == self.stats.num_preemptions:
             self._schedule_waiting(sequences, counts, budget)
         if not sequences:
@@ -181,42 +175,72 @@ class Scheduler:
             # group have the whole pool.
             self._preempt(self._running[-1])
             return self.schedule()
-        self.stats.num_steps += 1
-        return self._pack(sequences, counts)
+        return self._take_off(sequences, counts)
+
+    def schedule_ahead(self) -> SchedulerOutput | None:
+        """Chooses the step after the one in flight, whose tokens are not known here yet.
+
+        Those tokens are inputs by the name `LAST_DRAWN`. Sequences that end by their length with
+        the step in flight get no row, nor do those that it forks. One that ends by a stop token or
+        a stop string may get a stray row, whose result `update` drops.
+
+        Returns:
+            None if the step in flight has to be updated first: there is nothing to run without its
+            tokens, a request needs every token on the host (`Request.synchronous`), or blocks ran
+            out. Nobody is preempted on incomplete knowledge: the blocks of a sequence that the
+            step in flight ends may be enough, and the victim would lose the token it is drawing.
+        """
+        assert len(self._in_flight) == 1, "one step ahead of the one in flight, no more"
+        if self._num_synchronous:
+            return None
+        first = self._waiting[0].request if self._waiting else None
+        if first is not None and first.synchronous and self._has_slots_for(first):
+            return None
+        sequences: list[Sequence] = []
+        counts: list[int] = []
+        budget = self._schedule_running(sequences, counts)
+        if budget is None:
+            return None
+        self._schedule_waiting(sequences, counts, budget)
+        return self._take_off(sequences, counts) if sequences else None
 
     def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[Sequence]:
         """Applies a step's result: appends tokens, ends sequences, publishes full blocks.
+
+        Steps are updated in the order they were scheduled. Results of sequences that have ended
+        or left their slot since are dropped.
 
         Returns:
             Sequences that got a token or ended, in the order they were scheduled.
         """
         now = time.monotonic()
-        by_slot = self._by_slot
         size = self._config.block_size
+        flight = self._in_flight.popleft()
+        assert flight.step is step, "steps are updated in the order they were scheduled"
         touched: list[Sequence] = []
         groups: list[Request] = []
         first = 0
-        for slot, start, count, samples in zip(
-            step.slots.tolist(),
-            step.starts.tolist(),
-            step.counts.tolist(),
-            step.num_samples.tolist(),
+        for sequence, epoch, start, count, samples in zip(
+            flight.sequences,
+            flight.epochs,
+            flight.starts,
+            flight.counts,
+            flight.samples,
             strict=True,
         ):
-            sequence = by_slot[slot]
-            if sequence is None or sequence.num_computed != start:
-                first += samples  # aborted while the step ran
+            if sequence.epoch != epoch:
+                first += samples  # ended or lost its slot while the step was in flight
                 continue
-            end = start + count
-            sequence.num_computed = end
+            sequence.num_unknown -= samples
+            end = start + count  # all inputs before it are in token_ids by now
             if end // size > start // size:
-                self._blocks.commit(slot, sequence.token_ids, end)
+                self._blocks.commit(sequence.slot, sequence.token_ids, end)
             request = sequence.request
-            if output.prompt_logprobs and slot in output.prompt_logprobs:
+            if output.prompt_logprobs and sequence.slot in output.prompt_logprobs:
                 assert request.prompt_logprobs is not None
-                request.prompt_logprobs.extend(output.prompt_logprobs[slot])
-            if output.errors and slot in output.errors:
-                request.error = output.errors[slot]
+                request.prompt_logprobs.extend(output.prompt_logprobs[sequence.slot])
+            if output.errors and sequence.slot in output.errors:
+                request.error = output.errors[sequence.slot]
                 self._end_request(request, FinishReason.ERROR)
                 touched.extend(request.sequences)
             elif samples:
@@ -243,17 +267,24 @@ class Scheduler:
 
     # -- choosing rows ----------------------------------------------------------------------
 
-    def _schedule_running(self, sequences: list[Sequence], counts: list[int]) -> int:
+    def _schedule_running(self, sequences: list[Sequence], counts: list[int]) -> int | None:
+        """Returns the budget that is left; None if blocks ran out with a step in flight."""
         budget = self._config.max_num_batched_tokens
         running = self._running
         index = 0
         while index < len(running) and budget > 0:
             sequence = running[index]
             computed = sequence.num_computed
-            count = len(sequence.token_ids) - computed
+            known = len(sequence.token_ids)
+            unknown = sequence.num_unknown
+            count = known + unknown - computed
             if count > budget:
                 count = budget
-            if count == 0:  # a beam whose siblings are not done yet
+            # No row for a beam whose siblings are not done yet, nor while a step in flight forks
+            # the sequence or draws its last token.
+            if count == 0 or (
+                unknown and (unknown > 1 or known + unknown >= sequence.request.max_total_tokens)
+            ):
                 index += 1
                 continue
             if self._blocks.grow(sequence.slot, computed, computed + count):
@@ -262,6 +293,8 @@ class Scheduler:
                 budget -= count
                 index += 1
                 continue
+            if self._in_flight:
+                return None  # blocks taken above stay with their tables, which need them next
             self._preempt(running[-1])
             # A preempted beam takes its whole group along, members already chosen included.
             kept = [(s, c) for s, c in zip(sequences, counts, strict=True) if s.slot >= 0]
@@ -276,9 +309,9 @@ class Scheduler:
         while self._waiting and budget > 0:
             sequence = self._waiting[0]
             request = sequence.request
-            forks = 0 if len(request.sequences) > 1 else request.params.width - 1
-            if len(self._free_slots) < 1 + forks:
+            if not self._has_slots_for(request) or (self._in_flight and request.synchronous):
                 return
+            forks = _forks_to_come(request)
             slot = self._free_slots.pop()
             wants_prompt = request.prompt_logprobs is not None and (
                 len(request.prompt_logprobs) < sequence.num_prompt
@@ -300,6 +333,9 @@ class Scheduler:
             counts.append(count)
             budget -= count
 
+    def _has_slots_for(self, request: Request) -> bool:
+        return len(self._free_slots) > _forks_to_come(request)
+
     def _admit(self, sequence: Sequence, slot: int, cached: int) -> None:
         request = sequence.request
         self.stats.prefix_cache_queries += len(sequence.token_ids)
@@ -314,8 +350,8 @@ class Scheduler:
 
     def _bind(self, sequence: Sequence, slot: int) -> None:
         sequence.slot = slot
-        self._by_slot[slot] = sequence
         request = sequence.request
+        self._num_synchronous += request.synchronous
         self._admitted.append(
             SlotState(
                 slot,
@@ -351,48 +387,13 @@ class Scheduler:
             self._waiting.insert(position, sequence)
         self._return_reserved(request)
 
-    def _pack(self, sequences: list[Sequence], counts: list[int]) -> SchedulerOutput:
-        token_ids: list[int] = []
-        starts: list[int] = []
-        slots: list[int] = []
-        samples: list[int] = []
-        prompt_rows: list[PromptRows] = []
-        for index, sequence in enumerate(sequences):
-            start = sequence.num_computed
-            end = start + counts[index]
-            tokens = sequence.token_ids
-            starts.append(start)
-            slots.append(sequence.slot)
-            if end - start == 1:
-                token_ids.append(tokens[start])
-            else:
-                token_ids.extend(tokens[start:end])
-            request = sequence.request
-            if end < len(tokens):
-                samples.append(0)
-            elif len(request.sequences) == 1 and not request.params.use_beam_search:
-                samples.append(request.params.width)
-            else:
-                samples.append(1)
-            if request.prompt_logprobs is not None and start < sequence.num_prompt:
-                first = max(start, len(request.prompt_logprobs) - 1)
-                last = min(end, sequence.num_prompt - 1)
-                if first < last:
-                    prompt_rows.append(PromptRows(index, first - start, last - first))
-        changes = self._blocks.take_changes()
-        admitted = tuple(self._admitted)
+    def _take_off(self, sequences: list[Sequence], counts: list[int]) -> SchedulerOutput:
+        """Makes the step and notes it as in flight."""
+        flight = pack(sequences, counts, tuple(self._admitted), self._blocks.take_changes())
         self._admitted.clear()
-        return SchedulerOutput(
-            slots=np.array(slots, np.int32),
-            starts=np.array(starts, np.int32),
-            counts=np.array(counts, np.int32),
-            token_ids=np.array(token_ids, np.int32),
-            num_samples=np.array(samples, np.int32),
-            prompt_rows=tuple(prompt_rows),
-            admitted=admitted,
-            table_writes=np.array((changes.tables, changes.columns, changes.blocks), np.int32),
-            block_copies=np.array((changes.copy_from, changes.copy_to), np.int32),
-        )
+        self._in_flight.append(flight)
+        self.stats.num_steps += 1
+        return flight.step
 
     # -- applying results -------------------------------------------------------------------
 
@@ -409,14 +410,10 @@ class Scheduler:
                 sequence.cumulative_logprob += entry.drawn
                 if sequence.logprobs is not None:
                     sequence.logprobs.append(entry)
-        if token in request.end_ids and self._may_end(sequence, len(tokens)):
+        if token in request.end_ids and sequence.may_end(len(tokens)):
             self._finish(sequence, FinishReason.STOP, None if token in request.eos_ids else token)
         elif len(tokens) >= request.max_total_tokens:
             self._finish(sequence, FinishReason.LENGTH, None)
-
-    @staticmethod
-    def _may_end(sequence: Sequence, length: int) -> bool:
-        return length - sequence.num_prompt > sequence.request.params.min_tokens
 
     def _fork_samples(self, sequence: Sequence, samples: int) -> list[Sequence]:
         """Turns a prompt's one sequence into `samples` that share its KV."""
@@ -447,42 +444,15 @@ class Scheduler:
 
     def _advance_beams(self, request: Request) -> list[Sequence]:
         group = self._beams[request.request_id]
-        slots = self._reserved.pop(request.request_id, [])
         beams = [s for s in request.sequences if not s.finished]
-        candidates = [group.pending[s.index] for s in beams]
-        needed = candidates_needed(group.width, len(request.end_ids))
-        wanted = request.params.logprobs
-
-        def ends(item: Continuation) -> bool:
-            beam = beams[item.parent]
-            if not self._may_end(beam, len(beam.token_ids) + 1):
-                return False
-            if item.token in request.end_ids:
-                return True
-            if not request.params.stop:
-                return False
-            assert self._holds_stop is not None
-            return self._holds_stop(request, [*beam.output_ids, item.token])
-
-        def logprobs_of(item: Continuation) -> list[SampleLogprobs] | None:
-            before = beams[item.parent].logprobs
-            if before is None or wanted is None:
-                return None
-            top = candidates[item.parent][:wanted]
-            return [*before, SampleLogprobs(item.logprob, item.rank, top)]
-
-        chosen = advance(
-            group,
-            [(s.token_ids, s.cumulative_logprob) for s in beams],
-            [c[:needed] for c in candidates],
-            ends,
-            logprobs_of,
-        )
-        group.pending = {}
+        chosen = grow_beams(request, group, beams, self._holds_stop)
         if not chosen:
-            self._reserved[request.request_id] = slots
-            return self._end_beams(request, group, beams)
+            finished = best_sequences(request, group, beams)
+            self._end_request(request, FinishReason.STOP)
+            request.sequences = finished
+            return finished
         self.stats.generation_tokens += len(chosen)
+        slots = self._reserved.pop(request.request_id, [])
         parents = {item.parent for item in chosen}
         for index, beam in enumerate(beams):
             if index not in parents:
@@ -491,51 +461,21 @@ class Scheduler:
                 request.live -= 1
         used = {beams[parent].index for parent in parents}
         spare = [i for i in range(group.width) if i not in used]
-        grown: list[tuple[Sequence, int, float, list[SampleLogprobs] | None]] = []
+        grown: list[Sequence] = []
         seen: set[int] = set()
         for item in chosen:
             beam = beams[item.parent]
             if item.parent in seen:
                 beam = self._fork(beam, spare.pop(0), slots.pop())
             seen.add(item.parent)
-            grown.append((beam, item.token, item.score, logprobs_of(item)))
-        for beam, token, score, logprobs in grown:  # after all forks, which copy the parent
-            beam.token_ids.append(token)
-            beam.cumulative_logprob = score
-            beam.logprobs = logprobs
+            grown.append(beam)
+        for beam, item in zip(grown, chosen, strict=True):  # after all forks: those copy the parent
+            beam.token_ids.append(item.token)
+            beam.cumulative_logprob = item.score
+            beam.logprobs = item.logprobs
         if slots:
             self._reserved[request.request_id] = slots
-        return [beam for beam, *_ in grown]
-
-    def _end_beams(
-        self, request: Request, group: BeamGroup, beams: list[Sequence]
-    ) -> list[Sequence]:
-        """Replaces the live beams by the best finished hypotheses."""
-        hypotheses = list(group.hypotheses)
-        if len(hypotheses) < request.params.n:  # the search stopped before enough had ended
-            hypotheses += [
-                Hypothesis(s.token_ids, s.cumulative_logprob, s.cumulative_logprob, s.logprobs)
-                for s in sorted(beams, key=lambda s: -s.cumulative_logprob)
-            ]
-        finished: list[Sequence] = []
-        for index, hypothesis in enumerate(hypotheses[: request.params.n]):
-            last = hypothesis.token_ids[-1]
-            ended = last in request.end_ids
-            finished.append(
-                Sequence(
-                    request,
-                    index,
-                    hypothesis.token_ids,
-                    beams[0].num_prompt,
-                    cumulative_logprob=hypothesis.score,
-                    logprobs=hypothesis.record,
-                    finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH,
-                    stop_reason=last if ended and last not in request.eos_ids else None,
-                )
-            )
-        self._end_request(request, FinishReason.STOP)
-        request.sequences = finished
-        return finished
+        return grown
 
     # -- ending -----------------------------------------------------------------------------
 
@@ -573,8 +513,10 @@ class Scheduler:
         """Gives the blocks back and leaves the running list; returns the slot, now unused."""
         slot = sequence.slot
         self._blocks.close(slot)
-        self._by_slot[slot] = None
+        self._num_synchronous -= sequence.request.synchronous
         sequence.slot = -1
+        sequence.epoch += 1
+        sequence.num_unknown = 0
         self._running.remove(sequence)
         return slot
 
@@ -585,9 +527,23 @@ class Scheduler:
         reserved = [slot for slots in self._reserved.values() for slot in slots]
         everything = sorted(held + reserved + self._free_slots)
         assert everything == list(range(self._config.max_num_seqs)), "a slot was lost or doubled"
-        assert all(self._by_slot[s.slot] is s for s in self._running)
+        assert self._num_synchronous == sum(s.request.synchronous for s in self._running)
+        expected: dict[int, int] = {}
+        for flight in self._in_flight:
+            for s, epoch, samples in zip(
+                flight.sequences, flight.epochs, flight.samples, strict=True
+            ):
+                if s.epoch == epoch:
+                    expected[id(s)] = expected.get(id(s), 0) + samples
+        assert all(s.num_unknown == expected.get(id(s), 0) for s in self._running)
+        assert all(s.num_unknown == 0 for s in self._waiting)
         live = [s for r in self._requests.values() for s in r.sequences if not s.finished]
         assert {id(s) for s in live} == {id(s) for s in (*self._running, *self._waiting)}
         assert all(
             r.live == sum(not s.finished for s in r.sequences) for r in self._requests.values()
         )
+
+
+def _forks_to_come(request: Request) -> int:
+    """Slots that admission reserves beside the sequence's own."""
+    return 0 if len(request.sequences) > 1 else request.params.width - 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_llm.gpu.kernels.paged_attention import PIECE_FIELDS, WORK_FIELDS
+from hetero_llm.gpu.kernels.paged_attention import CUT_ROW_FIELDS, WORK_FIELDS
 
 _WAVES = (1, 2, 3, 4, 6)
 _GOOD_ENOUGH = 1.05  # times the even share
@@ -42,7 +42,7 @@ def plan_work(
     window: int | None,
     limits: PlanLimits,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The items of a step, pieces as equal as can be, and what the merge needs of each row.
+    """The items of a step, pieces as equal as can be, and the rows of tiles that are cut.
 
     Args:
         slots, starts, counts, first_rows: [S] int32 of sequences with at least one row: slot, keys
@@ -51,7 +51,7 @@ def plan_work(
         window: as in the kernel.
 
     Returns:
-        [W, 8] int32, see `WORK_FIELDS`; [T, 3] int32, see `PIECE_FIELDS`.
+        [W, 8] int32, see `WORK_FIELDS`; [C, 4] int32, see `CUT_ROW_FIELDS`.
     """
     per_sequence = -(-counts // limits.tile_rows)
     if len(counts) == int(per_sequence.sum()):
@@ -81,7 +81,7 @@ def plan_work(
     size = -(-steps // pieces)
     pieces = -(-steps // size)  # rounding up may have left the last piece empty
     items = _items(slot, row, rows, begin, end, size * step, pieces)
-    return items, _row_pieces(row, rows, pieces)
+    return items, _cut_rows(row, rows, pieces)
 
 
 def _cut(steps: np.ndarray, limits: PlanLimits) -> np.ndarray:
@@ -140,18 +140,16 @@ def _items(
     return items
 
 
-def _row_pieces(row: np.ndarray, rows: np.ndarray, pieces: np.ndarray) -> np.ndarray:
-    total = int(row[-1] + rows[-1])
-    merged = np.zeros((total, PIECE_FIELDS), np.int32)
-    if int(pieces.max()) == 1:
-        return merged
-    tile = np.repeat(np.arange(len(rows)), rows)
-    within = np.arange(len(tile)) - np.repeat(np.cumsum(rows) - rows, rows)
-    index = row[tile] + within
-    merged[index, 0] = _first_pieces(pieces)[tile]
-    merged[index, 1] = np.where(pieces > 1, pieces, 0)[tile]
-    merged[index, 2] = within
-    return merged
+def _cut_rows(row: np.ndarray, rows: np.ndarray, pieces: np.ndarray) -> np.ndarray:
+    cut = np.flatnonzero(pieces > 1)
+    if len(cut) == 0:
+        return np.zeros((0, CUT_ROW_FIELDS), np.int32)
+    each = rows[cut]
+    tile = np.repeat(cut, each)
+    within = np.arange(len(tile)) - np.repeat(np.cumsum(each) - each, each)
+    return np.stack(
+        (row[tile] + within, _first_pieces(pieces)[tile], pieces[tile], within), axis=1
+    ).astype(np.int32)
 
 
 def _first_pieces(pieces: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hetero_llm.core.step import (
+    LAST_DRAWN,
     ModelRunnerOutput,
     PromptRows,
     SampleLogprobs,
@@ -19,6 +20,7 @@ from hetero_llm.core.step import (
     SlotState,
 )
 from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.layers import CausalLM
 from hetero_llm.runner.attention import RowKernel, TorchPagedAttention
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.sampling.sampler import LogprobTensors, Sampler, SampleResult, token_logprobs
@@ -51,7 +53,7 @@ class TorchModelRunner:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: CausalLM,
         config: ModelConfig,
         cache: PagedKVCache,
         *,
@@ -70,6 +72,7 @@ class TorchModelRunner:
         columns = -(-max_model_len // cache.shape.block_size)
         self._tables = np.zeros((max_num_seqs, columns), np.int32)
         self._sampler = Sampler(max_num_seqs, config.vocab_size, device)
+        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._prompts: dict[int, SlotState] = {}  # of slots that want prompt_logprobs
 
     @torch.inference_mode()
@@ -81,17 +84,22 @@ class TorchModelRunner:
         sequence_of = np.repeat(np.arange(len(slots)), counts)
         positions = np.arange(len(sequence_of)) - np.repeat(firsts - starts, counts)
         if self._sampler.has_history:
-            self._observe(step, firsts)
+            observe_inputs(self._sampler, step)
         tables = self._tables[slots]
         blocks = tables[sequence_of, positions // self._cache.shape.block_size]
         attend = self._attention.plan(starts, counts, tables, positions, blocks)
         hidden = self._model(
-            self._to_device(step.token_ids.astype(np.int64)),
+            self._input_tokens(step, sequence_of),
             self._to_device(positions),
             attend,
         )
         prompt_logprobs = [
-            (int(slots[rows.index]), self._prompt_logprobs(step, rows, hidden, firsts))
+            (
+                int(slots[rows.index]),
+                prompt_row_logprobs(
+                    self._model, hidden, step, rows, self._prompts[int(slots[rows.index])]
+                ),
+            )
             for rows in step.prompt_rows
         ]
         sampled = np.flatnonzero(step.num_samples)
@@ -104,21 +112,15 @@ class TorchModelRunner:
                 starts[sampled] + counts[sampled],
                 step.num_samples[sampled],
             )
+            # Of several draws of a slot any may stay: the sequence forks before it goes on.
+            owners = np.repeat(slots[sampled], step.num_samples[sampled]).astype(np.int64)
+            self._last_tokens[self._to_device(owners)] = drawn.token_ids
         return PendingStep(step, drawn, prompt_logprobs)
 
     def finish(self, pending: PendingStep) -> ModelRunnerOutput:
         """Waits for a launched step and returns its results as plain data."""
-        prompt_logprobs = {slot: rows.to_host() for slot, rows in pending.prompt_logprobs}
-        drawn = pending.drawn
-        if drawn is None:
-            return ModelRunnerOutput([], None, prompt_logprobs, {})
-        token_ids = drawn.token_ids.tolist()
-        logprobs: list[SampleLogprobs | None] | None = None
-        if drawn.logprobs is not None:
-            logprobs = [None] * len(token_ids)
-            for row, entry in zip(drawn.logprob_rows, drawn.logprobs.to_host(), strict=True):
-                logprobs[row] = entry
-        return ModelRunnerOutput(token_ids, logprobs, prompt_logprobs, drawn.errors)
+        token_ids = [] if pending.drawn is None else pending.drawn.token_ids.tolist()
+        return plain_output(token_ids, pending)
 
     def _apply_changes(self, step: SchedulerOutput) -> None:
         for state in step.admitted:
@@ -132,36 +134,65 @@ class TorchModelRunner:
         if copies.shape[1]:
             self._cache.copy_blocks(list(zip(*copies.tolist(), strict=True)))
 
-    def _observe(self, step: SchedulerOutput, firsts: np.ndarray) -> None:
-        single = np.flatnonzero(step.counts == 1)
-        for slot, position, token_id in zip(
-            step.slots[single].tolist(),
-            step.starts[single].tolist(),
-            step.token_ids[firsts[single]].tolist(),
-            strict=True,
-        ):
-            self._sampler.observe(slot, position, token_id)
-
-    def _prompt_logprobs(
-        self, step: SchedulerOutput, rows: PromptRows, hidden: torch.Tensor, firsts: np.ndarray
-    ) -> LogprobTensors:
-        """Log-probability of the prompt token that follows each of the wanted rows."""
-        state = self._prompts[int(step.slots[rows.index])]
-        following = int(step.starts[rows.index]) + rows.first + 1
-        targets = torch.tensor(
-            state.token_ids[following : following + rows.count], device=self._device
-        )
-        begin = int(firsts[rows.index]) + rows.first
-        wanted = state.num_prompt_logprobs
-        parts = []
-        for low in range(0, rows.count, _PROMPT_LOGPROB_ROWS):
-            high = min(low + _PROMPT_LOGPROB_ROWS, rows.count)
-            logits = self._model.logits(hidden[begin + low : begin + high]).float()
-            parts.append(token_logprobs(logits, targets[low:high], [wanted] * (high - low)))
-        return _joined(parts)
+    def _input_tokens(self, step: SchedulerOutput, sequence_of: np.ndarray) -> torch.Tensor:
+        """The rows' tokens [T] int64, those last drawn taken from the device."""
+        token_ids = self._to_device(step.token_ids.astype(np.int64))
+        if (step.token_ids == LAST_DRAWN).any():
+            owners = self._to_device(step.slots[sequence_of].astype(np.int64))
+            token_ids = torch.where(token_ids == LAST_DRAWN, self._last_tokens[owners], token_ids)
+        return token_ids
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def plain_output(token_ids: list[int], pending: PendingStep) -> ModelRunnerOutput:
+    """A finished step's results; the drawn tokens are on the host already."""
+    prompt_logprobs = {slot: rows.to_host() for slot, rows in pending.prompt_logprobs}
+    drawn = pending.drawn
+    if drawn is None:
+        return ModelRunnerOutput(token_ids, None, prompt_logprobs, {})
+    logprobs: list[SampleLogprobs | None] | None = None
+    if drawn.logprobs is not None:
+        logprobs = [None] * len(token_ids)
+        for row, entry in zip(drawn.logprob_rows, drawn.logprobs.to_host(), strict=True):
+            logprobs[row] = entry
+    return ModelRunnerOutput(token_ids, logprobs, prompt_logprobs, drawn.errors)
+
+
+def observe_inputs(sampler: Sampler, step: SchedulerOutput) -> None:
+    """Tells the sampler the input tokens of decoding sequences, for processors that look back."""
+    single = np.flatnonzero(step.counts == 1)
+    firsts = np.cumsum(step.counts) - step.counts
+    for slot, position, token_id in zip(
+        step.slots[single].tolist(),
+        step.starts[single].tolist(),
+        step.token_ids[firsts[single]].tolist(),
+        strict=True,
+    ):
+        sampler.observe(slot, position, token_id)
+
+
+def prompt_row_logprobs(
+    model: CausalLM, hidden: torch.Tensor, step: SchedulerOutput, rows: PromptRows, state: SlotState
+) -> LogprobTensors:
+    """Log-probability of the prompt token that follows each of the wanted rows.
+
+    Args:
+        hidden: [T, hidden] of the step. state: of the rows' slot.
+    """
+    following = int(step.starts[rows.index]) + rows.first + 1
+    targets = torch.tensor(
+        state.token_ids[following : following + rows.count], device=hidden.device
+    )
+    begin = int(step.counts[: rows.index].sum()) + rows.first
+    wanted = state.num_prompt_logprobs
+    parts = []
+    for low in range(0, rows.count, _PROMPT_LOGPROB_ROWS):
+        high = min(low + _PROMPT_LOGPROB_ROWS, rows.count)
+        logits = model.logits(hidden[begin + low : begin + high]).float()
+        parts.append(token_logprobs(logits, targets[low:high], [wanted] * (high - low)))
+    return _joined(parts)
 
 
 def _joined(parts: list[LogprobTensors]) -> LogprobTensors:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hetero_llm.core.step import SampleLogprobs, SlotState
+from hetero_llm.core.step import SampleLogprobs, SlotState, has_penalties, looks_back
 from hetero_llm.sampling import processors
 from hetero_llm.sampling.noise import gumbel_noise, signed_seed
 
@@ -120,7 +120,7 @@ class Sampler:
         self._num_logprobs[slot] = _NO_LOGPROBS if wanted is None else wanted
         self._processed_logprobs[slot] = params.use_beam_search
         self._history.pop(slot, None)
-        if _looks_back(state):
+        if looks_back(params, state.banned_end_ids, state.bad_word_ids):
             self._history[slot] = self._new_history(state)
 
     def observe(self, slot: int, position: int, token_id: int) -> None:
@@ -132,6 +132,12 @@ class Sampler:
                 assert history.output_counts is not None
                 history.seen[token_id] = True
                 history.output_counts[token_id] += 1
+
+    def is_plain(self, slots: np.ndarray) -> bool:
+        """Whether these slots need nothing but temperature, thresholds and noise."""
+        if self._history and not self._history.keys().isdisjoint(slots.tolist()):
+            return False
+        return bool((self._num_logprobs[slots] == _NO_LOGPROBS).all())
 
     @property
     def has_history(self) -> bool:
@@ -226,7 +232,7 @@ class Sampler:
 
     def _new_history(self, state: SlotState) -> _History:
         history = _History(state, list(state.token_ids))
-        if _has_penalties(state):
+        if has_penalties(state.params):
             everything = torch.tensor(history.token_ids, device=self._device)
             history.seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
             history.seen[everything] = True
@@ -259,24 +265,3 @@ def _process_row(logits: torch.Tensor, history: _History) -> torch.Tensor:
         assert history.output_counts is not None
         processors.apply_penalties(logits, params, history.seen, history.output_counts)
     return logits
-
-
-def _has_penalties(state: SlotState) -> bool:
-    params = state.params
-    return bool(
-        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-    )
-
-
-def _looks_back(state: SlotState) -> bool:
-    """Whether any processor but temperature and top-k/top-p/min-p applies to the slot."""
-    params = state.params
-    return bool(
-        params.logits_processors
-        or params.allowed_token_ids is not None
-        or state.bad_word_ids
-        or params.no_repeat_ngram_size
-        or (params.min_tokens and state.banned_end_ids)
-        or params.logit_bias
-        or _has_penalties(state)
-    )

@@ -255,8 +255,7 @@ class TestStatus:
                 return super().__getitem__(name)
 
         EngineConfig.from_args(Recorder(resolve()))
-        # Both accepted values mean the same, and there are no graphs to switch off.
-        nothing_to_do = {"config_format", "enforce_eager"}
+        nothing_to_do = {"config_format"}  # both accepted values mean the same
         assert {spec.name for spec in with_status(Status.EFFECTIVE)} == read | nothing_to_do
 
     @pytest.mark.parametrize("spec", with_status(Status.OBSOLETE), ids=lambda spec: spec.name)

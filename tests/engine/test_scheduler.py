@@ -12,6 +12,7 @@ from hetero_llm.core.sampling_params import SamplingParams
 from tests.engine.harness import (
     EOS,
     VOCAB,
+    AsyncStepper,
     expected_output,
     make_request,
     make_scheduler,
@@ -204,9 +205,10 @@ def _params(kind: str, max_tokens: int) -> SamplingParams:
     num_blocks=st.integers(18, 40),
     budget=st.integers(6, 40),
     prefix_caching=st.booleans(),
+    asynchronous=st.booleans(),
 )
 def test_random_traffic_leaks_nothing(
-    traffic: list, num_blocks: int, budget: int, prefix_caching: bool
+    traffic: list, num_blocks: int, budget: int, prefix_caching: bool, asynchronous: bool
 ) -> None:
     scheduler, blocks, runner = make_scheduler(
         num_blocks=num_blocks,
@@ -230,20 +232,28 @@ def test_random_traffic_leaks_nothing(
         arrivals.setdefault(at, []).append(request)
         if abort_after is not None:
             aborts.setdefault(at + abort_after, []).append(request.request_id)
+    stepper = AsyncStepper(scheduler, runner)
     for now in range(4000):
         for request in arrivals.pop(now, ()):
             scheduler.add_request(request)
         for request_id in aborts.pop(now, ()):
             scheduler.abort(request_id)
-        step = scheduler.schedule()
-        if step is not None:
-            scheduler.update(step, runner.run(step))
+        if asynchronous:
+            stepped = stepper.step()
+        else:
+            step = scheduler.schedule()
+            stepped = step is not None
+            if step is not None:
+                scheduler.update(step, runner.run(step))
         scheduler.check_integrity()
-        if step is None and scheduler.num_unfinished == 0 and not arrivals:
+        if not stepped and scheduler.num_unfinished == 0 and not arrivals:
             break
     assert scheduler.num_unfinished == 0
     assert blocks.num_free == blocks.num_blocks
     assert runner.max_rows <= budget
+    if not any(request.params.use_beam_search for request, _ in requests):
+        generated = sum(len(s.output_ids) for r, _ in requests for s in r.sequences)
+        assert scheduler.stats.generation_tokens == generated
     for request, abort_after in requests:
         assert all(s.finished for s in request.sequences)
         if abort_after is None and not request.params.use_beam_search:

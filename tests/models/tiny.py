@@ -60,6 +60,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
             "mha": {**_GATED, "num_key_value_heads": 4},
             "mqa": {**_GATED, "num_key_value_heads": 1},
             "wide_heads": {**_GATED, "head_dim": 12},
+            "heads_of_16": {**_GATED, "head_dim": 16},
             "biases": {**_GATED, "attention_bias": True, "mlp_bias": True},
             "tied": {**_GATED, "tie_word_embeddings": True},
             "llama3": {**_GATED, **_LLAMA3},
@@ -124,6 +125,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
         "ForCausalLM",
         {
             "pre_norm": _OPT,
+            "heads_of_16": {**_OPT, "hidden_size": 64, "word_embed_proj_dim": 64},
             "post_norm": {**_OPT, "do_layer_norm_before": False},
             "projections": {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 20},
             "no_final_norm": {**_OPT, "_remove_final_layer_norm": True},

@@ -32,14 +32,15 @@ WORK_FIELDS = 8
 """int32 fields of a work item: slot, first row, rows, key begin, key end, piece (index among all
 pieces of cut tiles; -1: the tile is whole), two unused that align it."""
 
-PIECE_FIELDS = 3
-"""int32 fields of a row in `Work.pieces`: its tile's first piece, the tile's pieces (0: whole), the
+CUT_ROW_FIELDS = 4
+"""int32 fields of a row whose tile is cut: row, the tile's first piece, the tile's pieces, the
 row's index in the tile."""
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 TREE_NODES = 64
 _LOG2_E = 1.4426950408889634
 _MERGED_AT_ONCE = 16
+_MERGING_PROGRAMS = 16  # for each head: a step that cuts nothing launches few for nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,12 @@ class RowMasks:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The step's work list on the device: items [W, 8] int32, count [1] int32 (items in use),
-    pieces [T, 3] int32 for the merge, rows that no item covers having 0 pieces."""
+    """The step's work list on the device, int32: items [W, 8]; cut_rows [C, 4]; counts [2], how
+    many of each are in use."""
 
     items: torch.Tensor
-    count: torch.Tensor
-    pieces: torch.Tensor
+    cut_rows: torch.Tensor
+    counts: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +114,23 @@ def _prefetch(pointers, LINES: tl.constexpr):
 
 @triton.jit
 def _merge(
-    out_ptr, sums_ptr, states_ptr, piece_ptr, out_stride,
+    out_ptr, sums_ptr, states_ptr, cut_ptr, count_ptr, out_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     TILE_M: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row and query head: joins the pieces of its tile, WIDE at a time, by log-sum-exp."""
-    row = tl.program_id(0).to(tl.int64)
+    """Rows with a stride, one query head: joins the pieces of the row's tile by log-sum-exp, WIDE
+    at a time."""
+    total = tl.load(count_ptr + 1)
     q_head = tl.program_id(1)
-    first_piece = tl.load(piece_ptr + row * 3)
-    pieces = tl.load(piece_ptr + row * 3 + 1)
-    line = tl.load(piece_ptr + row * 3 + 2) * GROUP + q_head % GROUP
+    wide = tl.arange(0, WIDE)
+    dims = tl.arange(0, PADDED)
     wait_for_inputs(PDL)
     let_next_start(PDL)
-    if pieces > 1:
-        wide = tl.arange(0, WIDE)
-        dims = tl.arange(0, PADDED)
+    for index in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+        row = tl.load(cut_ptr + index * 4).to(tl.int64)
+        first_piece = tl.load(cut_ptr + index * 4 + 1)
+        pieces = tl.load(cut_ptr + index * 4 + 2)
+        line = tl.load(cut_ptr + index * 4 + 3) * GROUP + q_head % GROUP
         highest = float("-inf")
         weight = 0.0
         acc = tl.zeros((PADDED,), tl.float32)
@@ -289,7 +292,10 @@ def paged_attention(
     assert key_cache.stride() == value_cache.stride() and key_cache.stride(3) == 1
     assert key_cache.dtype in (q.dtype, torch.float8_e4m3fn) and tables.dtype == torch.int32
     assert work.items.shape[1] == WORK_FIELDS and work.items.is_contiguous()
-    assert workspace.sums.shape[1:3] == (kv_heads, tile.rows) and dim in HEAD_DIMS
+    assert work.cut_rows.shape[1] == CUT_ROW_FIELDS and work.cut_rows.is_contiguous()
+    assert (
+        workspace.sums.shape[1:3] == (kv_heads, tile.rows) and MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM
+    )
     group = num_heads // kv_heads
     assert group <= tile.rows
     if out is None:
@@ -306,7 +312,7 @@ def paged_attention(
         rows.positions,
         rows.positions if ancestors is None else ancestors,
         work.items,
-        work.count,
+        work.counts,
         workspace.sums,
         workspace.states,
         q.stride(0),
@@ -332,11 +338,12 @@ def paged_attention(
         num_stages=tile.num_stages,
         **pdl_options(q.device),
     )
-    _merge[(num_rows, num_heads)](
+    _merge[(min(num_rows, _MERGING_PROGRAMS), num_heads)](
         out,
         workspace.sums,
         workspace.states,
-        work.pieces,
+        work.cut_rows,
+        work.counts,
         out.stride(0),
         KV_HEADS=kv_heads,
         GROUP=group,

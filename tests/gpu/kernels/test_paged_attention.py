@@ -88,7 +88,7 @@ def check(case: Case, device: torch.device, seed: int = 0) -> None:
         torch.from_numpy(signed).to(device) if has_tree else None,
     )
     group = case.heads // case.kv_heads
-    work, pieces = plan_work(
+    work, cut_rows = plan_work(
         slots,
         starts,
         counts,
@@ -114,14 +114,14 @@ def check(case: Case, device: torch.device, seed: int = 0) -> None:
     device_tables = torch.from_numpy(tables).to(device)
     spare = np.zeros((3, 8), np.int32)
     items = torch.from_numpy(np.concatenate([work, spare])).to(device)
-    count = torch.tensor([len(work)], dtype=torch.int32, device=device)
+    count = torch.tensor([len(work), len(cut_rows)], dtype=torch.int32, device=device)
     paged_attention(
         q,
         k,
         v,
         device_tables,
         rows,
-        Work(items, count, torch.from_numpy(pieces).to(device)),
+        Work(items, torch.from_numpy(cut_rows).to(device), count),
         workspace,
         TileShape(case.tile_rows, case.keys, 4, 2, 1),
         scale=case.dim**-0.5,

@@ -1,0 +1,56 @@
+"""Captured steps: one CUDA graph for each bucket of rows, replayed with new inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+K = TypeVar("K")
+
+MAX_GRAPH_ROWS = 512
+
+
+def row_buckets(limit: int) -> tuple[int, ...]:
+    """Row counts that are captured, ascending: padding wastes at most a seventh from 64 rows on.
+
+    Args:
+        limit: most rows that a step can have; the last bucket holds it (or `MAX_GRAPH_ROWS`).
+    """
+    buckets = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
+    buckets += range(320, MAX_GRAPH_ROWS + 1, 64)
+    enough = next((i for i, bucket in enumerate(buckets) if bucket >= limit), len(buckets) - 1)
+    return tuple(buckets[: enough + 1])
+
+
+class GraphSet(Generic[K]):
+    """Graphs by key, in one memory pool: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[K, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def capture(self, key: K, body: Callable[[], None]) -> None:
+        """Runs `body` once so that its kernels are compiled and loaded, then captures it.
+
+        `body` must read its inputs and leave its results in tensors that live on.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            body()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            body()
+        self._graphs[key] = graph
+
+    def replay(self, key: K) -> None:
+        self._graphs[key].replay()
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._graphs
+
+    def __len__(self) -> int:
+        return len(self._graphs)

@@ -1,0 +1,483 @@
+"""Matrix products of few rows: y = x @ weight^T + bias at the speed at which weights are read.
+
+A decode step reads every weight once for a handful of rows, so a product is as fast as its reads.
+Two kernels, both over tiles of `BLOCK_N` output features:
+
+- `vector_product_kernel`, one row: multiplies and sums in fp32 outside the tensor cores. A tile is
+  loaded into registers as soon as the one before is summed, and many small programs per
+  multiprocessor keep enough bytes in flight; the first tile is loaded before the wait for the
+  kernel before.
+- `matrix_product_kernel`, up to 64 rows: the weight tile is the left operand of the tensor cores
+  and the few rows are the right one ("swap AB"), so that no more than the rows' padding to 8 is
+  wasted, with a software pipeline of asynchronous copies.
+
+Both may split K among programs. Partial sums in fp32 go to memory, and the program that arrives
+last at a tile adds them up in the order of the splits, so a result does not depend on timing (the
+merge of "stream-K" products, Osama et al. 2023, with the last program instead of the first).
+
+Before the wait for the kernel before (see `launch`), programs may also ask for their first weights
+to be brought into L2. So that kernel must not be one that writes the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hetero_llm.gpu.kernels.launch import INTERPRETED, let_next_start, pdl_options, wait_for_inputs
+
+MAX_ROWS = 64
+"""More rows than this go to the library."""
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_MAX_TILES = 1 << 16  # tiles of a product with split K: the length of the counters
+_INTERPRETED = tl.constexpr(INTERPRETED)  # there tl.dot takes the bits of bf16 for integers
+_GROUP = 8  # elements of 16 bits in one 16-byte load
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallConfig:
+    """How one product is launched. Sizes in elements.
+
+    Attributes:
+        block_m: Rows padded to this; 1 picks the vector kernel.
+        block_n: Output features of a program.
+        block_k: Inputs read at a time.
+        split_k: Programs that share one tile of features.
+        num_warps: Warps of a program.
+        num_stages: Depth of the pipeline through shared memory; the vector kernel holds its tiles
+            in registers when it is 1.
+        prefetch: Weights of each feature that are asked for in L2 before the wait, after those
+            that are loaded there; 0 is none. A power of two from 64 on.
+        evict_first: Weights are the first to leave L2.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    split_k: int = 1
+    num_warps: int = 4
+    num_stages: int = 1
+    prefetch: int = 0
+    evict_first: bool = True
+
+    @property
+    def loads_early(self) -> bool:
+        """The first tile is in registers before the wait."""
+        return self.block_m == 1 and self.num_stages == 1
+
+    def fits(self, m: int, n: int, k: int) -> bool:
+        """Whether an [m, k] x [n, k] product can be launched so."""
+        last_share = k - _steps_per_split(k, self) * self.block_k * (self.split_k - 1)
+        loaded = self.block_k if self.loads_early else 0
+        return (
+            0 < m <= self.block_m
+            and k % 16 == 0
+            and last_share > 0
+            and (self.prefetch == 0 or loaded + self.prefetch <= last_share)
+            and (self.split_k == 1 or triton.cdiv(n, self.block_n) <= _MAX_TILES)
+        )
+
+
+def _steps_per_split(k: int, config: SmallConfig) -> int:
+    return triton.cdiv(triton.cdiv(k, config.block_k), config.split_k)
+
+
+@triton.jit
+def _load_weight(
+    weight, features, columns, n, k, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr
+):
+    """[features, columns] of the weight; zeros outside of it."""
+    pointers = weight + features.to(tl.int64)[:, None] * k + columns[None, :]
+    if EVEN_N and EVEN_K:
+        return tl.load(pointers, eviction_policy=EVICT)
+    else:
+        inside = (features < n)[:, None] & (columns < k)[None, :]
+        return tl.load(pointers, mask=inside, other=0, eviction_policy=EVICT)
+
+
+@triton.jit
+def _prefetch_weight(weight, features, start, n, k, PIECES: tl.constexpr, PREFETCH: tl.constexpr):
+    """Asks for weight[features, start : start + PREFETCH] in L2, one request per thread."""
+    BYTES: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+    offsets = tl.minimum(features, n - 1).to(tl.int64)[:, None] * k + start
+    pieces = tl.arange(0, PIECES) * (PREFETCH // PIECES)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r",
+        [weight + (offsets + pieces[None, :]), PREFETCH // PIECES * BYTES],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _store_output(y, sums, bias, features, rows, m, n, HAS_BIAS: tl.constexpr):
+    """y[rows, features] = sums [features, rows] + bias."""
+    if HAS_BIAS:
+        sums += tl.load(bias + features, mask=features < n, other=0.0).to(tl.float32)[:, None]
+    inside = (features < n)[:, None] & (rows < m)[None, :]
+    pointers = y + rows.to(tl.int64)[None, :] * n + features[:, None]
+    tl.store(pointers, sums.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _finish(
+    sums,
+    y,
+    bias,
+    partials,
+    counters,
+    features,
+    rows,
+    m,
+    n,
+    HAS_BIAS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Writes `sums` [BLOCK_N, BLOCK_M] out; of a split product, its last program merges first."""
+    if SPLIT_K == 1:
+        _store_output(y, sums, bias, features, rows, m, n, HAS_BIAS)
+    else:
+        tile = tl.program_id(0)
+        one = BLOCK_N * BLOCK_M
+        inner = tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
+        shares = partials + tile.to(tl.int64) * (SPLIT_K * one) + inner
+        tl.store(shares + tl.program_id(1) * one, sums)
+        # All threads' stores come before the release of the one thread that counts.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLIT_K - 1:
+            merged = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for share in tl.static_range(SPLIT_K):
+                merged += tl.load(shares + share * one, cache_modifier=".cg")
+            tl.store(counters + tile, 0)
+            _store_output(y, merged, bias, features, rows, m, n, HAS_BIAS)
+
+
+@triton.jit
+def _unpack(pairs, DTYPE: tl.constexpr):
+    """fp32 values of the even and of the odd neighbours, packed two by two in int32."""
+    if tl.bfloat16 == DTYPE:
+        even = (pairs << 16).to(tl.float32, bitcast=True)
+        odd = (pairs & -65536).to(tl.float32, bitcast=True)
+    else:
+        even = pairs.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        odd = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return even, odd
+
+
+@triton.jit
+def _add_products(sums, w, x, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr, DTYPE: tl.constexpr):
+    """sums [BLOCK_N, PAIRS / 4] + products of w [BLOCK_N, PAIRS] and x [PAIRS], summed by eight.
+
+    Eight neighbours lie in one thread; what is left is added across threads once, at the end.
+    """
+    w_even, w_odd = _unpack(w, DTYPE)
+    x_even, x_odd = _unpack(x, DTYPE)
+    products = w_even * x_even[None, :] + w_odd * x_odd[None, :]
+    return sums + tl.sum(tl.reshape(products, (BLOCK_N, PAIRS // 4, 4)), axis=2)
+
+
+@triton.jit
+def _load_row(x, columns, k, EVEN_K: tl.constexpr):
+    if EVEN_K:
+        return tl.load(x + columns, eviction_policy="evict_last")
+    else:
+        return tl.load(x + columns, mask=columns < k, other=0, eviction_policy="evict_last")
+
+
+@triton.jit(do_not_specialize=["steps"])
+def vector_product_kernel(
+    x,  # [1, k / 2] int32: pairs of neighbours
+    weight,  # [n, k / 2] int32
+    bias,  # [n] or None
+    y,  # [1, n], the dtype of the product
+    partials,  # [tiles, SPLIT_K, BLOCK_N] fp32, or None
+    counters,  # [tiles] int32, zero between launches, or None
+    n,
+    k_pairs,  # k / 2
+    steps,  # tiles of K of one split
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PIECES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EVICT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row; grid (tiles of N, SPLIT_K). Every split has at least one tile of K.
+
+    Values come in pairs, as int32: a tile of 16-bit values carried from one turn of the loop to the
+    next takes a register for each value, and is unpacked, thus waited for, where it is loaded.
+    BLOCK_K is 256 per warp, so that a thread meets the same eight inputs in every feature.
+    """
+    PAIRS: tl.constexpr = BLOCK_K // 2
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.program_id(1) * steps * PAIRS
+    stop = tl.minimum(k_pairs, start + steps * PAIRS)
+    columns = start + tl.arange(0, PAIRS)
+    sums = tl.zeros((BLOCK_N, PAIRS // 4), tl.float32)
+    if STAGES == 1:
+        w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+        if PREFETCH > 0:
+            _prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
+        wait_for_inputs(PDL)
+        let_next_start(PDL)
+        row = _load_row(x, columns, k_pairs, EVEN_K)
+        for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
+            sums = _add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+            columns += PAIRS
+            w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+            row = _load_row(x, columns, k_pairs, EVEN_K)
+        sums = _add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+    else:
+        if PREFETCH > 0:
+            _prefetch_weight(weight, features, start, n, k_pairs, PIECES, PREFETCH // 2)
+        wait_for_inputs(PDL)
+        let_next_start(PDL)
+        for offset in tl.range(0, stop - start, PAIRS, num_stages=STAGES):
+            inner = columns + offset
+            w = _load_weight(weight, features, inner, n, k_pairs, EVEN_N, EVEN_K, EVICT)
+            row = _load_row(x, inner, k_pairs, EVEN_K)
+            sums = _add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+    sums = tl.sum(sums, axis=1)[:, None]
+    rows = tl.arange(0, 1)
+    _finish(sums, y, bias, partials, counters, features, rows, 1, n, HAS_BIAS, SPLIT_K, BLOCK_N, 1)
+
+
+@triton.jit(do_not_specialize=["m", "steps"])
+def matrix_product_kernel(
+    x,  # [m, k], rows x_stride apart
+    weight,  # [n, k]
+    bias,  # [n] or None
+    y,  # [m, n]
+    partials,  # [tiles, SPLIT_K, BLOCK_M, BLOCK_N] fp32, or None
+    counters,  # [tiles] int32, zero between launches, or None
+    m,
+    n,
+    k,
+    x_stride,
+    steps,  # tiles of K of one split
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PIECES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EVICT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """At most BLOCK_M rows; grid (tiles of N, SPLIT_K). Every split has at least one tile of K."""
+    features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.program_id(1) * steps * BLOCK_K
+    stop = tl.minimum(k, start + steps * BLOCK_K)
+    columns = start + tl.arange(0, BLOCK_K)
+    rows = tl.arange(0, BLOCK_M)
+    if PREFETCH > 0:
+        _prefetch_weight(weight, features, start, n, k, PIECES, PREFETCH)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    row_pointers = x + rows.to(tl.int64)[None, :] * x_stride
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for offset in tl.range(0, stop - start, BLOCK_K, num_stages=STAGES):
+        inner = columns + offset
+        w = _load_weight(weight, features, inner, n, k, EVEN_N, EVEN_K, EVICT)
+        inside = (rows < m)[None, :]
+        if not EVEN_K:
+            inside &= (inner < k)[:, None]
+        right = tl.load(
+            row_pointers + inner[:, None], mask=inside, other=0.0, eviction_policy="evict_last"
+        )
+        if _INTERPRETED:
+            w, right = w.to(tl.float32), right.to(tl.float32)
+        sums = tl.dot(w, right, sums)
+    _finish(
+        *(sums, y, bias, partials, counters, features, rows, m, n),
+        *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M),
+    )
+
+
+@functools.cache
+def _counters(device: torch.device) -> Tensor:
+    """Arrivals at each tile of the product that runs now; each product leaves zeros behind."""
+    if device.type == "cuda":
+        assert not torch.cuda.is_current_stream_capturing(), "run a product once before capturing"
+    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel with everything it is launched with: `kernel[grid](*arguments, **options)`."""
+
+    kernel: Any
+    grid: tuple[int, int]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def __call__(self) -> None:
+        self.kernel[self.grid](*self.arguments, **self.options)
+
+
+def plan_launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, y: Tensor, config: SmallConfig
+) -> Launch:
+    """The launch that writes x @ weight^T + bias into `y`; see `small_linear` for the shapes."""
+    (m, k), n = x.shape, weight.shape[0]
+    assert config.fits(m, n, k), f"{config} does not fit m={m}, n={n}, k={k}"
+    tiles = triton.cdiv(n, config.block_n)
+    partials = counters = None
+    if config.split_k > 1:
+        size = tiles * config.split_k * config.block_n * config.block_m
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+        counters = _counters(x.device)
+    steps = _steps_per_split(k, config)
+    overlap = pdl_options(x.device)
+    prefetch = config.prefetch if overlap["PDL"] else 0  # of use before a wait only, and sm_90
+    # One request of at least 128 bytes per thread.
+    pieces = max(1, min(32 * config.num_warps // config.block_n, prefetch // 64))
+    options = {
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "SPLIT_K": config.split_k,
+        "STAGES": config.num_stages,
+        "EVEN_N": n % config.block_n == 0,
+        "EVEN_K": k % config.block_k == 0,
+        "HAS_BIAS": bias is not None,
+        "PIECES": 1 << (pieces.bit_length() - 1),
+        "PREFETCH": prefetch,
+        "EVICT": "evict_first" if config.evict_first else "",
+        "num_warps": config.num_warps,
+        **overlap,
+    }
+    if config.block_m == 1:
+        pairs = x.view(torch.int32), weight.view(torch.int32)
+        arguments = (*pairs, bias, y, partials, counters, n, k // 2, steps)
+        return Launch(vector_product_kernel, (tiles, config.split_k), arguments, options)
+    arguments = (x, weight, bias, y, partials, counters, m, n, k, x.stride(0), steps)
+    options["BLOCK_M"] = config.block_m
+    return Launch(matrix_product_kernel, (tiles, config.split_k), arguments, options)
+
+
+def small_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: SmallConfig | None = None
+) -> Tensor:
+    """x @ weight^T + bias with fp32 sums, for a few rows.
+
+    Products of one device must run one after the other, as those of one stream do: those with
+    split K share their counters. May be captured in a CUDA graph after one run outside of it.
+
+    Args:
+        x: [M, K] bf16 or fp16, rows contiguous, M at most 64, K a multiple of 16.
+        weight: [N, K] of the same dtype, contiguous.
+        bias: [N] of the same dtype.
+        config: How to launch it; by default what `choose` says, which must then not be None.
+
+    Returns:
+        [M, N] in x's dtype.
+    """
+    assert serves(x, weight, bias), "small_linear cannot serve these tensors"
+    (m, k), n = x.shape, weight.shape[0]
+    config = config or choose(m, n, k)
+    assert config is not None, f"no configuration for m={m}, n={n}, k={k}"
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    plan_launch(x, weight, bias, y=y, config=config)()
+    return y
+
+
+def small_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`small_linear` in plain torch: fp32 products and sums, rounded once at the end."""
+    y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    return y.to(x.dtype)
+
+
+def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `small_linear` can compute this product: device, dtypes, strides and sizes."""
+    return (
+        (x.is_cuda or INTERPRETED)
+        and x.ndim == 2
+        and 0 < x.shape[0] <= MAX_ROWS
+        and x.shape[1] == weight.shape[1]
+        and x.dtype in _DTYPES
+        and x.dtype == weight.dtype
+        and x.device == weight.device
+        and x.shape[1] % 16 == 0
+        and x.stride(1) == 1
+        and x.stride(0) % _GROUP == 0
+        and x.data_ptr() % 16 == 0
+        and weight.is_contiguous()
+        and weight.data_ptr() % 16 == 0
+        and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+    )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight^T + bias on any device: ours where it is faster, the library elsewhere.
+
+    Args:
+        x: [..., K].
+        weight: [N, K].
+        bias: [N] or None.
+
+    Returns:
+        [..., N] in x's dtype.
+    """
+    if serves(x, weight, bias):
+        config = choose(x.shape[0], weight.shape[0], x.shape[1])
+        if config is not None:
+            return small_linear(x, weight, bias, config=config)
+    return F.linear(x, weight, bias)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """Products of at most `max_m` rows and `max_n` features: the first that divides K serves."""
+
+    max_m: int
+    max_n: int
+    configs: tuple[SmallConfig, ...]  # none: the library is faster
+
+
+_VECTOR = (
+    SmallConfig(1, 8, 1024, num_warps=4, prefetch=1024),
+    SmallConfig(1, 8, 512, num_warps=2, prefetch=1024),
+    SmallConfig(1, 8, 256, num_warps=1),
+)
+_ANY_N = 1 << 31
+
+# In order; the first row whose limits hold decides.
+_TABLE = (
+    _Row(1, _ANY_N, _VECTOR),
+    _Row(8, 8192, (SmallConfig(8, 32, 256, num_stages=4, prefetch=512),)),
+    _Row(16, 8192, (SmallConfig(16, 32, 256, num_stages=4, prefetch=512),)),
+    _Row(32, 8192, (SmallConfig(32, 64, 128, split_k=4, num_stages=5, prefetch=256),)),
+    _Row(64, 8192, (SmallConfig(64, 64, 128, split_k=4, num_stages=4, prefetch=256),)),
+)
+
+
+def choose(m: int, n: int, k: int) -> SmallConfig | None:
+    """The measured best launch of an [m, k] x [n, k] product; None where the library is faster."""
+    for row in _TABLE:
+        if m <= row.max_m and n <= row.max_n:
+            fitting = (c for c in row.configs if c.fits(m, n, k) and k % c.block_k == 0)
+            return next(fitting, None)
+    return None

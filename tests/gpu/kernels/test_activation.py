@@ -1,0 +1,66 @@
+"""Gated activations against the torch path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetero_llm.gpu.kernels.activation import (
+    gated_activation,
+    gated_activation_reference,
+    silu_mul,
+)
+
+NAMES = ["silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh"]
+# The last bit of the activation may decide its rounding and then the product's. (The interpreter
+# cuts bfloat16 off instead of rounding it, with no larger error.)
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+# 1 + erf and 1 + tanh cancel for negative gates, in torch's float32 too.
+ABSOLUTE = {torch.float32: 1e-5, torch.float16: 2**-12, torch.bfloat16: 2**-9}
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows, inner", [(1, 100), (3, 1024), (5, 1500)])
+def test_matches_torch(
+    device: torch.device, name: str, dtype: torch.dtype, rows: int, inner: int
+) -> None:
+    torch.manual_seed(inner)
+    gate_up = torch.randn(rows, 2 * inner, device=device, dtype=dtype) * 4
+    expected = gated_activation_reference(gate_up.clone(), name)
+    result = gated_activation(gate_up, name)
+    torch.testing.assert_close(result, expected, rtol=TOLERANCE[dtype], atol=ABSOLUTE[dtype])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_extremes(device: torch.device, name: str) -> None:
+    """No NaN and no infinity where the exact result is finite; NaN stays NaN."""
+    gate = torch.tensor([[-1e4, -100.0, -0.0, 0.0, 100.0, 1e4, float("nan")]], device=device)
+    result = gated_activation(torch.cat((gate, torch.ones_like(gate)), 1), name)
+    expected = gated_activation_reference(torch.cat((gate, torch.ones_like(gate)), 1), name)
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-30, equal_nan=True)
+
+
+def test_strided_rows(device: torch.device) -> None:
+    torch.manual_seed(0)
+    wide = torch.randn(4, 300, device=device)
+    view = wide[:, 20:220]
+    expected = gated_activation_reference(view.contiguous(), "silu")
+    torch.testing.assert_close(silu_mul(view), expected, rtol=3e-6, atol=3e-7)
+
+
+def test_many_tiles_a_program(device: torch.device) -> None:
+    """More tiles than programs: each program takes several."""
+    torch.manual_seed(0)
+    rows = 5000 if device.type == "cuda" else 150
+    gate_up = torch.randn(rows, 32, device=device)
+    expected = gated_activation_reference(gate_up.clone(), "silu")
+    torch.testing.assert_close(silu_mul(gate_up), expected, rtol=3e-6, atol=3e-7)
+
+
+def test_empty_and_unknown(device: torch.device) -> None:
+    assert silu_mul(torch.empty(0, 64, device=device)).shape == (0, 32)
+    with pytest.raises(AssertionError):
+        gated_activation(torch.ones(1, 64, device=device), "swish")

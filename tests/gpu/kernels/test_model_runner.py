@@ -1,0 +1,106 @@
+"""The whole runner without graphs against the torch runner, in Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.core.step import SchedulerOutput, SlotState
+from hetero_llm.gpu.fused import speed_up
+from hetero_llm.gpu.model_runner import GpuModelRunner
+from hetero_llm.models.config import ModelConfig, load_model_config
+from hetero_llm.models.layers import CausalLM
+from hetero_llm.models.loader import load_model
+from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
+from hetero_llm.runner.model_runner import TorchModelRunner
+from tests.models.tiny import make_tiny_checkpoint
+
+BLOCKS, SLOTS, MAX_LEN = 24, 4, 64
+
+
+@pytest.fixture(scope="module", params=[("llama", "heads_of_16"), ("opt", "heads_of_16")])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family, variant = request.param
+    return make_tiny_checkpoint(tmp_path_factory.mktemp(family), family, variant)
+
+
+def step_of(
+    work: list[tuple[int, int, list[int], int]],
+    admitted: tuple[SlotState, ...] = (),
+    writes: list[tuple[int, int, int]] | None = None,
+) -> SchedulerOutput:
+    """Sequences as (slot, start, tokens, draws)."""
+    return SchedulerOutput(
+        slots=np.array([w[0] for w in work], np.int32),
+        starts=np.array([w[1] for w in work], np.int32),
+        counts=np.array([len(w[2]) for w in work], np.int32),
+        token_ids=np.array([t for w in work for t in w[2]], np.int32),
+        num_samples=np.array([w[3] for w in work], np.int32),
+        prompt_rows=(),
+        admitted=admitted,
+        table_writes=np.array(writes or np.zeros((0, 3)), np.int32).T.reshape(3, -1),
+        block_copies=np.zeros((2, 0), np.int32),
+    )
+
+
+def steps() -> list[SchedulerOutput]:
+    """Prompts in chunks, decoding with tokens that only the device knows, several draws."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 90, n).tolist() for n in (20, 5, 33)]
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, top_k=9, top_p=0.9, seed=3),
+        SamplingParams(temperature=1.3, n=2, seed=4),
+    ]
+    states = tuple(
+        SlotState(i, tuple(p), len(p), q, q.seed or 0, 0)
+        for i, (p, q) in enumerate(zip(prompts, params))
+    )
+    blocks = rng.permutation(BLOCKS)
+    writes = [
+        (slot, column, int(blocks[slot * 4 + column])) for slot in range(3) for column in range(3)
+    ]
+    return [
+        step_of(
+            [(0, 0, prompts[0], 1), (1, 0, prompts[1], 1), (2, 0, prompts[2][:10], 0)],
+            states,
+            writes,
+        ),
+        step_of([(0, 20, [-1], 1), (1, 5, [-1], 1), (2, 10, prompts[2][10:], 2)]),
+        step_of([(0, 21, [-1], 1), (1, 6, [-1], 1)]),
+        step_of([(1, 7, [-1], 1), (0, 22, [7], 1)]),
+    ]
+
+
+def build(checkpoint: Path, device: torch.device) -> tuple[ModelConfig, CausalLM, PagedKVCache]:
+    config = load_model_config(checkpoint)
+    model = load_model(checkpoint, config, dtype=torch.float32, device=device, show_progress=False)
+    shape = KVCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, 16, torch.float32)
+    return config, model, PagedKVCache(shape, BLOCKS, device)
+
+
+def test_it_draws_what_the_torch_runner_draws(checkpoint: Path, device: torch.device) -> None:
+    config, model, cache = build(checkpoint, device)
+    reference = TorchModelRunner(
+        model, config, cache, max_num_seqs=SLOTS, max_model_len=MAX_LEN, device=device
+    )
+    expected = [reference.finish(reference.launch(step)).token_ids for step in steps()]
+    config, model, cache = build(checkpoint, device)
+    speed_up(model)
+    runner = GpuModelRunner(
+        model,
+        config,
+        cache,
+        max_num_seqs=SLOTS,
+        max_model_len=MAX_LEN,
+        max_num_batched_tokens=64,
+        graphs=False,
+    )
+    launched = [runner.launch(step) for step in steps()[:2]]  # two steps under way
+    ours = [runner.finish(pending).token_ids for pending in launched]
+    ours += [runner.finish(runner.launch(step)).token_ids for step in steps()[2:]]
+    assert ours == expected

@@ -1,0 +1,76 @@
+"""Residual add and RMS norm against the torch path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetero_llm.gpu.kernels.norm import add_rms_norm, add_rms_norm_reference
+
+# The order of the sum of squares may decide a rounding, of the norm and then of the product. The
+# interpreter cuts bfloat16 off instead of rounding it, three times in a row.
+DEVICE_TOLERANCE = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+INTERPRETER_TOLERANCE = DEVICE_TOLERANCE | {torch.bfloat16: 2**-5}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "rows, size", [(1, 64), (5, 100), (3, 768), (2, 4096), (1, 5120), (1, 16384)]
+)
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_matches_torch(
+    device: torch.device, dtype: torch.dtype, rows: int, size: int, has_residual: bool
+) -> None:
+    torch.manual_seed(rows * size)
+    x = torch.randn(rows, size, device=device, dtype=dtype)
+    weight = torch.randn(size, device=device, dtype=dtype)
+    residual = torch.randn_like(x) * 4 if has_residual else None
+    expected_residual = residual.clone() if residual is not None else None
+    norm, total = add_rms_norm(x, residual, weight, 1e-5)
+    expected, expected_total = add_rms_norm_reference(x, expected_residual, weight, 1e-5)
+
+    assert total is (x if residual is None else residual)
+    on_device = device.type == "cuda"
+    tolerance = (DEVICE_TOLERANCE if on_device else INTERPRETER_TOLERANCE)[dtype]
+    if on_device or dtype != torch.bfloat16:
+        assert torch.equal(total, expected_total)
+    torch.testing.assert_close(total, expected_total, rtol=tolerance, atol=0.0)
+    torch.testing.assert_close(norm, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_norm_is_of_the_rounded_sum(device: torch.device) -> None:
+    """2048 + 1 is 2048 in float16: the norm must not see the 1."""
+    x = torch.ones(1, 64, dtype=torch.float16, device=device)
+    residual = torch.full_like(x, 2048.0)
+    residual[0, 0] = 0.0
+    norm, total = add_rms_norm(x, residual, torch.ones_like(x[0]), 0.0)
+    expected = torch.full((1, 64), 2048.0)
+    expected[0, 0] = 1.0
+    assert torch.equal(total.cpu().float(), expected)
+    exact = expected / expected.square().mean().sqrt()
+    torch.testing.assert_close(norm.cpu().float(), exact, rtol=2**-10, atol=0.0)
+
+
+def test_norm_is_rounded_before_the_weight(device: torch.device) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(4, 96, dtype=torch.float16, device=device)
+    weight = torch.randn(96, dtype=torch.float16, device=device)
+    norm, _ = add_rms_norm(x, None, weight, 1e-6)
+    plain, _ = add_rms_norm(x, None, torch.ones_like(weight), 1e-6)
+    assert torch.equal(norm, plain * weight)
+    once = (torch.nn.functional.rms_norm(x.float(), (96,), None, 1e-6) * weight.float()).half()
+    assert not torch.equal(norm, once)
+
+
+def test_empty(device: torch.device) -> None:
+    x = torch.empty(0, 64, device=device)
+    norm, total = add_rms_norm(x, None, torch.ones(64, device=device), 1e-5)
+    assert norm.shape == (0, 64) and total is x
+
+
+def test_refuses_what_it_cannot_compute(device: torch.device) -> None:
+    weight = torch.ones(64, device=device)
+    with pytest.raises(AssertionError):
+        add_rms_norm(torch.ones(4, 128, device=device)[:, :64], None, weight, 1e-5)
+    with pytest.raises(AssertionError):
+        add_rms_norm(torch.ones(4, 64, device=device).half(), None, weight, 1e-5)
