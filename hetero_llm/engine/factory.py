@@ -100,7 +100,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> BuiltEn
         scheduler,
         runner,
         OutputProcessor(tokenizer, scheduler.stop_sequence),
-        asynchronous=device.type == "cuda",
+        asynchronous=device.type == "cuda" and not config.batch_invariant,
     )
     if not config.disable_log_stats:
         logger.info(

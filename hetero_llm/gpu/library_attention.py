@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hetero_llm.gpu.kernels.join_parts import join_parts
+
 logger = logging.getLogger(__name__)
 
 
@@ -34,25 +36,23 @@ def attend_chunk(
     keys: ChunkKeys,
     *,
     scale: float,
-    out: torch.Tensor,
-) -> None:
+) -> torch.Tensor:
     """Attends one chunk whose own keys are already stored.
 
     Args:
-        q: [count, H, D] bfloat16 or float16.
+        q: [count, H, D] bfloat16 or float16, contiguous.
         key_cache, value_cache: [blocks, block_size, N, D] views of one layer.
-        out: [count, H, D], written.
+
+    Returns:
+        [count, H, D].
     """
     start, end = keys.start, keys.start + keys.count
     k, v = (_gather(cache, keys.blocks, q.dtype)[:end] for cache in (key_cache, value_cache))
     own, own_weight = _cudnn(q, k[start:], v[start:], True, scale)
     if start == 0:
-        out.copy_(own)
-        return
+        return own
     past, past_weight = _cudnn(q, k[:start], v[:start], False, scale)
-    # Each part's share of the softmax is the sigmoid of the difference of the logarithms.
-    share = torch.sigmoid(past_weight - own_weight).unsqueeze(-1)
-    out.copy_(torch.lerp(own.float(), past.float(), share))
+    return join_parts(own, past, own_weight, past_weight)
 
 
 @functools.cache
@@ -69,12 +69,11 @@ def available(
         return values.to(dtype)
 
     q, k, v = random(64, num_heads), random(96, num_kv_heads), random(96, num_kv_heads)
-    out = torch.empty_like(q)
     scale = head_dim**-0.5
     blocks = torch.arange(6, device=device)
     try:
         paged = (t.view(6, 16, num_kv_heads, head_dim) for t in (k, v))
-        attend_chunk(q, *paged, ChunkKeys(blocks, 32, 64), scale=scale, out=out)
+        out = attend_chunk(q, *paged, ChunkKeys(blocks, 32, 64), scale=scale)
         torch.cuda.synchronize()
     except RuntimeError as error:
         logger.info("long prompts do not go through cuDNN: %s", str(error).splitlines()[0])
@@ -106,4 +105,5 @@ def _cudnn(
     out, weight, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *heads, None, True, 0.0, causal, False, scale=scale
     )
-    return out[0].transpose(0, 1), weight.view(q.shape[1], q.shape[0]).t()
+    # cuDNN lays the output out as the queries, so this copies nothing.
+    return out[0].transpose(0, 1).contiguous(), weight.view(q.shape[1], q.shape[0]).t()

@@ -187,6 +187,9 @@ class StepAttention:
     ) -> torch.Tensor:
         config = self._context.config
         window = config.sliding_windows[layer]
+        scale = config.attn_scale
+        if not self._planned and len(self._long_chunks) == 1:  # it is the whole step
+            return attend_chunk(q, keys, values, self._long_chunks[0].keys, scale=scale)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._planned:
             paged_attention(
@@ -198,13 +201,13 @@ class StepAttention:
                 self._work[window],
                 self._workspace,
                 self._tile,
-                scale=config.attn_scale,
+                scale=scale,
                 window=window,
                 out=out,
             )
         for chunk in self._long_chunks:
             rows = chunk.rows
-            attend_chunk(q[rows], keys, values, chunk.keys, scale=config.attn_scale, out=out[rows])
+            out[rows] = attend_chunk(q[rows], keys, values, chunk.keys, scale=scale)
         return out
 
 

@@ -368,6 +368,23 @@ def _finish(
             tl.store(last_tokens + slot, token.to(tl.int64))
 
 
+def _check_arguments(
+    logits: torch.Tensor,
+    packed: torch.Tensor,
+    workspace: PickWorkspace,
+    slots: torch.Tensor | None,
+    last_tokens: torch.Tensor | None,
+) -> None:
+    num_rows, vocab = logits.shape
+    assert logits.stride(1) == 1 and logits.dtype in _FLOAT_DTYPES
+    assert packed.dtype == torch.int32 and packed.shape[0] == ROW_FIELDS and packed.stride(1) == 1
+    assert num_rows <= min(packed.shape[1], len(workspace.best)) and vocab == workspace.vocab_size
+    assert (slots is None) == (last_tokens is None)
+    if slots is not None and last_tokens is not None:
+        assert slots.dtype in (torch.int32, torch.int64) and last_tokens.dtype == torch.int64
+        assert len(slots) >= num_rows and slots.is_contiguous() and last_tokens.is_contiguous()
+
+
 def pick_tokens(
     logits: torch.Tensor,
     rows: PickRows,
@@ -399,14 +416,8 @@ def pick_tokens(
     """
     num_rows, vocab = logits.shape
     packed = rows.packed
-    max_rows, num_chunks = workspace.best.shape
-    assert logits.stride(1) == 1 and logits.dtype in _FLOAT_DTYPES
-    assert packed.dtype == torch.int32 and packed.shape[0] == ROW_FIELDS and packed.stride(1) == 1
-    assert num_rows <= min(packed.shape[1], max_rows) and vocab == workspace.vocab_size
-    assert (slots is None) == (last_tokens is None)
-    if slots is not None and last_tokens is not None:
-        assert slots.dtype in (torch.int32, torch.int64) and last_tokens.dtype == torch.int64
-        assert len(slots) >= num_rows and slots.is_contiguous() and last_tokens.is_contiguous()
+    num_chunks = workspace.best.shape[1]
+    _check_arguments(logits, packed, workspace, slots, last_tokens)
     if out is None:
         out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     assert out.shape == (num_rows,) and out.dtype == torch.int64 and out.is_contiguous()
@@ -415,11 +426,9 @@ def pick_tokens(
     wanted = triton.cdiv(num_rows * num_chunks, SCAN_PROGRAMS)
     per_program = min(wanted, MAX_CHUNKS_PER_PROGRAM)
     options = pdl_options(logits.device)
+    partial = (workspace.best, workspace.best_ids, workspace.masses, workspace.block_maxima)
     _scan[(triton.cdiv(num_chunks, per_program), num_rows)](
-        workspace.best,
-        workspace.best_ids,
-        workspace.masses,
-        workspace.block_maxima,
+        *partial,
         logits,
         packed,
         logits.stride(0),
@@ -436,10 +445,7 @@ def pick_tokens(
         out,
         out if last_tokens is None else last_tokens,
         out if slots is None else slots,
-        workspace.best,
-        workspace.best_ids,
-        workspace.masses,
-        workspace.block_maxima,
+        *partial,
         workspace.blocks,
         workspace.scores,
         logits,

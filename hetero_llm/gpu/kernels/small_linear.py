@@ -296,7 +296,6 @@ def matrix_product_kernel(
     if PREFETCH > 0:
         _prefetch_weight(weight, features, start, n, k, PIECES, PREFETCH)
     wait_for_inputs(PDL)
-    let_next_start(PDL)
     row_pointers = x + rows.to(tl.int64)[None, :] * x_stride
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for offset in tl.range(0, stop - start, BLOCK_K, num_stages=STAGES):
@@ -311,6 +310,8 @@ def matrix_product_kernel(
         if _INTERPRETED:
             w, right = w.to(tl.float32), right.to(tl.float32)
         sums = tl.dot(w, right, sums)
+    # Not earlier: the next kernel's programs would take shared memory from this one's.
+    let_next_start(PDL)
     _finish(
         *(sums, y, bias, partials, counters, features, rows, m, n),
         *(HAS_BIAS, SPLIT_K, BLOCK_N, BLOCK_M),
@@ -450,34 +451,43 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """Products of at most `max_m` rows and `max_n` features: the first that divides K serves."""
+    """Products of at most `max_m` rows and `min_n` to `max_n` features: the first configuration
+    whose block divides K serves."""
 
     max_m: int
+    min_n: int
     max_n: int
     configs: tuple[SmallConfig, ...]  # none: the library is faster
 
 
+_ANY_N = 1 << 31
 _VECTOR = (
-    SmallConfig(1, 8, 1024, num_warps=4, prefetch=1024),
-    SmallConfig(1, 8, 512, num_warps=2, prefetch=1024),
+    SmallConfig(1, 8, 1024, num_warps=4),
+    SmallConfig(1, 8, 512, num_warps=2),
     SmallConfig(1, 8, 256, num_warps=1),
 )
-_ANY_N = 1 << 31
+_VECTOR_NARROW = (SmallConfig(1, 4, 1024, num_warps=4), *_VECTOR)
+_MOST, _HEAD = 8192, 1 << 16
+"""Features up to which a layer's product is narrow, and from which it can only be the head."""
 
-# In order; the first row whose limits hold decides.
+# In order; the first row whose limits hold decides. bench/results/small_linear.*.json
 _TABLE = (
-    _Row(1, _ANY_N, _VECTOR),
-    _Row(8, 8192, (SmallConfig(8, 32, 256, num_stages=4, prefetch=512),)),
-    _Row(16, 8192, (SmallConfig(16, 32, 256, num_stages=4, prefetch=512),)),
-    _Row(32, 8192, (SmallConfig(32, 64, 128, split_k=4, num_stages=5, prefetch=256),)),
-    _Row(64, 8192, (SmallConfig(64, 64, 128, split_k=4, num_stages=4, prefetch=256),)),
+    _Row(1, 0, 4096, _VECTOR_NARROW),
+    _Row(1, 0, _ANY_N, _VECTOR),
+    _Row(8, 0, _MOST, (SmallConfig(8, 32, 256, num_stages=4),)),
+    _Row(8, _HEAD, _ANY_N, (SmallConfig(8, 32, 256, num_stages=4),)),
+    _Row(16, 0, _MOST, (SmallConfig(16, 32, 256, num_stages=4),)),
+    _Row(16, _HEAD, _ANY_N, (SmallConfig(16, 32, 256, num_stages=4),)),
+    _Row(32, 0, 4096, (SmallConfig(32, 64, 128, split_k=2, num_stages=4),)),
+    _Row(32, _HEAD, _ANY_N, (SmallConfig(32, 64, 128, num_stages=4),)),
+    _Row(64, _HEAD, _ANY_N, (SmallConfig(64, 64, 128, num_stages=4),)),
 )
 
 
 def choose(m: int, n: int, k: int) -> SmallConfig | None:
     """The measured best launch of an [m, k] x [n, k] product; None where the library is faster."""
     for row in _TABLE:
-        if m <= row.max_m and n <= row.max_n:
+        if m <= row.max_m and row.min_n <= n <= row.max_n:
             fitting = (c for c in row.configs if c.fits(m, n, k) and k % c.block_k == 0)
             return next(fitting, None)
     return None

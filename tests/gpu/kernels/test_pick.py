@@ -178,7 +178,7 @@ def test_any_mix_of_rows(
     device: torch.device, vocab: int, dtype: torch.dtype, capacity: int
 ) -> None:
     """A capacity of 64 sends wide supports through the passes over the vocabulary."""
-    count = rows_for(device, 9)
+    count = rows_for(device, 6)
     rng = np.random.default_rng(vocab)
     rows = make_rows(
         device,
@@ -198,8 +198,7 @@ def test_any_mix_of_rows(
 
 
 VOCAB = 47 * 32
-FLAT = -1e-3 * np.arange(VOCAB)  # scores in descending order
-# Both of these let the maxima of the first blocks alone decide how far down the search looks.
+FLAT = -1e-4 * np.arange(VOCAB)  # scores in descending order
 PEAKED = np.where(np.arange(VOCAB) < 12, 5.0 - 0.02 * np.arange(VOCAB), -20.0)
 STEPS = np.repeat([5.0, 4.0, -20.0], [40, 40, VOCAB - 80]) - 1e-5 * np.arange(VOCAB)
 
@@ -218,9 +217,9 @@ BORDERS = [
     (FLAT, 700, VOCAB, share(FLAT, 700), 0.0),
     (FLAT, 480, VOCAB, share(FLAT, 480), 0.0),
     (FLAT, 60, 100, share(FLAT, 60, 100), 0.0),
-    (FLAT, 40, VOCAB, OFF_P, np.exp(-0.0395)),
-    (FLAT, 50, VOCAB, share(FLAT, 50, 200), np.exp(-0.1995)),
-    (FLAT, 30, 300, share(FLAT, 30, 200), np.exp(-0.1995)),
+    (FLAT, 40, VOCAB, OFF_P, np.exp(FLAT[39] - 5e-5)),
+    (FLAT, 50, VOCAB, share(FLAT, 50, 200), np.exp(FLAT[199] - 5e-5)),
+    (FLAT, 30, 300, share(FLAT, 30, 200), np.exp(FLAT[199] - 5e-5)),
     (PEAKED, 10, VOCAB, share(PEAKED, 10), 0.0),
     (STEPS, 40, 40, OFF_P, 0.0),
 ]
@@ -237,7 +236,9 @@ def test_borders_of_the_support(device: torch.device, capacity: int) -> None:
     logits = np.empty((count, VOCAB), np.float32)
     for row in range(count):
         outside = row >= len(BORDERS)
-        order = np.arange(VOCAB).reshape(-1, 32).T.flatten()  # best tokens in blocks of their own
+        order = np.arange(VOCAB)  # the best tokens share few blocks
+        if scores[row] is not STEPS:
+            order = order.reshape(-1, 32).T.flatten()  # have blocks of their own
         rank = sizes[row] if outside else sizes[row] - 1
         other = np.flatnonzero(order == noisiest[row])[0]
         order[[rank, other]] = order[[other, rank]]
