@@ -88,11 +88,8 @@ def matrix_candidates(m: int, n: int) -> list[SmallConfig]:
         tiles = triton.cdiv(n, block_n)
         splits = [split for split in (1, 2, 4, 8) if tiles * split >= 100][:2]
         for split in splits[:1] if tiles > 400 else splits:
-            prefetch = 1 << ((stages - 1) * block_k).bit_length() - 1
-            configs.append(
-                SmallConfig(block_m, block_n, block_k, split, warps, stages, prefetch=prefetch)
-            )
-    return [dataclasses.replace(configs[0], prefetch=0), *configs]
+            configs.append(SmallConfig(block_m, block_n, block_k, split, warps, stages))
+    return [dataclasses.replace(configs[0], prefetch=1024), *configs]
 
 
 def candidates(m: int, n: int, k: int) -> list[SmallConfig]:

@@ -146,8 +146,8 @@ class GpuModelRunner:
         if single and plain and bool((step.num_samples == 1).all()):
             bucket = _bucket(self._decode_rows, num_rows)
             if bucket is not None:
-                self._upload(step, self._layout(bucket, bucket, None), single=True)
-                graphs.replay(("decode", bucket))
+                cut = self._upload(step, self._layout(bucket, bucket, None), single=True)
+                graphs.replay(("decode cut" if cut else "decode", bucket))
                 return self._send_back(step, num_rows)
         bucket = _bucket(self._graph_rows, num_rows)
         assert bucket is not None
@@ -194,7 +194,12 @@ class GpuModelRunner:
         )
         inputs = self._upload_packed(step, shape, layout)
         attention = StepAttention(
-            self._context, inputs, tile, long_chunks, planned is None or bool(planned.any())
+            self._context,
+            inputs,
+            tile,
+            any_cut=shape.any_cut,
+            long_chunks=long_chunks,
+            planned=planned is None or bool(planned.any()),
         )
         hidden = self._run_model(inputs, attention)
         if not plain:
@@ -235,11 +240,12 @@ class GpuModelRunner:
         """Of a "rows" graph: the part that "head" graphs read lies at the same place in all."""
         return self._layout(bucket, self._decode_rows[-1], None)
 
-    def _upload(
-        self, step: SchedulerOutput, layout: PacketLayout, *, single: bool
-    ) -> StepInputs[torch.Tensor]:
+    def _upload(self, step: SchedulerOutput, layout: PacketLayout, *, single: bool) -> bool:
+        """Plans, packs and uploads a step for a graph; whether attention is cut into pieces."""
         limits = self._context.limits(self._context.tile_for(layout.rows, single))
-        return self._upload_packed(step, shape_step(step, self._context.windows, limits), layout)
+        shape = shape_step(step, self._context.windows, limits)
+        self._upload_packed(step, shape, layout)
+        return shape.any_cut
 
     def _upload_packed(
         self, step: SchedulerOutput, shape: StepShape, layout: PacketLayout
@@ -347,12 +353,13 @@ class GpuModelRunner:
         inputs: StepInputs[torch.Tensor],
         tile: TileShape,
     ) -> None:
-        attention = StepAttention(self._context, inputs, tile)
+        for name, any_cut in (("decode cut", True), ("decode", False)):
+            attention = StepAttention(self._context, inputs, tile, any_cut=any_cut)
 
-        def body() -> None:
-            self._pick_from(inputs, self._run_model(inputs, attention))
+            def body(attention: StepAttention = attention) -> None:
+                self._pick_from(inputs, self._run_model(inputs, attention))
 
-        graphs.capture(("decode", bucket), body)
+            graphs.capture((name, bucket), body)
 
     def _capture_rows(
         self,
@@ -361,7 +368,7 @@ class GpuModelRunner:
         inputs: StepInputs[torch.Tensor],
         tile: TileShape,
     ) -> None:
-        attention = StepAttention(self._context, inputs, tile)
+        attention = StepAttention(self._context, inputs, tile, any_cut=True)
 
         def body() -> None:
             self._hidden[:bucket].copy_(self._run_model(inputs, attention))

@@ -135,15 +135,19 @@ class StepAttention:
         context: AttentionContext,
         inputs: StepInputs[torch.Tensor],
         tile: TileShape,
+        *,
+        any_cut: bool,
         long_chunks: tuple[LongChunk, ...] = (),
         planned: bool = True,
     ) -> None:
         """
         Args:
             inputs: the step's, on the device.
+            any_cut: whether the work list may have cut tiles.
             long_chunks: chunks whose rows the work list leaves out.
             planned: whether the work list has anything to do.
         """
+        self._any_cut = any_cut
         self._context = context
         self._inputs = inputs
         self._tile = tile
@@ -179,6 +183,7 @@ class StepAttention:
             keys,
             values,
             heads.num_heads,
+            ahead=heads.ahead,
         )
         return self._attend(layer, q, keys, values)
 
@@ -203,6 +208,7 @@ class StepAttention:
                 self._tile,
                 scale=scale,
                 window=window,
+                any_cut=self._any_cut,
                 out=out,
             )
         for chunk in self._long_chunks:

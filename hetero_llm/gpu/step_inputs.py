@@ -141,6 +141,10 @@ class StepShape:
     items: tuple[np.ndarray, ...]
     cut_rows: tuple[np.ndarray, ...]
 
+    @property
+    def any_cut(self) -> bool:
+        return any(len(cut) for cut in self.cut_rows)
+
 
 def shape_step(
     step: SchedulerOutput,

@@ -270,6 +270,7 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    any_cut: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends every row that the work list covers; other rows of `out` are left as they are.
@@ -282,6 +283,7 @@ def paged_attention(
         rows, work, workspace: see there; the workspace fits `tile.rows`.
         scale: factor of the scores.
         window: a row sees the last `window` positions only; tree nodes always see their ancestors.
+        any_cut: whether the work list may have cut tiles; False saves the merging kernel.
 
     Returns:
         `out`, [T, H, D] in q's dtype.
@@ -338,6 +340,8 @@ def paged_attention(
         num_stages=tile.num_stages,
         **pdl_options(q.device),
     )
+    if not any_cut:
+        return out
     _merge[(min(num_rows, _MERGING_PROGRAMS), num_heads)](
         out,
         workspace.sums,
