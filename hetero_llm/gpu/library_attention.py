@@ -1,15 +1,20 @@
-"""Attention of a long prefill chunk through cuDNN, on keys gathered from the paged cache.
+"""Attention of prefill chunks through libraries, on keys gathered from the paged cache.
 
-cuDNN's causal mask begins at the first key, so a chunk that continues a sequence is attended in
-two parts, its past without a mask and itself causally, merged by their log-sum-exp. torch's public
-call does not return that, so its cuDNN operator is called by its own name; `available` tries it
-once, and everything goes through our kernel where it fails.
+- One long chunk: cuDNN, the fastest on Hopper. Its causal mask begins at the first key, so a chunk
+  that continues a sequence is attended in two parts, its past without a mask and itself causally,
+  joined by their log-sum-exp.
+- Many chunks: FlashAttention-2, which takes sequences of any lengths in one call, windows included.
+
+torch's public calls return no log-sum-exp and take no ragged batch in all versions that we serve,
+so its operators are called by their own names. Each is tried once against plain torch, and where
+one fails our kernel serves.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,37 +60,123 @@ def attend_chunk(
     return join_parts(own, past, own_weight, past_weight)
 
 
+@dataclass(frozen=True, slots=True)
+class RaggedKeys:
+    """Keys of several chunks: whole blocks [n] int64 of all contexts one after the other, where
+    each context's begin [S + 1] int32 (in tokens), its tokens in use [S] int32, where each chunk's
+    rows begin [S + 1] int32; longest chunk and longest context."""
+
+    blocks: torch.Tensor
+    starts: torch.Tensor
+    used: torch.Tensor
+    row_starts: torch.Tensor
+    max_rows: int
+    max_keys: int
+
+
+def attend_ragged(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    keys: RaggedKeys,
+    *,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Attends several chunks whose own keys are already stored: arguments as `attend_chunk`, q of
+    all chunks' rows one after the other."""
+    k, v = (_gather(cache, keys.blocks, q.dtype) for cache in (key_cache, value_cache))
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        *(q, k, v, keys.row_starts, keys.starts, keys.max_rows, keys.max_keys, 0.0, True, False),
+        scale=scale,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
+        seqused_k=keys.used,
+    )
+    return out
+
+
 @functools.cache
-def available(
+def cudnn_works(
     dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
 ) -> bool:
-    """Whether cuDNN serves this shape here; tried once on random keys, against plain torch."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return False
-    generator = torch.Generator(device).manual_seed(0)
+    """Whether `attend_chunk` serves this shape here."""
+    trial = _Trial(dtype, num_heads, num_kv_heads, head_dim, device)
 
-    def random(tokens: int, heads: int) -> torch.Tensor:
-        values = torch.randn(tokens, heads, head_dim, generator=generator, device=device)
-        return values.to(dtype)
+    def attend() -> torch.Tensor:
+        paged = (trial.paged(t) for t in (trial.k, trial.v))
+        keys = ChunkKeys(torch.arange(6, device=device), 32, 64)
+        return attend_chunk(trial.q, *paged, keys, scale=trial.scale)
 
-    q, k, v = random(64, num_heads), random(96, num_kv_heads), random(96, num_kv_heads)
-    scale = head_dim**-0.5
-    blocks = torch.arange(6, device=device)
-    try:
-        paged = (t.view(6, 16, num_kv_heads, head_dim) for t in (k, v))
-        out = attend_chunk(q, *paged, ChunkKeys(blocks, 32, 64), scale=scale)
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        logger.info("long prompts do not go through cuDNN: %s", str(error).splitlines()[0])
-        return False
-    group = num_heads // num_kv_heads
-    keys, values = (t.float().repeat_interleave(group, 1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
-    hidden = torch.ones(64, 96, dtype=torch.bool, device=device).triu(33)
-    expected = torch.einsum(
-        "hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values
-    )
-    return bool((out.float() - expected).abs().max() < 0.05)
+    return trial.agrees("cuDNN", attend, None)
+
+
+@functools.cache
+def flash_works(
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+) -> bool:
+    """Whether `attend_ragged` serves this shape here."""
+    trial = _Trial(dtype, num_heads, num_kv_heads, head_dim, device)
+
+    def attend() -> torch.Tensor:
+        paged = (trial.paged(torch.cat((t[:32], t))) for t in (trial.k, trial.v))
+
+        def numbers(*values: int) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        # A sequence of 19 keys in two blocks goes before the one that is looked at.
+        keys = RaggedKeys(
+            torch.arange(8, device=device),
+            numbers(0, 32, 128),
+            numbers(19, 96),
+            numbers(0, 3, 67),
+            64,
+            96,
+        )
+        q = torch.cat((trial.q[:3], trial.q))
+        return attend_ragged(q, *paged, keys, scale=trial.scale, window=40)[3:]
+
+    return trial.agrees("FlashAttention", attend, 40)
+
+
+class _Trial:
+    """Random 64 rows after 32 keys."""
+
+    def __init__(
+        self, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, device: torch.device
+    ) -> None:
+        self._generator = torch.Generator(device).manual_seed(0)
+        self._dtype = dtype
+        self.scale = dim**-0.5
+        self.q = self._random(64, heads, dim)
+        self.k, self.v = (self._random(96, kv_heads, dim) for _ in range(2))
+
+    def _random(self, *sizes: int) -> torch.Tensor:
+        device = self._generator.device
+        return torch.randn(sizes, generator=self._generator, device=device).to(self._dtype)
+
+    def paged(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens.reshape(-1, 16, *tokens.shape[1:])
+
+    def agrees(self, name: str, attend: Callable[[], torch.Tensor], window: int | None) -> bool:
+        """Whether `attend` runs and gives what plain torch gives."""
+        if self._dtype not in (torch.bfloat16, torch.float16) or self.q.device.type != "cuda":
+            return False
+        try:
+            ours = attend()
+            torch.cuda.synchronize()
+        except (RuntimeError, TypeError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            logger.info("prompts do not go through %s: %s", name, reason)
+            return False
+        group = self.q.shape[1] // self.k.shape[1]
+        keys, values = (t.float().repeat_interleave(group, 1) for t in (self.k, self.v))
+        scores = torch.einsum("qhd,khd->hqk", self.q.float(), keys) * self.scale
+        distance = torch.arange(32, 96).unsqueeze(1) - torch.arange(96)
+        hidden = (distance < 0) | (distance >= (window or 97))
+        weights = scores.masked_fill(hidden.to(scores.device), -torch.inf).softmax(-1)
+        expected = torch.einsum("hqk,khd->qhd", weights, values)
+        return bool((ours.float() - expected).abs().max() < 0.05)
 
 
 def _gather(cache: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

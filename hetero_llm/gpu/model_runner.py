@@ -2,9 +2,10 @@
 
 Steps of at most 512 rows replay captured graphs: "decode" where every sequence has one row and
 draws one token (model, head and draw in one graph), else "rows" (the model) and then "head" (the
-draw) by their own buckets. Larger steps, and with `enforce_eager` all steps, run the same functions
-uncaptured. Draws that need more than temperature and thresholds (log-probabilities, penalties,
-users' processors) go through the torch sampler after a "rows" graph.
+draw) by their own buckets; steps with draft trees replay "verify" (model, head, draws, walk).
+Larger steps, and with `enforce_eager` all steps, run the same functions uncaptured. Draws that need
+more than temperature and thresholds (log-probabilities, penalties, users' processors) go through
+the torch sampler after a "rows" graph.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import torch
 
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
 from hetero_llm.gpu.graphs import MAX_GRAPH_ROWS, GraphSet, row_buckets
+from hetero_llm.gpu.kernels.compact import compact_kv
 from hetero_llm.gpu.kernels.paged_attention import TileShape
 from hetero_llm.gpu.kernels.pick import PickRows, make_pick_workspace, pick_tokens
 from hetero_llm.gpu.kernels.step_inputs import apply_step_inputs
-from hetero_llm.gpu.library_attention import available
+from hetero_llm.gpu.kernels.walk import emitted_tokens, make_walk_result, walk_trees
 from hetero_llm.gpu.paged_attention import (
     AttentionContext,
-    LongChunk,
+    LibraryPlanner,
+    LibraryRows,
     StepAttention,
     check_supported,
-    find_long_chunks,
 )
 from hetero_llm.gpu.step_inputs import (
     PacketLayout,
@@ -33,6 +35,7 @@ from hetero_llm.gpu.step_inputs import (
     StepPacker,
     StepShape,
     packet_views,
+    sample_groups,
     shape_step,
 )
 from hetero_llm.models.config import ModelConfig
@@ -46,19 +49,20 @@ from hetero_llm.runner.model_runner import (
 )
 from hetero_llm.sampling.sampler import Sampler
 
-_LIBRARY_ROWS = 256
-"""Chunks of at least so many rows of an uncaptured step are attended through the library."""
 _EAGER_WRITES = 4096
 _ARRIVALS = 4
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A launched step: its tokens arrive in `tokens` (pinned) once `arrived` has happened."""
+    """A launched step: its tokens arrive in `tokens` (pinned) once `arrived` has happened. With
+    draft trees they are a packed `WalkResult` of `num_groups` groups, and `shape` says whose."""
 
     results: PendingStep
     tokens: torch.Tensor
     arrived: torch.cuda.Event | None
+    shape: StepShape | None = None
+    num_groups: int = 0
 
 
 class GpuModelRunner:
@@ -72,6 +76,7 @@ class GpuModelRunner:
         max_model_len: longest sequence, in tokens.
         max_num_batched_tokens: most rows of a step.
         graphs: capture graphs now (seconds) and replay them.
+        drafts: there will be steps with draft trees.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class GpuModelRunner:
         max_model_len: int,
         max_num_batched_tokens: int,
         graphs: bool,
+        drafts: bool = False,
     ) -> None:
         check_supported(config, cache.shape.dtype)
         device = cache.data.device
@@ -95,15 +101,17 @@ class GpuModelRunner:
         self._tables = torch.zeros(max_num_seqs, columns, dtype=torch.int32, device=device)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._context = AttentionContext(config, cache, self._tables, parameter.dtype)
-        self._library = available(
-            parameter.dtype, config.num_heads, config.num_kv_heads, config.head_dim, device
-        )
+        self._library = LibraryPlanner(self._context, parameter.dtype)
         self._graph_rows = row_buckets(min(MAX_GRAPH_ROWS, max_num_batched_tokens))
         self._decode_rows = row_buckets(min(MAX_GRAPH_ROWS, max_num_seqs))
-        largest = self._layout(max_num_batched_tokens, max_num_seqs, _EAGER_WRITES)
-        captured = self._rows_layout(self._graph_rows[-1])
+        most_rows, captured = max_num_batched_tokens, self._graph_rows[-1]
+        if drafts:
+            largest = self._layout(most_rows, most_rows, _EAGER_WRITES, groups=max_num_seqs)
+        else:
+            largest = self._layout(most_rows, max_num_seqs, _EAGER_WRITES)
+        layouts = (largest, self._rows_layout(captured), self._verify_layout(captured))
+        words = max(layout.words for layout in layouts)
         pin = device.type == "cuda"  # else Triton's interpreter: for tests
-        words = max(largest.words, captured.words)
         self._packer = StepPacker(
             words,
             max_num_seqs=max_num_seqs,
@@ -114,11 +122,12 @@ class GpuModelRunner:
         )
         self._packet = torch.zeros(words, dtype=torch.int32, device=device)
         self._input_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int32, device=device)
-        most_drawn = max(max_num_seqs, self._graph_rows[-1])
+        most_drawn = max(max_num_seqs, captured, most_rows if drafts else 0)
         self._tokens = torch.zeros(most_drawn, dtype=torch.int64, device=device)
         self._arrivals = [
-            torch.zeros(most_drawn, dtype=torch.int64, pin_memory=pin) for _ in range(_ARRIVALS)
+            torch.zeros(2 * most_drawn, dtype=torch.int64, pin_memory=pin) for _ in range(_ARRIVALS)
         ]
+        self._walked = make_walk_result(max(max_num_seqs, captured), most_drawn, device)
         self._next_arrival = 0
         self._pick = make_pick_workspace(most_drawn, config.vocab_size, device)
         self._hidden = torch.zeros(
@@ -129,7 +138,7 @@ class GpuModelRunner:
         self._graphs: GraphSet[tuple[str, int]] | None = None
         if graphs:
             self._graphs = GraphSet()
-            self._capture(self._graphs)
+            self._capture(self._graphs, drafts)
 
     # -- a step -----------------------------------------------------------------------------
 
@@ -140,6 +149,8 @@ class GpuModelRunner:
         num_rows = int(step.counts.sum())
         plain = not step.prompt_rows and self._sampler.is_plain(step.slots)
         graphs = self._graphs
+        if step.parents is not None:
+            return self._launch_drafted(step, num_rows, plain)
         if graphs is None or num_rows > self._graph_rows[-1]:
             return self._launch_eager(step, num_rows, plain)
         single = len(step.slots) == num_rows
@@ -148,7 +159,7 @@ class GpuModelRunner:
             if bucket is not None:
                 cut = self._upload(step, self._layout(bucket, bucket, None), single=True)
                 graphs.replay(("decode cut" if cut else "decode", bucket))
-                return self._send_back(step, num_rows)
+                return self._send_back(step, self._tokens[:num_rows])
         bucket = _bucket(self._graph_rows, num_rows)
         assert bucket is not None
         self._upload(step, self._rows_layout(bucket), single=False)
@@ -160,45 +171,55 @@ class GpuModelRunner:
             heads = _bucket(self._decode_rows, drawn)
             assert heads is not None, "more draws than slots"
             graphs.replay(("head", heads))
-        return self._send_back(step, drawn)
+        return self._send_back(step, self._tokens[:drawn])
 
     def finish(self, pending: LaunchedStep) -> ModelRunnerOutput:
         """Waits for a launched step and returns its results as plain data."""
         if pending.arrived is not None:
             pending.arrived.synchronize()
+        if pending.shape is not None:
+            packed = pending.tokens.numpy()
+            return verified_output(pending.results.step, pending.shape, packed, pending.num_groups)
         return plain_output(pending.tokens.tolist(), pending.results)
+
+    def _launch_drafted(self, step: SchedulerOutput, num_rows: int, plain: bool) -> LaunchedStep:
+        assert plain, "drafts beside requests that the kernels do not serve"
+        bucket = _bucket(self._graph_rows, num_rows) if self._graphs is not None else None
+        tile = self._context.tree_tile(bucket or num_rows)
+        shape = shape_step(step, self._context.windows, self._context.limits(tile))
+        groups = len(sample_groups(step, shape)[0])
+        if bucket is not None and shape.num_samples <= bucket:
+            assert self._graphs is not None
+            layout = self._verify_layout(bucket)
+            self._upload_packed(step, shape, layout)
+            self._graphs.replay(("verify", bucket))
+        else:
+            layout = self._exact_layout(step, shape, groups)
+            inputs = self._upload_packed(step, shape, layout)
+            attention = StepAttention(self._context, inputs, tile, any_cut=shape.any_cut)
+            self._verify(inputs, self._run_model(inputs, attention))
+        packed = self._walked.part(layout.groups, layout.samples).packed
+        launched = self._send_back(step, packed)
+        launched.shape, launched.num_groups = shape, layout.groups
+        return launched
 
     def _launch_eager(self, step: SchedulerOutput, num_rows: int, plain: bool) -> LaunchedStep:
         single = len(step.slots) == num_rows
-        long_chunks: tuple[LongChunk, ...] = ()
+        library: tuple[LibraryRows, ...] = ()
         planned = None
-        if self._library and num_rows >= _LIBRARY_ROWS:
-            counts = step.counts
-            long_chunks, planned = find_long_chunks(
-                self._context,
-                step.starts,
-                counts,
-                np.cumsum(counts) - counts,
-                self._packer.tables[step.slots],
-                min_rows=_LIBRARY_ROWS,
+        if not single and step.parents is None:
+            library, planned = self._library.plan(
+                step.starts, step.counts, self._packer.tables[step.slots]
             )
         tile = self._context.tile_for(num_rows, single)
         shape = shape_step(step, self._context.windows, self._context.limits(tile), planned)
-        layout = PacketLayout(
-            num_rows,
-            shape.num_samples,
-            max(len(items) for items in shape.items),
-            max(len(cut) for cut in shape.cut_rows),
-            min(step.table_writes.shape[1], _EAGER_WRITES),
-            len(shape.items),
-        )
-        inputs = self._upload_packed(step, shape, layout)
+        inputs = self._upload_packed(step, shape, self._exact_layout(step, shape, 0))
         attention = StepAttention(
             self._context,
             inputs,
             tile,
             any_cut=shape.any_cut,
-            long_chunks=long_chunks,
+            library=library,
             planned=planned is None or bool(planned.any()),
         )
         hidden = self._run_model(inputs, attention)
@@ -206,7 +227,7 @@ class GpuModelRunner:
             return self._draw_by_torch(step, hidden)
         if shape.num_samples:
             self._draw(inputs, hidden, shape.num_samples)
-        return self._send_back(step, shape.num_samples)
+        return self._send_back(step, self._tokens[: shape.num_samples])
 
     def _admit(self, step: SchedulerOutput) -> None:
         for state in step.admitted:
@@ -223,9 +244,10 @@ class GpuModelRunner:
 
     # -- its parts --------------------------------------------------------------------------
 
-    def _layout(self, rows: int, samples: int, writes: int | None) -> PacketLayout:
+    def _layout(self, rows: int, samples: int, writes: int | None, groups: int = 0) -> PacketLayout:
         """Of a bucket, with room for any step of so many rows."""
         tiles = [self._context.tile_for(rows, single) for single in (True, False)]
+        tiles.append(self._context.tree_tile(rows))
         pieces = max(self._context.limits(tile).max_pieces for tile in tiles)
         return PacketLayout(
             rows,
@@ -234,7 +256,24 @@ class GpuModelRunner:
             rows,
             max(256, 2 * rows) if writes is None else writes,
             len(self._context.windows),
+            groups,
         )
+
+    def _exact_layout(self, step: SchedulerOutput, shape: StepShape, groups: int) -> PacketLayout:
+        """Of an uncaptured step."""
+        return PacketLayout(
+            shape.num_rows,
+            shape.num_samples,
+            max(len(items) for items in shape.items),
+            max(len(cut) for cut in shape.cut_rows),
+            min(step.table_writes.shape[1], _EAGER_WRITES),
+            len(shape.items),
+            groups,
+        )
+
+    def _verify_layout(self, bucket: int) -> PacketLayout:
+        """Of a "verify" graph: any row may be drawn from, and be a group of its own."""
+        return self._layout(bucket, bucket, None, groups=bucket)
 
     def _rows_layout(self, bucket: int) -> PacketLayout:
         """Of a "rows" graph: the part that "head" graphs read lies at the same place in all."""
@@ -287,6 +326,29 @@ class GpuModelRunner:
             out=self._tokens[: len(hidden)],
         )
 
+    def _verify(self, inputs: StepInputs[torch.Tensor], hidden: torch.Tensor) -> None:
+        """Draws after every row of every tree, walks the trees and closes the gaps in the KV."""
+        tree = inputs.tree
+        assert tree is not None
+        rows = inputs.sample_rows
+        drawn = pick_tokens(
+            self._model.logits(hidden.index_select(0, rows)),
+            PickRows(inputs.pick),
+            self._pick,
+            out=self._tokens[: len(rows)],
+        )
+        walked = self._walked.part(tree.groups.shape[1], len(rows))
+        walk_trees(
+            drawn,
+            tree.draft_tokens,
+            tree.parents,
+            cache_rows=tree.cache_rows,
+            groups=tree.groups,
+            last_tokens=self._last_tokens,
+            out=walked,
+        )
+        compact_kv(self._cache.data, walked.sources, walked.destinations, walked.counts)
+
     def _draw_by_torch(self, step: SchedulerOutput, hidden: torch.Tensor) -> LaunchedStep:
         """The draws and log-probabilities of a step that the kernels do not serve."""
         slots = step.slots
@@ -301,7 +363,7 @@ class GpuModelRunner:
         ]
         sampled = np.flatnonzero(step.num_samples)
         if len(sampled) == 0:
-            return self._send_back(step, 0, PendingStep(step, None, prompt_logprobs))
+            return self._send_back(step, self._tokens[:0], PendingStep(step, None, prompt_logprobs))
         last = (np.cumsum(step.counts) - 1)[sampled]
         drawn = self._sampler.sample(
             self._model.logits(hidden[torch.from_numpy(last).to(self._device)]),
@@ -314,14 +376,19 @@ class GpuModelRunner:
         self._last_tokens[torch.from_numpy(owners).to(self._device)] = drawn.token_ids
         count = len(drawn.token_ids)
         self._tokens[:count] = drawn.token_ids
-        return self._send_back(step, count, PendingStep(step, drawn, prompt_logprobs))
+        return self._send_back(
+            step, self._tokens[:count], PendingStep(step, drawn, prompt_logprobs)
+        )
 
     def _send_back(
-        self, step: SchedulerOutput, count: int, results: PendingStep | None = None
+        self,
+        step: SchedulerOutput,
+        tokens: torch.Tensor,
+        results: PendingStep | None = None,
     ) -> LaunchedStep:
-        arrival = self._arrivals[self._next_arrival][:count]
+        arrival = self._arrivals[self._next_arrival][: len(tokens)]
         self._next_arrival = (self._next_arrival + 1) % len(self._arrivals)
-        arrival.copy_(self._tokens[:count], non_blocking=True)
+        arrival.copy_(tokens, non_blocking=True)
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event()
@@ -331,7 +398,7 @@ class GpuModelRunner:
     # -- capture ----------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _capture(self, graphs: GraphSet[tuple[str, int]]) -> None:
+    def _capture(self, graphs: GraphSet[tuple[str, int]], drafts: bool) -> None:
         """Captures every bucket, the largest first so that smaller ones reuse its memory."""
         for bucket in reversed(self._decode_rows):
             inputs = packet_views(self._packet, self._layout(bucket, bucket, None))
@@ -344,6 +411,8 @@ class GpuModelRunner:
         inputs = packet_views(self._packet, self._rows_layout(self._graph_rows[-1]))
         for bucket in reversed(self._decode_rows):
             self._capture_head(graphs, bucket, inputs)
+        for bucket in reversed(self._graph_rows if drafts else ()):
+            self._capture_verify(graphs, bucket)
         torch.cuda.synchronize()
 
     def _capture_decode(
@@ -382,6 +451,32 @@ class GpuModelRunner:
             self._draw(inputs, self._hidden, bucket)
 
         graphs.capture(("head", bucket), body)
+
+    def _capture_verify(self, graphs: GraphSet[tuple[str, int]], bucket: int) -> None:
+        inputs = packet_views(self._packet, self._verify_layout(bucket))
+        tile = self._context.tree_tile(bucket)
+        attention = StepAttention(self._context, inputs, tile, any_cut=True)
+
+        def body() -> None:
+            self._verify(inputs, self._run_model(inputs, attention))
+
+        graphs.capture(("verify", bucket), body)
+
+
+def verified_output(
+    step: SchedulerOutput, shape: StepShape, packed: np.ndarray, num_groups: int
+) -> ModelRunnerOutput:
+    """The tokens of a step with draft trees, from the packed walk of `num_groups` groups, those of
+    padding included."""
+    assert shape.drafted is not None
+    first, _, _ = sample_groups(step, shape)
+    firsts = np.zeros(num_groups, np.int64)
+    firsts[: len(first)] = first
+    token_ids, emitted = emitted_tokens(packed, firsts)
+    groups = np.where(shape.drafted, 1, shape.samples)
+    sequence = np.repeat(np.arange(len(groups)), groups)
+    num_tokens = np.bincount(sequence, emitted[: len(first)], len(groups)).astype(int)
+    return ModelRunnerOutput(token_ids, None, {}, {}, num_tokens.tolist())
 
 
 def _bucket(buckets: tuple[int, ...], count: int) -> int | None:

@@ -1,11 +1,12 @@
 """Attention of one step on a CUDA device: `models.layers.Attend` over the paged cache.
 
-Rows go through the work list of `kernels.paged_attention`. Long chunks of an uncaptured step may go
-through the library instead (`library_attention`), where that was measured faster.
+Rows go through the work list of `kernels.paged_attention`. Chunks of an uncaptured step go through
+libraries instead (`library_attention`), where that was measured faster.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +27,14 @@ from hetero_llm.gpu.kernels.paged_attention import (
     paged_attention,
 )
 from hetero_llm.gpu.kernels.rope_store import rope_store, store
-from hetero_llm.gpu.library_attention import ChunkKeys, attend_chunk
+from hetero_llm.gpu.library_attention import (
+    ChunkKeys,
+    RaggedKeys,
+    attend_chunk,
+    attend_ragged,
+    cudnn_works,
+    flash_works,
+)
 from hetero_llm.gpu.step_inputs import StepInputs
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import RotaryHeads
@@ -35,6 +43,10 @@ from hetero_llm.runner.kv_cache import PagedKVCache
 
 _PIECES_PER_PLACE = 4
 _FEW_ROWS = 8
+_RAGGED_ROWS = 32
+"""Chunks of at least so many rows of an uncaptured step go through FlashAttention."""
+_LONG_ROWS, _LONG_ROWS_ALONE = 4096, 1024
+"""Chunks of at least so many rows go through cuDNN, among others and alone."""
 
 
 def check_supported(config: ModelConfig, cache_dtype: torch.dtype) -> None:
@@ -54,11 +66,11 @@ def check_supported(config: ModelConfig, cache_dtype: torch.dtype) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class LongChunk:
-    """A chunk for the library: its rows in the step, and where its keys are."""
+class LibraryRows:
+    """Rows that go through a library: [R] int64 on the device, or a slice; and their keys."""
 
-    rows: slice
-    keys: ChunkKeys
+    rows: torch.Tensor | slice
+    keys: ChunkKeys | RaggedKeys
 
 
 class AttentionContext:
@@ -99,6 +111,11 @@ class AttentionContext:
             return TileShape(max(least, 32), keys, 4, 3, 2)
         return TileShape(max(least, 64), max(keys // 2, 32), 4, 3, 2)
 
+    def tree_tile(self, num_rows: int) -> TileShape:
+        """The tile of a step with draft trees of some rows each."""
+        tile = self.tile_for(min(num_rows, 64), single=False)
+        return dataclasses.replace(tile, num_stages=5, programs=1) if num_rows <= 16 else tile
+
     def limits(self, tile: TileShape) -> PlanLimits:
         """What the plan of a step with this tile has to respect."""
         parallel = self._parallel(tile)
@@ -137,14 +154,14 @@ class StepAttention:
         tile: TileShape,
         *,
         any_cut: bool,
-        long_chunks: tuple[LongChunk, ...] = (),
+        library: tuple[LibraryRows, ...] = (),
         planned: bool = True,
     ) -> None:
         """
         Args:
             inputs: the step's, on the device.
             any_cut: whether the work list may have cut tiles.
-            long_chunks: chunks whose rows the work list leaves out.
+            library: rows that the work list leaves out.
             planned: whether the work list has anything to do.
         """
         self._any_cut = any_cut
@@ -152,9 +169,11 @@ class StepAttention:
         self._inputs = inputs
         self._tile = tile
         self._workspace = context.workspace(tile)
-        self._long_chunks = long_chunks
+        self._library = library
         self._planned = planned
-        self._masks = RowMasks(inputs.limits, inputs.positions)
+        tree = inputs.tree
+        ancestors = None if tree is None else tree.ancestors
+        self._masks = RowMasks(inputs.limits, inputs.positions, ancestors)
         self._work = {
             window: Work(inputs.items[i], inputs.cut_rows[i], inputs.work_counts[i])
             for i, window in enumerate(context.windows)
@@ -183,7 +202,6 @@ class StepAttention:
             keys,
             values,
             heads.num_heads,
-            ahead=heads.ahead,
         )
         return self._attend(layer, q, keys, values)
 
@@ -193,8 +211,8 @@ class StepAttention:
         config = self._context.config
         window = config.sliding_windows[layer]
         scale = config.attn_scale
-        if not self._planned and len(self._long_chunks) == 1:  # it is the whole step
-            return attend_chunk(q, keys, values, self._long_chunks[0].keys, scale=scale)
+        if not self._planned and len(self._library) == 1:  # it is the whole step
+            return _attend_by_library(q, keys, values, self._library[0], scale, window)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._planned:
             paged_attention(
@@ -211,42 +229,106 @@ class StepAttention:
                 any_cut=self._any_cut,
                 out=out,
             )
-        for chunk in self._long_chunks:
-            rows = chunk.rows
-            out[rows] = attend_chunk(q[rows], keys, values, chunk.keys, scale=scale)
+        for part in self._library:
+            out[part.rows] = _attend_by_library(q[part.rows], keys, values, part, scale, window)
         return out
 
 
-def find_long_chunks(
-    context: AttentionContext,
-    starts: np.ndarray,
-    counts: np.ndarray,
-    first_rows: np.ndarray,
-    tables: np.ndarray,
-    *,
-    min_rows: int,
-) -> tuple[tuple[LongChunk, ...], np.ndarray]:
-    """Chunks of at least `min_rows` rows that the library can serve.
+def _attend_by_library(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    part: LibraryRows,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    if isinstance(part.keys, ChunkKeys):
+        return attend_chunk(q, keys, values, part.keys, scale=scale)
+    return attend_ragged(q, keys, values, part.keys, scale=scale, window=window)
 
-    Args:
-        starts, counts, first_rows: [S], as in the step.
-        tables: [S, columns] block ids on the host.
 
-    Returns:
-        The chunks, and [S] bool: sequences that are left to the work list.
+class LibraryPlanner:
+    """Decides which chunks of an uncaptured step go through a library.
+
+    Measured (docs/log.md): one chunk is fastest through cuDNN from a thousand rows on; a call for
+    each of many shorter ones costs more than FlashAttention's single call for all.
     """
-    left = np.ones(len(counts), bool)
-    chunks = []
-    size = context.cache.shape.block_size
-    shortest = min((w for w in context.windows if w is not None), default=None)
-    for index in np.flatnonzero(counts >= min_rows).tolist():
-        start, count = int(starts[index]), int(counts[index])
-        end = start + count
-        if shortest is not None and end > shortest:
-            continue  # the library knows no sliding window
-        blocks = torch.from_numpy(tables[index, : -(-end // size)].astype(np.int64))
-        first = int(first_rows[index])
-        keys = ChunkKeys(blocks.to(context.tables.device, non_blocking=True), start, count)
-        chunks.append(LongChunk(slice(first, first + count), keys))
-        left[index] = False
-    return tuple(chunks), left
+
+    def __init__(self, context: AttentionContext, dtype: torch.dtype) -> None:
+        config = context.config
+        device = context.tables.device
+        shape = (dtype, config.num_heads, config.num_kv_heads, config.head_dim, device)
+        self._context = context
+        self._cudnn = cudnn_works(*shape)
+        self._flash = flash_works(*shape)
+        self._has_windows = any(w is not None for w in context.windows)
+
+    def plan(
+        self, starts: np.ndarray, counts: np.ndarray, tables: np.ndarray
+    ) -> tuple[tuple[LibraryRows, ...], np.ndarray]:
+        """
+        Args:
+            starts, counts: [S], as in the step.
+            tables: [S, columns] block ids on the host.
+
+        Returns:
+            Rows for libraries, and [S] bool: sequences that are left to the work list.
+        """
+        first_rows = np.cumsum(counts) - counts
+        ragged = np.full(len(counts), self._flash) & (counts >= _RAGGED_ROWS)
+        alone = int((counts >= _RAGGED_ROWS).sum()) == 1
+        long = np.zeros(len(counts), bool)
+        if self._cudnn and not self._has_windows:
+            long = counts >= (_LONG_ROWS_ALONE if alone else _LONG_ROWS)
+            ragged &= ~long
+        parts = [
+            self._long(int(starts[i]), int(counts[i]), int(first_rows[i]), tables[i])
+            for i in np.flatnonzero(long).tolist()
+        ]
+        if ragged.any():
+            parts.append(self._ragged(ragged, starts, counts, first_rows, tables))
+        return tuple(parts), ~(long | ragged)
+
+    def _long(self, start: int, count: int, first_row: int, table: np.ndarray) -> LibraryRows:
+        size = self._context.cache.shape.block_size
+        blocks = self._put(table[: -(-(start + count) // size)].astype(np.int64))
+        rows = slice(first_row, first_row + count)
+        return LibraryRows(rows, ChunkKeys(blocks, start, count))
+
+    def _ragged(
+        self,
+        chosen: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        first_rows: np.ndarray,
+        tables: np.ndarray,
+    ) -> LibraryRows:
+        size = self._context.cache.shape.block_size
+        count, first = counts[chosen], first_rows[chosen]
+        used = starts[chosen] + count
+        columns = -(-used // size)
+        blocks = np.concatenate(
+            [table[:n] for table, n in zip(tables[chosen], columns.tolist(), strict=True)]
+        )
+        total = int(count.sum())
+        rows: torch.Tensor | slice = slice(int(first[0]), int(first[0]) + total)
+        if int(first[-1] + count[-1]) - int(first[0]) != total:  # others lie in between
+            within = np.arange(total) - np.repeat(np.cumsum(count) - count, count)
+            rows = self._put(np.repeat(first, count) + within)
+        keys = RaggedKeys(
+            self._put(blocks.astype(np.int64)),
+            self._put(_ends(columns * size)),
+            self._put(used.astype(np.int32)),
+            self._put(_ends(count)),
+            int(count.max()),
+            int((columns * size).max()),
+        )
+        return LibraryRows(rows, keys)
+
+    def _put(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._context.tables.device)
+
+
+def _ends(lengths: np.ndarray) -> np.ndarray:
+    """[n + 1] int32 where pieces of these lengths begin, and where the last one ends."""
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)

@@ -22,13 +22,15 @@ A = TypeVar("A", np.ndarray, torch.Tensor)
 _RING = 4
 """Host buffers: a step is packed while up to two others are under way."""
 _HEADER = 16
+GROUP_FIELDS = 3
 _TOP_P_OFF = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class PacketLayout:
     """Sizes of a packet: rows, drawn tokens, work items and cut rows of each of `windows` work
-    lists, block-table writes. Where the drawn tokens' part lies depends on `samples` alone."""
+    lists, block-table writes, and where draft trees are verified, `groups` of drawn tokens. Where
+    the drawn tokens' part lies depends on `samples` alone."""
 
     rows: int
     samples: int
@@ -36,18 +38,39 @@ class PacketLayout:
     cut_rows: int
     writes: int
     windows: int
+    groups: int = 0
 
     @property
     def words(self) -> int:
         per_window = WORK_FIELDS * self.items + CUT_ROW_FIELDS * self.cut_rows
         rows = 5 * _even(self.rows)
         samples = (2 + ROW_FIELDS) * _even(self.samples)
+        if self.groups:
+            rows += _even(2 * self.rows)
+            samples += 3 * _even(self.samples) + GROUP_FIELDS * _even(self.groups)
         return _HEADER + rows + samples + 3 * _even(self.writes) + self.windows * per_window
 
 
 def _even(count: int) -> int:
     """Parts begin at multiples of 16 bytes, which kernels load with fewer instructions."""
     return -(-count // 4) * 4
+
+
+@dataclass(frozen=True, slots=True)
+class TreeInputs(Generic[A]):
+    """What verification adds; see `kernels.walk.walk_trees`.
+
+    Attributes:
+        ancestors: [T] int64 bits of tree nodes.
+        draft_tokens, parents, cache_rows: [N] int32 of the sampled rows.
+        groups: [3, G] int32 first sample, samples, slot.
+    """
+
+    ancestors: A
+    draft_tokens: A
+    parents: A
+    cache_rows: A
+    groups: A
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +84,7 @@ class StepInputs(Generic[A]):
         pick: [8, N], see `kernels.pick.PickRows`.
         writes: [3, K] block-table writes.
         items: [windows][W, 8]; cut_rows: [windows][C, 4].
+        tree: None unless the layout has groups.
     """
 
     num_writes: A
@@ -76,6 +100,7 @@ class StepInputs(Generic[A]):
     writes: A
     items: tuple[A, ...]
     cut_rows: tuple[A, ...]
+    tree: TreeInputs[A] | None
 
 
 def packet_views(buffer: A, layout: PacketLayout) -> StepInputs[A]:
@@ -97,9 +122,20 @@ def packet_views(buffer: A, layout: PacketLayout) -> StepInputs[A]:
     windows = range(layout.windows)
     items = tuple(take(WORK_FIELDS * layout.items).reshape(-1, WORK_FIELDS) for _ in windows)
     cut = tuple(take(CUT_ROW_FIELDS * layout.cut_rows).reshape(-1, CUT_ROW_FIELDS) for _ in windows)
+    tree = None
+    if layout.groups:
+        ancestors = _as_int64(take(2 * layout.rows))
+        sampled = [take(layout.samples) for _ in range(3)]
+        wide = _even(layout.groups)
+        groups = take(GROUP_FIELDS * wide).reshape(GROUP_FIELDS, wide)[:, : layout.groups]
+        tree = TreeInputs(ancestors, *sampled, groups)
     assert place == layout.words
     counts = buffer[2 : 2 + 2 * layout.windows].reshape(layout.windows, 2)
-    return StepInputs(buffer[:1], counts, *rows, *samples, pick, writes, items, cut)
+    return StepInputs(buffer[:1], counts, *rows, *samples, pick, writes, items, cut, tree)
+
+
+def _as_int64(part: A) -> A:
+    return part.view(torch.int64 if isinstance(part, torch.Tensor) else np.int64)
 
 
 class SamplingTable:
@@ -132,12 +168,16 @@ class SamplingTable:
 class StepShape:
     """What a step amounts to, before it is packed.
 
-    first_rows: [S] index of each sequence's first row. items, cut_rows: of each window.
+    first_rows: [S] index of each sequence's first row. drafted: [S] bool, its rows are a draft
+    tree; None: none are. samples: [S] tokens drawn for each, one for every row of a tree.
+    items, cut_rows: of each window.
     """
 
     num_rows: int
     num_samples: int
     first_rows: np.ndarray
+    drafted: np.ndarray | None
+    samples: np.ndarray
     items: tuple[np.ndarray, ...]
     cut_rows: tuple[np.ndarray, ...]
 
@@ -158,21 +198,31 @@ def shape_step(
         windows: the different sliding windows of the model's layers.
         planned: [S] bool, sequences that the work list shall cover; None: all.
     """
-    counts = step.counts
+    counts, samples = step.counts, step.num_samples
     first_rows = np.cumsum(counts, dtype=np.int32) - counts
+    drafted = None
+    if step.parents is not None:
+        drafted = (counts > 1) & (
+            step.parents[np.minimum(first_rows + 1, len(step.parents) - 1)] >= 0
+        )
+        samples = np.where(drafted, counts, samples)
     arguments = (step.slots, step.starts, counts, first_rows)
+    trees = drafted
     if planned is not None:
         arguments = tuple(a[planned] for a in arguments)
+        trees = None if drafted is None else drafted[planned]
     works = [
-        plan_work(*arguments, None, window, limits)
+        plan_work(*arguments, trees, window, limits)
         if len(arguments[0])
         else (np.zeros((0, WORK_FIELDS), np.int32), np.zeros((0, CUT_ROW_FIELDS), np.int32))
         for window in windows
     ]
     return StepShape(
         int(counts.sum()),
-        int(step.num_samples.sum()),
+        int(samples.sum()),
         first_rows,
+        drafted,
+        samples,
         tuple(items for items, _ in works),
         tuple(cut for _, cut in works),
     )
@@ -217,8 +267,9 @@ class StepPacker:
         buffer = self._ring[self._next][: layout.words]
         self._next = (self._next + 1) % _RING
         views = packet_views(buffer.numpy(), layout)
-        self._pack_rows(step, shape, views)
-        self._pack_samples(step, shape, views)
+        assert (views.tree is None) == (shape.drafted is None)
+        depths = self._pack_rows(step, shape, views)
+        self._pack_samples(step, shape, views, depths)
         writes = step.table_writes
         num_writes = writes.shape[1] if writes.shape[1] <= layout.writes else 0
         views.num_writes[0] = num_writes
@@ -231,43 +282,124 @@ class StepPacker:
 
     def _pack_rows(
         self, step: SchedulerOutput, shape: StepShape, views: StepInputs[np.ndarray]
-    ) -> None:
+    ) -> np.ndarray | None:
+        """Returns each row's depth in its draft tree, None if there are none."""
         total, counts = shape.num_rows, step.counts
-        slots, positions = step.slots, step.starts
+        slots, places = step.slots, step.starts
+        sequence = None
         if total != len(counts):
             sequence = np.repeat(np.arange(len(counts)), counts)
             slots = slots[sequence]
-            positions = np.arange(total) - (shape.first_rows - step.starts)[sequence]
+            places = np.arange(total) - (shape.first_rows - step.starts)[sequence]
         size = self._block_size
         views.token_ids[:total] = step.token_ids
         views.row_slots[:total] = slots
-        views.positions[:total] = positions
-        views.limits[:total] = positions + 1
-        views.cache_rows[:total] = self.tables[slots, positions // size] * size + positions % size
+        views.positions[:total] = places
+        views.limits[:total] = places + 1
+        views.cache_rows[:total] = self.tables[slots, places // size] * size + places % size
         for part in (views.token_ids, views.row_slots, views.positions, views.limits):
             part[total:] = 0
         views.cache_rows[total:] = -1
+        if views.tree is None:
+            return None
+        assert sequence is not None and shape.drafted is not None and step.parents is not None
+        in_tree = shape.drafted[sequence]
+        bits, depths = tree_rows(step.parents, shape.first_rows, counts, shape.drafted)
+        starts = step.starts[sequence]
+        views.positions[:total] = np.where(in_tree, starts + depths, places)
+        views.limits[:total] = np.where(in_tree, starts, places + 1)
+        views.tree.ancestors[:total] = bits
+        views.tree.ancestors[total:] = 0
+        return depths
 
     def _pack_samples(
-        self, step: SchedulerOutput, shape: StepShape, views: StepInputs[np.ndarray]
+        self,
+        step: SchedulerOutput,
+        shape: StepShape,
+        views: StepInputs[np.ndarray],
+        depths: np.ndarray | None,
     ) -> None:
-        total, samples = shape.num_samples, step.num_samples
-        last = shape.first_rows + step.counts - 1
+        total, samples = shape.num_samples, shape.samples
+        rows = shape.first_rows + step.counts - 1
         drawn_at = step.starts + step.counts
         slots = step.slots
-        several = None
+        several = within = None
         if total != len(samples) or (samples != 1).any():
             sequence = np.repeat(np.arange(len(samples)), samples)
             within = np.arange(total) - np.repeat(np.cumsum(samples) - samples, samples)
             several = samples[sequence] > 1
-            slots, last, drawn_at = slots[sequence], last[sequence], drawn_at[sequence]
+            slots, rows, drawn_at = slots[sequence], rows[sequence], drawn_at[sequence]
+            if shape.drafted is not None:
+                assert depths is not None
+                in_tree = shape.drafted[sequence]
+                rows = np.where(in_tree, shape.first_rows[sequence] + within, rows)
+                drawn_at = np.where(in_tree, step.starts[sequence] + depths[rows] + 1, drawn_at)
+                several &= ~in_tree
         pick = self.sampling.rows(slots)
         if several is not None:  # a prompt's end that forks: sample indices 0, 1, ...
             pick[6] = np.where(several, within, pick[6])
         pick[7] = drawn_at
         views.pick[:, :total] = pick
         views.pick[7, total:] = -1
-        views.sample_rows[:total] = last
+        views.sample_rows[:total] = rows
         views.sample_rows[total:] = 0
         views.sample_slots[:total] = slots
         views.sample_slots[total:] = -1
+        if views.tree is not None:
+            self._pack_groups(step, shape, views, rows)
+
+    def _pack_groups(
+        self,
+        step: SchedulerOutput,
+        shape: StepShape,
+        views: StepInputs[np.ndarray],
+        rows: np.ndarray,
+    ) -> None:
+        """Every draw is a group of its own, but a tree's rows are one group."""
+        tree, total = views.tree, shape.num_samples
+        assert tree is not None and step.parents is not None
+        tree.draft_tokens[:total] = step.token_ids[rows]
+        tree.parents[:total] = step.parents[rows]
+        tree.cache_rows[:total] = views.cache_rows[rows]
+        firsts, sizes, slots = sample_groups(step, shape)
+        tree.groups[:, len(firsts) :] = 0
+        tree.groups[2, len(firsts) :] = -1
+        tree.groups[0, : len(firsts)] = firsts
+        tree.groups[1, : len(firsts)] = sizes
+        tree.groups[2, : len(firsts)] = slots
+
+
+def sample_groups(
+    step: SchedulerOutput, shape: StepShape
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """First sample, samples and slot of each group of a step with draft trees."""
+    assert shape.drafted is not None
+    groups = np.where(shape.drafted, 1, shape.samples)
+    sequence = np.repeat(np.arange(len(groups)), groups)
+    sizes = np.where(shape.drafted, shape.samples, 1)[sequence]
+    return np.cumsum(sizes) - sizes, sizes, step.slots[sequence]
+
+
+def tree_rows(
+    parents: np.ndarray, first_rows: np.ndarray, counts: np.ndarray, drafted: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ancestor bits (a node's own included) and depth of every row; zeros outside trees.
+
+    Args:
+        parents: [T] index of a row's parent within its sequence's rows, -1 for roots and rows
+            outside trees.
+        first_rows, counts, drafted: [S].
+
+    Returns:
+        [T] int64, [T] int64. The root has bit 0 and depth 0.
+    """
+    bits = np.zeros(len(parents), np.uint64)
+    depths = np.zeros(len(parents), np.int64)
+    first, count = first_rows[drafted], counts[drafted]
+    bits[first] = 1
+    for node in range(1, int(count.max(initial=1))):
+        rows = first[count > node] + node
+        above = rows - node + parents[rows]
+        bits[rows] = bits[above] | np.uint64(1 << node)
+        depths[rows] = depths[above] + 1
+    return bits.view(np.int64), depths

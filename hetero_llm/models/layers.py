@@ -69,13 +69,7 @@ class QKNorm(nn.Module):
 
 
 class RotaryHeads(nn.Module):
-    """From a fused projection to normed and rotated heads.
-
-    `ahead` may be set on the instance: weights of the product that follows attention, which a
-    device may fetch early.
-    """
-
-    ahead: Tensor | None = None
+    """From a fused projection to normed and rotated heads."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -12,13 +12,11 @@ from hetero_llm.gpu.kernels.launch import (
     pdl_options,
     wait_for_inputs,
 )
-from hetero_llm.gpu.kernels.prefetch import ahead_share, prefetch_share
 from hetero_llm.models.layers import GatedActivation
 
 _TILE = 1024
 _NUM_WARPS = 4
 _PROGRAMS_PER_SM = 16
-_AHEAD_BYTES = 16 << 20
 
 
 @triton.jit
@@ -36,14 +34,11 @@ def _activate(x, NAME: tl.constexpr):
         return x / (1.0 + tl.exp(-2.0 * y))
 
 
-@triton.jit(do_not_specialize=["num_rows", "ahead_first"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _gated_activation(
-    out_ptr, gate_up_ptr, num_rows, row_stride, ahead_ptr, ahead_piece, ahead_first,
-    INNER: tl.constexpr, TILE: tl.constexpr, NAME: tl.constexpr, AHEAD: tl.constexpr,
-    THREADS: tl.constexpr, PDL: tl.constexpr,
+    out_ptr, gate_up_ptr, num_rows, row_stride,
+    INNER: tl.constexpr, TILE: tl.constexpr, NAME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if AHEAD and tl.program_id(0) >= ahead_first:  # these have no tile below
-        prefetch_share(ahead_ptr, tl.program_id(0) - ahead_first, ahead_piece, THREADS)
     wait_for_inputs(PDL)
     let_next_start(PDL)
     dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
@@ -59,15 +54,12 @@ def _gated_activation(
         tl.store(out_ptr + row * INNER + columns, (active * up).to(dtype), mask=inside)
 
 
-def gated_activation(
-    gate_up: torch.Tensor, name: str, *, ahead: torch.Tensor | None = None
-) -> torch.Tensor:
+def gated_activation(gate_up: torch.Tensor, name: str) -> torch.Tensor:
     """activation(gate) * up, rounded where `GatedActivation.plain` rounds.
 
     Args:
         gate_up: [T, 2 * inner], gate first; float32, bfloat16 or float16; rows may be strided.
         name: "silu", "relu", "gelu" (by erf), "gelu_new" or "gelu_pytorch_tanh".
-        ahead: Weights of the product that follows, to be fetched meanwhile.
 
     Returns:
         [T, inner], contiguous.
@@ -80,23 +72,15 @@ def gated_activation(
     if out.numel() == 0:
         return out
     tiles = num_rows * triton.cdiv(inner, _TILE)
-    programs = min(tiles, _PROGRAMS_PER_SM * num_multiprocessors(gate_up.device))
-    more, piece = ahead_share(ahead, num_rows, _NUM_WARPS, _AHEAD_BYTES)
-    if programs < tiles:
-        more = 0
-    _gated_activation[(programs + more,)](
+    grid = (min(tiles, _PROGRAMS_PER_SM * num_multiprocessors(gate_up.device)),)
+    _gated_activation[grid](
         out,
         gate_up,
         num_rows,
         gate_up.stride(0),
-        ahead if more else gate_up,
-        piece,
-        programs,
         INNER=inner,
         TILE=_TILE,
         NAME="gelu_tanh" if name in ("gelu_new", "gelu_pytorch_tanh") else name,
-        AHEAD=more > 0,
-        THREADS=_NUM_WARPS * 32,
         num_warps=_NUM_WARPS,
         **pdl_options(gate_up.device),
     )

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from hetero_llm.gpu.kernels.launch import let_next_start, pdl_options, wait_for_inputs
-from hetero_llm.gpu.kernels.prefetch import ahead_share, prefetch_share
 from hetero_llm.models.layers import add_rms_norm as add_rms_norm_reference
 
 __all__ = ["MAX_NORM_SIZE", "add_rms_norm", "add_rms_norm_reference"]
@@ -15,26 +14,20 @@ __all__ = ["MAX_NORM_SIZE", "add_rms_norm", "add_rms_norm_reference"]
 MAX_NORM_SIZE = 16384
 """Longest row: a program holds its whole row in registers."""
 
-_AHEAD_BYTES = 24 << 20
 
-
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def _add_rms_norm(
-    out_ptr, x_ptr, residual_ptr, weight_ptr, eps, num_rows, ahead_ptr, ahead_piece,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
-    THREADS: tl.constexpr, PDL: tl.constexpr,
+    out_ptr, x_ptr, residual_ptr, weight_ptr, eps,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    if AHEAD and row >= num_rows:
-        prefetch_share(ahead_ptr, row - num_rows, ahead_piece, THREADS)
     columns = tl.arange(0, PADDED)
-    inside = (columns < SIZE) & (row < num_rows)
+    inside = columns < SIZE
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     let_next_start(PDL)
 
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    place = row.to(tl.int64) * SIZE + columns
+    place = tl.program_id(0).to(tl.int64) * SIZE + columns
     total = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
@@ -48,12 +41,7 @@ def _add_rms_norm(
 
 
 def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    ahead: torch.Tensor | None = None,
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm of `x + residual`, and that sum; an `AddNorm` of `models/layers.py`.
 
@@ -64,7 +52,6 @@ def add_rms_norm(
         residual: As x, overwritten with the sum; None: the sum is x itself.
         weight: [size], dtype of x.
         eps: Added to the mean of squares.
-        ahead: Weights of the product that follows, to be fetched meanwhile.
 
     Returns:
         The norm (new) and the sum (`residual`, or x), both [T, size].
@@ -80,25 +67,17 @@ def add_rms_norm(
     if x.numel() == 0:
         return out, total
     padded = triton.next_power_of_2(size)
-    # 16 elements a thread: two 16-byte loads of each operand in flight.
-    num_warps = min(max(padded // 512, 1), 32)
-    num_rows = x.numel() // size
-    more, piece = ahead_share(ahead, num_rows, num_warps, _AHEAD_BYTES)
-    _add_rms_norm[(num_rows + more,)](
+    _add_rms_norm[(x.numel() // size,)](
         out,
         x,
         total,
         weight,
         eps,
-        num_rows,
-        ahead if more else weight,
-        piece,
         SIZE=size,
         PADDED=padded,
         HAS_RESIDUAL=residual is not None,
-        AHEAD=more > 0,
-        THREADS=num_warps * 32,
-        num_warps=num_warps,
+        # 16 elements a thread: two 16-byte loads of each operand in flight.
+        num_warps=min(max(padded // 512, 1), 32),
         **pdl_options(x.device),
     )
     return out, total

@@ -19,7 +19,6 @@ from hetero_llm.gpu.kernels.launch import (
     pdl_options,
     wait_for_inputs,
 )
-from hetero_llm.gpu.kernels.prefetch import ahead_share, prefetch_share
 from hetero_llm.models.rotary import apply_rotary
 
 MAX_HEAD_DIM = 256
@@ -27,7 +26,6 @@ FP8_LIMIT = 448.0
 """Largest float8_e4m3fn; larger values are stored as this one."""
 
 _TILE_HEADS = 8
-_AHEAD_BYTES = 32 << 20
 _PROGRAMS_PER_SM = 32
 # A fused multiply-add rounds once where the torch path rounds twice.
 _NO_FUSION = {} if INTERPRETED else {"enable_fp_fusion": False}
@@ -103,18 +101,14 @@ def _put_heads(
         )
 
 
-@triton.jit(do_not_specialize=["num_rows", "ahead_first"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _rope_store(
     q_ptr, qkv_ptr, position_ptr, slot_ptr, table_ptr, q_weight_ptr, k_weight_ptr,
     key_ptr, value_ptr, num_rows, eps, qkv_stride, block_stride, token_stride, head_stride,
-    ahead_ptr, ahead_piece, ahead_first,
-    AHEAD: tl.constexpr, THREADS: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if AHEAD and tl.program_id(0) >= ahead_first:  # these have no tile below
-        prefetch_share(ahead_ptr, tl.program_id(0) - ahead_first, ahead_piece, THREADS)
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     # Tiles [heads, dims] even of what all heads share: handing it around would cost a barrier.
     heads = tl.arange(0, TILE)
@@ -229,8 +223,6 @@ def rope_store(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     num_heads: int,
-    *,
-    ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Norms and rotates queries and keys, stores keys and values, returns the queries.
 
@@ -251,7 +243,6 @@ def rope_store(
         key_cache, value_cache: [blocks, block size, N, D] views of one layer with equal strides,
             last dim contiguous; dtype of qkv, or float8_e4m3fn: saturated at `FP8_LIMIT`.
         num_heads: H.
-        ahead: Weights of the product that follows attention, to be fetched meanwhile.
 
     Returns:
         Queries, [T, H, D], contiguous, in qkv's dtype.
@@ -272,12 +263,7 @@ def rope_store(
     half_padded = triton.next_power_of_2(half)
     tile = min(_TILE_HEADS, triton.next_power_of_2(num_heads))
     tiles = triton.cdiv(num_heads, tile) + 2 * triton.cdiv(kv_heads, tile)
-    num_warps = max(tile * half_padded // 256, 1)  # 8 elements of each half a thread
-    (programs,) = _grid(num_rows * tiles, qkv.device)
-    more, piece = ahead_share(ahead, num_rows, num_warps, _AHEAD_BYTES)
-    if programs < num_rows * tiles:
-        more = 0
-    _rope_store[(programs + more,)](
+    _rope_store[_grid(num_rows * tiles, qkv.device)](
         q,
         qkv,
         positions,
@@ -291,11 +277,6 @@ def rope_store(
         eps,
         qkv.stride(0),
         *key_cache.stride()[:3],
-        ahead if more else qkv,
-        piece,
-        programs,
-        AHEAD=more > 0,
-        THREADS=num_warps * 32,
         HEADS=num_heads,
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -306,7 +287,7 @@ def rope_store(
         TILE=tile,
         BLOCK=block_size,
         HAS_NORM=q_weight is not None,
-        num_warps=num_warps,
+        num_warps=max(tile * half_padded // 256, 1),  # 8 elements of each half a thread
         **_NO_FUSION,
         **pdl_options(qkv.device),
     )

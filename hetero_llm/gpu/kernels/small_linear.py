@@ -470,15 +470,19 @@ _VECTOR_NARROW = (SmallConfig(1, 4, 1024, num_warps=4), *_VECTOR)
 _MOST, _HEAD = 8192, 1 << 16
 """Features up to which a layer's product is narrow, and from which it can only be the head."""
 
-# In order; the first row whose limits hold decides. bench/results/small_linear.*.json
+# In order; the first row whose limits hold decides. bench/results/small_linear.*.json, and whole
+# steps: a product is launched while the kernel before it still runs, and unless one program takes
+# more than half of a multiprocessor's shared memory, some get two programs and some none.
 _TABLE = (
     _Row(1, 0, 4096, _VECTOR_NARROW),
     _Row(1, 0, _ANY_N, _VECTOR),
+    _Row(8, 0, 4096, (SmallConfig(8, 32, 256, num_stages=7),)),
     _Row(8, 0, _MOST, (SmallConfig(8, 32, 256, num_stages=4),)),
-    _Row(8, _HEAD, _ANY_N, (SmallConfig(8, 32, 256, num_stages=4),)),
+    _Row(8, _HEAD, _ANY_N, (SmallConfig(8, 32, 256, num_stages=6),)),
+    _Row(16, 0, 4096, (SmallConfig(16, 32, 256, num_stages=6),)),
     _Row(16, 0, _MOST, (SmallConfig(16, 32, 256, num_stages=4),)),
-    _Row(16, _HEAD, _ANY_N, (SmallConfig(16, 32, 256, num_stages=4),)),
-    _Row(32, 0, 4096, (SmallConfig(32, 64, 128, split_k=2, num_stages=4),)),
+    _Row(16, _HEAD, _ANY_N, (SmallConfig(16, 32, 256, num_stages=6),)),
+    _Row(32, 0, 4096, (SmallConfig(32, 64, 128, split_k=2, num_stages=5),)),
     _Row(32, _HEAD, _ANY_N, (SmallConfig(32, 64, 128, num_stages=4),)),
     _Row(64, _HEAD, _ANY_N, (SmallConfig(64, 64, 128, num_stages=4),)),
 )

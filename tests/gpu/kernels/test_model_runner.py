@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -104,3 +105,41 @@ def test_it_draws_what_the_torch_runner_draws(checkpoint: Path, device: torch.de
     ours = [runner.finish(pending).token_ids for pending in launched]
     ours += [runner.finish(runner.launch(step)).token_ids for step in steps()[2:]]
     assert ours == expected
+
+
+def test_a_tree_yields_what_plain_steps_yield(checkpoint: Path, device: torch.device) -> None:
+    """The right path is the second child and its child, so its KV has to move."""
+    outputs: list[list[int]] = []
+    for drafted in (False, True):
+        config, model, cache = build(checkpoint, device)
+        speed_up(model)
+        runner = GpuModelRunner(
+            model,
+            config,
+            cache,
+            max_num_seqs=SLOTS,
+            max_model_len=MAX_LEN,
+            max_num_batched_tokens=64,
+            graphs=False,
+            drafts=drafted,
+        )
+        for step in steps()[:2]:
+            last = runner.finish(runner.launch(step)).token_ids
+        if not drafted:
+            tokens = []
+            for position in range(21, 26):
+                work = [(0, position, [-1], 1)] + [(1, 6, [-1], 1)] * (position == 21)
+                tokens.append(runner.finish(runner.launch(step_of(work))).token_ids)
+            outputs = tokens
+            continue
+        right = [step[0] for step in outputs]
+        wrong = (right[0] + 1) % 90
+        drafts = [last[0], wrong, right[0], right[1], right[1]]
+        step = step_of([(0, 21, drafts, 1), (1, 6, [-1], 1)])
+        step = dataclasses.replace(step, parents=np.array([-1, 0, 0, 1, 2, -1], np.int32))
+        output = runner.finish(runner.launch(step))
+        assert output.num_tokens == [3, 1]
+        assert output.token_ids == [*right[:3], outputs[0][1]]
+        for position in (24, 25):  # decoding goes on over the moved KV
+            output = runner.finish(runner.launch(step_of([(0, position, [-1], 1)])))
+            assert output.token_ids == [right[position - 21]]
