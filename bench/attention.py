@@ -134,11 +134,12 @@ def tiles(copy: float) -> list[dict[str, Any]]:
     cache = make_cache(LAYOUTS[0], 32 * 8192 // BLOCK)
     rows = []
     for keys, warps, stages, programs in (
-        (64, 4, 5, 3),
-        (64, 4, 7, 2),
-        (64, 2, 5, 3),
         (128, 4, 3, 2),
         (128, 4, 5, 1),
+        (64, 4, 4, 3),
+        (64, 2, 4, 4),
+        (32, 2, 5, 5),
+        (32, 4, 5, 4),
     ):
         tile = TileShape(16, keys, warps, stages, programs)
         row: dict[str, Any] = {"keys/warps/stages/programs": f"{keys}/{warps}/{stages}/{programs}"}
@@ -146,10 +147,10 @@ def tiles(copy: float) -> list[dict[str, Any]]:
             (32, 8192),
             (1, 32768),
             (1, 4096),
-            (1, 256),
-            (8, 1024),
-            (32, 256),
-            (128, 256),
+            (1, 192),
+            (32, 192),
+            (64, 1088),
+            (128, 192),
         ):
             ms = attention_ms(cache, batch, context, tile)
             row[f"{batch}x{context} us"] = ms * 1e3
@@ -168,18 +169,13 @@ def trees() -> list[dict[str, Any]]:
         row: dict[str, Any] = {"batch": batch, "1 row us": alone * 1e3}
         for nodes, tile in (
             (4, DEFAULT),
-            (8, DEFAULT),
             (8, TileShape(32, 128, 4, 3, 2)),
             (8, TileShape(32, 128, 4, 5, 1)),
-            (8, TileShape(32, 128, 8, 5, 1)),
             (8, TileShape(32, 64, 4, 5, 2)),
-            (8, TileShape(32, 64, 4, 7, 2)),
-            (16, TileShape(32, 128, 4, 3, 2)),
-            (16, TileShape(64, 64, 4, 5, 1)),
-            (16, TileShape(64, 64, 8, 5, 1)),
+            (8, TileShape(32, 64, 4, 4, 3)),
             (16, TileShape(64, 64, 4, 3, 2)),
+            (16, TileShape(32, 128, 4, 3, 2)),
             (32, TileShape(64, 64, 4, 3, 2)),
-            (32, TileShape(128, 64, 8, 3, 1)),
         ):
             ms = attention_ms(cache, batch, 4096, tile, nodes, tree=True)
             row[f"{nodes}r {tile.rows}/{tile.keys}/{tile.num_warps}/{tile.num_stages}"] = ms / alone

@@ -24,6 +24,8 @@ SCHEDULING = tuple(
     for name in (
         "scheduler",
         "scheduler_beams",
+        "scheduler_stats",
+        "drafting",
         "in_flight",
         "block_manager",
         "prefix_cache",

@@ -33,6 +33,8 @@ class Request:
         live: sequences not finished; `sequences` has all, finished ones included.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; -1 before.
         synchronous: every token must be known on the host before the next step is made.
+        may_draft: its sequences can be drafted for: nothing is wanted of a draw but its token, and
+            that depends on the tokens before it through the model alone.
     """
 
     request_id: str
@@ -54,11 +56,15 @@ class Request:
     num_cached_tokens: int = -1
     error: str | None = None
     synchronous: bool = field(init=False)
+    may_draft: bool = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
         self.synchronous = params.use_beam_search or looks_back(
             params, self.end_ids, self.bad_word_ids
+        )
+        self.may_draft = not (
+            self.synchronous or self.num_logprobs is not None or params.prompt_logprobs is not None
         )
 
 

@@ -96,13 +96,20 @@ class SchedulerOutput:
         token_ids: [T] input tokens, sequence after sequence. `LAST_DRAWN` (-1) stands for the
             token last drawn for the row's slot: the runner keeps those on the device. It appears
             only as a sequence's single row, right after a step that drew one token for the slot.
+            A drafted sequence has its last token, the root of the draft tree, and then the
+            nodes.
         num_samples: [S] tokens to draw after its last row: 0 while the prompt is unfinished,
-            more than 1 when the prompt's end forks into several samples (indices 0, 1, ...).
+            more than 1 when the prompt's end forks into several samples (indices 0, 1, ...). It
+            is 1 for a drafted sequence, however many tokens its tree may yield.
         prompt_rows: rows whose log-probability of the following prompt token is wanted.
         admitted: sequences that enter a slot in this step, applied first.
         table_writes: [3, K] rows slot, column, block: block-table entries to write, second.
         block_copies: [2, M] rows source, destination: whole blocks to copy, third, before any
             row is computed (copy-on-write).
+        parents: [T] for a row of a draft tree the index of its parent among its sequence's rows
+            (0 is the root), -1 for all other rows, roots included; None if nobody has drafts.
+            Row i of a drafted sequence has cache index start + i and position start + depth. When
+            the step is done, the KV of the accepted nodes lies behind the root's without gaps.
     """
 
     slots: np.ndarray
@@ -114,6 +121,7 @@ class SchedulerOutput:
     admitted: tuple[SlotState, ...]
     table_writes: np.ndarray
     block_copies: np.ndarray
+    parents: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +142,17 @@ class ModelRunnerOutput:
     """What one step produced.
 
     Attributes:
-        token_ids: drawn tokens, sequence after sequence, `num_samples[i]` each.
+        token_ids: drawn tokens, sequence after sequence, `num_tokens[i]` each.
         logprobs: per drawn token, or None where its request needs none; None if none does.
         prompt_logprobs: slot to one entry per wanted prompt row, in order; there `drawn` and
             `rank` are those of the prompt token that follows the row.
         errors: slot to the message of a user's logits processor that raised.
+        num_tokens: [S] tokens of each scheduled sequence; None: `num_samples[i]`. A drafted
+            sequence has one more than accepted nodes.
     """
 
     token_ids: list[int]
     logprobs: list[SampleLogprobs | None] | None
     prompt_logprobs: dict[int, list[SampleLogprobs]]
     errors: dict[int, str]
+    num_tokens: list[int] | None = None

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hetero_llm.engine.prefix_cache import PrefixCache, block_key
+from hetero_llm.engine.prefix_cache import PrefixCache, block_contents
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class _Table:
     blocks: list[int]
     keys: list[bytes]  # of the leading blocks that are full and hashed
     root: bytes
-    maybe_shared: bool = False  # forked: the block to be written next may have other readers
+    maybe_shared: bool = False  # forked: blocks still to be written may have other readers
 
 
 @dataclass(slots=True)
@@ -78,16 +78,15 @@ class BlockManager:
         if self._prefix is None or not reuse:
             return 0
         size = self.block_size
-        key = root
-        for first in range(0, (len(token_ids) - 1) // size * size, size):
-            key = block_key(key, token_ids[first : first + size])
-            block = self._prefix.lookup(key)
-            if block is None:
-                break
-            self._take(block)
-            self._append(table, entry, block)
-            entry.keys.append(key)
-        return len(entry.blocks) * size
+        contents = block_contents(token_ids, size, 0, (len(token_ids) - 1) // size)
+        blocks, entry.keys = self._prefix.match(root, contents)
+        refs, free = self._refs, self._free
+        for block in blocks:
+            if not refs[block]:
+                del free[block]
+            refs[block] += 1
+        self._append(table, entry, blocks)
+        return len(blocks) * size
 
     def grow(self, table: int, num_computed: int, num_tokens: int) -> bool:
         """Makes positions `num_computed .. num_tokens - 1` writable.
@@ -101,18 +100,18 @@ class BlockManager:
         if missing <= 0 and not entry.maybe_shared:
             return True
         shared: list[int] = []
+        last = min(self.blocks_for(num_tokens), len(entry.blocks))
         if entry.maybe_shared:
             first = num_computed // size
-            last = min(self.blocks_for(num_tokens), len(entry.blocks))
             shared = [c for c in range(first, last) if self._refs[entry.blocks[c]] > 1]
         if max(missing, 0) + len(shared) > len(self._free):
             return False
         for column in shared:
             self._copy_on_write(table, entry, column)
-        for _ in range(missing):
-            self._append(table, entry, self._pop_free())
-        # Only the partly filled last block of a fork can ever be written while shared.
-        entry.maybe_shared = False
+        if entry.maybe_shared:  # blocks grown for rejected drafts may lie behind those looked at
+            entry.maybe_shared = any(self._refs[block] > 1 for block in entry.blocks[last:])
+        if missing > 0:
+            self._append(table, entry, [self._pop_free() for _ in range(missing)])
         return True
 
     def commit(self, table: int, token_ids: Sequence[int], num_computed: int) -> None:
@@ -120,12 +119,11 @@ class BlockManager:
         if self._prefix is None:
             return
         entry = self._tables[table]
-        size = self.block_size
-        key = entry.keys[-1] if entry.keys else entry.root
-        for column in range(len(entry.keys), num_computed // size):
-            key = block_key(key, token_ids[column * size : (column + 1) * size])
-            entry.keys.append(key)
-            self._prefix.insert(key, entry.blocks[column])
+        first, last = len(entry.keys), num_computed // self.block_size
+        if first < last:
+            parent = entry.keys[-1] if entry.keys else entry.root
+            contents = block_contents(token_ids, self.block_size, first, last)
+            entry.keys += self._prefix.publish(parent, contents, entry.blocks[first:last])
 
     def fork(self, source: int, table: int) -> None:
         """Starts `table` as a reader of all of `source`'s blocks."""
@@ -136,19 +134,23 @@ class BlockManager:
         origin.maybe_shared = True
         for block in origin.blocks:
             self._refs[block] += 1
-            self._append(table, copy, block)
+        self._append(table, copy, origin.blocks)
 
     def close(self, table: int) -> None:
         """Ends a table. Its blocks without other readers become free, the tail to go first:
         a prefix is useless once its head is gone."""
         entry = self._tables.pop(table)
+        refs = self._refs
+        freed: list[int] = []
         for block in reversed(entry.blocks):
-            self._refs[block] -= 1
-            assert self._refs[block] >= 0, "a block was freed twice"
-            if self._refs[block] == 0:
-                self._free[block] = None
-                if self._prefix is None or not self._prefix.holds(block):
-                    self._free.move_to_end(block, last=False)
+            refs[block] -= 1
+            assert refs[block] >= 0, "a block was freed twice"
+            if not refs[block]:
+                freed.append(block)
+        for block in freed:
+            self._free[block] = None
+        for block in freed if self._prefix is None else self._prefix.unpublished(freed):
+            self._free.move_to_end(block, last=False)
 
     def take_changes(self) -> TableChanges:
         """Everything the runner has to apply before the next step; forgotten here afterwards."""
@@ -170,11 +172,6 @@ class BlockManager:
         free = {block for block, refs in enumerate(counted) if refs == 0}
         assert free == set(self._free), "the free list differs from the reference counts"
 
-    def _take(self, block: int) -> None:
-        if self._refs[block] == 0:
-            del self._free[block]
-        self._refs[block] += 1
-
     def _pop_free(self) -> int:
         block, _ = self._free.popitem(last=False)
         if self._prefix is not None:
@@ -182,20 +179,21 @@ class BlockManager:
         self._refs[block] = 1
         return block
 
-    def _append(self, table: int, entry: _Table, block: int) -> None:
-        self._note(table, len(entry.blocks), block)
-        entry.blocks.append(block)
-
-    def _note(self, table: int, column: int, block: int) -> None:
-        self._changes.tables.append(table)
-        self._changes.columns.append(column)
-        self._changes.blocks.append(block)
+    def _append(self, table: int, entry: _Table, blocks: list[int]) -> None:
+        first = len(entry.blocks)
+        entry.blocks.extend(blocks)
+        changes = self._changes
+        changes.tables.extend([table] * len(blocks))
+        changes.columns.extend(range(first, len(entry.blocks)))
+        changes.blocks.extend(blocks)
 
     def _copy_on_write(self, table: int, entry: _Table, column: int) -> None:
         old = entry.blocks[column]
         new = self._pop_free()
         self._refs[old] -= 1
         entry.blocks[column] = new
-        self._note(table, column, new)
+        self._changes.tables.append(table)
+        self._changes.columns.append(column)
+        self._changes.blocks.append(new)
         self._changes.copy_from.append(old)
         self._changes.copy_to.append(new)

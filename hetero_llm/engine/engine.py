@@ -42,8 +42,8 @@ class Engine:
 
     Args:
         asynchronous: launch the next step before the last one's tokens reach the host, wherever
-            the requests allow it. Tokens are the same; a sequence that ends by a stop token or
-            string costs one row more.
+            the requests and the scheduler's drafter allow it. Tokens are the same; a sequence that
+            ends by a stop token or string costs one row more.
     """
 
     def __init__(
@@ -122,6 +122,9 @@ class Engine:
             "prompt_tokens": stats.prompt_tokens,
             "generation_tokens": stats.generation_tokens,
             "kv_cache_usage_perc": self._scheduler.kv_cache_usage,
+            "spec_decode_num_drafts": stats.num_drafts,
+            "spec_decode_num_draft_tokens": stats.num_draft_tokens,
+            "spec_decode_num_accepted_tokens": stats.num_accepted_tokens,
         }
 
     def reset_prefix_cache(self) -> None:

@@ -23,6 +23,7 @@ from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     import torch
 
+    from hetero_llm.engine.drafting import Drafter
     from hetero_llm.models.config import ModelConfig
     from hetero_llm.models.layers import CausalLM
     from hetero_llm.runner.attention import RowKernel
@@ -47,8 +48,13 @@ class BuiltEngine:
     dtype: str
 
 
-def build_engine(config: EngineConfig, *, show_progress: bool = True) -> BuiltEngine:
+def build_engine(
+    config: EngineConfig, *, show_progress: bool = True, drafter: Drafter | None = None
+) -> BuiltEngine:
     """Loads model and tokenizer and sizes the KV cache.
+
+    Args:
+        drafter: proposes draft trees, which a GPU verifies.
 
     Raises:
         ConfigError: arguments that this model or machine cannot serve.
@@ -81,12 +87,21 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> BuiltEn
         config, folder, model_config, dtype=dtype, device=device, show_progress=show_progress
     )
     runner, num_blocks = _build_runner(
-        config, scheduler_config, model, model_config=model_config, dtype=dtype, device=device
+        config,
+        scheduler_config,
+        model,
+        model_config=model_config,
+        dtype=dtype,
+        device=device,
+        drafts=drafter is not None,
     )
     prefix_cache = PrefixCache() if config.cache.enable_prefix_caching else None
     blocks = BlockManager(num_blocks, config.cache.block_size, prefix_cache)
     scheduler = Scheduler(
-        scheduler_config, blocks, None if tokenizer is None else partial(holds_stop, tokenizer)
+        scheduler_config,
+        blocks,
+        None if tokenizer is None else partial(holds_stop, tokenizer),
+        drafter=drafter,
     )
     engine = Engine(
         InputProcessor(
@@ -215,6 +230,7 @@ class _RunnerInputs:
     cache: CacheConfig
     batch_invariant: bool
     enforce_eager: bool
+    drafts: bool
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -275,6 +291,7 @@ def _build_runner(
     model_config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
+    drafts: bool,
 ) -> tuple[ModelRunner[Any], int]:
     """The runner with its KV cache, and the number of blocks."""
     from hetero_llm.runner.kv_cache import KVCacheShape
@@ -295,6 +312,7 @@ def _build_runner(
         config.cache,
         config.batch_invariant,
         config.enforce_eager,
+        drafts,
     )
     _check_fixed_blocks(inputs)
     return _cuda_runner(inputs) if device.type == "cuda" else _cpu_runner(inputs)
@@ -346,6 +364,7 @@ def _cuda_runner(inputs: _RunnerInputs) -> tuple[ModelRunner[Any], int]:
             max_model_len=inputs.scheduler.max_model_len,
             max_num_batched_tokens=inputs.scheduler.max_num_batched_tokens,
             graphs=graphs,
+            drafts=inputs.drafts,
         )
 
     room, num_blocks = None, inputs.cache.num_blocks

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetero_llm.core.draft import DraftTree
 from hetero_llm.core.request import Sequence
 from hetero_llm.core.step import LAST_DRAWN, PromptRows, SchedulerOutput, SlotState
 from hetero_llm.engine.block_manager import TableChanges
@@ -19,7 +20,8 @@ class InFlight:
     """A step in flight: what was scheduled, whatever became of it since.
 
     One entry per scheduled sequence. A sequence whose epoch moved on has left its slot: its
-    results are void, and the slot may belong to another.
+    results are void, and the slot may belong to another. `counts` are rows of known or drawn
+    tokens, `nodes` the rows of draft nodes that follow.
     """
 
     step: SchedulerOutput
@@ -28,6 +30,7 @@ class InFlight:
     starts: list[int]
     counts: list[int]
     samples: list[int]
+    nodes: list[int]
 
 
 def pack(
@@ -35,9 +38,15 @@ def pack(
     counts: list[int],
     admitted: tuple[SlotState, ...],
     changes: TableChanges,
+    *,
+    trees: list[DraftTree | None] | None = None,
 ) -> InFlight:
     """Makes a step of the next `counts[i]` rows of each sequence, and takes them as computed:
-    rows of a later step come after these."""
+    rows of a later step come after these.
+
+    Args:
+        trees: draft of each sequence, rows after its one row, which are not taken as computed.
+    """
     token_ids: list[int] = []
     starts: list[int] = []
     slots: list[int] = []
@@ -71,15 +80,48 @@ def pack(
             last = min(end, sequence.num_prompt - 1)
             if first < last:
                 prompt_rows.append(PromptRows(index, first - start, last - first))
+    rows = np.array(counts, np.int32)
+    inputs = np.array(token_ids, np.int32)
+    nodes = [0] * len(sequences)
+    parents = None
+    if trees is not None:
+        nodes = [0 if tree is None else len(tree.token_ids) for tree in trees]
+        sizes = np.array(nodes, np.int32)
+        rows += sizes
+        inputs, parents = _with_nodes(inputs, rows, sizes, [t for t in trees if t is not None])
     step = SchedulerOutput(
         slots=np.array(slots, np.int32),
         starts=np.array(starts, np.int32),
-        counts=np.array(counts, np.int32),
-        token_ids=np.array(token_ids, np.int32),
+        counts=rows,
+        token_ids=inputs,
         num_samples=np.array(samples, np.int32),
         prompt_rows=tuple(prompt_rows),
         admitted=admitted,
         table_writes=np.array((changes.tables, changes.columns, changes.blocks), np.int32),
         block_copies=np.array((changes.copy_from, changes.copy_to), np.int32),
+        parents=parents,
     )
-    return InFlight(step, sequences, epochs, starts, counts, samples)
+    return InFlight(step, sequences, epochs, starts, counts, samples, nodes)
+
+
+def _with_nodes(
+    inputs: np.ndarray, rows: np.ndarray, nodes: np.ndarray, trees: list[DraftTree]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Puts the nodes of draft trees behind the rows of their sequences.
+
+    Args:
+        inputs: [T - nodes] int32 tokens of all other rows.
+        rows: [S] int32 rows of each sequence, nodes included; nodes: [S] int32 nodes alone.
+        trees: of those sequences that have nodes, in order.
+
+    Returns:
+        [T] int32 tokens of all rows; [T] int32, see `SchedulerOutput.parents`.
+    """
+    first_nodes = np.repeat(np.cumsum(rows) - nodes, rows)
+    is_node = np.arange(len(first_nodes)) >= first_nodes
+    parents = np.full(len(is_node), -1, np.int32)
+    parents[is_node] = np.concatenate([tree.parents for tree in trees]) + 1
+    token_ids = np.empty(len(is_node), np.int32)
+    token_ids[~is_node] = inputs
+    token_ids[is_node] = np.concatenate([tree.token_ids for tree in trees])
+    return token_ids, parents

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from hetero_llm.core.errors import PromptError, RequestError, SamplingError
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine.beam import candidates_needed
-from hetero_llm.engine.prefix_cache import root_key
+from hetero_llm.engine.prefix_cache import root_key, token_bytes
 from hetero_llm.engine.tokenizer import Tokenizer
 
 _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
@@ -162,15 +165,8 @@ class InputProcessor:
     def _token_ids(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         if prompt.token_ids is not None:
             token_ids = prompt.token_ids
-            for token in token_ids:
-                if isinstance(token, bool) or not isinstance(token, int):
-                    raise PromptError("prompt_token_ids", token, "must be integers")
-                if not 0 <= token < self._vocab_size:
-                    raise PromptError(
-                        "prompt_token_ids",
-                        token,
-                        f"is outside the vocabulary (0 to {self._vocab_size - 1})",
-                    )
+            if not _all_plain_ids(token_ids, self._vocab_size):
+                self._check_one_by_one(token_ids)
         else:
             assert prompt.text is not None
             if self._tokenizer is None:
@@ -193,6 +189,18 @@ class InputProcessor:
                 f"with one token to generate it exceeds max_model_len ({self._max_model_len})",
             )
         return token_ids
+
+    def _check_one_by_one(self, token_ids: list[int]) -> None:
+        """Names the first token id that is wrong, if any is."""
+        for token in token_ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise PromptError("prompt_token_ids", token, "must be integers")
+            if not 0 <= token < self._vocab_size:
+                raise PromptError(
+                    "prompt_token_ids",
+                    token,
+                    f"is outside the vocabulary (0 to {self._vocab_size - 1})",
+                )
 
     def _check_params(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
@@ -239,6 +247,21 @@ class InputProcessor:
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
         return x ^ (x >> 31)
+
+
+def _all_plain_ids(token_ids: list[int], vocab_size: int) -> bool:
+    """Whether these are plain integers, all in the vocabulary; False tells nothing about others.
+
+    A few passes in C: a loop over a long prompt would take a good part of the time that a prefix
+    hit leaves until the first token.
+    """
+    if list(map(type, token_ids)).count(int) < len(token_ids):
+        return False
+    try:
+        unsigned = np.frombuffer(token_bytes(token_ids), "<u4")  # negative ids become huge ones
+    except struct.error:  # more than 32 bits
+        return False
+    return bool((unsigned < vocab_size).all())
 
 
 def pair_params(params: Any, count: int) -> list[SamplingParams]:

@@ -31,13 +31,14 @@ class OutputProcessor:
 
     Args:
         tokenizer: None if the engine was started without one.
-        stop_sequence: tells the scheduler that a stop string ended a sequence.
+        stop_sequence: tells the scheduler that a stop string ended a sequence: the sequence, the
+            string, and its tokens (prompt included) up to the one that completed the string.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        stop_sequence: Callable[[Sequence, int | str | None], None],
+        stop_sequence: Callable[[Sequence, int | str | None, int], None],
     ) -> None:
         self._tokenizer = tokenizer
         self._stop_sequence = stop_sequence
@@ -52,7 +53,7 @@ class OutputProcessor:
             params = request.params
             final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
             if final_only or params.use_beam_search or params.ranks_by_logprob:
-                if params.stop and not sequence.finished:
+                if params.stop and not (params.use_beam_search and sequence.finished):
                     self._decode(sequence)
                 if request.live == 0:
                     ready[request.request_id] = request
@@ -94,7 +95,7 @@ class OutputProcessor:
                 if found is not None:
                     stop, cut = found
                     text.text = text.text[:cut]
-                    self._stop_sequence(sequence, stop)
+                    self._stop_sequence(sequence, stop, position + 1)
                     return
         if sequence.finished and text.pending:
             text.text += self._tokenizer.decode(

@@ -1,15 +1,19 @@
 """Which full KV blocks hold which tokens.
 
-A block's key is SHA-256 over (parent key, its tokens), so a key names the whole prefix up to and
-including its block; the root holds what else must match (adapter, salt). Collisions cannot be
-found, hence no token comparison on a hit.
+A block's key is SHA-256 over (parent key, its tokens as little-endian int32), so a key names the
+whole prefix up to and including its block; the root holds what else must match (adapter, salt).
+Published blocks are found by what their key is the hash of: parent key and tokens, compared byte
+by byte. So a hit hashes nothing, and only blocks that are published for the first time do.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
+
+_TOKENS_AT_ONCE = 2048
+"""Tokens turned into bytes in one go: a prompt that is not cached stops the search early."""
 
 
 def root_key(extras: tuple[str, ...] = ()) -> bytes:
@@ -19,39 +23,107 @@ def root_key(extras: tuple[str, ...] = ()) -> bytes:
 
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Key of a full block that follows `parent`."""
-    return sha256(parent + array("q", token_ids).tobytes()).digest()
+    return sha256(parent + token_bytes(token_ids)).digest()
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Tokens as they enter a key: 4 bytes each, little-endian, signed.
+
+    Raises:
+        struct.error: a token is no integer of 32 bits.
+    """
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)
+
+
+def block_contents(
+    token_ids: Sequence[int], block_size: int, first: int, last: int
+) -> Iterator[bytes]:
+    """The token bytes of blocks `first .. last - 1` of a sequence, one after the other."""
+    width = 4 * block_size
+    piece = max(_TOKENS_AT_ONCE // block_size, 1)
+    for start in range(first, last, piece):
+        end = min(start + piece, last)
+        content = token_bytes(token_ids[start * block_size : end * block_size])
+        assert len(content) == (end - start) * width, "a block that is not full"
+        for at in range(0, len(content), width):
+            yield content[at : at + width]
 
 
 class PrefixCache:
-    """Two-way map between keys and blocks. Says nothing about who uses a block."""
+    """Map between prefixes and blocks, both ways. Says nothing about who uses a block.
+
+    The dictionaries hold nothing but bytes and integers, which the garbage collector never visits.
+    """
 
     def __init__(self) -> None:
-        self._block_of: dict[bytes, int] = {}
+        self._block_of: dict[bytes, int] = {}  # by parent key + token bytes
+        self._source_of: dict[int, bytes] = {}  # block to its entry in `_block_of`
         self._key_of: dict[int, bytes] = {}
 
-    def lookup(self, key: bytes) -> int | None:
-        return self._block_of.get(key)
+    def match(self, root: bytes, contents: Iterable[bytes]) -> tuple[list[int], list[bytes]]:
+        """Looks up the leading blocks of a sequence, up to the first that is not published.
 
-    def insert(self, key: bytes, block: int) -> bool:
-        """Publishes `block` under `key`; False if another block already holds the same tokens."""
-        if key in self._block_of:
-            return False
-        assert block not in self._key_of, "a block is published once"
-        self._block_of[key] = block
-        self._key_of[block] = key
-        return True
+        Args:
+            root: `root_key` of the sequence.
+            contents: token bytes of one block after the other; read no further than needed.
+
+        Returns:
+            The blocks found and their keys.
+        """
+        block_of, key_of = self._block_of, self._key_of
+        blocks: list[int] = []
+        keys: list[bytes] = []
+        parent = root
+        for content in contents:
+            block = block_of.get(parent + content)
+            if block is None:
+                break
+            parent = key_of[block]
+            blocks.append(block)
+            keys.append(parent)
+        return blocks, keys
+
+    def publish(
+        self, parent: bytes, contents: Iterable[bytes], blocks: Iterable[int]
+    ) -> list[bytes]:
+        """Publishes blocks that follow each other, the first one after `parent`.
+
+        A block whose prefix another block already holds stays unpublished.
+
+        Args:
+            parent: key of the block before, or the root key.
+            contents: token bytes of each block.
+
+        Returns:
+            The key of each block.
+        """
+        keys: list[bytes] = []
+        for content, block in zip(contents, blocks, strict=True):
+            source = parent + content
+            holder = self._block_of.get(source)
+            if holder is None:
+                assert block not in self._key_of, "a block is published once"
+                parent = sha256(source).digest()
+                self._block_of[source] = block
+                self._source_of[block] = source
+                self._key_of[block] = parent
+            else:
+                parent = self._key_of[holder]
+            keys.append(parent)
+        return keys
 
     def evict(self, block: int) -> None:
         """Forgets `block` before it is written anew; harmless if it was never published."""
-        key = self._key_of.pop(block, None)
-        if key is not None:
-            del self._block_of[key]
+        if self._key_of.pop(block, None) is not None:
+            del self._block_of[self._source_of.pop(block)]
 
-    def holds(self, block: int) -> bool:
-        return block in self._key_of
+    def unpublished(self, blocks: Iterable[int]) -> list[int]:
+        """Those of `blocks` that hold no published prefix, in their order."""
+        return [block for block in blocks if block not in self._key_of]
 
     def clear(self) -> None:
         self._block_of.clear()
+        self._source_of.clear()
         self._key_of.clear()
 
     def __len__(self) -> int:

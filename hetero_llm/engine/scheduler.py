@@ -12,29 +12,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 
 from hetero_llm.core.config import SchedulerConfig
+from hetero_llm.core.draft import DraftTree
 from hetero_llm.core.errors import PromptError, SamplingError
 from hetero_llm.core.request import FinishReason, Request, Sequence
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
 from hetero_llm.engine.beam import BeamGroup
 from hetero_llm.engine.block_manager import BlockManager
+from hetero_llm.engine.drafting import Drafter, choose_trees, num_before_end
 from hetero_llm.engine.in_flight import InFlight, pack
 from hetero_llm.engine.scheduler_beams import HoldsStop, best_sequences, grow_beams, open_group
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counters since start; tokens unless the name says otherwise."""
-
-    num_preemptions: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    num_steps: int = 0
-    num_requests_finished: int = 0
+from hetero_llm.engine.scheduler_stats import SchedulerStats
 
 
 class Scheduler:
@@ -45,13 +34,16 @@ class Scheduler:
     writes to them can be handed out at once: whoever gets them writes later. Such a stray row
     writes at a position of its own sequence that no `update` will confirm. A block is published
     only up to confirmed tokens, and shared either when published or by a fork, for which nothing
-    is in flight: so a stray row meets neither a published block nor one with another reader.
+    is in flight: so a stray row meets neither a published block nor one with another reader. The
+    same holds for the rows of draft nodes, which lie behind all confirmed tokens.
 
     Args:
         config: limits of a step.
         blocks: the KV pool; tables are named by slot.
         holds_stop: asked by beam search alone; elsewhere the output processor looks for stop
             strings.
+        drafter: asked for draft trees, which only the runners that verify them understand. While
+            it is not idle no step is made ahead.
     """
 
     def __init__(
@@ -59,11 +51,14 @@ class Scheduler:
         config: SchedulerConfig,
         blocks: BlockManager,
         holds_stop: HoldsStop | None = None,
+        *,
+        drafter: Drafter | None = None,
     ) -> None:
         self.stats = SchedulerStats()
         self._config = config
         self._blocks = blocks
         self._holds_stop = holds_stop
+        self._drafter = drafter
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -144,9 +139,20 @@ class Scheduler:
             self._end_request(request, FinishReason.ABORT)
         return request
 
-    def stop_sequence(self, sequence: Sequence, stop_reason: int | str | None) -> None:
+    def stop_sequence(
+        self, sequence: Sequence, stop_reason: int | str | None, num_tokens: int
+    ) -> None:
         """Ends a sequence because its text holds a stop string, which comes before any other
-        reason that the same token may have given."""
+        reason that the same token may have given.
+
+        Args:
+            num_tokens: prompt and output up to the token that completed the stop string. Tokens
+                of the same step behind it are dropped.
+        """
+        surplus = len(sequence.token_ids) - num_tokens
+        if surplus and not sequence.request.params.use_beam_search:  # beams end by their own search
+            del sequence.token_ids[num_tokens:]
+            self.stats.generation_tokens -= surplus
         if sequence.finished:
             sequence.finish_reason = FinishReason.STOP
             sequence.stop_reason = stop_reason
@@ -166,8 +172,11 @@ class Scheduler:
         preemptions = self.stats.num_preemptions
         budget = self._schedule_running(sequences, counts)
         assert budget is not None
+        trees = None
         if preemptions == self.stats.num_preemptions:
-            self._schedule_waiting(sequences, counts, budget)
+            budget = self._schedule_waiting(sequences, counts, budget)
+            if self._drafter is not None and not self._drafter.idle:
+                trees = choose_trees(self._drafter, sequences, counts, self._blocks, budget)
         if not sequences:
             if not self._running:
                 return None
@@ -175,7 +184,7 @@ class Scheduler:
             # group have the whole pool.
             self._preempt(self._running[-1])
             return self.schedule()
-        return self._take_off(sequences, counts)
+        return self._take_off(sequences, counts, trees)
 
     def schedule_ahead(self) -> SchedulerOutput | None:
         """Chooses the step after the one in flight, whose tokens are not known here yet.
@@ -186,12 +195,15 @@ class Scheduler:
 
         Returns:
             None if the step in flight has to be updated first: there is nothing to run without its
-            tokens, a request needs every token on the host (`Request.synchronous`), or blocks ran
-            out. Nobody is preempted on incomplete knowledge: the blocks of a sequence that the
-            step in flight ends may be enough, and the victim would lose the token it is drawing.
+            tokens, a request needs every token on the host (`Request.synchronous`), there are or
+            may be drafts, or blocks ran out. Nobody is preempted on incomplete knowledge: the
+            blocks of a sequence that the step in flight ends may be enough, and the victim would
+            lose the token it is drawing.
         """
         assert len(self._in_flight) == 1, "one step ahead of the one in flight, no more"
-        if self._num_synchronous:
+        if self._num_synchronous or self._in_flight[0].step.parents is not None:
+            return None
+        if self._drafter is not None and not self._drafter.idle:
             return None
         first = self._waiting[0].request if self._waiting else None
         if first is not None and first.synchronous and self._has_slots_for(first):
@@ -220,19 +232,26 @@ class Scheduler:
         touched: list[Sequence] = []
         groups: list[Request] = []
         first = 0
-        for sequence, epoch, start, count, samples in zip(
+        for sequence, epoch, start, count, samples, nodes, produced in zip(
             flight.sequences,
             flight.epochs,
             flight.starts,
             flight.counts,
             flight.samples,
+            flight.nodes,
+            flight.samples if output.num_tokens is None else output.num_tokens,
             strict=True,
         ):
             if sequence.epoch != epoch:
-                first += samples  # ended or lost its slot while the step was in flight
+                first += produced  # ended or lost its slot while the step was in flight
                 continue
             sequence.num_unknown -= samples
-            end = start + count  # all inputs before it are in token_ids by now
+            drawn, end = first, start + count
+            if nodes:
+                accepted = self._accept(sequence, output.token_ids[first : first + produced], nodes)
+                drawn += accepted
+                end += accepted
+            # All inputs before `end` are in token_ids by now.
             if end // size > start // size:
                 self._blocks.commit(sequence.slot, sequence.token_ids, end)
             request = sequence.request
@@ -250,17 +269,17 @@ class Scheduler:
                 group = self._beams.get(request.request_id) if self._beams else None
                 if group is not None:
                     assert output.logprobs is not None
-                    drawn = output.logprobs[first]
-                    assert drawn is not None
-                    group.pending[sequence.index] = drawn.top
+                    candidates = output.logprobs[first]
+                    assert candidates is not None
+                    group.pending[sequence.index] = candidates.top
                     if len(group.pending) == request.live:
                         groups.append(request)
                 else:
                     members = self._fork_samples(sequence, samples) if samples > 1 else [sequence]
                     for offset, member in enumerate(members):
-                        self._append(member, first + offset, output)
+                        self._append(member, drawn + offset, output)
                     touched.extend(members)
-            first += samples
+            first += produced
         for request in groups:
             touched.extend(self._advance_beams(request))
         return touched
@@ -305,12 +324,13 @@ class Scheduler:
             index = next((i for i, s in enumerate(running) if id(s) not in chosen), len(running))
         return budget
 
-    def _schedule_waiting(self, sequences: list[Sequence], counts: list[int], budget: int) -> None:
+    def _schedule_waiting(self, sequences: list[Sequence], counts: list[int], budget: int) -> int:
+        """Returns the budget that is left."""
         while self._waiting and budget > 0:
             sequence = self._waiting[0]
             request = sequence.request
             if not self._has_slots_for(request) or (self._in_flight and request.synchronous):
-                return
+                break
             forks = _forks_to_come(request)
             slot = self._free_slots.pop()
             wants_prompt = request.prompt_logprobs is not None and (
@@ -324,7 +344,7 @@ class Scheduler:
             if not whole or not self._blocks.grow(slot, cached, cached + count):
                 self._blocks.close(slot)
                 self._free_slots.append(slot)
-                return
+                break
             self._waiting.popleft()
             if forks:
                 self._reserved[request.request_id] = [self._free_slots.pop() for _ in range(forks)]
@@ -332,6 +352,7 @@ class Scheduler:
             sequences.append(sequence)
             counts.append(count)
             budget -= count
+        return budget
 
     def _has_slots_for(self, request: Request) -> bool:
         return len(self._free_slots) > _forks_to_come(request)
@@ -387,15 +408,34 @@ class Scheduler:
             self._waiting.insert(position, sequence)
         self._return_reserved(request)
 
-    def _take_off(self, sequences: list[Sequence], counts: list[int]) -> SchedulerOutput:
+    def _take_off(
+        self,
+        sequences: list[Sequence],
+        counts: list[int],
+        trees: list[DraftTree | None] | None = None,
+    ) -> SchedulerOutput:
         """Makes the step and notes it as in flight."""
-        flight = pack(sequences, counts, tuple(self._admitted), self._blocks.take_changes())
+        changes = self._blocks.take_changes()
+        flight = pack(sequences, counts, tuple(self._admitted), changes, trees=trees)
         self._admitted.clear()
         self._in_flight.append(flight)
         self.stats.num_steps += 1
         return flight.step
 
     # -- applying results -------------------------------------------------------------------
+
+    def _accept(self, sequence: Sequence, new: list[int], nodes: int) -> int:
+        """Appends the tokens of a verified draft, but for the last one or the first that ends the
+        sequence: that one is left to `_append`. Returns how many were appended."""
+        assert 0 < len(new) <= nodes + 1, "a tree of n nodes yields 1 to n + 1 tokens"
+        self.stats.num_drafts += 1
+        self.stats.num_draft_tokens += nodes
+        self.stats.num_accepted_tokens += len(new) - 1
+        accepted = num_before_end(sequence, new)
+        sequence.token_ids.extend(new[:accepted])
+        sequence.num_computed += accepted
+        self.stats.generation_tokens += accepted
+        return accepted
 
     def _append(self, sequence: Sequence, drawn: int, output: ModelRunnerOutput) -> None:
         """Adds the `drawn`-th token of the step's output and ends the sequence if it must."""
@@ -499,6 +539,8 @@ class Scheduler:
                 self._finish(sequence, reason, None)
 
     def _forget(self, request: Request) -> None:
+        if self._drafter is not None:
+            self._drafter.close(request.request_id)
         self._return_reserved(request)
         self._beams.pop(request.request_id, None)
         del self._requests[request.request_id]

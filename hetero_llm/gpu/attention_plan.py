@@ -22,8 +22,8 @@ class PlanLimits:
     """What the device can hold and likes.
 
     tile_rows: query rows of a tile. key_step: pieces begin at multiples of it. parallel: items that
-    run at once (resident programs / KV heads). max_pieces: pieces that the workspace holds.
-    min_keys: shortest piece worth its merge.
+    run at once (resident programs / KV heads). max_pieces: pieces that the workspace holds; 0: cut
+    nothing. min_keys: shortest piece worth its merge.
     """
 
     tile_rows: int
@@ -90,6 +90,8 @@ def _cut(steps: np.ndarray, limits: PlanLimits) -> np.ndarray:
     cost = _ITEM_COST / limits.key_step
     total = int(steps.sum())
     best = np.ones_like(steps)
+    if limits.max_pieces == 0:
+        return best
     best_time = _time(steps, best, limits.parallel, cost)
     tried = 0
     for waves in _WAVES:

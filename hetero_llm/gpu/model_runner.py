@@ -10,6 +10,7 @@ the torch sampler after a "rows" graph.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +50,8 @@ from hetero_llm.runner.model_runner import (
 )
 from hetero_llm.sampling.sampler import Sampler
 
-_EAGER_WRITES = 4096
+_MOST_WRITES = 4096
+"""Block-table writes in a packet; a longer prefix hit (65,536 tokens) uploads them apart."""
 _ARRIVALS = 4
 
 
@@ -106,9 +108,9 @@ class GpuModelRunner:
         self._decode_rows = row_buckets(min(MAX_GRAPH_ROWS, max_num_seqs))
         most_rows, captured = max_num_batched_tokens, self._graph_rows[-1]
         if drafts:
-            largest = self._layout(most_rows, most_rows, _EAGER_WRITES, groups=max_num_seqs)
+            largest = self._layout(most_rows, most_rows, _MOST_WRITES, groups=max_num_seqs)
         else:
-            largest = self._layout(most_rows, max_num_seqs, _EAGER_WRITES)
+            largest = self._layout(most_rows, max_num_seqs, _MOST_WRITES)
         layouts = (largest, self._rows_layout(captured), self._verify_layout(captured))
         words = max(layout.words for layout in layouts)
         pin = device.type == "cuda"  # else Triton's interpreter: for tests
@@ -121,8 +123,9 @@ class GpuModelRunner:
             pin=pin,
         )
         self._packet = torch.zeros(words, dtype=torch.int32, device=device)
-        self._input_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int32, device=device)
-        most_drawn = max(max_num_seqs, captured, most_rows if drafts else 0)
+        most_rows = max(most_rows, captured, self._decode_rows[-1])
+        self._input_ids = torch.zeros(most_rows, dtype=torch.int32, device=device)
+        most_drawn = max(max_num_seqs, captured, self._decode_rows[-1], most_rows if drafts else 0)
         self._tokens = torch.zeros(most_drawn, dtype=torch.int64, device=device)
         self._arrivals = [
             torch.zeros(2 * most_drawn, dtype=torch.int64, pin_memory=pin) for _ in range(_ARRIVALS)
@@ -151,25 +154,28 @@ class GpuModelRunner:
         graphs = self._graphs
         if step.parents is not None:
             return self._launch_drafted(step, num_rows, plain)
-        if graphs is None or num_rows > self._graph_rows[-1]:
+        drawn = int(step.num_samples.sum())
+        if graphs is None or num_rows > self._graph_rows[-1] or drawn > self._decode_rows[-1]:
             return self._launch_eager(step, num_rows, plain)
         single = len(step.slots) == num_rows
         if single and plain and bool((step.num_samples == 1).all()):
             bucket = _bucket(self._decode_rows, num_rows)
             if bucket is not None:
-                cut = self._upload(step, self._layout(bucket, bucket, None), single=True)
-                graphs.replay(("decode cut" if cut else "decode", bucket))
+                short = self._context.is_short(step.starts + 1)
+                tile = self._decode_tile(bucket, short)
+                self._upload(step, self._layout(bucket, bucket, None), tile, uncut=short)
+                graphs.replay(("short decode" if short else "decode", bucket))
                 return self._send_back(step, self._tokens[:num_rows])
         bucket = _bucket(self._graph_rows, num_rows)
         assert bucket is not None
-        self._upload(step, self._rows_layout(bucket), single=False)
+        tile = self._context.tile_for(bucket, single=False)
+        self._upload(step, self._rows_layout(bucket), tile)
         graphs.replay(("rows", bucket))
         if not plain:
             return self._draw_by_torch(step, self._hidden[:num_rows])
-        drawn = int(step.num_samples.sum())
         if drawn:
             heads = _bucket(self._decode_rows, drawn)
-            assert heads is not None, "more draws than slots"
+            assert heads is not None
             graphs.replay(("head", heads))
         return self._send_back(step, self._tokens[:drawn])
 
@@ -266,7 +272,7 @@ class GpuModelRunner:
             shape.num_samples,
             max(len(items) for items in shape.items),
             max(len(cut) for cut in shape.cut_rows),
-            min(step.table_writes.shape[1], _EAGER_WRITES),
+            min(step.table_writes.shape[1], _MOST_WRITES),
             len(shape.items),
             groups,
         )
@@ -277,14 +283,21 @@ class GpuModelRunner:
 
     def _rows_layout(self, bucket: int) -> PacketLayout:
         """Of a "rows" graph: the part that "head" graphs read lies at the same place in all."""
-        return self._layout(bucket, self._decode_rows[-1], None)
+        return self._layout(bucket, self._decode_rows[-1], _MOST_WRITES)
 
-    def _upload(self, step: SchedulerOutput, layout: PacketLayout, *, single: bool) -> bool:
-        """Plans, packs and uploads a step for a graph; whether attention is cut into pieces."""
-        limits = self._context.limits(self._context.tile_for(layout.rows, single))
-        shape = shape_step(step, self._context.windows, limits)
-        self._upload_packed(step, shape, layout)
-        return shape.any_cut
+    def _upload(
+        self, step: SchedulerOutput, layout: PacketLayout, tile: TileShape, uncut: bool = False
+    ) -> None:
+        """Plans, packs and uploads a step for a graph that was captured with this tile."""
+        limits = self._context.limits(tile)
+        if uncut:
+            limits = dataclasses.replace(limits, max_pieces=0)
+        self._upload_packed(step, shape_step(step, self._context.windows, limits), layout)
+
+    def _decode_tile(self, bucket: int, short: bool) -> TileShape:
+        if short:
+            return self._context.short_tile(bucket)
+        return self._context.tile_for(bucket, single=True)
 
     def _upload_packed(
         self, step: SchedulerOutput, shape: StepShape, layout: PacketLayout
@@ -401,9 +414,7 @@ class GpuModelRunner:
     def _capture(self, graphs: GraphSet[tuple[str, int]], drafts: bool) -> None:
         """Captures every bucket, the largest first so that smaller ones reuse its memory."""
         for bucket in reversed(self._decode_rows):
-            inputs = packet_views(self._packet, self._layout(bucket, bucket, None))
-            tile = self._context.tile_for(bucket, single=True)
-            self._capture_decode(graphs, bucket, inputs, tile)
+            self._capture_decode(graphs, bucket)
         for bucket in reversed(self._graph_rows):
             inputs = packet_views(self._packet, self._rows_layout(bucket))
             tile = self._context.tile_for(bucket, single=False)
@@ -415,15 +426,11 @@ class GpuModelRunner:
             self._capture_verify(graphs, bucket)
         torch.cuda.synchronize()
 
-    def _capture_decode(
-        self,
-        graphs: GraphSet[tuple[str, int]],
-        bucket: int,
-        inputs: StepInputs[torch.Tensor],
-        tile: TileShape,
-    ) -> None:
-        for name, any_cut in (("decode cut", True), ("decode", False)):
-            attention = StepAttention(self._context, inputs, tile, any_cut=any_cut)
+    def _capture_decode(self, graphs: GraphSet[tuple[str, int]], bucket: int) -> None:
+        inputs = packet_views(self._packet, self._layout(bucket, bucket, None))
+        for name, short in (("decode", False), ("short decode", True)):
+            tile = self._decode_tile(bucket, short)
+            attention = StepAttention(self._context, inputs, tile, any_cut=not short)
 
             def body(attention: StepAttention = attention) -> None:
                 self._pick_from(inputs, self._run_model(inputs, attention))

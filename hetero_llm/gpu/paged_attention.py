@@ -41,8 +41,10 @@ from hetero_llm.models.layers import RotaryHeads
 from hetero_llm.models.rotary import RotaryRows
 from hetero_llm.runner.kv_cache import PagedKVCache
 
-_PIECES_PER_PLACE = 4
+_PIECES_PER_SM = 8
 _FEW_ROWS = 8
+_MANY_ROWS = 64
+_SHORT_CONTEXT = 384
 _RAGGED_ROWS = 32
 """Chunks of at least so many rows of an uncaptured step go through FlashAttention."""
 _LONG_ROWS, _LONG_ROWS_ALONE = 4096, 1024
@@ -86,6 +88,8 @@ class AttentionContext:
         self._group = config.num_heads // config.num_kv_heads
         self._dtype = dtype
         self._workspaces: dict[int, Workspace] = {}
+        programs = _PIECES_PER_SM * num_multiprocessors(tables.device)
+        self._max_pieces = max(1, programs // config.num_kv_heads)
         self._keys = [cache.keys(layer) for layer in range(config.num_layers)]
         self._values = [cache.values(layer) for layer in range(config.num_layers)]
 
@@ -93,51 +97,66 @@ class AttentionContext:
         """K and V of a layer, [blocks, block_size, kv_heads, head_dim]."""
         return self._keys[index], self._values[index]
 
+    def short_tile(self, num_rows: int) -> TileShape:
+        """Of decode steps whose sequences are short, or enough to fill the chip uncut."""
+        tile = self._tile(16, 64, 4, 4, 3)
+        return tile if num_rows < _MANY_ROWS else dataclasses.replace(tile, num_warps=2, programs=4)
+
+    def is_short(self, contexts: np.ndarray) -> bool:
+        """Whether `short_tile` serves a decode step: [S] keys of each sequence, no tile cut."""
+        longest = int(contexts.max())
+        if longest <= _SHORT_CONTEXT:
+            return True
+        places = 3 * num_multiprocessors(self.tables.device)
+        fills = len(contexts) * self.config.num_kv_heads >= places
+        return fills and longest * len(contexts) <= 2 * int(contexts.sum())
+
     def tile_for(self, num_rows: int, single: bool) -> TileShape:
-        """The tile of a step.
+        """The tile of any step.
 
         Args:
             num_rows: rows of the step, padding included.
             single: every sequence has one row.
         """
-        least = max(16, triton.next_power_of_2(self._group))
-        row_bytes = triton.next_power_of_2(self.config.head_dim) * self._dtype.itemsize
-        keys = 128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 32
         if single:
-            if num_rows <= _FEW_ROWS:
-                return TileShape(least, keys, 4, 5, 1)
-            return TileShape(least, keys, 4, 3, 2)
-        if num_rows <= 64:
-            return TileShape(max(least, 32), keys, 4, 3, 2)
-        return TileShape(max(least, 64), max(keys // 2, 32), 4, 3, 2)
+            deep = num_rows <= _FEW_ROWS
+            return self._tile(16, 128, 4, 5, 1) if deep else self._tile(16, 128, 4, 3, 2)
+        return self._tile(32, 128, 4, 3, 2) if num_rows <= 64 else self._tile(64, 64, 4, 3, 2)
 
     def tree_tile(self, num_rows: int) -> TileShape:
         """The tile of a step with draft trees of some rows each."""
-        tile = self.tile_for(min(num_rows, 64), single=False)
-        return dataclasses.replace(tile, num_stages=5, programs=1) if num_rows <= 16 else tile
+        return self._tile(32, 128, 4, 5, 1) if num_rows <= 64 else self._tile(32, 64, 4, 5, 2)
+
+    def _tile(self, rows: int, keys: int, warps: int, stages: int, programs: int) -> TileShape:
+        """A shape measured for heads of 256 bytes; fewer keys where heads take more."""
+        row_bytes = triton.next_power_of_2(self.config.head_dim) * self._dtype.itemsize
+        keys = max(16, keys * 256 // max(row_bytes, 256))
+        least = triton.next_power_of_2(self._group)
+        return TileShape(max(rows, least), keys, warps, stages, programs)
 
     def limits(self, tile: TileShape) -> PlanLimits:
         """What the plan of a step with this tile has to respect."""
-        parallel = self._parallel(tile)
         return PlanLimits(
             tile.rows // self._group,
             tile.keys,
-            parallel,
-            _PIECES_PER_PLACE * parallel,
+            self._parallel(tile),
+            self._max_pieces,
             2 * tile.keys,
         )
 
     def workspace(self, tile: TileShape) -> Workspace:
-        """Shared by all steps with tiles of as many rows: they run one after the other."""
-        pieces = _PIECES_PER_PLACE * self._parallel(tile)
-        found = self._workspaces.get(tile.rows)
-        if found is None or found.num_pieces < pieces:
+        """Shared by all steps with tiles of as many rows: they run one after the other. It is
+        never replaced, since captured graphs know its address."""
+        if tile.rows not in self._workspaces:
             config = self.config
-            found = make_workspace(
-                pieces, config.num_kv_heads, tile.rows, config.head_dim, self.tables.device
+            self._workspaces[tile.rows] = make_workspace(
+                self._max_pieces,
+                config.num_kv_heads,
+                tile.rows,
+                config.head_dim,
+                self.tables.device,
             )
-            self._workspaces[tile.rows] = found
-        return found
+        return self._workspaces[tile.rows]
 
     def _parallel(self, tile: TileShape) -> int:
         programs = num_multiprocessors(self.tables.device) * tile.programs

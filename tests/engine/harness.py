@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import reduce
+from itertools import accumulate
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import LAST_DRAWN, ModelRunnerOutput, SampleLogprobs, SchedulerOutput
 from hetero_llm.engine.beam import candidates_needed
 from hetero_llm.engine.block_manager import BlockManager
+from hetero_llm.engine.drafting import Drafter
 from hetero_llm.engine.prefix_cache import PrefixCache, root_key
 from hetero_llm.engine.scheduler import Scheduler
 from hetero_llm.engine.scheduler_beams import HoldsStop
@@ -22,30 +25,44 @@ VOCAB = 50
 EOS = 0
 
 
+def begin(sample_index: int) -> int:
+    """The state of the stand-in for a model before the first token."""
+    return 17 + 31 * sample_index
+
+
+def absorb(state: int, token: int) -> int:
+    """The state after one token more: a hash of everything before."""
+    return (state * 1103515245 + token + 12345) % (1 << 31)
+
+
+def token_of(state: int) -> int:
+    return (state >> 8) % VOCAB
+
+
 def next_token(token_ids: list[int], sample_index: int = 0) -> int:
-    """A deterministic stand-in for a model: a hash of everything before."""
-    value = 17 + 31 * sample_index
-    for token in token_ids:
-        value = (value * 1103515245 + token + 12345) % (1 << 31)
-    return (value >> 8) % VOCAB
+    """A deterministic stand-in for a model: it depends on everything before."""
+    return token_of(reduce(absorb, token_ids, begin(sample_index)))
 
 
 class FakeRunner:
     """Keeps what a runner keeps per slot, in block-addressed memory, and checks the contract.
 
-    Every token is written into `memory[block][offset]` and the context is read back through the
-    block table, so a block shared or freed wrongly shows up as a wrong token; it must also be what
-    the slot was fed. Nothing of a step happens before it is finished, and steps are finished in
-    the order of their launch, as on a device that is slow.
+    `memory[block][offset]` holds what KV depends on: the token and all tokens before it, as a
+    hash. The context is read back through the block table, so a block shared or freed wrongly
+    shows up as a wrong token; it must also be what the slot was fed. A draft tree is verified as
+    on a device: its rows are written behind the root's, the context of a node is its own path,
+    then the KV of the accepted path moves together. Nothing of a step happens before it is
+    finished, and steps are finished in the order of their launch, as on a device that is slow.
     """
 
     def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, columns: int) -> None:
-        self.memory = np.full((num_blocks, block_size), -1, np.int64)
+        self.memory = np.full((num_blocks, block_size, 2), -1, np.int64)  # token, hash of the path
         self.tables = np.full((max_num_seqs, columns), -1, np.int64)
         self.states = {}
         self.block_size = block_size
         self.max_rows = 0
         self.num_rows = 0
+        self.num_moved = 0  # accepted nodes that did not lie in place
         self.events: list[str] = []  # "launch 0", "finish 0", ...
         self._queue: deque[tuple[int, SchedulerOutput]] = deque()
         self._num_launched = 0
@@ -81,30 +98,72 @@ class FakeRunner:
         tokens: list[int] = []
         logprobs: list[SampleLogprobs | None] = []
         drawn: dict[int, int] = {}
-        row = 0
+        produced: list[int] = []
+        rows = step.token_ids.tolist()
+        parents = [-1] * len(rows) if step.parents is None else step.parents.tolist()
+        assert len(parents) == len(rows) == int(step.counts.sum())
+        first = 0
         for slot, start, count, samples in zip(
             step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), step.num_samples
         ):
-            for position in range(start, start + count):
-                self._feed(slot, position, int(step.token_ids[row]))
-                row += 1
-            context = self._context(slot, start + count)
-            assert context == self._fed[slot][: start + count], (
-                "KV is not that of the slot's tokens"
-            )
-            state = self.states[slot]
-            for sample in range(samples):
-                index = sample if samples > 1 else state.sample_index
-                token = next_token(context, index)
-                if len(context) - state.num_prompt_tokens < state.params.min_tokens:
-                    token = max(token, 1)
-                tokens.append(token)
-                logprobs.append(self._logprobs(context, token, state.num_logprobs))
+            before = len(tokens)
+            last = first + count
+            if max(parents[first:last]) >= 0:
+                assert samples == 1 and self.states[slot].num_logprobs is None
+                tokens += self._verify(slot, start, rows[first:last], parents[first:last])
+                logprobs += [None] * (len(tokens) - before)
+            else:
+                for position, token in enumerate(rows[first:last], start):
+                    self._feed(slot, position, token)
+                context = self._context(slot, start + count)
+                for sample in range(samples):
+                    token = self._draw(slot, context, sample if samples > 1 else None)
+                    tokens.append(token)
+                    logprobs.append(self._logprobs(context, token, self.states[slot].num_logprobs))
             if samples == 1:
                 drawn[slot] = tokens[-1]
-        assert row == len(step.token_ids)
+            produced.append(len(tokens) - before)
+            first = last
         self._drawn = drawn
-        return ModelRunnerOutput(tokens, logprobs, {}, {})
+        if step.parents is None:
+            return ModelRunnerOutput(tokens, logprobs, {}, {})
+        return ModelRunnerOutput(tokens, logprobs, {}, {}, produced)
+
+    def _verify(self, slot: int, start: int, rows: list[int], parents: list[int]) -> list[int]:
+        """The tokens that a draft tree yields; afterwards the accepted nodes' KV is in place."""
+        assert parents[0] == -1 and all(0 <= p < i for i, p in enumerate(parents) if i)
+        self._feed(slot, start, rows[0])
+        fed = self._fed[slot]
+        assert start + 1 == len(fed), "a tree's root is the last token"
+        paths = [[0]]
+        for row in range(1, len(rows)):
+            paths.append([*paths[parents[row]], row])
+            parent = self._place(slot, start + parents[row])
+            _, before = self.memory[parent]
+            self.memory[self._place(slot, start + row)] = rows[row], absorb(int(before), rows[row])
+        tokens: list[int] = []
+        at = 0
+        while True:
+            path = [start + row for row in paths[at]]
+            tokens.append(self._draw(slot, self._read(slot, [*range(start), *path])))
+            fits = [r for r, p in enumerate(parents) if p == at and rows[r] == tokens[-1]]
+            if not fits:
+                break
+            at = fits[0]
+        for target, row in enumerate(paths[at]):  # in ascending order: no source is overwritten
+            source = self.memory[self._place(slot, start + row)]
+            self.memory[self._place(slot, start + target)] = source
+            self.num_moved += row != target
+        fed += tokens[:-1]
+        self._context(slot, len(fed))
+        return tokens
+
+    def _draw(self, slot: int, context: list[int], sample: int | None = None) -> int:
+        state = self.states[slot]
+        token = next_token(context, state.sample_index if sample is None else sample)
+        if len(context) - state.num_prompt_tokens < state.params.min_tokens:
+            token = max(token, 1)
+        return token
 
     def _feed(self, slot: int, position: int, token: int) -> None:
         if token == LAST_DRAWN:
@@ -114,12 +173,28 @@ class FakeRunner:
         if position == len(fed):
             fed.append(token)
         assert fed[position] == token, "another token than before at this position"
-        block = self.tables[slot, position // self.block_size]
-        self.memory[block, position % self.block_size] = token
+        before = begin(0)
+        if position:
+            _, before = self.memory[self._place(slot, position - 1)].tolist()
+        self.memory[self._place(slot, position)] = token, absorb(before, token)
+
+    def _place(self, slot: int, index: int) -> tuple[int, int]:
+        return self.tables[slot, index // self.block_size], index % self.block_size
 
     def _context(self, slot: int, length: int) -> list[int]:
-        blocks = self.tables[slot, : -(-length // self.block_size)]
-        return self.memory[blocks].flatten()[:length].tolist()
+        """The first tokens of the slot, as its blocks hold them."""
+        context = self._read(slot, list(range(length)))
+        assert context == self._fed[slot][:length], "KV is not that of the slot's tokens"
+        return context
+
+    def _read(self, slot: int, indices: list[int]) -> list[int]:
+        """The tokens at the cache indices of one path from the first token on."""
+        blocks, offsets = self._place(slot, np.array(indices))
+        tokens, hashes = self.memory[blocks, offsets].T.tolist()
+        assert hashes == list(accumulate(tokens, absorb, initial=begin(0)))[1:], (
+            "KV is not that of the slot's tokens"
+        )
+        return tokens
 
     @staticmethod
     def _logprobs(context: list[int], token: int, count: int | None) -> SampleLogprobs:
@@ -138,6 +213,7 @@ def make_scheduler(
     prefix_caching: bool = True,
     chunked: bool = True,
     holds_stop: HoldsStop | None = None,
+    drafter: Drafter | None = None,
 ) -> tuple[Scheduler, BlockManager, FakeRunner]:
     config = SchedulerConfig(
         max_num_seqs, max_num_batched_tokens, max_model_len, chunked, block_size
@@ -145,7 +221,7 @@ def make_scheduler(
     blocks = BlockManager(num_blocks, block_size, PrefixCache() if prefix_caching else None)
     columns = -(-max_model_len // block_size)
     return (
-        Scheduler(config, blocks, holds_stop),
+        Scheduler(config, blocks, holds_stop, drafter=drafter),
         blocks,
         FakeRunner(num_blocks, block_size, max_num_seqs, columns),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -56,7 +58,7 @@ class Traffic(RuleBasedStateMachine):
     def open(self, tokens: list[int], root: str, reuse: bool) -> None:
         expected = 0
         for key in keys_of(root, tokens[:-1]) if reuse else ():
-            if self.cache.lookup(key) is None:
+            if key not in self._published():
                 break
             expected += SIZE
         table = self._new_table(tokens, root)
@@ -65,32 +67,38 @@ class Traffic(RuleBasedStateMachine):
         self._apply_changes()
 
     @precondition(lambda self: self.tokens)
-    @rule(data=st.data(), count=st.sampled_from([1, 3, SIZE, 99]))
-    def compute(self, data: st.DataObject, count: int) -> None:
-        """One chunk of one table: grow, apply the changes, write, commit."""
+    @rule(
+        data=st.data(),
+        count=st.sampled_from([1, 3, SIZE, 99]),
+        drafts=st.sampled_from([0, 0, 0, 1, SIZE, 2 * SIZE]),
+    )
+    def compute(self, data: st.DataObject, count: int, drafts: int) -> None:
+        """One chunk of one table: grow, apply the changes, write, commit. Behind it lie rows of
+        draft nodes, all rejected."""
         table = self._any_table(data)
         tokens, start = self.tokens[table], self.computed[table]
         if start == len(tokens):
             tokens.append(data.draw(st.integers(0, 1)))
         end = min(len(tokens), start + count)
-        before, needed = self._state(), self._blocks_needed(table, start, end)
-        if not self.manager.grow(table, start, end):
+        before, needed = self._state(), self._blocks_needed(table, start, end + drafts)
+        if not self.manager.grow(table, start, end + drafts):
             assert needed > self.manager.num_free, "refused although there was room"
             assert self._state() == before
             assert not self._apply_changes()
             return
         assert self.manager.num_free == before[0] - needed
         self._apply_changes()
-        for position in range(start, end):
+        for position in range(start, end + drafts):
             block = self.columns[table][position // SIZE]
             assert self._readers(block) == [table], "a shared block was written"
-            assert not self.cache.holds(block), "a published block was written"
-            entry = (self.roots[table], tuple(tokens[: position + 1]))
+            assert self.cache.unpublished([block]), "a published block was written"
+            known = position < end
+            entry = (self.roots[table], tuple(tokens[: position + 1])) if known else None
             self.memory[block][position % SIZE] = entry
         self.computed[table] = end
         self.manager.commit(table, tokens, end)
         for key in keys_of(self.roots[table], tokens[:end])[start // SIZE :]:
-            assert self.cache.lookup(key) is not None, "a full block was not published"
+            assert key in self._published(), "a full block was not published"
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -139,7 +147,6 @@ class Traffic(RuleBasedStateMachine):
             key = self.cache._key_of.get(block)
             if key is None:
                 continue
-            assert self.cache.lookup(key) == block
             last = self.memory[block][-1]
             assert last is not None
             root, tokens = last
@@ -148,7 +155,18 @@ class Traffic(RuleBasedStateMachine):
             expected = [(root, tokens[:end]) for end in range(first, len(tokens) + 1)]
             assert self.memory[block] == expected
 
+    @invariant()
+    def published_blocks_are_found_by_what_their_key_hashes(self) -> None:
+        assert len(self._published()) == len(self.cache) == len(self.cache._source_of)
+        assert self.cache._block_of == {s: b for b, s in self.cache._source_of.items()}
+        for block, source in self.cache._source_of.items():
+            assert sha256(source).digest() == self.cache._key_of[block]
+
     # -- helpers ----------------------------------------------------------------------------
+
+    def _published(self) -> dict[bytes, int]:
+        """Block by key."""
+        return {key: block for block, key in self.cache._key_of.items()}
 
     def _new_table(self, tokens: list[int], root: str) -> int:
         table = self.num_opened
@@ -242,3 +260,36 @@ def test_namespaces_do_not_share() -> None:
     opened(manager, 0, [1] * 9)
     assert manager.open(1, [1] * 9, ROOTS["b"]) == 0
     assert manager.open(2, [1] * 9, ROOTS["a"]) == 8
+
+
+def test_a_fork_shares_no_block_that_was_grown_for_drafts_and_is_written_later() -> None:
+    manager = BlockManager(NUM_BLOCKS, SIZE)
+    manager.open(0, [1] * 5, ROOTS["a"])
+    assert manager.grow(0, 0, 5 + SIZE)  # the last block is for drafts, which were rejected
+    manager.fork(0, 1)
+    for start in (5, 2 * SIZE):  # both go on in the second block, then in the third
+        for table in (0, 1):
+            assert manager.grow(table, start, start + 1)
+        first, second = (manager.block_ids(table) for table in (0, 1))
+        assert first[start // SIZE] != second[start // SIZE]
+    assert first[0] == second[0]
+    manager.check_integrity()
+
+
+def test_changes_tell_each_entry_of_a_long_prompt_once() -> None:
+    """Hits first, then new blocks, then the copy that a fork needs before it writes."""
+    manager = BlockManager(12, SIZE, PrefixCache())
+    opened(manager, 0, [1] * 14)
+    manager.take_changes()
+    assert opened(manager, 1, [1] * 18) == 12
+    changes = manager.take_changes()
+    assert changes.tables == [1] * 5
+    assert changes.columns == [0, 1, 2, 3, 4]
+    assert changes.blocks == list(manager.block_ids(1))
+    assert manager.block_ids(1)[:3] == manager.block_ids(0)[:3]
+    manager.fork(1, 2)
+    assert manager.grow(2, 18, 19)
+    changes = manager.take_changes()
+    assert (changes.tables, changes.columns) == ([2] * 6, [0, 1, 2, 3, 4, 4])
+    assert changes.copy_from == [manager.block_ids(1)[4]]
+    assert changes.copy_to == changes.blocks[5:] == [manager.block_ids(2)[4]]

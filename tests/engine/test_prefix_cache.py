@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetero_llm import LLM, RequestOutput, SamplingParams
+from hetero_llm.engine import prefix_cache
+from hetero_llm.engine.prefix_cache import PrefixCache, block_contents, block_key, root_key
 
 BLOCK = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=2)
@@ -190,3 +194,71 @@ def test_without_caching_nothing_is_found(plain: LLM) -> None:
     (again,) = generate(plain, [list(range(40, 60))])
     assert again.num_cached_tokens == 0
     assert plain.get_metrics()["prefix_cache_hits"] == before == 0
+
+
+# -- the map itself -------------------------------------------------------------------------
+
+ROOT = root_key()
+
+
+def contents(*blocks: list[int]) -> list[bytes]:
+    return [prefix_cache.token_bytes(tokens) for tokens in blocks]
+
+
+def test_a_key_hashes_the_parent_and_four_bytes_per_token() -> None:
+    tokens = bytes.fromhex("01000000 ff000000 00010000 ffffff7f")
+    assert block_key(ROOT, [1, 255, 256, 2**31 - 1]) == sha256(ROOT + tokens).digest()
+    with pytest.raises(struct.error):
+        block_key(ROOT, [2**31])
+
+
+@pytest.mark.parametrize("size", [8, 16, 4096])
+def test_contents_of_a_long_sequence_are_its_blocks(size: int) -> None:
+    tokens = list(range(3 * 4096 + 5))
+    last = len(tokens) // size
+    expected = [struct.pack(f"<{size}i", *tokens[i * size :][:size]) for i in range(last)]
+    assert list(block_contents(tokens, size, 0, last)) == expected
+    assert list(block_contents(tokens, size, 1, last)) == expected[1:]
+    assert list(block_contents(tokens, size, last, last)) == []
+
+
+def test_a_match_ends_at_the_first_block_that_is_not_published() -> None:
+    cache = PrefixCache()
+    keys = cache.publish(ROOT, contents([1, 2], [3, 4], [5, 6]), [7, 8, 9])
+    assert keys[0] == block_key(ROOT, [1, 2])
+    assert keys[1:] == [block_key(keys[0], [3, 4]), block_key(keys[1], [5, 6])]
+    rest = iter(contents([1, 2], [3, 4], [0, 0], [5, 6]))
+    assert cache.match(ROOT, rest) == ([7, 8], keys[:2])
+    assert list(rest) == contents([5, 6]), "read further than needed"
+    assert cache.match(keys[0], contents([3, 4])) == ([8], [keys[1]])
+    assert cache.match(root_key(("salt", "a")), contents([1, 2])) == ([], [])
+    cache.evict(8)
+    assert cache.match(ROOT, contents([1, 2], [3, 4], [5, 6])) == ([7], keys[:1])
+    assert cache.publish(keys[0], contents([3, 4]), [8]) == [keys[1]]
+    assert cache.match(ROOT, contents([1, 2], [3, 4], [5, 6])) == ([7, 8, 9], keys)
+
+
+def test_the_first_block_with_a_prefix_stays_the_one() -> None:
+    cache = PrefixCache()
+    keys = cache.publish(ROOT, contents([1, 2], [3, 4]), [7, 8])
+    assert cache.publish(ROOT, contents([1, 2], [3, 4], [5, 6]), [4, 5, 6])[:2] == keys
+    assert cache.unpublished([4, 8, 5, 6]) == [4, 5]
+    assert cache.match(ROOT, contents([1, 2], [3, 4], [5, 6]))[0] == [7, 8, 6]
+
+
+def test_only_blocks_published_for_the_first_time_are_hashed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hashed: list[bytes] = []
+
+    def counted(source: bytes) -> Any:
+        hashed.append(source)
+        return sha256(source)
+
+    monkeypatch.setattr(prefix_cache, "sha256", counted)
+    cache = PrefixCache()
+    cache.publish(ROOT, contents([1, 2], [3, 4]), [0, 1])
+    assert len(hashed) == 2
+    cache.match(ROOT, contents([1, 2], [3, 4], [5, 6]))
+    cache.publish(ROOT, contents([1, 2], [3, 4]), [2, 3])
+    assert len(hashed) == 2

@@ -109,7 +109,7 @@ def text_of(
     tokenizer: Tokenizer, prompt: list[int], output: list[int], params: SamplingParams
 ) -> str:
     """What a user sees of `output`, decoded token by token."""
-    processor = OutputProcessor(tokenizer, lambda sequence, reason: None)
+    processor = OutputProcessor(tokenizer, lambda sequence, reason, num_tokens: None)
     request = make_request("a", prompt, params, max_model_len=999)
     sequence = Sequence(request, 0, list(prompt), len(prompt))
     request.sequences, request.live = [sequence], 1

