@@ -72,12 +72,11 @@ def attention_ms(
     tables = rng.permutation(blocks)[: batch * per_sequence].reshape(batch, -1).astype(np.int32)
     starts = np.full(batch, context - nodes, np.int32)
     counts = np.full(batch, nodes, np.int32)
-    firsts = (np.arange(batch) * nodes).astype(np.int32)
     slots = np.arange(batch, dtype=np.int32)
     parallel = num_multiprocessors(DEVICE) * tile.programs // KV_HEADS
     limits = PlanLimits(tile.rows // GROUP, tile.keys, parallel, 4 * parallel, 2 * tile.keys)
     items, cut_rows = plan_work(
-        slots, starts, counts, firsts, np.ones(batch, bool) if tree else None, None, limits
+        slots, starts, counts, np.ones(batch, bool) if tree else None, None, limits
     )
     rows = batch * nodes
     position = np.repeat(starts, counts) + np.tile(np.arange(nodes), batch)

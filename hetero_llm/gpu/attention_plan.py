@@ -1,6 +1,7 @@
 """Cuts a step's attention into pieces of equal length: the work list of `kernels.paged_attention`.
 
-Plain numpy on the host; positions are known there even when tokens are not.
+Compiled for the host by numba: a verify step waits for it. Positions are known on the host even
+when tokens are not.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 
 from hetero_llm.gpu.kernels.paged_attention import CUT_ROW_FIELDS, WORK_FIELDS
 
 _WAVES = (1, 2, 3, 4, 6)
-_GOOD_ENOUGH = 1.05  # times the even share
 _ITEM_COST = 96
 """What starting a work item costs, in keys read by one program (a guess; only ratios matter)."""
+_GOOD_ENOUGH = 1.05  # times the even share
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,129 +34,145 @@ class PlanLimits:
     max_pieces: int
     min_keys: int
 
+    def as_tuple(self) -> tuple[int, int, int, int, int]:
+        return self.tile_rows, self.key_step, self.parallel, self.max_pieces, self.min_keys
+
+    def most_items(self, counts: np.ndarray) -> int:
+        """Items that a step with these rows can have at most."""
+        return int((-(-counts // self.tile_rows)).sum()) + self.max_pieces
+
+
+@njit(cache=True, nogil=True)
+def plan_into(
+    slots: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+    trees: np.ndarray,
+    chosen: np.ndarray,
+    window: int,
+    limits: tuple[int, int, int, int, int],
+    items: np.ndarray,
+    cut_rows: np.ndarray,
+) -> tuple[int, int]:
+    """Writes the work list of one window.
+
+    Args:
+        slots, starts, counts: [S] int32 slot, keys in the cache before the step, rows of the step.
+        trees: [S] bool, rows form a draft tree: every one may see any of them.
+        chosen: [S] bool, sequences that the list covers.
+        window: 0 for none.
+        limits: `PlanLimits.as_tuple`.
+        items: [>= most_items, 8] int32, see `WORK_FIELDS`; written.
+        cut_rows: [>= rows, 4] int32, see `CUT_ROW_FIELDS`; written.
+
+    Returns:
+        How many items and cut rows there are.
+    """
+    tile_rows, key_step, parallel, max_pieces, min_keys = limits
+    num_tiles = 0
+    for sequence in range(len(slots)):
+        if chosen[sequence]:
+            num_tiles += (counts[sequence] + tile_rows - 1) // tile_rows
+    tiles = np.empty((num_tiles, 5), np.int64)  # slot, row, rows, begin, end
+    steps = np.empty(num_tiles, np.int64)
+    tile = row = 0
+    for sequence in range(len(slots)):
+        start, count = starts[sequence], counts[sequence]
+        if chosen[sequence]:
+            for offset in range(0, count, tile_rows):
+                rows = min(tile_rows, count - offset)
+                position, end = start + offset, start + offset + rows
+                if trees[sequence]:
+                    position, end = start, start + count
+                begin = 0
+                if window > 0:
+                    begin = max(position - window + 1, 0) // key_step * key_step
+                tiles[tile, 0], tiles[tile, 1], tiles[tile, 2] = slots[sequence], row + offset, rows
+                tiles[tile, 3], tiles[tile, 4] = begin, end
+                steps[tile] = (end - begin + key_step - 1) // key_step
+                tile += 1
+        row += count
+    pieces = _cut(steps, parallel, max_pieces, min_keys // key_step, _ITEM_COST / key_step)
+    num_items = num_cut = piece = 0
+    for tile in range(num_tiles):
+        size = (steps[tile] + pieces[tile] - 1) // pieces[tile]
+        count = (steps[tile] + size - 1) // size  # rounding up may have left the last one empty
+        slot, row, rows, begin, end = tiles[tile]
+        if count > 1:
+            for within in range(rows):
+                cut_rows[num_cut, 0], cut_rows[num_cut, 1] = row + within, piece
+                cut_rows[num_cut, 2], cut_rows[num_cut, 3] = count, within
+                num_cut += 1
+        for part in range(count):
+            first = begin + part * size * key_step
+            last = min(first + size * key_step, end)
+            item = items[num_items]
+            item[0], item[1], item[2], item[3], item[4] = slot, row, rows, first, last
+            item[5] = piece if count > 1 else -1
+            num_items += 1
+            if count > 1:
+                piece += 1
+    return num_items, num_cut
+
+
+@njit(cache=True, nogil=True)
+def _cut(
+    steps: np.ndarray, parallel: int, max_pieces: int, shortest: int, cost: float
+) -> np.ndarray:
+    """[tiles] pieces of each tile: the cut with the shortest estimated time."""
+    best = np.ones(len(steps), np.int64)
+    if max_pieces == 0 or len(steps) == 0:
+        return best
+    total = steps.sum()
+    pieces = np.empty(len(steps), np.int64)
+    best_time = _time(steps, best, parallel, cost)
+    tried = 0
+    for waves in _WAVES:
+        size = max(shortest, 1, (total + parallel * waves - 1) // (parallel * waves))
+        if size == tried or best_time <= _GOOD_ENOUGH * (total / parallel + cost):
+            break
+        tried = size
+        used = 0
+        for tile in range(len(steps)):
+            pieces[tile] = (steps[tile] + size - 1) // size
+            if pieces[tile] > 1:
+                used += pieces[tile]
+        if used > max_pieces:
+            break
+        time = _time(steps, pieces, parallel, cost)
+        if time < best_time:
+            best[:] = pieces
+            best_time = time
+    return best
+
+
+@njit(cache=True, nogil=True)
+def _time(steps: np.ndarray, pieces: np.ndarray, parallel: int, cost: float) -> float:
+    """Time of the busiest program, in key steps: programs take items with a fixed stride."""
+    lanes = np.zeros(parallel)
+    lane = 0
+    for tile in range(len(steps)):
+        length = (steps[tile] + pieces[tile] - 1) // pieces[tile] + cost
+        for _ in range(pieces[tile]):
+            lanes[lane] += length
+            lane = (lane + 1) % parallel
+    return lanes.max()
+
 
 def plan_work(
     slots: np.ndarray,
     starts: np.ndarray,
     counts: np.ndarray,
-    first_rows: np.ndarray,
     is_tree: np.ndarray | None,
     window: int | None,
     limits: PlanLimits,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The items of a step, pieces as equal as can be, and the rows of tiles that are cut.
-
-    Args:
-        slots, starts, counts, first_rows: [S] int32 of sequences with at least one row: slot, keys
-            in the cache before the step, rows of the step, index of the first row.
-        is_tree: [S] bool, rows form a draft tree (every row may see any of them); None: none do.
-        window: as in the kernel.
-
-    Returns:
-        [W, 8] int32, see `WORK_FIELDS`; [C, 4] int32, see `CUT_ROW_FIELDS`.
-    """
-    per_sequence = -(-counts // limits.tile_rows)
-    if len(counts) == int(per_sequence.sum()):
-        slot, row, rows = slots, first_rows, counts
-        end = starts + counts
-        position = starts
-    else:
-        sequence = np.repeat(np.arange(len(counts)), per_sequence)
-        within = np.arange(len(sequence)) - np.repeat(
-            np.cumsum(per_sequence) - per_sequence, per_sequence
-        )
-        offset = within * limits.tile_rows
-        slot = slots[sequence]
-        row = first_rows[sequence] + offset
-        rows = np.minimum(counts[sequence] - offset, limits.tile_rows)
-        position = starts[sequence] + offset
-        end = position + rows
-        if is_tree is not None:
-            end = np.where(is_tree[sequence], starts[sequence] + counts[sequence], end)
-            position = np.where(is_tree[sequence], starts[sequence], position)
-    step = limits.key_step
-    begin = np.zeros_like(end)
-    if window is not None:
-        begin = np.maximum(position - window + 1, 0) // step * step
-    steps = -(-(end - begin) // step)  # lengths in key steps
-    pieces = _cut(steps, limits)
-    size = -(-steps // pieces)
-    pieces = -(-steps // size)  # rounding up may have left the last piece empty
-    items = _items(slot, row, rows, begin, end, size * step, pieces)
-    return items, _cut_rows(row, rows, pieces)
-
-
-def _cut(steps: np.ndarray, limits: PlanLimits) -> np.ndarray:
-    """[tiles] pieces of each tile: the cut with the shortest estimated time."""
-    shortest = max(1, limits.min_keys // limits.key_step)
-    cost = _ITEM_COST / limits.key_step
-    total = int(steps.sum())
-    best = np.ones_like(steps)
-    if limits.max_pieces == 0:
-        return best
-    best_time = _time(steps, best, limits.parallel, cost)
-    tried = 0
-    for waves in _WAVES:
-        size = max(shortest, -(-total // (limits.parallel * waves)))
-        if size == tried or best_time <= _GOOD_ENOUGH * (total / limits.parallel + cost):
-            break
-        tried = size
-        pieces = -(-steps // size)
-        if int(pieces[pieces > 1].sum()) > limits.max_pieces:
-            break
-        time = _time(steps, pieces, limits.parallel, cost)
-        if time < best_time:
-            best, best_time = pieces, time
-    return best
-
-
-def _time(steps: np.ndarray, pieces: np.ndarray, parallel: int, cost: float) -> float:
-    """Time of the busiest program, in key steps: programs take items with a fixed stride."""
-    lengths = np.repeat(-(-steps // pieces), pieces) + cost
-    lanes = np.zeros(-(-len(lengths) // parallel) * parallel)
-    lanes[: len(lengths)] = lengths
-    return float(lanes.reshape(-1, parallel).sum(axis=0).max())
-
-
-def _items(
-    slot: np.ndarray,
-    row: np.ndarray,
-    rows: np.ndarray,
-    begin: np.ndarray,
-    end: np.ndarray,
-    length: np.ndarray,
-    pieces: np.ndarray,
-) -> np.ndarray:
-    """Arguments: [tiles] each; `length` keys in a piece, the last one shorter."""
-    total = int(pieces.sum())
-    items = np.zeros((total, WORK_FIELDS), np.int32)
-    if total == len(pieces):
-        items[:, 0], items[:, 1], items[:, 2] = slot, row, rows
-        items[:, 3], items[:, 4], items[:, 5] = begin, end, -1
-        return items
-    tile = np.repeat(np.arange(len(pieces)), pieces)
-    within = np.arange(total) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    items[:, 0], items[:, 1], items[:, 2] = slot[tile], row[tile], rows[tile]
-    first = begin[tile] + within * length[tile]
-    items[:, 3] = first
-    items[:, 4] = np.minimum(first + length[tile], end[tile])
-    items[:, 5] = np.where(pieces[tile] > 1, _first_pieces(pieces)[tile] + within, -1)
-    return items
-
-
-def _cut_rows(row: np.ndarray, rows: np.ndarray, pieces: np.ndarray) -> np.ndarray:
-    cut = np.flatnonzero(pieces > 1)
-    if len(cut) == 0:
-        return np.zeros((0, CUT_ROW_FIELDS), np.int32)
-    each = rows[cut]
-    tile = np.repeat(cut, each)
-    within = np.arange(len(tile)) - np.repeat(np.cumsum(each) - each, each)
-    return np.stack(
-        (row[tile] + within, _first_pieces(pieces)[tile], pieces[tile], within), axis=1
-    ).astype(np.int32)
-
-
-def _first_pieces(pieces: np.ndarray) -> np.ndarray:
-    """[tiles] index of each tile's first piece among those of cut tiles."""
-    cut = np.where(pieces > 1, pieces, 0)
-    return np.cumsum(cut) - cut
+    """The items [W, 8] and cut rows [C, 4] of a step, see `plan_into`; is_tree None: no trees."""
+    none = np.zeros(len(slots), np.bool_)
+    items = np.zeros((limits.most_items(counts), WORK_FIELDS), np.int32)
+    cut_rows = np.zeros((int(counts.sum()), CUT_ROW_FIELDS), np.int32)
+    trees = none if is_tree is None else is_tree
+    num_items, num_cut = plan_into(
+        slots, starts, counts, trees, ~none, window or 0, limits.as_tuple(), items, cut_rows
+    )
+    return items[:num_items], cut_rows[:num_cut]

@@ -10,7 +10,6 @@ the torch sampler after a "rows" graph.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +21,8 @@ from hetero_llm.gpu.kernels.compact import compact_kv
 from hetero_llm.gpu.kernels.paged_attention import TileShape
 from hetero_llm.gpu.kernels.pick import PickRows, make_pick_workspace, pick_tokens
 from hetero_llm.gpu.kernels.step_inputs import apply_step_inputs
-from hetero_llm.gpu.kernels.walk import emitted_tokens, make_walk_result, walk_trees
+from hetero_llm.gpu.kernels.walk import make_walk_result, walk_trees
+from hetero_llm.gpu.packing import StepPacker, is_tree, verified_output
 from hetero_llm.gpu.paged_attention import (
     AttentionContext,
     LibraryPlanner,
@@ -30,15 +30,7 @@ from hetero_llm.gpu.paged_attention import (
     StepAttention,
     check_supported,
 )
-from hetero_llm.gpu.step_inputs import (
-    PacketLayout,
-    StepInputs,
-    StepPacker,
-    StepShape,
-    packet_views,
-    sample_groups,
-    shape_step,
-)
+from hetero_llm.gpu.step_inputs import PacketLayout, StepInputs, packet_views
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.runner.kv_cache import PagedKVCache
@@ -58,12 +50,11 @@ _ARRIVALS = 4
 @dataclass(slots=True)
 class LaunchedStep:
     """A launched step: its tokens arrive in `tokens` (pinned) once `arrived` has happened. With
-    draft trees they are a packed `WalkResult` of `num_groups` groups, and `shape` says whose."""
+    draft trees they are a packed `WalkResult` of `num_groups` groups."""
 
     results: PendingStep
     tokens: torch.Tensor
     arrived: torch.cuda.Event | None
-    shape: StepShape | None = None
     num_groups: int = 0
 
 
@@ -120,6 +111,7 @@ class GpuModelRunner:
             columns=columns,
             block_size=cache.shape.block_size,
             vocab_size=config.vocab_size,
+            windows=self._context.windows,
             pin=pin,
         )
         self._packet = torch.zeros(words, dtype=torch.int32, device=device)
@@ -163,7 +155,7 @@ class GpuModelRunner:
             if bucket is not None:
                 short = self._context.is_short(step.starts + 1)
                 tile = self._decode_tile(bucket, short)
-                self._upload(step, self._layout(bucket, bucket, None), tile, uncut=short)
+                self._upload(step, self._decode_layout(bucket), tile, cut=not short)
                 graphs.replay(("short decode" if short else "decode", bucket))
                 return self._send_back(step, self._tokens[:num_rows])
         bucket = _bucket(self._graph_rows, num_rows)
@@ -183,57 +175,64 @@ class GpuModelRunner:
         """Waits for a launched step and returns its results as plain data."""
         if pending.arrived is not None:
             pending.arrived.synchronize()
-        if pending.shape is not None:
-            packed = pending.tokens.numpy()
-            return verified_output(pending.results.step, pending.shape, packed, pending.num_groups)
-        return plain_output(pending.tokens.tolist(), pending.results)
+        tokens = pending.tokens.tolist()
+        if pending.num_groups:
+            return verified_output(pending.results.step, tokens, pending.num_groups)
+        return plain_output(tokens, pending.results)
 
     def _launch_drafted(self, step: SchedulerOutput, num_rows: int, plain: bool) -> LaunchedStep:
         assert plain, "drafts beside requests that the kernels do not serve"
+        groups = [1 if tree else 0 for tree in is_tree(step)]
+        draws = step.num_samples.tolist()
+        samples = sum(
+            count if tree else drawn
+            for tree, count, drawn in zip(groups, step.counts.tolist(), draws, strict=True)
+        )
         bucket = _bucket(self._graph_rows, num_rows) if self._graphs is not None else None
         tile = self._context.tree_tile(bucket or num_rows)
-        shape = shape_step(step, self._context.windows, self._context.limits(tile))
-        groups = len(sample_groups(step, shape)[0])
-        if bucket is not None and shape.num_samples <= bucket:
+        if bucket is not None and samples <= bucket:
             assert self._graphs is not None
             layout = self._verify_layout(bucket)
-            self._upload_packed(step, shape, layout)
+            self._upload(step, layout, tile)
             self._graphs.replay(("verify", bucket))
         else:
-            layout = self._exact_layout(step, shape, groups)
-            inputs = self._upload_packed(step, shape, layout)
-            attention = StepAttention(self._context, inputs, tile, any_cut=shape.any_cut)
+            num_groups = sum(tree or drawn for tree, drawn in zip(groups, draws, strict=True))
+            layout = self._exact_layout(step, tile, samples, num_groups)
+            any_cut = self._upload(step, layout, tile)
+            inputs = packet_views(self._packet, layout)
+            attention = StepAttention(self._context, inputs, tile, any_cut=any_cut)
             self._verify(inputs, self._run_model(inputs, attention))
-        packed = self._walked.part(layout.groups, layout.samples).packed
-        launched = self._send_back(step, packed)
-        launched.shape, launched.num_groups = shape, layout.groups
+        launched = self._send_back(step, self._walked.part(layout.groups, layout.samples).packed)
+        launched.num_groups = layout.groups
         return launched
 
     def _launch_eager(self, step: SchedulerOutput, num_rows: int, plain: bool) -> LaunchedStep:
         single = len(step.slots) == num_rows
         library: tuple[LibraryRows, ...] = ()
         planned = None
-        if not single and step.parents is None:
+        if not single:
             library, planned = self._library.plan(
                 step.starts, step.counts, self._packer.tables[step.slots]
             )
         tile = self._context.tile_for(num_rows, single)
-        shape = shape_step(step, self._context.windows, self._context.limits(tile), planned)
-        inputs = self._upload_packed(step, shape, self._exact_layout(step, shape, 0))
+        drawn = int(step.num_samples.sum())
+        layout = self._exact_layout(step, tile, drawn, 0)
+        any_cut = self._upload(step, layout, tile, chosen=planned)
+        inputs = packet_views(self._packet, layout)
         attention = StepAttention(
             self._context,
             inputs,
             tile,
-            any_cut=shape.any_cut,
+            any_cut=any_cut,
             library=library,
             planned=planned is None or bool(planned.any()),
         )
         hidden = self._run_model(inputs, attention)
         if not plain:
             return self._draw_by_torch(step, hidden)
-        if shape.num_samples:
-            self._draw(inputs, hidden, shape.num_samples)
-        return self._send_back(step, self._tokens[: shape.num_samples])
+        if drawn:
+            self._draw(inputs, hidden, drawn)
+        return self._send_back(step, self._tokens[:drawn])
 
     def _admit(self, step: SchedulerOutput) -> None:
         for state in step.admitted:
@@ -250,65 +249,73 @@ class GpuModelRunner:
 
     # -- its parts --------------------------------------------------------------------------
 
-    def _layout(self, rows: int, samples: int, writes: int | None, groups: int = 0) -> PacketLayout:
+    def _layout(self, rows: int, samples: int, writes: int, groups: int = 0) -> PacketLayout:
         """Of a bucket, with room for any step of so many rows."""
-        tiles = [self._context.tile_for(rows, single) for single in (True, False)]
-        tiles.append(self._context.tree_tile(rows))
-        pieces = max(self._context.limits(tile).max_pieces for tile in tiles)
         return PacketLayout(
             rows,
             samples,
-            rows + pieces,
+            rows + self._context.max_pieces,
             rows,
-            max(256, 2 * rows) if writes is None else writes,
+            writes,
             len(self._context.windows),
             groups,
         )
 
-    def _exact_layout(self, step: SchedulerOutput, shape: StepShape, groups: int) -> PacketLayout:
-        """Of an uncaptured step."""
-        return PacketLayout(
-            shape.num_rows,
-            shape.num_samples,
-            max(len(items) for items in shape.items),
-            max(len(cut) for cut in shape.cut_rows),
-            min(step.table_writes.shape[1], _MOST_WRITES),
-            len(shape.items),
-            groups,
-        )
+    def _decode_layout(self, bucket: int) -> PacketLayout:
+        return self._layout(bucket, bucket, max(256, 2 * bucket))
 
     def _verify_layout(self, bucket: int) -> PacketLayout:
         """Of a "verify" graph: any row may be drawn from, and be a group of its own."""
-        return self._layout(bucket, bucket, None, groups=bucket)
+        return self._layout(bucket, bucket, max(256, 2 * bucket), groups=bucket)
 
     def _rows_layout(self, bucket: int) -> PacketLayout:
         """Of a "rows" graph: the part that "head" graphs read lies at the same place in all."""
         return self._layout(bucket, self._decode_rows[-1], _MOST_WRITES)
 
+    def _exact_layout(
+        self, step: SchedulerOutput, tile: TileShape, samples: int, groups: int
+    ) -> PacketLayout:
+        """Of an uncaptured step."""
+        num_rows = len(step.token_ids)
+        return PacketLayout(
+            num_rows,
+            samples,
+            self._context.limits(tile).most_items(step.counts),
+            num_rows,
+            min(step.table_writes.shape[1], _MOST_WRITES),
+            len(self._context.windows),
+            groups,
+        )
+
     def _upload(
-        self, step: SchedulerOutput, layout: PacketLayout, tile: TileShape, uncut: bool = False
-    ) -> None:
-        """Plans, packs and uploads a step for a graph that was captured with this tile."""
-        limits = self._context.limits(tile)
-        if uncut:
-            limits = dataclasses.replace(limits, max_pieces=0)
-        self._upload_packed(step, shape_step(step, self._context.windows, limits), layout)
+        self,
+        step: SchedulerOutput,
+        layout: PacketLayout,
+        tile: TileShape,
+        *,
+        cut: bool = True,
+        chosen: np.ndarray | None = None,
+    ) -> bool:
+        """Plans, packs and uploads a step; whether attention is cut into pieces.
+
+        Args:
+            tile: the one that attention runs with, or was captured with.
+            cut: whether it may be cut.
+            chosen: [S] bool, sequences that the work list covers; None: all.
+        """
+        writes = step.table_writes
+        if writes.shape[1] > layout.writes:  # a long prefix hit: more than a packet holds
+            slots, columns, blocks = torch.from_numpy(writes).to(self._device)
+            self._tables[slots.long(), columns.long()] = blocks
+        limits = self._context.limits(tile, cut=cut)
+        packet, any_cut = self._packer.pack(step, layout, limits, chosen)
+        self._packet[: layout.words].copy_(packet, non_blocking=True)
+        return any_cut
 
     def _decode_tile(self, bucket: int, short: bool) -> TileShape:
         if short:
             return self._context.short_tile(bucket)
         return self._context.tile_for(bucket, single=True)
-
-    def _upload_packed(
-        self, step: SchedulerOutput, shape: StepShape, layout: PacketLayout
-    ) -> StepInputs[torch.Tensor]:
-        writes = step.table_writes
-        if writes.shape[1] > layout.writes:  # a long prefix hit: more than a packet holds
-            slots, columns, blocks = torch.from_numpy(writes).to(self._device)
-            self._tables[slots.long(), columns.long()] = blocks
-        packet = self._packer.pack(step, shape, layout)
-        self._packet[: layout.words].copy_(packet, non_blocking=True)
-        return packet_views(self._packet, layout)
 
     def _run_model(
         self, inputs: StepInputs[torch.Tensor], attention: StepAttention
@@ -427,7 +434,7 @@ class GpuModelRunner:
         torch.cuda.synchronize()
 
     def _capture_decode(self, graphs: GraphSet[tuple[str, int]], bucket: int) -> None:
-        inputs = packet_views(self._packet, self._layout(bucket, bucket, None))
+        inputs = packet_views(self._packet, self._decode_layout(bucket))
         for name, short in (("decode", False), ("short decode", True)):
             tile = self._decode_tile(bucket, short)
             attention = StepAttention(self._context, inputs, tile, any_cut=not short)
@@ -468,22 +475,6 @@ class GpuModelRunner:
             self._verify(inputs, self._run_model(inputs, attention))
 
         graphs.capture(("verify", bucket), body)
-
-
-def verified_output(
-    step: SchedulerOutput, shape: StepShape, packed: np.ndarray, num_groups: int
-) -> ModelRunnerOutput:
-    """The tokens of a step with draft trees, from the packed walk of `num_groups` groups, those of
-    padding included."""
-    assert shape.drafted is not None
-    first, _, _ = sample_groups(step, shape)
-    firsts = np.zeros(num_groups, np.int64)
-    firsts[: len(first)] = first
-    token_ids, emitted = emitted_tokens(packed, firsts)
-    groups = np.where(shape.drafted, 1, shape.samples)
-    sequence = np.repeat(np.arange(len(groups)), groups)
-    num_tokens = np.bincount(sequence, emitted[: len(first)], len(groups)).astype(int)
-    return ModelRunnerOutput(token_ids, None, {}, {}, num_tokens.tolist())
 
 
 def _bucket(buckets: tuple[int, ...], count: int) -> int | None:

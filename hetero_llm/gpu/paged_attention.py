@@ -89,7 +89,7 @@ class AttentionContext:
         self._dtype = dtype
         self._workspaces: dict[int, Workspace] = {}
         programs = _PIECES_PER_SM * num_multiprocessors(tables.device)
-        self._max_pieces = max(1, programs // config.num_kv_heads)
+        self.max_pieces = max(1, programs // config.num_kv_heads)
         self._keys = [cache.keys(layer) for layer in range(config.num_layers)]
         self._values = [cache.values(layer) for layer in range(config.num_layers)]
 
@@ -134,13 +134,14 @@ class AttentionContext:
         least = triton.next_power_of_2(self._group)
         return TileShape(max(rows, least), keys, warps, stages, programs)
 
-    def limits(self, tile: TileShape) -> PlanLimits:
-        """What the plan of a step with this tile has to respect."""
+    def limits(self, tile: TileShape, *, cut: bool = True) -> PlanLimits:
+        """What the plan of a step with this tile has to respect; `cut`: tiles may be cut."""
+        programs = num_multiprocessors(self.tables.device) * tile.programs
         return PlanLimits(
             tile.rows // self._group,
             tile.keys,
-            self._parallel(tile),
-            self._max_pieces,
+            max(1, programs // self.config.num_kv_heads),
+            self.max_pieces if cut else 0,
             2 * tile.keys,
         )
 
@@ -150,17 +151,13 @@ class AttentionContext:
         if tile.rows not in self._workspaces:
             config = self.config
             self._workspaces[tile.rows] = make_workspace(
-                self._max_pieces,
+                self.max_pieces,
                 config.num_kv_heads,
                 tile.rows,
                 config.head_dim,
                 self.tables.device,
             )
         return self._workspaces[tile.rows]
-
-    def _parallel(self, tile: TileShape) -> int:
-        programs = num_multiprocessors(self.tables.device) * tile.programs
-        return max(1, programs // self.config.num_kv_heads)
 
 
 class StepAttention:

@@ -59,7 +59,6 @@ def check(case: Case, device: torch.device, seed: int = 0) -> None:
     num = len(case.sequences)
     starts = np.array([s for s, _, _ in case.sequences], np.int32)
     counts = np.array([c for _, c, _ in case.sequences], np.int32)
-    firsts = (np.cumsum(counts) - counts).astype(np.int32)
     slots = rng.permutation(num + 2)[:num].astype(np.int32)
     blocks = [-(-int(s + c) // BLOCK) for s, c in zip(starts, counts)]
     num_blocks = sum(blocks) + 3
@@ -92,7 +91,6 @@ def check(case: Case, device: torch.device, seed: int = 0) -> None:
         slots,
         starts,
         counts,
-        firsts,
         np.array([p is not None for _, _, p in case.sequences]) if has_tree else None,
         case.window,
         PlanLimits(case.tile_rows // group, case.keys, case.parallel, 64, case.keys),

@@ -1,0 +1,294 @@
+"""Fills a step's packet on the host.
+
+Compiled by numba: between two verify steps the device waits for this. The host's copy of the block
+tables lives here; the first kernel of a step applies the same writes to the device's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit
+
+from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
+from hetero_llm.gpu.attention_plan import PlanLimits, plan_into
+from hetero_llm.gpu.kernels.paged_attention import CUT_ROW_FIELDS, WORK_FIELDS
+from hetero_llm.gpu.kernels.pick import ROW_FIELDS, pack_rows
+from hetero_llm.gpu.step_inputs import NUM_OFFSETS, PacketLayout, packet_offsets
+from hetero_llm.sampling.noise import signed_seed
+
+_RING = 4
+"""Host buffers: a step is packed while up to two others are under way."""
+_TOP_P_OFF = 2.0
+_NO_PARENTS = np.zeros(0, np.int32)
+_MAX_TREE = 64
+
+
+class SamplingTable:
+    """Sampling parameters of every slot: `packed` is [8, slots] int32, see `pick.pack_rows`."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self.packed = np.zeros((ROW_FIELDS, max_num_seqs), np.int32)
+
+    def admit(self, state: SlotState) -> None:
+        """Takes over a sequence's parameters; replaces what the slot held."""
+        params = state.params
+        top_k = params.top_k if params.top_k > 0 else self._vocab_size
+        self.packed[:, state.slot] = pack_rows(
+            np.array([0.0 if params.greedy else params.temperature]),
+            np.array([min(top_k, self._vocab_size)]),
+            np.array([params.top_p if params.top_p < 1.0 else _TOP_P_OFF]),
+            min_p=np.array([params.min_p]),
+            seeds=np.array([signed_seed(state.seed)], np.int64),
+            sample_indices=np.array([state.sample_index]),
+            positions=np.array([0]),
+        )[:, 0]
+
+
+class StepPacker:
+    """Host side of the packets: block tables, sampling parameters, pinned buffers.
+
+    Args:
+        max_words: of the largest packet.
+        windows: the different sliding windows of the model's layers.
+        pin: page-locked buffers, so that uploads are asynchronous.
+    """
+
+    def __init__(
+        self,
+        max_words: int,
+        *,
+        max_num_seqs: int,
+        columns: int,
+        block_size: int,
+        vocab_size: int,
+        windows: tuple[int | None, ...],
+        pin: bool,
+    ) -> None:
+        self.sampling = SamplingTable(max_num_seqs, vocab_size)
+        self.tables = np.zeros((max_num_seqs, columns), np.int32)
+        self._block_size = block_size
+        self._windows = np.array([window or 0 for window in windows], np.int64)
+        self._ring = [
+            torch.zeros(max_words, dtype=torch.int32, pin_memory=pin) for _ in range(_RING)
+        ]
+        self._arrays = [buffer.numpy() for buffer in self._ring]
+        self._everyone = np.ones(max_num_seqs, np.bool_)
+        self._next = 0
+
+    def write_tables(self, step: SchedulerOutput) -> None:
+        """Applies the step's block-table writes to the host's copy."""
+        if step.table_writes.shape[1]:
+            slots, columns, blocks = step.table_writes
+            self.tables[slots, columns] = blocks
+
+    def pack(
+        self,
+        step: SchedulerOutput,
+        layout: PacketLayout,
+        limits: PlanLimits,
+        chosen: np.ndarray | None = None,
+    ) -> tuple[torch.Tensor, bool]:
+        """Fills the next host buffer.
+
+        The buffer is used again `_RING` packets later: at most two steps may be under way.
+
+        Args:
+            chosen: [S] bool, sequences whose attention the work list covers; None: all.
+
+        Returns:
+            [layout.words] int32 to be uploaded, and whether attention is cut into pieces.
+        """
+        index = self._next
+        self._next = (index + 1) % _RING
+        any_cut = fill_packet(
+            self._arrays[index],
+            packet_offsets(layout),
+            step.slots,
+            step.starts,
+            step.counts,
+            step.token_ids,
+            step.num_samples,
+            _NO_PARENTS if step.parents is None else step.parents,
+            step.table_writes,
+            self.tables,
+            self.sampling.packed,
+            self._block_size,
+            self._windows,
+            limits.as_tuple(),
+            self._everyone if chosen is None else chosen,
+        )
+        return self._ring[index][: layout.words], any_cut
+
+
+@njit(cache=True, nogil=True)
+def fill_packet(
+    packet: np.ndarray,
+    at: np.ndarray,
+    slots: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+    token_ids: np.ndarray,
+    num_samples: np.ndarray,
+    parents: np.ndarray,
+    table_writes: np.ndarray,
+    tables: np.ndarray,
+    sampling: np.ndarray,
+    block_size: int,
+    windows: np.ndarray,
+    limits: tuple[int, int, int, int, int],
+    chosen: np.ndarray,
+) -> bool:
+    """Writes every part of a packet, padding included; whether any tile is cut.
+
+    Args:
+        packet: int32, as long as the layout says at least.
+        at: `packet_offsets` of the layout.
+        slots .. table_writes: of the step; parents empty if it has no drafts.
+        tables, sampling: the host's block tables and `SamplingTable.packed`.
+        windows: 0 for none. limits, chosen: see `plan_into`.
+    """
+    num_rows, most_samples, most_writes, most_groups = at[0], at[1], at[3], at[5]
+    trees = np.zeros(len(slots), np.bool_)
+    bits, depths = np.zeros(_MAX_TREE, np.int64), np.zeros(_MAX_TREE, np.int64)
+    row = sample = group = 0
+    for sequence in range(len(slots)):
+        slot, start, count = slots[sequence], starts[sequence], counts[sequence]
+        tree = len(parents) > 0 and count > 1 and parents[row + 1] >= 0
+        trees[sequence] = tree
+        for node in range(count):
+            place = start + node
+            position, limit, mask = place, place + 1, 0
+            if tree:
+                bits[node] = 1 << node
+                depths[node] = 0
+                if node > 0:
+                    parent = parents[row + node]
+                    bits[node] |= bits[parent]
+                    depths[node] = depths[parent] + 1
+                position, limit, mask = start + depths[node], start, bits[node]
+            block = tables[slot, place // block_size]
+            packet[at[10] + row + node] = token_ids[row + node]
+            packet[at[11] + row + node] = slot
+            packet[at[12] + row + node] = position
+            packet[at[13] + row + node] = limit
+            packet[at[14] + row + node] = block * block_size + place % block_size
+            if most_groups > 0:
+                _put_long(packet, at[16] + 2 * (row + node), mask)
+        draws = count if tree else num_samples[sequence]
+        for draw in range(draws):
+            source = row + draw if tree else row + count - 1
+            packet[at[7] + sample] = source
+            packet[at[8] + sample] = slot
+            for field in range(ROW_FIELDS):
+                packet[at[9] + field * at[2] + sample] = sampling[field, slot]
+            if draws > 1 and not tree:  # a prompt's end that forks: sample indices 0, 1, ...
+                packet[at[9] + 6 * at[2] + sample] = draw
+            packet[at[9] + 7 * at[2] + sample] = start + (depths[draw] + 1 if tree else count)
+            if most_groups > 0:
+                packet[at[17] + sample] = token_ids[source]
+                packet[at[18] + sample] = parents[source]
+                packet[at[19] + sample] = packet[at[14] + source]
+                if not tree or draw == 0:
+                    packet[at[20] + group] = sample
+                    packet[at[20] + at[6] + group] = count if tree else 1
+                    packet[at[20] + 2 * at[6] + group] = slot
+                    group += 1
+            sample += 1
+        row += count
+    _pad(packet, at, row, sample, group)
+    packet[0] = 0
+    if table_writes.shape[1] <= most_writes:
+        packet[0] = table_writes.shape[1]
+        for index in range(table_writes.shape[1]):
+            for field in range(3):
+                packet[at[15] + field * at[4] + index] = table_writes[field, index]
+    any_cut = False
+    for window in range(len(windows)):
+        place = at[NUM_OFFSETS + 4 * window : NUM_OFFSETS + 4 * window + 4]
+        items = packet[place[0] : place[0] + place[1] * WORK_FIELDS].reshape(-1, WORK_FIELDS)
+        cut_rows = packet[place[2] : place[2] + place[3] * CUT_ROW_FIELDS]
+        num_items, num_cut = plan_into(
+            slots,
+            starts,
+            counts,
+            trees,
+            chosen,
+            windows[window],
+            limits,
+            items,
+            cut_rows.reshape(-1, CUT_ROW_FIELDS),
+        )
+        packet[2 + 2 * window] = num_items
+        packet[3 + 2 * window] = num_cut
+        any_cut = any_cut or num_cut > 0
+    assert row <= num_rows and sample <= most_samples and group <= max(most_groups, group * 0)
+    return any_cut
+
+
+@njit(cache=True, nogil=True)
+def _put_long(packet: np.ndarray, place: int, value: int) -> None:
+    """An int64 as two int32 words, the low one first."""
+    low = value & 0xFFFFFFFF
+    packet[place] = low - (1 << 32) if low >= 1 << 31 else low
+    packet[place + 1] = value >> 32
+
+
+@njit(cache=True, nogil=True)
+def _pad(packet: np.ndarray, at: np.ndarray, row: int, sample: int, group: int) -> None:
+    """Rows and samples beyond the step's own."""
+    for index in range(row, at[0]):
+        for part in range(10, 14):
+            packet[at[part] + index] = 0
+        packet[at[14] + index] = -1
+        if at[5] > 0:
+            packet[at[16] + 2 * index] = 0
+            packet[at[16] + 2 * index + 1] = 0
+    for index in range(sample, at[1]):
+        packet[at[7] + index] = 0
+        packet[at[8] + index] = -1
+        packet[at[9] + 7 * at[2] + index] = -1
+    for index in range(group, at[5]):
+        packet[at[20] + index] = 0
+        packet[at[20] + at[6] + index] = 0
+        packet[at[20] + 2 * at[6] + index] = -1
+
+
+def is_tree(step: SchedulerOutput) -> list[bool]:
+    """[S] whether each sequence's rows are a draft tree."""
+    parents = step.parents
+    if parents is None:
+        return [False] * len(step.slots)
+    found, row = [], 0
+    for count in step.counts.tolist():
+        found.append(count > 1 and bool(parents[row + 1] >= 0))
+        row += count
+    return found
+
+
+def verified_output(step: SchedulerOutput, packed: list[int], num_groups: int) -> ModelRunnerOutput:
+    """The tokens of a step with draft trees.
+
+    Args:
+        packed: a `WalkResult.packed` of `num_groups` groups, those of padding included.
+    """
+    token_ids: list[int] = []
+    num_tokens: list[int] = []
+    group = 0
+    sample = num_groups
+    for tree, count, draws in zip(
+        is_tree(step), step.counts.tolist(), step.num_samples.tolist(), strict=True
+    ):
+        if tree:
+            emitted = packed[group]
+            token_ids += packed[sample : sample + emitted]
+            num_tokens.append(emitted)
+            group += 1
+            sample += count
+        else:  # every draw is a group of one
+            token_ids += packed[sample : sample + draws]
+            num_tokens.append(draws)
+            group += draws
+            sample += draws
+    return ModelRunnerOutput(token_ids, None, {}, {}, num_tokens)

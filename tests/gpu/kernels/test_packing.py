@@ -1,0 +1,222 @@
+"""A step's packet: every part against a plain reading of the step, and the work list's coverage."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.gpu.attention_plan import PlanLimits, plan_work
+from hetero_llm.gpu.packing import StepPacker, is_tree, verified_output
+from hetero_llm.gpu.step_inputs import PacketLayout, packet_views
+
+SLOTS, COLUMNS, BLOCK = 9, 12, 16
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> SchedulerOutput:
+    """Prompt chunks, decoding rows, forking prompts and draft trees in any order."""
+    slots = draw(st.permutations(range(SLOTS)))[: draw(st.integers(1, 6))]
+    starts, counts, samples, parents = [], [], [], []
+    any_tree = draw(st.booleans())
+    for _ in slots:
+        count = draw(st.integers(1, 20))
+        start = draw(st.integers(0, COLUMNS * BLOCK - count))
+        if any_tree and count > 1 and draw(st.booleans()):
+            samples.append(1)
+            parents += [-1, *(draw(st.integers(0, i - 1)) for i in range(1, count))]
+        else:
+            samples.append(draw(st.integers(0, 3)))
+            parents += [-1] * count
+        starts.append(start)
+        counts.append(count)
+    total = sum(counts)
+    tokens = draw(st.lists(st.integers(-1, 99), min_size=total, max_size=total))
+    write = st.tuples(st.integers(0, 8), st.integers(0, 11), st.integers(0, 500))
+    writes = draw(st.lists(write, max_size=4))
+    return SchedulerOutput(
+        slots=np.array(slots, np.int32),
+        starts=np.array(starts, np.int32),
+        counts=np.array(counts, np.int32),
+        token_ids=np.array(tokens, np.int32),
+        num_samples=np.array(samples, np.int32),
+        prompt_rows=(),
+        admitted=(),
+        table_writes=np.array(writes, np.int32).reshape(-1, 3).T,
+        block_copies=np.zeros((2, 0), np.int32),
+        parents=np.array(parents, np.int32) if any_tree else None,
+    )
+
+
+def packer() -> StepPacker:
+    made = StepPacker(
+        20000,
+        max_num_seqs=SLOTS,
+        columns=COLUMNS,
+        block_size=BLOCK,
+        vocab_size=100,
+        windows=(None, 37),
+        pin=False,
+    )
+    rng = np.random.default_rng(0)
+    made.tables[:] = rng.permutation(SLOTS * COLUMNS).reshape(SLOTS, COLUMNS)
+    made.sampling.packed[:] = rng.integers(0, 1000, made.sampling.packed.shape)
+    return made
+
+
+PACKER = packer()
+LIMITS = PlanLimits(4, 8, 5, 30, 16)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps())
+def test_every_part(step: SchedulerOutput) -> None:
+    trees = is_tree(step)
+    total = len(step.token_ids)
+    groups = total + 20 if step.parents is not None else 0
+    layout = PacketLayout(total + 3, total + 20, total + 40, total + 3, 6, 2, groups)
+    packet, any_cut = PACKER.pack(step, layout, LIMITS)
+    views = packet_views(packet.numpy(), layout)
+    row = sample = group = 0
+    for slot, start, count, draws, tree in zip(
+        *(a.tolist() for a in (step.slots, step.starts, step.counts, step.num_samples)), trees
+    ):
+        depths, masks = [0] * count, [0] * count
+        for i in range(count):
+            if tree:
+                parent = int(step.parents[row + i])
+                depths[i] = depths[parent] + 1 if i else 0
+                masks[i] = (masks[parent] if i else 0) | 1 << i
+            place = start + i
+            assert views.token_ids[row + i] == step.token_ids[row + i]
+            assert views.row_slots[row + i] == slot
+            assert views.positions[row + i] == (start + depths[i] if tree else place)
+            assert views.limits[row + i] == (start if tree else place + 1)
+            assert (
+                views.cache_rows[row + i]
+                == PACKER.tables[slot, place // BLOCK] * BLOCK + place % BLOCK
+            )
+            if views.tree is not None:
+                assert views.tree.ancestors[row + i] == masks[i]
+        for draw in range(count if tree else draws):
+            source = row + draw if tree else row + count - 1
+            assert views.sample_rows[sample] == source
+            assert views.sample_slots[sample] == slot
+            expected = PACKER.sampling.packed[:, slot].copy()
+            if draws > 1:
+                expected[6] = draw
+            expected[7] = start + (depths[draw] + 1 if tree else count)
+            assert views.pick[:, sample].tolist() == expected.tolist()
+            if views.tree is not None:
+                assert views.tree.draft_tokens[sample] == step.token_ids[source]
+                assert views.tree.parents[sample] == step.parents[source]
+                assert views.tree.cache_rows[sample] == views.cache_rows[source]
+                if not tree or draw == 0:
+                    size = count if tree else 1
+                    assert views.tree.groups[:, group].tolist() == [sample, size, slot]
+                    group += 1
+            sample += 1
+        row += count
+    assert (views.cache_rows[total:] == -1).all() and (views.limits[total:] == 0).all()
+    assert (views.pick[7, sample:] == -1).all() and (views.sample_slots[sample:] == -1).all()
+    if views.tree is not None:
+        assert (views.tree.groups[2, group:] == -1).all()
+        assert (views.tree.groups[1, group:] == 0).all()
+    num_writes = step.table_writes.shape[1]
+    assert views.num_writes[0] == num_writes
+    assert np.array_equal(views.writes[:, :num_writes], step.table_writes)
+    for index, window in enumerate((None, 37)):
+        items, cut = plan_work(
+            step.slots, step.starts, step.counts, np.array(trees), window, LIMITS
+        )
+        assert views.work_counts[index].tolist() == [len(items), len(cut)]
+        assert np.array_equal(views.items[index][: len(items), :6], items[:, :6])
+        assert np.array_equal(views.cut_rows[index][: len(cut)], cut)
+    assert any_cut == bool(views.work_counts[:, 1].any())
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps(), st.sampled_from([None, 20, 70]), st.integers(1, 40), st.sampled_from([0, 12, 64]))
+def test_the_work_list_covers_every_key_once(
+    step: SchedulerOutput, window: int | None, parallel: int, max_pieces: int
+) -> None:
+    trees = is_tree(step)
+    limits = PlanLimits(3, 8, parallel, max_pieces, 16)
+    items, cut_rows = plan_work(
+        step.slots, step.starts, step.counts, np.array(trees), window, limits
+    )
+    pieces = [piece for piece in items[:, 5].tolist() if piece >= 0]
+    assert pieces == list(range(len(pieces))) and len(pieces) <= max_pieces
+    seen: dict[int, list[int]] = {}
+    for slot, first, rows, begin, end, *_ in items.tolist():
+        assert begin % 8 == 0 and begin < end and 1 <= rows <= 3
+        for row in range(first, first + rows):
+            seen.setdefault(row, []).extend(range(begin, end))
+            assert slot == np.repeat(step.slots, step.counts)[row]
+    row = 0
+    for start, count, tree in zip(step.starts.tolist(), step.counts.tolist(), trees):
+        for i in range(count):
+            keys = sorted(seen[row + i])
+            assert keys == list(range(keys[0], keys[-1] + 1)), "a gap, or a key twice"
+            last = start + (count if tree else i + 1)
+            low = 0 if window is None else max(0, start + (0 if tree else i) - window + 1)
+            assert keys[0] <= low and last - 1 <= keys[-1]
+        row += count
+    by_row = {int(r): (int(f), int(n), int(i)) for r, f, n, i in cut_rows}
+    for _, first, rows, _, _, piece, *_ in items.tolist():
+        for within in range(rows):
+            if piece < 0:
+                assert first + within not in by_row
+            else:
+                first_piece, count, index = by_row[first + within]
+                assert first_piece <= piece < first_piece + count and index == within
+
+
+def test_long_contexts_are_spread_evenly() -> None:
+    """One sequence of 32K keys fills all places; many equal ones are left whole."""
+    limits = PlanLimits(4, 128, 33, 132, 256)
+    one = np.array([0], np.int32)
+    items, _ = plan_work(one, one + 32767, one + 1, None, None, limits)
+    lengths = items[:, 4] - items[:, 3]
+    assert len(items) in range(30, 34) and lengths.max() <= 1024
+    many = np.arange(32, dtype=np.int32)
+    items, cut = plan_work(many, many * 0 + 8191, many * 0 + 1, None, None, limits)
+    assert len(items) == 32 and len(cut) == 0
+
+
+def test_verified_output_reads_groups() -> None:
+    step = SchedulerOutput(
+        slots=np.array([3, 1, 2], np.int32),
+        starts=np.array([5, 6, 7], np.int32),
+        counts=np.array([4, 2, 1], np.int32),
+        token_ids=np.zeros(7, np.int32),
+        num_samples=np.array([1, 2, 1], np.int32),
+        prompt_rows=(),
+        admitted=(),
+        table_writes=np.zeros((3, 0), np.int32),
+        block_copies=np.zeros((2, 0), np.int32),
+        parents=np.array([-1, 0, 1, 0, -1, -1, -1], np.int32),
+    )
+    packed = [3, 1, 1, 1, 0, 0, *(10, 11, 12, 99), *(20, 21), 30, 7, 7]
+    output = verified_output(step, packed, 6)
+    assert output.token_ids == [10, 11, 12, 20, 21, 30]
+    assert output.num_tokens == [3, 2, 1]
+
+
+@pytest.mark.parametrize("groups", [0, 5])
+def test_parts_do_not_overlap(groups: int) -> None:
+    layout = PacketLayout(7, 5, 9, 7, 3, 2, groups)
+    marks = np.zeros(layout.words, np.int32)
+    views = packet_views(marks, layout)
+    parts = [views.num_writes, views.work_counts, views.token_ids, views.row_slots]
+    parts += [views.positions, views.limits, views.cache_rows, views.sample_rows]
+    parts += [views.sample_slots, views.pick, views.writes, *views.items, *views.cut_rows]
+    if views.tree is not None:
+        tree = views.tree
+        parts += [tree.ancestors.view(np.int32), tree.draft_tokens, tree.parents]
+        parts += [tree.cache_rows, tree.groups]
+    for part in parts:
+        part += 1
+    assert marks.max() == 1 and marks.sum() == sum(part.size for part in parts)
