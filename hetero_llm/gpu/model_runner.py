@@ -5,7 +5,7 @@ draws one token (model, head and draw in one graph), else "rows" (the model) and
 draw) by their own buckets; steps with draft trees replay "verify" (model, head, draws, walk).
 Larger steps, and with `enforce_eager` all steps, run the same functions uncaptured. Draws that need
 more than temperature and thresholds (log-probabilities, penalties, users' processors) go through
-the torch sampler after a "rows" graph.
+the torch sampler after a "rows" graph, which draws with the same kernel.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class GpuModelRunner:
         self._hidden = torch.zeros(
             self._graph_rows[-1], config.hidden_size, dtype=parameter.dtype, device=device
         )
-        self._sampler = Sampler(max_num_seqs, config.vocab_size, device)
+        self._sampler = Sampler(max_num_seqs, config.vocab_size, device, self._draw_processed)
         self._prompts: dict[int, SlotState] = {}  # of slots that want prompt_logprobs
         self._graphs: GraphSet[tuple[str, int]] | None = None
         if graphs:
@@ -399,6 +399,19 @@ class GpuModelRunner:
         return self._send_back(
             step, self._tokens[:count], PendingStep(step, drawn, prompt_logprobs)
         )
+
+    def _draw_processed(
+        self,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        sample_indices: np.ndarray,
+    ) -> torch.Tensor:
+        """The torch sampler's draw: see `sampling.sampler.Draw`."""
+        packed = np.ascontiguousarray(self._packer.sampling.packed[:, slots])
+        packed[6], packed[7] = sample_indices, positions
+        rows = PickRows(torch.from_numpy(packed).to(self._device))
+        return pick_tokens(logits, rows, self._pick)
 
     def _send_back(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,9 @@ import torch
 from hetero_llm.core.step import SampleLogprobs, SlotState, has_penalties, looks_back
 from hetero_llm.sampling import processors
 from hetero_llm.sampling.noise import gumbel_noise, signed_seed
+
+# (logits [N, vocab] float32, slots [N], positions [N], sample indices [N]) -> tokens [N] int64
+Draw = Callable[[torch.Tensor, np.ndarray, np.ndarray, np.ndarray], torch.Tensor]
 
 _NO_LOGPROBS = -1
 _TOP_P_OFF = 2.0  # above any cumulative probability, rounding included
@@ -88,9 +92,13 @@ class Sampler:
         max_num_seqs: slots.
         vocab_size: width of the logits.
         device: where logits live.
+        draw: a faster draw from processed logits; None: plain torch.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, device: torch.device, draw: Draw | None = None
+    ) -> None:
+        self._draw = draw or self._draw_by_sorting
         self._vocab_size = vocab_size
         self._device = device
         self._temperature = np.zeros(max_num_seqs, np.float32)
@@ -184,7 +192,7 @@ class Sampler:
             logprobs = token_logprobs(base, tokens[rows], counts)
         return SampleResult(tokens, logprobs, wanted.tolist(), errors)
 
-    def _draw(
+    def _draw_by_sorting(
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, indices: np.ndarray
     ) -> torch.Tensor:
         random = np.flatnonzero(self._temperature[slots] > 0.0)

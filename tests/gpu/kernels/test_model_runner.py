@@ -48,7 +48,7 @@ def step_of(
     )
 
 
-def steps() -> list[SchedulerOutput]:
+def steps(num_logprobs: int | None = None) -> list[SchedulerOutput]:
     """Prompts in chunks, decoding with tokens that only the device knows, several draws."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 90, n).tolist() for n in (20, 5, 33)]
@@ -58,7 +58,7 @@ def steps() -> list[SchedulerOutput]:
         SamplingParams(temperature=1.3, n=2, seed=4),
     ]
     states = tuple(
-        SlotState(i, tuple(p), len(p), q, q.seed or 0, 0)
+        SlotState(i, tuple(p), len(p), q, q.seed or 0, 0, num_logprobs)
         for i, (p, q) in enumerate(zip(prompts, params))
     )
     blocks = rng.permutation(BLOCKS)
@@ -84,12 +84,16 @@ def build(checkpoint: Path, device: torch.device) -> tuple[ModelConfig, CausalLM
     return config, model, PagedKVCache(shape, BLOCKS, device)
 
 
-def test_it_draws_what_the_torch_runner_draws(checkpoint: Path, device: torch.device) -> None:
+@pytest.mark.parametrize("num_logprobs", [None, 2])
+def test_it_draws_what_the_torch_runner_draws(
+    checkpoint: Path, num_logprobs: int | None, device: torch.device
+) -> None:
     config, model, cache = build(checkpoint, device)
     reference = TorchModelRunner(
         model, config, cache, max_num_seqs=SLOTS, max_model_len=MAX_LEN, device=device
     )
-    expected = [reference.finish(reference.launch(step)).token_ids for step in steps()]
+    work = steps(num_logprobs)
+    expected = [reference.finish(reference.launch(step)) for step in work]
     config, model, cache = build(checkpoint, device)
     speed_up(model)
     runner = GpuModelRunner(
@@ -101,10 +105,15 @@ def test_it_draws_what_the_torch_runner_draws(checkpoint: Path, device: torch.de
         max_num_batched_tokens=64,
         graphs=False,
     )
-    launched = [runner.launch(step) for step in steps()[:2]]  # two steps under way
-    ours = [runner.finish(pending).token_ids for pending in launched]
-    ours += [runner.finish(runner.launch(step)).token_ids for step in steps()[2:]]
-    assert ours == expected
+    launched = [runner.launch(step) for step in work[:2]]  # two steps under way
+    ours = [runner.finish(pending) for pending in launched]
+    ours += [runner.finish(runner.launch(step)) for step in work[2:]]
+    assert [o.token_ids for o in ours] == [o.token_ids for o in expected]
+    for output, wanted in zip(ours, expected):
+        assert (output.logprobs is None) == (num_logprobs is None)
+        for entry, other in zip(output.logprobs or (), wanted.logprobs or ()):
+            assert entry.rank == other.rank and entry.top[0][0] == other.top[0][0]
+            assert entry.drawn == pytest.approx(other.drawn, abs=1e-4)
 
 
 def test_a_tree_yields_what_plain_steps_yield(checkpoint: Path, device: torch.device) -> None:
