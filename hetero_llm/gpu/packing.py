@@ -149,7 +149,6 @@ def fill_packet(
         tables, sampling: the host's block tables and `SamplingTable.packed`.
         windows: 0 for none. limits, chosen: see `plan_into`.
     """
-    num_rows, most_samples, most_writes, most_groups = at[0], at[1], at[3], at[5]
     trees = np.zeros(len(slots), np.bool_)
     bits, depths = np.zeros(_MAX_TREE, np.int64), np.zeros(_MAX_TREE, np.int64)
     row = sample = group = 0
@@ -157,25 +156,18 @@ def fill_packet(
         slot, start, count = slots[sequence], starts[sequence], counts[sequence]
         tree = len(parents) > 0 and count > 1 and parents[row + 1] >= 0
         trees[sequence] = tree
+        if tree:
+            _measure_tree(parents[row : row + count], bits, depths)
         for node in range(count):
             place = start + node
-            position, limit, mask = place, place + 1, 0
-            if tree:
-                bits[node] = 1 << node
-                depths[node] = 0
-                if node > 0:
-                    parent = parents[row + node]
-                    bits[node] |= bits[parent]
-                    depths[node] = depths[parent] + 1
-                position, limit, mask = start + depths[node], start, bits[node]
             block = tables[slot, place // block_size]
             packet[at[10] + row + node] = token_ids[row + node]
             packet[at[11] + row + node] = slot
-            packet[at[12] + row + node] = position
-            packet[at[13] + row + node] = limit
+            packet[at[12] + row + node] = start + depths[node] if tree else place
+            packet[at[13] + row + node] = start if tree else place + 1
             packet[at[14] + row + node] = block * block_size + place % block_size
-            if most_groups > 0:
-                _put_long(packet, at[16] + 2 * (row + node), mask)
+            if at[5] > 0:
+                _put_long(packet, at[16] + 2 * (row + node), bits[node] if tree else 0)
         draws = count if tree else num_samples[sequence]
         for draw in range(draws):
             source = row + draw if tree else row + count - 1
@@ -186,7 +178,7 @@ def fill_packet(
             if draws > 1 and not tree:  # a prompt's end that forks: sample indices 0, 1, ...
                 packet[at[9] + 6 * at[2] + sample] = draw
             packet[at[9] + 7 * at[2] + sample] = start + (depths[draw] + 1 if tree else count)
-            if most_groups > 0:
+            if at[5] > 0:
                 packet[at[17] + sample] = token_ids[source]
                 packet[at[18] + sample] = parents[source]
                 packet[at[19] + sample] = packet[at[14] + source]
@@ -197,13 +189,44 @@ def fill_packet(
                     group += 1
             sample += 1
         row += count
+    assert row <= at[0] and sample <= at[1] and (at[5] == 0 or group <= at[5])
     _pad(packet, at, row, sample, group)
-    packet[0] = 0
-    if table_writes.shape[1] <= most_writes:
-        packet[0] = table_writes.shape[1]
-        for index in range(table_writes.shape[1]):
-            for field in range(3):
-                packet[at[15] + field * at[4] + index] = table_writes[field, index]
+    _put_writes(packet, at, table_writes)
+    return _put_work(packet, at, slots, starts, counts, trees, chosen, windows, limits)
+
+
+@njit(cache=True, nogil=True)
+def _measure_tree(parents: np.ndarray, bits: np.ndarray, depths: np.ndarray) -> None:
+    """Ancestor bits (a node's own included) and depth of each node; the root comes first."""
+    bits[0], depths[0] = 1, 0
+    for node in range(1, len(parents)):
+        bits[node] = bits[parents[node]] | (1 << node)
+        depths[node] = depths[parents[node]] + 1
+
+
+@njit(cache=True, nogil=True)
+def _put_writes(packet: np.ndarray, at: np.ndarray, table_writes: np.ndarray) -> None:
+    """Block-table writes; none if they are more than the packet holds."""
+    count = table_writes.shape[1]
+    packet[0] = count if count <= at[3] else 0
+    for index in range(packet[0]):
+        for field in range(3):
+            packet[at[15] + field * at[4] + index] = table_writes[field, index]
+
+
+@njit(cache=True, nogil=True)
+def _put_work(
+    packet: np.ndarray,
+    at: np.ndarray,
+    slots: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+    trees: np.ndarray,
+    chosen: np.ndarray,
+    windows: np.ndarray,
+    limits: tuple[int, int, int, int, int],
+) -> bool:
+    """The work list of every window; whether any tile is cut."""
     any_cut = False
     for window in range(len(windows)):
         place = at[NUM_OFFSETS + 4 * window : NUM_OFFSETS + 4 * window + 4]
@@ -223,7 +246,6 @@ def fill_packet(
         packet[2 + 2 * window] = num_items
         packet[3 + 2 * window] = num_cut
         any_cut = any_cut or num_cut > 0
-    assert row <= num_rows and sample <= most_samples and group <= max(most_groups, group * 0)
     return any_cut
 
 

@@ -158,6 +158,46 @@ def _merge(
 
 
 @triton.jit
+def _fetch_early(
+    keys, values, table, begin, end, columns, block_stride, token_stride,
+    BLOCK: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Asks for the item's first keys and values; those of this very step may come too early, which
+    does no harm: the L2 cache is coherent."""
+    token = tl.minimum(begin + columns, end - 1)
+    block = tl.load(table + token // BLOCK).to(tl.int64)
+    offset = block * block_stride + (token % BLOCK) * token_stride
+    _prefetch(keys + offset, LINES)
+    _prefetch(values + offset, LINES)
+
+
+@triton.jit
+def _hide(
+    scores, token, end, limit, low, ancestors,
+    HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
+):  # fmt: skip
+    """Scores with -inf where a row does not see a key; see `RowMasks`."""
+    seen = token[None, :] < limit[:, None]
+    if HAS_WINDOW:
+        seen = seen & (token[None, :] > low[:, None])
+    if HAS_TREE:
+        node = token[None, :] - limit[:, None]
+        words_low, words_high = ancestors.to(tl.int32), (ancestors >> 32).to(tl.int32)
+        bits = tl.where(node < 32, words_low[:, None], words_high[:, None])
+        bit = (bits >> (node & 31)) & 1
+        seen = seen | ((node >= 0) & (node < 64) & (bit != 0))
+    return tl.where(seen & (token < end)[None, :], scores, float("-inf"))
+
+
+@triton.jit
+def _weigh(scores, highest):
+    """One step of the online softmax: weights, the factor of what was summed so far, new maxima."""
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    return tl.exp2(scores - base[:, None]), tl.exp2(highest - base), higher
+
+
+@triton.jit
 def _attend(
     out_ptr, q_ptr, key_ptr, value_ptr, table_ptr, limit_ptr, position_ptr, ancestor_ptr,
     item_ptr, count_ptr, sums_ptr, states_ptr,
@@ -170,18 +210,13 @@ def _attend(
 ):  # fmt: skip
     dims = tl.arange(0, PADDED)
     in_dim = dims < DIM
-    lines = tl.arange(0, TILE_M)
-    columns = tl.arange(0, TILE_N)
+    lines, columns = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
     total = tl.load(count_ptr) * KV_HEADS
     for index in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1):
         head = index % KV_HEADS
         item = item_ptr + (index // KV_HEADS) * 8
-        slot = tl.load(item)
-        first_row = tl.load(item + 1)
-        num_rows = tl.load(item + 2)
-        begin = tl.load(item + 3)
-        end = tl.load(item + 4)
-        piece = tl.load(item + 5)
+        slot, first_row, num_rows = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+        begin, end, piece = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
 
         in_tile = lines // GROUP < num_rows
         row = (first_row + lines // GROUP).to(tl.int64)
@@ -189,23 +224,20 @@ def _attend(
         valid = in_tile[:, None] & in_dim[None, :]
         limit = tl.load(limit_ptr + row, mask=in_tile, other=0x7FFFFFFF)
         seen_by_all = tl.min(limit, 0)  # keys below this need no mask
+        low = limit
+        ancestors = row
         if HAS_WINDOW:
             low = tl.load(position_ptr + row, mask=in_tile, other=0) - window
         if HAS_TREE:
             ancestors = tl.load(ancestor_ptr + row, mask=in_tile, other=0)
-            bits_low = ancestors.to(tl.int32)
-            bits_high = (ancestors >> 32).to(tl.int32)
 
         table = table_ptr + slot.to(tl.int64) * table_stride
-        keys = key_ptr + head * head_stride
-        values = value_ptr + head * head_stride
+        keys, values = key_ptr + head * head_stride, value_ptr + head * head_stride
         if PDL:  # the first keys come nearer while the kernel before still runs
-            token = tl.minimum(begin + columns, end - 1)
-            block = tl.load(table + token // BLOCK).to(tl.int64)
-            offset = block * block_stride + (token % BLOCK) * token_stride
-            LINES: tl.constexpr = (DIM * key_ptr.dtype.element_ty.primitive_bitwidth) // 1024
-            _prefetch(keys + offset, LINES)
-            _prefetch(values + offset, LINES)
+            _fetch_early(
+                keys, values, table, begin, end, columns, block_stride, token_stride, BLOCK,
+                (DIM * key_ptr.dtype.element_ty.primitive_bitwidth) // 1024,
+            )  # fmt: skip
         wait_for_inputs(PDL)
         let_next_start(PDL)
         q = tl.load(
@@ -220,42 +252,30 @@ def _attend(
             token = start + columns
             exists = token < end
             block = tl.load(table + token // BLOCK, mask=exists, other=0).to(tl.int64)
-            offset = block * block_stride + (token % BLOCK) * token_stride
+            place = (block * block_stride + (token % BLOCK) * token_stride)[:, None] + dims[None, :]
             loadable = exists[:, None] & in_dim[None, :]
-            k = tl.load(keys + offset[:, None] + dims[None, :], mask=loadable, other=0.0)
-            v = tl.load(values + offset[:, None] + dims[None, :], mask=loadable, other=0.0)
+            k = tl.load(keys + place, mask=loadable, other=0.0)
+            v = tl.load(values + place, mask=loadable, other=0.0)
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
             if HAS_WINDOW or start + TILE_N > seen_by_all:
-                seen = token[None, :] < limit[:, None]
-                if HAS_WINDOW:
-                    seen = seen & (token[None, :] > low[:, None])
-                if HAS_TREE:
-                    node = token[None, :] - limit[:, None]
-                    bits = tl.where(node < 32, bits_low[:, None], bits_high[:, None])
-                    bit = (bits >> (node & 31)) & 1
-                    seen = seen | ((node >= 0) & (node < 64) & (bit != 0))
-                scores = tl.where(seen & exists[None, :], scores, float("-inf"))
-            higher = tl.maximum(highest, tl.max(scores, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.exp2(scores - base[:, None])
-            shrink = tl.exp2(highest - base)
+                scores = _hide(scores, token, end, limit, low, ancestors, HAS_WINDOW, HAS_TREE)
+            p, shrink, highest = _weigh(scores, highest)
             weight = weight * shrink + tl.sum(p, 1)
             acc = acc * shrink[:, None]
             acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
-            highest = higher
 
         if piece < 0:
             acc = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
             result = out_ptr + (row * out_stride + q_head * DIM)[:, None] + dims[None, :]
             tl.store(result, acc.to(out_ptr.dtype.element_ty), mask=valid)
         else:
-            place = (piece * KV_HEADS + head).to(tl.int64)
-            sums = sums_ptr + place * (TILE_M * PADDED)
-            state = states_ptr + place * (2 * TILE_M)
+            kept = (piece * KV_HEADS + head).to(tl.int64)
+            sums = sums_ptr + kept * (TILE_M * PADDED)
+            state = states_ptr + kept * (2 * TILE_M) + lines
             stored = sums + lines[:, None] * PADDED + dims[None, :]
             tl.store(stored, acc, mask=in_tile[:, None])
-            tl.store(state + lines, highest, mask=in_tile)
-            tl.store(state + TILE_M + lines, weight, mask=in_tile)
+            tl.store(state, highest, mask=in_tile)
+            tl.store(state + TILE_M, weight, mask=in_tile)
     wait_for_inputs(PDL)  # programs without an item end no earlier either
     let_next_start(PDL)
 
@@ -306,33 +326,16 @@ def paged_attention(
         out = torch.empty(num_rows, num_heads, dim, dtype=q.dtype, device=q.device)
     ancestors = rows.ancestors
     grid = (num_multiprocessors(q.device) * tile.programs,)
+    sizes = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "TILE_M": tile.rows}
+    sizes["PADDED"] = triton.next_power_of_2(dim)
     _attend[grid](
-        out,
-        q,
-        key_cache,
-        value_cache,
-        tables,
-        rows.limits,
-        rows.positions,
-        rows.positions if ancestors is None else ancestors,
-        work.items,
-        work.counts,
-        workspace.sums,
-        workspace.states,
-        q.stride(0),
-        out.stride(0),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
-        tables.stride(0),
-        scale * _LOG2_E,
-        0 if window is None else window,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        DIM=dim,
-        PADDED=triton.next_power_of_2(dim),
+        *(out, q, key_cache, value_cache, tables, rows.limits, rows.positions),
+        *(rows.positions if ancestors is None else ancestors, work.items, work.counts),
+        *(workspace.sums, workspace.states),
+        *(q.stride(0), out.stride(0), *key_cache.stride()[:3], tables.stride(0)),
+        *(scale * _LOG2_E, 0 if window is None else window),
+        **sizes,
         BLOCK=block_size,
-        TILE_M=tile.rows,
         TILE_N=tile.keys,
         HAS_WINDOW=window is not None,
         HAS_TREE=ancestors is not None,
@@ -345,22 +348,33 @@ def paged_attention(
     if not any_cut:
         return out
     _merge[(min(num_rows, _MERGING_PROGRAMS), num_heads)](
-        out,
-        workspace.sums,
-        workspace.states,
-        work.cut_rows,
-        work.counts,
-        out.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        DIM=dim,
-        PADDED=triton.next_power_of_2(dim),
-        TILE_M=tile.rows,
+        *(out, workspace.sums, workspace.states, work.cut_rows, work.counts, out.stride(0)),
+        **sizes,
         WIDE=_MERGED_AT_ONCE,
         num_warps=4,
         **pdl_options(q.device),
     )
     return out
+
+
+def _check(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    tables: torch.Tensor,
+    work: Work,
+    workspace: Workspace,
+    tile: TileShape,
+) -> None:
+    _, num_heads, dim = q.shape
+    kv_heads = key_cache.shape[2]
+    assert q.stride(2) == 1 and q.stride(1) == dim and num_heads % kv_heads == 0
+    assert num_heads // kv_heads <= tile.rows and MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM
+    assert key_cache.stride() == value_cache.stride() and key_cache.stride(3) == 1
+    assert key_cache.dtype in (q.dtype, torch.float8_e4m3fn) and tables.dtype == torch.int32
+    assert work.items.shape[1] == WORK_FIELDS and work.items.is_contiguous()
+    assert work.cut_rows.shape[1] == CUT_ROW_FIELDS and work.cut_rows.is_contiguous()
+    assert workspace.sums.shape[1:3] == (kv_heads, tile.rows)
 
 
 def paged_attention_reference(

@@ -53,6 +53,27 @@ def tree_masks(parents: list[int]) -> tuple[list[int], list[int]]:
     return bits, depths
 
 
+def row_masks(case: Case, device: torch.device) -> RowMasks:
+    limits, positions, ancestors = [], [], []
+    for start, count, parents in case.sequences:
+        if parents is None:
+            positions += range(start, start + count)
+            limits += range(start + 1, start + count + 1)
+            ancestors += [0] * count
+        else:
+            bits, depths = tree_masks(parents)
+            limits += [start] * count
+            positions += [start + d for d in depths]
+            ancestors += bits
+    has_tree = any(p is not None for _, _, p in case.sequences)
+    signed = np.array(ancestors, np.uint64).view(np.int64)
+    return RowMasks(
+        torch.tensor(limits, dtype=torch.int32, device=device),
+        torch.tensor(positions, dtype=torch.int32, device=device),
+        torch.from_numpy(signed).to(device) if has_tree else None,
+    )
+
+
 def check(case: Case, device: torch.device, seed: int = 0) -> None:
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -68,30 +89,13 @@ def check(case: Case, device: torch.device, seed: int = 0) -> None:
     for slot, n in zip(slots, blocks):
         tables[slot, :n] = order[used : used + n]
         used += n
-    limits, positions, ancestors = [], [], []
-    for start, count, parents in case.sequences:
-        if parents is None:
-            positions += range(start, start + count)
-            limits += range(start + 1, start + count + 1)
-            ancestors += [0] * count
-        else:
-            bits, depths = tree_masks(parents)
-            limits += [start] * count
-            positions += [start + d for d in depths]
-            ancestors += bits
-    has_tree = any(p is not None for _, _, p in case.sequences)
-    signed = np.array(ancestors, np.uint64).view(np.int64)
-    rows = RowMasks(
-        torch.tensor(limits, dtype=torch.int32, device=device),
-        torch.tensor(positions, dtype=torch.int32, device=device),
-        torch.from_numpy(signed).to(device) if has_tree else None,
-    )
+    rows = row_masks(case, device)
     group = case.heads // case.kv_heads
     work, cut_rows = plan_work(
         slots,
         starts,
         counts,
-        np.array([p is not None for _, _, p in case.sequences]) if has_tree else None,
+        np.array([p is not None for _, _, p in case.sequences]),
         case.window,
         PlanLimits(case.tile_rows // group, case.keys, case.parallel, 64, case.keys),
     )
