@@ -67,10 +67,12 @@ class BlockManager:
     def open(self, table: int, token_ids: Sequence[int], root: bytes, reuse: bool = True) -> int:
         """Starts a table and takes every leading block that the prefix cache holds.
 
-        At least the last token is left to compute, since its row gives the next token.
+        At least the last token is left to compute, since its row gives the next token. If its block
+        is held too, it is taken all the same: `grow` will give the table a copy to write to.
 
         Returns:
-            Number of tokens whose KV is there already (a multiple of the block size).
+            Number of tokens whose KV is there already: a multiple of the block size, or all but
+            the last one.
         """
         assert table not in self._tables
         entry = _Table([], [], root)
@@ -78,7 +80,7 @@ class BlockManager:
         if self._prefix is None or not reuse:
             return 0
         size = self.block_size
-        contents = block_contents(token_ids, size, 0, (len(token_ids) - 1) // size)
+        contents = block_contents(token_ids, size, 0, len(token_ids) // size)
         blocks, entry.keys = self._prefix.match(root, contents)
         refs, free = self._refs, self._free
         for block in blocks:
@@ -86,7 +88,11 @@ class BlockManager:
                 del free[block]
             refs[block] += 1
         self._append(table, entry, blocks)
-        return len(blocks) * size
+        if len(blocks) * size < len(token_ids):
+            return len(blocks) * size
+        entry.keys.pop()  # of the block that will be a private copy
+        entry.maybe_shared = True
+        return len(token_ids) - 1
 
     def grow(self, table: int, num_computed: int, num_tokens: int) -> bool:
         """Makes positions `num_computed .. num_tokens - 1` writable.
@@ -103,7 +109,7 @@ class BlockManager:
         last = min(self.blocks_for(num_tokens), len(entry.blocks))
         if entry.maybe_shared:
             first = num_computed // size
-            shared = [c for c in range(first, last) if self._refs[entry.blocks[c]] > 1]
+            shared = [c for c in range(first, last) if self._is_read_only(entry.blocks[c])]
         if max(missing, 0) + len(shared) > len(self._free):
             return False
         for column in shared:
@@ -172,6 +178,11 @@ class BlockManager:
         free = {block for block, refs in enumerate(counted) if refs == 0}
         assert free == set(self._free), "the free list differs from the reference counts"
 
+    def _is_read_only(self, block: int) -> bool:
+        """Whether others read it now, or may find it later."""
+        published = self._prefix is not None and self._prefix.holds(block)
+        return self._refs[block] > 1 or published
+
     def _pop_free(self) -> int:
         block, _ = self._free.popitem(last=False)
         if self._prefix is not None:
@@ -191,6 +202,8 @@ class BlockManager:
         old = entry.blocks[column]
         new = self._pop_free()
         self._refs[old] -= 1
+        if not self._refs[old]:  # nobody but the prefix cache: it may be handed out in this very
+            self._free[old] = None  # step, whose copies come before its rows
         entry.blocks[column] = new
         self._changes.tables.append(table)
         self._changes.columns.append(column)

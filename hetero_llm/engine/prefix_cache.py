@@ -117,6 +117,10 @@ class PrefixCache:
         if self._key_of.pop(block, None) is not None:
             del self._block_of[self._source_of.pop(block)]
 
+    def holds(self, block: int) -> bool:
+        """Whether a published prefix is in `block`."""
+        return block in self._key_of
+
     def unpublished(self, blocks: Iterable[int]) -> list[int]:
         """Those of `blocks` that hold no published prefix, in their order."""
         return [block for block in blocks if block not in self._key_of]

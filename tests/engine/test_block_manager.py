@@ -57,10 +57,11 @@ class Traffic(RuleBasedStateMachine):
     )
     def open(self, tokens: list[int], root: str, reuse: bool) -> None:
         expected = 0
-        for key in keys_of(root, tokens[:-1]) if reuse else ():
+        for key in keys_of(root, tokens) if reuse else ():
             if key not in self._published():
                 break
             expected += SIZE
+        expected = min(expected, len(tokens) - 1)
         table = self._new_table(tokens, root)
         self.computed[table] = self.manager.open(table, tokens, ROOTS[root], reuse)
         assert self.computed[table] == expected
@@ -80,13 +81,14 @@ class Traffic(RuleBasedStateMachine):
         if start == len(tokens):
             tokens.append(data.draw(st.integers(0, 1)))
         end = min(len(tokens), start + count)
-        before, needed = self._state(), self._blocks_needed(table, start, end + drafts)
+        before = self._state()
+        needed, freed = self._blocks_needed(table, start, end + drafts)
         if not self.manager.grow(table, start, end + drafts):
             assert needed > self.manager.num_free, "refused although there was room"
             assert self._state() == before
             assert not self._apply_changes()
             return
-        assert self.manager.num_free == before[0] - needed
+        assert self.manager.num_free == before[0] - needed + freed
         self._apply_changes()
         for position in range(start, end + drafts):
             block = self.columns[table][position // SIZE]
@@ -180,12 +182,16 @@ class Traffic(RuleBasedStateMachine):
     def _readers(self, block: int) -> list[int]:
         return [table for table in self.tokens if block in self.manager.block_ids(table)]
 
-    def _blocks_needed(self, table: int, start: int, end: int) -> int:
-        """New ones, and copies of those that others read as well."""
+    def _blocks_needed(self, table: int, start: int, end: int) -> tuple[int, int]:
+        """New ones, and copies of those that others read or may find; how many of the originals
+        have no reader then."""
         blocks = self.manager.block_ids(table)
         new = max(0, -(-end // SIZE) - len(blocks))
         written = blocks[start // SIZE : -(-end // SIZE)]
-        return new + sum(len(self._readers(block)) > 1 for block in written)
+        shared = [len(self._readers(block)) > 1 for block in written]
+        found = [not self.cache.unpublished([block]) for block in written]
+        copied = sum(s or f for s, f in zip(shared, found))
+        return new + copied, sum(f and not s for s, f in zip(shared, found))
 
     def _apply_changes(self) -> bool:
         """Does what the runner does; True if there was anything to do."""

@@ -90,7 +90,7 @@ def random_logits(device, rows: int, vocab: int, dtype=torch.float32, scale=3.0,
     return values.to(device=device, dtype=dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["key_low", "key_high", "sample_index", "position"])
 def store_noise(words, noise, key_low, key_high, sample_index, position, LANES: tl.constexpr):
     drawn = noise_words(tl.arange(0, LANES), key_low, key_high, sample_index, position)
     token = tl.arange(0, 4 * LANES)
