@@ -27,6 +27,7 @@ REQUIRED_PACKAGES = {
     "tokenizers": "0.21",
     "safetensors": "0.4.5",
     "huggingface-hub": "0.30",
+    "numba": "0.60",
     "numpy": "1.26",
     "psutil": "5.9",
     "tqdm": "4.66",
