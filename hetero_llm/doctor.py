@@ -34,7 +34,7 @@ REQUIRED_PACKAGES = {
 }
 """What pyproject.toml requires, with the lowest version."""
 
-OPTIONAL_PACKAGES = ("triton", "numba")
+OPTIONAL_PACKAGES = ("triton",)
 DEMO_MODELS = ("demo", "demo-draft")
 COMPILERS = ("c++", "g++", "clang++")
 SUPPORTED_PYTHON = ((3, 11), (3, 13))

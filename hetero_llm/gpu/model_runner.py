@@ -214,10 +214,14 @@ class GpuModelRunner:
             library, planned = self._library.plan(
                 step.starts, step.counts, self._packer.tables[step.slots]
             )
-        tile = self._context.tile_for(num_rows, single)
+        short = single and self._context.is_short(step.starts + 1)
+        if single:  # as the graphs do
+            tile = self._decode_tile(num_rows, short)
+        else:
+            tile = self._context.tile_for(num_rows, single=False)
         drawn = int(step.num_samples.sum())
         layout = self._exact_layout(step, tile, drawn, 0)
-        any_cut = self._upload(step, layout, tile, chosen=planned)
+        any_cut = self._upload(step, layout, tile, cut=not short, chosen=planned)
         inputs = packet_views(self._packet, layout)
         attention = StepAttention(
             self._context,

@@ -76,6 +76,17 @@ class StepPacker:
         self._arrays = [buffer.numpy() for buffer in self._ring]
         self._everyone = np.ones(max_num_seqs, np.bool_)
         self._next = 0
+        self._compile()
+
+    def _compile(self) -> None:
+        """Packs a step of one row, so that no request waits for the compiler."""
+        one = np.ones(1, np.int32)
+        none = np.zeros((3, 0), np.int32)
+        step = SchedulerOutput(
+            one - 1, one - 1, one, one, one, (), (), none, none[:2], parents=None
+        )
+        layout = PacketLayout(1, 1, 1, 1, 0, len(self._windows))
+        self.pack(step, layout, PlanLimits(1, 16, 1, 0, 16))
 
     def write_tables(self, step: SchedulerOutput) -> None:
         """Applies the step's block-table writes to the host's copy."""
