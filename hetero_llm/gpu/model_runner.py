@@ -212,7 +212,7 @@ class GpuModelRunner:
         planned = None
         if not single:
             library, planned = self._library.plan(
-                step.starts, step.counts, self._packer.tables[step.slots]
+                step.slots, step.starts, step.counts, self._packer.tables
             )
         short = single and self._context.is_short(step.starts + 1)
         if single:  # as the graphs do

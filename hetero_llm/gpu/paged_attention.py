@@ -280,12 +280,12 @@ class LibraryPlanner:
         self._has_windows = any(w is not None for w in context.windows)
 
     def plan(
-        self, starts: np.ndarray, counts: np.ndarray, tables: np.ndarray
+        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, tables: np.ndarray
     ) -> tuple[tuple[LibraryRows, ...], np.ndarray]:
         """
         Args:
-            starts, counts: [S], as in the step.
-            tables: [S, columns] block ids on the host.
+            slots, starts, counts: [S], as in the step.
+            tables: [slots, columns] block ids on the host.
 
         Returns:
             Rows for libraries, and [S] bool: sequences that are left to the work list.
@@ -298,11 +298,15 @@ class LibraryPlanner:
             long = counts >= (_LONG_ROWS_ALONE if alone else _LONG_ROWS)
             ragged &= ~long
         parts = [
-            self._long(int(starts[i]), int(counts[i]), int(first_rows[i]), tables[i])
+            self._long(int(starts[i]), int(counts[i]), int(first_rows[i]), tables[slots[i]])
             for i in np.flatnonzero(long).tolist()
         ]
         if ragged.any():
-            parts.append(self._ragged(ragged, starts, counts, first_rows, tables))
+            parts.append(
+                self._ragged(
+                    slots[ragged], starts[ragged], counts[ragged], first_rows[ragged], tables
+                )
+            )
         return tuple(parts), ~(long | ragged)
 
     def _long(self, start: int, count: int, first_row: int, table: np.ndarray) -> LibraryRows:
@@ -313,18 +317,17 @@ class LibraryPlanner:
 
     def _ragged(
         self,
-        chosen: np.ndarray,
+        slots: np.ndarray,
         starts: np.ndarray,
-        counts: np.ndarray,
-        first_rows: np.ndarray,
+        count: np.ndarray,
+        first: np.ndarray,
         tables: np.ndarray,
     ) -> LibraryRows:
         size = self._context.cache.shape.block_size
-        count, first = counts[chosen], first_rows[chosen]
-        used = starts[chosen] + count
+        used = starts + count
         columns = -(-used // size)
         blocks = np.concatenate(
-            [table[:n] for table, n in zip(tables[chosen], columns.tolist(), strict=True)]
+            [tables[slot, :n] for slot, n in zip(slots, columns.tolist(), strict=True)]
         )
         total = int(count.sum())
         rows: torch.Tensor | slice = slice(int(first[0]), int(first[0]) + total)
