@@ -412,7 +412,7 @@ class GpuModelRunner:
         sample_indices: np.ndarray,
     ) -> torch.Tensor:
         """The torch sampler's draw: see `sampling.sampler.Draw`."""
-        packed = np.ascontiguousarray(self._packer.sampling.packed[:, slots])
+        packed = np.take(self._packer.sampling.packed, slots, axis=1)
         packed[6], packed[7] = sample_indices, positions
         rows = PickRows(torch.from_numpy(packed).to(self._device))
         return pick_tokens(logits, rows, self._pick)
