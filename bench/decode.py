@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.common import print_table, write_results
+from bench.gpu_timing import graph_ms
 from bench.shapes import SHAPES, Prompts, linear_sizes, start
 from hetero_llm import LLM, SamplingParams
 
@@ -107,23 +108,7 @@ def _graph_ms(weights: list[torch.Tensor], inputs: dict[int, torch.Tensor]) -> f
         for weight in weights:
             F.linear(inputs[weight.shape[1]], weight)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # cuBLAS sets itself up outside the capture
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(13):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return float(np.median(times[3:]))
+    return graph_ms(run, replays=10)
 
 
 def measure(
