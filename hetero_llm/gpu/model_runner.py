@@ -381,7 +381,7 @@ class GpuModelRunner:
                 int(slots[rows.index]),
                 prompt_row_logprobs(
                     self._model, hidden, step, rows, self._prompts[int(slots[rows.index])]
-                ),
+                ).start_download(),
             )
             for rows in step.prompt_rows
         ]
@@ -398,6 +398,8 @@ class GpuModelRunner:
         # Of several draws of a slot any may stay: the sequence forks before it goes on.
         owners = np.repeat(slots[sampled], step.num_samples[sampled]).astype(np.int64)
         self._last_tokens[torch.from_numpy(owners).to(self._device)] = drawn.token_ids
+        if drawn.logprobs is not None:
+            drawn.logprobs = drawn.logprobs.start_download()
         count = len(drawn.token_ids)
         self._tokens[:count] = drawn.token_ids
         return self._send_back(

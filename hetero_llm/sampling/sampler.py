@@ -44,6 +44,12 @@ class LogprobTensors:
     top_values: torch.Tensor
     counts: list[int]
 
+    def start_download(self) -> LogprobTensors:
+        """The same in host memory, once the device has come to this point of its stream."""
+        columns = (self.drawn, self.rank, self.top_ids, self.top_values)
+        # A copy to the host that does not block lands in page-locked memory.
+        return LogprobTensors(*(c.to("cpu", non_blocking=True) for c in columns), self.counts)
+
     def to_host(self) -> list[SampleLogprobs]:
         columns = (self.drawn, self.rank, self.top_ids, self.top_values)
         drawn, rank, ids, values = (column.tolist() for column in columns)
