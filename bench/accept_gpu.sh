@@ -1,26 +1,36 @@
 #!/usr/bin/env bash
-# Everything that part B claims, on one H200: results into the folder OUT (default bench/results).
-# About 12 minutes from a cold Triton cache.
+# What part B claims, on one H200, in two calls of at most ten minutes each:
+#   bench/accept_gpu.sh tests OUT_FOLDER
+#   bench/accept_gpu.sh bench OUT_FOLDER
+# Results and logs go to the folder. A Triton cache (TRITON_CACHE_DIR) saves most of the compiling.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-OUT="${OUT:-bench/results}"
-export PYTHONPATH=. TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$PWD/build/triton-cache}"
-mkdir -p "$OUT" "$TRITON_CACHE_DIR"
+part=${1:?tests or bench}
+out=${2:?folder for results and logs}
+export PYTHONPATH=.
+mkdir -p "$out"
 
-# Kernels against their twins, then the engine; the second needs the whole card.
-python3 -m pytest tests/gpu/kernels -q -n 12 -p no:benchmark >"$OUT/tests_kernels.log" 2>&1
-python3 -m pytest tests/gpu --ignore tests/gpu/kernels -v --durations=15 -p no:benchmark \
-  >"$OUT/tests_engine.log" 2>&1
-python3 -m bench.gpu_suite --parts decode,ttft,closed --sampling --out "$OUT" >"$OUT/suite.log" 2>&1
-python3 -m bench.verify --out "$OUT/verify.g.json" >"$OUT/verify.log" 2>&1
-python3 -m bench.attention --out "$OUT/attention.g.json" >"$OUT/attention.log" 2>&1
-python3 -m bench.kernels.small_linear --rows 1 4 8 32 --out "$OUT/kernels_small_linear.g.json" \
-  >"$OUT/small_linear.log" 2>&1
-python3 -m bench.kernels.elementwise --out "$OUT/kernels_elementwise.g.json" \
-  >"$OUT/elementwise.log" 2>&1
-python3 -m bench.kernels.pick --out "$OUT/kernels_pick.g.json" >"$OUT/pick.log" 2>&1
-python3 -m bench.gpu_ceilings --out "$OUT/gpu_ceilings.g.json" >"$OUT/ceilings.log" 2>&1
+if [ "$part" = tests ]; then
+  python3 -m pytest tests/gpu/kernels -v -n 12 -p no:benchmark >"$out/tests_kernels.log" 2>&1
+  # These claim the card's memory, so one at a time.
+  timeout 420 python3 -m pytest tests/gpu --ignore tests/gpu/kernels -v --tb=short \
+    --durations=15 -p no:benchmark >"$out/tests_engine.log" 2>&1
+  grep -hE "^FAILED|^ERROR| passed| failed" "$out"/tests_*.log
+  exit
+fi
 
-tail -n 30 "$OUT/tests_kernels.log" "$OUT/tests_engine.log" | grep -E "passed|failed|FAILED|ERROR"
-tail -n 16 "$OUT/suite.log"
-tail -n 52 "$OUT/verify.log"
+run() { # a name, then a module with its arguments
+  local name=$1
+  shift
+  echo "== $name"
+  timeout 150 python3 -m "$@" >"$out/$name.log" 2>&1
+  tail -n "${lines:-16}" "$out/$name.log"
+}
+run suite bench.gpu_suite --parts decode,ttft,closed --sampling --out "$out"
+lines=52 run verify bench.verify --out "$out/verify.g.json"
+run attention bench.attention --out "$out/attention.g.json"
+run small_linear bench.kernels.small_linear --rows 1 4 8 32 \
+  --out "$out/kernels_small_linear.g.json"
+run elementwise bench.kernels.elementwise --out "$out/kernels_elementwise.g.json"
+run pick bench.kernels.pick --out "$out/kernels_pick.g.json"
+run ceilings bench.gpu_ceilings --out "$out/gpu_ceilings.g.json"

@@ -53,8 +53,7 @@ def build_engine(
 ) -> BuiltEngine:
     """Loads model and tokenizer and sizes the KV cache.
 
-    Args:
-        drafter: proposes draft trees, which a GPU verifies.
+    `drafter` proposes draft trees, which a GPU verifies.
 
     Raises:
         ConfigError: arguments that this model or machine cannot serve.
@@ -67,7 +66,7 @@ def build_engine(
 
     load = config.load
     device = _resolve_device(load.device)
-    _check_offload(config, device)
+    _check_device(config, device, drafter)
     folder = resolve_model_folder(
         resolve_alias(load.model), revision=load.revision, download_dir=load.download_dir
     )
@@ -157,6 +156,18 @@ def _check_offload(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError(
             "cpu_offload_gb", wanted, "cannot be combined with batch_invariant: use one of them"
         )
+
+
+def _check_device(config: EngineConfig, device: torch.device, drafter: Drafter | None) -> None:
+    """Raises ConfigError for what the device cannot do."""
+    _check_offload(config, device)
+    _check_drafter(config, device, drafter)
+
+
+def _check_drafter(config: EngineConfig, device: torch.device, drafter: Drafter | None) -> None:
+    if drafter is not None and (device.type == "cpu" or config.batch_invariant):
+        reason = "drafts are verified on a GPU, and without batch_invariant, only"
+        raise ConfigError("drafter", type(drafter).__name__, reason)
 
 
 def _resolve_dtype(name: str, stored: str, device: torch.device) -> str:

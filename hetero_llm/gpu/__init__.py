@@ -1,1 +1,1 @@
-"""The CUDA side: for now how much memory the KV cache may take."""
+"""The CUDA side: a step's packet, captured graphs, attention, Triton kernels, memory."""

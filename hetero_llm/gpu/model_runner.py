@@ -36,9 +36,9 @@ from hetero_llm.models.layers import CausalLM
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.model_runner import (
     PendingStep,
+    draw_step,
     observe_inputs,
     plain_output,
-    prompt_row_logprobs,
 )
 from hetero_llm.sampling.sampler import Sampler
 
@@ -375,36 +375,18 @@ class GpuModelRunner:
 
     def _draw_by_torch(self, step: SchedulerOutput, hidden: torch.Tensor) -> LaunchedStep:
         """The draws and log-probabilities of a step that the kernels do not serve."""
-        slots = step.slots
-        prompt_logprobs = [
-            (
-                int(slots[rows.index]),
-                prompt_row_logprobs(
-                    self._model, hidden, step, rows, self._prompts[int(slots[rows.index])]
-                ).start_download(),
-            )
-            for rows in step.prompt_rows
-        ]
-        sampled = np.flatnonzero(step.num_samples)
-        if len(sampled) == 0:
-            return self._send_back(step, self._tokens[:0], PendingStep(step, None, prompt_logprobs))
-        last = (np.cumsum(step.counts) - 1)[sampled]
-        drawn = self._sampler.sample(
-            self._model.logits(hidden[torch.from_numpy(last).to(self._device)]),
-            slots[sampled],
-            (step.starts + step.counts)[sampled],
-            step.num_samples[sampled],
+        results = draw_step(
+            self._model, hidden, step, self._sampler, self._last_tokens, self._prompts
         )
-        # Of several draws of a slot any may stay: the sequence forks before it goes on.
-        owners = np.repeat(slots[sampled], step.num_samples[sampled]).astype(np.int64)
-        self._last_tokens[torch.from_numpy(owners).to(self._device)] = drawn.token_ids
+        results.prompt_logprobs = [
+            (slot, rows.start_download()) for slot, rows in results.prompt_logprobs
+        ]
+        drawn = results.drawn
+        if drawn is None:
+            return self._send_back(step, self._tokens[:0], results)
         if drawn.logprobs is not None:
             drawn.logprobs = drawn.logprobs.start_download()
-        count = len(drawn.token_ids)
-        self._tokens[:count] = drawn.token_ids
-        return self._send_back(
-            step, self._tokens[:count], PendingStep(step, drawn, prompt_logprobs)
-        )
+        return self._send_back(step, drawn.token_ids, results)
 
     def _draw_processed(
         self,

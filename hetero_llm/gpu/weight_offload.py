@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM, Linear, Product
+from hetero_llm.models.loader import default_dtype
 from hetero_llm.models.registry import model_class
 
 GIB = 1 << 30
@@ -66,7 +67,7 @@ def plan_offload(config: ModelConfig, dtype: torch.dtype, offload_gb: float) -> 
     """
     created: list[Linear] = []
     record = _on_linear_weight(lambda linear, _: created.append(linear))
-    with record, _default_dtype(dtype), torch.device("meta"):
+    with record, default_dtype(dtype), torch.device("meta"):
         model = model_class(config.architecture)(config)
     place = {id(linear): index for index, linear in enumerate(created)}
     budget = left = int(offload_gb * GIB)
@@ -194,16 +195,6 @@ def _on_linear_weight(
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _first_line(error: Exception) -> str:

@@ -88,7 +88,7 @@ def load_model(
         raise ConfigError("load_format", load_format, "one of " + ", ".join(LOAD_FORMATS))
     folder = Path(folder)
     files = [] if load_format == "dummy" else _weight_files(folder)
-    with _default_dtype(dtype), torch.device(device):
+    with default_dtype(dtype), torch.device(device):
         model = model_class(config.architecture)(config)
     model.eval().requires_grad_(False)
     if load_format == "dummy":
@@ -99,13 +99,14 @@ def load_model(
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """torch's default type while a model is built."""
+    before = torch.getdefault_dtype()
+    torch.setdefault_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.setdefault_dtype(before)
 
 
 def _download(model: str, revision: str | None, download_dir: str | None) -> Path:

@@ -94,29 +94,7 @@ class TorchModelRunner:
             self._to_device(positions),
             attend,
         )
-        prompt_logprobs = [
-            (
-                int(slots[rows.index]),
-                prompt_row_logprobs(
-                    self._model, hidden, step, rows, self._prompts[int(slots[rows.index])]
-                ),
-            )
-            for rows in step.prompt_rows
-        ]
-        sampled = np.flatnonzero(step.num_samples)
-        drawn = None
-        if len(sampled):
-            last = self._to_device(firsts[sampled] + counts[sampled] - 1)
-            drawn = self._sampler.sample(
-                self._model.logits(hidden[last]),
-                slots[sampled],
-                starts[sampled] + counts[sampled],
-                step.num_samples[sampled],
-            )
-            # Of several draws of a slot any may stay: the sequence forks before it goes on.
-            owners = np.repeat(slots[sampled], step.num_samples[sampled]).astype(np.int64)
-            self._last_tokens[self._to_device(owners)] = drawn.token_ids
-        return PendingStep(step, drawn, prompt_logprobs)
+        return draw_step(self._model, hidden, step, self._sampler, self._last_tokens, self._prompts)
 
     def finish(self, pending: PendingStep) -> ModelRunnerOutput:
         """Waits for a launched step and returns its results as plain data."""
@@ -145,6 +123,44 @@ class TorchModelRunner:
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def draw_step(
+    model: CausalLM,
+    hidden: torch.Tensor,
+    step: SchedulerOutput,
+    sampler: Sampler,
+    last_tokens: torch.Tensor,
+    prompts: dict[int, SlotState],
+) -> PendingStep:
+    """Draws after the rows that want it, and computes the wanted log-probabilities.
+
+    Args:
+        hidden: [T, hidden] after the final norm.
+        last_tokens: [slots] int64, written.
+        prompts: the state of every slot that wants prompt_logprobs.
+    """
+    slots = step.slots
+    prompt_logprobs = []
+    for rows in step.prompt_rows:
+        slot = int(slots[rows.index])
+        wanted = prompt_row_logprobs(model, hidden, step, rows, prompts[slot])
+        prompt_logprobs.append((slot, wanted))
+    sampled = np.flatnonzero(step.num_samples)
+    if len(sampled) == 0:
+        return PendingStep(step, None, prompt_logprobs)
+    samples = step.num_samples[sampled]
+    last = (np.cumsum(step.counts) - 1)[sampled]
+    drawn = sampler.sample(
+        model.logits(hidden[torch.from_numpy(last).to(hidden.device)]),
+        slots[sampled],
+        (step.starts + step.counts)[sampled],
+        samples,
+    )
+    # Of several draws of a slot any may stay: the sequence forks before it goes on.
+    owners = np.repeat(slots[sampled], samples).astype(np.int64)
+    last_tokens[torch.from_numpy(owners).to(hidden.device)] = drawn.token_ids
+    return PendingStep(step, drawn, prompt_logprobs)
 
 
 def plain_output(token_ids: list[int], pending: PendingStep) -> ModelRunnerOutput:

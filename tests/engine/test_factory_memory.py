@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bench.synthetic_drafter import SyntheticDrafter
 from hetero_llm import LLM
 from hetero_llm.core.args import resolve_engine_args
 from hetero_llm.core.config import EngineConfig, SchedulerConfig
@@ -412,3 +413,11 @@ def test_the_profile_step_runs(tiny_folder: Path) -> None:
     )
     output = runner.finish(runner.launch(step))
     assert len(output.token_ids) == CONFIG.max_num_seqs
+
+
+def test_drafts_need_a_gpu(tiny_folder: Path) -> None:
+    given = {"model": str(tiny_folder), "device": "cpu", "skip_tokenizer_init": True}
+    config = EngineConfig.from_args(resolve_engine_args(given))
+    drafter = SyntheticDrafter({}, right=1, nodes=1, vocab_size=9)
+    with pytest.raises(ConfigError, match="SyntheticDrafter.*verified on a GPU"):
+        factory.build_engine(config, show_progress=False, drafter=drafter)
