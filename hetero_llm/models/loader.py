@@ -101,12 +101,12 @@ def load_model(
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """torch's default type while a model is built."""
-    before = torch.getdefault_dtype()
-    torch.setdefault_dtype(dtype)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.setdefault_dtype(before)
+        torch.set_default_dtype(before)
 
 
 def _download(model: str, revision: str | None, download_dir: str | None) -> Path:
