@@ -37,7 +37,7 @@ class FakeRunner:
         return step
 
     def finish(self, pending: SchedulerOutput) -> ModelRunnerOutput:
-        if pending.parents is None:
+        if pending.drafts is None:
             return ModelRunnerOutput([7] * int(pending.num_samples.sum()), None, {}, {})
         num_tokens = np.minimum(pending.counts, _ACCEPTED + 1).tolist()
         return ModelRunnerOutput([7] * sum(num_tokens), None, {}, {}, num_tokens)

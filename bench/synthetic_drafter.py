@@ -10,9 +10,10 @@ from collections import abc
 from collections.abc import Mapping
 
 import numpy as np
+from numba import njit
 
-from hetero_llm.core.draft import MAX_NODES, DraftTree, chain
-from hetero_llm.engine.drafting import DraftRequest
+from hetero_llm.core.draft import MAX_NODES, DraftBatch
+from hetero_llm.core.request import Sequence
 
 
 class SyntheticDrafter:
@@ -41,29 +42,52 @@ class SyntheticDrafter:
     ) -> None:
         if not 0 <= right <= nodes <= MAX_NODES or nodes < 1:
             raise ValueError(f"right={right}, nodes={nodes}: 0 <= right <= nodes <= {MAX_NODES}")
-        self._drafts = {
-            prompt: _drafts(continuation, right, nodes, vocab_size)
-            for prompt, continuation in continuations.items()
-        }
-        self._open: dict[str, np.ndarray | None] = {}
+        self._nodes = nodes
+        self._open: dict[str, tuple[int, int]] = {}  # first row of the request's drafts, how many
+        self._rows: dict[tuple[int, ...], tuple[int, int]] = {}
+        tables = [np.zeros((1, nodes), np.int32)]
+        first = 1
+        for prompt, continuation in continuations.items():
+            tables.append(_drafts(continuation, right, nodes, vocab_size))
+            self._rows[prompt] = first, len(continuation)
+            first += len(continuation)
+        self._table = np.concatenate(tables)
 
-    def propose(self, wanted: abc.Sequence[DraftRequest]) -> list[DraftTree | None]:
-        return [self._draft(asked) for asked in wanted]
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftBatch:
+        rows: list[int] = []
+        counts: list[int] = []
+        for sequence, limit in zip(sequences, limits, strict=True):
+            request = sequence.request
+            known = self._open.get(request.request_id)
+            if known is None:
+                known = self._rows.get(tuple(request.prompt_token_ids), (0, 0))
+                self._open[request.request_id] = known
+            first, length = known
+            done = len(sequence.token_ids) - sequence.num_prompt
+            if sequence.index or done >= length:
+                rows.append(0)
+                counts.append(0)
+            else:
+                rows.append(first + done)
+                counts.append(min(limit, length - done, self._nodes))
+        sizes = np.array(counts, np.int32)
+        return DraftBatch(sizes, *_chains(self._table, np.array(rows), sizes))
 
     def close(self, request_id: str) -> None:
         self._open.pop(request_id, None)
 
-    def _draft(self, asked: DraftRequest) -> DraftTree | None:
-        if asked.sample_index:
-            return None
-        if asked.request_id not in self._open:
-            prompt = tuple(asked.token_ids[: asked.num_prompt])
-            self._open[asked.request_id] = self._drafts.get(prompt)
-        drafts = self._open[asked.request_id]
-        done = len(asked.token_ids) - asked.num_prompt
-        if drafts is None or done >= len(drafts):
-            return None
-        return chain(drafts[done, : min(asked.max_nodes, len(drafts) - done)])
+
+@njit(cache=True)
+def _chains(table: np.ndarray, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Tokens and parents of the first `counts[i]` nodes of rows of the table."""
+    total = counts.sum()
+    token_ids, parents = np.empty(total, np.int32), np.empty(total, np.int32)
+    at = 0
+    for i in range(len(rows)):
+        for node in range(counts[i]):
+            token_ids[at], parents[at] = table[rows[i], node], node - 1
+            at += 1
+    return token_ids, parents
 
 
 def _drafts(continuation: abc.Sequence[int], right: int, nodes: int, vocab_size: int) -> np.ndarray:

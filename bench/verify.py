@@ -27,8 +27,8 @@ from bench.synthetic_drafter import SyntheticDrafter
 from hetero_llm import SamplingParams
 from hetero_llm.core.args import resolve_engine_args
 from hetero_llm.core.config import EngineConfig
-from hetero_llm.core.draft import DraftTree
-from hetero_llm.engine.drafting import DraftRequest
+from hetero_llm.core.draft import DraftBatch
+from hetero_llm.core.request import Sequence
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import build_engine
 from hetero_llm.engine.input_processor import parse_prompts
@@ -47,9 +47,9 @@ class SwitchedDrafter:
     def idle(self) -> bool:
         return self.inner is None
 
-    def propose(self, wanted: Any) -> list[DraftTree | None]:
-        requests: list[DraftRequest] = wanted
-        return [None] * len(requests) if self.inner is None else self.inner.propose(requests)
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftBatch:
+        assert self.inner is not None
+        return self.inner.propose(sequences, limits)
 
     def close(self, request_id: str) -> None:
         if self.inner is not None:

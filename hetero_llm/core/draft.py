@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,3 +65,31 @@ def chain(token_ids: np.ndarray) -> DraftTree:
     """
     assert len(token_ids) <= MAX_NODES, len(token_ids)
     return DraftTree(token_ids, _CHAINS[len(token_ids)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftBatch:
+    """Drafts for several sequences, one after the other: each as in `DraftTree`.
+
+    Attributes:
+        counts: [S] int32 nodes of each sequence's draft, at most `MAX_NODES`; 0 for no draft.
+        token_ids: [N] int32; N is the sum of `counts`.
+        parents: [N] int32 index of each node's parent within its own draft; -1 for the root.
+    """
+
+    counts: np.ndarray
+    token_ids: np.ndarray
+    parents: np.ndarray
+
+
+def join_trees(trees: Iterable[DraftTree | None]) -> DraftBatch:
+    """The trees as one batch; None stands for no draft."""
+    held = [_EMPTY if tree is None else tree for tree in trees]
+    return DraftBatch(
+        np.array([len(tree) for tree in held], np.int32),
+        np.concatenate([tree.token_ids for tree in held] or [_EMPTY.token_ids]),
+        np.concatenate([tree.parents for tree in held] or [_EMPTY.parents]),
+    )
+
+
+_EMPTY = chain(np.zeros(0, np.int32))

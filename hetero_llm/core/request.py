@@ -35,6 +35,7 @@ class Request:
         synchronous: every token must be known on the host before the next step is made.
         may_draft: its sequences can be drafted for: nothing is wanted of a draw but its token, and
             that depends on the tokens before it through the model alone.
+        num_first_draws: tokens drawn where its prompt ends: the samples that fork there.
     """
 
     request_id: str
@@ -57,6 +58,7 @@ class Request:
     error: str | None = None
     synchronous: bool = field(init=False)
     may_draft: bool = field(init=False)
+    num_first_draws: int = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
@@ -66,6 +68,7 @@ class Request:
         self.may_draft = not (
             self.synchronous or self.num_logprobs is not None or params.prompt_logprobs is not None
         )
+        self.num_first_draws = 1 if params.use_beam_search else params.width
 
 
 @dataclass(slots=True, eq=False)

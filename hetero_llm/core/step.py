@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetero_llm.core.draft import DraftBatch
 from hetero_llm.core.sampling_params import SamplingParams
 
 LAST_DRAWN = -1
@@ -92,12 +93,11 @@ class SchedulerOutput:
     Attributes:
         slots: [S] slot of each scheduled sequence.
         starts: [S] tokens of it already in the KV cache.
-        counts: [S] rows of it in this step; sum is T.
-        token_ids: [T] input tokens, sequence after sequence. `LAST_DRAWN` (-1) stands for the
-            token last drawn for the row's slot: the runner keeps those on the device. It appears
-            only as a sequence's single row, right after a step that drew one token for the slot.
-            A drafted sequence has its last token, the root of the draft tree, and then the
-            nodes.
+        counts: [S] rows of it in this step, draft nodes included; sum is T.
+        token_ids: input tokens of all rows but draft nodes, sequence after sequence. `LAST_DRAWN`
+            (-1) stands for the token last drawn for the row's slot: the runner keeps those on the
+            device. It appears only as a sequence's single row, right after a step that drew one
+            token for the slot, and is not drafted for.
         num_samples: [S] tokens to draw after its last row: 0 while the prompt is unfinished,
             more than 1 when the prompt's end forks into several samples (indices 0, 1, ...). It
             is 1 for a drafted sequence, however many tokens its tree may yield.
@@ -106,10 +106,10 @@ class SchedulerOutput:
         table_writes: [3, K] rows slot, column, block: block-table entries to write, second.
         block_copies: [2, M] rows source, destination: whole blocks to copy, third, before any
             row is computed (copy-on-write).
-        parents: [T] for a row of a draft tree the index of its parent among its sequence's rows
-            (0 is the root), -1 for all other rows, roots included; None if nobody has drafts.
-            Row i of a drafted sequence has cache index start + i and position start + depth. When
-            the step is done, the KV of the accepted nodes lies behind the root's without gaps.
+        drafts: one draft per scheduled sequence; None if nobody has any. Its nodes are the last of
+            the sequence's rows; its root is the row before, the sequence's last token. Row i of a
+            drafted sequence has cache index start + i and position start + depth. When the step is
+            done, the KV of the accepted nodes lies behind the root's without gaps.
     """
 
     slots: np.ndarray
@@ -121,7 +121,7 @@ class SchedulerOutput:
     admitted: tuple[SlotState, ...]
     table_writes: np.ndarray
     block_copies: np.ndarray
-    parents: np.ndarray | None = None
+    drafts: DraftBatch | None = None
 
 
 @dataclass(frozen=True, slots=True)

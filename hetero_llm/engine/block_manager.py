@@ -41,6 +41,9 @@ class BlockManager:
         num_blocks: Blocks in the pool.
         block_size: Tokens in a block.
         prefix_cache: None turns prefix caching off.
+
+    Attributes:
+        room: of each open table, how many leading positions `grow` need not be asked for.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class BlockManager:
         self._refs = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._tables: dict[int, _Table] = {}
+        self.room: dict[int, int] = {}
         self._changes = TableChanges()
 
     @property
@@ -77,6 +81,7 @@ class BlockManager:
         assert table not in self._tables
         entry = _Table([], [], root)
         self._tables[table] = entry
+        self.room[table] = 0
         if self._prefix is None or not reuse:
             return 0
         size = self.block_size
@@ -92,6 +97,7 @@ class BlockManager:
             return len(blocks) * size
         entry.keys.pop()  # of the block that will be a private copy
         entry.maybe_shared = True
+        self.room[table] = 0
         return len(token_ids) - 1
 
     def grow(self, table: int, num_computed: int, num_tokens: int) -> bool:
@@ -118,6 +124,8 @@ class BlockManager:
             entry.maybe_shared = any(self._refs[block] > 1 for block in entry.blocks[last:])
         if missing > 0:
             self._append(table, entry, [self._pop_free() for _ in range(missing)])
+        elif not entry.maybe_shared:
+            self.room[table] = len(entry.blocks) * size
         return True
 
     def commit(self, table: int, token_ids: Sequence[int], num_computed: int) -> None:
@@ -138,6 +146,7 @@ class BlockManager:
         copy = _Table([], list(origin.keys), origin.root, maybe_shared=True)
         self._tables[table] = copy
         origin.maybe_shared = True
+        self.room[source] = 0
         for block in origin.blocks:
             self._refs[block] += 1
         self._append(table, copy, origin.blocks)
@@ -146,6 +155,7 @@ class BlockManager:
         """Ends a table. Its blocks without other readers become free, the tail to go first:
         a prefix is useless once its head is gone."""
         entry = self._tables.pop(table)
+        del self.room[table]
         refs = self._refs
         freed: list[int] = []
         for block in reversed(entry.blocks):
@@ -177,6 +187,9 @@ class BlockManager:
         assert counted == self._refs, "reference counts differ from the tables"
         free = {block for block, refs in enumerate(counted) if refs == 0}
         assert free == set(self._free), "the free list differs from the reference counts"
+        for table, entry in self._tables.items():
+            held = 0 if entry.maybe_shared else len(entry.blocks) * self.block_size
+            assert self.room[table] == held, "room differs from the blocks"
 
     def _is_read_only(self, block: int) -> bool:
         """Whether others read it now, or may find it later."""
@@ -193,6 +206,7 @@ class BlockManager:
     def _append(self, table: int, entry: _Table, blocks: list[int]) -> None:
         first = len(entry.blocks)
         entry.blocks.extend(blocks)
+        self.room[table] = 0 if entry.maybe_shared else len(entry.blocks) * self.block_size
         changes = self._changes
         changes.tables.extend([table] * len(blocks))
         changes.columns.extend(range(first, len(entry.blocks)))

@@ -5,31 +5,13 @@ Nothing here changes a request or a sequence; blocks are taken for the nodes tha
 
 from __future__ import annotations
 
-from collections import abc
-from dataclasses import dataclass
 from typing import Protocol
 
-from hetero_llm.core.draft import MAX_NODES, DraftTree
+import numpy as np
+
+from hetero_llm.core.draft import MAX_NODES, DraftBatch
 from hetero_llm.core.request import Sequence
 from hetero_llm.engine.block_manager import BlockManager
-
-
-@dataclass(slots=True)
-class DraftRequest:
-    """A sequence that could use a draft now.
-
-    Attributes:
-        sample_index: which of its request's samples it is.
-        num_prompt: how many of `token_ids` are the prompt.
-        token_ids: all its tokens; the scheduler's own list, not to be changed or kept.
-        max_nodes: most nodes of the answer, at least 1.
-    """
-
-    request_id: str
-    sample_index: int
-    num_prompt: int
-    token_ids: list[int]
-    max_nodes: int
 
 
 class Drafter(Protocol):
@@ -41,8 +23,16 @@ class Drafter(Protocol):
         before the tokens of the last one are known."""
         ...
 
-    def propose(self, wanted: abc.Sequence[DraftRequest]) -> list[DraftTree | None]:
-        """One answer for each, in order; None or a tree without nodes for no draft."""
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftBatch:
+        """Drafts for sequences whose last token has just become known.
+
+        Args:
+            sequences: to be read, not to be changed or kept.
+            limits: most nodes of each one's draft, at least 1.
+
+        Returns:
+            One draft for each, in order, which may be empty.
+        """
         ...
 
     def close(self, request_id: str) -> None:
@@ -50,13 +40,13 @@ class Drafter(Protocol):
         ...
 
 
-def choose_trees(
+def choose_drafts(
     drafter: Drafter,
     sequences: list[Sequence],
     counts: list[int],
     blocks: BlockManager,
     budget: int,
-) -> list[DraftTree | None] | None:
+) -> DraftBatch | None:
     """Drafts for the scheduled sequences, with KV blocks behind them; None if there are none.
 
     Nobody is preempted for a draft, now or at the next step: nodes take blocks only as long as one
@@ -67,47 +57,41 @@ def choose_trees(
         budget: rows that the step can still hold.
 
     Returns:
-        One entry per sequence.
+        One draft per scheduled sequence.
     """
-    if not all(sequence.request.may_draft for sequence in sequences):
-        return None  # such draws take another way on the device, and a step goes one way
-    wanted: list[DraftRequest] = []
+    wanted: list[Sequence] = []
+    limits: list[int] = []
     places: list[int] = []
+    most = min(MAX_NODES, budget)
     for index, sequence in enumerate(sequences):
-        limit = _node_limit(sequence, counts[index], budget)
-        if limit > 0:
-            places.append(index)
-            wanted.append(
-                DraftRequest(
-                    sequence.request.request_id,
-                    sequence.index,
-                    sequence.num_prompt,
-                    sequence.token_ids,
-                    limit,
-                )
-            )
-    if not wanted:
-        return None
-    proposed = drafter.propose(wanted)
-    assert len(proposed) == len(wanted), "a drafter answers every request"
-    chosen: list[DraftTree | None] = [None] * len(sequences)
-    found = False
-    plenty = len(sequences) + blocks.blocks_for(MAX_NODES)
-    for index, asked, tree in zip(places, wanted, proposed, strict=True):
-        if tree is None:
+        request = sequence.request
+        if not request.may_draft:
+            return None  # such draws take another way on the device, and a step goes one way
+        known = len(sequence.token_ids)
+        # If all nodes are accepted, one more token follows them.
+        limit = request.max_total_tokens - known - 1
+        if counts[index] != 1 or limit <= 0 or sequence.num_computed != known - 1:
             continue
-        size = len(tree.token_ids)
-        assert size <= asked.max_nodes, "a drafter keeps to max_nodes"
-        sequence = sequences[index]
-        start = sequence.num_computed
-        nodes = size if size < budget else budget
-        if blocks.num_free < plenty:
-            nodes = _fitting(blocks, sequence, nodes, len(sequences))
-        if nodes > 0 and blocks.grow(sequence.slot, start, start + 1 + nodes):
-            chosen[index] = tree if nodes == size else tree.first(nodes)
-            budget -= nodes
-            found = True
-    return chosen if found else None
+        if known == sequence.num_prompt and request.num_first_draws > 1:
+            continue  # its row draws the first tokens of several samples
+        wanted.append(sequence)
+        limits.append(limit if limit < most else most)
+        places.append(index)
+    if not wanted or most <= 0:
+        return None
+    proposed = drafter.propose(wanted, limits)
+    assert len(proposed.counts) == len(wanted), "a drafter answers every request"
+    sizes: list[int] = proposed.counts.tolist()
+    kept = _take_blocks(sizes, wanted, limits, blocks, budget, reserve=len(sequences))
+    if not any(kept):
+        return None
+    if kept != sizes:
+        proposed = _cut(proposed, kept)
+    if len(wanted) == len(sequences):
+        return proposed
+    everyone = np.zeros(len(sequences), np.int32)
+    everyone[places] = proposed.counts
+    return DraftBatch(everyone, proposed.token_ids, proposed.parents)
 
 
 def num_before_end(sequence: Sequence, new: list[int]) -> int:
@@ -124,19 +108,43 @@ def num_before_end(sequence: Sequence, new: list[int]) -> int:
     return len(new) - 1
 
 
-def _node_limit(sequence: Sequence, count: int, budget: int) -> int:
-    """Most draft nodes for a sequence with `count` rows in the step; 0 or less for none."""
-    request = sequence.request
-    known = len(sequence.token_ids)
-    if not request.may_draft or count != 1 or sequence.num_computed != known - 1:
-        return 0
-    if known == sequence.num_prompt and request.params.width > 1:
-        return 0  # its row draws the first tokens of several samples
-    # If all nodes are accepted, one more token follows them.
-    return min(MAX_NODES, budget, request.max_total_tokens - known - 1)
+def _take_blocks(
+    sizes: list[int],
+    sequences: list[Sequence],
+    limits: list[int],
+    blocks: BlockManager,
+    budget: int,
+    *,
+    reserve: int,
+) -> list[int]:
+    """How many nodes of each draft can run; their blocks are taken, and `reserve` stay free."""
+    kept: list[int] = []
+    room = blocks.room
+    plenty = reserve + blocks.blocks_for(MAX_NODES) + 1
+    for sequence, size, limit in zip(sequences, sizes, limits, strict=True):
+        assert size <= limit, "a drafter keeps to its limits"
+        nodes = size if size < budget else budget
+        start = sequence.num_computed
+        if nodes and room[sequence.slot] < start + 1 + nodes:
+            if blocks.num_free < plenty:
+                nodes = max(0, _fitting(blocks, sequence, nodes, reserve))
+            if nodes and not blocks.grow(sequence.slot, start, start + 1 + nodes):
+                nodes = 0
+        kept.append(nodes)
+        budget -= nodes
+    return kept
 
 
 def _fitting(blocks: BlockManager, sequence: Sequence, nodes: int, reserve: int) -> int:
     """How many of `nodes` rows behind the sequence's next one fit if `reserve` blocks stay free."""
     held = len(blocks.block_ids(sequence.slot)) + max(blocks.num_free - reserve, 0)
     return min(nodes, held * blocks.block_size - sequence.num_computed - 1)
+
+
+def _cut(drafts: DraftBatch, kept: list[int]) -> DraftBatch:
+    """The first nodes of each draft: parents come first, so none is missing."""
+    firsts = np.cumsum(drafts.counts) - drafts.counts
+    within = np.arange(len(drafts.token_ids)) - np.repeat(firsts, drafts.counts)
+    counts = np.array(kept, np.int32)
+    stays = within < np.repeat(counts, drafts.counts)
+    return DraftBatch(counts, drafts.token_ids[stays], drafts.parents[stays])

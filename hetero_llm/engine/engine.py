@@ -90,9 +90,10 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Finishes one step; returns what became visible, empty if there is nothing to do.
 
-        With asynchronous stepping the next one is launched first and stays pending. When the last
-        request ends that step holds only rows nobody waits for: the next call finishes it, if
-        there is one, and drops its results.
+        With asynchronous stepping the next one is launched before that and stays pending: before
+        this one's tokens are known where the scheduler allows it, else as soon as they are. When
+        the last request ends that step holds only rows nobody waits for: the next call finishes
+        it, if there is one, and drops its results.
         """
         self._check_alive()
         try:
@@ -102,8 +103,10 @@ class Engine:
             if self._asynchronous:
                 self._pending = self._launch(self._scheduler.schedule_ahead())
             step, launched = pending
-            output = self._runner.finish(launched)
-            return self._output_processor.process(self._scheduler.update(step, output))
+            touched = self._scheduler.update(step, self._runner.finish(launched))
+            if self._asynchronous and self._pending is None:
+                self._pending = self._launch(self._scheduler.schedule())
+            return self._output_processor.process(touched)
         except BaseException as error:
             self._failure = error
             raise

@@ -14,13 +14,13 @@ import time
 from collections import deque
 
 from hetero_llm.core.config import SchedulerConfig
-from hetero_llm.core.draft import DraftTree
+from hetero_llm.core.draft import DraftBatch
 from hetero_llm.core.errors import PromptError, SamplingError
 from hetero_llm.core.request import FinishReason, Request, Sequence
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
 from hetero_llm.engine.beam import BeamGroup
 from hetero_llm.engine.block_manager import BlockManager
-from hetero_llm.engine.drafting import Drafter, choose_trees, num_before_end
+from hetero_llm.engine.drafting import Drafter, choose_drafts, num_before_end
 from hetero_llm.engine.in_flight import InFlight, pack
 from hetero_llm.engine.scheduler_beams import HoldsStop, best_sequences, grow_beams, open_group
 from hetero_llm.engine.scheduler_stats import SchedulerStats
@@ -172,11 +172,11 @@ class Scheduler:
         preemptions = self.stats.num_preemptions
         budget = self._schedule_running(sequences, counts)
         assert budget is not None
-        trees = None
+        drafts = None
         if preemptions == self.stats.num_preemptions:
             budget = self._schedule_waiting(sequences, counts, budget)
             if self._drafter is not None and not self._drafter.idle:
-                trees = choose_trees(self._drafter, sequences, counts, self._blocks, budget)
+                drafts = choose_drafts(self._drafter, sequences, counts, self._blocks, budget)
         if not sequences:
             if not self._running:
                 return None
@@ -184,7 +184,7 @@ class Scheduler:
             # group have the whole pool.
             self._preempt(self._running[-1])
             return self.schedule()
-        return self._take_off(sequences, counts, trees)
+        return self._take_off(sequences, counts, drafts)
 
     def schedule_ahead(self) -> SchedulerOutput | None:
         """Chooses the step after the one in flight, whose tokens are not known here yet.
@@ -201,7 +201,7 @@ class Scheduler:
             lose the token it is drawing.
         """
         assert len(self._in_flight) == 1, "one step ahead of the one in flight, no more"
-        if self._num_synchronous or self._in_flight[0].step.parents is not None:
+        if self._num_synchronous or self._in_flight[0].step.drafts is not None:
             return None
         if self._drafter is not None and not self._drafter.idle:
             return None
@@ -242,18 +242,18 @@ class Scheduler:
             flight.samples if output.num_tokens is None else output.num_tokens,
             strict=True,
         ):
+            place, first = first, first + produced
             if sequence.epoch != epoch:
-                first += produced  # ended or lost its slot while the step was in flight
-                continue
+                continue  # ended or lost its slot while the step was in flight
             sequence.num_unknown -= samples
-            drawn, end = first, start + count
             if nodes:
-                accepted = self._accept(sequence, output.token_ids[first : first + produced], nodes)
-                drawn += accepted
-                end += accepted
-            # All inputs before `end` are in token_ids by now.
-            if end // size > start // size:
-                self._blocks.commit(sequence.slot, sequence.token_ids, end)
+                self._accept(sequence, output.token_ids[place:first], nodes, start)
+                sequence.request.metrics.last_token_time = now
+                touched.append(sequence)
+                continue
+            # All inputs before the end of these rows are in token_ids by now.
+            if (start + count) // size > start // size:
+                self._blocks.commit(sequence.slot, sequence.token_ids, start + count)
             request = sequence.request
             if output.prompt_logprobs and sequence.slot in output.prompt_logprobs:
                 assert request.prompt_logprobs is not None
@@ -269,7 +269,7 @@ class Scheduler:
                 group = self._beams.get(request.request_id) if self._beams else None
                 if group is not None:
                     assert output.logprobs is not None
-                    candidates = output.logprobs[first]
+                    candidates = output.logprobs[place]
                     assert candidates is not None
                     group.pending[sequence.index] = candidates.top
                     if len(group.pending) == request.live:
@@ -277,9 +277,8 @@ class Scheduler:
                 else:
                     members = self._fork_samples(sequence, samples) if samples > 1 else [sequence]
                     for offset, member in enumerate(members):
-                        self._append(member, drawn + offset, output)
+                        self._append(member, place + offset, output)
                     touched.extend(members)
-            first += produced
         for request in groups:
             touched.extend(self._advance_beams(request))
         return touched
@@ -290,6 +289,7 @@ class Scheduler:
         """Returns the budget that is left; None if blocks ran out with a step in flight."""
         budget = self._config.max_num_batched_tokens
         running = self._running
+        room = self._blocks.room
         index = 0
         while index < len(running) and budget > 0:
             sequence = running[index]
@@ -306,7 +306,8 @@ class Scheduler:
             ):
                 index += 1
                 continue
-            if self._blocks.grow(sequence.slot, computed, computed + count):
+            slot, end = sequence.slot, computed + count
+            if room[slot] >= end or self._blocks.grow(slot, computed, end):
                 sequences.append(sequence)
                 counts.append(count)
                 budget -= count
@@ -412,11 +413,11 @@ class Scheduler:
         self,
         sequences: list[Sequence],
         counts: list[int],
-        trees: list[DraftTree | None] | None = None,
+        drafts: DraftBatch | None = None,
     ) -> SchedulerOutput:
         """Makes the step and notes it as in flight."""
         changes = self._blocks.take_changes()
-        flight = pack(sequences, counts, tuple(self._admitted), changes, trees=trees)
+        flight = pack(sequences, counts, tuple(self._admitted), changes, drafts=drafts)
         self._admitted.clear()
         self._in_flight.append(flight)
         self.stats.num_steps += 1
@@ -424,22 +425,22 @@ class Scheduler:
 
     # -- applying results -------------------------------------------------------------------
 
-    def _accept(self, sequence: Sequence, new: list[int], nodes: int) -> int:
-        """Appends the tokens of a verified draft, but for the last one or the first that ends the
-        sequence: that one is left to `_append`. Returns how many were appended."""
+    def _accept(self, sequence: Sequence, new: list[int], nodes: int, start: int) -> None:
+        """Appends the tokens of a verified draft, up to the first that ends the sequence."""
         assert 0 < len(new) <= nodes + 1, "a tree of n nodes yields 1 to n + 1 tokens"
-        self.stats.num_drafts += 1
-        self.stats.num_draft_tokens += nodes
-        self.stats.num_accepted_tokens += len(new) - 1
+        self.stats.count_draft(nodes, len(new) - 1)
         accepted = num_before_end(sequence, new)
-        sequence.token_ids.extend(new[:accepted])
-        sequence.num_computed += accepted
-        self.stats.generation_tokens += accepted
-        return accepted
+        tokens = sequence.token_ids
+        tokens.extend(new[: accepted + 1])
+        self.stats.generation_tokens += accepted + 1
+        sequence.num_computed = end = start + 1 + accepted
+        size = self._config.block_size
+        if end // size > start // size:
+            self._blocks.commit(sequence.slot, tokens, end)
+        self._end_if_over(sequence, new[accepted])
 
     def _append(self, sequence: Sequence, drawn: int, output: ModelRunnerOutput) -> None:
         """Adds the `drawn`-th token of the step's output and ends the sequence if it must."""
-        request = sequence.request
         token = output.token_ids[drawn]
         tokens = sequence.token_ids
         tokens.append(token)
@@ -450,9 +451,15 @@ class Scheduler:
                 sequence.cumulative_logprob += entry.drawn
                 if sequence.logprobs is not None:
                     sequence.logprobs.append(entry)
-        if token in request.end_ids and sequence.may_end(len(tokens)):
+        self._end_if_over(sequence, token)
+
+    def _end_if_over(self, sequence: Sequence, token: int) -> None:
+        """Ends a sequence whose last token, `token`, or whose length says so."""
+        request = sequence.request
+        length = len(sequence.token_ids)
+        if token in request.end_ids and sequence.may_end(length):
             self._finish(sequence, FinishReason.STOP, None if token in request.eos_ids else token)
-        elif len(tokens) >= request.max_total_tokens:
+        elif length >= request.max_total_tokens:
             self._finish(sequence, FinishReason.LENGTH, None)
 
     def _fork_samples(self, sequence: Sequence, samples: int) -> list[Sequence]:
@@ -526,6 +533,8 @@ class Scheduler:
         sequence.stop_reason = stop_reason
         if sequence.slot >= 0:
             self._free_slots.append(self._release(sequence))
+        else:  # preempted: perhaps after the token that ends it, whose text was looked at later
+            self._waiting.remove(sequence)
         request = sequence.request
         request.live -= 1
         if request.live == 0:
@@ -534,8 +543,6 @@ class Scheduler:
     def _end_request(self, request: Request, reason: FinishReason) -> None:
         for sequence in list(request.sequences):
             if not sequence.finished:
-                if sequence.slot < 0:
-                    self._waiting.remove(sequence)
                 self._finish(sequence, reason, None)
 
     def _forget(self, request: Request) -> None:

@@ -23,3 +23,8 @@ class SchedulerStats:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+
+    def count_draft(self, nodes: int, accepted: int) -> None:
+        self.num_drafts += 1
+        self.num_draft_tokens += nodes
+        self.num_accepted_tokens += accepted

@@ -15,14 +15,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hetero_llm.core.draft import DraftBatch
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
+from hetero_llm.gpu.attention_plan import PlanLimits
 from hetero_llm.gpu.graphs import MAX_GRAPH_ROWS, GraphSet, row_buckets
 from hetero_llm.gpu.kernels.compact import compact_kv
 from hetero_llm.gpu.kernels.paged_attention import TileShape
 from hetero_llm.gpu.kernels.pick import PickRows, make_pick_workspace, pick_tokens
 from hetero_llm.gpu.kernels.step_inputs import apply_step_inputs
 from hetero_llm.gpu.kernels.walk import make_walk_result, walk_trees
-from hetero_llm.gpu.packing import StepPacker, is_tree, verified_output
+from hetero_llm.gpu.packing import StepPacker, verified_output
 from hetero_llm.gpu.paged_attention import (
     AttentionContext,
     LibraryPlanner,
@@ -49,13 +51,31 @@ _ARRIVALS = 4
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A launched step: its tokens arrive in `tokens` (pinned) once `arrived` has happened. With
-    draft trees they are a packed `WalkResult` of `num_groups` groups."""
+    """A launched step: its tokens, int64, arrive in `tokens` (pinned) once `arrived` has happened.
+    With draft trees they are a packed `WalkResult` of `num_groups` groups."""
 
     results: PendingStep
-    tokens: torch.Tensor
+    tokens: np.ndarray
     arrived: torch.cuda.Event | None
     num_groups: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Packet:
+    """How a kind of step is planned and packed, and where its packet goes on the device."""
+
+    layout: PacketLayout
+    limits: PlanLimits
+    target: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A place in page-locked memory for a step's results."""
+
+    tokens: torch.Tensor
+    array: np.ndarray
+    event: torch.cuda.Event | None
 
 
 class GpuModelRunner:
@@ -119,9 +139,7 @@ class GpuModelRunner:
         self._input_ids = torch.zeros(most_rows, dtype=torch.int32, device=device)
         most_drawn = max(max_num_seqs, captured, self._decode_rows[-1], most_rows if drafts else 0)
         self._tokens = torch.zeros(most_drawn, dtype=torch.int64, device=device)
-        self._arrivals = [
-            torch.zeros(2 * most_drawn, dtype=torch.int64, pin_memory=pin) for _ in range(_ARRIVALS)
-        ]
+        self._arrivals = [_make_arrival(2 * most_drawn, pin) for _ in range(_ARRIVALS)]
         self._walked = make_walk_result(max(max_num_seqs, captured), most_drawn, device)
         self._next_arrival = 0
         self._pick = make_pick_workspace(most_drawn, config.vocab_size, device)
@@ -130,6 +148,7 @@ class GpuModelRunner:
         )
         self._sampler = Sampler(max_num_seqs, config.vocab_size, device, self._draw_processed)
         self._prompts: dict[int, SlotState] = {}  # of slots that want prompt_logprobs
+        self._captured: dict[tuple[str, int], _Packet] = {}
         self._graphs: GraphSet[tuple[str, int]] | None = None
         if graphs:
             self._graphs = GraphSet()
@@ -142,10 +161,10 @@ class GpuModelRunner:
         """Issues all device work of a step."""
         self._admit(step)
         num_rows = int(step.counts.sum())
+        if step.drafts is not None:
+            return self._launch_drafted(step, step.drafts, num_rows)
         plain = not step.prompt_rows and self._sampler.is_plain(step.slots)
         graphs = self._graphs
-        if step.parents is not None:
-            return self._launch_drafted(step, num_rows, plain)
         drawn = int(step.num_samples.sum())
         if graphs is None or num_rows > self._graph_rows[-1] or drawn > self._decode_rows[-1]:
             return self._launch_eager(step, num_rows, plain)
@@ -154,14 +173,13 @@ class GpuModelRunner:
             bucket = _bucket(self._decode_rows, num_rows)
             if bucket is not None:
                 short = self._context.is_short(step.starts + 1)
-                tile = self._decode_tile(bucket, short)
-                self._upload(step, self._decode_layout(bucket), tile, cut=not short)
-                graphs.replay(("short decode" if short else "decode", bucket))
+                key = ("short decode" if short else "decode", bucket)
+                self._upload(step, self._captured[key])
+                graphs.replay(key)
                 return self._send_back(step, self._tokens[:num_rows])
         bucket = _bucket(self._graph_rows, num_rows)
         assert bucket is not None
-        tile = self._context.tile_for(bucket, single=False)
-        self._upload(step, self._rows_layout(bucket), tile)
+        self._upload(step, self._captured["rows", bucket])
         graphs.replay(("rows", bucket))
         if not plain:
             return self._draw_by_torch(step, self._hidden[:num_rows])
@@ -175,34 +193,32 @@ class GpuModelRunner:
         """Waits for a launched step and returns its results as plain data."""
         if pending.arrived is not None:
             pending.arrived.synchronize()
-        tokens = pending.tokens.tolist()
         if pending.num_groups:
-            return verified_output(pending.results.step, tokens, pending.num_groups)
-        return plain_output(tokens, pending.results)
+            return verified_output(pending.results.step, pending.tokens, pending.num_groups)
+        return plain_output(pending.tokens.tolist(), pending.results)
 
-    def _launch_drafted(self, step: SchedulerOutput, num_rows: int, plain: bool) -> LaunchedStep:
-        assert plain, "drafts beside requests that the kernels do not serve"
-        groups = [1 if tree else 0 for tree in is_tree(step)]
-        draws = step.num_samples.tolist()
-        samples = sum(
-            count if tree else drawn
-            for tree, count, drawn in zip(groups, step.counts.tolist(), draws, strict=True)
-        )
+    def _launch_drafted(
+        self, step: SchedulerOutput, drafts: DraftBatch, num_rows: int
+    ) -> LaunchedStep:
+        """Drafts stand beside requests alone that the kernels serve: the scheduler sees to it."""
+        is_tree = drafts.counts > 0
+        num_samples = int(np.where(is_tree, step.counts, step.num_samples).sum())
         bucket = _bucket(self._graph_rows, num_rows) if self._graphs is not None else None
-        tile = self._context.tree_tile(bucket or num_rows)
-        if bucket is not None and samples <= bucket:
+        if bucket is not None and num_samples <= bucket:
             assert self._graphs is not None
-            layout = self._verify_layout(bucket)
-            self._upload(step, layout, tile)
+            packet = self._captured["verify", bucket]
+            self._upload(step, packet)
             self._graphs.replay(("verify", bucket))
         else:
-            num_groups = sum(tree or drawn for tree, drawn in zip(groups, draws, strict=True))
-            layout = self._exact_layout(step, tile, samples, num_groups)
-            any_cut = self._upload(step, layout, tile)
-            inputs = packet_views(self._packet, layout)
+            num_groups = int(np.where(is_tree, 1, step.num_samples).sum())
+            tile = self._context.tree_tile(bucket or num_rows)
+            packet = self._packet_of(self._exact_layout(step, tile, num_samples, num_groups), tile)
+            any_cut = self._upload(step, packet)
+            inputs = packet_views(self._packet, packet.layout)
             attention = StepAttention(self._context, inputs, tile, any_cut=any_cut)
             self._verify(inputs, self._run_model(inputs, attention))
-        launched = self._send_back(step, self._walked.part(layout.groups, layout.samples).packed)
+        layout = packet.layout
+        launched = self._send_back(step, self._walked.packed[: layout.groups + layout.samples])
         launched.num_groups = layout.groups
         return launched
 
@@ -221,7 +237,7 @@ class GpuModelRunner:
             tile = self._context.tile_for(num_rows, single=False)
         drawn = int(step.num_samples.sum())
         layout = self._exact_layout(step, tile, drawn, 0)
-        any_cut = self._upload(step, layout, tile, cut=not short, chosen=planned)
+        any_cut = self._upload(step, self._packet_of(layout, tile, cut=not short), planned)
         inputs = packet_views(self._packet, layout)
         attention = StepAttention(
             self._context,
@@ -280,7 +296,7 @@ class GpuModelRunner:
         self, step: SchedulerOutput, tile: TileShape, samples: int, groups: int
     ) -> PacketLayout:
         """Of an uncaptured step."""
-        num_rows = len(step.token_ids)
+        num_rows = int(step.counts.sum())
         return PacketLayout(
             num_rows,
             samples,
@@ -291,29 +307,25 @@ class GpuModelRunner:
             groups,
         )
 
+    def _packet_of(self, layout: PacketLayout, tile: TileShape, *, cut: bool = True) -> _Packet:
+        """Of steps whose attention runs with `tile`; `cut`: it may be cut into pieces."""
+        limits = self._context.limits(tile, cut=cut)
+        return _Packet(layout, limits, self._packet[: layout.words])
+
     def _upload(
-        self,
-        step: SchedulerOutput,
-        layout: PacketLayout,
-        tile: TileShape,
-        *,
-        cut: bool = True,
-        chosen: np.ndarray | None = None,
+        self, step: SchedulerOutput, packet: _Packet, chosen: np.ndarray | None = None
     ) -> bool:
         """Plans, packs and uploads a step; whether attention is cut into pieces.
 
         Args:
-            tile: the one that attention runs with, or was captured with.
-            cut: whether it may be cut.
             chosen: [S] bool, sequences that the work list covers; None: all.
         """
         writes = step.table_writes
-        if writes.shape[1] > layout.writes:  # a long prefix hit: more than a packet holds
+        if writes.shape[1] > packet.layout.writes:  # a long prefix hit: more than a packet holds
             slots, columns, blocks = torch.from_numpy(writes).to(self._device)
             self._tables[slots.long(), columns.long()] = blocks
-        limits = self._context.limits(tile, cut=cut)
-        packet, any_cut = self._packer.pack(step, layout, limits, chosen)
-        self._packet[: layout.words].copy_(packet, non_blocking=True)
+        filled, any_cut = self._packer.pack(step, packet.layout, packet.limits, chosen)
+        packet.target.copy_(filled, non_blocking=True)
         return any_cut
 
     def _decode_tile(self, bucket: int, short: bool) -> TileShape:
@@ -407,14 +419,14 @@ class GpuModelRunner:
         tokens: torch.Tensor,
         results: PendingStep | None = None,
     ) -> LaunchedStep:
-        arrival = self._arrivals[self._next_arrival][: len(tokens)]
+        arrival = self._arrivals[self._next_arrival]
         self._next_arrival = (self._next_arrival + 1) % len(self._arrivals)
-        arrival.copy_(tokens, non_blocking=True)
-        event = None
-        if self._device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-        return LaunchedStep(results or PendingStep(step, None, []), arrival, event)
+        count = len(tokens)
+        arrival.tokens[:count].copy_(tokens, non_blocking=True)
+        if arrival.event is not None:
+            arrival.event.record()
+        results = results or PendingStep(step, None, [])
+        return LaunchedStep(results, arrival.array[:count], arrival.event)
 
     # -- capture ----------------------------------------------------------------------------
 
@@ -424,9 +436,7 @@ class GpuModelRunner:
         for bucket in reversed(self._decode_rows):
             self._capture_decode(graphs, bucket)
         for bucket in reversed(self._graph_rows):
-            inputs = packet_views(self._packet, self._rows_layout(bucket))
-            tile = self._context.tile_for(bucket, single=False)
-            self._capture_rows(graphs, bucket, inputs, tile)
+            self._capture_rows(graphs, bucket)
         inputs = packet_views(self._packet, self._rows_layout(self._graph_rows[-1]))
         for bucket in reversed(self._decode_rows):
             self._capture_head(graphs, bucket, inputs)
@@ -435,9 +445,11 @@ class GpuModelRunner:
         torch.cuda.synchronize()
 
     def _capture_decode(self, graphs: GraphSet[tuple[str, int]], bucket: int) -> None:
-        inputs = packet_views(self._packet, self._decode_layout(bucket))
+        layout = self._decode_layout(bucket)
+        inputs = packet_views(self._packet, layout)
         for name, short in (("decode", False), ("short decode", True)):
             tile = self._decode_tile(bucket, short)
+            self._captured[name, bucket] = self._packet_of(layout, tile, cut=not short)
             attention = StepAttention(self._context, inputs, tile, any_cut=not short)
 
             def body(attention: StepAttention = attention) -> None:
@@ -445,13 +457,11 @@ class GpuModelRunner:
 
             graphs.capture((name, bucket), body)
 
-    def _capture_rows(
-        self,
-        graphs: GraphSet[tuple[str, int]],
-        bucket: int,
-        inputs: StepInputs[torch.Tensor],
-        tile: TileShape,
-    ) -> None:
+    def _capture_rows(self, graphs: GraphSet[tuple[str, int]], bucket: int) -> None:
+        layout = self._rows_layout(bucket)
+        inputs = packet_views(self._packet, layout)
+        tile = self._context.tile_for(bucket, single=False)
+        self._captured["rows", bucket] = self._packet_of(layout, tile)
         attention = StepAttention(self._context, inputs, tile, any_cut=True)
 
         def body() -> None:
@@ -468,14 +478,21 @@ class GpuModelRunner:
         graphs.capture(("head", bucket), body)
 
     def _capture_verify(self, graphs: GraphSet[tuple[str, int]], bucket: int) -> None:
-        inputs = packet_views(self._packet, self._verify_layout(bucket))
+        layout = self._verify_layout(bucket)
+        inputs = packet_views(self._packet, layout)
         tile = self._context.tree_tile(bucket)
+        self._captured["verify", bucket] = self._packet_of(layout, tile)
         attention = StepAttention(self._context, inputs, tile, any_cut=True)
 
         def body() -> None:
             self._verify(inputs, self._run_model(inputs, attention))
 
         graphs.capture(("verify", bucket), body)
+
+
+def _make_arrival(size: int, pin: bool) -> _Arrival:
+    tokens = torch.zeros(size, dtype=torch.int64, pin_memory=pin)
+    return _Arrival(tokens, tokens.numpy(), torch.cuda.Event() if pin else None)
 
 
 def _bucket(buckets: tuple[int, ...], count: int) -> int | None:

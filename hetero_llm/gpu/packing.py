@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numba import njit
 
+from hetero_llm.core.draft import DraftBatch
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
 from hetero_llm.gpu.attention_plan import PlanLimits, plan_into
 from hetero_llm.gpu.kernels.paged_attention import CUT_ROW_FIELDS, WORK_FIELDS
@@ -20,7 +21,7 @@ from hetero_llm.sampling.noise import signed_seed
 _RING = 4
 """Host buffers: a step is packed while up to two others are under way."""
 _TOP_P_OFF = 2.0
-_NO_PARENTS = np.zeros(0, np.int32)
+_NO_NODES = np.zeros(0, np.int32)
 _MAX_TREE = 64
 
 
@@ -74,19 +75,20 @@ class StepPacker:
             torch.zeros(max_words, dtype=torch.int32, pin_memory=pin) for _ in range(_RING)
         ]
         self._arrays = [buffer.numpy() for buffer in self._ring]
+        self._views: list[dict[int, torch.Tensor]] = [{} for _ in self._ring]  # by length
         self._everyone = np.ones(max_num_seqs, np.bool_)
         self._next = 0
         self._compile()
 
     def _compile(self) -> None:
-        """Packs a step of one row, so that no request waits for the compiler."""
+        """Packs and reads a step of one drafted row, so that no request waits for the compiler."""
         one = np.ones(1, np.int32)
         none = np.zeros((3, 0), np.int32)
-        step = SchedulerOutput(
-            one - 1, one - 1, one, one, one, (), (), none, none[:2], parents=None
-        )
-        layout = PacketLayout(1, 1, 1, 1, 0, len(self._windows))
+        drafts = DraftBatch(one, one, one - 2)
+        step = SchedulerOutput(one - 1, one - 1, 2 * one, one, one, (), (), none, none[:2], drafts)
+        layout = PacketLayout(2, 2, 2, 2, 0, len(self._windows), 1)
         self.pack(step, layout, PlanLimits(1, 16, 1, 0, 16))
+        verified_output(step, np.ones(3, np.int64), 1)
 
     def write_tables(self, step: SchedulerOutput) -> None:
         """Applies the step's block-table writes to the host's copy."""
@@ -113,6 +115,12 @@ class StepPacker:
         """
         index = self._next
         self._next = (index + 1) % _RING
+        drafts = step.drafts
+        nodes, node_ids, parents = (
+            (_NO_NODES, _NO_NODES, _NO_NODES)
+            if drafts is None
+            else (drafts.counts, drafts.token_ids, drafts.parents)
+        )
         any_cut = fill_packet(
             self._arrays[index],
             packet_offsets(layout),
@@ -121,7 +129,9 @@ class StepPacker:
             step.counts,
             step.token_ids,
             step.num_samples,
-            _NO_PARENTS if step.parents is None else step.parents,
+            nodes,
+            node_ids,
+            parents,
             step.table_writes,
             self.tables,
             self.sampling.packed,
@@ -130,7 +140,12 @@ class StepPacker:
             limits.as_tuple(),
             self._everyone if chosen is None else chosen,
         )
-        return self._ring[index][: layout.words], any_cut
+        words = layout.words
+        view = self._views[index].get(words)
+        if view is None:
+            view = self._ring[index][:words]
+            self._views[index][words] = view
+        return view, any_cut
 
 
 @njit(cache=True, nogil=True)
@@ -142,6 +157,8 @@ def fill_packet(
     counts: np.ndarray,
     token_ids: np.ndarray,
     num_samples: np.ndarray,
+    nodes: np.ndarray,
+    node_ids: np.ndarray,
     parents: np.ndarray,
     table_writes: np.ndarray,
     tables: np.ndarray,
@@ -156,29 +173,38 @@ def fill_packet(
     Args:
         packet: int32, as long as the layout says at least.
         at: `packet_offsets` of the layout.
-        slots .. table_writes: of the step; parents empty if it has no drafts.
+        slots .. num_samples, table_writes: of the step.
+        nodes, node_ids, parents: of its `DraftBatch`, empty if it has none.
         tables, sampling: the host's block tables and `SamplingTable.packed`.
         windows: 0 for none. limits, chosen: see `plan_into`.
     """
     trees = np.zeros(len(slots), np.bool_)
+    own, up = np.zeros(_MAX_TREE, np.int64), np.zeros(_MAX_TREE, np.int64)
     bits, depths = np.zeros(_MAX_TREE, np.int64), np.zeros(_MAX_TREE, np.int64)
-    row = sample = group = 0
+    verifies = at[5] > 0
+    input_at, slot_at, position_at, limit_at, cache_at = at[10], at[11], at[12], at[13], at[14]
+    row = sample = group = token = node = 0
     for sequence in range(len(slots)):
         slot, start, count = slots[sequence], starts[sequence], counts[sequence]
-        tree = len(parents) > 0 and count > 1 and parents[row + 1] >= 0
+        tree = len(nodes) > 0 and nodes[sequence] > 0
         trees[sequence] = tree
         if tree:
-            _measure_tree(parents[row : row + count], bits, depths)
-        for node in range(count):
-            place = start + node
+            assert count == nodes[sequence] + 1 and count <= _MAX_TREE
+            own[0] = token_ids[token]
+            own[1:count] = node_ids[node : node + count - 1]
+            _measure_tree(parents[node : node + count - 1], up, bits, depths)
+            node += count - 1
+        for i in range(count):
+            place = start + i
+            at_row = row + i
+            packet[input_at + at_row] = own[i] if tree else token_ids[token + i]
+            packet[slot_at + at_row] = slot
+            packet[position_at + at_row] = start + depths[i] if tree else place
+            packet[limit_at + at_row] = start if tree else place + 1
             block = tables[slot, place // block_size]
-            packet[at[10] + row + node] = token_ids[row + node]
-            packet[at[11] + row + node] = slot
-            packet[at[12] + row + node] = start + depths[node] if tree else place
-            packet[at[13] + row + node] = start if tree else place + 1
-            packet[at[14] + row + node] = block * block_size + place % block_size
-            if at[5] > 0:
-                _put_long(packet, at[16] + 2 * (row + node), bits[node] if tree else 0)
+            packet[cache_at + at_row] = block * block_size + place % block_size
+            if verifies:
+                _put_long(packet, at[16] + 2 * at_row, bits[i] if tree else 0)
         draws = count if tree else num_samples[sequence]
         for draw in range(draws):
             source = row + draw if tree else row + count - 1
@@ -189,10 +215,10 @@ def fill_packet(
             if draws > 1 and not tree:  # a prompt's end that forks: sample indices 0, 1, ...
                 packet[at[9] + 6 * at[2] + sample] = draw
             packet[at[9] + 7 * at[2] + sample] = start + (depths[draw] + 1 if tree else count)
-            if at[5] > 0:
-                packet[at[17] + sample] = token_ids[source]
-                packet[at[18] + sample] = parents[source]
-                packet[at[19] + sample] = packet[at[14] + source]
+            if verifies:
+                packet[at[17] + sample] = packet[input_at + source]
+                packet[at[18] + sample] = up[draw] if tree else -1
+                packet[at[19] + sample] = packet[cache_at + source]
                 if not tree or draw == 0:
                     packet[at[20] + group] = sample
                     packet[at[20] + at[6] + group] = count if tree else 1
@@ -200,6 +226,7 @@ def fill_packet(
                     group += 1
             sample += 1
         row += count
+        token += 1 if tree else count
     assert row <= at[0] and sample <= at[1] and (at[5] == 0 or group <= at[5])
     _pad(packet, at, row, sample, group)
     _put_writes(packet, at, table_writes)
@@ -207,12 +234,16 @@ def fill_packet(
 
 
 @njit(cache=True, nogil=True)
-def _measure_tree(parents: np.ndarray, bits: np.ndarray, depths: np.ndarray) -> None:
-    """Ancestor bits (a node's own included) and depth of each node; the root comes first."""
-    bits[0], depths[0] = 1, 0
-    for node in range(1, len(parents)):
-        bits[node] = bits[parents[node]] | (1 << node)
-        depths[node] = depths[parents[node]] + 1
+def _measure_tree(
+    parents: np.ndarray, up: np.ndarray, bits: np.ndarray, depths: np.ndarray
+) -> None:
+    """Parent row, ancestor bits (its own included) and depth of each row; the root comes first."""
+    up[0], bits[0], depths[0] = -1, 1, 0
+    for row in range(1, len(parents) + 1):
+        parent = parents[row - 1] + 1
+        assert 0 <= parent < row, "a node's parent comes before it"
+        up[row] = parent
+        bits[row], depths[row] = bits[parent] | (1 << row), depths[parent] + 1
 
 
 @njit(cache=True, nogil=True)
@@ -288,40 +319,45 @@ def _pad(packet: np.ndarray, at: np.ndarray, row: int, sample: int, group: int) 
         packet[at[20] + 2 * at[6] + index] = -1
 
 
-def is_tree(step: SchedulerOutput) -> list[bool]:
-    """[S] whether each sequence's rows are a draft tree."""
-    parents = step.parents
-    if parents is None:
-        return [False] * len(step.slots)
-    found, row = [], 0
-    for count in step.counts.tolist():
-        found.append(count > 1 and bool(parents[row + 1] >= 0))
-        row += count
-    return found
-
-
-def verified_output(step: SchedulerOutput, packed: list[int], num_groups: int) -> ModelRunnerOutput:
+def verified_output(
+    step: SchedulerOutput, packed: np.ndarray, num_groups: int
+) -> ModelRunnerOutput:
     """The tokens of a step with draft trees.
 
     Args:
-        packed: a `WalkResult.packed` of `num_groups` groups, those of padding included.
+        packed: [G + N] int64, a `WalkResult.packed` of G = `num_groups` groups, those of padding
+            included.
     """
-    token_ids: list[int] = []
-    num_tokens: list[int] = []
-    group = 0
+    drafts = step.drafts
+    assert drafts is not None
+    num_tokens = np.empty(len(step.slots), np.int64)
+    token_ids = np.empty(len(packed) - num_groups, np.int64)
+    total = _read_walk(packed, num_groups, drafts.counts, step.num_samples, token_ids, num_tokens)
+    return ModelRunnerOutput(token_ids[:total].tolist(), None, {}, {}, num_tokens.tolist())
+
+
+@njit(cache=True, nogil=True)
+def _read_walk(
+    packed: np.ndarray,
+    num_groups: int,
+    nodes: np.ndarray,
+    num_samples: np.ndarray,
+    token_ids: np.ndarray,
+    num_tokens: np.ndarray,
+) -> int:
+    """Gathers the tokens that each sequence got; returns how many they are in all."""
+    total = group = 0
     sample = num_groups
-    for tree, count, draws in zip(
-        is_tree(step), step.counts.tolist(), step.num_samples.tolist(), strict=True
-    ):
-        if tree:
-            emitted = packed[group]
-            token_ids += packed[sample : sample + emitted]
-            num_tokens.append(emitted)
+    for sequence in range(len(nodes)):
+        if nodes[sequence] > 0:
+            emitted, drawn = packed[group], nodes[sequence] + 1
             group += 1
-            sample += count
         else:  # every draw is a group of one
-            token_ids += packed[sample : sample + draws]
-            num_tokens.append(draws)
-            group += draws
-            sample += draws
-    return ModelRunnerOutput(token_ids, None, {}, {}, num_tokens)
+            emitted = drawn = num_samples[sequence]
+            group += drawn
+        num_tokens[sequence] = emitted
+        for i in range(emitted):
+            token_ids[total + i] = packed[sample + i]
+        total += emitted
+        sample += drawn
+    return total

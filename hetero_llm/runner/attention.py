@@ -286,7 +286,7 @@ class PlannedAttention:
                 values[None, :, low:last].contiguous(),
                 scale=self._config.attn_scale,
             )
-            out[row] = attended.view(-1, dim)
+            out[row] = attended.reshape(-1, dim)
         return out
 
     def _gather(self, group: _Group, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -78,7 +78,7 @@ class TorchModelRunner:
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> PendingStep:
         """Issues all device work of a step, which has no drafts."""
-        assert step.parents is None
+        assert step.drafts is None
         self._apply_changes(step)
         slots, starts, counts = step.slots, step.starts, step.counts
         firsts = np.cumsum(counts) - counts

@@ -8,7 +8,7 @@ import pytest
 
 from bench.synthetic_drafter import SyntheticDrafter
 from hetero_llm import SamplingParams
-from hetero_llm.engine.drafting import DraftRequest
+from hetero_llm.core.request import Sequence
 from tests.engine.harness import VOCAB, expected_output, make_request
 from tests.engine.traffic import make_engine, run_all
 
@@ -38,21 +38,20 @@ def test_every_step_accepts_the_right_nodes(right: int, nodes: int) -> None:
 def test_drafts() -> None:
     drafter = SyntheticDrafter({(1, 2): [7, 8, 49, 5]}, right=1, nodes=3, vocab_size=VOCAB)
 
-    def draft(tokens: list[int], max_nodes: int = 9, sample: int = 0) -> list[int] | None:
-        asked = DraftRequest(str(tokens[:2]), sample, 2, tokens, max_nodes)
-        (tree,) = drafter.propose([asked])
-        if tree is None:
-            return None
-        assert tree.parents.tolist() == list(range(-1, len(tree) - 1))
-        return tree.token_ids.tolist()
+    def draft(tokens: list[int], max_nodes: int = 9, sample: int = 0) -> list[int]:
+        request = make_request(str(tokens[:2]), tokens[:2], PARAMS)
+        batch = drafter.propose([Sequence(request, sample, tokens, 2)], [max_nodes])
+        assert batch.counts.tolist() == [len(batch.token_ids)]
+        assert batch.parents.tolist() == list(range(-1, len(batch.token_ids) - 1))
+        return batch.token_ids.tolist()
 
     assert draft([1, 2]) == [7, 9, 0]  # the token after 49 is 0
     assert draft([1, 2, 7]) == [8, 0, 6]
     assert draft([1, 2, 7], max_nodes=2) == [8, 0]
     assert draft([1, 2, 7, 8, 49]) == [5]
-    assert draft([1, 2, 7, 8, 49, 5]) is None
-    assert draft([1, 2, 7], sample=1) is None
-    assert draft([1, 3, 7]) is None
+    assert draft([1, 2, 7, 8, 49, 5]) == []
+    assert draft([1, 2, 7], sample=1) == []
+    assert draft([1, 3, 7]) == []
 
 
 @pytest.mark.parametrize(("right", "nodes"), [(-1, 3), (4, 3), (0, 0), (3, 64)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hetero_llm.core.draft import MAX_NODES, DraftTree, chain
+from hetero_llm.core.draft import MAX_NODES, DraftTree, chain, join_trees
 
 
 def tree(token_ids: list[int], parents: list[int]) -> DraftTree:
@@ -65,3 +65,14 @@ def test_arrays_are_int32() -> None:
         DraftTree(np.array([1]), np.array([-1], np.int32))
     with pytest.raises(AssertionError):
         DraftTree(np.array([1], np.int32), np.array([-1]))
+
+
+def test_trees_as_one_batch() -> None:
+    batch = join_trees([tree([7, 5], [-1, -1]), None, chain(np.array([1, 2, 3], np.int32))])
+    assert batch.counts.tolist() == [2, 0, 3]
+    assert batch.token_ids.tolist() == [7, 5, 1, 2, 3]
+    assert batch.parents.tolist() == [-1, -1, -1, 0, 1]
+    none = join_trees([])
+    for batch in (join_trees([None]), none):
+        assert len(batch.token_ids) == len(batch.parents) == 0
+        assert batch.counts.dtype == batch.token_ids.dtype == batch.parents.dtype == np.int32

@@ -44,6 +44,29 @@ def next_token(token_ids: list[int], sample_index: int = 0) -> int:
     return token_of(reduce(absorb, token_ids, begin(sample_index)))
 
 
+def rows_of(step: SchedulerOutput) -> tuple[list[int], list[int]]:
+    """[T] token of every row, and [T] index of its parent among its sequence's rows: -1 but for
+    draft nodes."""
+    drafts = step.drafts
+    if drafts is None:
+        assert len(step.token_ids) == int(step.counts.sum())
+        return step.token_ids.tolist(), [-1] * len(step.token_ids)
+    assert len(drafts.token_ids) == len(drafts.parents) == int(drafts.counts.sum()) > 0
+    assert len(drafts.counts) == len(step.slots)
+    known, nodes = iter(step.token_ids.tolist()), iter(drafts.token_ids.tolist())
+    above = iter(drafts.parents.tolist())
+    tokens: list[int] = []
+    parents: list[int] = []
+    for count, drafted in zip(step.counts.tolist(), drafts.counts.tolist()):
+        assert not drafted or count == drafted + 1
+        tokens += [next(known) for _ in range(count - drafted)]
+        parents += [-1] * (count - drafted)
+        tokens += [next(nodes) for _ in range(drafted)]
+        parents += [next(above) + 1 for _ in range(drafted)]
+    assert next(known, None) is None
+    return tokens, parents
+
+
 class FakeRunner:
     """Keeps what a runner keeps per slot, in block-addressed memory, and checks the contract.
 
@@ -99,9 +122,7 @@ class FakeRunner:
         logprobs: list[SampleLogprobs | None] = []
         drawn: dict[int, int] = {}
         produced: list[int] = []
-        rows = step.token_ids.tolist()
-        parents = [-1] * len(rows) if step.parents is None else step.parents.tolist()
-        assert len(parents) == len(rows) == int(step.counts.sum())
+        rows, parents = rows_of(step)
         first = 0
         for slot, start, count, samples in zip(
             step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), step.num_samples
@@ -125,7 +146,7 @@ class FakeRunner:
             produced.append(len(tokens) - before)
             first = last
         self._drawn = drawn
-        if step.parents is None:
+        if step.drafts is None:
             return ModelRunnerOutput(tokens, logprobs, {}, {})
         return ModelRunnerOutput(tokens, logprobs, {}, {}, produced)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hetero_llm import SamplingParams
-from hetero_llm.core.draft import MAX_NODES, DraftTree, chain
+from hetero_llm.core.draft import MAX_NODES, DraftBatch, DraftTree, chain, join_trees
+from hetero_llm.core.request import Sequence
 from hetero_llm.core.sampling_params import RequestOutputKind
 from hetero_llm.core.step import LAST_DRAWN, SchedulerOutput
-from hetero_llm.engine.drafting import DraftRequest
 from tests.engine.harness import (
     EOS,
     VOCAB,
@@ -47,18 +47,21 @@ class TreeDrafter:
     def idle(self) -> bool:
         return self._rng.random() < self._idle
 
-    def propose(self, wanted: Sequence[DraftRequest]) -> list[DraftTree | None]:
-        return [self._tree(asked) if self._rng.random() < 0.85 else None for asked in wanted]
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftBatch:
+        return join_trees(
+            self._tree(sequence, limit) if self._rng.random() < 0.85 else None
+            for sequence, limit in zip(sequences, limits)
+        )
 
     def close(self, request_id: str) -> None:
         self.closed.append(request_id)
 
-    def _tree(self, asked: DraftRequest) -> DraftTree:
+    def _tree(self, sequence: Sequence, limit: int) -> DraftTree:
         rng = self._rng
-        states = [reduce(absorb, asked.token_ids, begin(asked.sample_index))]
+        states = [reduce(absorb, sequence.token_ids, begin(sequence.index))]
         tokens: list[int] = []
         parents: list[int] = []
-        for node in range(rng.integers(0, min(asked.max_nodes, self._most_nodes) + 1)):
+        for node in range(rng.integers(0, min(limit, self._most_nodes) + 1)):
             parent = node - 1 if rng.random() < 0.6 else int(rng.integers(-1, node))
             state = states[parent + 1]
             token = token_of(state) if rng.random() < self._right else int(rng.integers(VOCAB))
@@ -68,6 +71,17 @@ class TreeDrafter:
         return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32))
 
 
+@dataclass
+class Asked:
+    """What a drafter was asked about one sequence."""
+
+    request_id: str
+    sample_index: int
+    num_prompt: int
+    token_ids: list[int]
+    max_nodes: int
+
+
 class ChainDrafter:
     """Chains of `nodes` nodes, the first `right` of them right."""
 
@@ -75,16 +89,20 @@ class ChainDrafter:
         self._nodes = nodes
         self._right = right
         self.idle = False
-        self.asked: list[DraftRequest] = []
+        self.asked: list[Asked] = []
 
-    def propose(self, wanted: Sequence[DraftRequest]) -> list[DraftTree | None]:
-        self.asked += [replace(asked, token_ids=list(asked.token_ids)) for asked in wanted]
-        return [chain(self._tokens(asked)) for asked in wanted]
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftBatch:
+        asked = [
+            Asked(s.request.request_id, s.index, s.num_prompt, list(s.token_ids), limit)
+            for s, limit in zip(sequences, limits)
+        ]
+        self.asked += asked
+        return join_trees(chain(self._tokens(one)) for one in asked)
 
     def close(self, request_id: str) -> None:
         pass
 
-    def _tokens(self, asked: DraftRequest) -> np.ndarray:
+    def _tokens(self, asked: Asked) -> np.ndarray:
         tokens = list(asked.token_ids)
         for node in range(min(self._nodes, asked.max_nodes)):
             tokens.append((next_token(tokens, asked.sample_index) + (node >= self._right)) % VOCAB)
@@ -218,35 +236,36 @@ def test_streams_add_up_to_the_plain_output(
 
 def test_the_arrays_of_a_drafted_step() -> None:
     class OneTree(ChainDrafter):
-        def propose(self, wanted: Sequence[DraftRequest]) -> list[DraftTree | None]:
-            super().propose(wanted)
-            right = next_token(wanted[0].token_ids)
+        def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftBatch:
+            super().propose(sequences, limits)
+            right = next_token(sequences[0].token_ids)
             tokens = [(right + 1) % VOCAB, right, 9]
             tree = DraftTree(np.array(tokens, np.int32), np.array([-1, -1, 0], np.int32))
-            return [tree, *[None] * (len(wanted) - 1)]
+            return join_trees([tree, *[None] * (len(sequences) - 1)])
 
     drafter = OneTree(0, 0)
     scheduler, blocks, runner = make_scheduler(drafter=drafter, max_num_batched_tokens=12)
     first, second = (make_request(name, [1, 2, 3, i], GREEDY) for i, name in enumerate("ab"))
     scheduler.add_request(first)
     step = scheduler.schedule()
-    assert step.parents is None and drafter.asked == []  # nothing to draft for in a prompt
+    assert step.drafts is None and drafter.asked == []  # nothing to draft for in a prompt
     scheduler.update(step, runner.run(step))
     scheduler.add_request(second)
     scheduler.add_request(make_request("c", [5] * 20, GREEDY))
     for counts in ([1, 4, 7], [1, 1, 10]):  # prompts come first and spend the budget
         step = scheduler.schedule()
-        assert step.counts.tolist() == counts and step.parents is None
+        assert step.counts.tolist() == counts and step.drafts is None
         scheduler.update(step, runner.run(step))
     step = scheduler.schedule()
     assert step.counts.tolist() == [4, 1, 3]
     assert step.starts.tolist() == [6, 5, 17]
-    assert step.parents.dtype == np.int32
-    assert step.parents.tolist() == [-1, 0, 0, 1, -1, -1, -1, -1]
+    assert step.drafts.counts.tolist() == [3, 0, 0]
+    assert step.drafts.parents.tolist() == [-1, -1, 0]
     assert step.num_samples.tolist() == [1, 1, 1]
     known = first.sequences[0].token_ids
     right = next_token(known)
-    assert step.token_ids[:4].tolist() == [known[-1], (right + 1) % VOCAB, right, 9]
+    assert step.token_ids.tolist() == [known[-1], second.sequences[0].token_ids[-1], 5, 5, 5]
+    assert step.drafts.token_ids.tolist() == [(right + 1) % VOCAB, right, 9]
     assert [(a.request_id, a.sample_index, a.num_prompt) for a in drafter.asked] == [
         ("a", 0, 4),
         ("b", 0, 4),
@@ -458,7 +477,7 @@ def test_a_full_pool_drops_the_draft_but_not_the_row() -> None:
     scheduler.update(step := scheduler.schedule(), runner.run(step))
     step = scheduler.schedule()  # the last row of the first block; the second stays free
     assert drafter.asked[0].max_nodes == 3
-    assert step.counts.tolist() == [1] and step.parents is None and blocks.num_free == 1
+    assert step.counts.tolist() == [1] and step.drafts is None and blocks.num_free == 1
     scheduler.update(step, runner.run(step))
     assert scheduler.schedule().counts.tolist() == [3]  # its own block has room for both
 
@@ -487,19 +506,19 @@ def test_an_idle_drafter_lets_steps_run_ahead_and_comes_back() -> None:
     served = make_engine(True, drafter=drafter)
     steps = record_steps(served.runner)
     served.engine.add_request(make_request("a", [1, 2, 3], GREEDY))
-    for _ in range(2):
-        served.engine.step()
+    served.engine.step()
     assert [s.counts.tolist() for s in steps] == [[3], [4]]
     drafter.idle = True
     for _ in range(3):
         served.engine.step()
-    assert [s.token_ids.tolist() for s in steps[3:]] == [[LAST_DRAWN]] * 3
+    # A step without drafts once the drafted one's tokens are known, then two ahead.
+    assert len(steps) == 5 and steps[2].token_ids[0] != LAST_DRAWN
+    assert [s.token_ids.tolist() for s in steps[3:]] == [[LAST_DRAWN]] * 2
     assert len(drafter.asked) == 1
     drafter.idle = False
-    served.engine.step()  # the step ahead; nothing is launched behind it
-    assert len(steps) == 6
     served.engine.step()
-    assert steps[-1].counts.tolist() == [4] and steps[-1].parents is not None
+    assert len(steps) == 6 and steps[5].drafts is not None  # behind the step ahead, not before
+    assert steps[5].counts.tolist() == [4]
     last = {}
     while served.engine.has_unfinished:
         last |= {output.request_id: output for output in served.engine.step()}
@@ -526,8 +545,11 @@ def test_a_drafter_that_turns_idle_behind_a_drafted_step_does_not_let_one_run_ah
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (lambda asked: [], "answers every request"),
-        (lambda asked: [chain(np.zeros(asked[0].max_nodes + 1, np.int32))], "keeps to max_nodes"),
+        (lambda asked, limits: join_trees([]), "answers every request"),
+        (
+            lambda asked, limits: join_trees([chain(np.zeros(limits[0] + 1, np.int32))]),
+            "keeps to its limits",
+        ),
     ],
 )
 def test_a_drafter_that_breaks_the_contract_is_noticed(answer: Any, message: str) -> None:
@@ -535,6 +557,5 @@ def test_a_drafter_that_breaks_the_contract_is_noticed(answer: Any, message: str
     drafter.propose = answer
     served = make_engine(True, drafter=drafter)
     served.engine.add_request(make_request("a", [1, 2, 3], GREEDY))
-    served.engine.step()
     with pytest.raises(AssertionError, match=message):
         served.engine.step()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from hetero_llm.core.draft import DraftBatch
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import SchedulerOutput, SlotState
 from hetero_llm.gpu.fused import speed_up
@@ -145,7 +146,10 @@ def test_a_tree_yields_what_plain_steps_yield(checkpoint: Path, device: torch.de
         wrong = (right[0] + 1) % 90
         drafts = [last[0], wrong, right[0], right[1], right[1]]
         step = step_of([(0, 21, drafts, 1), (1, 6, [-1], 1)])
-        step = dataclasses.replace(step, parents=np.array([-1, 0, 0, 1, 2, -1], np.int32))
+        nodes = ([4, 0], drafts[1:], [-1, -1, 0, 1])
+        batch = DraftBatch(*(np.array(values, np.int32) for values in nodes))
+        known = step.token_ids[[0, 5]]
+        step = dataclasses.replace(step, token_ids=known, drafts=batch)
         output = runner.finish(runner.launch(step))
         assert output.num_tokens == [3, 1]
         assert output.token_ids == [*right[:3], outputs[0][1]]

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_llm.core.draft import DraftBatch
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.gpu.attention_plan import PlanLimits, plan_work
-from hetero_llm.gpu.packing import StepPacker, is_tree, verified_output
+from hetero_llm.gpu.packing import StepPacker, verified_output
 from hetero_llm.gpu.step_inputs import PacketLayout, packet_views
+from tests.engine.harness import rows_of
 
 SLOTS, COLUMNS, BLOCK = 9, 12, 16
 
@@ -19,21 +21,25 @@ SLOTS, COLUMNS, BLOCK = 9, 12, 16
 def steps(draw: st.DrawFn) -> SchedulerOutput:
     """Prompt chunks, decoding rows, forking prompts and draft trees in any order."""
     slots = draw(st.permutations(range(SLOTS)))[: draw(st.integers(1, 6))]
-    starts, counts, samples, parents = [], [], [], []
+    starts, counts, samples, nodes, parents = [], [], [], [], []
     any_tree = draw(st.booleans())
     for _ in slots:
         count = draw(st.integers(1, 20))
         start = draw(st.integers(0, COLUMNS * BLOCK - count))
         if any_tree and count > 1 and draw(st.booleans()):
             samples.append(1)
-            parents += [-1, *(draw(st.integers(0, i - 1)) for i in range(1, count))]
+            nodes.append(count - 1)
+            parents += [draw(st.integers(-1, i - 1)) for i in range(count - 1)]
         else:
             samples.append(draw(st.integers(0, 3)))
-            parents += [-1] * count
+            nodes.append(0)
         starts.append(start)
         counts.append(count)
-    total = sum(counts)
-    tokens = draw(st.lists(st.integers(-1, 99), min_size=total, max_size=total))
+    drafted = sum(nodes)
+    known = sum(counts) - drafted
+    tokens = draw(st.lists(st.integers(-1, 99), min_size=known, max_size=known))
+    node_ids = draw(st.lists(st.integers(0, 99), min_size=drafted, max_size=drafted))
+    drafts = DraftBatch(*(np.array(values, np.int32) for values in (nodes, node_ids, parents)))
     write = st.tuples(st.integers(0, 8), st.integers(0, 11), st.integers(0, 500))
     writes = draw(st.lists(write, max_size=4))
     return SchedulerOutput(
@@ -46,8 +52,12 @@ def steps(draw: st.DrawFn) -> SchedulerOutput:
         admitted=(),
         table_writes=np.array(writes, np.int32).reshape(-1, 3).T,
         block_copies=np.zeros((2, 0), np.int32),
-        parents=np.array(parents, np.int32) if any_tree else None,
+        drafts=drafts if drafted else None,
     )
+
+
+def is_tree(step: SchedulerOutput) -> np.ndarray:
+    return np.zeros(len(step.slots), bool) if step.drafts is None else step.drafts.counts > 0
 
 
 def packer() -> StepPacker:
@@ -74,8 +84,9 @@ LIMITS = PlanLimits(4, 8, 5, 30, 16)
 @given(steps())
 def test_every_part(step: SchedulerOutput) -> None:
     trees = is_tree(step)
-    total = len(step.token_ids)
-    groups = total + 20 if step.parents is not None else 0
+    tokens, parents = rows_of(step)
+    total = len(tokens)
+    groups = total + 20 if step.drafts is not None else 0
     layout = PacketLayout(total + 3, total + 20, total + 40, total + 3, 6, 2, groups)
     packet, any_cut = PACKER.pack(step, layout, LIMITS)
     views = packet_views(packet.numpy(), layout)
@@ -86,11 +97,11 @@ def test_every_part(step: SchedulerOutput) -> None:
         depths, masks = [0] * count, [0] * count
         for i in range(count):
             if tree:
-                parent = int(step.parents[row + i])
+                parent = parents[row + i]
                 depths[i] = depths[parent] + 1 if i else 0
                 masks[i] = (masks[parent] if i else 0) | 1 << i
             place = start + i
-            assert views.token_ids[row + i] == step.token_ids[row + i]
+            assert views.token_ids[row + i] == tokens[row + i]
             assert views.row_slots[row + i] == slot
             assert views.positions[row + i] == (start + depths[i] if tree else place)
             assert views.limits[row + i] == (start if tree else place + 1)
@@ -110,8 +121,8 @@ def test_every_part(step: SchedulerOutput) -> None:
             expected[7] = start + (depths[draw] + 1 if tree else count)
             assert views.pick[:, sample].tolist() == expected.tolist()
             if views.tree is not None:
-                assert views.tree.draft_tokens[sample] == step.token_ids[source]
-                assert views.tree.parents[sample] == step.parents[source]
+                assert views.tree.draft_tokens[sample] == tokens[source]
+                assert views.tree.parents[sample] == parents[source]
                 assert views.tree.cache_rows[sample] == views.cache_rows[source]
                 if not tree or draw == 0:
                     size = count if tree else 1
@@ -128,9 +139,7 @@ def test_every_part(step: SchedulerOutput) -> None:
     assert views.num_writes[0] == num_writes
     assert np.array_equal(views.writes[:, :num_writes], step.table_writes)
     for index, window in enumerate((None, 37)):
-        items, cut = plan_work(
-            step.slots, step.starts, step.counts, np.array(trees), window, LIMITS
-        )
+        items, cut = plan_work(step.slots, step.starts, step.counts, trees, window, LIMITS)
         assert views.work_counts[index].tolist() == [len(items), len(cut)]
         assert np.array_equal(views.items[index][: len(items), :6], items[:, :6])
         assert np.array_equal(views.cut_rows[index][: len(cut)], cut)
@@ -144,9 +153,7 @@ def test_the_work_list_covers_every_key_once(
 ) -> None:
     trees = is_tree(step)
     limits = PlanLimits(3, 8, parallel, max_pieces, 16)
-    items, cut_rows = plan_work(
-        step.slots, step.starts, step.counts, np.array(trees), window, limits
-    )
+    items, cut_rows = plan_work(step.slots, step.starts, step.counts, trees, window, limits)
     pieces = [piece for piece in items[:, 5].tolist() if piece >= 0]
     assert pieces == list(range(len(pieces))) and len(pieces) <= max_pieces
     seen: dict[int, list[int]] = {}
@@ -191,18 +198,28 @@ def test_verified_output_reads_groups() -> None:
         slots=np.array([3, 1, 2], np.int32),
         starts=np.array([5, 6, 7], np.int32),
         counts=np.array([4, 2, 1], np.int32),
-        token_ids=np.zeros(7, np.int32),
+        token_ids=np.zeros(4, np.int32),
         num_samples=np.array([1, 2, 1], np.int32),
         prompt_rows=(),
         admitted=(),
         table_writes=np.zeros((3, 0), np.int32),
         block_copies=np.zeros((2, 0), np.int32),
-        parents=np.array([-1, 0, 1, 0, -1, -1, -1], np.int32),
+        drafts=DraftBatch(*(np.array(v, np.int32) for v in ([3, 0, 0], [5, 6, 7], [-1, 0, -1]))),
     )
     packed = [3, 1, 1, 1, 0, 0, *(10, 11, 12, 99), *(20, 21), 30, 7, 7]
-    output = verified_output(step, packed, 6)
+    output = verified_output(step, np.array(packed), 6)
     assert output.token_ids == [10, 11, 12, 20, 21, 30]
     assert output.num_tokens == [3, 2, 1]
+
+
+@pytest.mark.parametrize("parents", [[0, 0], [-1, 1], [-2, 0]])
+def test_a_parent_comes_before_its_child(parents: list[int]) -> None:
+    one = np.ones(1, np.int32)
+    drafts = DraftBatch(2 * one, np.zeros(2, np.int32), np.array(parents, np.int32))
+    none = np.zeros((3, 0), np.int32)
+    step = SchedulerOutput(one, one, 3 * one, one, one, (), (), none, none[:2], drafts)
+    with pytest.raises(AssertionError, match="parent comes before"):
+        PACKER.pack(step, PacketLayout(3, 3, 9, 3, 0, 2, 3), LIMITS)
 
 
 @pytest.mark.parametrize("groups", [0, 5])
