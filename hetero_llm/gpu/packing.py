@@ -186,8 +186,7 @@ def fill_packet(
     row = sample = group = token = node = 0
     for sequence in range(len(slots)):
         slot, start, count = slots[sequence], starts[sequence], counts[sequence]
-        tree = len(nodes) > 0 and nodes[sequence] > 0
-        trees[sequence] = tree
+        tree = trees[sequence] = len(nodes) > 0 and nodes[sequence] > 0
         if tree:
             assert count == nodes[sequence] + 1 and count <= _MAX_TREE
             own[0] = token_ids[token]
@@ -196,15 +195,14 @@ def fill_packet(
             node += count - 1
         for i in range(count):
             place = start + i
-            at_row = row + i
-            packet[input_at + at_row] = own[i] if tree else token_ids[token + i]
-            packet[slot_at + at_row] = slot
-            packet[position_at + at_row] = start + depths[i] if tree else place
-            packet[limit_at + at_row] = start if tree else place + 1
+            packet[input_at + row + i] = own[i] if tree else token_ids[token + i]
+            packet[slot_at + row + i] = slot
+            packet[position_at + row + i] = start + depths[i] if tree else place
+            packet[limit_at + row + i] = start if tree else place + 1
             block = tables[slot, place // block_size]
-            packet[cache_at + at_row] = block * block_size + place % block_size
+            packet[cache_at + row + i] = block * block_size + place % block_size
             if verifies:
-                _put_long(packet, at[16] + 2 * at_row, bits[i] if tree else 0)
+                _put_long(packet, at[16] + 2 * (row + i), bits[i] if tree else 0)
         draws = count if tree else num_samples[sequence]
         for draw in range(draws):
             source = row + draw if tree else row + count - 1
