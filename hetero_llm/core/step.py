@@ -103,7 +103,8 @@ class SchedulerOutput:
             is 1 for a drafted sequence, however many tokens its tree may yield.
         prompt_rows: rows whose log-probability of the following prompt token is wanted.
         admitted: sequences that enter a slot in this step, applied first.
-        table_writes: [3, K] rows slot, column, block: block-table entries to write, second.
+        table_writes: [3, K] rows slot, column, block: block-table entries to write, second; of two
+            writes to one entry the later counts.
         block_copies: [2, M] rows source, destination: whole blocks to copy, third, before any
             row is computed (copy-on-write).
         drafts: one draft per scheduled sequence; None if nobody has any. Its nodes are the last of

@@ -1,4 +1,4 @@
-"""Runs steps on a CUDA device: one upload, one graph, one small download.
+"""Runs steps on a CUDA device: one packet in, one graph, a few results out.
 
 Steps of at most 512 rows replay captured graphs: "decode" where every sequence has one row and
 draws one token (model, head and draw in one graph), else "rows" (the model) and then "head" (the
@@ -20,11 +20,12 @@ from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
 from hetero_llm.gpu.attention_plan import PlanLimits
 from hetero_llm.gpu.graphs import MAX_GRAPH_ROWS, GraphSet, row_buckets
 from hetero_llm.gpu.kernels.compact import compact_kv
+from hetero_llm.gpu.kernels.exchange import fetch_packet, send_results
 from hetero_llm.gpu.kernels.paged_attention import TileShape
 from hetero_llm.gpu.kernels.pick import PickRows, make_pick_workspace, pick_tokens
 from hetero_llm.gpu.kernels.step_inputs import apply_step_inputs
 from hetero_llm.gpu.kernels.walk import make_walk_result, walk_trees
-from hetero_llm.gpu.packing import StepPacker, verified_output
+from hetero_llm.gpu.packing import RING, StepPacker, verified_output
 from hetero_llm.gpu.paged_attention import (
     AttentionContext,
     LibraryPlanner,
@@ -69,13 +70,25 @@ class _Packet:
     target: torch.Tensor
 
 
-@dataclass(slots=True)
-class _Arrival:
-    """A place in page-locked memory for a step's results."""
+class _Arrivals:
+    """Places in page-locked memory for steps' results, taken in turn, each with an event.
 
-    tokens: torch.Tensor
-    array: np.ndarray
-    event: torch.cuda.Event | None
+    Attributes:
+        ring: [places, size] int64.
+    """
+
+    def __init__(self, size: int, pin: bool) -> None:
+        self.ring = torch.zeros(_ARRIVALS, size, dtype=torch.int64, pin_memory=pin)
+        self._places = [
+            (tokens, tokens.numpy(), torch.cuda.Event() if pin else None) for tokens in self.ring
+        ]
+        self._next = 0
+
+    def take(self) -> tuple[torch.Tensor, np.ndarray, torch.cuda.Event | None]:
+        """The next place, twice, and its event."""
+        place = self._places[self._next]
+        self._next = (self._next + 1) % _ARRIVALS
+        return place
 
 
 class GpuModelRunner:
@@ -139,9 +152,10 @@ class GpuModelRunner:
         self._input_ids = torch.zeros(most_rows, dtype=torch.int32, device=device)
         most_drawn = max(max_num_seqs, captured, self._decode_rows[-1], most_rows if drafts else 0)
         self._tokens = torch.zeros(most_drawn, dtype=torch.int64, device=device)
-        self._arrivals = [_make_arrival(2 * most_drawn, pin) for _ in range(_ARRIVALS)]
+        self._arrivals = _Arrivals(2 * most_drawn, pin)  # of steps that are not captured whole
+        self._sent = _Arrivals(2 * most_drawn, pin)  # of those that are
+        self._turns = torch.zeros(2, dtype=torch.int32, device=device)  # of packets, of `_sent`
         self._walked = make_walk_result(max(max_num_seqs, captured), most_drawn, device)
-        self._next_arrival = 0
         self._pick = make_pick_workspace(most_drawn, config.vocab_size, device)
         self._hidden = torch.zeros(
             self._graph_rows[-1], config.hidden_size, dtype=parameter.dtype, device=device
@@ -174,12 +188,12 @@ class GpuModelRunner:
             if bucket is not None:
                 short = self._context.is_short(step.starts + 1)
                 key = ("short decode" if short else "decode", bucket)
-                self._upload(step, self._captured[key])
+                self._pack(step, self._captured[key])
                 graphs.replay(key)
-                return self._send_back(step, self._tokens[:num_rows])
+                return self._sent_by_graph(step, num_rows)
         bucket = _bucket(self._graph_rows, num_rows)
         assert bucket is not None
-        self._upload(step, self._captured["rows", bucket])
+        self._pack(step, self._captured["rows", bucket])
         graphs.replay(("rows", bucket))
         if not plain:
             return self._draw_by_torch(step, self._hidden[:num_rows])
@@ -207,19 +221,19 @@ class GpuModelRunner:
         if bucket is not None and num_samples <= bucket:
             assert self._graphs is not None
             packet = self._captured["verify", bucket]
-            self._upload(step, packet)
+            self._pack(step, packet)
             self._graphs.replay(("verify", bucket))
+            launched = self._sent_by_graph(step, packet.layout.groups + packet.layout.samples)
         else:
             num_groups = int(np.where(is_tree, 1, step.num_samples).sum())
             tile = self._context.tree_tile(bucket or num_rows)
             packet = self._packet_of(self._exact_layout(step, tile, num_samples, num_groups), tile)
-            any_cut = self._upload(step, packet)
+            any_cut = self._pack(step, packet)
             inputs = packet_views(self._packet, packet.layout)
             attention = StepAttention(self._context, inputs, tile, any_cut=any_cut)
-            self._verify(inputs, self._run_model(inputs, attention))
-        layout = packet.layout
-        launched = self._send_back(step, self._walked.packed[: layout.groups + layout.samples])
-        launched.num_groups = layout.groups
+            self._verify(inputs, self._run_model(packet, inputs, attention))
+            launched = self._send_back(step, self._walked.packed[: num_groups + num_samples])
+        launched.num_groups = packet.layout.groups
         return launched
 
     def _launch_eager(self, step: SchedulerOutput, num_rows: int, plain: bool) -> LaunchedStep:
@@ -236,9 +250,9 @@ class GpuModelRunner:
         else:
             tile = self._context.tile_for(num_rows, single=False)
         drawn = int(step.num_samples.sum())
-        layout = self._exact_layout(step, tile, drawn, 0)
-        any_cut = self._upload(step, self._packet_of(layout, tile, cut=not short), planned)
-        inputs = packet_views(self._packet, layout)
+        packet = self._packet_of(self._exact_layout(step, tile, drawn, 0), tile, cut=not short)
+        any_cut = self._pack(step, packet, planned)
+        inputs = packet_views(self._packet, packet.layout)
         attention = StepAttention(
             self._context,
             inputs,
@@ -247,7 +261,7 @@ class GpuModelRunner:
             library=library,
             planned=planned is None or bool(planned.any()),
         )
-        hidden = self._run_model(inputs, attention)
+        hidden = self._run_model(packet, inputs, attention)
         if not plain:
             return self._draw_by_torch(step, hidden)
         if drawn:
@@ -312,21 +326,20 @@ class GpuModelRunner:
         limits = self._context.limits(tile, cut=cut)
         return _Packet(layout, limits, self._packet[: layout.words])
 
-    def _upload(
+    def _pack(
         self, step: SchedulerOutput, packet: _Packet, chosen: np.ndarray | None = None
     ) -> bool:
-        """Plans, packs and uploads a step; whether attention is cut into pieces.
+        """Plans and packs a step, for `_run_model`; whether attention is cut into pieces.
 
         Args:
             chosen: [S] bool, sequences that the work list covers; None: all.
         """
         writes = step.table_writes
         if writes.shape[1] > packet.layout.writes:  # a long prefix hit: more than a packet holds
-            slots, columns, blocks = torch.from_numpy(writes).to(self._device)
+            last = np.stack((writes[0], writes[1], self._packer.tables[writes[0], writes[1]]))
+            slots, columns, blocks = torch.from_numpy(last).to(self._device)
             self._tables[slots.long(), columns.long()] = blocks
-        filled, any_cut = self._packer.pack(step, packet.layout, packet.limits, chosen)
-        packet.target.copy_(filled, non_blocking=True)
-        return any_cut
+        return self._packer.pack(step, packet.layout, packet.limits, chosen)
 
     def _decode_tile(self, bucket: int, short: bool) -> TileShape:
         if short:
@@ -334,9 +347,10 @@ class GpuModelRunner:
         return self._context.tile_for(bucket, single=True)
 
     def _run_model(
-        self, inputs: StepInputs[torch.Tensor], attention: StepAttention
+        self, packet: _Packet, inputs: StepInputs[torch.Tensor], attention: StepAttention
     ) -> torch.Tensor:
-        """[T, hidden] after the final norm."""
+        """[T, hidden] after the final norm, of the step whose packet's turn it is."""
+        fetch_packet(self._packer.ring, self._turns[:1], out=packet.target)
         input_ids = apply_step_inputs(
             inputs.token_ids,
             inputs.row_slots,
@@ -344,6 +358,8 @@ class GpuModelRunner:
             self._tables,
             inputs.writes,
             inputs.num_writes,
+            turn=self._turns[:1],
+            ring_size=RING,
             out=self._input_ids[: len(inputs.token_ids)],
         )
         return self._model(input_ids, inputs.positions, attention)
@@ -419,14 +435,18 @@ class GpuModelRunner:
         tokens: torch.Tensor,
         results: PendingStep | None = None,
     ) -> LaunchedStep:
-        arrival = self._arrivals[self._next_arrival]
-        self._next_arrival = (self._next_arrival + 1) % len(self._arrivals)
+        place, array, event = self._arrivals.take()
         count = len(tokens)
-        arrival.tokens[:count].copy_(tokens, non_blocking=True)
-        if arrival.event is not None:
-            arrival.event.record()
-        results = results or PendingStep(step, None, [])
-        return LaunchedStep(results, arrival.array[:count], arrival.event)
+        place[:count].copy_(tokens, non_blocking=True)
+        if event is not None:
+            event.record()
+        return LaunchedStep(results or PendingStep(step, None, []), array[:count], event)
+
+    def _sent_by_graph(self, step: SchedulerOutput, count: int) -> LaunchedStep:
+        _, array, event = self._sent.take()
+        if event is not None:
+            event.record()
+        return LaunchedStep(PendingStep(step, None, []), array[:count], event)
 
     # -- capture ----------------------------------------------------------------------------
 
@@ -442,6 +462,7 @@ class GpuModelRunner:
             self._capture_head(graphs, bucket, inputs)
         for bucket in reversed(self._graph_rows if drafts else ()):
             self._capture_verify(graphs, bucket)
+        self._turns.zero_()  # every body ran once without a packet
         torch.cuda.synchronize()
 
     def _capture_decode(self, graphs: GraphSet[tuple[str, int]], bucket: int) -> None:
@@ -449,11 +470,13 @@ class GpuModelRunner:
         inputs = packet_views(self._packet, layout)
         for name, short in (("decode", False), ("short decode", True)):
             tile = self._decode_tile(bucket, short)
-            self._captured[name, bucket] = self._packet_of(layout, tile, cut=not short)
+            packet = self._packet_of(layout, tile, cut=not short)
+            self._captured[name, bucket] = packet
             attention = StepAttention(self._context, inputs, tile, any_cut=not short)
 
-            def body(attention: StepAttention = attention) -> None:
-                self._pick_from(inputs, self._run_model(inputs, attention))
+            def body(packet: _Packet = packet, attention: StepAttention = attention) -> None:
+                self._pick_from(inputs, self._run_model(packet, inputs, attention))
+                send_results(self._tokens[:bucket], self._turns[1:], ring=self._sent.ring)
 
             graphs.capture((name, bucket), body)
 
@@ -461,11 +484,11 @@ class GpuModelRunner:
         layout = self._rows_layout(bucket)
         inputs = packet_views(self._packet, layout)
         tile = self._context.tile_for(bucket, single=False)
-        self._captured["rows", bucket] = self._packet_of(layout, tile)
+        packet = self._captured["rows", bucket] = self._packet_of(layout, tile)
         attention = StepAttention(self._context, inputs, tile, any_cut=True)
 
         def body() -> None:
-            self._hidden[:bucket].copy_(self._run_model(inputs, attention))
+            self._hidden[:bucket].copy_(self._run_model(packet, inputs, attention))
 
         graphs.capture(("rows", bucket), body)
 
@@ -481,18 +504,15 @@ class GpuModelRunner:
         layout = self._verify_layout(bucket)
         inputs = packet_views(self._packet, layout)
         tile = self._context.tree_tile(bucket)
-        self._captured["verify", bucket] = self._packet_of(layout, tile)
+        packet = self._captured["verify", bucket] = self._packet_of(layout, tile)
+        results = self._walked.packed[: layout.groups + layout.samples]
         attention = StepAttention(self._context, inputs, tile, any_cut=True)
 
         def body() -> None:
-            self._verify(inputs, self._run_model(inputs, attention))
+            self._verify(inputs, self._run_model(packet, inputs, attention))
+            send_results(results, self._turns[1:], ring=self._sent.ring)
 
         graphs.capture(("verify", bucket), body)
-
-
-def _make_arrival(size: int, pin: bool) -> _Arrival:
-    tokens = torch.zeros(size, dtype=torch.int64, pin_memory=pin)
-    return _Arrival(tokens, tokens.numpy(), torch.cuda.Event() if pin else None)
 
 
 def _bucket(buckets: tuple[int, ...], count: int) -> int | None:

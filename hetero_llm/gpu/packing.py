@@ -18,8 +18,8 @@ from hetero_llm.gpu.kernels.pick import ROW_FIELDS, pack_rows
 from hetero_llm.gpu.step_inputs import NUM_OFFSETS, PacketLayout, packet_offsets
 from hetero_llm.sampling.noise import signed_seed
 
-_RING = 4
-"""Host buffers: a step is packed while up to two others are under way."""
+RING = 4
+"""Packets in host memory: a step is packed while up to two others are under way."""
 _TOP_P_OFF = 2.0
 _NO_NODES = np.zeros(0, np.int32)
 _MAX_TREE = 64
@@ -53,7 +53,10 @@ class StepPacker:
     Args:
         max_words: of the largest packet.
         windows: the different sliding windows of the model's layers.
-        pin: page-locked buffers, so that uploads are asynchronous.
+        pin: page-locked packets, which kernels can read.
+
+    Attributes:
+        ring: [RING, max_words] int32, the packets, taken in turn: the first step's is the first.
     """
 
     def __init__(
@@ -71,11 +74,8 @@ class StepPacker:
         self.tables = np.zeros((max_num_seqs, columns), np.int32)
         self._block_size = block_size
         self._windows = np.array([window or 0 for window in windows], np.int64)
-        self._ring = [
-            torch.zeros(max_words, dtype=torch.int32, pin_memory=pin) for _ in range(_RING)
-        ]
-        self._arrays = [buffer.numpy() for buffer in self._ring]
-        self._views: list[dict[int, torch.Tensor]] = [{} for _ in self._ring]  # by length
+        self.ring = torch.zeros(RING, max_words, dtype=torch.int32, pin_memory=pin)
+        self._arrays = list(self.ring.numpy())
         self._everyone = np.ones(max_num_seqs, np.bool_)
         self._next = 0
         self._compile()
@@ -89,6 +89,7 @@ class StepPacker:
         layout = PacketLayout(2, 2, 2, 2, 0, len(self._windows), 1)
         self.pack(step, layout, PlanLimits(1, 16, 1, 0, 16))
         verified_output(step, np.ones(3, np.int64), 1)
+        self._next = 0
 
     def write_tables(self, step: SchedulerOutput) -> None:
         """Applies the step's block-table writes to the host's copy."""
@@ -102,26 +103,24 @@ class StepPacker:
         layout: PacketLayout,
         limits: PlanLimits,
         chosen: np.ndarray | None = None,
-    ) -> tuple[torch.Tensor, bool]:
-        """Fills the next host buffer.
-
-        The buffer is used again `_RING` packets later: at most two steps may be under way.
+    ) -> bool:
+        """Fills the ring's next packet; it is filled again `RING` packets later.
 
         Args:
             chosen: [S] bool, sequences whose attention the work list covers; None: all.
 
         Returns:
-            [layout.words] int32 to be uploaded, and whether attention is cut into pieces.
+            Whether attention is cut into pieces.
         """
         index = self._next
-        self._next = (index + 1) % _RING
+        self._next = (index + 1) % RING
         drafts = step.drafts
         nodes, node_ids, parents = (
             (_NO_NODES, _NO_NODES, _NO_NODES)
             if drafts is None
             else (drafts.counts, drafts.token_ids, drafts.parents)
         )
-        any_cut = fill_packet(
+        cut: bool = fill_packet(
             self._arrays[index],
             packet_offsets(layout),
             step.slots,
@@ -140,12 +139,7 @@ class StepPacker:
             limits.as_tuple(),
             self._everyone if chosen is None else chosen,
         )
-        words = layout.words
-        view = self._views[index].get(words)
-        if view is None:
-            view = self._ring[index][:words]
-            self._views[index][words] = view
-        return view, any_cut
+        return cut
 
 
 @njit(cache=True, nogil=True)
@@ -175,7 +169,7 @@ def fill_packet(
         at: `packet_offsets` of the layout.
         slots .. num_samples, table_writes: of the step.
         nodes, node_ids, parents: of its `DraftBatch`, empty if it has none.
-        tables, sampling: the host's block tables and `SamplingTable.packed`.
+        tables: the host's, with the step's writes. sampling: `SamplingTable.packed`.
         windows: 0 for none. limits, chosen: see `plan_into`.
     """
     trees = np.zeros(len(slots), np.bool_)
@@ -227,7 +221,7 @@ def fill_packet(
         token += 1 if tree else count
     assert row <= at[0] and sample <= at[1] and (at[5] == 0 or group <= at[5])
     _pad(packet, at, row, sample, group)
-    _put_writes(packet, at, table_writes)
+    _put_writes(packet, at, table_writes, tables)
     return _put_work(packet, at, slots, starts, counts, trees, chosen, windows, limits)
 
 
@@ -245,13 +239,21 @@ def _measure_tree(
 
 
 @njit(cache=True, nogil=True)
-def _put_writes(packet: np.ndarray, at: np.ndarray, table_writes: np.ndarray) -> None:
-    """Block-table writes; none if they are more than the packet holds."""
+def _put_writes(
+    packet: np.ndarray, at: np.ndarray, table_writes: np.ndarray, tables: np.ndarray
+) -> None:
+    """Block-table writes; none if they are more than the packet holds.
+
+    An entry may be written twice in a step (a hit block gives way to its copy, a slot changes
+    hands). The device writes in any order, so both carry the last value.
+    """
     count = table_writes.shape[1]
     packet[0] = count if count <= at[3] else 0
     for index in range(packet[0]):
-        for field in range(3):
-            packet[at[15] + field * at[4] + index] = table_writes[field, index]
+        slot, column = table_writes[0, index], table_writes[1, index]
+        packet[at[15] + index] = slot
+        packet[at[15] + at[4] + index] = column
+        packet[at[15] + 2 * at[4] + index] = tables[slot, column]
 
 
 @njit(cache=True, nogil=True)

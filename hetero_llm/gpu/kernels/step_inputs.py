@@ -11,9 +11,11 @@ _LANES = 256
 
 @triton.jit
 def _apply(
-    input_ptr, token_ptr, row_slot_ptr, last_ptr, table_ptr, write_ptr, num_writes_ptr,
-    num_rows, write_stride, table_stride, LANES: tl.constexpr,
+    input_ptr, token_ptr, row_slot_ptr, last_ptr, table_ptr, write_ptr, num_writes_ptr, turn_ptr,
+    num_rows, write_stride, table_stride, RING: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
+    if tl.program_id(0) == 0:
+        tl.store(turn_ptr, (tl.load(turn_ptr) + 1) % RING)
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     in_rows = lane < num_rows
     token = tl.load(token_ptr + lane, mask=in_rows, other=0)
@@ -37,17 +39,20 @@ def apply_step_inputs(
     writes: torch.Tensor,
     num_writes: torch.Tensor,
     *,
+    turn: torch.Tensor,
+    ring_size: int,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Writes block tables and completes the input tokens.
+    """Writes block tables, completes the input tokens, and passes on the packets' turn.
 
     Args:
         token_ids: [T] int32; negative: the token last drawn for the row's slot.
         row_slots: [T] int32.
         last_tokens: [slots] int64.
         tables: [slots, columns] int32, written.
-        writes: [3, K] int32 slot, column, block; different places.
+        writes: [3, K] int32 slot, column, block; the same place twice with the same block only.
         num_writes: [1] int32, how many of the K count.
+        turn: [1] int32, counted up modulo `ring_size`: see `exchange.fetch_packet`.
         out: [T] int32, the input tokens.
 
     Returns:
@@ -55,7 +60,7 @@ def apply_step_inputs(
     """
     (num_rows,) = token_ids.shape
     assert token_ids.dtype == row_slots.dtype == tables.dtype == writes.dtype == torch.int32
-    assert out.dtype == torch.int32 and last_tokens.dtype == torch.int64
+    assert out.dtype == turn.dtype == torch.int32 and last_tokens.dtype == torch.int64
     assert writes.shape[0] == 3 and writes.stride(1) == 1 and tables.stride(1) == 1
     grid = (triton.cdiv(max(num_rows, writes.shape[1]), _LANES),)
     _apply[grid](
@@ -66,9 +71,11 @@ def apply_step_inputs(
         tables,
         writes,
         num_writes,
+        turn,
         num_rows,
         writes.stride(0),
         tables.stride(0),
+        RING=ring_size,
         LANES=_LANES,
         num_warps=4,
     )
@@ -82,8 +89,11 @@ def apply_step_inputs_reference(
     tables: torch.Tensor,
     writes: torch.Tensor,
     num_writes: torch.Tensor,
+    turn: torch.Tensor,
+    ring_size: int,
 ) -> torch.Tensor:
     """The same in plain torch: see `apply_step_inputs`."""
+    turn.copy_((turn + 1) % ring_size)
     slots, columns, blocks = writes[:, : int(num_writes)].long()
     tables[slots, columns] = blocks.to(torch.int32)
     drawn = last_tokens[row_slots.long()].to(torch.int32)

@@ -21,11 +21,22 @@ def test_step_inputs(rows: int, capacity: int, used: int, device: torch.device) 
     num_writes = torch.tensor([used], dtype=torch.int32)
     expected_tables = tables.clone()
     arguments = (token_ids, row_slots, last)
-    expected = apply_step_inputs_reference(*arguments, expected_tables, writes, num_writes)
+    turns = torch.tensor([rows % 4], dtype=torch.int32)
+    ours_turns = turns.to(device, copy=True)
+    expected = apply_step_inputs_reference(
+        *arguments, expected_tables, writes, num_writes, turns, 4
+    )
     ours = tables.to(device)
     out = torch.full((rows,), -7, dtype=torch.int32, device=device)
     apply_step_inputs(
-        *(t.to(device) for t in arguments), ours, writes.to(device), num_writes.to(device), out=out
+        *(t.to(device) for t in arguments),
+        ours,
+        writes.to(device),
+        num_writes.to(device),
+        turn=ours_turns,
+        ring_size=4,
+        out=out,
     )
+    assert ours_turns.tolist() == turns.tolist() == [(rows + 1) % 4]
     assert torch.equal(out.cpu(), expected)
     assert torch.equal(ours.cpu(), expected_tables)
