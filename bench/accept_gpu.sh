@@ -33,4 +33,5 @@ run small_linear bench.kernels.small_linear --rows 1 4 8 32 \
   --out "$out/kernels_small_linear.g.json"
 run elementwise bench.kernels.elementwise --out "$out/kernels_elementwise.g.json"
 run pick bench.kernels.pick --out "$out/kernels_pick.g.json"
+run step_parts bench.kernels.step_parts --out "$out/kernels_step_parts.g.json"
 run ceilings bench.gpu_ceilings --out "$out/gpu_ceilings.g.json"

@@ -1,0 +1,97 @@
+"""The small kernels around a captured step, on a CUDA device: packet in, inputs, results out, and
+the join of two parts of a context.
+
+Kernel-only figures: a call's share of a CUDA graph of 100. `copy_us` is what the transfers would
+take as memory copies captured in such a graph; for the join, torch doing the same by operators.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bench.common import print_table, write_results
+from bench.gpu_timing import graph_ms
+from hetero_llm.gpu.kernels.exchange import fetch_packet, send_results
+from hetero_llm.gpu.kernels.join_parts import join_parts, join_parts_reference
+from hetero_llm.gpu.kernels.step_inputs import apply_step_inputs
+
+CALLS = 100
+RING = 4
+DEVICE = torch.device("cuda")
+
+
+def microseconds(body: Callable[[], object]) -> float:
+    def calls() -> None:
+        for _ in range(CALLS):
+            body()
+
+    return graph_ms(calls) * 1e3 / CALLS
+
+
+def on_device(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+def transfers(rows: int) -> list[dict[str, Any]]:
+    """A verify step's packet and results."""
+    words, results = 200 + 40 * rows, 2 * rows
+    packets = torch.zeros(RING, words, dtype=torch.int32, pin_memory=True)
+    places = torch.zeros(RING, results, dtype=torch.int64, pin_memory=True)
+    packet, tokens, turn = on_device(words), on_device(results, dtype=torch.int64), on_device(1)
+    writes, used = on_device(3, 2 * rows), torch.full((1,), rows // 4, device=DEVICE).int()
+    writes[1] = torch.arange(2 * rows)
+    last = on_device(512, dtype=torch.int64)
+    inputs = (on_device(rows), on_device(rows), last, on_device(512, 4096), writes, used)
+    out = on_device(rows)
+    return [
+        {
+            "kernel": "fetch_packet",
+            "rows": rows,
+            "ours_us": microseconds(lambda: fetch_packet(packets, turn, out=packet)),
+            "copy_us": microseconds(lambda: packet.copy_(packets[0], non_blocking=True)),
+        },
+        {
+            "kernel": "send_results",
+            "rows": rows,
+            "ours_us": microseconds(lambda: send_results(tokens, turn, ring=places)),
+            "copy_us": microseconds(lambda: places[0].copy_(tokens, non_blocking=True)),
+        },
+        {
+            "kernel": "apply_step_inputs",
+            "rows": rows,
+            "ours_us": microseconds(
+                lambda: apply_step_inputs(*inputs, turn=turn, ring_size=RING, out=out)
+            ),
+            "copy_us": microseconds(lambda: out.copy_(inputs[0])),
+        },
+    ]
+
+
+def join(rows: int) -> dict[str, Any]:
+    """32 heads of 128 in bf16."""
+    first, second = (torch.randn(rows, 32, 128, device=DEVICE).bfloat16() for _ in "ab")
+    weights = [torch.randn(rows, 32, device=DEVICE) for _ in "ab"]
+    return {
+        "kernel": "join_parts",
+        "rows": rows,
+        "ours_us": microseconds(lambda: join_parts(first, second, *weights)),
+        "copy_us": microseconds(lambda: join_parts_reference(first, second, *weights)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", help="JSON file")
+    args = parser.parse_args()
+    rows = [row for count in (8, 64, 512) for row in transfers(count)]
+    rows += [join(count) for count in (16, 1024, 16384)]
+    print_table(rows)
+    write_results("kernels_step_parts", {"rows": rows, "calls": CALLS}, args.out)
+
+
+if __name__ == "__main__":
+    main()
