@@ -90,6 +90,7 @@ class StepPacker:
         self.pack(step, layout, PlanLimits(1, 16, 1, 0, 16))
         verified_output(step, np.ones(3, np.int64), 1)
         self._next = 0
+        self.ring.zero_()  # steps that are captured fetch a packet, too: one without content
 
     def write_tables(self, step: SchedulerOutput) -> None:
         """Applies the step's block-table writes to the host's copy."""

@@ -11,17 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
-_FETCH_LANES = 1024
+_FETCH_LANES = 512
+_FETCH_WARPS = 4
 _SEND_LANES = 512
 
 
-@triton.jit(do_not_specialize=["num_words", "stride"])
-def _fetch(packet_ptr, ring_ptr, turn_ptr, num_words, stride, LANES: tl.constexpr):
+@triton.jit(do_not_specialize=["quads", "stride_quads"])
+def _fetch(packet_ptr, ring_ptr, turn_ptr, quads, stride_quads, LANES: tl.constexpr):
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    inside = lane < num_words
-    place = tl.load(turn_ptr).to(tl.int64) * stride
-    # volatile: the host has written since this memory was last read
-    words = tl.load(ring_ptr + place + lane, mask=inside, volatile=True)
+    inside = lane < quads * 4  # so written that four words go by one instruction
+    place = tl.load(turn_ptr).to(tl.int64) * stride_quads * 4
+    # What the host wrote before it launched the step is visible: no cache holds older words.
+    words = tl.load(ring_ptr + place + lane, mask=inside)
     tl.store(packet_ptr + lane, words, mask=inside)
 
 
@@ -41,15 +42,17 @@ def fetch_packet(ring: torch.Tensor, turn: torch.Tensor, *, out: torch.Tensor) -
     """Copies the packet whose turn it is. `step_inputs.apply_step_inputs` passes the turn on.
 
     Args:
-        ring: [places, >= W] int32 in page-locked host memory.
+        ring: [places, >= W] int32 in page-locked host memory, rows of a multiple of 4 words.
         turn: [1] int32 on the device.
-        out: [W] int32 on the device.
+        out: [W] int32 on the device, W a multiple of 4.
     """
     (num_words,) = out.shape
     assert ring.dtype == turn.dtype == out.dtype == torch.int32
     assert ring.shape[1] >= num_words and ring.is_contiguous() and out.is_contiguous()
+    assert num_words % 4 == ring.shape[1] % 4 == 0, (num_words, ring.shape)
+    quads, stride_quads = num_words // 4, ring.shape[1] // 4
     grid = (triton.cdiv(num_words, _FETCH_LANES),)
-    _fetch[grid](out, ring, turn, num_words, ring.stride(0), LANES=_FETCH_LANES, num_warps=8)
+    _fetch[grid](out, ring, turn, quads, stride_quads, LANES=_FETCH_LANES, num_warps=_FETCH_WARPS)
 
 
 def send_results(results: torch.Tensor, turn: torch.Tensor, *, ring: torch.Tensor) -> None:

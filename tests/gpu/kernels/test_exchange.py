@@ -17,13 +17,13 @@ def on_host(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-@pytest.mark.parametrize("words", [1, 1024, 3000])
+@pytest.mark.parametrize("words", [4, 1024, 3000])
 def test_packets_are_fetched_in_turn(words: int, device: torch.device) -> None:
-    ring = on_host(4, 3001, dtype=torch.int32, device=device)
+    ring = on_host(4, 3004, dtype=torch.int32, device=device)
     turn = torch.zeros(1, dtype=torch.int32, device=device)
     out, expected = (torch.full((words,), -1, dtype=torch.int32, device=device) for _ in "ab")
     for step in range(6):
-        ring[step % 4] = torch.arange(3001, dtype=torch.int32) + 7 * step  # the host fills it anew
+        ring[step % 4] = torch.arange(3004, dtype=torch.int32) + 7 * step  # the host fills it anew
         turn.fill_(step % 4)
         fetch_packet(ring, turn, out=out)
         fetch_packet_reference(ring, turn, out=expected)
