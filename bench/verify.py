@@ -5,9 +5,11 @@
 Greedy, random prompts of 128 ids. A run whose drafts are all wrong is recorded; then chains of 7
 nodes are drafted whose first `right` are true. (A plain run would not do as the record: with random
 weights the best logits lie so close that other kernels, for other row counts, choose differently.)
-Device milliseconds of a step are between events around its graph; the gap is from the end of one
-step's graph to the begin of the next one's: upload, download and all host work. "same": the share
-of tokens before the first difference from the record.
+Device milliseconds of a step are between events around its graph, launch included; the gap is from
+the end of one step's graph to the launch of the next one's: results, all host work and packing.
+"alone" is the last step's graph replayed back to back, so that steps (wall) less alone is all that
+a step costs beside the device's own work, launching included. "same": the share of tokens before
+the first difference from the record.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from hetero_llm.gpu.model_runner import GpuModelRunner
 
 _PROMPT, _TOKENS, _NODES = 128, 97, 7
 _RIGHT = (0, 3, 7)
+_ROW = 16  # a multiple of the packets' and results' rings
 
 
 class SwitchedDrafter:
@@ -63,7 +66,7 @@ class GraphClock:
         graphs = runner._graphs
         assert graphs is not None
         self._replay = graphs.replay
-        self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self.events: list[tuple[tuple[str, int], torch.cuda.Event, torch.cuda.Event]] = []
         graphs.replay = self._timed  # type: ignore[method-assign]
 
     def _timed(self, key: tuple[str, int]) -> None:
@@ -71,12 +74,24 @@ class GraphClock:
         begin.record()
         self._replay(key)
         end.record()
-        self.events.append((key[0], begin, end))
+        self.events.append((key, begin, end))
+
+    def alone(self) -> float:
+        """Milliseconds of the last replayed graph, in a row of as many as keep the rings' turns."""
+        key = self.events[-1][0]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._replay(key)
+        begin.record()
+        for _ in range(_ROW - 1):
+            self._replay(key)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / (_ROW - 1)
 
     def medians(self, names: tuple[str, ...]) -> tuple[float, float]:
         """Median ms of graphs of these names, and of the gaps between neighbouring ones."""
         torch.cuda.synchronize()
-        chosen = [(b, e) for name, b, e in self.events if name in names]
+        chosen = [(b, e) for key, b, e in self.events if key[0] in names]
         self.events.clear()
         steps = [begin.elapsed_time(end) for begin, end in chosen]
         gaps = [a[1].elapsed_time(b[0]) for a, b in zip(chosen, chosen[1:], strict=False)]
@@ -122,9 +137,11 @@ def measure(engine: Engine, drafter: SwitchedDrafter, shape: str, batch: int) ->
         if right == 0:
             record = _by_prompt(prompts, drafted)
             row["plain: same"] = _same(plain, drafted)
-        step_ms, gap_ms = clock.medians(("verify",))
+        alone_ms = clock.alone()
+        step_ms, gap_ms = clock.medians(("verify", "short verify"))
         row[f"{right} right: step ms"] = step_ms
         row[f"{right} right: gap ms"] = gap_ms
+        row[f"{right} right: wall less alone ms"] = step_ms + gap_ms - alone_ms
         row[f"{right} right: tok/s"] = batch * _TOKENS / seconds
         row[f"{right} right: same"] = _same(list(record.values()), drafted)
     row["8 rows/1 row"] = row["0 right: step ms"] / plain_ms

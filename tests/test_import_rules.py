@@ -29,6 +29,8 @@ SCHEDULING = tuple(
         "in_flight",
         "block_manager",
         "prefix_cache",
+        "upkeep",
+        "admission",
         "request_queue",
         "beam",
     )

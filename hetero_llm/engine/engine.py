@@ -1,6 +1,6 @@
 """The step loop: schedule, run, update, show.
 
-Law of this file: one step is four calls in a row, with the next step's schedule and launch put in
+Law of this file: one step is a few calls in a row, with the next step's schedule and launch put in
 between when stepping is asynchronous. What a step does belongs to the part called.
 """
 
@@ -106,6 +106,7 @@ class Engine:
             touched = self._scheduler.update(step, self._runner.finish(launched))
             if self._asynchronous and self._pending is None:
                 self._pending = self._launch(self._scheduler.schedule())
+            self._scheduler.settle()
             return self._output_processor.process(touched)
         except BaseException as error:
             self._failure = error

@@ -15,15 +15,16 @@ from collections import deque
 
 from hetero_llm.core.config import SchedulerConfig
 from hetero_llm.core.draft import DraftBatch
-from hetero_llm.core.errors import PromptError, SamplingError
 from hetero_llm.core.request import FinishReason, Request, Sequence
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
+from hetero_llm.engine.admission import check_fits, forks_to_come
 from hetero_llm.engine.beam import BeamGroup
 from hetero_llm.engine.block_manager import BlockManager
 from hetero_llm.engine.drafting import Drafter, choose_drafts, num_before_end
 from hetero_llm.engine.in_flight import InFlight, pack
 from hetero_llm.engine.scheduler_beams import HoldsStop, best_sequences, grow_beams, open_group
 from hetero_llm.engine.scheduler_stats import SchedulerStats
+from hetero_llm.engine.upkeep import Publisher, grow_ahead
 
 
 class Scheduler:
@@ -69,6 +70,7 @@ class Scheduler:
         self._beams: dict[str, BeamGroup] = {}
         self._admitted: list[SlotState] = []
         self._in_flight: deque[InFlight] = deque()
+        self._publisher = Publisher(blocks)
         self._num_synchronous = 0  # running sequences of requests that allow no step ahead
 
     # -- requests ---------------------------------------------------------------------------
@@ -95,23 +97,7 @@ class Scheduler:
 
     def check_request(self, request: Request) -> None:
         """Raises a typed error if the request could never run here."""
-        params = request.params
-        if params.width > self._config.max_num_seqs:
-            field = "n" if params.best_of is None else "best_of"
-            raise SamplingError(
-                field, params.width, f"exceeds max_num_seqs ({self._config.max_num_seqs})"
-            )
-        num_prompt = len(request.prompt_token_ids)
-        needed = self._blocks.blocks_for(request.max_total_tokens)
-        if params.use_beam_search:  # all beams are in memory at once, after preemption unshared
-            needed *= params.width
-        if needed > self._blocks.num_blocks:
-            raise PromptError(
-                "prompt",
-                f"{num_prompt} tokens",
-                f"needs {needed} KV blocks with its output, the cache has "
-                f"{self._blocks.num_blocks}; lower max_tokens or best_of",
-            )
+        check_fits(request, self._config, self._blocks)
 
     def add_request(self, request: Request) -> None:
         """Queues a request that `check_request` accepts."""
@@ -253,7 +239,7 @@ class Scheduler:
                 continue
             # All inputs before the end of these rows are in token_ids by now.
             if (start + count) // size > start // size:
-                self._blocks.commit(sequence.slot, sequence.token_ids, start + count)
+                self._publisher.note(sequence, start + count)
             request = sequence.request
             if output.prompt_logprobs and sequence.slot in output.prompt_logprobs:
                 assert request.prompt_logprobs is not None
@@ -282,6 +268,12 @@ class Scheduler:
         for request in groups:
             touched.extend(self._advance_beams(request))
         return touched
+
+    def settle(self) -> None:
+        """Upkeep that no step waits for: to be called while the device works."""
+        self._publisher.publish()
+        if self._in_flight:
+            grow_ahead(self._in_flight[-1], self._blocks)
 
     # -- choosing rows ----------------------------------------------------------------------
 
@@ -327,12 +319,14 @@ class Scheduler:
 
     def _schedule_waiting(self, sequences: list[Sequence], counts: list[int], budget: int) -> int:
         """Returns the budget that is left."""
+        if self._waiting:
+            self._publisher.publish()
         while self._waiting and budget > 0:
             sequence = self._waiting[0]
             request = sequence.request
             if not self._has_slots_for(request) or (self._in_flight and request.synchronous):
                 break
-            forks = _forks_to_come(request)
+            forks = forks_to_come(request)
             slot = self._free_slots.pop()
             wants_prompt = request.prompt_logprobs is not None and (
                 len(request.prompt_logprobs) < sequence.num_prompt
@@ -356,7 +350,7 @@ class Scheduler:
         return budget
 
     def _has_slots_for(self, request: Request) -> bool:
-        return len(self._free_slots) > _forks_to_come(request)
+        return len(self._free_slots) > forks_to_come(request)
 
     def _admit(self, sequence: Sequence, slot: int, cached: int) -> None:
         request = sequence.request
@@ -436,7 +430,7 @@ class Scheduler:
         sequence.num_computed = end = start + 1 + accepted
         size = self._config.block_size
         if end // size > start // size:
-            self._blocks.commit(sequence.slot, tokens, end)
+            self._publisher.note(sequence, end)
         self._end_if_over(sequence, new[accepted])
 
     def _append(self, sequence: Sequence, drawn: int, output: ModelRunnerOutput) -> None:
@@ -472,6 +466,7 @@ class Scheduler:
         return list(request.sequences)
 
     def _fork(self, parent: Sequence, index: int, slot: int) -> Sequence:
+        self._publisher.publish()
         request = parent.request
         child = Sequence(
             request,
@@ -560,6 +555,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> int:
         """Gives the blocks back and leaves the running list; returns the slot, now unused."""
+        self._publisher.publish()
         slot = sequence.slot
         self._blocks.close(slot)
         self._num_synchronous -= sequence.request.synchronous
@@ -591,8 +587,3 @@ class Scheduler:
         assert all(
             r.live == sum(not s.finished for s in r.sequences) for r in self._requests.values()
         )
-
-
-def _forks_to_come(request: Request) -> int:
-    """Slots that admission reserves beside the sequence's own."""
-    return 0 if len(request.sequences) > 1 else request.params.width - 1

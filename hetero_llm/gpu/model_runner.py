@@ -2,7 +2,8 @@
 
 Steps of at most 512 rows replay captured graphs: "decode" where every sequence has one row and
 draws one token (model, head and draw in one graph), else "rows" (the model) and then "head" (the
-draw) by their own buckets; steps with draft trees replay "verify" (model, head, draws, walk).
+draw) by their own buckets; steps with draft trees replay "verify" (model, head, draws, walk). Of
+"decode" and "verify" there is a "short" kind each, for contexts that need no cut attention.
 Larger steps, and with `enforce_eager` all steps, run the same functions uncaptured. Draws that need
 more than temperature and thresholds (log-probabilities, penalties, users' processors) go through
 the torch sampler after a "rows" graph, which draws with the same kernel.
@@ -218,16 +219,19 @@ class GpuModelRunner:
         is_tree = drafts.counts > 0
         num_samples = int(np.where(is_tree, step.counts, step.num_samples).sum())
         bucket = _bucket(self._graph_rows, num_rows) if self._graphs is not None else None
+        short = self._context.is_short(step.starts + step.counts)
         if bucket is not None and num_samples <= bucket:
             assert self._graphs is not None
-            packet = self._captured["verify", bucket]
+            key = ("short verify" if short else "verify", bucket)
+            packet = self._captured[key]
             self._pack(step, packet)
-            self._graphs.replay(("verify", bucket))
+            self._graphs.replay(key)
             launched = self._sent_by_graph(step, packet.layout.groups + packet.layout.samples)
         else:
             num_groups = int(np.where(is_tree, 1, step.num_samples).sum())
-            tile = self._context.tree_tile(bucket or num_rows)
-            packet = self._packet_of(self._exact_layout(step, tile, num_samples, num_groups), tile)
+            tile = self._context.tree_tile(bucket or num_rows, short=short)
+            layout = self._exact_layout(step, tile, num_samples, num_groups)
+            packet = self._packet_of(layout, tile, cut=not short)
             any_cut = self._pack(step, packet)
             inputs = packet_views(self._packet, packet.layout)
             attention = StepAttention(self._context, inputs, tile, any_cut=any_cut)
@@ -503,16 +507,18 @@ class GpuModelRunner:
     def _capture_verify(self, graphs: GraphSet[tuple[str, int]], bucket: int) -> None:
         layout = self._verify_layout(bucket)
         inputs = packet_views(self._packet, layout)
-        tile = self._context.tree_tile(bucket)
-        packet = self._captured["verify", bucket] = self._packet_of(layout, tile)
         results = self._walked.packed[: layout.groups + layout.samples]
-        attention = StepAttention(self._context, inputs, tile, any_cut=True)
+        for name, short in (("verify", False), ("short verify", True)):
+            tile = self._context.tree_tile(bucket, short=short)
+            packet = self._packet_of(layout, tile, cut=not short)
+            self._captured[name, bucket] = packet
+            attention = StepAttention(self._context, inputs, tile, any_cut=not short)
 
-        def body() -> None:
-            self._verify(inputs, self._run_model(packet, inputs, attention))
-            send_results(results, self._turns[1:], ring=self._sent.ring)
+            def body(packet: _Packet = packet, attention: StepAttention = attention) -> None:
+                self._verify(inputs, self._run_model(packet, inputs, attention))
+                send_results(results, self._turns[1:], ring=self._sent.ring)
 
-        graphs.capture(("verify", bucket), body)
+            graphs.capture((name, bucket), body)
 
 
 def _bucket(buckets: tuple[int, ...], count: int) -> int | None:

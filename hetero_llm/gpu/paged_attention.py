@@ -103,7 +103,7 @@ class AttentionContext:
         return tile if num_rows < _MANY_ROWS else dataclasses.replace(tile, num_warps=2, programs=4)
 
     def is_short(self, contexts: np.ndarray) -> bool:
-        """Whether `short_tile` serves a decode step: [S] keys of each sequence, no tile cut."""
+        """Whether a step without chunks needs no tile cut: [S] keys of each sequence."""
         longest = int(contexts.max())
         if longest <= _SHORT_CONTEXT:
             return True
@@ -123,8 +123,10 @@ class AttentionContext:
             return self._tile(16, 128, 4, 5, 1) if deep else self._tile(16, 128, 4, 3, 2)
         return self._tile(32, 128, 4, 3, 2) if num_rows <= 64 else self._tile(64, 64, 4, 3, 2)
 
-    def tree_tile(self, num_rows: int) -> TileShape:
-        """The tile of a step with draft trees of some rows each."""
+    def tree_tile(self, num_rows: int, *, short: bool) -> TileShape:
+        """The tile of a step with draft trees of some rows each; `short` as `is_short` says."""
+        if short:
+            return self._tile(32, 64, 4, 4, 3)
         return self._tile(32, 128, 4, 5, 1) if num_rows <= 64 else self._tile(32, 64, 4, 5, 2)
 
     def _tile(self, rows: int, keys: int, warps: int, stages: int, programs: int) -> TileShape:

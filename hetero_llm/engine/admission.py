@@ -1,0 +1,34 @@
+"""What a request needs to run at all: slots and KV blocks.
+
+Part of the scheduler, which alone calls it.
+"""
+
+from __future__ import annotations
+
+from hetero_llm.core.config import SchedulerConfig
+from hetero_llm.core.errors import PromptError, SamplingError
+from hetero_llm.core.request import Request
+from hetero_llm.engine.block_manager import BlockManager
+
+
+def check_fits(request: Request, config: SchedulerConfig, blocks: BlockManager) -> None:
+    """Raises a typed error if the request could never run here."""
+    params = request.params
+    if params.width > config.max_num_seqs:
+        field = "n" if params.best_of is None else "best_of"
+        raise SamplingError(field, params.width, f"exceeds max_num_seqs ({config.max_num_seqs})")
+    needed = blocks.blocks_for(request.max_total_tokens)
+    if params.use_beam_search:  # all beams are in memory at once, after preemption unshared
+        needed *= params.width
+    if needed > blocks.num_blocks:
+        raise PromptError(
+            "prompt",
+            f"{len(request.prompt_token_ids)} tokens",
+            f"needs {needed} KV blocks with its output, the cache has {blocks.num_blocks}; lower "
+            "max_tokens or best_of",
+        )
+
+
+def forks_to_come(request: Request) -> int:
+    """Slots that admission reserves beside the sequence's own."""
+    return 0 if len(request.sequences) > 1 else request.params.width - 1

@@ -1,0 +1,47 @@
+"""What the scheduler does for the KV blocks while the device works, so that no step waits for it.
+
+Part of the scheduler, which alone calls it.
+"""
+
+from __future__ import annotations
+
+from hetero_llm.core.request import Sequence
+from hetero_llm.engine.block_manager import BlockManager
+from hetero_llm.engine.in_flight import InFlight
+
+_PLENTY = 4
+"""Free blocks per sequence from which on some are handed out before they are needed."""
+
+
+class Publisher:
+    """Publishes blocks that are full of confirmed tokens, some time after they were."""
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+        self._full: dict[Sequence, int] = {}
+
+    def note(self, sequence: Sequence, num_confirmed: int) -> None:
+        """The first `num_confirmed` tokens of a running sequence will stay, and have their KV."""
+        self._full[sequence] = num_confirmed
+
+    def publish(self) -> None:
+        """To be called before anyone looks for a prefix, and before a sequence leaves its slot."""
+        for sequence, num_confirmed in self._full.items():
+            self._blocks.commit(sequence.slot, sequence.token_ids, num_confirmed)
+        self._full.clear()
+
+
+def grow_ahead(flight: InFlight, blocks: BlockManager) -> None:
+    """Takes blocks that drafted sequences may need in the step behind the one in flight: for as
+    many nodes again, should all of these be accepted. Only while blocks are plenty."""
+    if blocks.num_free < _PLENTY * len(flight.sequences):
+        return
+    room = blocks.room
+    for sequence, epoch, start, nodes in zip(
+        flight.sequences, flight.epochs, flight.starts, flight.nodes, strict=True
+    ):
+        if not nodes or sequence.epoch != epoch:
+            continue
+        end = min(start + 2 * (nodes + 1), sequence.request.max_total_tokens)
+        if room[sequence.slot] < end:
+            blocks.grow(sequence.slot, start, end)
