@@ -7,7 +7,7 @@ nodes are drafted whose first `right` are true. (A plain run would not do as the
 weights the best logits lie so close that other kernels, for other row counts, choose differently.)
 Device milliseconds of a step are between events around its graph, launch included; the gap is from
 the end of one step's graph to the launch of the next one's: results, all host work and packing.
-"alone" is the last step's graph replayed back to back, so that steps (wall) less alone is all that
+"alone" is an early step's graph replayed back to back, so that steps (wall) less alone is all that
 a step costs beside the device's own work, launching included. "same": the share of tokens before
 the first difference from the record.
 """
@@ -66,10 +66,15 @@ class GraphClock:
         graphs = runner._graphs
         assert graphs is not None
         self._replay = graphs.replay
+        self._packer = runner._packer
+        self._kept: tuple[tuple[str, int], torch.Tensor] | None = None  # a verify step's packet
         self.events: list[tuple[tuple[str, int], torch.cuda.Event, torch.cuda.Event]] = []
         graphs.replay = self._timed  # type: ignore[method-assign]
 
     def _timed(self, key: tuple[str, int]) -> None:
+        if "verify" in key[0] and (self._kept is None or self._kept[0] != key):
+            place = (self._packer._next - 1) % len(self._packer.ring)
+            self._kept = key, self._packer.ring[place].clone()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         self._replay(key)
@@ -77,8 +82,11 @@ class GraphClock:
         self.events.append((key, begin, end))
 
     def alone(self) -> float:
-        """Milliseconds of the last replayed graph, in a row of as many as keep the rings' turns."""
-        key = self.events[-1][0]
+        """Milliseconds of the verify graph last kept, replayed so often that the rings go round."""
+        assert self._kept is not None
+        key, packet = self._kept
+        torch.cuda.synchronize()
+        self._packer.ring[:] = packet
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._replay(key)
         begin.record()
