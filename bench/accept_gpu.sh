@@ -11,11 +11,13 @@ export PYTHONPATH=.
 mkdir -p "$out"
 
 if [ "$part" = tests ]; then
-  python3 -m pytest tests/gpu/kernels -v -n 12 -p no:benchmark >"$out/tests_kernels.log" 2>&1
-  # These claim the card's memory, so one at a time.
-  timeout 420 python3 -m pytest tests/gpu --ignore tests/gpu/kernels -v --tb=short \
-    --durations=15 -p no:benchmark >"$out/tests_engine.log" 2>&1
-  grep -hE "^FAILED|^ERROR| passed| failed" "$out"/tests_*.log
+  python3 -m pytest tests/gpu/kernels -q -n 12 -p no:benchmark >"$out/tests_kernels.log" 2>&1
+  python3 -m pytest tests/gpu --ignore tests/gpu/kernels --ignore tests/gpu/test_memory.py -vv \
+    -n 4 --dist loadfile --tb=short --durations=10 -p no:benchmark >"$out/tests_engine.log" 2>&1
+  # These claim the card's memory, or look at what is free of it.
+  python3 -m pytest tests/gpu/test_memory.py -vv --tb=short --durations=5 -p no:benchmark \
+    >"$out/tests_memory.log" 2>&1
+  grep -hE "^FAILED|^ERROR|^E  | passed| failed" "$out"/tests_*.log
   exit
 fi
 
