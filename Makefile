@@ -17,7 +17,7 @@ else
   CONSTRAINTS := -c constraints.txt
 endif
 
-.PHONY: install demo test check format docs clean
+.PHONY: install demo test test-native check format docs clean
 
 install: $(STAMP)
 
@@ -31,6 +31,13 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# The tests of the step executor under AddressSanitizer and UBSan, whose runtime has to be loaded
+# before Python itself. Python and torch leak by design: only our memory errors count.
+test-native: $(STAMP)
+	$(BIN)/python -m hetero_llm.cpu.build --sanitize
+	HETERO_LLM_NATIVE=sanitized ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  LD_PRELOAD=$$(g++ -print-file-name=libasan.so) $(BIN)/python -m pytest tests/cpu/step
 
 check: $(STAMP)
 	$(BIN)/ruff check .

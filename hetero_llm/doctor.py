@@ -68,7 +68,8 @@ class Report:
 
 
 def examine() -> Report:
-    """Look at the machine. Imports torch, if it is there, to ask for the GPU."""
+    """Look at the machine. Imports torch, if it is there, to ask for the GPU, and compiles the
+    CPU library if that was not done before."""
     sections: dict[str, Facts] = {}
     missing: list[Missing] = []
     parts: tuple[tuple[str, Callable[[], tuple[Facts, list[Missing]]]], ...] = (
@@ -215,8 +216,29 @@ def _tools() -> tuple[Facts, list[Missing]]:
     path = next(filter(None, map(shutil.which, COMPILERS)), None)
     if path is None:
         fix = "install a C++ compiler, e.g. apt-get install g++"
-        return {"C++ compiler": "none"}, [Missing("a C++ compiler", fix, needed=False)]
-    return {"C++ compiler": _first_line([path, "--version"]) or path}, []
+        facts = {"C++ compiler": "none", "native CPU executor": _native_executor()}
+        return facts, [Missing("a C++ compiler", fix, needed=False)]
+    version = _first_line([path, "--version"]) or path
+    return {"C++ compiler": version, "native CPU executor": _native_executor()}, []
+
+
+def _first(error: Exception) -> str:
+    """The first line of its message, or its name."""
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _native_executor() -> str:
+    """Whether it is there, compiled now if need be, as its first use would."""
+    try:
+        from hetero_llm.core.env import native_choice
+        from hetero_llm.cpu import native
+
+        if native_choice() == "0":
+            return "none, HETERO_LLM_NATIVE=0: plain torch serves"
+        level = native.isa_level(native.open_library())
+        return f"for {native.ISA_NAMES[level]}"
+    except Exception as error:  # without psutil, torch, a compiler, a writable cache ...
+        return f"none, plain torch serves: {_first(error)}"
 
 
 def transparent_huge_pages(text: str) -> str:

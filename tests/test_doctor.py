@@ -127,6 +127,18 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     report = doctor.examine()
     assert report.can_run
     assert "a C++ compiler" in [thing.what for thing in report.missing]
+    executor = report.sections["Tools"]["native CPU executor"]
+    assert executor == "none, plain torch serves: no C++ compiler found"
+
+
+def test_native_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.delenv("HETERO_LLM_CPU_ISA", raising=False)
+    assert doctor._native_executor().startswith(("for ", "none, plain torch serves: "))
+    monkeypatch.setenv("HETERO_LLM_CPU_ISA", "mmx")
+    assert "HETERO_LLM_CPU_ISA='mmx': must be one of base" in doctor._native_executor()
+    monkeypatch.setenv("HETERO_LLM_NATIVE", "0")
+    assert doctor._native_executor() == "none, HETERO_LLM_NATIVE=0: plain torch serves"
 
 
 def test_demo_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -232,6 +232,30 @@ _MEMORY = grouped(
         "a GPU.",
         minimum=0,
     ),
+    effective(
+        "cpu_backend",
+        _STR,
+        "native",
+        "What runs the model on a CPU: our compiled executor, plain torch, or Intel's extension "
+        "for torch. Models that the executor cannot run, machines without a C++ compiler and "
+        "batch_invariant are served by torch.",
+        choices=("native", "torch", "ipex"),
+    ),
+    effective(
+        "cpu_weight_dtype",
+        _STR,
+        "auto",
+        "How the native CPU backend holds weights: 'auto' is the model's type, 'int8' rounds "
+        "them to 8 bits with one scale for each output.",
+        choices=("auto", "int8"),
+    ),
+    effective(
+        "cpu_threads",
+        _INT,
+        None,
+        "Threads of a model on the CPU; default: one for each usable core.",
+        minimum=1,
+    ),
     obsolete(
         "use_v2_block_manager",
         _BOOL,

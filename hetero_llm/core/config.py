@@ -49,6 +49,16 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CpuConfig:
+    """What runs a model on a CPU. `backend` is "native", "torch" or "ipex", `weight_dtype` "auto"
+    or "int8"; `threads` None means one for each usable core."""
+
+    backend: str
+    weight_dtype: str
+    threads: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits of one step. All in tokens but `max_num_seqs`, which counts sequences."""
 
@@ -81,6 +91,7 @@ class EngineConfig:
 
     load: LoadConfig
     cache: CacheConfig
+    cpu: CpuConfig
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int | None
@@ -128,6 +139,11 @@ class EngineConfig:
         return EngineConfig(
             load=load,
             cache=cache,
+            cpu=CpuConfig(
+                backend=args["cpu_backend"],
+                weight_dtype=args["cpu_weight_dtype"],
+                threads=args["cpu_threads"],
+            ),
             max_model_len=args["max_model_len"],
             max_num_seqs=args["max_num_seqs"],
             max_num_batched_tokens=args["max_num_batched_tokens"],

@@ -17,9 +17,14 @@ def cache_dir() -> Path:
     return Path(base).expanduser() / "hetero_llm"
 
 
-def native_enabled() -> bool:
-    """HETERO_LLM_NATIVE: 0 keeps the CPU on plain torch; 1, the default, uses our library."""
+def cpu_isa() -> str | None:
+    """HETERO_LLM_CPU_ISA: the instruction set for the step executor; None: the machine's best."""
+    return os.environ.get("HETERO_LLM_CPU_ISA") or None
+
+
+def native_choice() -> str:
+    """HETERO_LLM_NATIVE: "0": plain torch on the CPU, "1": our library, or "sanitized"."""
     value = os.environ.get("HETERO_LLM_NATIVE", "1")
-    if value not in ("0", "1"):
-        raise ConfigError("HETERO_LLM_NATIVE", value, "must be 0 or 1")
-    return value == "1"
+    if value not in ("0", "1", "sanitized"):
+        raise ConfigError("HETERO_LLM_NATIVE", value, "must be 0, 1 or sanitized")
+    return value

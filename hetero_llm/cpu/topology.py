@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +114,32 @@ def read_topology(root: Path = _ROOT) -> CpuTopology:
         available_memory=memory.available,
         memory_limit=read_memory_limit(root),
     )
+
+
+def compute_cpus(reserve: int, root: Path = _ROOT) -> tuple[int, ...]:
+    """The logical CPUs to pin compute threads to: one for each physical core granted.
+
+    Cores of the NUMA node with most of them come first, so that few threads share a node.
+
+    Args:
+        reserve: Cores to leave to control threads. At least one CPU is returned nevertheless.
+        root: Where proc and sys are.
+
+    Returns:
+        Logical CPUs in the affinity mask, as many as affinity and the cgroup's quota allow
+        without `reserve`.
+    """
+    assert reserve >= 0
+    host = read_topology(root)
+    core_of = parse_cpuinfo(_read(root / "proc/cpuinfo") or "").core_of
+    first_cpu: dict[tuple[int, int], int] = {}
+    for cpu in host.allowed_cpus:
+        first_cpu.setdefault(core_of.get(cpu, (-1, cpu)), cpu)
+    chosen = sorted(first_cpu.values())
+    node_of = {cpu: node.index for node in host.numa_nodes for cpu in node.cpus}
+    sizes = Counter(node_of.get(cpu, -1) for cpu in chosen)
+    chosen.sort(key=lambda cpu: (-sizes[node_of.get(cpu, -1)], node_of.get(cpu, -1), cpu))
+    return tuple(chosen[: max(1, host.usable_cores - reserve)])
 
 
 def usable_memory_bytes(root: Path = _ROOT) -> int:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_llm.core.config import CacheConfig, EngineConfig, SchedulerConfig
+from hetero_llm.core.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.demo_models import ALIASES, demo_folder
 from hetero_llm.engine.block_manager import BlockManager
@@ -23,6 +23,8 @@ from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     import torch
 
+    from hetero_llm.cpu.backend import NativeBackend
+    from hetero_llm.cpu.model_runner import NativeModelRunner
     from hetero_llm.engine.drafting import Drafter
     from hetero_llm.models.config import ModelConfig
     from hetero_llm.models.layers import CausalLM
@@ -53,7 +55,7 @@ def build_engine(
 ) -> BuiltEngine:
     """Loads model and tokenizer and sizes the KV cache.
 
-    `drafter` proposes draft trees, which a GPU verifies.
+    `drafter` proposes draft trees, which a GPU or the native CPU executor verifies.
 
     Raises:
         ConfigError: arguments that this model or machine cannot serve.
@@ -61,29 +63,26 @@ def build_engine(
     """
     import torch
 
-    from hetero_llm.models.config import load_model_config
-    from hetero_llm.models.loader import resolve_model_folder
-
     load = config.load
     device = _resolve_device(load.device)
-    _check_device(config, device, drafter)
-    folder = resolve_model_folder(
-        resolve_alias(load.model), revision=load.revision, download_dir=load.download_dir
-    )
-    model_config = load_model_config(
-        folder,
-        rope_scaling=load.rope_scaling,
-        rope_theta=load.rope_theta,
-        disable_sliding_window=load.disable_sliding_window,
-    )
+    _check_offload(config, device)
+    folder, model_config = _find_model(load)
     max_model_len = _resolve_max_model_len(config.max_model_len, model_config)
     model_config = dataclasses.replace(model_config, max_model_len=max_model_len)
     dtype_name = _resolve_dtype(load.dtype, model_config.torch_dtype, device)
     scheduler_config = _scheduler_config(config, max_model_len, device.type)
     tokenizer = _load_tokenizer(config, folder)
     dtype: torch.dtype = getattr(torch, dtype_name)
+    native = _native_backend(config, model_config, dtype, device)
+    _check_drafter(config, device, drafter, native=native is not None)
     model = _load_weights(
-        config, folder, model_config, dtype=dtype, device=device, show_progress=show_progress
+        config,
+        folder,
+        model_config,
+        dtype=dtype,
+        device=device,
+        show_progress=show_progress,
+        native=native is not None,
     )
     runner, num_blocks = _build_runner(
         config,
@@ -93,6 +92,7 @@ def build_engine(
         dtype=dtype,
         device=device,
         drafts=drafter is not None,
+        native=native,
     )
     prefix_cache = PrefixCache() if config.cache.enable_prefix_caching else None
     blocks = BlockManager(num_blocks, config.cache.block_size, prefix_cache)
@@ -129,6 +129,23 @@ def build_engine(
     return BuiltEngine(engine, tokenizer, max_model_len, num_blocks, str(device), dtype_name)
 
 
+def _find_model(load: LoadConfig) -> tuple[Path, ModelConfig]:
+    """The checkpoint's folder and its configuration."""
+    from hetero_llm.models.config import load_model_config
+    from hetero_llm.models.loader import resolve_model_folder
+
+    folder = resolve_model_folder(
+        resolve_alias(load.model), revision=load.revision, download_dir=load.download_dir
+    )
+    config = load_model_config(
+        folder,
+        rope_scaling=load.rope_scaling,
+        rope_theta=load.rope_theta,
+        disable_sliding_window=load.disable_sliding_window,
+    )
+    return folder, config
+
+
 def resolve_alias(model: str) -> str:
     """The folder of an embedded model ("demo", "demo-draft"), else the name itself."""
     return str(demo_folder(model)) if model in ALIASES else model
@@ -158,16 +175,36 @@ def _check_offload(config: EngineConfig, device: torch.device) -> None:
         )
 
 
-def _check_device(config: EngineConfig, device: torch.device, drafter: Drafter | None) -> None:
-    """Raises ConfigError for what the device cannot do."""
-    _check_offload(config, device)
-    _check_drafter(config, device, drafter)
-
-
-def _check_drafter(config: EngineConfig, device: torch.device, drafter: Drafter | None) -> None:
-    if drafter is not None and (device.type == "cpu" or config.batch_invariant):
-        reason = "drafts are verified on a GPU, and without batch_invariant, only"
+def _check_drafter(
+    config: EngineConfig, device: torch.device, drafter: Drafter | None, *, native: bool
+) -> None:
+    if drafter is None:
+        return
+    if config.batch_invariant or (device.type == "cpu" and not native):
+        reason = (
+            "drafts are verified on a GPU or by the native CPU backend, and without "
+            "batch_invariant, only"
+        )
         raise ConfigError("drafter", type(drafter).__name__, reason)
+
+
+def _native_backend(
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> NativeBackend | None:
+    """The native executor's settings, where it is to run the model."""
+    cpu = config.cpu
+    if device.type == "cpu":
+        from hetero_llm.cpu.backend import choose_backend
+
+        return choose_backend(cpu, model_config, dtype, batch_invariant=config.batch_invariant)
+    given = {
+        "cpu_backend": cpu.backend != "native",
+        "cpu_weight_dtype": cpu.weight_dtype != "auto",
+        "cpu_threads": cpu.threads is not None,
+    }
+    for name in (name for name, is_given in given.items() if is_given):
+        logger.warning("%s has no effect on a GPU", name)
+    return None
 
 
 def _resolve_dtype(name: str, stored: str, device: torch.device) -> str:
@@ -242,6 +279,7 @@ class _RunnerInputs:
     batch_invariant: bool
     enforce_eager: bool
     drafts: bool
+    native: NativeBackend | None
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -257,8 +295,13 @@ def _load_weights(
     dtype: torch.dtype,
     device: torch.device,
     show_progress: bool,
+    native: bool,
 ) -> CausalLM:
-    """The model with the products that the device and the configuration ask for."""
+    """The model with the products that the device and the configuration ask for.
+
+    Args:
+        native: the native executor is to take the weights as they are.
+    """
     from hetero_llm.models.loader import load_model
 
     load = partial(
@@ -283,12 +326,12 @@ def _load_weights(
         from hetero_llm.models.invariant import make_batch_invariant
 
         make_batch_invariant(model)
-    elif device.type == "cpu":
-        from hetero_llm.cpu.fused import speed_up
+    elif device.type != "cpu":
+        from hetero_llm.gpu.fused import speed_up
 
         speed_up(model)
-    else:
-        from hetero_llm.gpu.fused import speed_up
+    elif not native:
+        from hetero_llm.cpu.fused import speed_up
 
         speed_up(model)
     return model
@@ -303,6 +346,7 @@ def _build_runner(
     dtype: torch.dtype,
     device: torch.device,
     drafts: bool,
+    native: NativeBackend | None,
 ) -> tuple[ModelRunner[Any], int]:
     """The runner with its KV cache, and the number of blocks."""
     from hetero_llm.runner.kv_cache import KVCacheShape
@@ -324,13 +368,13 @@ def _build_runner(
         config.batch_invariant,
         config.enforce_eager,
         drafts,
+        native,
     )
     _check_fixed_blocks(inputs)
     return _cuda_runner(inputs) if device.type == "cuda" else _cpu_runner(inputs)
 
 
-def _cpu_runner(inputs: _RunnerInputs) -> tuple[TorchModelRunner, int]:
-    from hetero_llm.cpu.paged_attention import native_row_kernel
+def _cpu_runner(inputs: _RunnerInputs) -> tuple[ModelRunner[Any], int]:
     from hetero_llm.cpu.topology import usable_memory_bytes
     from hetero_llm.runner.kv_cache import PagedKVCache
 
@@ -351,11 +395,29 @@ def _cpu_runner(inputs: _RunnerInputs) -> tuple[TorchModelRunner, int]:
                 f"max_model_len or raise gpu_memory_utilization",
             )
     cache = PagedKVCache(inputs.shape, num_blocks, inputs.device)
+    if inputs.native is not None:
+        return _native_runner(inputs, inputs.native, cache), num_blocks
     row_kernel = None
     if not inputs.batch_invariant:
+        from hetero_llm.cpu.paged_attention import native_row_kernel
+
         config = inputs.model_config
         row_kernel = native_row_kernel(cache, config.num_heads, config.attn_scale)
     return _torch_runner(inputs, cache, row_kernel), num_blocks
+
+
+def _native_runner(
+    inputs: _RunnerInputs, native: NativeBackend, cache: PagedKVCache
+) -> NativeModelRunner:
+    from hetero_llm.cpu.model_runner import NativeModelRunner
+
+    return NativeModelRunner(
+        native.executor(inputs.model, inputs.model_config, cache),
+        inputs.model_config,
+        cache,
+        max_num_seqs=inputs.scheduler.max_num_seqs,
+        max_model_len=inputs.scheduler.max_model_len,
+    )
 
 
 def _cuda_runner(inputs: _RunnerInputs) -> tuple[ModelRunner[Any], int]:

@@ -278,7 +278,7 @@ class GpuModelRunner:
             self._sampler.admit(state)
             if state.params.prompt_logprobs is not None:
                 self._prompts[state.slot] = state
-        if self._sampler.has_history:
+        if step.drafts is None and self._sampler.has_history:  # who looks back gets no drafts
             observe_inputs(self._sampler, step)
         self._packer.write_tables(step)
         copies = step.block_copies

@@ -12,6 +12,7 @@ import pytest
 from hetero_llm.cpu import topology
 from hetero_llm.cpu.topology import (
     NumaNode,
+    compute_cpus,
     parse_cpu_list,
     parse_cpuinfo,
     read_cpu_quota,
@@ -163,6 +164,56 @@ def test_cores_respect_affinity_and_quota(tmp_path: Path, monkeypatch: pytest.Mo
     for quota, cores in [("250000", 2), ("50000", 1), ("900000", 3)]:
         files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{quota} 100000\n"}
         assert read_topology(write(root, files)).usable_cores == cores
+
+
+def two_sockets(root: Path) -> Path:
+    """Sockets of 2 and 4 cores, a NUMA node each; CPUs 6 to 11 are the second hyperthreads."""
+    places = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)] * 2
+    text = "\n".join(
+        cpu_block(cpu, socket=socket, core=core, flags="avx2")
+        for cpu, (socket, core) in enumerate(places)
+    )
+    nodes = "sys/devices/system/node"
+    files = {
+        "proc/cpuinfo": text,
+        f"{nodes}/node0/cpulist": "0-1,6-7\n",
+        f"{nodes}/node1/cpulist": "2-5,8-11\n",
+    }
+    return write(root, files)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "quota", "reserve", "cpus"),
+    [
+        (range(12), "max", 0, (2, 3, 4, 5, 0, 1)),
+        (range(12), "max", 1, (2, 3, 4, 5, 0)),
+        (range(12), "300000", 1, (2, 3)),
+        (range(12), "50000", 0, (2,)),
+        ((0, 1, 2, 6, 8), "max", 0, (0, 1, 2)),
+        ((7, 8, 11), "max", 1, (8, 11)),
+        ((4, 10), "max", 0, (4,)),
+        ((4, 10), "max", 5, (4,)),
+    ],
+)
+def test_compute_threads_get_a_core_each(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    allowed: tuple[int, ...],
+    quota: str,
+    reserve: int,
+    cpus: tuple[int, ...],
+) -> None:
+    files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{quota} 100000\n"}
+    monkeypatch.setattr(topology, "_allowed_cpus", lambda: tuple(allowed))
+    assert compute_cpus(reserve, write(two_sockets(tmp_path), files)) == cpus
+
+
+def test_compute_cpus_where_the_kernel_tells_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology, "_allowed_cpus", lambda: (3, 5, 7))
+    assert compute_cpus(0, tmp_path) == (3, 5, 7)
+    assert compute_cpus(1, tmp_path) == (3, 5)
 
 
 def test_the_real_host() -> None:

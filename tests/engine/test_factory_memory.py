@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -415,8 +416,9 @@ def test_the_profile_step_runs(tiny_folder: Path) -> None:
     assert len(output.token_ids) == CONFIG.max_num_seqs
 
 
-def test_drafts_need_a_gpu(tiny_folder: Path) -> None:
-    given = {"model": str(tiny_folder), "device": "cpu", "skip_tokenizer_init": True}
+@pytest.mark.parametrize("changes", [{"cpu_backend": "torch"}, {"batch_invariant": True}])
+def test_torch_verifies_no_drafts(tiny_folder: Path, changes: dict[str, Any]) -> None:
+    given = {"model": str(tiny_folder), "device": "cpu", "skip_tokenizer_init": True, **changes}
     config = EngineConfig.from_args(resolve_engine_args(given))
     drafter = SyntheticDrafter({}, right=1, nodes=1, vocab_size=9)
     with pytest.raises(ConfigError, match="SyntheticDrafter.*verified on a GPU"):

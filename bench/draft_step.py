@@ -1,0 +1,285 @@
+"""Milliseconds of one decode step of a draft model through the executor.
+
+Rotation, paged cache and greedy draw are included; each step's tokens go into the next, and the
+context stays as long. `batch`: every row has a context of its own. `branches`: all rows extend one
+context, as branches of a draft tree do. Beside it, with as many threads: PyTorch eager on the same
+module (`F.linear` on plain weights), our torch path (prepacked weights, compiled attention; both
+run branches as a chunk, which is as much work), and a plain read of as many bytes as the step's
+weights have. Medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.common import print_table, write_results
+from bench.cpu_limits import ReadProbe
+from bench.cpu_shapes import CPU_SHAPES, streamed_parameters, write_shape
+from hetero_llm.cpu import native
+from hetero_llm.cpu.executor import GREEDY, Executor, StepDraws, StepRows
+from hetero_llm.cpu.fused import speed_up
+from hetero_llm.cpu.paged_attention import native_row_kernel
+from hetero_llm.cpu.topology import compute_cpus
+from hetero_llm.models.config import ModelConfig, load_model_config
+from hetero_llm.models.layers import CausalLM
+from hetero_llm.models.loader import load_model
+from hetero_llm.runner.attention import TorchPagedAttention
+from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
+
+BLOCK = 16
+KINDS = ("batch", "branches")
+FORMATS = {"bf16": 2, "int8": 1}
+"""Weight formats of the executor, and bytes of a weight."""
+
+_WARM_UP = 50
+_MAX_ROWS = 64  # of one tree
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`rows` rows that see `context` tokens each, themselves included."""
+
+    kind: str
+    rows: int
+    context: int
+
+    @property
+    def sequences(self) -> int:
+        return self.rows if self.kind == "batch" else 1
+
+    @property
+    def starts(self) -> np.ndarray:
+        """[sequences] tokens in the cache before the step."""
+        return np.full(self.sequences, self.context - 1, np.int32)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """[sequences] rows."""
+        return np.full(self.sequences, self.rows // self.sequences, np.int32)
+
+
+def block_tables(work: Work, num_blocks: int) -> np.ndarray:
+    """[sequences, columns] int32: distinct blocks in random order."""
+    columns = -(-(work.context + work.rows) // BLOCK)
+    blocks = np.random.default_rng(0).permutation(num_blocks)[: work.sequences * columns]
+    return blocks.reshape(work.sequences, columns).astype(np.int32)
+
+
+def blocks_for(rows: list[int], context: int) -> int:
+    """Blocks that the largest of the works needs."""
+    return max(rows) * -(-(context + max(rows)) // BLOCK)
+
+
+def token_places(work: Work) -> list[np.ndarray]:
+    """Per sequence, the places of its rows in its context: they follow the cached tokens."""
+    return [start + np.arange(count) for start, count in zip(work.starts, work.counts, strict=True)]
+
+
+def cache_rows(work: Work, tables: np.ndarray) -> np.ndarray:
+    """[rows] int32 KV slot of each row."""
+    slots = [
+        table[place // BLOCK] * BLOCK + place % BLOCK
+        for table, place in zip(tables, token_places(work), strict=True)
+    ]
+    return np.concatenate(slots).astype(np.int32)
+
+
+def step_arrays(work: Work, tables: np.ndarray) -> tuple[StepRows, StepDraws]:
+    """The executor's view of the work: branches are children of the last cached token."""
+    rows, is_tree = work.rows, work.kind == "branches"
+    assert rows <= _MAX_ROWS or not is_tree, f"a tree has at most {_MAX_ROWS} rows"
+    own_bits = np.arange(rows, dtype=np.uint64) * np.uint64(is_tree)
+    step = StepRows(
+        token_ids=np.arange(1, rows + 1, dtype=np.int32),
+        positions=np.full(rows, work.context - 1, np.int32),
+        cache_rows=cache_rows(work, tables),
+        slots=np.arange(work.sequences, dtype=np.int32),
+        starts=work.starts,
+        counts=work.counts,
+        is_tree=np.full(work.sequences, is_tree, np.uint8),
+        ancestors=np.uint64(1) << own_bits,
+        tables=tables,
+    )
+    draws = StepDraws(
+        rows=np.arange(rows, dtype=np.int32),
+        modes=np.full(rows, GREEDY, np.uint8),
+        temperatures=np.ones(rows, np.float32),
+        seeds=np.zeros(rows, np.uint64),
+        positions=np.full(rows, work.context, np.int32),
+        sample_indices=np.zeros(rows, np.int32),
+    )
+    return step, draws
+
+
+def executor_step(executor: Executor, work: Work, num_blocks: int) -> Callable[[], None]:
+    """One step through the executor's call from Python."""
+    rows, draws = step_arrays(work, block_tables(work, num_blocks))
+
+    def step() -> None:
+        rows.token_ids[:] = executor.step(rows, draws)
+
+    return step
+
+
+def torch_step(
+    model: CausalLM, attention: TorchPagedAttention, work: Work, num_blocks: int
+) -> Callable[[], None]:
+    """One step of the module with attention over the paged cache."""
+    tables = block_tables(work, num_blocks)
+    positions = np.concatenate(token_places(work))
+    blocks = cache_rows(work, tables) // BLOCK
+    tokens = torch.arange(1, work.rows + 1)
+    at = torch.from_numpy(positions.astype(np.int64))
+
+    @torch.inference_mode()
+    def step() -> None:
+        nonlocal tokens
+        attend = attention.plan(work.starts, work.counts, tables, positions, blocks)
+        tokens = model.logits(model(tokens, at, attend)).argmax(dim=-1)
+
+    return step
+
+
+def median_ms(step: Callable[[], None], steps: int) -> float:
+    """Of `steps` steps, each timed, after some that warm up."""
+    for _ in range(min(_WARM_UP, steps)):
+        step()
+    times = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) * 1e3
+
+
+class Bench:
+    """A model of random weights with a KV cache, made once for each way of running it."""
+
+    def __init__(self, shape: str, rows: list[int], context: int) -> None:
+        self.shape, self.num_blocks = shape, blocks_for(rows, context)
+        with tempfile.TemporaryDirectory() as folder:
+            self._config: ModelConfig = load_model_config(write_shape(shape, Path(folder)))
+        config = self._config
+        sizes = KVCacheShape(
+            config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, torch.bfloat16
+        )
+        self._cache = PagedKVCache(sizes, self.num_blocks, torch.device("cpu"))
+        self._cache.data[0].normal_()
+        self._cache.data[1:] = self._cache.data[0]
+        self._plain = self._model()
+        self._fast = self._model()
+        speed_up(self._fast)
+
+    def _model(self) -> CausalLM:
+        return load_model(
+            Path("."), self._config, dtype=torch.bfloat16, device="cpu", show_progress=False,
+            load_format="dummy",
+        )  # fmt: skip
+
+    def executor(self, weight_format: str, threads: int) -> Executor:
+        """A fresh one; pinned if this process has as many cores."""
+        library = native.load()
+        assert library is not None, "no compiled library"
+        cpus = compute_cpus(reserve=0)
+        return Executor(
+            self._model(), self._config, self._cache, library=library, threads=threads,
+            cpus=cpus[:threads] if len(cpus) >= threads else None, weight_format=weight_format,
+            isa=native.isa_level(),
+        )  # fmt: skip
+
+    def torch_steps(self, work: Work) -> dict[str, Callable[[], None]]:
+        """ "eager" and our "torch path"."""
+        config, cache = self._config, self._cache
+        kernel = native_row_kernel(cache, config.num_heads, config.attn_scale)
+        ways = {"eager_ms": (self._plain, None), "torch_path_ms": (self._fast, kernel)}
+        return {
+            name: torch_step(
+                model,
+                TorchPagedAttention(config, cache, row_by_row=False, row_kernel=row_kernel),
+                work,
+                self.num_blocks,
+            )
+            for name, (model, row_kernel) in ways.items()
+        }
+
+
+def measure(
+    bench: Bench, works: list[Work], formats: list[str], threads: int, steps: int
+) -> list[dict[str, Any]]:
+    """One row per format and work."""
+    torch.set_num_threads(threads)
+    torch_ms: dict[Work, dict[str, float]] = {}
+    for work in works:
+        ways = bench.torch_steps(work)
+        torch_ms[work] = {name: median_ms(step, steps) for name, step in ways.items()}
+    table = []
+    for weight_format in formats:
+        executor = bench.executor(weight_format, threads)
+        size = streamed_parameters(CPU_SHAPES[bench.shape]) * FORMATS[weight_format]
+        with ReadProbe(size, threads) as probe:
+            for work in works:
+                before = probe.seconds()
+                ours = median_ms(executor_step(executor, work, bench.num_blocks), steps)
+                read = (before + probe.seconds()) / 2 * 1e3
+                beside = torch_ms[work]
+                table.append(
+                    {"weights": weight_format, "threads": threads, "kind": work.kind,
+                     "rows": work.rows, "ours_ms": ours, "read_ms": read,
+                     "ours/read": ours / read, **beside, "eager/ours": beside["eager_ms"] / ours}
+                )  # fmt: skip
+        del executor  # its threads must not stand in the way of the next
+    return table
+
+
+def numbers(text: str) -> list[int]:
+    """ "1,8" -> [1, 8]."""
+    return [int(word) for word in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=list(CPU_SHAPES), default="draft-68m")
+    parser.add_argument("--threads", type=numbers, default=[2], help="comma-separated")
+    parser.add_argument("--rows", type=numbers, default=[1, 8, 32], help="comma-separated")
+    parser.add_argument("--context", type=int, default=1280)
+    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--out", help="JSON file")
+    args = parser.parse_args()
+    works = [
+        Work(kind, rows, args.context)
+        for rows in args.rows
+        for kind in args.kinds
+        if rows > 1 or kind == args.kinds[0]  # one row is both
+    ]
+    bench = Bench(args.shape, args.rows, args.context)
+    table = []
+    for threads in args.threads:
+        table += measure(bench, works, args.formats, threads, args.steps)
+    print(f"{args.shape}, context {args.context}, {native.ISA_NAMES[native.isa_level()]}")
+    print_table(table)
+    results = {
+        "shape": args.shape,
+        "context": args.context,
+        "steps": args.steps,
+        "isa": native.ISA_NAMES[native.isa_level()],
+        "rows": table,
+    }
+    write_results(f"draft_step.{args.shape}", results, args.out)
+
+
+if __name__ == "__main__":
+    main()

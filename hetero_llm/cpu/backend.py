@@ -1,0 +1,117 @@
+"""What runs a model on this machine's CPU: the native executor where it can, else torch."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from hetero_llm.core.config import CpuConfig
+from hetero_llm.core.errors import ConfigError
+from hetero_llm.cpu import native
+from hetero_llm.cpu.executor import Executor, native_format, unsupported_reason
+from hetero_llm.cpu.topology import compute_cpus
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.layers import CausalLM
+from hetero_llm.runner.kv_cache import PagedKVCache
+
+logger = logging.getLogger(__name__)
+
+IPEX_MODULE = "intel_extension_for_pytorch"
+
+
+@dataclass(frozen=True, slots=True)
+class NativeBackend:
+    """How an executor is to be built; see `Executor`."""
+
+    library: ctypes.CDLL
+    cpus: tuple[int, ...]
+    weight_format: str
+    isa: int
+
+    def executor(self, model: CausalLM, config: ModelConfig, cache: PagedKVCache) -> Executor:
+        """Takes over the model's weights."""
+        return Executor(
+            model,
+            config,
+            cache,
+            library=self.library,
+            threads=len(self.cpus),
+            cpus=self.cpus,
+            weight_format=self.weight_format,
+            isa=self.isa,
+        )
+
+
+def choose_backend(
+    wanted: CpuConfig, config: ModelConfig, dtype: torch.dtype, *, batch_invariant: bool
+) -> NativeBackend | None:
+    """Checks the CPU's arguments; None: torch serves, and the log says why if it was not asked for.
+
+    Raises:
+        ConfigError: something that this machine, model or backend cannot do.
+    """
+    if wanted.backend == "ipex":
+        _refuse_ipex()
+    cpus = _check_threads(wanted.threads)
+    reason = _why_torch(wanted, config, dtype, batch_invariant=batch_invariant)
+    library = native.load() if reason is None else None
+    if library is None:
+        reason = reason or "the compiled library is not available"
+        if wanted.weight_dtype != "auto":
+            raise ConfigError(
+                "cpu_weight_dtype", wanted.weight_dtype, f"needs the native backend: {reason}"
+            )
+        if wanted.threads is not None:
+            torch.set_num_threads(wanted.threads)
+        return None
+    isa = native.isa_level()
+    weight_format = native_format(dtype, wanted.weight_dtype)
+    logger.info(
+        "native executor: %s, %d threads, %s weights",
+        native.ISA_NAMES[isa],
+        len(cpus),
+        weight_format,
+    )
+    return NativeBackend(library, cpus, weight_format, isa)
+
+
+def _why_torch(
+    wanted: CpuConfig, config: ModelConfig, dtype: torch.dtype, *, batch_invariant: bool
+) -> str | None:
+    """Why the executor is not to run the model, whatever the machine; None if it is."""
+    if wanted.backend == "torch":
+        return "cpu_backend is 'torch'"
+    if batch_invariant:
+        logger.info("batch_invariant: torch serves instead of the native executor")
+        return "batch_invariant is served by torch"
+    reason = unsupported_reason(config, dtype)
+    if reason is not None:
+        logger.warning("torch serves, the native executor cannot run this model: %s", reason)
+    return reason
+
+
+def _check_threads(wanted: int | None) -> tuple[int, ...]:
+    """The CPUs to pin threads to."""
+    cpus = compute_cpus(reserve=0)
+    if wanted is None:
+        return cpus
+    if wanted > len(cpus):
+        raise ConfigError(
+            "cpu_threads", wanted, f"this process may use {len(cpus)} cores; ask for as many"
+        )
+    return cpus[:wanted]
+
+
+def _refuse_ipex() -> None:
+    if importlib.util.find_spec(IPEX_MODULE) is None:
+        reason = (
+            "needs intel-extension-for-pytorch, which is not installed: "
+            "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0"
+        )
+    else:
+        reason = "is not available yet; use 'native' or 'torch'"
+    raise ConfigError("cpu_backend", "ipex", reason)

@@ -1,0 +1,280 @@
+// The step's attention as tasks: who attends what, and where results meet. See attention.h.
+
+#include "attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <vector>
+
+#include "attention_parts.h"
+
+namespace hetero {
+
+namespace {
+
+constexpr int64_t kTasksPerThread = 2;
+constexpr int64_t kShortest = 256;  // tokens of a piece of a cut context, at least
+constexpr int64_t kFewLanes = 8;    // up to so many, products along the dimension are faster
+constexpr float kLog2e = 1.44269504088896341f;
+
+// Rows of one sequence that are attended together, for every KV head.
+struct RowTile {
+    int64_t sequence, step_row, row, rows, first, last, pieces;
+};
+
+// Partial results of one task in pieces: [pieces][lanes][stride] floats from `partial`.
+struct Join {
+    int64_t step_row, kv_head, partial, pieces, lanes;
+};
+
+int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+// Memory that only grows, 64-byte aligned; what it held is lost.
+struct Buffer {
+    char* data = nullptr;
+    int64_t bytes = 0;
+    ~Buffer() { std::free(data); }
+    void reserve(int64_t wanted) {
+        if (wanted <= bytes) return;
+        std::free(data);
+        bytes = round_up(wanted, 4096);
+        data = (char*)std::aligned_alloc(64, bytes);
+        if (!data) std::abort();
+    }
+};
+
+}  // namespace
+
+struct AttentionPlan {
+    int threads;
+    Work work;
+    Isa isa;
+    Kernel few, many;
+    int64_t scratch_bytes, stride, lanes_joined;
+    std::vector<RowTile> tiles;
+    std::vector<Task> tasks;
+    std::vector<Join> joins;
+    Buffer scratch, partial;
+    alignas(64) std::atomic<int64_t> next;
+};
+
+namespace {
+
+int64_t tokens_of(const RowTile& tile) { return tile.last - tile.first; }
+
+// What one KV head of a tile costs, in arbitrary units: reading a token, and each lane's products.
+int64_t cost_of(const AttentionPlan& plan, const RowTile& tile) {
+    return tokens_of(tile) * (4 + tile.rows * plan.work.group);
+}
+
+void make_tiles(AttentionPlan* plan, const AttentionRows& rows, int64_t most_lanes) {
+    const int64_t group = plan->work.group, window = plan->work.window;
+    plan->tiles.clear();
+    int64_t step_row = 0;
+    for (int64_t s = 0; s < rows.sequences; ++s) {
+        const int64_t start = rows.starts[s], count = rows.counts[s];
+        // Rows of a tree share their context: the fewer passes over it the better.
+        const int64_t most_rows = most(1, (rows.is_tree[s] ? kMaxTile : most_lanes) / group);
+        const int64_t parts = (count + most_rows - 1) / most_rows;
+        // Even tiles, but of whole vectors where the group allows it.
+        const int64_t unit = kLanes % group == 0 ? kLanes / group : 1;
+        const int64_t even = least(most_rows, round_up((count + parts - 1) / parts, unit));
+        for (int64_t row = 0; row < count; row += even) {
+            const int64_t size = least(even, count - row);
+            const int64_t position = rows.is_tree[s] ? start : start + row;
+            const int64_t last = start + (rows.is_tree[s] ? count : row + size);
+            plan->tiles.push_back({s, step_row + row, row, size, most(0, position - window + 1),
+                                   last, 1});
+        }
+        step_row += count;
+    }
+}
+
+// The time of all tasks, in units of cost, when threads take one after the other.
+int64_t makespan(const AttentionPlan& plan, std::vector<int64_t>& busy) {
+    busy.assign(plan.threads, 0);
+    for (const RowTile& tile : plan.tiles)
+        for (int64_t head = 0; head < plan.work.kv_heads; ++head)
+            *std::min_element(busy.begin(), busy.end()) += cost_of(plan, tile);
+    return *std::max_element(busy.begin(), busy.end());
+}
+
+// Cuts the contexts of the largest tasks where threads would otherwise wait for one another.
+void cut_contexts(AttentionPlan* plan) {
+    const int64_t heads = plan->work.kv_heads, threads = plan->threads;
+    int64_t total = 0, largest = 0;
+    for (RowTile& tile : plan->tiles) {
+        total += cost_of(*plan, tile) * heads;
+        largest = most(largest, cost_of(*plan, tile));
+    }
+    const int64_t share = total / threads, count = (int64_t)plan->tiles.size() * heads;
+    if (threads == 1 || largest * 4 <= share) return;
+    std::vector<int64_t> busy;
+    // With many tasks and one that is large, the largest alone says what cutting gains.
+    const int64_t time = count <= 4 * threads ? makespan(*plan, busy) : largest;
+    if (time * 4 <= share * 5) return;
+    const int64_t limit = most(1, share / kTasksPerThread);
+    for (RowTile& tile : plan->tiles) {
+        const int64_t wanted = (cost_of(*plan, tile) + limit - 1) / limit;
+        tile.pieces = most(1, least(wanted, tokens_of(tile) / kShortest));
+    }
+}
+
+void add_tasks(AttentionPlan* plan, const AttentionRows& rows, const RowTile& tile,
+               int64_t* partial) {
+    const int64_t s = tile.sequence, lanes = tile.rows * plan->work.group;
+    const int64_t length = round_up((tokens_of(tile) + tile.pieces - 1) / tile.pieces, kTokens);
+    // By the whole sequence, so that results do not depend on how tiles are cut.
+    const bool few = !plan->many || rows.counts[s] * plan->work.group <= kFewLanes;
+    const Kernel kernel = few ? plan->few : plan->many;
+    const uint64_t* ancestors =
+        rows.is_tree[s] ? rows.ancestors + tile.step_row - tile.row : nullptr;
+    Task task{rows.tables + rows.slots[s] * rows.columns, ancestors, rows.starts[s], tile.row,
+              tile.rows, 0, tile.first, tile.last, tile.step_row, -1, kernel};
+    for (task.kv_head = 0; task.kv_head < plan->work.kv_heads; ++task.kv_head) {
+        if (tile.pieces == 1) {
+            plan->tasks.push_back(task);
+            continue;
+        }
+        Join join{tile.step_row, task.kv_head, *partial, 0, lanes};
+        task.first = tile.first;
+        while (task.first < tile.last) {
+            const int64_t end = (task.first / kTokens) * kTokens + length;
+            task.last = least(end, tile.last);
+            task.partial = *partial;
+            plan->tasks.push_back(task);
+            *partial += lanes * plan->stride;
+            ++join.pieces;
+            task.first = task.last;
+        }
+        plan->joins.push_back(join);
+        plan->lanes_joined += lanes;
+    }
+}
+
+}  // namespace
+
+AttentionPlan* new_attention_plan(int threads) {
+    AttentionPlan* plan = new AttentionPlan();
+    plan->threads = threads;
+    plan->scratch_bytes = round_up(most(few_lanes_scratch(), many_lanes_scratch()), 4096);
+    plan->scratch.reserve(plan->scratch_bytes * threads);
+    return plan;
+}
+
+void free_attention_plan(AttentionPlan* plan) { delete plan; }
+
+void plan_attention(AttentionPlan* plan, const CacheShape& cache, const AttentionRows& rows,
+                    int64_t heads, int64_t window, float scale, Isa isa) {
+    const int64_t all = window > 0 ? least(window, kAllTokens) : kAllTokens;
+    plan->work = {cache.data, cache.block_size, 2 * cache.layers, cache.kv_heads,
+                  heads / cache.kv_heads, cache.dim, all, 0, scale * kLog2e, nullptr, 0};
+    plan->isa = isa;
+    plan->few = few_lanes_kernel(cache.is_bf16, cache.dim, isa);
+    plan->many = many_lanes_kernel(cache.is_bf16, cache.dim, isa);
+    plan->stride = round_up(cache.dim + 2, kLanes);
+    // Smaller tiles of a chunk before cut contexts: they need no joining.
+    const int64_t enough = kTasksPerThread * plan->threads;
+    for (int64_t lanes = kMaxTile; lanes >= kLanes; lanes = lanes == kMaxTile ? 48 : lanes / 3) {
+        make_tiles(plan, rows, lanes);
+        if ((int64_t)plan->tiles.size() * cache.kv_heads >= enough) break;
+    }
+    // Large tasks first, so that the last ones to end are small.
+    std::stable_sort(plan->tiles.begin(), plan->tiles.end(),
+                     [plan](const RowTile& a, const RowTile& b) {
+                         return cost_of(*plan, a) > cost_of(*plan, b);
+                     });
+    cut_contexts(plan);
+    plan->tasks.clear();
+    plan->joins.clear();
+    plan->lanes_joined = 0;
+    int64_t partial = 0;
+    for (const RowTile& tile : plan->tiles) add_tasks(plan, rows, tile, &partial);
+    plan->partial.reserve(partial * (int64_t)sizeof(float));
+}
+
+bool needs_merge(const AttentionPlan* plan) { return !plan->joins.empty(); }
+
+void begin_layer(AttentionPlan* plan) { plan->next.store(0, std::memory_order_relaxed); }
+
+void attend(AttentionPlan* plan, int64_t layer, const void* q, int64_t q_stride, float* out,
+            int64_t out_stride, int thread) {
+    Work work = plan->work;
+    work.piece_offset = 2 * layer;
+    work.q = q;
+    work.q_stride = q_stride;
+    void* scratch = plan->scratch.data + thread * plan->scratch_bytes;
+    const int64_t count = (int64_t)plan->tasks.size();
+    for (;;) {
+        const int64_t i = plan->next.fetch_add(1, std::memory_order_relaxed);
+        if (i >= count) return;
+        const Task& task = plan->tasks[i];
+        Results to;
+        if (task.partial < 0)
+            to = {out + task.step_row * out_stride + task.kv_head * work.group * work.dim,
+                  out_stride, work.dim, false};
+        else
+            to = {(float*)plan->partial.data + task.partial, work.group * plan->stride,
+                  plan->stride, true};
+        task.kernel(work, task, to, scratch);
+    }
+}
+
+void merge(AttentionPlan* plan, float* out, int64_t out_stride, int thread) {
+    const Work& work = plan->work;
+    const int64_t first = plan->lanes_joined * thread / plan->threads;
+    const int64_t last = plan->lanes_joined * (thread + 1) / plan->threads;
+    int64_t begin = 0;
+    for (const Join& j : plan->joins) {
+        for (int64_t lane = most(first - begin, 0); lane < least(last - begin, j.lanes); ++lane) {
+            const int64_t row = j.step_row + lane / work.group;
+            const int64_t head = j.kv_head * work.group + lane % work.group;
+            const float* partial = (const float*)plan->partial.data + j.partial;
+            join(partial + lane * plan->stride, j.pieces, j.lanes * plan->stride, work.dim,
+                 out + row * out_stride + head * work.dim, plan->isa);
+        }
+        begin += j.lanes;
+    }
+}
+
+}  // namespace hetero
+
+// For tests and benches.
+extern "C" {
+
+void* hetero_attention_new(int64_t threads) { return hetero::new_attention_plan((int)threads); }
+
+void hetero_attention_free(void* plan) {
+    hetero::free_attention_plan((hetero::AttentionPlan*)plan);
+}
+
+// sizes: is_bf16, layers, block size, KV heads, dim, sequences, rows, columns, heads, window, isa.
+void hetero_attention_plan(void* plan, void* cache, const int64_t* sizes, const int32_t* slots,
+                           const int32_t* starts, const int32_t* counts, const uint8_t* is_tree,
+                           const uint64_t* ancestors, const int32_t* tables, const float* scale) {
+    const hetero::CacheShape shape{cache, sizes[0] != 0, sizes[1], sizes[2], sizes[3], sizes[4]};
+    const hetero::AttentionRows rows{sizes[5], sizes[6],  slots,  starts,  counts,
+                                     is_tree,  ancestors, tables, sizes[7]};
+    hetero::plan_attention((hetero::AttentionPlan*)plan, shape, rows, sizes[8], sizes[9], *scale,
+                           (hetero::Isa)sizes[10]);
+}
+
+int64_t hetero_attention_needs_merge(const void* plan) {
+    return hetero::needs_merge((const hetero::AttentionPlan*)plan);
+}
+
+void hetero_attention_begin_layer(void* plan) {
+    hetero::begin_layer((hetero::AttentionPlan*)plan);
+}
+
+void hetero_attention_attend(void* plan, int64_t layer, const void* q, int64_t q_stride,
+                             float* out, int64_t out_stride, int64_t thread) {
+    hetero::attend((hetero::AttentionPlan*)plan, layer, q, q_stride, out, out_stride, (int)thread);
+}
+
+void hetero_attention_merge(void* plan, float* out, int64_t out_stride, int64_t thread) {
+    hetero::merge((hetero::AttentionPlan*)plan, out, out_stride, (int)thread);
+}
+
+}  // extern "C"

@@ -1,0 +1,104 @@
+// What the parts of attention share: a task and the kernels that run it.
+
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+
+#include "../simd.h"
+#include "attention.h"
+
+namespace hetero {
+
+constexpr int64_t kMaxDim = 256;
+constexpr int64_t kMaxTile = 96;   // lanes of a task; a lane is one query head of one row
+constexpr int64_t kTokens = 64;    // tokens between two updates of the running maximum
+constexpr int64_t kAllTokens = 1 << 30;  // a window without limit; int32 sums with it are in range
+constexpr float kHidden = -FLT_MAX;
+constexpr float kLowest = -FLT_MAX / 4;  // first maximum: above kHidden, so hidden tokens weigh 0
+
+// What is the same for all tasks of a step. piece_offset: K of the layer, in pieces (K or V of one
+// layer of one block); block_pieces: pieces of a block.
+struct Work {
+    const void* cache;
+    int64_t block_size, block_pieces, kv_heads, group, dim, window, piece_offset;
+    float scale;  // to scores in powers of two
+    const void* q;
+    int64_t q_stride;
+};
+
+struct Task;
+struct Results;
+
+// Runs one task. scratch: as many bytes as the kernel asks for, 64-byte aligned.
+using Kernel = void (*)(const Work& work, const Task& task, const Results& to, void* scratch);
+
+// Some rows of one sequence, one KV head, tokens first .. last of the context. Rows count from the
+// sequence's `start`. A cut context begins and ends at multiples of kTokens.
+struct Task {
+    const int32_t* table;
+    const uint64_t* ancestors;  // of the sequence's rows; null: the rows are a chunk
+    int64_t start, row, rows, kv_head, first, last;
+    int64_t step_row;  // the task's first row in the step
+    int64_t partial;   // where its results go among the partial ones, in floats; -1: to `out`
+    Kernel kernel;
+};
+
+// Where results go: lane l of a task to head(l), either divided by their sums or, with `ends`, as
+// they are, followed by maximum and sum.
+struct Results {
+    float* data;
+    int64_t row_stride, head_stride;
+    bool ends;
+};
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+INLINE int64_t lanes_of(const Work& work, const Task& task) { return task.rows * work.group; }
+
+INLINE const void* query_of(const Work& work, const Task& task, int64_t lane, int64_t bytes) {
+    const int64_t row = task.step_row + lane / work.group;
+    const int64_t head = task.kv_head * work.group + lane % work.group;
+    return (const char*)work.q + (row * work.q_stride + head * work.dim) * bytes;
+}
+
+INLINE float* result_of(const Work& work, const Results& to, int64_t lane) {
+    return to.data + lane / work.group * to.row_stride + lane % work.group * to.head_stride;
+}
+
+// The tokens a lane sees: first .. last, and start + j for each bit j of `own`.
+struct Sight {
+    int32_t first, last;
+    uint64_t own;
+};
+
+inline Sight sight_of(const Work& work, const Task& task, int64_t lane) {
+    const int64_t row = task.row + lane / work.group;
+    if (!task.ancestors) {
+        const int64_t position = task.start + row;
+        return {(int32_t)most(0, position - work.window + 1), (int32_t)position, 0};
+    }
+    const int64_t depth = __builtin_popcountll(task.ancestors[row]);
+    uint64_t own = task.ancestors[row];
+    if (depth > work.window)
+        for (uint64_t left = own; left; left &= left - 1) {
+            const int j = __builtin_ctzll(left);
+            if (__builtin_popcountll(task.ancestors[j]) + work.window <= depth)
+                own &= ~(1ull << j);
+        }
+    return {(int32_t)most(0, task.start + depth - work.window), (int32_t)task.start - 1, own};
+}
+
+// For tasks of few lanes, and for all where the other cannot serve: products along `dim`.
+Kernel few_lanes_kernel(bool is_bf16, int64_t dim, Isa isa);
+int64_t few_lanes_scratch();
+
+// For tasks of many lanes: bf16 dot products, 16 lanes a vector. Null where it cannot serve.
+Kernel many_lanes_kernel(bool is_bf16, int64_t dim, Isa isa);
+int64_t many_lanes_scratch();
+
+// Joins `count` partial results of one lane, `stride` floats apart.
+void join(const float* partial, int64_t count, int64_t stride, int64_t dim, float* out, Isa isa);
+
+}  // namespace hetero

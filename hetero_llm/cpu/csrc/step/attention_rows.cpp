@@ -1,0 +1,330 @@
+// Attention kernel for few lanes: products along the head's dimension, one token after the other.
+//
+// Runs on every instruction set and every shape. A single row reads K and V once at the speed of
+// memory; up to four heads of a group share each load. Dims are taken 2 N at a time, which `dim` is
+// a multiple of; bf16 ones as even and odd dims (lanes.h), and so lie queries and results until
+// finish_lanes puts them in order.
+
+#include "attention_parts.h"
+#include "lanes.h"
+
+namespace hetero {
+
+namespace {
+
+constexpr int64_t kLong = 256;   // tokens between two updates of the maximum, few lanes
+constexpr int64_t kAhead = 24;   // tokens between prefetch and use
+constexpr int64_t kFew = 16;     // lanes that still take kLong
+
+struct Scratch {
+    float query[kMaxTile][kMaxDim];
+    float out[kMaxTile][kMaxDim];
+    float scores[4][kLong];
+    float top[kMaxTile], total[kMaxTile];
+    Sight sight[kMaxTile];
+    const void* queries[kMaxTile];
+    const void* keys[kLong + kAhead];
+};
+
+// Where K of `count` tokens lies; V lies one piece further.
+template <typename T>
+INLINE void find_keys(const Work& w, const Task& task, int64_t begin, int64_t count,
+                      const void** keys) {
+    const int64_t row = w.kv_heads * w.dim;
+    int64_t column = begin / w.block_size, inside = begin % w.block_size;
+    for (int64_t t = 0; t < count; ++t) {
+        const int64_t piece = task.table[column] * w.block_pieces + w.piece_offset;
+        keys[t] = (const T*)w.cache + (piece * w.block_size + inside) * row + task.kv_head * w.dim;
+        if (++inside == w.block_size) {
+            inside = 0;
+            ++column;
+        }
+    }
+}
+
+// K of a token ahead and V of this one, which is wanted when the scores are done: blocks of a layer
+// lie far apart, which stops the hardware's prefetcher at each of them.
+template <typename T>
+INLINE void prefetch(const T* ahead, const T* value, int64_t dim) {
+    for (int64_t b = 0; b < dim * (int64_t)sizeof(T); b += 64) {
+        __builtin_prefetch((const char*)ahead + b);
+        __builtin_prefetch((const char*)value + b);
+    }
+}
+
+// scores[g][t] of G lanes whose queries, scaled, are `query`. count is a multiple of 4.
+template <typename T, int N, int G>
+INLINE void score(const Scratch& s, int64_t lane, int64_t count, int64_t dim, int64_t piece,
+                  bool fetch, float (*scores)[kLong]) {
+    const float(*query)[kMaxDim] = s.query + lane;
+    for (int64_t t = 0; t < count; t += 4) {
+        const T* k[4];
+        for (int i = 0; i < 4; ++i) {
+            k[i] = (const T*)s.keys[t + i];
+            if (fetch) prefetch((const T*)s.keys[t + i + kAhead], k[i] + piece, dim);
+        }
+        Floats<N> acc[G][4] = {};
+        for (int64_t d = 0; d < dim; d += 2 * N)
+            for (int i = 0; i < 4; ++i) {
+                Floats<N> one, two;
+                read_two<N>(k[i] + d, one, two);
+                for (int g = 0; g < G; ++g) {
+                    acc[g][i] += one * read<N>(query[g] + d);
+                    acc[g][i] += two * read<N>(query[g] + d + N);
+                }
+            }
+        for (int g = 0; g < G; ++g)
+            write<4>(scores[g] + t, totals<N>(acc[g][0], acc[g][1], acc[g][2], acc[g][3]));
+    }
+}
+
+#ifdef HAS_DOT
+// The same with bf16 dot products: 32 pairs an instruction and no conversion.
+template <int G>
+DOT inline void score_dot(const Scratch& s, int64_t lane, int64_t count, int64_t dim,
+                          int64_t piece, bool fetch, float scale, float (*scores)[kLong]) {
+    const Bf16* const* query = (const Bf16* const*)s.queries + lane;
+    for (int64_t t = 0; t < count; t += 4) {
+        const Bf16* k[4];
+        for (int i = 0; i < 4; ++i) {
+            k[i] = (const Bf16*)s.keys[t + i];
+            if (fetch) prefetch((const Bf16*)s.keys[t + i + kAhead], k[i] + piece, dim);
+        }
+        __m512 acc[G][4];
+        for (int g = 0; g < G; ++g)
+            for (int i = 0; i < 4; ++i) acc[g][i] = _mm512_setzero_ps();
+        for (int64_t d = 0; d < dim; d += 32)
+            for (int g = 0; g < G; ++g) {
+                const __m512bh q = (__m512bh)_mm512_loadu_si512(query[g] + d);
+                for (int i = 0; i < 4; ++i)
+                    acc[g][i] = _mm512_dpbf16_ps(acc[g][i], q,
+                                                 (__m512bh)_mm512_loadu_si512(k[i] + d));
+            }
+        for (int g = 0; g < G; ++g) {
+            const Floats<4> sums =
+                totals<16>((Floats<16>)acc[g][0], (Floats<16>)acc[g][1], (Floats<16>)acc[g][2],
+                           (Floats<16>)acc[g][3]);
+            write<4>(scores[g] + t, sums * scale);
+        }
+    }
+}
+#endif
+
+INLINE void hide(const Sight& sight, int64_t begin, int64_t start, int64_t count, float* scores) {
+    for (int64_t t = 0; t < count; ++t) {
+        const int64_t token = begin + t, own = token - start;
+        const bool seen = (token >= sight.first && token <= sight.last) ||
+                          (own >= 0 && own < 64 && (sight.own >> own & 1));
+        if (!seen) scores[t] = kHidden;
+    }
+}
+
+// Scores to weights. Returns what the sums of earlier tokens shrink by. count: a multiple of N.
+template <int N>
+INLINE float weigh(float* scores, int64_t count, float* top, float* sum) {
+    Floats<N> highest = fill<N>(*top);
+    for (int64_t t = 0; t < count; t += N) highest = larger<N>(read<N>(scores + t), highest);
+    const float now = maximum<N>(highest);
+    Floats<N> all = {};
+    for (int64_t t = 0; t < count; t += N) {
+        const Floats<N> e = power_of_two<N>(read<N>(scores + t) - now);
+        write<N>(scores + t, e);
+        all += e;
+    }
+    const float factor = power_of_two<4>(fill<4>(*top - now))[0];
+    *top = now;
+    *sum = *sum * factor + total<N>(all);
+    return factor;
+}
+
+// out[g][d] = out[g][d] * factor[g] + sum over t of weight * V for D vectors of dims from `d`.
+template <typename T, int N, int G, int D>
+INLINE void add_values(const void* const* keys, int64_t count, int64_t piece, int64_t d,
+                       const float (*weights)[kLong], const float* factor, float (*out)[kMaxDim]) {
+    Floats<N> acc[G][D];
+    for (int g = 0; g < G; ++g)
+        for (int i = 0; i < D; ++i) acc[g][i] = read<N>(out[g] + d + i * N) * factor[g];
+    for (int64_t t = 0; t < count; ++t) {
+        const T* value = (const T*)keys[t] + piece + d;
+        for (int i = 0; i < D; i += 2) {
+            Floats<N> one, two;
+            read_two<N>(value + i * N, one, two);
+            for (int g = 0; g < G; ++g) {
+                acc[g][i] += one * weights[g][t];
+                acc[g][i + 1] += two * weights[g][t];
+            }
+        }
+    }
+    for (int g = 0; g < G; ++g)
+        for (int i = 0; i < D; ++i) write<N>(out[g] + d + i * N, acc[g][i]);
+}
+
+// G lanes from `lane` and the tokens begin .. begin + count, whose keys are found.
+template <typename T, int N, int G, bool kDot>
+INLINE void attend_tokens(const Work& w, const Task& task, Scratch& s, int64_t lane, int64_t begin,
+                          int64_t count) {
+    const int64_t piece = w.block_size * w.kv_heads * w.dim;
+    const int64_t whole = (count + 15) / 16 * 16;
+    const int64_t fours = (count + 3) / 4 * 4;
+    if constexpr (!kDot)
+        score<T, N, G>(s, lane, fours, w.dim, piece, lane == 0, s.scores);
+#ifdef HAS_DOT
+    else
+        score_dot<G>(s, lane, fours, w.dim, piece, lane == 0, w.scale, s.scores);
+#endif
+    float factor[G];
+    for (int g = 0; g < G; ++g) {
+        const Sight& sight = s.sight[lane + g];
+        for (int64_t t = count; t < whole; ++t) s.scores[g][t] = kHidden;
+        if (begin < sight.first || begin + count - 1 > sight.last)
+            hide(sight, begin, task.start, count, s.scores[g]);
+        factor[g] = weigh<N>(s.scores[g], whole, &s.top[lane + g], &s.total[lane + g]);
+    }
+    float(*out)[kMaxDim] = s.out + lane;
+    int64_t d = 0;
+    constexpr int kWide = N == 16 || G == 1 ? 4 : 2;
+    for (; d + kWide * N <= w.dim; d += kWide * N)
+        add_values<T, N, G, kWide>(s.keys, count, piece, d, s.scores, factor, out);
+    for (; d < w.dim; d += 2 * N)
+        add_values<T, N, G, 2>(s.keys, count, piece, d, s.scores, factor, out);
+}
+
+// Even and odd values to the first and the second half.
+template <int N>
+INLINE void in_order(Floats<N>& even, Floats<N>& odd) {
+    typename Lanes<N>::Integer first, second;
+    for (int i = 0; i < N / 2; ++i) {
+        first[2 * i] = i;
+        first[2 * i + 1] = i + N;
+    }
+    second = first + N / 2;
+    const Floats<N> low = __builtin_shuffle(even, odd, first);
+    odd = __builtin_shuffle(even, odd, second);
+    even = low;
+}
+
+template <typename T, int N, bool kDot>
+INLINE void begin_lanes(const Work& w, const Task& task, int64_t lanes, Scratch& s) {
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+        const T* q = (const T*)query_of(w, task, lane, sizeof(T));
+        s.queries[lane] = q;
+        if constexpr (!kDot)
+            for (int64_t d = 0; d < w.dim; d += 2 * N) {
+                Floats<N> one, two;
+                read_two<N>(q + d, one, two);
+                write<N>(s.query[lane] + d, one * w.scale);
+                write<N>(s.query[lane] + d + N, two * w.scale);
+            }
+        s.sight[lane] = sight_of(w, task, lane);
+        s.top[lane] = kLowest;
+        s.total[lane] = 0;
+        std::memset(s.out[lane], 0, w.dim * sizeof(float));
+    }
+}
+
+template <typename T, int N>
+INLINE void finish_lanes(const Work& w, int64_t lanes, const Results& to, const Scratch& s) {
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+        float* out = result_of(w, to, lane);
+        const float factor = to.ends ? 1.0f : 1.0f / s.total[lane];
+        for (int64_t d = 0; d < w.dim; d += 2 * N) {
+            Floats<N> one = read<N>(s.out[lane] + d) * factor;
+            Floats<N> two = read<N>(s.out[lane] + d + N) * factor;
+            if (sizeof(T) == sizeof(Bf16)) in_order<N>(one, two);
+            write<N>(out + d, one);
+            write<N>(out + d + N, two);
+        }
+        if (!to.ends) continue;
+        out[w.dim] = s.top[lane];
+        out[w.dim + 1] = s.total[lane];
+    }
+}
+
+template <typename T, int N, bool kDot>
+INLINE void attend_few(const Work& w, const Task& task, const Results& to, void* scratch) {
+    Scratch& s = *(Scratch*)scratch;
+    const int64_t lanes = lanes_of(w, task);
+    const int64_t tokens = lanes > kFew ? kTokens : kLong;
+    constexpr int kMost = N == 16 ? 4 : 2;  // lanes at a time, as many as there are registers for
+    begin_lanes<T, N, kDot>(w, task, lanes, s);
+    for (int64_t begin = task.first; begin < task.last;) {
+        const int64_t end = least((begin / tokens + 1) * tokens, task.last), count = end - begin;
+        const int64_t found = least(count + kAhead, task.last - begin);
+        find_keys<T>(w, task, begin, found, s.keys);
+        for (int64_t t = found; t < (count + 3) / 4 * 4 + kAhead; ++t)
+            s.keys[t] = s.keys[found - 1];
+        for (int64_t lane = 0; lane < lanes;) {
+            if (kMost == 4 && lanes - lane >= 4) {
+                attend_tokens<T, N, kMost, kDot>(w, task, s, lane, begin, count);
+                lane += 4;
+            } else if (lanes - lane >= 2) {
+                attend_tokens<T, N, 2, kDot>(w, task, s, lane, begin, count);
+                lane += 2;
+            } else {
+                attend_tokens<T, N, 1, kDot>(w, task, s, lane, begin, count);
+                lane += 1;
+            }
+        }
+        begin = end;
+    }
+    finish_lanes<T, N>(w, lanes, to, s);
+}
+
+template <int N>
+INLINE void join_lanes(const float* partial, int64_t count, int64_t stride, int64_t dim,
+                       float* out) {
+    float top = kLowest, sum = 0;
+    for (int64_t c = 0; c < count; ++c) {
+        const float m = partial[c * stride + dim];
+        top = m > top ? m : top;
+    }
+    for (int64_t c = 0; c < count; ++c) {
+        const float* part = partial + c * stride;
+        const float weight = power_of_two<4>(fill<4>(part[dim] - top))[0];
+        sum += weight * part[dim + 1];
+        for (int64_t d = 0; d < dim; d += N) {
+            const Floats<N> before = c ? read<N>(out + d) : fill<N>(0.0f);
+            write<N>(out + d, before + read<N>(part + d) * weight);
+        }
+    }
+    for (int64_t d = 0; d < dim; d += N) write<N>(out + d, read<N>(out + d) * (1.0f / sum));
+}
+
+}  // namespace
+
+#define FEW_LANES(NAME, TARGET, T, N, DOTS)                                                       \
+    TARGET static void NAME(const Work& w, const Task& task, const Results& to, void* scratch) {  \
+        attend_few<T, N, DOTS>(w, task, to, scratch);                                             \
+    }
+FEW_LANES(attend_bf16_4, , Bf16, 4, false)
+FEW_LANES(attend_bf16_8, ON_AVX2, Bf16, 8, false)
+FEW_LANES(attend_bf16_16, ON_AVX512, Bf16, 16, false)
+FEW_LANES(attend_float_4, , float, 4, false)
+FEW_LANES(attend_float_8, ON_AVX2, float, 8, false)
+FEW_LANES(attend_float_16, ON_AVX512, float, 16, false)
+#ifdef HAS_DOT
+FEW_LANES(attend_dot, DOT, Bf16, 16, true)
+#endif
+
+Kernel few_lanes_kernel(bool is_bf16, int64_t dim, Isa isa) {
+#ifdef HAS_DOT
+    if (is_bf16 && isa >= kAvx512Bf16 && dim % 32 == 0) return attend_dot;
+#endif
+    if (isa >= kAvx512 && dim % 32 == 0) return is_bf16 ? attend_bf16_16 : attend_float_16;
+    if (isa >= kAvx2 && dim % 16 == 0) return is_bf16 ? attend_bf16_8 : attend_float_8;
+    return is_bf16 ? attend_bf16_4 : attend_float_4;
+}
+
+int64_t few_lanes_scratch() { return sizeof(Scratch); }
+
+ON_AVX2 static void join_8(const float* partial, int64_t count, int64_t stride, int64_t dim,
+                           float* out) {
+    join_lanes<8>(partial, count, stride, dim, out);
+}
+
+void join(const float* partial, int64_t count, int64_t stride, int64_t dim, float* out, Isa isa) {
+    if (isa >= kAvx2) join_8(partial, count, stride, dim, out);
+    else join_lanes<4>(partial, count, stride, dim, out);
+}
+
+}  // namespace hetero

@@ -1,0 +1,444 @@
+// The whole step of a Llama-shaped decoder in one parallel region: C ABI in executor.h.
+//
+// Threads share a phase by outputs (strips of the weight matrix), so each reads its own part of the
+// weights once; between phases there is a barrier. A thread's outputs leave registers for a small
+// tile and go straight to where the next phase wants them: rotated into queries and the KV cache,
+// added to the residual, gated. The residual is float; what enters a product is rounded to the
+// weights' kind.
+//
+// With few rows every thread norms and rounds the product's input for itself, which is cheaper than
+// a barrier; with many rows they share that, too.
+
+#include "executor.h"
+
+#include <cmath>
+#include <new>
+
+#include "attention.h"
+#include "model.h"
+#include "rows.h"
+#include "team.h"
+
+namespace hetero {
+namespace {
+
+constexpr int64_t kRowBlock = 512;         // rows whose outputs a thread holds at a time
+constexpr int64_t kPrivateElements = 8192; // up to so many inputs are prepared by every thread
+constexpr int64_t kPrivateRows = kPrivateElements / kDepth;
+constexpr int64_t kSpin = 2000;            // microseconds between steps before threads sleep
+
+struct Best {
+    float score;
+    int64_t token;
+};
+
+struct Executor {
+    Model model;
+    Isa isa;
+    CacheShape cache;
+    std::vector<float> rotary;            // [positions][rotary_dim]
+    std::vector<int64_t> windows;         // different ones
+    std::vector<int> window_of;           // layer -> index into them
+    std::vector<AttentionPlan*> plans;    // one for each window
+    Team* team = nullptr;
+    Buffer x, attended, gate, queries, shared, shared_scales, privates, private_scales, tiles, best,
+        final_rows;
+
+    ~Executor() {
+        delete team;
+        for (AttentionPlan* plan : plans) free_attention_plan(plan);
+    }
+};
+
+// One step: sizes, buffers and what the phases need of them.
+struct Run {
+    Executor& e;
+    const HeteroModel& m;
+    const HeteroStep& step;
+    Format format;
+    Isa isa;
+    int threads;
+    int64_t rows, head_width, gate_width;  // heads * dim; inner, in whole strips
+    int64_t shared_stride;                 // elements of a row in `shared`
+    int64_t tile_size;                     // floats of a thread's tile
+    float* x = nullptr;                    // [rows][hidden], the residual
+    float* attended = nullptr;             // [rows][head_width]
+    float* gate = nullptr;                 // [rows][gate_width]
+    char* queries = nullptr;               // [rows][head_width], as the cache
+    char *shared = nullptr, *privates = nullptr;  // products' inputs
+    float *shared_scales = nullptr, *private_scales = nullptr;
+    float* tiles = nullptr;
+    float* final_rows = nullptr;           // [samples][hidden]
+    Best* best = nullptr;                  // [threads][samples]
+};
+
+inline int64_t share(int64_t count, int thread, int threads) { return count * thread / threads; }
+
+float* tile_of(const Run& r, int thread) { return r.tiles + thread * r.tile_size; }
+
+// Prepares rows of `size` floats for a product; norm: weights of an RMS norm before it, or null.
+// All threads call it; there is a barrier inside unless every thread prepares its own copy. Returns
+// where the calling thread finds them.
+Rows prepare(const Run& r, const float* from, int64_t from_stride, int64_t rows, int64_t size,
+             const float* norm, const Matrix& matrix, int thread) {
+    const bool mine = rows * matrix.padded_depth <= kPrivateElements;
+    const int64_t bytes = element_bytes(r.format);
+    char* to = mine ? r.privates + thread * kPrivateElements * bytes : r.shared;
+    float* scales = mine ? r.private_scales + thread * kPrivateRows : r.shared_scales;
+    const int64_t stride = mine ? matrix.padded_depth : r.shared_stride;
+    const int64_t first = mine ? 0 : share(rows, thread, r.threads);
+    const int64_t last = mine ? rows : share(rows, thread + 1, r.threads);
+    float* normed = tile_of(r, thread);
+    for (int64_t row = first; row < last; ++row) {
+        const float* values = from + row * from_stride;
+        if (norm) {
+            rms_norm(values, norm, (float)r.m.eps, size, normed, r.isa);
+            values = normed;
+        }
+        prepare_row(r.format, values, size, matrix.padded_depth, to + row * stride * bytes,
+                    scales + row, r.isa);
+    }
+    if (!mine) r.e.team->barrier(thread);
+    return {to, stride, scales};
+}
+
+Rows from_row(const Rows& rows, int64_t first, Format format) {
+    return {(const char*)rows.data + first * rows.stride * element_bytes(format), rows.stride,
+            rows.scales + first};
+}
+
+// `multiply` with the first strip's outputs at the begin of `tile`.
+void multiply_to_tile(const Run& r, const Matrix& matrix, const Rows& in, int64_t rows,
+                      int64_t strip, int64_t strips, float* tile, int64_t stride) {
+    multiply(matrix, in, rows, strip, strips, tile - strip * kStrip, stride, r.isa);
+}
+
+// Strips [first, last) of a product, a panel at a time, each followed by
+// done(row, rows, strip, strips, tile, stride).
+template <typename Done>
+void product(const Run& r, const Matrix& matrix, const Rows& in, int64_t rows, int64_t first,
+             int64_t last, float* tile, Done done) {
+    constexpr int64_t kPerPanel = kPanel / kStrip;
+    for (int64_t row = 0; row < rows; row += kRowBlock) {
+        const int64_t count = rows - row < kRowBlock ? rows - row : kRowBlock;
+        const Rows block = from_row(in, row, r.format);
+        for (int64_t strip = first; strip < last;) {
+            const int64_t end = (strip / kPerPanel + 1) * kPerPanel;
+            const int64_t strips = (end < last ? end : last) - strip;
+            multiply_to_tile(r, matrix, block, count, strip, strips, tile, kPanel);
+            done(row, count, strip, strips, tile, kPanel);
+            strip += strips;
+        }
+    }
+}
+
+// -- queries, keys, values ------------------------------------------------------------------------
+
+void* cache_place(const Run& r, int64_t layer, int64_t row, int64_t kind, int64_t head) {
+    const CacheShape& c = r.e.cache;
+    const int64_t place = r.step.cache_rows[row];
+    const int64_t token = ((place / c.block_size * c.layers + layer) * 2 + kind) * c.block_size +
+                          place % c.block_size;
+    return (char*)c.data + (token * c.kv_heads + head) * c.dim * (c.is_bf16 ? 2 : 4);
+}
+
+void put(const Run& r, const float* from, void* to) {
+    if (r.e.cache.is_bf16)
+        narrow(from, r.m.dim, (uint16_t*)to, r.isa);
+    else
+        std::memcpy(to, from, r.m.dim * 4);
+}
+
+// One head of one row as the product left it: bias, norm, rotation, then to its place.
+void place_head(const Run& r, const Layer& layer, int64_t index, int64_t row, int64_t head,
+                float* values) {
+    const HeteroModel& m = r.m;
+    add(values, layer.qkv_bias + head * m.dim, m.dim, r.isa);
+    const bool query = head < m.heads, key = !query && head < m.heads + m.kv_heads;
+    if (m.qk_norm && (query || key))
+        rms_norm(values, query ? layer.q_norm : layer.k_norm, (float)m.eps, m.dim, values, r.isa);
+    if (query || key)
+        rotate(values, r.e.rotary.data() + r.step.positions[row] * m.rotary_dim, m.rotary_dim,
+               r.isa);
+    if (query)
+        put(r, values, r.queries + (row * m.heads + head) * m.dim * (r.e.cache.is_bf16 ? 2 : 4));
+    else if (key)
+        put(r, values, cache_place(r, index, row, 0, head - m.heads));
+    else
+        put(r, values, cache_place(r, index, row, 1, head - m.heads - m.kv_heads));
+}
+
+// Threads share whole heads, or pairs of them where a head is half a strip more.
+void project_heads(const Run& r, const Layer& layer, int64_t index, const Rows& in, int thread) {
+    const int64_t heads = r.e.model.all_heads(), dim = r.m.dim;
+    const int64_t together = dim % kStrip ? 2 : 1, width = together * dim;
+    const int64_t units = (heads + together - 1) / together;
+    float* tile = tile_of(r, thread);
+    const int64_t last = share(units, thread + 1, r.threads);
+    for (int64_t unit = share(units, thread, r.threads); unit < last; ++unit) {
+        const int64_t strip = unit * width / kStrip;
+        for (int64_t row = 0; row < r.rows; row += kRowBlock) {
+            const int64_t count = r.rows - row < kRowBlock ? r.rows - row : kRowBlock;
+            multiply_to_tile(r, layer.qkv, from_row(in, row, r.format), count, strip,
+                             width / kStrip, tile, width);
+            for (int64_t i = 0; i < count; ++i)
+                for (int64_t h = 0; h < together && unit * together + h < heads; ++h)
+                    place_head(r, layer, index, row + i, unit * together + h,
+                               tile + i * width + h * dim);
+        }
+    }
+}
+
+// -- one layer ------------------------------------------------------------------------------------
+
+// x += a product over `matrix` (+ bias).
+void add_product(const Run& r, const Matrix& matrix, const float* bias, const Rows& in,
+                 int thread) {
+    const int64_t strips = round_up(r.m.hidden, kStrip) / kStrip, hidden = r.m.hidden;
+    product(r, matrix, in, r.rows, share(strips, thread, r.threads),
+            share(strips, thread + 1, r.threads), tile_of(r, thread),
+            [&](int64_t row, int64_t rows, int64_t strip, int64_t count, float* tile,
+                int64_t stride) {
+                const int64_t first = strip * kStrip;
+                const int64_t left = hidden - first, width = count * kStrip;
+                const int64_t size = width < left ? width : left;
+                for (int64_t i = 0; i < rows; ++i) {
+                    float* to = r.x + (row + i) * hidden + first;
+                    add(to, tile + i * stride, size, r.isa);
+                    if (bias) add(to, bias + first, size, r.isa);
+                }
+            });
+}
+
+// gate = act(gate) * up; strips of both take turns in the weights.
+void gate_product(const Run& r, const Layer& layer, const Rows& in, int thread) {
+    const int64_t pairs = r.gate_width / kStrip;
+    product(r, layer.gate_up, in, r.rows, 2 * share(pairs, thread, r.threads),
+            2 * share(pairs, thread + 1, r.threads), tile_of(r, thread),
+            [&](int64_t row, int64_t rows, int64_t strip, int64_t count, float* tile,
+                int64_t stride) {
+                for (int64_t i = 0; i < rows; ++i)
+                    for (int64_t s = 0; s < count; s += 2) {
+                        const float* gate = tile + i * stride + s * kStrip;
+                        gated(gate, gate + kStrip, kStrip, (int)r.m.activation,
+                              r.gate + (row + i) * r.gate_width + (strip + s) / 2 * kStrip, r.isa);
+                    }
+            });
+}
+
+void run_layer(const Run& r, int64_t index, int thread) {
+    const Layer& layer = r.e.model.layers[index];
+    Team& team = *r.e.team;
+    AttentionPlan* plan = r.e.plans[r.e.window_of[index]];
+    const HeteroModel& m = r.m;
+    if (thread == 0) begin_layer(plan);  // all have left the last one's attention
+    const Rows in = prepare(r, r.x, m.hidden, r.rows, m.hidden, layer.norm, layer.qkv, thread);
+    project_heads(r, layer, index, in, thread);
+    team.barrier(thread);
+    attend(plan, index, r.queries, r.head_width, r.attended, r.head_width, thread);
+    team.barrier(thread);
+    if (needs_merge(plan)) {
+        merge(plan, r.attended, r.head_width, thread);
+        team.barrier(thread);
+    }
+    const Rows heads =
+        prepare(r, r.attended, r.head_width, r.rows, r.head_width, nullptr, layer.out, thread);
+    add_product(r, layer.out, layer.out_bias, heads, thread);
+    team.barrier(thread);
+    const Rows second =
+        prepare(r, r.x, m.hidden, r.rows, m.hidden, layer.second_norm, layer.gate_up, thread);
+    gate_product(r, layer, second, thread);
+    team.barrier(thread);
+    const Rows inner =
+        prepare(r, r.gate, r.gate_width, r.rows, m.inner, nullptr, layer.down, thread);
+    add_product(r, layer.down, nullptr, inner, thread);
+    team.barrier(thread);
+}
+
+// -- begin and end --------------------------------------------------------------------------------
+
+void embed_rows(const Run& r, int thread) {
+    const int64_t last = share(r.rows, thread + 1, r.threads);
+    for (int64_t row = share(r.rows, thread, r.threads); row < last; ++row)
+        embed(r.e.model, r.step.token_ids[row], r.x + row * r.m.hidden, r.isa);
+}
+
+// The final norm of all rows, if they are wanted, and the sampled rows where the head finds them.
+void finish_rows(const Run& r, int thread) {
+    const int64_t hidden = r.m.hidden;
+    if (r.step.hidden) {
+        const int64_t last = share(r.rows, thread + 1, r.threads);
+        for (int64_t row = share(r.rows, thread, r.threads); row < last; ++row)
+            rms_norm(r.x + row * hidden, r.e.model.final_norm, (float)r.m.eps, hidden,
+                     r.step.hidden + row * hidden, r.isa);
+    }
+    const int64_t last = share(r.step.samples, thread + 1, r.threads);
+    for (int64_t i = share(r.step.samples, thread, r.threads); i < last; ++i)
+        std::memcpy(r.final_rows + i * hidden, r.x + r.step.sample_rows[i] * hidden, hidden * 4);
+}
+
+void pick(const Run& r, int64_t sample, const float* scores, int64_t size, int64_t first,
+          Best& best) {
+    const HeteroStep& s = r.step;
+    if (s.modes[sample] == 0) {
+        pick_greedy(scores, size, first, &best.score, &best.token, r.isa);
+    } else if (s.modes[sample] == 1) {
+        const Noise noise{s.temperatures[sample], s.seeds[sample],
+                          (uint32_t)s.draw_positions[sample], (uint32_t)s.sample_indices[sample]};
+        pick_noisy(scores, size, first, noise, &best.score, &best.token, r.isa);
+    }
+}
+
+void run_head(const Run& r, int thread) {
+    const HeteroStep& s = r.step;
+    const int64_t vocab = r.m.vocab, strips = round_up(vocab, kStrip) / kStrip;
+    Best* best = r.best + thread * s.samples;
+    for (int64_t i = 0; i < s.samples; ++i) best[i] = {-INFINITY, -1};
+    const Rows in = prepare(r, r.final_rows, r.m.hidden, s.samples, r.m.hidden,
+                            r.e.model.final_norm, r.e.model.head, thread);
+    product(r, r.e.model.head, in, s.samples, share(strips, thread, r.threads),
+            share(strips, thread + 1, r.threads), tile_of(r, thread),
+            [&](int64_t row, int64_t rows, int64_t strip, int64_t count, float* tile,
+                int64_t stride) {
+                const int64_t first = strip * kStrip;
+                const int64_t left = vocab - first, width = count * kStrip;
+                const int64_t size = width < left ? width : left;
+                for (int64_t i = 0; i < rows; ++i) {
+                    const float* scores = tile + i * stride;
+                    pick(r, row + i, scores, size, first, best[row + i]);
+                    if (s.logits)
+                        std::memcpy(s.logits + (row + i) * vocab + first, scores, size * 4);
+                }
+            });
+}
+
+// Threads hold ascending parts of the vocabulary: of equal scores the first stays.
+void choose_tokens(const Run& r) {
+    for (int64_t i = 0; i < r.step.samples; ++i) {
+        if (r.step.modes[i] > 1) continue;
+        Best chosen = r.best[i];
+        for (int t = 1; t < r.threads; ++t) {
+            const Best& other = r.best[t * r.step.samples + i];
+            if (other.token >= 0 && (chosen.token < 0 || other.score > chosen.score))
+                chosen = other;
+        }
+        r.step.tokens[i] = chosen.token;
+    }
+}
+
+void run_thread(void* context, int thread) {
+    const Run& r = *(const Run*)context;
+    embed_rows(r, thread);
+    r.e.team->barrier(thread);
+    for (int64_t layer = 0; layer < r.m.layers; ++layer) run_layer(r, layer, thread);
+    finish_rows(r, thread);
+    if (r.step.samples) {
+        r.e.team->barrier(thread);
+        run_head(r, thread);
+    }
+    release_tiles();
+}
+
+Run make_run(Executor& e, const HeteroStep& step) {
+    const HeteroModel& m = e.model.sizes;
+    const int64_t head_width = m.heads * m.dim;
+    Run r{e, m, step, e.model.format, e.isa, e.team->size(), step.rows, head_width,
+          round_up(m.inner, kStrip), 0, 0};
+    const int64_t wide = m.hidden > head_width ? m.hidden : head_width;
+    r.shared_stride = round_up(m.inner > wide ? m.inner : wide, kDepth);
+    const int64_t across = 2 * m.dim > kPanel ? 2 * m.dim : kPanel;
+    r.tile_size = round_up((step.rows < kRowBlock ? step.rows : kRowBlock) * across, kPanel);
+    if (r.tile_size < r.shared_stride) r.tile_size = r.shared_stride;  // a normed row
+    const int64_t samples = step.samples, threads = r.threads;
+    if (r.tile_size < (samples < kRowBlock ? samples : kRowBlock) * kPanel)
+        r.tile_size = (samples < kRowBlock ? samples : kRowBlock) * kPanel;
+    const int64_t bytes = element_bytes(r.format);
+    const int64_t most = r.rows > samples ? r.rows : samples;
+    r.x = e.x.of<float>(r.rows * m.hidden);
+    r.attended = e.attended.of<float>(r.rows * head_width);
+    r.gate = e.gate.of<float>(r.rows * r.gate_width);
+    r.queries = e.queries.of<char>(r.rows * head_width * (e.cache.is_bf16 ? 2 : 4));
+    r.shared = e.shared.of<char>(most * r.shared_stride * bytes);
+    r.shared_scales = e.shared_scales.of<float>(most);
+    r.privates = e.privates.of<char>(threads * kPrivateElements * bytes);
+    r.private_scales = e.private_scales.of<float>(threads * kPrivateRows);
+    r.tiles = e.tiles.of<float>(threads * r.tile_size);
+    r.best = e.best.of<Best>(threads * samples);
+    r.final_rows = e.final_rows.of<float>(samples * m.hidden);
+    return r;
+}
+
+void plan_step(Executor& e, const HeteroStep& s) {
+    const AttentionRows rows{s.sequences, s.rows, s.slots, s.starts, s.counts, s.is_tree,
+                             s.ancestors, s.tables, s.columns};
+    for (size_t i = 0; i < e.plans.size(); ++i)
+        plan_attention(e.plans[i], e.cache, rows, e.model.sizes.heads, e.windows[i],
+                       (float)e.model.sizes.attention_scale, e.isa);
+}
+
+struct Setting {
+    Executor* e;
+    int64_t layer, which, rows, columns, dtype;
+    const void* data;
+    bool fits;
+};
+
+void set_part(void* context, int thread) {
+    Setting& s = *(Setting*)context;
+    const bool fits = set_weight(s.e->model, s.layer, s.which, s.data, s.rows, s.columns,
+                                 s.dtype == 0, thread, s.e->team->size());
+    if (thread == 0) s.fits = fits;
+}
+
+}  // namespace
+}  // namespace hetero
+
+extern "C" {
+
+void* hetero_executor_new(const HeteroModel* model, void* cache, int64_t block_size,
+                          const int64_t* windows, const float* rotary, int64_t threads,
+                          const int32_t* cpus, int64_t isa) {
+    using namespace hetero;
+    Executor* e = new (std::nothrow) Executor;
+    if (!e) return nullptr;
+    if (!reserve_model(e->model, *model)) {
+        delete e;
+        return nullptr;
+    }
+    e->isa = isa < 0 ? best_isa() : (Isa)isa;
+    e->cache = {cache, model->cache_is_bf16 != 0, model->layers, block_size, model->kv_heads,
+                model->dim};
+    e->rotary.assign(rotary, rotary + model->max_positions * model->rotary_dim);
+    for (int64_t layer = 0; layer < model->layers; ++layer) {
+        size_t index = 0;
+        while (index < e->windows.size() && e->windows[index] != windows[layer]) ++index;
+        if (index == e->windows.size()) {
+            e->windows.push_back(windows[layer]);
+            e->plans.push_back(new_attention_plan((int)threads));
+        }
+        e->window_of.push_back((int)index);
+    }
+    e->team = new Team((int)threads, cpus, kSpin);
+    return e;
+}
+
+void hetero_executor_free(void* executor) { delete (hetero::Executor*)executor; }
+
+int64_t hetero_executor_set(void* executor, int64_t layer, int64_t which, const void* data,
+                            int64_t rows, int64_t columns, int64_t dtype) {
+    using namespace hetero;
+    Setting setting{(Executor*)executor, layer, which, rows, columns, dtype, data, false};
+    setting.e->team->run(set_part, &setting);
+    return setting.fits ? 0 : -1;
+}
+
+void hetero_executor_step(void* executor, const HeteroStep* step) {
+    using namespace hetero;
+    Executor& e = *(Executor*)executor;
+    plan_step(e, *step);
+    Run run = make_run(e, *step);
+    e.team->run(run_thread, &run);
+    choose_tokens(run);
+}
+
+}  // extern "C"

@@ -1,0 +1,54 @@
+// The whole step of a Llama-shaped decoder as one call: C ABI, see executor.cpp.
+
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// Sizes of a model. weight_format: matmul.h's Format. activation: rows.h's `gated` kind.
+struct HeteroModel {
+    int64_t layers, hidden, inner, heads, kv_heads, dim, vocab, rotary_dim, max_positions;
+    int64_t weight_format, activation, qk_norm, cache_is_bf16, tied_head;
+    double eps, attention_scale;
+};
+
+// Rows to run. Arrays as in attention.h; cache_rows: KV slot (block * block size + offset) of each
+// row; positions: of each row. sample_rows [samples]: rows to draw after. modes [samples]:
+// 0 greedy, 1 noisy, 2 none (logits only). Outputs: tokens [samples] int64; logits [samples][vocab]
+// float or null; hidden [rows][hidden] float after the final norm, or null.
+struct HeteroStep {
+    int64_t rows, sequences, samples, columns;
+    const int32_t *token_ids, *positions, *cache_rows;
+    const int32_t *slots, *starts, *counts;
+    const uint8_t* is_tree;
+    const uint64_t* ancestors;
+    const int32_t* tables;
+    const int32_t* sample_rows;
+    const uint8_t* modes;
+    const float* temperatures;
+    const uint64_t* seeds;
+    const int32_t *draw_positions, *sample_indices;
+    int64_t* tokens;
+    float* logits;
+    float* hidden;
+};
+
+// cache: the paged KV cache; windows [layers]: 0 for none; rotary [max_positions][rotary_dim]
+// floats, cos then sin. isa: isa.h's level, -1 for the best. cpus: see team.h; may be null. Returns
+// null if there is no memory.
+void* hetero_executor_new(const HeteroModel* model, void* cache, int64_t block_size,
+                          const int64_t* windows, const float* rotary, int64_t threads,
+                          const int32_t* cpus, int64_t isa);
+void hetero_executor_free(void* executor);
+
+// Weights, row-major, copied and packed. which: 0 embedding, 1 final norm, 2 head; of a layer: 3
+// input norm, 4 qkv, 5 qkv bias, 6 output, 7 output bias, 8 second norm, 9 gate and up, 10 down,
+// 11 q norm, 12 k norm. dtype: 0 bf16, 1 float, of norms and biases too. Returns 0, or -1 if the
+// shape is not the model's.
+int64_t hetero_executor_set(void* executor, int64_t layer, int64_t which, const void* data,
+                            int64_t rows, int64_t columns, int64_t dtype);
+
+void hetero_executor_step(void* executor, const HeteroStep* step);
+
+}

@@ -1,0 +1,340 @@
+// Packed products: packing, preparation of rows, and the way through a matrix in register tiles.
+
+#include "matmul.h"
+
+#include <immintrin.h>
+
+#include <cfloat>
+#include <cstring>
+
+#include "matmul_kernels.h"
+
+namespace hetero {
+namespace {
+
+constexpr int64_t kAmxRows = 8;             // fewer rows are faster on vectors
+constexpr int64_t kBlockBytes = 128 << 10;  // of a panel that several tiles of rows share, in L2
+constexpr int64_t kSplitBytes = 32 << 10;   // the same where tiles are narrower than a panel: L1
+constexpr int64_t kAll = (int64_t)1 << 40;  // a single tile of rows takes all of k at once
+constexpr int64_t kLines = kUnroll * kStepBytes / 64;
+
+#define AVX2 __attribute__((target("avx2,fma")))
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#define INLINE inline __attribute__((always_inline))
+
+// To nearest, ties to even; NaN stays NaN.
+INLINE void round_row(const float* x, int64_t size, uint16_t* out) {
+    for (int64_t i = 0; i < size; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, x + i, sizeof bits);
+        const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        out[i] = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded);
+    }
+}
+
+// The largest absolute value's bits: as integers these have the order of floats, NaN above all.
+INLINE int32_t largest_bits(const float* x, int64_t size) {
+    int32_t top = 0;
+    for (int64_t i = 0; i < size; ++i) {
+        int32_t bits;
+        std::memcpy(&bits, x + i, sizeof bits);
+        bits &= 0x7fffffff;
+        top = bits > top ? bits : top;
+    }
+    return top;
+}
+
+// The scale for a largest absolute value; nothing but zeros where its inverse might overflow.
+INLINE float scale_of(int32_t largest, float* inverse) {
+    float value;
+    std::memcpy(&value, &largest, sizeof value);
+    const bool is_zero = value < 127 * FLT_MIN;
+    *inverse = is_zero ? 0.0f : 127.0f / value;
+    return is_zero ? 0.0f : value / 127.0f;
+}
+
+// Returns the sum of the integers. Infinity and NaN give any integers; their scale tells. Adding
+// 1.5 * 2^23 rounds too and needs no SSE4, but with FMA at hand GCC fuses it with the product.
+template <bool kHasRint>
+INLINE int32_t quantize_row(const float* x, int64_t size, float inverse, int8_t* out) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < size; ++i) {
+        int32_t integer;
+        if constexpr (kHasRint) integer = (int32_t)__builtin_rintf(x[i] * inverse);
+        else {
+            const float shifted = x[i] * inverse + 12582912.0f;
+            std::memcpy(&integer, &shifted, sizeof integer);
+        }
+        out[i] = (int8_t)integer;
+        sum += (int8_t)integer;
+    }
+    return sum;
+}
+
+template <bool kHasRint>
+INLINE float find_and_quantize(const float* x, int64_t size, int8_t* out) {
+    float inverse;
+    const float scale = scale_of(largest_bits(x, size), &inverse);
+    quantize_row<kHasRint>(x, size, inverse, out);
+    return scale;
+}
+
+void round_base(const float* x, int64_t size, uint16_t* out) { round_row(x, size, out); }
+AVX2 void round_avx2(const float* x, int64_t size, uint16_t* out) { round_row(x, size, out); }
+AVX512 void round_avx512(const float* x, int64_t size, uint16_t* out) { round_row(x, size, out); }
+float quantize_base(const float* x, int64_t size, int8_t* out) {
+    return find_and_quantize<false>(x, size, out);
+}
+AVX2 float quantize_avx2(const float* x, int64_t size, int8_t* out) {
+    return find_and_quantize<true>(x, size, out);
+}
+AVX512 float quantize_avx512(const float* x, int64_t size, int8_t* out) {
+    return find_and_quantize<true>(x, size, out);
+}
+
+// Weights of a row as the caller has them.
+struct Source {
+    const void* weight;
+    bool is_bf16;
+    int64_t stride, depth;
+};
+
+constexpr int64_t kChunk = 1024;  // weights of a row that are packed at a time
+
+// `count` weights of row n from k = begin as floats: in place or widened into `buffer`.
+const float* as_floats(const Source& source, int64_t n, int64_t begin, int64_t count,
+                       float* buffer) {
+    const int64_t at = n * source.stride + begin;
+    if (!source.is_bf16) return (const float*)source.weight + at;
+    const uint16_t* x = (const uint16_t*)source.weight + at;
+    for (int64_t i = 0; i < count; ++i) {
+        const uint32_t bits = (uint32_t)x[i] << 16;
+        std::memcpy(buffer + i, &bits, sizeof bits);
+    }
+    return buffer;
+}
+
+// The scale of row n and its inverse, see scale_of.
+float row_scale(const Source& source, int64_t n, float* inverse) {
+    float buffer[kChunk];
+    int32_t top = 0;
+    for (int64_t k = 0; k < source.depth; k += kChunk) {
+        const int64_t count = least(kChunk, source.depth - k);
+        const int32_t here = largest_bits(as_floats(source, n, k, count, buffer), count);
+        top = here > top ? here : top;
+    }
+    return scale_of(top, inverse);
+}
+
+// Weights [begin, begin + count) of row n in the packed format, zeros up to a whole chunk. inverse:
+// of the row's scale. Returns the sum of the integers.
+int32_t convert(Format format, const Source& source, int64_t n, int64_t begin, int64_t count,
+                float inverse, void* out) {
+    float buffer[kChunk];
+    const int64_t bytes = element_bytes(format);
+    std::memset((char*)out + count * bytes, 0, (kChunk - count) * bytes);
+    if (format == Format::kBf16 && source.is_bf16) {
+        std::memcpy(out, (const uint16_t*)source.weight + n * source.stride + begin, count * 2);
+        return 0;
+    }
+    const float* x = as_floats(source, n, begin, count, buffer);
+    if (format == Format::kFloat) std::memcpy(out, x, count * sizeof(float));
+    else if (format == Format::kBf16) round_row(x, count, (uint16_t*)out);
+    else return quantize_row<false>(x, count, inverse, (int8_t*)out);
+    return 0;
+}
+
+// Four rows of `count` steps (a multiple of 4), kChunk apart, to four neighbouring columns.
+void transpose(const float* rows, int64_t count, float* columns) {
+    for (int64_t i = 0; i < count; i += 4) {
+        __m128 a = _mm_load_ps(rows + i), b = _mm_load_ps(rows + kChunk + i);
+        __m128 c = _mm_load_ps(rows + 2 * kChunk + i), d = _mm_load_ps(rows + 3 * kChunk + i);
+        _MM_TRANSPOSE4_PS(a, b, c, d);
+        _mm_storeu_ps(columns + i * kPanel, a);
+        _mm_storeu_ps(columns + (i + 1) * kPanel, b);
+        _mm_storeu_ps(columns + (i + 2) * kPanel, c);
+        _mm_storeu_ps(columns + (i + 3) * kPanel, d);
+    }
+}
+
+// Rows [first, last), which all go to one strip, to the places of outputs from `to`.
+void pack_strip(Matrix& matrix, const Source& source, int64_t first, int64_t last, int64_t to) {
+    const int64_t per_step = 4 / element_bytes(matrix.format);
+    const int64_t panel_steps = matrix.padded_depth / per_step;
+    float* column = (float*)matrix.data + to / kPanel * panel_steps * kPanel + to % kPanel;
+    float inverses[kStrip] = {};
+    if (matrix.format == Format::kInt8)
+        for (int64_t i = 0; i < last - first; ++i) {
+            matrix.scales[to + i] = row_scale(source, first + i, &inverses[i]);
+            matrix.sums[to + i] = 0;
+        }
+    alignas(64) float rows[4 * kChunk];  // 4 bytes for each step, whatever they mean
+    for (int64_t k = 0; k < source.depth; k += kChunk) {
+        const int64_t count = least(kChunk, source.depth - k);
+        const int64_t steps = ((count + per_step - 1) / per_step + 3) & ~(int64_t)3;
+        float* begin = column + k / per_step * kPanel;
+        for (int64_t n = first, more; n < last; n += more) {
+            more = last - n < 4 ? 1 : 4;
+            for (int64_t i = 0; i < more; ++i) {
+                const int32_t sum = convert(matrix.format, source, n + i, k, count,
+                                            inverses[n - first + i], rows + i * kChunk);
+                if (matrix.sums) matrix.sums[to + n - first + i] += sum;
+            }
+            float* columns = begin + (n - first);
+            if (more == 4) transpose(rows, steps, columns);
+            else for (int64_t i = 0; i < steps; ++i) std::memcpy(columns + i * kPanel, rows + i, 4);
+        }
+    }
+}
+
+const Tiles& tiles_of(Format format, Isa isa) {
+    if (format == Format::kBf16) return bf16_tiles(isa);
+    return format == Format::kFloat ? float_tiles(isa) : int8_tiles(isa);
+}
+
+// All rows with strips [inside, inside + strips) of one panel.
+void multiply_panel(const Tiles& tiles, const Matrix& matrix, const Rows& x, int64_t rows,
+                    int64_t strip, int64_t strips, bool is_last, float* out, int64_t out_stride) {
+    const int64_t bytes = element_bytes(matrix.format);
+    const int64_t steps = matrix.padded_depth * bytes / 4, inside = strip % kTileStrips;
+    const char* panel = (const char*)matrix.data + strip / kTileStrips * steps * kStepBytes;
+    const int64_t groups = (rows + tiles.rows - 1) / tiles.rows;
+    const int64_t width = tiles.strips[(rows + groups - 1) / groups - 1];
+    const bool split = width < strips;
+    const int64_t most = (split ? kSplitBytes : groups > 1 ? kBlockBytes : kAll) / kStepBytes;
+    const int64_t blocks = (steps + most - 1) / most;  // of about the same size
+    const int64_t block = (steps / kUnroll + blocks - 1) / blocks * kUnroll;
+    const int64_t passes = groups * ((strips + width - 1) / width);
+    TileCall c;
+    c.x_stride = x.stride * bytes;
+    c.out_stride = out_stride;
+    for (int64_t begin = 0; begin < steps; begin += block) {
+        c.steps = least(block, steps - begin);
+        c.add = begin > 0;
+        c.last = begin + block >= steps;
+        const char* weights = panel + begin * kStepBytes;
+        // Each pass over a block fetches its share of the next one. A single pass does not: it is
+        // one stream, which processors fetch better by themselves. Behind the last block of a call
+        // lies what other threads work on.
+        const bool fetch = strips == kTileStrips && passes > 1 && !(c.last && is_last);
+        const int64_t share = (kLines + passes - 1) / passes;
+        int64_t fetched = 0;
+        c.ahead = weights + c.steps * kStepBytes;
+        for (int64_t g = 0; g < groups; ++g) {
+            const int64_t r = rows * g / groups, count = rows * (g + 1) / groups - r;
+            c.x = (const char*)x.data + r * c.x_stride + begin * 4;
+            c.x_scales = x.scales ? x.scales + r : nullptr;
+            for (int64_t s = strip, wide; s < strip + strips; s += wide) {
+                wide = least(tiles.strips[count - 1], strip + strips - s);
+                c.weights = weights + (inside + s - strip) * 64;
+                c.out = out + r * out_stride + s * kStrip;
+                c.scales = matrix.scales ? matrix.scales + s * kStrip : nullptr;
+                c.sums = matrix.sums ? matrix.sums + s * kStrip : nullptr;
+                c.lines = fetch ? least(share, kLines - fetched) : 0;
+                tiles.tile[count - 1][wide - 1](c);
+                c.ahead += c.lines * 64 * (c.steps / kUnroll);
+                fetched += c.lines;
+            }
+        }
+    }
+}
+
+}  // namespace
+
+int64_t packed_bytes(Format format, int64_t outputs, int64_t depth) {
+    const int64_t panels = (outputs + kPanel - 1) / kPanel;
+    const int64_t padded_depth = (depth + kDepth - 1) / kDepth * kDepth;
+    return panels * kPanel * padded_depth * element_bytes(format);
+}
+
+void pack(Matrix& matrix, const void* weight, bool weight_is_bf16, int64_t stride, int64_t first,
+          int64_t last, int64_t to) {
+    const Source source{weight, weight_is_bf16, stride, matrix.depth};
+    for (int64_t n = first, next; n < last; to += next - n, n = next) {
+        next = least(last, n + kStrip - to % kStrip);
+        pack_strip(matrix, source, n, next, to);
+    }
+}
+
+void prepare_row(Format format, const float* x, int64_t depth, int64_t padded_depth, void* out,
+                 float* scale, Isa isa) {
+    if (format == Format::kFloat) std::memcpy(out, x, depth * sizeof(float));
+    else if (format == Format::kBf16)
+        (isa >= kAvx512 ? round_avx512 : isa == kAvx2 ? round_avx2 : round_base)(
+            x, depth, (uint16_t*)out);
+    else
+        *scale = (isa >= kAvx512 ? quantize_avx512 : isa == kAvx2 ? quantize_avx2 : quantize_base)(
+            x, depth, (int8_t*)out);
+    const int64_t bytes = element_bytes(format);
+    std::memset((char*)out + depth * bytes, 0, (padded_depth - depth) * bytes);
+}
+
+void multiply(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first, int64_t strips,
+              float* out, int64_t out_stride, Isa isa) {
+    if (isa == kAmx && rows >= kAmxRows && matrix.format != Format::kFloat) {
+        multiply_amx(matrix, x, rows, first, strips, out, out_stride);
+        return;
+    }
+    const Tiles& tiles = tiles_of(matrix.format, isa);
+    for (int64_t strip = first, next; strip < first + strips; strip = next) {
+        next = least(first + strips, (strip / kTileStrips + 1) * kTileStrips);
+        multiply_panel(tiles, matrix, x, rows, strip, next - strip, next == first + strips, out,
+                       out_stride);
+    }
+}
+
+}  // namespace hetero
+
+namespace {
+
+hetero::Matrix make_matrix(int64_t format, int64_t outputs, int64_t depth, void* data,
+                           float* scales, int32_t* sums) {
+    using namespace hetero;
+    return {(Format)format, outputs, depth, (outputs + kPanel - 1) / kPanel * kPanel,
+            (depth + kDepth - 1) / kDepth * kDepth, data, scales, sums};
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t hetero_matmul_packed_bytes(int64_t format, int64_t outputs, int64_t depth) {
+    return hetero::packed_bytes((hetero::Format)format, outputs, depth);
+}
+
+// weight [last, depth], `stride` elements apart, bf16 or float. scales, sums: int8, else null.
+void hetero_matmul_pack(int64_t format, int64_t outputs, int64_t depth, void* data, float* scales,
+                        int32_t* sums, const void* weight, int64_t weight_is_bf16, int64_t stride,
+                        int64_t first, int64_t last, int64_t to) {
+    hetero::Matrix matrix = make_matrix(format, outputs, depth, data, scales, sums);
+    hetero::pack(matrix, weight, weight_is_bf16, stride, first, last, to);
+}
+
+// x [rows, depth] float -> out [rows, padded depth] in `format`, scales [rows] (int8, else null).
+void hetero_matmul_prepare(int64_t format, const float* x, int64_t rows, int64_t depth, void* out,
+                           float* scales, int64_t isa) {
+    const int64_t padded = (depth + hetero::kDepth - 1) / hetero::kDepth * hetero::kDepth;
+    const int64_t bytes = padded * hetero::element_bytes((hetero::Format)format);
+    for (int64_t r = 0; r < rows; ++r)
+        hetero::prepare_row((hetero::Format)format, x + r * depth, depth, padded,
+                            (char*)out + r * bytes, scales ? scales + r : nullptr,
+                            (hetero::Isa)isa);
+}
+
+// x [rows, x_stride] prepared, out [rows, out_stride]. `copies` equal matrices lie one after the
+// other in `data` and are all multiplied (what a bench needs to find weights out of the caches).
+void hetero_matmul_multiply(int64_t format, int64_t outputs, int64_t depth, void* data,
+                            float* scales, int32_t* sums, const void* x, int64_t x_stride,
+                            const float* x_scales, int64_t rows, int64_t first, int64_t strips,
+                            float* out, int64_t out_stride, int64_t isa, int64_t copies) {
+    hetero::Matrix matrix = make_matrix(format, outputs, depth, data, scales, sums);
+    const int64_t bytes = hetero::packed_bytes(matrix.format, outputs, depth);
+    for (int64_t i = 0; i < copies; ++i) {
+        hetero::multiply(matrix, {x, x_stride, x_scales}, rows, first, strips, out, out_stride,
+                         (hetero::Isa)isa);
+        matrix.data = (char*)matrix.data + bytes;
+    }
+    hetero::release_tiles();
+}
+
+}

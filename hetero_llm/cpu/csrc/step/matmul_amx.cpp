@@ -1,0 +1,219 @@
+// Packed products on AMX tiles, bf16 and int8.
+//
+// Tiles 0-3 hold sums, 4 and 5 rows, 6 and 7 weights. Rows come straight from the prepared rows and
+// weights from the packed panel: 16 steps of a strip are one tile. Groups of more than 16 rows take
+// 2 x 2 tiles (32 rows x 32 outputs), smaller ones 1 x 4 (16 x 64).
+
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "matmul_kernels.h"
+
+namespace hetero {
+namespace {
+
+#define AMX __attribute__((target("amx-tile,amx-bf16,amx-int8,avx512f,avx512bw,avx512dq")))
+
+constexpr int64_t kTileSteps = 16;     // of k in a tile
+constexpr int64_t kTileRow = 64;       // bytes
+constexpr int64_t kGroup = 32;         // rows
+constexpr int64_t kBlockSteps = 256;   // two strips of so many steps stay in the L1 cache
+constexpr int64_t kAheadBytes = 8192;  // two steps of tiles
+
+typedef int32_t Ints __attribute__((vector_size(64)));
+
+struct alignas(64) Config {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// Rows of the tiles 0, 1, 4 and of the tiles 2, 3, 5 that this thread has set; 0: none.
+thread_local int64_t loaded_low = 0, loaded_high = 0;
+
+// low, high: rows of the upper and lower tiles; high = 0: all sums are of the upper one.
+AMX void set_tiles(int64_t low, int64_t high) {
+    if (low == loaded_low && high == loaded_high) return;
+    Config config;
+    const int64_t lower = high ? high : low;
+    const int64_t rows[8] = {low, low, lower, lower, low, lower, kTileSteps, kTileSteps};
+    for (int i = 0; i < 8; ++i) {
+        config.row_bytes[i] = kTileRow;
+        config.rows[i] = (uint8_t)rows[i];
+    }
+    _tile_loadconfig(&config);
+    loaded_low = low;
+    loaded_high = high;
+}
+
+struct Part {
+    const char* weights;  // first of the strips
+    const char* x;
+    int64_t x_stride, steps;
+    float* out;
+    int64_t out_stride;  // elements
+    int64_t low, high, strips;
+    bool add, fetch;  // fetch: bring what comes next of this panel into the cache
+};
+
+AMX inline void fetch_ahead(const Part& p, const char* w) {
+    if (!p.fetch) return;
+    for (int64_t i = 0; i < kTileSteps * kStepBytes; i += 64)
+        __builtin_prefetch(w + kAheadBytes + i, 0, 2);
+}
+
+// Tile numbers have to be literals, hence macros.
+#define MULTIPLY(sum, a, b)                                        \
+    do {                                                           \
+        if constexpr (kInt8) _tile_dpbssd(sum, a, b);              \
+        else _tile_dpbf16ps(sum, a, b);                            \
+    } while (0)
+
+#define BEGIN(sum, wanted, at)                                     \
+    do {                                                           \
+        if (!(wanted)) break;                                      \
+        if (p.add) _tile_loadd(sum, at, p.out_stride * 4);         \
+        else _tile_zero(sum);                                      \
+    } while (0)
+
+#define FINISH(sum, wanted, at)                                    \
+    do {                                                           \
+        if (wanted) _tile_stored(sum, at, p.out_stride * 4);       \
+    } while (0)
+
+// Up to 32 rows x 2 strips.
+template <bool kInt8>
+AMX void square(const Part& p) {
+    const bool two = p.strips > 1;
+    float* below = p.out + p.low * p.out_stride;
+    BEGIN(0, true, p.out);
+    BEGIN(1, two, p.out + kStrip);
+    BEGIN(2, true, below);
+    BEGIN(3, two, below + kStrip);
+    const char *w = p.weights, *x = p.x, *x_below = p.x + p.low * p.x_stride;
+    for (int64_t step = 0; step < p.steps; step += kTileSteps) {
+        fetch_ahead(p, w);
+        _tile_loadd(6, w, kStepBytes);
+        _tile_loadd(4, x, p.x_stride);
+        _tile_loadd(5, x_below, p.x_stride);
+        MULTIPLY(0, 4, 6);
+        MULTIPLY(2, 5, 6);
+        if (two) {
+            _tile_loadd(7, w + kTileRow, kStepBytes);
+            MULTIPLY(1, 4, 7);
+            MULTIPLY(3, 5, 7);
+        }
+        w += kTileSteps * kStepBytes;
+        x += kTileRow;
+        x_below += kTileRow;
+    }
+    FINISH(0, true, p.out);
+    FINISH(1, two, p.out + kStrip);
+    FINISH(2, true, below);
+    FINISH(3, two, below + kStrip);
+}
+
+// Up to 16 rows x 4 strips.
+template <bool kInt8>
+AMX void flat(const Part& p) {
+    const int64_t strips = p.strips;
+    BEGIN(0, true, p.out);
+    BEGIN(1, strips > 1, p.out + kStrip);
+    BEGIN(2, strips > 2, p.out + 2 * kStrip);
+    BEGIN(3, strips > 3, p.out + 3 * kStrip);
+    const char *w = p.weights, *x = p.x;
+    for (int64_t step = 0; step < p.steps; step += kTileSteps) {
+        fetch_ahead(p, w);
+        _tile_loadd(4, x, p.x_stride);
+        _tile_loadd(6, w, kStepBytes);
+        MULTIPLY(0, 4, 6);
+        if (strips > 1) {
+            _tile_loadd(7, w + kTileRow, kStepBytes);
+            MULTIPLY(1, 4, 7);
+        }
+        if (strips > 2) {
+            _tile_loadd(6, w + 2 * kTileRow, kStepBytes);
+            MULTIPLY(2, 4, 6);
+        }
+        if (strips > 3) {
+            _tile_loadd(7, w + 3 * kTileRow, kStepBytes);
+            MULTIPLY(3, 4, 7);
+        }
+        w += kTileSteps * kStepBytes;
+        x += kTileRow;
+    }
+    FINISH(0, true, p.out);
+    FINISH(1, strips > 1, p.out + kStrip);
+    FINISH(2, strips > 2, p.out + 2 * kStrip);
+    FINISH(3, strips > 3, p.out + 3 * kStrip);
+}
+
+// One group of rows over `strips` strips of one panel and one block of steps.
+void group(Part p, bool is_int8, int64_t rows) {
+    p.low = least(rows, 16);
+    p.high = rows - p.low;
+    set_tiles(p.low, p.high);
+    if (p.high) (is_int8 ? square<true> : square<false>)(p);
+    else (is_int8 ? flat<true> : flat<false>)(p);
+}
+
+// Integers, which the tiles have left in `out`, to results.
+AMX void scale_sums(const float* x_scales, const float* scales, int64_t rows, int64_t strips,
+                    float* out, int64_t out_stride) {
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t s = 0; s < strips * kStrip; s += kStrip) {
+            float* at = out + r * out_stride + s;
+            const __m512 sums =
+                __builtin_convertvector((Ints)_mm512_loadu_si512(at), __m512);
+            const __m512 scale =
+                _mm512_mul_ps(_mm512_set1_ps(x_scales[r]), _mm512_loadu_ps(scales + s));
+            _mm512_storeu_ps(at, _mm512_mul_ps(sums, scale));
+        }
+}
+
+}  // namespace
+
+AMX void release_tiles() {
+    if (loaded_low == 0) return;
+    _tile_release();
+    loaded_low = loaded_high = 0;
+}
+
+void multiply_amx(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first, int64_t strips,
+                  float* out, int64_t out_stride) {
+    const int64_t bytes = element_bytes(matrix.format);
+    const int64_t steps = matrix.padded_depth * bytes / 4;
+    const bool is_int8 = matrix.format == Format::kInt8;
+    const bool few = rows <= kGroup;
+    const int64_t block = few ? steps : kBlockSteps;
+    Part p;
+    p.x_stride = x.stride * bytes;
+    p.out_stride = out_stride;
+    for (int64_t strip = first, next; strip < first + strips; strip = next) {
+        const int64_t inside = strip % kTileStrips;
+        next = least(first + strips, strip - inside + kTileStrips);
+        const char* panel = (const char*)matrix.data + strip / kTileStrips * steps * kStepBytes;
+        // 16 rows or fewer take all strips of the panel at once, more of them two.
+        const int64_t width = rows <= 16 ? kTileStrips : 2;
+        for (int64_t begin = 0; begin < steps; begin += block) {
+            p.steps = least(block, steps - begin);
+            p.add = begin > 0;
+            for (int64_t s = strip; s < next; s += width) {
+                p.strips = least(width, next - s);
+                p.weights = panel + begin * kStepBytes + s % kTileStrips * kTileRow;
+                for (int64_t r = 0; r < rows; r += kGroup) {
+                    p.x = (const char*)x.data + r * p.x_stride + begin * 4;
+                    p.out = out + r * out_stride + s * kStrip;
+                    p.fetch = r == 0 && s == strip;
+                    group(p, is_int8, least(kGroup, rows - r));
+                }
+            }
+        }
+        if (is_int8)
+            scale_sums(x.scales, matrix.scales + strip * kStrip, rows, next - strip,
+                       out + strip * kStrip, out_stride);
+    }
+}
+
+}  // namespace hetero

@@ -1,0 +1,50 @@
+// Between the parts of matmul: what a register tile is told, and where the tiles are.
+//
+// In every format a step of k is 4 bytes of a row and 4 bytes of each of a panel's 64 outputs: two
+// bf16, one float or four int8.
+
+#pragma once
+
+#include "matmul.h"
+
+namespace hetero {
+
+constexpr int64_t kStepBytes = 256;  // of a panel
+constexpr int64_t kUnroll = 4;       // steps; divides the steps of any padded depth
+constexpr int kTileRows = 6, kTileStrips = 4;
+
+struct TileCall {
+    const char* weights;  // first step of the first strip; steps are kStepBytes apart
+    const char* x;        // first step of the first row
+    int64_t x_stride;     // bytes
+    int64_t steps;        // multiple of kUnroll
+    float* out;
+    int64_t out_stride;  // elements
+    bool add;            // go on with the sums that `out` holds (int8: as int32)
+    bool last;           // int8: no more steps, scale the sums
+    const char* ahead;   // weights that are wanted next
+    int64_t lines;       // cache lines of them to fetch for each kUnroll steps
+    const float *x_scales, *scales;  // int8
+    const int32_t* sums;             // int8
+};
+using Tile = void (*)(const TileCall& call);
+
+// Tiles of one format and instruction set: tile[rows - 1][strips - 1], null where registers do not
+// suffice. strips[rows - 1] is the most there are for so many rows.
+struct Tiles {
+    Tile tile[kTileRows][kTileStrips];
+    int rows;
+    int strips[kTileRows];
+};
+
+const Tiles& float_tiles(Isa isa);
+const Tiles& bf16_tiles(Isa isa);
+const Tiles& int8_tiles(Isa isa);
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// bf16 and int8 on AMX; arguments as of `multiply`.
+void multiply_amx(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first, int64_t strips,
+                  float* out, int64_t out_stride);
+
+}  // namespace hetero

@@ -1,0 +1,45 @@
+// A Llama-shaped model's weights, packed, in one arena in the order in which a step reads them.
+
+#pragma once
+
+#include <vector>
+
+#include "arena.h"
+#include "executor.h"
+#include "matmul.h"
+
+namespace hetero {
+
+struct Layer {
+    const float *norm, *second_norm;                // [hidden]
+    const float *q_norm, *k_norm;                   // [dim] or null
+    const float *qkv_bias, *out_bias;               // [outputs] or null
+    Matrix qkv, out, gate_up, down;                 // gate_up: strips of both take turns
+};
+
+struct Model {
+    HeteroModel sizes;
+    Format format;
+    std::vector<Layer> layers;
+    Matrix head;
+    const float* final_norm;
+    // Rows of the embedding, bf16 or float; null: they are read from the packed head (tied).
+    const void* embedding;
+    bool embedding_is_bf16;
+    Arena arena;
+
+    int64_t all_heads() const { return sizes.heads + 2 * sizes.kv_heads; }
+};
+
+// Reserves memory for all weights; false if there is none.
+bool reserve_model(Model& model, const HeteroModel& sizes);
+
+// See hetero_executor_set. parts: `part` of so many packs its share of the rows (vectors: part 0).
+// False if the shape is not the model's.
+bool set_weight(Model& model, int64_t layer, int64_t which, const void* data, int64_t rows,
+                int64_t columns, bool is_bf16, int64_t part, int64_t parts);
+
+// Row `token` of the embedding as floats, [hidden].
+void embed(const Model& model, int64_t token, float* out, Isa isa);
+
+}  // namespace hetero

@@ -1,0 +1,349 @@
+// Row-wise parts of a decoder layer, see rows.h. Each kernel is a template over the vector width;
+// ROWS_FUNCTION makes its three instances and the choice among them.
+
+#include "rows.h"
+
+#include <cmath>
+
+#include "lanes.h"
+
+namespace hetero {
+
+namespace {
+
+constexpr float kLog2e = 1.44269504088896341f;
+
+template <int N>
+INLINE void rms_norm_lanes(const float* x, const float* weight, float eps, int64_t size,
+                           float* out) {
+    Floats<N> squares[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * N <= size; i += 4 * N)
+        for (int k = 0; k < 4; ++k) {
+            const Floats<N> v = read<N>(x + i + k * N);
+            squares[k] += v * v;
+        }
+    for (; i + N <= size; i += N) squares[0] += read<N>(x + i) * read<N>(x + i);
+    if (i < size) {
+        const Floats<N> v = read_some<N>(x + i, size - i);
+        squares[1] += v * v;
+    }
+    const float sum = total<N>((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    const float scale = 1.0f / std::sqrt(sum / (float)size + eps);
+    for (i = 0; i + N <= size; i += N)
+        write<N>(out + i, read<N>(x + i) * scale * read<N>(weight + i));
+    for (; i < size; ++i) out[i] = x[i] * scale * weight[i];
+}
+
+template <int N>
+INLINE void rotate_lanes(float* head, const float* factors, int64_t rotary_dim) {
+    const int64_t half = rotary_dim / 2;
+    const float *cosines = factors, *sines = factors + half;
+    int64_t i = 0;
+    for (; i + N <= half; i += N) {
+        const Floats<N> a = read<N>(head + i), b = read<N>(head + half + i);
+        const Floats<N> c = read<N>(cosines + i), s = read<N>(sines + i);
+        write<N>(head + i, a * c - b * s);
+        write<N>(head + half + i, b * c + a * s);
+    }
+    for (; i < half; ++i) {
+        const float a = head[i], b = head[half + i];
+        head[i] = a * cosines[i] - b * sines[i];
+        head[half + i] = b * cosines[i] + a * sines[i];
+    }
+}
+
+// 1 / (1 + exp(-x)); exp of a negative number alone, so nothing overflows.
+template <int N>
+INLINE Floats<N> sigmoid(Floats<N> x) {
+    const Floats<N> e = power_of_two<N>((x < 0.0f ? x : -x) * kLog2e);
+    return (x < 0.0f ? e : fill<N>(1.0f)) / (1.0f + e);
+}
+
+// The normal distribution function. With z = |x| / sqrt(2) and t = 1 / (1 + z / 2),
+// erfc(z) = t * p(t) * exp(-z * z); p has a relative error of 1e-8.
+template <int N>
+INLINE Floats<N> normal(Floats<N> x) {
+    const Floats<N> z = (x < 0.0f ? -x : x) * 0.70710678118654752f;
+    const Floats<N> t = 1.0f / (1.0f + z * 0.5f);
+    Floats<N> p = fill<N>(2.2444437267e-2f);
+    p = p * t - 1.7808012395e-1f;
+    p = p * t + 5.5688112664e-1f;
+    p = p * t - 8.3916439930e-1f;
+    p = p * t + 5.6051873212e-1f;
+    p = p * t - 1.7217732920e-1f;
+    p = p * t + 2.5072791558e-1f;
+    p = p * t + 2.3333156231e-1f;
+    p = p * t + 2.8348525976e-1f;
+    p = p * t + 2.8203281215e-1f;
+    const Floats<N> tail = 0.5f * t * p * power_of_two<N>(x * x * (-0.5f * kLog2e));
+    return x < 0.0f ? tail : 1.0f - tail;
+}
+
+template <int N, int kKind>
+INLINE Floats<N> activate(Floats<N> x) {
+    if constexpr (kKind == 0) return x * sigmoid<N>(x);
+    // (1 + tanh(u)) / 2 = sigmoid(2 u)
+    if constexpr (kKind == 1)
+        return x * sigmoid<N>(1.5957691216057308f * x * (1.0f + 0.044715f * x * x));
+    if constexpr (kKind == 2) return x * normal<N>(x);
+}
+
+template <int N, int kKind>
+INLINE void gated_kind(const float* gate, const float* up, int64_t size, float* out) {
+    int64_t i = 0;
+    for (; i + N <= size; i += N)
+        write<N>(out + i, activate<N, kKind>(read<N>(gate + i)) * read<N>(up + i));
+    if (i < size)
+        write_some<N>(out + i,
+                      activate<N, kKind>(read_some<N>(gate + i, size - i)) *
+                          read_some<N>(up + i, size - i),
+                      size - i);
+}
+
+template <int N>
+INLINE void gated_lanes(const float* gate, const float* up, int64_t size, int kind, float* out) {
+    if (kind == 0) gated_kind<N, 0>(gate, up, size, out);
+    else if (kind == 1) gated_kind<N, 1>(gate, up, size, out);
+    else gated_kind<N, 2>(gate, up, size, out);
+}
+
+template <int N>
+INLINE void add_lanes(float* x, const float* y, int64_t size) {
+    int64_t i = 0;
+    for (; i + N <= size; i += N) write<N>(x + i, read<N>(x + i) + read<N>(y + i));
+    for (; i < size; ++i) x[i] += y[i];
+}
+
+template <int N>
+INLINE void widen_lanes(const uint16_t* x, int64_t size, float* out) {
+    int64_t i = 0;
+    for (; i + N <= size; i += N) write<N>(out + i, read<N>((const Bf16*)(x + i)));
+    for (; i < size; ++i) {
+        const uint32_t bits = (uint32_t)x[i] << 16;
+        std::memcpy(out + i, &bits, sizeof bits);
+    }
+}
+
+template <int N>
+INLINE void narrow_vector(Floats<N> v, uint16_t* out, int64_t count) {
+    Words<N> bits = (Words<N>)v;
+    bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    bits = v != v ? (Words<N>)v >> 16 | 0x40u : bits;  // rounding could turn a NaN into 0
+    const auto halves = __builtin_convertvector(bits, typename Lanes<N>::Half);
+    std::memcpy(out, &halves, count * sizeof(uint16_t));
+}
+
+template <int N>
+INLINE void narrow_lanes(const float* x, int64_t size, uint16_t* out) {
+    int64_t i = 0;
+    for (; i + N <= size; i += N) narrow_vector<N>(read<N>(x + i), out + i, N);
+    if (i < size) narrow_vector<N>(read_some<N>(x + i, size - i), out + i, size - i);
+}
+
+// The maximum first, without positions: most calls do not change the best and end there.
+template <int N>
+INLINE void pick_greedy_lanes(const float* scores, int64_t size, int64_t first, float* best,
+                              int64_t* token) {
+    if (*token < 0) *token = first;  // a row of NaN or -infinity has a token, too
+    const Floats<N> lowest = fill<N>(-INFINITY);
+    Floats<N> top[4] = {lowest, lowest, lowest, lowest};
+    int64_t i = 0;
+    for (; i + 4 * N <= size; i += 4 * N)
+        for (int k = 0; k < 4; ++k) top[k] = larger<N>(read<N>(scores + i + k * N), top[k]);
+    for (; i + N <= size; i += N) top[0] = larger<N>(read<N>(scores + i), top[0]);
+    float highest = maximum<N>(larger<N>(larger<N>(top[0], top[1]), larger<N>(top[2], top[3])));
+    for (; i < size; ++i) highest = scores[i] > highest ? scores[i] : highest;
+    if (!(highest > *best || (highest == *best && first < *token))) return;
+    int64_t at = 0;
+    while (at < size && scores[at] != highest) ++at;
+    if (at == size || (highest == *best && first + at > *token)) return;
+    *best = highest;
+    *token = first + at;
+}
+
+// log(x) for normal x > 0 as exponent and a polynomial around 1: accurate next to 1 as well.
+template <int N>
+INLINE Floats<N> logarithm(Floats<N> x) {
+    const Words<N> shifted = (Words<N>)x - 0x3f3504f3u;  // mantissas from sqrt(1/2) to sqrt(2)
+    const auto exponent = (typename Lanes<N>::Integer)shifted >> 23;
+    const Floats<N> e = __builtin_convertvector(exponent, Floats<N>);
+    const Floats<N> f = (Floats<N>)((shifted & 0x007fffffu) + 0x3f3504f3u) - 1.0f;
+    Floats<N> p = fill<N>(-8.1015583184e-2f);
+    p = p * f + 1.2712307671e-1f;
+    p = p * f - 1.2972238991e-1f;
+    p = p * f + 1.4202173823e-1f;
+    p = p * f - 1.6642247596e-1f;
+    p = p * f + 2.0001468577e-1f;
+    p = p * f - 2.5000296546e-1f;
+    p = p * f + 3.3333328597e-1f;
+    const Floats<N> square = f * f;
+    // ln 2 in two parts; the first has few bits, so e times it is exact.
+    const Floats<N> rest = square * f * p + e * -2.12194440e-4f - 0.5f * square;
+    return e * 0.693359375f + (f + rest);
+}
+
+// Gumbel noise of words of Philox as noise.py defines it.
+template <int N>
+INLINE Floats<N> gumbel(Words<N> words) {
+    Floats<N> v = (__builtin_convertvector(words, Floats<N>) + 0.5f) * 0x1p-32f;
+    v = v > 0x1.fffffep-1f ? fill<N>(0x1.fffffep-1f) : v;
+    // log1p(-v) = log(u) - (v - (1 - u)) / u with u = 1 - v rounded
+    const Floats<N> u = 1.0f - v;
+    const Floats<N> minus_log = (v - (1.0f - u)) / u - logarithm<N>(u);
+    return -logarithm<N>(minus_log);
+}
+
+// Philox4x32-10 for N / 2 counters (c0, position, index, 0), each word in 64 bits: 2 N words of
+// output in the order of their tokens.
+template <int N>
+INLINE void philox(typename Lanes<N>::Long c0, const Noise& noise, Words<N>* out) {
+    using Long = typename Lanes<N>::Long;
+    const Long low = Long{} + 0xffffffffu;
+    uint32_t k0 = (uint32_t)noise.seed, k1 = (uint32_t)(noise.seed >> 32);
+    Long c1 = Long{} + noise.position, c2 = Long{} + noise.sample_index, c3 = {};
+    for (int round = 0; round < 10; ++round) {
+        const Long first = c0 * 0xd2511f53u, second = c2 * 0xcd9e8d57u;
+        c0 = (second >> 32) ^ c1 ^ k0;
+        c1 = second & low;
+        c2 = (first >> 32) ^ c3 ^ k1;
+        c3 = first & low;
+        k0 += 0x9e3779b9u;
+        k1 += 0xbb67ae85u;
+    }
+    const Long a = c0 | c1 << 32, b = c2 | c3 << 32;
+    Long front, back;
+    for (int i = 0; i < N / 4; ++i) {
+        front[2 * i] = i;
+        front[2 * i + 1] = i + N / 2;
+    }
+    back = front + N / 4;
+    out[0] = (Words<N>)__builtin_shuffle(a, b, front);
+    out[1] = (Words<N>)__builtin_shuffle(a, b, back);
+}
+
+constexpr int64_t kNoisy = 64;  // tokens drawn before their maximum is looked for
+
+template <int N>
+INLINE void pick_noisy_lanes(const float* scores, int64_t size, int64_t first, const Noise& noise,
+                             float* best, int64_t* token) {
+    alignas(64) float sums[kNoisy];
+    typename Lanes<N>::Long order;
+    for (int i = 0; i < N / 2; ++i) order[i] = i;
+    for (int64_t begin = 0; begin < size; begin += kNoisy) {
+        const int64_t count = size - begin < kNoisy ? size - begin : kNoisy;
+        std::memcpy(sums, scores + begin, count * sizeof(float));
+        for (int64_t i = count; i < kNoisy; ++i) sums[i] = 0;
+        for (int64_t i = 0; i < count; i += 2 * N) {
+            Words<N> words[2];
+            philox<N>(order + (uint64_t)(first + begin + i) / 4, noise, words);
+            for (int k = 0; k < 2; ++k) {
+                float* at = sums + i + k * N;
+                write<N>(at, read<N>(at) / noise.temperature + gumbel<N>(words[k]));
+            }
+        }
+        pick_greedy_lanes<N>(sums, count, first + begin, best, token);
+    }
+}
+
+}  // namespace
+
+// NAME with its three widths; PARAMETERS and ARGUMENTS in parentheses.
+#define ROWS_FUNCTION(NAME, PARAMETERS, ARGUMENTS)                                                 \
+    ON_AVX512 static void NAME##_16 PARAMETERS { NAME##_lanes<16> ARGUMENTS; }                     \
+    ON_AVX2 static void NAME##_8 PARAMETERS { NAME##_lanes<8> ARGUMENTS; }                         \
+    static void NAME##_4 PARAMETERS { NAME##_lanes<4> ARGUMENTS; }
+#define CHOOSE(NAME, ARGUMENTS)                                                                    \
+    (isa >= kAvx512 ? NAME##_16 ARGUMENTS : isa >= kAvx2 ? NAME##_8 ARGUMENTS : NAME##_4 ARGUMENTS)
+
+ROWS_FUNCTION(rms_norm, (const float* x, const float* weight, float eps, int64_t size, float* out),
+              (x, weight, eps, size, out))
+ROWS_FUNCTION(rotate, (float* head, const float* factors, int64_t rotary_dim),
+              (head, factors, rotary_dim))
+ROWS_FUNCTION(gated, (const float* gate, const float* up, int64_t size, int kind, float* out),
+              (gate, up, size, kind, out))
+ROWS_FUNCTION(add, (float* x, const float* y, int64_t size), (x, y, size))
+ROWS_FUNCTION(widen, (const uint16_t* x, int64_t size, float* out), (x, size, out))
+ROWS_FUNCTION(narrow, (const float* x, int64_t size, uint16_t* out), (x, size, out))
+ROWS_FUNCTION(pick_greedy,
+              (const float* scores, int64_t size, int64_t first, float* best, int64_t* token),
+              (scores, size, first, best, token))
+ROWS_FUNCTION(pick_noisy,
+              (const float* scores, int64_t size, int64_t first, const Noise& noise, float* best,
+               int64_t* token),
+              (scores, size, first, noise, best, token))
+
+void rms_norm(const float* x, const float* weight, float eps, int64_t size, float* out, Isa isa) {
+    CHOOSE(rms_norm, (x, weight, eps, size, out));
+}
+
+void rotate(float* head, const float* factors, int64_t rotary_dim, Isa isa) {
+    CHOOSE(rotate, (head, factors, rotary_dim));
+}
+
+void gated(const float* gate, const float* up, int64_t size, int kind, float* out, Isa isa) {
+    CHOOSE(gated, (gate, up, size, kind, out));
+}
+
+void add(float* x, const float* y, int64_t size, Isa isa) { CHOOSE(add, (x, y, size)); }
+
+void widen(const uint16_t* x, int64_t size, float* out, Isa isa) { CHOOSE(widen, (x, size, out)); }
+
+void narrow(const float* x, int64_t size, uint16_t* out, Isa isa) {
+    CHOOSE(narrow, (x, size, out));
+}
+
+void pick_greedy(const float* scores, int64_t size, int64_t first, float* best, int64_t* token,
+                 Isa isa) {
+    CHOOSE(pick_greedy, (scores, size, first, best, token));
+}
+
+void pick_noisy(const float* scores, int64_t size, int64_t first, const Noise& noise, float* best,
+                int64_t* token, Isa isa) {
+    CHOOSE(pick_noisy, (scores, size, first, noise, best, token));
+}
+
+}  // namespace hetero
+
+// For tests and benches; scalars other than integers come by pointer.
+extern "C" {
+
+void hetero_rows_rms_norm(const float* x, const float* weight, const float* eps, int64_t size,
+                          float* out, int64_t isa) {
+    hetero::rms_norm(x, weight, *eps, size, out, (hetero::Isa)isa);
+}
+
+void hetero_rows_rotate(float* head, const float* factors, int64_t rotary_dim, int64_t isa) {
+    hetero::rotate(head, factors, rotary_dim, (hetero::Isa)isa);
+}
+
+void hetero_rows_gated(const float* gate, const float* up, int64_t size, int64_t kind, float* out,
+                       int64_t isa) {
+    hetero::gated(gate, up, size, (int)kind, out, (hetero::Isa)isa);
+}
+
+void hetero_rows_add(float* x, const float* y, int64_t size, int64_t isa) {
+    hetero::add(x, y, size, (hetero::Isa)isa);
+}
+
+void hetero_rows_widen(const uint16_t* x, int64_t size, float* out, int64_t isa) {
+    hetero::widen(x, size, out, (hetero::Isa)isa);
+}
+
+void hetero_rows_narrow(const float* x, int64_t size, uint16_t* out, int64_t isa) {
+    hetero::narrow(x, size, out, (hetero::Isa)isa);
+}
+
+void hetero_rows_pick_greedy(const float* scores, int64_t size, int64_t first, float* best,
+                             int64_t* token, int64_t isa) {
+    hetero::pick_greedy(scores, size, first, best, token, (hetero::Isa)isa);
+}
+
+void hetero_rows_pick_noisy(const float* scores, int64_t size, int64_t first,
+                            const float* temperature, const uint64_t* seed, int64_t position,
+                            int64_t sample_index, float* best, int64_t* token, int64_t isa) {
+    const hetero::Noise noise{*temperature, *seed, (uint32_t)position, (uint32_t)sample_index};
+    hetero::pick_noisy(scores, size, first, noise, best, token, (hetero::Isa)isa);
+}
+
+}  // extern "C"

@@ -1,0 +1,44 @@
+// Row-wise parts of a decoder layer. All float unless said otherwise.
+
+#pragma once
+
+#include <cstdint>
+
+#include "isa.h"
+
+namespace hetero {
+
+// out = x / rms(x) * weight.
+void rms_norm(const float* x, const float* weight, float eps, int64_t size, float* out, Isa isa);
+
+// Rotates one head in place, the first `rotary_dim` values: halves are pairs (Llama's convention).
+// factors: cos [rotary_dim / 2], then sin [rotary_dim / 2].
+void rotate(float* head, const float* factors, int64_t rotary_dim, Isa isa);
+
+// out[i] = silu(gate[i]) * up[i]; kind 1: gelu with tanh, kind 2: exact gelu.
+void gated(const float* gate, const float* up, int64_t size, int kind, float* out, Isa isa);
+
+// x += y.
+void add(float* x, const float* y, int64_t size, Isa isa);
+
+// bf16 to float and back (to nearest, ties to even).
+void widen(const uint16_t* x, int64_t size, float* out, Isa isa);
+void narrow(const float* x, int64_t size, uint16_t* out, Isa isa);
+
+// Picks from scores, `first` is the token of scores[0]. best/token: running maximum and its token,
+// lowest token on ties; start with -infinity and -1.
+void pick_greedy(const float* scores, int64_t size, int64_t first, float* best, int64_t* token,
+                 Isa isa);
+
+// The same over scores / temperature + noise, see hetero_llm/sampling/noise.py for the noise:
+// Philox4x32-10, key the seed, counter (token / 4, position, sample index, 0). `first` is a
+// multiple of 4.
+struct Noise {
+    float temperature;
+    uint64_t seed;
+    uint32_t position, sample_index;
+};
+void pick_noisy(const float* scores, int64_t size, int64_t first, const Noise& noise, float* best,
+                int64_t* token, Isa isa);
+
+}  // namespace hetero

@@ -1,0 +1,301 @@
+// Threads that wait for the next run: spinning first, then asleep on a futex.
+//
+// The barrier is a dissemination barrier: in round r thread i signals thread i + 2^r and waits for
+// thread i - 2^r. After log2(n) rounds everybody has heard of everybody. Each thread spins on lines
+// that one other thread writes, so nothing is contended, whatever the number of threads.
+
+#include "team.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <memory>
+#include <vector>
+
+namespace hetero {
+namespace {
+
+// 5 to 10 microseconds. Yielding costs little where nobody else wants the core, and where a thread
+// of the team has none, spinning longer makes each barrier that much slower.
+constexpr int kBarrierSpins = 200;
+constexpr int kSpinsPerClock = 64;
+
+// A word on a cache line of its own; a pair of lines, as Intel's prefetcher fetches pairs.
+struct alignas(128) Word {
+    std::atomic<uint32_t> value{0};
+};
+
+struct alignas(128) Seat {
+    pthread_t handle{};
+    int cpu = -1;
+    uint32_t barriers = 0;  // passed so far; the thread's own
+    std::atomic<int64_t> delay_ns{0};
+};
+
+std::atomic<uint32_t> forks{0};
+
+void count_fork() { forks.fetch_add(1, std::memory_order_relaxed); }
+
+void pause_briefly() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+int64_t now_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+void futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
+    static_assert(sizeof *word == sizeof(uint32_t));
+    syscall(SYS_futex, word, operation, value, nullptr, nullptr, 0);
+}
+
+}  // namespace
+
+struct Team::State {
+    struct Start {  // what a new thread is told
+        State* state;
+        int thread;
+    };
+
+    struct alignas(128) {
+        std::atomic<uint32_t> runs{0};  // started so far; the futex
+        Body body = nullptr;            // null: the threads end
+        void* context = nullptr;
+    } order;
+    Word asleep;
+    int threads, rounds = 0;
+    int64_t spin_ns;
+    uint32_t born;  // `forks` when the threads were made
+    std::unique_ptr<Seat[]> seats;
+    std::unique_ptr<Word[]> signals;  // [threads][rounds] barriers that the sender has reached
+    std::vector<Start> starts;
+
+    void launch();
+    void announce(Body body, void* context);
+    uint32_t await(uint32_t seen);
+    void meet(int thread);
+    static void* work(void* start);
+};
+
+// Makes the threads, or as many as the system lets us: the team is that small then.
+void Team::State::launch() {
+    born = forks.load(std::memory_order_relaxed);
+    order.runs.store(0, std::memory_order_relaxed);
+    asleep.value.store(0, std::memory_order_relaxed);
+    seats[0].barriers = 0;
+    starts.resize(threads);
+    // Signals are for the program's own threads.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int made = 1;
+    for (; made < threads; ++made) {
+        seats[made].barriers = 0;
+        starts[made] = {this, made};
+        if (pthread_create(&seats[made].handle, nullptr, work, &starts[made]) != 0) break;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    // Nobody looks at these before the first run.
+    threads = made;
+    rounds = 0;
+    while (1 << rounds < threads) ++rounds;
+    signals.reset(new Word[threads * rounds + 1]);
+}
+
+void Team::State::announce(Body body, void* context) {
+    order.body = body;
+    order.context = context;
+    // A thread counts itself as asleep before the kernel looks at `runs`: either we see it here or
+    // it sees the new run there.
+    order.runs.fetch_add(1, std::memory_order_seq_cst);
+    if (asleep.value.load(std::memory_order_seq_cst) > 0) {
+        futex(&order.runs, FUTEX_WAKE_PRIVATE, INT_MAX);
+    }
+}
+
+// Returns the number of the next run once it has started.
+uint32_t Team::State::await(uint32_t seen) {
+    const int64_t until = now_ns() + spin_ns;
+    for (int spins = 1;; ++spins) {
+        const uint32_t runs = order.runs.load(std::memory_order_acquire);
+        if (runs != seen) return runs;
+        if (spins % kSpinsPerClock == 0 && now_ns() >= until) break;
+        pause_briefly();
+    }
+    asleep.value.fetch_add(1, std::memory_order_seq_cst);
+    while (order.runs.load(std::memory_order_acquire) == seen) {
+        futex(&order.runs, FUTEX_WAIT_PRIVATE, seen);
+    }
+    asleep.value.fetch_sub(1, std::memory_order_relaxed);
+    return order.runs.load(std::memory_order_acquire);
+}
+
+void Team::State::meet(int thread) {
+    const uint32_t barrier = ++seats[thread].barriers;
+    for (int round = 0; round < rounds; ++round) {
+        const int to = (thread + (1 << round)) % threads;
+        signals[to * rounds + round].value.store(barrier, std::memory_order_release);
+        // The sender may be one barrier ahead already: compared with wrap-around.
+        const std::atomic<uint32_t>& mine = signals[thread * rounds + round].value;
+        int spins = 0;
+        while ((int32_t)(mine.load(std::memory_order_acquire) - barrier) < 0) {
+            if (spins < kBarrierSpins) {
+                ++spins;
+                pause_briefly();
+            } else {
+                sched_yield();
+            }
+        }
+    }
+}
+
+void* Team::State::work(void* start) {
+    const auto [state, thread] = *static_cast<Start*>(start);
+    pthread_setname_np(pthread_self(), "hetero-cpu");
+    const int cpu = state->seats[thread].cpu;
+    if (cpu >= 0) {
+        // Refused only for a CPU taken away meanwhile; the system's choice then is as good as any.
+        cpu_set_t* set = CPU_ALLOC(cpu + 1);
+        CPU_ZERO_S(CPU_ALLOC_SIZE(cpu + 1), set);
+        CPU_SET_S(cpu, CPU_ALLOC_SIZE(cpu + 1), set);
+        pthread_setaffinity_np(pthread_self(), CPU_ALLOC_SIZE(cpu + 1), set);
+        CPU_FREE(set);
+    }
+    for (uint32_t seen = 0;;) {
+        seen = state->await(seen);
+        const Body body = state->order.body;
+        if (body == nullptr) return nullptr;
+        body(state->order.context, thread);
+        state->meet(thread);
+    }
+}
+
+Team::Team(int threads, const int* cpus, int64_t spin_us) : state_(new State) {
+    static const int registered = pthread_atfork(nullptr, nullptr, count_fork);
+    (void)registered;
+    state_->threads = threads < 1 ? 1 : threads;
+    state_->spin_ns = spin_us * 1000;
+    state_->seats.reset(new Seat[state_->threads]);
+    for (int i = 1; cpus != nullptr && i < state_->threads; ++i) state_->seats[i].cpu = cpus[i];
+    state_->launch();
+}
+
+Team::~Team() {
+    if (state_->born == forks.load(std::memory_order_relaxed)) {
+        state_->announce(nullptr, nullptr);
+        for (int i = 1; i < state_->threads; ++i) pthread_join(state_->seats[i].handle, nullptr);
+    }
+    delete state_;
+}
+
+int Team::size() const { return state_->threads; }
+
+void Team::run(Body body, void* context) {
+    // A fork copies the memory, not the threads: the child makes its own.
+    if (state_->born != forks.load(std::memory_order_relaxed)) state_->launch();
+    state_->announce(body, context);
+    body(context, 0);
+    state_->meet(0);
+}
+
+void Team::barrier(int thread) {
+    const int64_t delay = state_->seats[thread].delay_ns.load(std::memory_order_relaxed);
+    if (delay > 0) {
+        const timespec wait{(time_t)(delay / 1000000000), (long)(delay % 1000000000)};
+        nanosleep(&wait, nullptr);
+    }
+    state_->meet(thread);
+}
+
+void Team::delay(int thread, int64_t nanoseconds) {
+    state_->seats[thread].delay_ns.store(nanoseconds, std::memory_order_relaxed);
+}
+
+namespace {
+
+// Every thread writes its number of the round, meets the others, and adds up what all wrote.
+struct SumCheck {
+    Team* team;
+    int64_t rounds;
+    std::vector<int64_t> written;
+    std::vector<int64_t> wrong;
+
+    static void body(void* context, int thread) {
+        SumCheck& check = *static_cast<SumCheck*>(context);
+        const int64_t threads = (int64_t)check.written.size();
+        int64_t wrong = 0;
+        for (int64_t round = 1; round <= check.rounds; ++round) {
+            check.written[thread] = round * (thread + 1);
+            check.team->barrier(thread);
+            int64_t sum = 0;
+            for (int64_t value : check.written) sum += value;
+            wrong += sum != round * threads * (threads + 1) / 2;
+            check.team->barrier(thread);
+        }
+        check.wrong[thread] = wrong;
+    }
+};
+
+struct Meetings {
+    Team* team;
+    int64_t count;
+
+    static void body(void* context, int thread) {
+        const Meetings& meetings = *static_cast<Meetings*>(context);
+        for (int64_t i = 0; i < meetings.count; ++i) meetings.team->barrier(thread);
+    }
+};
+
+}  // namespace
+}  // namespace hetero
+
+extern "C" {
+
+// cpus: [threads] or null. For these functions' `team` see Team in team.h.
+void* hetero_team_new(int64_t threads, const int32_t* cpus, int64_t spin_us) {
+    return new hetero::Team((int)threads, cpus, spin_us);
+}
+
+void hetero_team_free(void* team) { delete static_cast<hetero::Team*>(team); }
+
+int64_t hetero_team_size(void* team) { return static_cast<hetero::Team*>(team)->size(); }
+
+void hetero_team_delay(void* team, int64_t thread, int64_t nanoseconds) {
+    static_cast<hetero::Team*>(team)->delay((int)thread, nanoseconds);
+}
+
+// One run of 2 * rounds barriers; returns how many sums were wrong. A thread that did not take
+// part counts as one too.
+int64_t hetero_team_check(void* handle, int64_t rounds) {
+    hetero::Team* team = static_cast<hetero::Team*>(handle);
+    const size_t threads = (size_t)team->size();
+    hetero::SumCheck check{team, rounds, std::vector<int64_t>(threads, 0),
+                           std::vector<int64_t>(threads, 1)};
+    team->run(hetero::SumCheck::body, &check);
+    int64_t wrong = 0;
+    for (int64_t count : check.wrong) wrong += count;
+    return wrong;
+}
+
+// Nanoseconds of `runs` runs with so many barriers in each.
+int64_t hetero_team_time(void* handle, int64_t runs, int64_t barriers) {
+    hetero::Meetings meetings{static_cast<hetero::Team*>(handle), barriers};
+    const int64_t begin = hetero::now_ns();
+    for (int64_t i = 0; i < runs; ++i) meetings.team->run(hetero::Meetings::body, &meetings);
+    return hetero::now_ns() - begin;
+}
+
+}

@@ -1,0 +1,142 @@
+"""Row-wise parts of a step (csrc/step/rows.h) for tests and benches.
+
+The executor calls the C++ functions itself; this is the checked way to them from Python. Arrays are
+contiguous and one-dimensional, float32 unless said otherwise; results are new arrays. Twins are
+torch's own operators and hetero_llm/sampling/noise.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+"""Kinds of `gated` by number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best score so far and its token."""
+
+    score: float = -np.inf
+    token: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseKey:
+    """Of one draw: seed is unsigned with 64 bits, position that of the token to be drawn."""
+
+    temperature: float
+    seed: int
+    position: int
+    sample_index: int
+
+
+def _pointer(array: NDArray[np.generic]) -> ctypes.c_void_p:
+    assert array.ndim == 1 and array.flags.c_contiguous
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def _float(value: float) -> object:
+    return ctypes.byref(ctypes.c_float(value))
+
+
+def _integers(*values: int) -> list[ctypes.c_int64]:
+    return [ctypes.c_int64(value) for value in values]
+
+
+def rms_norm(library: ctypes.CDLL, x: Floats, weight: Floats, *, eps: float, isa: int) -> Floats:
+    """x / rms(x) * weight."""
+    assert x.dtype == weight.dtype == np.float32 and x.shape == weight.shape
+    out = np.empty_like(x)
+    library.hetero_rows_rms_norm(
+        _pointer(x),
+        _pointer(weight),
+        _float(eps),
+        *_integers(x.size),
+        _pointer(out),
+        *_integers(isa),
+    )
+    return out
+
+
+def rotate(library: ctypes.CDLL, head: Floats, factors: Floats, *, isa: int) -> Floats:
+    """Rotates the first len(factors) values; factors: cosines, then sines."""
+    assert head.dtype == factors.dtype == np.float32
+    assert factors.size % 2 == 0 and factors.size <= head.size
+    out = head.copy()
+    library.hetero_rows_rotate(_pointer(out), _pointer(factors), *_integers(factors.size, isa))
+    return out
+
+
+def gated(library: ctypes.CDLL, gate: Floats, up: Floats, *, kind: int, isa: int) -> Floats:
+    """activation(gate) * up."""
+    assert gate.dtype == up.dtype == np.float32 and gate.shape == up.shape
+    assert 0 <= kind < len(ACTIVATIONS)
+    out = np.empty_like(gate)
+    library.hetero_rows_gated(
+        _pointer(gate), _pointer(up), *_integers(gate.size, kind), _pointer(out), *_integers(isa)
+    )
+    return out
+
+
+def add(library: ctypes.CDLL, x: Floats, y: Floats, *, isa: int) -> Floats:
+    assert x.dtype == y.dtype == np.float32 and x.shape == y.shape
+    out = x.copy()
+    library.hetero_rows_add(_pointer(out), _pointer(y), *_integers(x.size, isa))
+    return out
+
+
+def widen(library: ctypes.CDLL, x: NDArray[np.uint16], *, isa: int) -> Floats:
+    """Bits of bf16 to float32."""
+    assert x.dtype == np.uint16
+    out = np.empty(x.size, np.float32)
+    library.hetero_rows_widen(_pointer(x), *_integers(x.size), _pointer(out), *_integers(isa))
+    return out
+
+
+def narrow(library: ctypes.CDLL, x: Floats, *, isa: int) -> NDArray[np.uint16]:
+    """Bits of the nearest bf16, ties to even."""
+    assert x.dtype == np.float32
+    out = np.empty(x.size, np.uint16)
+    library.hetero_rows_narrow(_pointer(x), *_integers(x.size), _pointer(out), *_integers(isa))
+    return out
+
+
+def pick_greedy(library: ctypes.CDLL, scores: Floats, *, first: int, best: Best, isa: int) -> Best:
+    """The better of `best` and the scores of tokens first, first + 1, ..."""
+    assert scores.dtype == np.float32 and scores.size > 0
+    score, token = ctypes.c_float(best.score), ctypes.c_int64(best.token)
+    library.hetero_rows_pick_greedy(
+        _pointer(scores),
+        *_integers(scores.size, first),
+        ctypes.byref(score),
+        ctypes.byref(token),
+        *_integers(isa),
+    )
+    return Best(score.value, token.value)
+
+
+def pick_noisy(
+    library: ctypes.CDLL, scores: Floats, key: NoiseKey, *, first: int, best: Best, isa: int
+) -> Best:
+    """The same over scores / temperature + noise; first is a multiple of 4."""
+    assert scores.dtype == np.float32 and scores.size > 0 and first % 4 == 0
+    assert key.temperature > 0 and 0 <= key.seed < 1 << 64
+    score, token = ctypes.c_float(best.score), ctypes.c_int64(best.token)
+    library.hetero_rows_pick_noisy(
+        _pointer(scores),
+        *_integers(scores.size, first),
+        _float(key.temperature),
+        ctypes.byref(ctypes.c_uint64(key.seed)),
+        *_integers(key.position, key.sample_index),
+        ctypes.byref(score),
+        ctypes.byref(token),
+        *_integers(isa),
+    )
+    return Best(score.value, token.value)
