@@ -38,8 +38,8 @@ lines=16 run draft_step 150 python3 -m bench.draft_step --threads 12,8 \
   --out "$out/draft_step.g.json"
 offline L bfloat16 --rounds 2
 offline M bfloat16 --rounds 2
-lines=30 run matmul 60 python3 -m bench.kernels.cpu_matmul --threads "$threads" \
-  --out "$out/kernels_cpu_matmul.g.json"
+lines=30 run matmul 75 python3 -m bench.kernels.cpu_matmul --threads "$threads" \
+  --formats BF16 INT8 --out "$out/kernels_cpu_matmul.g.json"
 lines=16 run attention 60 python3 -m bench.kernels.cpu_attention \
   --out "$out/kernels_cpu_attention.g.json"
 lines=6 run tests 150 python3 -m pytest tests/cpu/step -q --tb=short --durations=5

@@ -136,6 +136,13 @@ class StepDraws:
         assert len({len(getattr(self, name)) for name, _ in _DRAWS}) == 1
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """Arrays whose addresses are known: see `Executor.prepare`."""
+
+    struct: _Step
+
+
 def logits_after(rows: np.ndarray) -> StepDraws:
     """No draws, but the logits of these rows."""
     count = len(rows)
@@ -230,6 +237,16 @@ class Executor:
         self._call(rows, draws, tokens, None)
         return tokens
 
+    def prepare(self, rows: StepRows, draws: StepDraws, tokens: np.ndarray) -> PreparedStep:
+        """For many steps through the same arrays, which have to live on: see `run`."""
+        return PreparedStep(_Step(0, 0, 0, rows.tables.shape[1], *_addresses(rows, draws, tokens)))
+
+    def run(self, step: PreparedStep, rows: int, sequences: int, draws: int) -> None:
+        """Runs a step of the first entries of the prepared arrays; the tokens lie in `tokens`."""
+        struct = step.struct
+        struct.rows, struct.sequences, struct.samples = rows, sequences, draws
+        self._run(self._handle, ctypes.byref(struct))
+
     def logits(self, rows: StepRows, after: np.ndarray) -> torch.Tensor:
         """Runs a step without draws.
 
@@ -251,13 +268,19 @@ class Executor:
             len(rows.slots),
             len(draws.rows),
             rows.tables.shape[1],
-            *(getattr(rows, name).ctypes.data for name, _ in _ROWS),
-            *(getattr(draws, name).ctypes.data for name, _ in _DRAWS),
-            tokens.ctypes.data,
+            *_addresses(rows, draws, tokens),
             None if logits is None else logits.data_ptr(),
             None,
         )
         self._run(self._handle, ctypes.byref(step))
+
+
+def _addresses(rows: StepRows, draws: StepDraws, tokens: np.ndarray) -> list[int]:
+    return [
+        *(getattr(rows, name).ctypes.data for name, _ in _ROWS),
+        *(getattr(draws, name).ctypes.data for name, _ in _DRAWS),
+        tokens.ctypes.data,
+    ]
 
 
 def _declare(library: ctypes.CDLL) -> None:

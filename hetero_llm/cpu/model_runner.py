@@ -23,6 +23,7 @@ from hetero_llm.core.step import (
 )
 from hetero_llm.cpu.draft_trees import TreeRows, tree_rows, walk_tree
 from hetero_llm.cpu.executor import GREEDY, LOGITS_ONLY, NOISY, Executor, StepDraws, StepRows
+from hetero_llm.cpu.step_buffers import StepBuffers
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.model_runner import PendingStep, observe_inputs, plain_output
@@ -56,6 +57,7 @@ class NativeModelRunner:
         cache: the paged KV cache in host memory.
         max_num_seqs: slots.
         max_model_len: longest sequence, in tokens.
+        max_num_batched_tokens: most rows of a step.
     """
 
     def __init__(
@@ -66,16 +68,24 @@ class NativeModelRunner:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        max_num_batched_tokens: int,
     ) -> None:
         self._executor = executor
         self._cache = cache
         columns = -(-max_model_len // cache.shape.block_size)
         self._tables = np.zeros((max_num_seqs, columns), np.int32)
         self._sampler = Sampler(max_num_seqs, config.vocab_size, torch.device("cpu"))
-        self._modes = np.zeros(max_num_seqs, np.uint8)
-        self._temperatures = np.ones(max_num_seqs, np.float32)
-        self._seeds = np.zeros(max_num_seqs, np.uint64)
-        self._sample_indices = np.zeros(max_num_seqs, np.int32)
+        self._sampling = StepDraws(  # of every slot
+            rows=np.zeros(max_num_seqs, np.int32),
+            modes=np.zeros(max_num_seqs, np.uint8),
+            temperatures=np.ones(max_num_seqs, np.float32),
+            seeds=np.zeros(max_num_seqs, np.uint64),
+            positions=np.zeros(max_num_seqs, np.int32),
+            sample_indices=np.zeros(max_num_seqs, np.int32),
+        )
+        self._buffers = StepBuffers(max_num_batched_tokens, max_num_seqs, self._tables)
+        buffers = self._buffers
+        self._prepared = executor.prepare(buffers.rows, buffers.draws, buffers.tokens)
         self._prompts: dict[int, SlotState] = {}  # of slots that want prompt_logprobs
 
     @torch.inference_mode()
@@ -85,6 +95,10 @@ class NativeModelRunner:
         self._apply_changes(step)
         if step.drafts is not None:
             return self._verify(step, step.drafts)
+        if not step.prompt_rows and not self._sampler.has_history:
+            draws = self._buffers.fill(step, self._sampling, self._cache.shape.block_size)
+            if draws is not None:
+                return self._run_plain(step, draws)
         if self._sampler.has_history:
             observe_inputs(self._sampler, step)
         rows = self._rows(step, None)
@@ -99,6 +113,11 @@ class NativeModelRunner:
     def finish(self, pending: ModelRunnerOutput) -> ModelRunnerOutput:
         """The results of a launched step."""
         return pending
+
+    def _run_plain(self, step: SchedulerOutput, draws: int) -> ModelRunnerOutput:
+        """Runs the step that the buffers hold."""
+        self._executor.run(self._prepared, len(step.token_ids), len(step.slots), draws)
+        return ModelRunnerOutput(self._buffers.tokens[:draws].tolist(), None, {}, {})
 
     def _apply_changes(self, step: SchedulerOutput) -> None:
         for state in step.admitted:
@@ -117,14 +136,14 @@ class NativeModelRunner:
         if state.num_logprobs is not None or looks_back(
             params, state.banned_end_ids, state.bad_word_ids
         ):
-            self._modes[slot] = LOGITS_ONLY
+            self._sampling.modes[slot] = LOGITS_ONLY
         elif params.greedy:
-            self._modes[slot] = GREEDY
+            self._sampling.modes[slot] = GREEDY
         else:
-            self._modes[slot] = LOGITS_ONLY if restricts else NOISY
-        self._temperatures[slot] = 1.0 if params.greedy else params.temperature
-        self._seeds[slot] = state.seed & _SEED_MASK
-        self._sample_indices[slot] = state.sample_index
+            self._sampling.modes[slot] = LOGITS_ONLY if restricts else NOISY
+        self._sampling.temperatures[slot] = 1.0 if params.greedy else params.temperature
+        self._sampling.seeds[slot] = state.seed & _SEED_MASK
+        self._sampling.sample_indices[slot] = state.sample_index
         if params.prompt_logprobs is not None:
             self._prompts[slot] = state
 
@@ -162,9 +181,9 @@ class NativeModelRunner:
     ) -> tuple[list[int], SampleResult | None]:
         """Runs a step; the result is the torch sampler's, if that is needed."""
         slots = step.slots[drawn.owners]
-        if (self._modes[slots] == LOGITS_ONLY).any():
+        if (self._sampling.modes[slots] == LOGITS_ONLY).any():
             return self._sample(step, rows, drawn, self._executor.logits(rows, drawn.rows))
-        sampled, indices = drawn.rows, self._sample_indices[slots]
+        sampled, indices = drawn.rows, self._sampling.sample_indices[slots]
         if (drawn.samples > 1).any():  # a prompt's end that forks
             source = np.repeat(np.arange(len(slots)), drawn.samples)
             firsts = np.cumsum(drawn.samples) - drawn.samples
@@ -173,9 +192,9 @@ class NativeModelRunner:
             slots, sampled = slots[source], sampled[source]
         draws = StepDraws(
             rows=sampled.astype(np.int32),
-            modes=self._modes[slots],
-            temperatures=self._temperatures[slots],
-            seeds=self._seeds[slots],
+            modes=self._sampling.modes[slots],
+            temperatures=self._sampling.temperatures[slots],
+            seeds=self._sampling.seeds[slots],
             positions=rows.positions[sampled] + np.int32(1),
             sample_indices=indices.astype(np.int32),
         )

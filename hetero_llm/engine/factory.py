@@ -417,6 +417,7 @@ def _native_runner(
         cache,
         max_num_seqs=inputs.scheduler.max_num_seqs,
         max_model_len=inputs.scheduler.max_model_len,
+        max_num_batched_tokens=inputs.scheduler.max_num_batched_tokens,
     )
 
 
