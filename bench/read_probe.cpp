@@ -1,4 +1,4 @@
-// Reads a buffer with several threads: the limit that a step which streams its weights works against.
+// Reads a buffer with several threads: the limit for a step that streams its weights.
 
 #include <sys/mman.h>
 

@@ -138,7 +138,8 @@ def build(*, sanitize: bool = False, force: bool = False) -> Path:
     ).stdout
     flags = (*_FLAGS, *(_SANITIZED if sanitize else _FAST))
     sources = sorted(_SOURCES.rglob("*.cpp"))
-    digest = _digest([*sources, *sorted(_SOURCES.rglob("*.h"))], version, flags)
+    everything = [*sources, *sorted(_SOURCES.rglob("*.h"))]
+    digest = _digest(everything, version, flags)
     library = cache_dir() / f"kernels-{'sanitized-' if sanitize else ''}{digest}.so"
     if not force and _is_whole(library):
         return library
@@ -155,6 +156,8 @@ def build(*, sanitize: bool = False, force: bool = False) -> Path:
             list(pool.map(_run, commands))
         link = [compiler, "-shared", "-pthread", *(_SANITIZERS if sanitize else ())]
         _run([*link, *objects, "-o", str(built)])
+        if _digest(everything, version, flags) != digest:
+            raise RuntimeError("the sources changed while they were compiled; try again")
         os.replace(built, library)
     return library
 
