@@ -17,6 +17,7 @@ Floats = NDArray[np.float32]
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 """Kinds of `gated` by number."""
+_STRIP = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +76,38 @@ def rotate(library: ctypes.CDLL, head: Floats, factors: Floats, *, isa: int) -> 
 
 
 def gated(library: ctypes.CDLL, gate: Floats, up: Floats, *, kind: int, isa: int) -> Floats:
-    """activation(gate) * up."""
-    assert gate.dtype == up.dtype == np.float32 and gate.shape == up.shape
+    """activation(gate) * up, [rows, size] each; handed over as a product leaves them."""
+    assert gate.dtype == up.dtype == np.float32 and gate.shape == up.shape and gate.ndim == 2
     assert 0 <= kind < len(ACTIVATIONS)
-    out = np.empty_like(gate)
+    rows, size = gate.shape
+    wide = -(-size // _STRIP) * _STRIP
+    block = np.zeros((rows, wide // _STRIP, 2, _STRIP), np.float32)
+    for place, part in enumerate((gate, up)):
+        padded = np.zeros((rows, wide), np.float32)
+        padded[:, :size] = part
+        block[:, :, place] = padded.reshape(rows, -1, _STRIP)
+    out = np.empty((rows, wide + 5), np.float32)  # rows may be further apart than they are wide
     library.hetero_rows_gated(
-        _pointer(gate), _pointer(up), *_integers(gate.size, kind), _pointer(out), *_integers(isa)
+        _pointer(block.reshape(-1)),
+        *_integers(2 * wide, rows, wide, kind),
+        _pointer(out.reshape(-1)),
+        *_integers(wide + 5, isa),
+    )
+    return out[:, :size]
+
+
+def add_block(library: ctypes.CDLL, x: Floats, y: Floats, bias: Floats, *, isa: int) -> Floats:
+    """x + y + bias, [rows, size] and [size]."""
+    assert x.dtype == y.dtype == bias.dtype == np.float32 and x.shape == y.shape
+    rows, size = x.shape
+    out = np.ascontiguousarray(x.copy())
+    library.hetero_rows_add_block(
+        _pointer(out.reshape(-1)),
+        *_integers(size),
+        _pointer(np.ascontiguousarray(y).reshape(-1)),
+        *_integers(size, rows, size),
+        _pointer(bias),
+        *_integers(isa),
     )
     return out
 

@@ -73,7 +73,8 @@ def test_rotation_turns_pairs_of_halves(
 def test_gated(library: ctypes.CDLL, size: int, kind: int, isa: int) -> None:
     gate = np.linspace(-12, 12, size, dtype=np.float32) if size > 1 else random(3, 1)
     up = random(4, size)
-    ours = step_rows.gated(library, gate, up, kind=kind, isa=isa)
+    ours = step_rows.gated(library, np.stack((up, gate)), np.stack((gate, up)), kind=kind, isa=isa)
+    ours = ours[1]
     wide = torch.from_numpy(gate).double()
     activated = (
         torch.nn.functional.silu(wide),
@@ -94,14 +95,22 @@ def test_gated(library: ctypes.CDLL, size: int, kind: int, isa: int) -> None:
 @pytest.mark.parametrize("kind", range(3), ids=step_rows.ACTIVATIONS)
 def test_gates_of_any_size_stay_finite(library: ctypes.CDLL, kind: int, isa: int) -> None:
     gate = np.array([-3e4, -200, -100, 100, 200, 3e4], np.float32)
-    ours = step_rows.gated(library, gate, np.ones(6, np.float32), kind=kind, isa=isa)
-    np.testing.assert_array_equal(ours, np.maximum(gate, 0))
+    ours = step_rows.gated(library, gate[None], np.ones((1, 6), np.float32), kind=kind, isa=isa)
+    np.testing.assert_array_equal(ours[0], np.maximum(gate, 0))
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_add(library: ctypes.CDLL, size: int, isa: int) -> None:
     x, y = random(1, size), random(2, size)
     np.testing.assert_array_equal(step_rows.add(library, x, y, isa=isa), x + y)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_add_block(library: ctypes.CDLL, size: int, isa: int) -> None:
+    x, y, bias = random(1, 3 * size), random(2, 3 * size), random(3, size)
+    x, y = x.reshape(3, size), y.reshape(3, size)
+    ours = step_rows.add_block(library, x, y, bias, isa=isa)
+    np.testing.assert_allclose(ours, x + (y + bias), rtol=1e-6, atol=1e-6)
 
 
 def test_every_bf16_is_widened_and_narrowed(library: ctypes.CDLL, isa: int) -> None:

@@ -191,7 +191,7 @@ void project_heads(const Run& r, const Layer& layer, int64_t index, const Rows& 
 
 // -- one layer ------------------------------------------------------------------------------------
 
-// x += a product over `matrix` (+ bias).
+// x += a product with `matrix` + bias.
 void add_product(const Run& r, const Matrix& matrix, const float* bias, const Rows& in,
                  int thread) {
     const int64_t strips = round_up(r.m.hidden, kStrip) / kStrip, hidden = r.m.hidden;
@@ -202,11 +202,8 @@ void add_product(const Run& r, const Matrix& matrix, const float* bias, const Ro
                 const int64_t first = strip * kStrip;
                 const int64_t left = hidden - first, width = count * kStrip;
                 const int64_t size = width < left ? width : left;
-                for (int64_t i = 0; i < rows; ++i) {
-                    float* to = r.x + (row + i) * hidden + first;
-                    add(to, tile + i * stride, size, r.isa);
-                    if (bias) add(to, bias + first, size, r.isa);
-                }
+                add_block(r.x + row * hidden + first, hidden, {tile, stride, rows, size},
+                          bias + first, r.isa);
             });
 }
 
@@ -217,12 +214,8 @@ void gate_product(const Run& r, const Layer& layer, const Rows& in, int thread) 
             2 * share(pairs, thread + 1, r.threads), tile_of(r, thread),
             [&](int64_t row, int64_t rows, int64_t strip, int64_t count, float* tile,
                 int64_t stride) {
-                for (int64_t i = 0; i < rows; ++i)
-                    for (int64_t s = 0; s < count; s += 2) {
-                        const float* gate = tile + i * stride + s * kStrip;
-                        gated(gate, gate + kStrip, kStrip, (int)r.m.activation,
-                              r.gate + (row + i) * r.gate_width + (strip + s) / 2 * kStrip, r.isa);
-                    }
+                gated({tile, stride, rows, count / 2 * kStrip}, (int)r.m.activation,
+                      r.gate + row * r.gate_width + strip / 2 * kStrip, r.gate_width, r.isa);
             });
 }
 
@@ -251,7 +244,7 @@ void run_layer(const Run& r, int64_t index, int thread) {
     team.barrier(thread);
     const Rows inner =
         prepare(r, r.gate, r.gate_width, r.rows, m.inner, nullptr, layer.down, thread);
-    add_product(r, layer.down, nullptr, inner, thread);
+    add_product(r, layer.down, layer.down_bias, inner, thread);
     team.barrier(thread);
 }
 

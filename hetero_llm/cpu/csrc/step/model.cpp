@@ -46,6 +46,7 @@ bool take_layer(Model& model, Layer& layer) {
     done &= take_matrix(arena, layer.out, model.format, s.hidden, s.heads * s.dim);
     layer.second_norm = take_floats(arena, s.hidden);
     done &= take_matrix(arena, layer.gate_up, model.format, interleaved(s), s.hidden);
+    layer.down_bias = take_floats(arena, round_up(s.hidden, kPanel));
     done &= take_matrix(arena, layer.down, model.format, s.hidden, s.inner);
     return done && layer.second_norm;
 }
@@ -130,7 +131,7 @@ bool reserve_model(Model& model, const HeteroModel& sizes) {
     const int64_t qkv = model.all_heads() * s.dim;
     // Quantized rows of a head are no embedding.
     const bool keeps_rows = !s.tied_head || model.format == Format::kInt8;
-    const int64_t vectors = 4 * (3 * s.hidden + round_up(qkv, kPanel) + 2 * s.dim + kPanel);
+    const int64_t vectors = 4 * (4 * s.hidden + round_up(qkv, kPanel) + 2 * s.dim + 2 * kPanel);
     const int64_t layer = matrix_bytes(model.format, qkv, s.hidden) +
                           matrix_bytes(model.format, s.hidden, s.heads * s.dim) +
                           matrix_bytes(model.format, interleaved(s), s.hidden) +

@@ -12,8 +12,8 @@ namespace hetero {
 
 struct Layer {
     const float *norm, *second_norm;                // [hidden]
-    const float *q_norm, *k_norm;                   // [dim] or null
-    const float *qkv_bias, *out_bias;               // [outputs] or null
+    const float *q_norm, *k_norm;                   // [dim]
+    const float *qkv_bias, *out_bias, *down_bias;   // [outputs], zeros if the model has none
     Matrix qkv, out, gate_up, down;                 // gate_up: strips of both take turns
 };
 

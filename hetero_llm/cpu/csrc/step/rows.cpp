@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "lanes.h"
+#include "matmul.h"
 
 namespace hetero {
 
@@ -90,22 +91,33 @@ INLINE Floats<N> activate(Floats<N> x) {
 }
 
 template <int N, int kKind>
-INLINE void gated_kind(const float* gate, const float* up, int64_t size, float* out) {
-    int64_t i = 0;
-    for (; i + N <= size; i += N)
-        write<N>(out + i, activate<N, kKind>(read<N>(gate + i)) * read<N>(up + i));
-    if (i < size)
-        write_some<N>(out + i,
-                      activate<N, kKind>(read_some<N>(gate + i, size - i)) *
-                          read_some<N>(up + i, size - i),
-                      size - i);
+INLINE void gated_kind(const Block& in, float* out, int64_t out_stride) {
+    for (int64_t r = 0; r < in.rows; ++r)
+        for (int64_t strip = 0; strip < in.size; strip += kStrip)
+            for (int64_t i = 0; i < kStrip; i += N) {
+                const float* gate = in.data + r * in.stride + 2 * strip + i;
+                write<N>(out + r * out_stride + strip + i,
+                         activate<N, kKind>(read<N>(gate)) * read<N>(gate + kStrip));
+            }
 }
 
 template <int N>
-INLINE void gated_lanes(const float* gate, const float* up, int64_t size, int kind, float* out) {
-    if (kind == 0) gated_kind<N, 0>(gate, up, size, out);
-    else if (kind == 1) gated_kind<N, 1>(gate, up, size, out);
-    else gated_kind<N, 2>(gate, up, size, out);
+INLINE void gated_lanes(const Block& in, int kind, float* out, int64_t out_stride) {
+    if (kind == 0) gated_kind<N, 0>(in, out, out_stride);
+    else if (kind == 1) gated_kind<N, 1>(in, out, out_stride);
+    else gated_kind<N, 2>(in, out, out_stride);
+}
+
+template <int N>
+INLINE void add_block_lanes(float* x, int64_t stride, const Block& y, const float* bias) {
+    for (int64_t r = 0; r < y.rows; ++r) {
+        float* to = x + r * stride;
+        const float* from = y.data + r * y.stride;
+        int64_t i = 0;
+        for (; i + N <= y.size; i += N)
+            write<N>(to + i, read<N>(to + i) + (read<N>(from + i) + read<N>(bias + i)));
+        for (; i < y.size; ++i) to[i] += from[i] + bias[i];
+    }
 }
 
 template <int N>
@@ -260,8 +272,10 @@ ROWS_FUNCTION(rms_norm, (const float* x, const float* weight, float eps, int64_t
               (x, weight, eps, size, out))
 ROWS_FUNCTION(rotate, (float* head, const float* factors, int64_t rotary_dim),
               (head, factors, rotary_dim))
-ROWS_FUNCTION(gated, (const float* gate, const float* up, int64_t size, int kind, float* out),
-              (gate, up, size, kind, out))
+ROWS_FUNCTION(gated, (const Block& in, int kind, float* out, int64_t out_stride),
+              (in, kind, out, out_stride))
+ROWS_FUNCTION(add_block, (float* x, int64_t stride, const Block& y, const float* bias),
+              (x, stride, y, bias))
 ROWS_FUNCTION(add, (float* x, const float* y, int64_t size), (x, y, size))
 ROWS_FUNCTION(widen, (const uint16_t* x, int64_t size, float* out), (x, size, out))
 ROWS_FUNCTION(narrow, (const float* x, int64_t size, uint16_t* out), (x, size, out))
@@ -281,8 +295,12 @@ void rotate(float* head, const float* factors, int64_t rotary_dim, Isa isa) {
     CHOOSE(rotate, (head, factors, rotary_dim));
 }
 
-void gated(const float* gate, const float* up, int64_t size, int kind, float* out, Isa isa) {
-    CHOOSE(gated, (gate, up, size, kind, out));
+void gated(const Block& in, int kind, float* out, int64_t out_stride, Isa isa) {
+    CHOOSE(gated, (in, kind, out, out_stride));
+}
+
+void add_block(float* x, int64_t stride, const Block& y, const float* bias, Isa isa) {
+    CHOOSE(add_block, (x, stride, y, bias));
 }
 
 void add(float* x, const float* y, int64_t size, Isa isa) { CHOOSE(add, (x, y, size)); }
@@ -317,9 +335,14 @@ void hetero_rows_rotate(float* head, const float* factors, int64_t rotary_dim, i
     hetero::rotate(head, factors, rotary_dim, (hetero::Isa)isa);
 }
 
-void hetero_rows_gated(const float* gate, const float* up, int64_t size, int64_t kind, float* out,
-                       int64_t isa) {
-    hetero::gated(gate, up, size, (int)kind, out, (hetero::Isa)isa);
+void hetero_rows_gated(const float* in, int64_t stride, int64_t rows, int64_t size, int64_t kind,
+                       float* out, int64_t out_stride, int64_t isa) {
+    hetero::gated({in, stride, rows, size}, (int)kind, out, out_stride, (hetero::Isa)isa);
+}
+
+void hetero_rows_add_block(float* x, int64_t stride, const float* y, int64_t y_stride,
+                           int64_t rows, int64_t size, const float* bias, int64_t isa) {
+    hetero::add_block(x, stride, {y, y_stride, rows, size}, bias, (hetero::Isa)isa);
 }
 
 void hetero_rows_add(float* x, const float* y, int64_t size, int64_t isa) {

@@ -15,8 +15,18 @@ void rms_norm(const float* x, const float* weight, float eps, int64_t size, floa
 // factors: cos [rotary_dim / 2], then sin [rotary_dim / 2].
 void rotate(float* head, const float* factors, int64_t rotary_dim, Isa isa);
 
-// out[i] = silu(gate[i]) * up[i]; kind 1: gelu with tanh, kind 2: exact gelu.
-void gated(const float* gate, const float* up, int64_t size, int kind, float* out, Isa isa);
+// Rows of a product's outputs, `size` of each.
+struct Block {
+    const float* data;
+    int64_t stride, rows, size;
+};
+
+// out[i] = silu(gate[i]) * up[i]; kind 1: gelu with tanh, kind 2: exact gelu. In the block strips of 16
+// gates and of 16 ups take turns; `size` counts the pairs, a multiple of 16.
+void gated(const Block& in, int kind, float* out, int64_t out_stride, Isa isa);
+
+// x += y + bias, row by row; bias [size].
+void add_block(float* x, int64_t stride, const Block& y, const float* bias, Isa isa);
 
 // x += y.
 void add(float* x, const float* y, int64_t size, Isa isa);
