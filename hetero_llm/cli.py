@@ -136,15 +136,43 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 def run_demo(options: argparse.Namespace) -> int:
     """Stream the demo model's continuations, then show how fast they were."""
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
-    dim, plain = (_DIM, _PLAIN) if sys.stdout.isatty() else ("", "")
+    dim, undim = (_DIM, _PLAIN) if sys.stdout.isatty() else ("", "")
     finished: list[RequestOutput] = []
     with _llm_class()(options.model) as llm:
         for prompt in DEMO_PROMPTS:
-            _write(f"{dim}{prompt}{plain}")
+            _write(f"{dim}{prompt}{undim}")
             finished.append(_stream_text(llm.stream(prompt, params)))
             _write("\n\n")
+        backend = llm.backend
     _write(speed_table(finished))
+    if backend == "native":
+        with _llm_class()(options.model, cpu_backend="torch") as llm:
+            plain = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in DEMO_PROMPTS]
+        _write(backend_line(finished, plain))
     return 0
+
+
+def backend_line(native: Sequence[RequestOutput], torch: Sequence[RequestOutput]) -> str:
+    """How much faster the native executor is than torch on the same prompts, one after another."""
+    ours, theirs = _rate(native), _rate(torch)
+    if not ours or not theirs:
+        return ""
+    return (
+        f"native executor {ours:.0f} tokens/s, torch on this CPU {theirs:.0f}: "
+        f"{ours / theirs:.1f}x\n"
+    )
+
+
+def _rate(outputs: Sequence[RequestOutput]) -> float:
+    """Tokens/s after the first token of each output; 0 if there are none."""
+    tokens, seconds = 0, 0.0
+    for output in outputs:
+        metrics = output.metrics
+        if metrics is None or metrics.first_token_time is None or metrics.last_token_time is None:
+            continue
+        tokens += sum(len(one.token_ids) for one in output.outputs) - 1
+        seconds += metrics.last_token_time - metrics.first_token_time
+    return tokens / seconds if seconds > 0 else 0.0
 
 
 def speed_table(outputs: Sequence[RequestOutput]) -> str:

@@ -44,6 +44,7 @@ class FakeLLM:
     """Answers every prompt with `text`; keeps what it was given."""
 
     text = "abc é\n"
+    backend = "torch"
     error: BaseException | None = None
     last: FakeLLM
 
@@ -214,6 +215,24 @@ class TestDemo:
         table = shown[shown.index("prompt ") :].splitlines()
         assert len(table) == 2 + len(cli.DEMO_PROMPTS) + 1
         assert table[2].split()[-3:] == ["6", "5.0", "250.0"]
+
+    def test_the_native_executor_is_compared_with_torch(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(FakeLLM, "backend", "native")
+        assert cli.main(["demo"]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        assert shown[-1] == "native executor 5 tokens/s, torch on this CPU 5: 1.0x"
+        assert FakeLLM.last.args["cpu_backend"] == "torch" and FakeLLM.last.closed
+        assert FakeLLM.last.prompts == list(cli.DEMO_PROMPTS)
+
+    def test_gain_over_torch(self) -> None:
+        fast, slow = output("a", "abcdefg", seconds=0.5), output("a", "abcdefg", seconds=2.0)
+        assert cli.backend_line([fast, fast], [slow, slow]).endswith(
+            "12 tokens/s, torch on this CPU 3: 4.0x\n"
+        )
+        slow.metrics = None
+        assert cli.backend_line([fast], [slow]) == ""
 
     def test_table_without_times(self) -> None:
         one = output("p" * 60, "a", seconds=0.0)

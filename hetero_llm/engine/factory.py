@@ -40,7 +40,10 @@ _DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}  # measured: docs/log.md
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine and what its callers need to know about it."""
+    """An engine and what its callers need to know about it.
+
+    `backend` is what runs the model: "cuda", "native" (the CPU executor) or "torch" (on a CPU).
+    """
 
     engine: Engine
     tokenizer: Tokenizer | None
@@ -48,6 +51,7 @@ class BuiltEngine:
     num_blocks: int
     device: str
     dtype: str
+    backend: str
 
 
 def build_engine(
@@ -126,7 +130,10 @@ def build_engine(
             num_blocks,
             config.cache.block_size,
         )
-    return BuiltEngine(engine, tokenizer, max_model_len, num_blocks, str(device), dtype_name)
+    backend = device.type if device.type == "cuda" else "torch" if native is None else "native"
+    return BuiltEngine(
+        engine, tokenizer, max_model_len, num_blocks, str(device), dtype_name, backend
+    )
 
 
 def _find_model(load: LoadConfig) -> tuple[Path, ModelConfig]:

@@ -182,6 +182,11 @@ class LLM:
         """Forgets all cached prefixes."""
         self._engine_parts().engine.reset_prefix_cache()
 
+    @property
+    def backend(self) -> str:
+        """What runs the model: "cuda", "native" (the CPU executor) or "torch" (on a CPU)."""
+        return self._engine_parts().backend
+
     # -- inside -----------------------------------------------------------------------------
 
     def _engine_parts(self) -> BuiltEngine:
