@@ -51,7 +51,7 @@ struct AttentionPlan {
     Work work;
     Isa isa;
     Kernel few, many;
-    int64_t scratch_bytes, stride, lanes_joined;
+    int64_t scratch_bytes, stride, lanes_joined, heads_together;
     std::vector<RowTile> tiles;
     std::vector<Task> tasks;
     std::vector<Join> joins;
@@ -121,6 +121,13 @@ void cut_contexts(AttentionPlan* plan) {
     }
 }
 
+// KV heads of a task of a single row: as many as leave threads enough tasks and fit the scratch.
+int64_t heads_together(const AttentionPlan& plan) {
+    const int64_t tasks = (int64_t)plan.tiles.size() * plan.work.kv_heads;
+    const int64_t spare = tasks / (kTasksPerThread * plan.threads);
+    return most(1, least(least(spare, plan.work.kv_heads), kMaxTile / plan.work.group));
+}
+
 void add_tasks(AttentionPlan* plan, const AttentionRows& rows, const RowTile& tile,
                int64_t* partial) {
     const int64_t s = tile.sequence, lanes = tile.rows * plan->work.group;
@@ -131,12 +138,17 @@ void add_tasks(AttentionPlan* plan, const AttentionRows& rows, const RowTile& ti
     const uint64_t* ancestors =
         rows.is_tree[s] ? rows.ancestors + tile.step_row - tile.row : nullptr;
     Task task{rows.tables + rows.slots[s] * rows.columns, ancestors, rows.starts[s], tile.row,
-              tile.rows, 0, tile.first, tile.last, tile.step_row, -1, kernel};
-    for (task.kv_head = 0; task.kv_head < plan->work.kv_heads; ++task.kv_head) {
-        if (tile.pieces == 1) {
+              tile.rows, 0, tile.first, tile.last, tile.step_row, -1, kernel, 1};
+    const int64_t heads = plan->work.kv_heads;
+    if (tile.pieces == 1) {
+        const int64_t together = few && tile.rows == 1 ? plan->heads_together : 1;
+        for (; task.kv_head < heads; task.kv_head += task.kv_heads) {
+            task.kv_heads = least(together, heads - task.kv_head);
             plan->tasks.push_back(task);
-            continue;
         }
+        return;
+    }
+    for (; task.kv_head < heads; ++task.kv_head) {
         Join join{tile.step_row, task.kv_head, *partial, 0, lanes};
         task.first = tile.first;
         while (task.first < tile.last) {
@@ -186,6 +198,7 @@ void plan_attention(AttentionPlan* plan, const CacheShape& cache, const Attentio
                          return cost_of(*plan, a) > cost_of(*plan, b);
                      });
     cut_contexts(plan);
+    plan->heads_together = heads_together(*plan);
     plan->tasks.clear();
     plan->joins.clear();
     plan->lanes_joined = 0;

@@ -34,7 +34,8 @@ struct Results;
 using Kernel = void (*)(const Work& work, const Task& task, const Results& to, void* scratch);
 
 // Some rows of one sequence, one KV head, tokens first .. last of the context. Rows count from the
-// sequence's `start`. A cut context begins and ends at multiples of kTokens.
+// sequence's `start`. A cut context begins and ends at multiples of kTokens. A single row may have
+// several KV heads, which lie beside each other in memory and are best read together.
 struct Task {
     const int32_t* table;
     const uint64_t* ancestors;  // of the sequence's rows; null: the rows are a chunk
@@ -42,6 +43,7 @@ struct Task {
     int64_t step_row;  // the task's first row in the step
     int64_t partial;   // where its results go among the partial ones, in floats; -1: to `out`
     Kernel kernel;
+    int64_t kv_heads;  // from kv_head on
 };
 
 // Where results go: lane l of a task to head(l), either divided by their sums or, with `ends`, as

@@ -162,15 +162,15 @@ INLINE void add_values(const void* const* keys, int64_t count, int64_t piece, in
 // G lanes from `lane` and the tokens begin .. begin + count, whose keys are found.
 template <typename T, int N, int G, bool kDot>
 INLINE void attend_tokens(const Work& w, const Task& task, Scratch& s, int64_t lane, int64_t begin,
-                          int64_t count) {
+                          int64_t count, bool fetch) {
     const int64_t piece = w.block_size * w.kv_heads * w.dim;
     const int64_t whole = (count + 15) / 16 * 16;
     const int64_t fours = (count + 3) / 4 * 4;
     if constexpr (!kDot)
-        score<T, N, G>(s, lane, fours, w.dim, piece, lane == 0, s.scores);
+        score<T, N, G>(s, lane, fours, w.dim, piece, fetch, s.scores);
 #ifdef HAS_DOT
     else
-        score_dot<G>(s, lane, fours, w.dim, piece, lane == 0, w.scale, s.scores);
+        score_dot<G>(s, lane, fours, w.dim, piece, fetch, w.scale, s.scores);
 #endif
     float factor[G];
     for (int g = 0; g < G; ++g) {
@@ -204,9 +204,10 @@ INLINE void in_order(Floats<N>& even, Floats<N>& odd) {
 }
 
 template <typename T, int N, bool kDot>
-INLINE void begin_lanes(const Work& w, const Task& task, int64_t lanes, Scratch& s) {
-    for (int64_t lane = 0; lane < lanes; ++lane) {
-        const T* q = (const T*)query_of(w, task, lane, sizeof(T));
+INLINE void begin_lanes(const Work& w, const Task& task, int64_t first, int64_t lanes,
+                        Scratch& s) {
+    for (int64_t lane = first; lane < first + lanes; ++lane) {
+        const T* q = (const T*)query_of(w, task, lane - first, sizeof(T));
         s.queries[lane] = q;
         if constexpr (!kDot)
             for (int64_t d = 0; d < w.dim; d += 2 * N) {
@@ -215,7 +216,7 @@ INLINE void begin_lanes(const Work& w, const Task& task, int64_t lanes, Scratch&
                 write<N>(s.query[lane] + d, one * w.scale);
                 write<N>(s.query[lane] + d + N, two * w.scale);
             }
-        s.sight[lane] = sight_of(w, task, lane);
+        s.sight[lane] = sight_of(w, task, lane - first);
         s.top[lane] = kLowest;
         s.total[lane] = 0;
         std::memset(s.out[lane], 0, w.dim * sizeof(float));
@@ -223,9 +224,10 @@ INLINE void begin_lanes(const Work& w, const Task& task, int64_t lanes, Scratch&
 }
 
 template <typename T, int N>
-INLINE void finish_lanes(const Work& w, int64_t lanes, const Results& to, const Scratch& s) {
-    for (int64_t lane = 0; lane < lanes; ++lane) {
-        float* out = result_of(w, to, lane);
+INLINE void finish_lanes(const Work& w, int64_t first, int64_t lanes, const Results& to,
+                         const Scratch& s) {
+    for (int64_t lane = first; lane < first + lanes; ++lane) {
+        float* out = result_of(w, to, lane - first);
         const float factor = to.ends ? 1.0f : 1.0f / s.total[lane];
         for (int64_t d = 0; d < w.dim; d += 2 * N) {
             Floats<N> one = read<N>(s.out[lane] + d) * factor;
@@ -240,34 +242,50 @@ INLINE void finish_lanes(const Work& w, int64_t lanes, const Results& to, const 
     }
 }
 
+// The lanes of one KV head, which begin with `first`, and the tokens begin .. end.
+template <typename T, int N, bool kDot>
+INLINE void attend_head(const Work& w, const Task& task, Scratch& s, int64_t first, int64_t begin,
+                        int64_t end) {
+    constexpr int kMost = N == 16 ? 4 : 2;  // lanes at a time, as many as there are registers for
+    const int64_t count = end - begin, last = first + lanes_of(w, task);
+    const int64_t found = least(count + kAhead, task.last - begin);
+    find_keys<T>(w, task, begin, found, s.keys);
+    for (int64_t t = found; t < (count + 3) / 4 * 4 + kAhead; ++t) s.keys[t] = s.keys[found - 1];
+    for (int64_t lane = first; lane < last;) {
+        const bool fetch = lane == first;
+        if (kMost == 4 && last - lane >= 4) {
+            attend_tokens<T, N, kMost, kDot>(w, task, s, lane, begin, count, fetch);
+            lane += 4;
+        } else if (last - lane >= 2) {
+            attend_tokens<T, N, 2, kDot>(w, task, s, lane, begin, count, fetch);
+            lane += 2;
+        } else {
+            attend_tokens<T, N, 1, kDot>(w, task, s, lane, begin, count, fetch);
+            lane += 1;
+        }
+    }
+}
+
 template <typename T, int N, bool kDot>
 INLINE void attend_few(const Work& w, const Task& task, const Results& to, void* scratch) {
     Scratch& s = *(Scratch*)scratch;
     const int64_t lanes = lanes_of(w, task);
-    const int64_t tokens = lanes > kFew ? kTokens : kLong;
-    constexpr int kMost = N == 16 ? 4 : 2;  // lanes at a time, as many as there are registers for
-    begin_lanes<T, N, kDot>(w, task, lanes, s);
+    // With several heads tokens are few, so that they are in a cache still when the next one comes;
+    // by the model, not by the task, so that results do not depend on how heads are shared out.
+    const int64_t tokens = lanes > kFew || w.kv_heads > 1 ? kTokens : kLong;
+    Task head = task;
+    for (int64_t h = 0; h < task.kv_heads; ++h, ++head.kv_head)
+        begin_lanes<T, N, kDot>(w, head, h * lanes, lanes, s);
     for (int64_t begin = task.first; begin < task.last;) {
-        const int64_t end = least((begin / tokens + 1) * tokens, task.last), count = end - begin;
-        const int64_t found = least(count + kAhead, task.last - begin);
-        find_keys<T>(w, task, begin, found, s.keys);
-        for (int64_t t = found; t < (count + 3) / 4 * 4 + kAhead; ++t)
-            s.keys[t] = s.keys[found - 1];
-        for (int64_t lane = 0; lane < lanes;) {
-            if (kMost == 4 && lanes - lane >= 4) {
-                attend_tokens<T, N, kMost, kDot>(w, task, s, lane, begin, count);
-                lane += 4;
-            } else if (lanes - lane >= 2) {
-                attend_tokens<T, N, 2, kDot>(w, task, s, lane, begin, count);
-                lane += 2;
-            } else {
-                attend_tokens<T, N, 1, kDot>(w, task, s, lane, begin, count);
-                lane += 1;
-            }
-        }
+        const int64_t end = least((begin / tokens + 1) * tokens, task.last);
+        head.kv_head = task.kv_head;
+        for (int64_t h = 0; h < task.kv_heads; ++h, ++head.kv_head)
+            attend_head<T, N, kDot>(w, head, s, h * lanes, begin, end);
         begin = end;
     }
-    finish_lanes<T, N>(w, lanes, to, s);
+    Results of_head = to;
+    for (int64_t h = 0; h < task.kv_heads; ++h, of_head.data += lanes * to.head_stride)
+        finish_lanes<T, N>(w, h * lanes, lanes, of_head, s);
 }
 
 template <int N>
