@@ -43,6 +43,14 @@ class StepBuffers:
             sample_indices=np.zeros(most_sequences, np.int32),
         )
         self.tokens = np.zeros(most_sequences, np.int64)
+        self._compile()
+
+    def _compile(self) -> None:
+        """Takes a step of one row over, so that no request waits for the compiler."""
+        one = np.ones(1, np.int32)
+        none = np.zeros((3, 0), np.int32)
+        step = SchedulerOutput(one - 1, one - 1, one, one, one, (), (), none, none[:2])
+        self.fill(step, self.draws, 16)
 
     def fill(self, step: SchedulerOutput, sampling: StepDraws, block_size: int) -> int | None:
         """Takes a step over; returns its number of draws, None if it is not plain or too large.
