@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_llm.cpu import native
 from hetero_llm.cpu.step_attention import StepAttention, StepRows, ref_attention
 
 LAYERS = 2
@@ -51,21 +50,6 @@ SHAPES = (
     Shape(heads=1, kv_heads=1, dim=256, block_size=1),
     Shape(heads=6, kv_heads=2, dim=80),
 )
-
-
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    found = native.load()
-    if found is None:
-        pytest.skip("there is no compiler")
-    return found
-
-
-@pytest.fixture(params=range(len(native.ISA_NAMES)), ids=native.ISA_NAMES)
-def isa(request: pytest.FixtureRequest, library: ctypes.CDLL) -> int:
-    if request.param > library.hetero_isa_best():
-        pytest.skip("this machine has no such instructions")
-    return int(request.param)
 
 
 def random_tree(rng: np.random.Generator, count: int) -> list[int]:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hetero_llm.cpu import native
 from hetero_llm.cpu.packed import (
     PANEL,
     STRIP,
@@ -29,22 +28,6 @@ AMX = 4
 ROWS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 33, 64, 200)
 SIZES = ((16, 32), (64, 64), (40, 100), (200, 1000), (129, 333), (192, 577))  # outputs, depth
 UNTOUCHED = 12345.0
-
-
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    found = native.load()
-    if found is None:
-        pytest.skip("there is no compiler")
-    return found
-
-
-@pytest.fixture(params=range(len(ISA_NAMES)), ids=ISA_NAMES)
-def isa(request: pytest.FixtureRequest, library: ctypes.CDLL) -> int:
-    library.hetero_isa_best.restype = ctypes.c_int64
-    if request.param > library.hetero_isa_best():
-        pytest.skip("this machine has no such instructions")
-    return int(request.param)
 
 
 def random(seed: int, *shape: int) -> NDArray[np.float32]:

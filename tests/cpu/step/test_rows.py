@@ -10,28 +10,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from hetero_llm.cpu import native, step_rows
+from hetero_llm.cpu import step_rows
 from hetero_llm.cpu.packed import ref_round
 from hetero_llm.cpu.step_rows import Best, NoiseKey
 from hetero_llm.sampling.noise import gumbel_noise, signed_seed
 
 SIZES = (1, 3, 8, 16, 17, 63, 64, 100, 768, 1001)
 INFINITY = float("inf")
-
-
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    found = native.load()
-    if found is None:
-        pytest.skip("there is no compiler")
-    return found
-
-
-@pytest.fixture(params=range(len(native.ISA_NAMES)), ids=native.ISA_NAMES)
-def isa(request: pytest.FixtureRequest, library: ctypes.CDLL) -> int:
-    if request.param > library.hetero_isa_best():
-        pytest.skip("this machine has no such instructions")
-    return int(request.param)
 
 
 def random(seed: int, *shape: int) -> NDArray[np.float32]:

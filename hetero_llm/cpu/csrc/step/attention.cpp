@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <vector>
 
+#include "arena.h"
 #include "attention_parts.h"
 
 namespace hetero {
@@ -28,22 +28,6 @@ struct Join {
     int64_t step_row, kv_head, partial, pieces, lanes;
 };
 
-int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
-
-// Memory that only grows, 64-byte aligned; what it held is lost.
-struct Buffer {
-    char* data = nullptr;
-    int64_t bytes = 0;
-    ~Buffer() { std::free(data); }
-    void reserve(int64_t wanted) {
-        if (wanted <= bytes) return;
-        std::free(data);
-        bytes = round_up(wanted, 4096);
-        data = (char*)std::aligned_alloc(64, bytes);
-        if (!data) std::abort();
-    }
-};
-
 }  // namespace
 
 struct AttentionPlan {
@@ -55,7 +39,9 @@ struct AttentionPlan {
     std::vector<RowTile> tiles;
     std::vector<Task> tasks;
     std::vector<Join> joins;
-    Buffer scratch, partial;
+    Buffer scratch_memory, partial_memory;
+    char* scratch;    // [threads][scratch_bytes]
+    float* partial;   // of tasks whose context is cut
     alignas(64) std::atomic<int64_t> next;
 };
 
@@ -171,7 +157,7 @@ AttentionPlan* new_attention_plan(int threads) {
     AttentionPlan* plan = new AttentionPlan();
     plan->threads = threads;
     plan->scratch_bytes = round_up(most(few_lanes_scratch(), many_lanes_scratch()), 4096);
-    plan->scratch.reserve(plan->scratch_bytes * threads);
+    plan->scratch = plan->scratch_memory.of<char>(plan->scratch_bytes * threads);
     return plan;
 }
 
@@ -204,7 +190,7 @@ void plan_attention(AttentionPlan* plan, const CacheShape& cache, const Attentio
     plan->lanes_joined = 0;
     int64_t partial = 0;
     for (const RowTile& tile : plan->tiles) add_tasks(plan, rows, tile, &partial);
-    plan->partial.reserve(partial * (int64_t)sizeof(float));
+    plan->partial = plan->partial_memory.of<float>(partial);
 }
 
 bool needs_merge(const AttentionPlan* plan) { return !plan->joins.empty(); }
@@ -217,7 +203,7 @@ void attend(AttentionPlan* plan, int64_t layer, const void* q, int64_t q_stride,
     work.piece_offset = 2 * layer;
     work.q = q;
     work.q_stride = q_stride;
-    void* scratch = plan->scratch.data + thread * plan->scratch_bytes;
+    void* scratch = plan->scratch + thread * plan->scratch_bytes;
     const int64_t count = (int64_t)plan->tasks.size();
     for (;;) {
         const int64_t i = plan->next.fetch_add(1, std::memory_order_relaxed);
@@ -228,7 +214,7 @@ void attend(AttentionPlan* plan, int64_t layer, const void* q, int64_t q_stride,
             to = {out + task.step_row * out_stride + task.kv_head * work.group * work.dim,
                   out_stride, work.dim, false};
         else
-            to = {(float*)plan->partial.data + task.partial, work.group * plan->stride,
+            to = {plan->partial + task.partial, work.group * plan->stride,
                   plan->stride, true};
         task.kernel(work, task, to, scratch);
     }
@@ -243,7 +229,7 @@ void merge(AttentionPlan* plan, float* out, int64_t out_stride, int thread) {
         for (int64_t lane = most(first - begin, 0); lane < least(last - begin, j.lanes); ++lane) {
             const int64_t row = j.step_row + lane / work.group;
             const int64_t head = j.kv_head * work.group + lane % work.group;
-            const float* partial = (const float*)plan->partial.data + j.partial;
+            const float* partial = plan->partial + j.partial;
             join(partial + lane * plan->stride, j.pieces, j.lanes * plan->stride, work.dim,
                  out + row * out_stride + head * work.dim, plan->isa);
         }
