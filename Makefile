@@ -17,7 +17,12 @@ else
   CONSTRAINTS := -c constraints.txt
 endif
 
-.PHONY: install demo test test-native check format docs clean
+# IPEX wants the torch and transformers of its last release, some 7 GB.
+IPEX_PYTHON ?= python3.11
+IPEX_VENV := .venv-ipex
+IPEX_STAMP := $(IPEX_VENV)/.installed
+
+.PHONY: install demo test test-native test-ipex check format docs clean
 
 install: $(STAMP)
 
@@ -39,6 +44,16 @@ test-native: $(STAMP)
 	HETERO_LLM_NATIVE=sanitized ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  LD_PRELOAD=$$(g++ -print-file-name=libasan.so) $(BIN)/python -m pytest tests/cpu/step
 
+# cpu_backend="ipex", in an environment of its own; `make test` skips these tests.
+test-ipex: $(IPEX_STAMP)
+	$(IPEX_VENV)/bin/python -m pytest tests/cpu/test_ipex.py tests/engine/test_cpu_backend.py \
+	  tests/engine/test_tokenizer.py
+
+$(IPEX_STAMP): pyproject.toml
+	$(IPEX_PYTHON) -m venv $(IPEX_VENV)
+	$(IPEX_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[ipex,test]'
+	touch $@
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -54,4 +69,4 @@ docs: $(STAMP)
 	$(BIN)/python tools/gen_flags_doc.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(IPEX_VENV) build dist *.egg-info

@@ -10,14 +10,22 @@ out=${2:?folder for results and logs}
 export PYTHONPATH=.
 mkdir -p "$out"
 
+tests() { # a name, a limit in seconds, then what pytest gets
+  local name=$1 limit=$2
+  shift 2
+  echo "== tests of $name (after $SECONDS s)"
+  timeout "$limit" python3 -m pytest "$@" -vv --tb=short --durations=5 -p no:benchmark \
+    -o faulthandler_timeout=100 2>&1 | while IFS= read -r line; do
+    printf '%4d %s\n' $SECONDS "$line"
+  done >"$out/tests_$name.log"
+  grep -E "FAILED|ERROR|^ *[0-9]+ E  | passed| failed|Timeout" "$out/tests_$name.log" | tail -n 40
+}
 if [ "$part" = tests ]; then
-  python3 -m pytest tests/gpu/kernels -q -n 12 -p no:benchmark >"$out/tests_kernels.log" 2>&1
-  python3 -m pytest tests/gpu --ignore tests/gpu/kernels --ignore tests/gpu/test_memory.py -vv \
-    -n 4 --dist loadfile --tb=short --durations=10 -p no:benchmark >"$out/tests_engine.log" 2>&1
-  # These claim the card's memory, or look at what is free of it.
-  python3 -m pytest tests/gpu/test_memory.py -vv --tb=short --durations=5 -p no:benchmark \
-    >"$out/tests_memory.log" 2>&1
-  grep -hE "^FAILED|^ERROR|^E  | passed| failed" "$out"/tests_*.log
+  tests kernels 200 tests/gpu/kernels -n 12
+  tests engine 280 tests/gpu --ignore tests/gpu/kernels --ignore tests/gpu/test_memory.py \
+    -n 5 --dist loadfile
+  tests memory 100 tests/gpu/test_memory.py # they claim the card's memory or look what is free
+  echo "== done after $SECONDS s"
   exit
 fi
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_llm import __version__
+from hetero_llm.cpu import ipex_version
 
 REQUIRED_PACKAGES = {
     "torch": "2.8",
@@ -197,6 +198,17 @@ def _packages() -> tuple[Facts, list[Missing]]:
             missing.append(Missing(f"{name} {lowest} or later", fix, needed=True))
     for name in OPTIONAL_PACKAGES:
         facts[name] = _version_of(name) or "not installed"
+    ipex, torch = _version_of(ipex_version.PACKAGE), _version_of("torch")
+    facts[ipex_version.PACKAGE] = ipex or "not installed"
+    if ipex is not None and torch is not None:
+        problem = ipex_version.mismatch(ipex, torch)
+        facts[ipex_version.PACKAGE] = (
+            f"{ipex}, {'fits' if problem is None else 'not for'} torch {torch}"
+        )
+        if problem is not None:
+            fix = f"in an environment of its own: {ipex_version.INSTALL}"
+            what = f"a torch for {ipex_version.PACKAGE} {ipex}, to use cpu_backend='ipex'"
+            missing.append(Missing(what, fix, needed=False))
     return facts, missing
 
 

@@ -82,6 +82,22 @@ def test_broken_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [thing.what for thing in needed] == ["a torch that can be imported"]
 
 
+def test_ipex_and_its_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "intel-extension-for-pytorch"
+    with_versions(monkeypatch, intel_extension_for_pytorch=None)
+    assert doctor._packages()[0][name] == "not installed"
+    with_versions(monkeypatch, intel_extension_for_pytorch="2.8.0", torch="2.8.0+cu128")
+    facts, missing = doctor._packages()
+    assert facts[name] == "2.8.0, fits torch 2.8.0+cu128"
+    assert not any(name in thing.what for thing in missing)
+    with_versions(monkeypatch, intel_extension_for_pytorch="2.8.0", torch="2.13.0")
+    facts, missing = doctor._packages()
+    assert facts[name] == "2.8.0, not for torch 2.13.0"
+    assert [(thing.what, thing.needed) for thing in missing if name in thing.what] == [
+        (f"a torch for {name} 2.8.0, to use cpu_backend='ipex'", False)
+    ]
+
+
 def fake_torch(*names: str, cuda: str | None) -> SimpleNamespace:
     devices = [SimpleNamespace(name=name, total_memory=8 << 30) for name in names]
     return SimpleNamespace(

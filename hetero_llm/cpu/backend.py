@@ -1,9 +1,9 @@
-"""What runs a model on this machine's CPU: the native executor where it can, else torch."""
+"""What runs a model on this machine's CPU: the native executor where it can, else torch, or torch
+with IPEX's products where that was asked for."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import logging
 from dataclasses import dataclass
 
@@ -13,14 +13,13 @@ from hetero_llm.core.config import CpuConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.cpu import native
 from hetero_llm.cpu.executor import Executor, native_format, unsupported_reason
+from hetero_llm.cpu.ipex import require_ipex
 from hetero_llm.cpu.topology import compute_cpus
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.runner.kv_cache import PagedKVCache
 
 logger = logging.getLogger(__name__)
-
-IPEX_MODULE = "intel_extension_for_pytorch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +48,16 @@ class NativeBackend:
 def choose_backend(
     wanted: CpuConfig, config: ModelConfig, dtype: torch.dtype, *, batch_invariant: bool
 ) -> NativeBackend | None:
-    """Checks the CPU's arguments; None: torch serves, and the log says why if it was not asked for.
+    """Checks the CPU's arguments; None: torch serves (with IPEX's products, loaded now, where the
+    argument says so), and the log says why if it was not asked for.
 
     Raises:
         ConfigError: something that this machine, model or backend cannot do.
     """
-    if wanted.backend == "ipex":
-        _refuse_ipex()
     cpus = _check_threads(wanted.threads)
+    if wanted.backend == "ipex":
+        _prepare_ipex(wanted, dtype, batch_invariant=batch_invariant)
+        return None
     reason = _why_torch(wanted, config, dtype, batch_invariant=batch_invariant)
     library = native.load() if reason is None else None
     if library is None:
@@ -106,12 +107,15 @@ def _check_threads(wanted: int | None) -> tuple[int, ...]:
     return cpus[:wanted]
 
 
-def _refuse_ipex() -> None:
-    if importlib.util.find_spec(IPEX_MODULE) is None:
-        reason = (
-            "needs intel-extension-for-pytorch, which is not installed: "
-            "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0"
+def _prepare_ipex(wanted: CpuConfig, dtype: torch.dtype, *, batch_invariant: bool) -> None:
+    if batch_invariant:
+        reason = "its products may depend on the batch; batch_invariant needs 'torch' or 'native'"
+        raise ConfigError("cpu_backend", wanted.backend, reason)
+    if wanted.weight_dtype != "auto":
+        raise ConfigError(
+            "cpu_weight_dtype", wanted.weight_dtype, "needs cpu_backend='native', not 'ipex'"
         )
-    else:
-        reason = "is not available yet; use 'native' or 'torch'"
-    raise ConfigError("cpu_backend", "ipex", reason)
+    version = require_ipex(dtype)
+    if wanted.threads is not None:
+        torch.set_num_threads(wanted.threads)
+    logger.info("ipex serves: IPEX %s, %d threads", version, torch.get_num_threads())

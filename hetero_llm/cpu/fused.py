@@ -29,17 +29,31 @@ _LANES = 16
 
 
 def speed_up(model: CausalLM) -> None:
-    """Replaces what can be replaced, in place; anything but bfloat16 on a CPU is left alone.
+    """Replaces what can be replaced, in place; anything but bfloat16 on a CPU is left alone."""
+    if _is_bfloat16_on_cpu(model) and _onednn_packs():
+        replace_products(model, _packed_product)
+    fuse_elementwise(model)
+
+
+def replace_products(model: CausalLM, pack: Callable[[Linear], Product]) -> None:
+    """Replaces the product of every linear layer by what `pack` makes of it.
 
     A weight that nothing else uses is dropped after packing, so memory does not double; a head
     tied to the embedding is kept in both forms.
     """
-    parameter = next(model.parameters())
-    if parameter.dtype != torch.bfloat16 or parameter.device.type != "cpu":
-        return
-    if _onednn_packs():
-        _prepack_linears(model)
-    library = native.load()
+    owners: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.product = pack(module)
+            if owners[id(module.weight)] == 1:
+                module.weight.data = module.weight.data.new_empty(0)
+
+
+def fuse_elementwise(model: CausalLM) -> None:
+    """Replaces norms and gated activations, in place; see `speed_up`."""
+    library = native.load() if _is_bfloat16_on_cpu(model) else None
     if library is None:
         return
     for module in model.modules():
@@ -94,19 +108,13 @@ def native_silu_mul(
     return silu_mul
 
 
-def _prepack_linears(model: CausalLM) -> None:
-    owners: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.product = _packed_product(module.weight.detach())
-            if owners[id(module.weight)] == 1:
-                module.weight.data = module.weight.data.new_empty(0)
+def _is_bfloat16_on_cpu(model: CausalLM) -> bool:
+    parameter = next(model.parameters())
+    return parameter.dtype == torch.bfloat16 and parameter.device.type == "cpu"
 
 
-def _packed_product(weight: Tensor) -> Product:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+def _packed_product(module: Linear) -> Product:
+    packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach())
     linear = torch.ops.mkldnn._linear_pointwise
 
     def product(x: Tensor, _: Tensor, bias: Tensor | None) -> Tensor:

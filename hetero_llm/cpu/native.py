@@ -95,11 +95,11 @@ def open_library(*, sanitize: bool = False) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError:
         library = ctypes.CDLL(str(build(sanitize=sanitize, force=True)))
-    _declare(library)
+    declare(library)
     return library
 
 
-def _declare(library: ctypes.CDLL) -> None:
+def declare(library: ctypes.CDLL) -> None:
     library.hetero_attention_chunk.restype = _INT
     library.hetero_store_kv.restype = None
     library.hetero_store_kv.argtypes = [_POINTER] * 4 + [_INT] * 7

@@ -42,7 +42,8 @@ _DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}  # measured: docs/log.md
 class BuiltEngine:
     """An engine and what its callers need to know about it.
 
-    `backend` is what runs the model: "cuda", "native" (the CPU executor) or "torch" (on a CPU).
+    `backend` is what runs the model: "cuda", or on a CPU "native" (our executor), "torch" or
+    "ipex".
     """
 
     engine: Engine
@@ -78,7 +79,8 @@ def build_engine(
     tokenizer = _load_tokenizer(config, folder)
     dtype: torch.dtype = getattr(torch, dtype_name)
     native = _native_backend(config, model_config, dtype, device)
-    _check_drafter(config, device, drafter, native=native is not None)
+    backend = _backend_name(config, device, native=native is not None)
+    _check_drafter(config, drafter, backend)
     model = _load_weights(
         config,
         folder,
@@ -86,7 +88,7 @@ def build_engine(
         dtype=dtype,
         device=device,
         show_progress=show_progress,
-        native=native is not None,
+        backend=backend,
     )
     runner, num_blocks = _build_runner(
         config,
@@ -130,7 +132,6 @@ def build_engine(
             num_blocks,
             config.cache.block_size,
         )
-    backend = device.type if device.type == "cuda" else "torch" if native is None else "native"
     return BuiltEngine(
         engine, tokenizer, max_model_len, num_blocks, str(device), dtype_name, backend
     )
@@ -182,12 +183,10 @@ def _check_offload(config: EngineConfig, device: torch.device) -> None:
         )
 
 
-def _check_drafter(
-    config: EngineConfig, device: torch.device, drafter: Drafter | None, *, native: bool
-) -> None:
+def _check_drafter(config: EngineConfig, drafter: Drafter | None, backend: str) -> None:
     if drafter is None:
         return
-    if config.batch_invariant or (device.type == "cpu" and not native):
+    if config.batch_invariant or backend not in ("cuda", "native"):
         reason = (
             "drafts are verified on a GPU or by the native CPU backend, and without "
             "batch_invariant, only"
@@ -212,6 +211,15 @@ def _native_backend(
     for name in (name for name, is_given in given.items() if is_given):
         logger.warning("%s has no effect on a GPU", name)
     return None
+
+
+def _backend_name(config: EngineConfig, device: torch.device, *, native: bool) -> str:
+    """See `BuiltEngine`; without the native executor torch serves, or IPEX if it was asked for."""
+    if native:
+        return "native"
+    if device.type == "cuda":
+        return "cuda"
+    return "ipex" if config.cpu.backend == "ipex" else "torch"
 
 
 def _resolve_dtype(name: str, stored: str, device: torch.device) -> str:
@@ -302,12 +310,12 @@ def _load_weights(
     dtype: torch.dtype,
     device: torch.device,
     show_progress: bool,
-    native: bool,
+    backend: str,
 ) -> CausalLM:
     """The model with the products that the device and the configuration ask for.
 
     Args:
-        native: the native executor is to take the weights as they are.
+        backend: see `BuiltEngine`; the native executor takes the weights as they are.
     """
     from hetero_llm.models.loader import load_model
 
@@ -333,11 +341,15 @@ def _load_weights(
         from hetero_llm.models.invariant import make_batch_invariant
 
         make_batch_invariant(model)
-    elif device.type != "cpu":
+    elif backend == "cuda":
         from hetero_llm.gpu.fused import speed_up
 
         speed_up(model)
-    elif not native:
+    elif backend == "ipex":
+        from hetero_llm.cpu.ipex import speed_up
+
+        speed_up(model)
+    elif backend == "torch":
         from hetero_llm.cpu.fused import speed_up
 
         speed_up(model)

@@ -184,7 +184,7 @@ class LLM:
 
     @property
     def backend(self) -> str:
-        """What runs the model: "cuda", "native" (the CPU executor) or "torch" (on a CPU)."""
+        """What runs the model: "cuda", or on a CPU "native" (our executor), "torch" or "ipex"."""
         return self._engine_parts().backend
 
     # -- inside -----------------------------------------------------------------------------

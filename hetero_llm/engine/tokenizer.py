@@ -19,12 +19,24 @@ _LONGEST_CHARACTER = 4
 """Most byte tokens of one character, in UTF-8."""
 
 
+def _streams_take_a_prompt() -> bool:
+    """Since tokenizers 0.22; without, our own incremental decoding serves."""
+    try:
+        DecodeStream(ids=[], skip_special_tokens=True)
+    except TypeError:
+        return False
+    return True
+
+
+_STREAMS_TAKE_A_PROMPT = _streams_take_a_prompt()
+
+
 class Tokenizer:
     """A Hugging Face tokenizer, fast or slow."""
 
     def __init__(self, hf_tokenizer: Any) -> None:
         self._hf = hf_tokenizer
-        self._fast = getattr(hf_tokenizer, "_tokenizer", None)
+        self._fast = getattr(hf_tokenizer, "_tokenizer", None) if _STREAMS_TAKE_A_PROMPT else None
         self.special_ids = frozenset(hf_tokenizer.all_special_ids)
         self.added_tokens: dict[int, str] = {
             index: str(token) for index, token in hf_tokenizer.added_tokens_decoder.items()

@@ -13,7 +13,7 @@ import torch
 from hetero_llm import LLM, ConfigError, SamplingParams
 from hetero_llm.core.args import resolve_engine_args
 from hetero_llm.core.config import CpuConfig, EngineConfig
-from hetero_llm.cpu import backend, native
+from hetero_llm.cpu import backend, ipex, native
 from hetero_llm.cpu.model_runner import NativeModelRunner
 from hetero_llm.cpu.topology import compute_cpus
 from hetero_llm.engine import factory
@@ -159,15 +159,64 @@ def test_weight_formats(tiny_folder: Path) -> None:
     assert formats == ["float", "bf16", "int8", "int8"]
 
 
-def test_ipex(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
-    assert refusal(tiny_folder, cpu_backend="ipex").startswith(
-        "cpu_backend='ipex': needs intel-extension-for-pytorch, which is not installed: pip install"
-    )
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: SimpleNamespace())
+def test_ipex_that_is_not_there_or_does_not_fit(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tests/cpu/test_ipex.py runs the one that fits."""
+    install = "pip install torch==2.8.0 transformers==4.51.3 intel-extension-for-pytorch==2.8.0"
+    monkeypatch.setattr(ipex, "installed_version", lambda: None)
     assert refusal(tiny_folder, cpu_backend="ipex") == (
-        "cpu_backend='ipex': is not available yet; use 'native' or 'torch'"
+        f"cpu_backend='ipex': needs intel-extension-for-pytorch, which is not installed: {install}"
     )
+    monkeypatch.setattr(ipex, "installed_version", lambda: "1.13.0+cpu")
+    assert refusal(tiny_folder, cpu_backend="ipex") == (
+        "cpu_backend='ipex': intel-extension-for-pytorch 1.13.0+cpu needs torch 1.13, and "
+        f"{torch.__version__} is installed: {install}"
+    )
+    monkeypatch.setattr(ipex, "installed_version", lambda: torch.__version__)
+    monkeypatch.setattr(ipex, "MODULE", "no_such_extension")
+    assert refusal(tiny_folder, cpu_backend="ipex", dtype="float32") == (
+        "cpu_backend='ipex': no_such_extension cannot be imported: "
+        "ModuleNotFoundError: No module named 'no_such_extension'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"batch_invariant": True},
+            "cpu_backend='ipex': its products may depend on the batch; "
+            "batch_invariant needs 'torch' or 'native'",
+        ),
+        (
+            {"cpu_weight_dtype": "int8"},
+            "cpu_weight_dtype='int8': needs cpu_backend='native', not 'ipex'",
+        ),
+        (
+            {"dtype": "float16"},
+            "cpu_backend='ipex': float16 is not one of its types; "
+            "use dtype='bfloat16' or 'float32'",
+        ),
+        ({"cpu_threads": 10**6}, f"cpu_threads={10**6}: this process may use"),
+    ],
+)
+def test_what_ipex_does_not_do(
+    tiny_folder: Path, changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ipex, "installed_version", lambda: torch.__version__)
+    assert refusal(tiny_folder, cpu_backend="ipex", **changes).startswith(reason)
+
+
+def test_ipex_needs_the_cpus_instructions(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ipex, "installed_version", lambda: torch.__version__)
+    for isa, dtype, needed in (((), "float32", "avx2"), (("avx2",), "bfloat16", "avx512f")):
+        monkeypatch.setattr(ipex, "read_topology", lambda isa=isa: SimpleNamespace(isa=isa))
+        assert refusal(tiny_folder, cpu_backend="ipex", dtype=dtype) == (
+            f"cpu_backend='ipex': {dtype} needs a CPU with {needed}; use 'native' or 'torch'"
+        )
 
 
 def test_a_gpu_takes_no_notice(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:

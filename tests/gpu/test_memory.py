@@ -18,6 +18,7 @@ from hetero_llm.gpu.weight_offload import GIB, plan_offload, stage_products, wei
 from hetero_llm.models.config import load_model_config
 from hetero_llm.models.layers import Linear
 from hetero_llm.models.loader import load_model
+from tests.gpu.serving import start
 
 CUDA = torch.device("cuda")
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False, logprobs=1)
@@ -151,6 +152,31 @@ def test_the_step_stays_within_the_utilization(one_b: Path) -> None:
         llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
         total = torch.cuda.get_device_properties(0).total_memory
         assert torch.cuda.max_memory_allocated() < 0.3 * total
+
+
+def test_the_cache_is_sized_from_free_memory() -> None:
+    with LLM("demo", device="cuda", gpu_memory_utilization=0.5) as llm:
+        total = torch.cuda.get_device_properties(0).total_memory
+        assert 0.4 * total < torch.cuda.memory_allocated() < 0.55 * total
+        assert len(results(llm)) == 6
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+        LLM("demo", device="cuda", gpu_memory_utilization=0.0001)
+
+
+def test_an_fp8_pool_holds_twice_the_blocks() -> None:
+    blocks = []
+    for name in ("auto", "fp8"):
+        gc.collect()
+        torch.cuda.empty_cache()
+        with start(
+            dtype="bfloat16",
+            kv_cache_dtype=name,
+            num_gpu_blocks_override=None,
+            gpu_memory_utilization=0.05,
+            enforce_eager=True,
+        ) as llm:
+            blocks.append(num_blocks(llm))
+    assert 1.9 < blocks[1] / blocks[0] < 2.1
 
 
 def test_a_pool_that_is_too_small(one_b: Path) -> None:

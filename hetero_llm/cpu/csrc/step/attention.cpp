@@ -8,6 +8,7 @@
 
 #include "arena.h"
 #include "attention_parts.h"
+#include "matmul.h"
 
 namespace hetero {
 
@@ -15,7 +16,8 @@ namespace {
 
 constexpr int64_t kTasksPerThread = 2;
 constexpr int64_t kShortest = 256;  // tokens of a piece of a cut context, at least
-constexpr int64_t kFewLanes = 8;    // up to so many, products along the dimension are faster
+// Up to so many lanes, products along the dimension are faster than the other kernel.
+constexpr int64_t kFewLanes = 8, kFewLanesAmx = 4;
 constexpr float kLog2e = 1.44269504088896341f;
 
 // Rows of one sequence that are attended together, for every KV head.
@@ -35,7 +37,7 @@ struct AttentionPlan {
     Work work;
     Isa isa;
     Kernel few, many;
-    int64_t scratch_bytes, stride, lanes_joined, heads_together;
+    int64_t scratch_bytes, stride, lanes_joined, heads_together, few_lanes;
     std::vector<RowTile> tiles;
     std::vector<Task> tasks;
     std::vector<Join> joins;
@@ -119,7 +121,7 @@ void add_tasks(AttentionPlan* plan, const AttentionRows& rows, const RowTile& ti
     const int64_t s = tile.sequence, lanes = tile.rows * plan->work.group;
     const int64_t length = round_up((tokens_of(tile) + tile.pieces - 1) / tile.pieces, kTokens);
     // By the whole sequence, so that results do not depend on how tiles are cut.
-    const bool few = !plan->many || rows.counts[s] * plan->work.group <= kFewLanes;
+    const bool few = !plan->many || rows.counts[s] * plan->work.group <= plan->few_lanes;
     const Kernel kernel = few ? plan->few : plan->many;
     const uint64_t* ancestors =
         rows.is_tree[s] ? rows.ancestors + tile.step_row - tile.row : nullptr;
@@ -156,7 +158,7 @@ void add_tasks(AttentionPlan* plan, const AttentionRows& rows, const RowTile& ti
 AttentionPlan* new_attention_plan(int threads) {
     AttentionPlan* plan = new AttentionPlan();
     plan->threads = threads;
-    plan->scratch_bytes = round_up(most(few_lanes_scratch(), many_lanes_scratch()), 4096);
+    plan->scratch_bytes = round_up(most(tiles_scratch(), most(few_lanes_scratch(), many_lanes_scratch())), 4096);
     plan->scratch = plan->scratch_memory.of<char>(plan->scratch_bytes * threads);
     return plan;
 }
@@ -170,7 +172,9 @@ void plan_attention(AttentionPlan* plan, const CacheShape& cache, const Attentio
                   heads / cache.kv_heads, cache.dim, all, 0, scale * kLog2e, nullptr, 0};
     plan->isa = isa;
     plan->few = few_lanes_kernel(cache.is_bf16, cache.dim, isa);
-    plan->many = many_lanes_kernel(cache.is_bf16, cache.dim, isa);
+    plan->many = tiles_kernel(cache.is_bf16, cache.dim, isa);
+    plan->few_lanes = plan->many ? kFewLanesAmx : kFewLanes;
+    if (!plan->many) plan->many = many_lanes_kernel(cache.is_bf16, cache.dim, isa);
     plan->stride = round_up(cache.dim + 2, kLanes);
     // Smaller tiles of a chunk before cut contexts: they need no joining.
     const int64_t enough = kTasksPerThread * plan->threads;
@@ -270,6 +274,7 @@ void hetero_attention_begin_layer(void* plan) {
 void hetero_attention_attend(void* plan, int64_t layer, const void* q, int64_t q_stride,
                              float* out, int64_t out_stride, int64_t thread) {
     hetero::attend((hetero::AttentionPlan*)plan, layer, q, q_stride, out, out_stride, (int)thread);
+    hetero::release_tiles();
 }
 
 void hetero_attention_merge(void* plan, float* out, int64_t out_stride, int64_t thread) {

@@ -96,9 +96,12 @@ inline Sight sight_of(const Work& work, const Task& task, int64_t lane) {
 Kernel few_lanes_kernel(bool is_bf16, int64_t dim, Isa isa);
 int64_t few_lanes_scratch();
 
-// For tasks of many lanes: bf16 dot products, 16 lanes a vector. Null where it cannot serve.
+// For tasks of many lanes: bf16 dot products, 16 lanes a vector; AMX tiles. Null where they cannot
+// serve.
 Kernel many_lanes_kernel(bool is_bf16, int64_t dim, Isa isa);
 int64_t many_lanes_scratch();
+Kernel tiles_kernel(bool is_bf16, int64_t dim, Isa isa);
+int64_t tiles_scratch();
 
 // Joins `count` partial results of one lane, `stride` floats apart.
 void join(const float* partial, int64_t count, int64_t stride, int64_t dim, float* out, Isa isa);

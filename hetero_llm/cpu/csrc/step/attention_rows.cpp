@@ -326,7 +326,8 @@ FEW_LANES(attend_dot, DOT, Bf16, 16, true)
 
 Kernel few_lanes_kernel(bool is_bf16, int64_t dim, Isa isa) {
 #ifdef HAS_DOT
-    if (is_bf16 && isa >= kAvx512Bf16 && dim % 32 == 0) return attend_dot;
+    // Processors with AMX run bf16 dot products slower than conversions and float products.
+    if (is_bf16 && isa == kAvx512Bf16 && dim % 32 == 0) return attend_dot;
 #endif
     if (isa >= kAvx512 && dim % 32 == 0) return is_bf16 ? attend_bf16_16 : attend_float_16;
     if (isa >= kAvx2 && dim % 16 == 0) return is_bf16 ? attend_bf16_8 : attend_float_8;

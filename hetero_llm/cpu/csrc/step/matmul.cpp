@@ -12,7 +12,7 @@
 namespace hetero {
 namespace {
 
-constexpr int64_t kAmxRows = 8;             // fewer rows are faster on vectors
+constexpr int64_t kAmxRowsInt8 = 8;         // of int8, fewer rows are faster on vectors
 constexpr int64_t kBlockBytes = 128 << 10;  // of a panel that several tiles of rows share, in L2
 constexpr int64_t kSplitBytes = 32 << 10;   // the same where tiles are narrower than a panel: L1
 constexpr int64_t kAll = (int64_t)1 << 40;  // a single tile of rows takes all of k at once
@@ -271,7 +271,9 @@ void prepare_row(Format format, const float* x, int64_t depth, int64_t padded_de
 
 void multiply(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first, int64_t strips,
               float* out, int64_t out_stride, Isa isa) {
-    if (isa == kAmx && rows >= kAmxRows && matrix.format != Format::kFloat) {
+    const bool tiles_serve = matrix.format == Format::kBf16 ||
+                             (matrix.format == Format::kInt8 && rows >= kAmxRowsInt8);
+    if (isa == kAmx && tiles_serve) {
         multiply_amx(matrix, x, rows, first, strips, out, out_stride);
         return;
     }

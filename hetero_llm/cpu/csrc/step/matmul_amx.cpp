@@ -8,6 +8,7 @@
 
 #include <cstring>
 
+#include "amx.h"
 #include "matmul_kernels.h"
 
 namespace hetero {
@@ -30,21 +31,23 @@ struct alignas(64) Config {
 };
 
 // Rows of the tiles 0, 1, 4 and of the tiles 2, 3, 5 that this thread has set; 0: none.
-thread_local int64_t loaded_low = 0, loaded_high = 0;
+thread_local int64_t loaded_low = 0, loaded_lower = 0;
 
 // low, high: rows of the upper and lower tiles; high = 0: all sums are of the upper one.
 AMX void set_tiles(int64_t low, int64_t high) {
-    if (low == loaded_low && high == loaded_high) return;
-    Config config;
     const int64_t lower = high ? high : low;
+    if (low == loaded_low && lower == loaded_lower) return;
+    Config config;
     const int64_t rows[8] = {low, low, lower, lower, low, lower, kTileSteps, kTileSteps};
     for (int i = 0; i < 8; ++i) {
         config.row_bytes[i] = kTileRow;
         config.rows[i] = (uint8_t)rows[i];
     }
+    // GCC's intrinsic tells the compiler of the first 8 bytes only: the rest would not be written.
+    __asm__ volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
     loaded_low = low;
-    loaded_high = high;
+    loaded_lower = lower;
 }
 
 struct Part {
@@ -177,7 +180,23 @@ AMX void scale_sums(const float* x_scales, const float* scales, int64_t rows, in
 AMX void release_tiles() {
     if (loaded_low == 0) return;
     _tile_release();
-    loaded_low = loaded_high = 0;
+    loaded_low = loaded_lower = 0;
+}
+
+void multiply_tiles(const void* x, int64_t x_stride, int64_t rows, const void* panel,
+                    int64_t steps, int64_t strips, float* out, int64_t out_stride, bool add) {
+    Part p{(const char*)panel, (const char*)x, x_stride, steps, out, out_stride, 16, rows - 16,
+           strips, add, false};
+    if (rows <= 16) {
+        group(p, false, rows);
+        return;
+    }
+    for (int64_t s = 0; s < strips; s += 2) {
+        p.strips = least(2, strips - s);
+        group(p, false, rows);
+        p.weights += 2 * kTileRow;
+        p.out += 2 * kStrip;
+    }
 }
 
 void multiply_amx(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first, int64_t strips,

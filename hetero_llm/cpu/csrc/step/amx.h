@@ -1,0 +1,16 @@
+// Products of AMX tiles as attention takes them.
+
+#pragma once
+
+#include <cstdint>
+
+namespace hetero {
+
+// out[r][i] (+)= sum over k of x[r][k] * panel[k][i] in bf16, for 16 or 32 rows. x: rows x_stride
+// bytes apart; panel: [steps][64][2], k in pairs, as a packed matrix has it; strips: of 16 outputs,
+// at most 4; steps: pairs of k, a multiple of 16; out_stride: floats. Whatever the caller wrote to
+// memory before the call is seen: the call is not inlined.
+void multiply_tiles(const void* x, int64_t x_stride, int64_t rows, const void* panel,
+                    int64_t steps, int64_t strips, float* out, int64_t out_stride, bool add);
+
+}  // namespace hetero

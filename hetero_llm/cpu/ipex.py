@@ -1,0 +1,111 @@
+"""Matrix products of a CPU model through Intel's extension for torch (IPEX).
+
+Packed once per weight: in 64 x 64 blocks for `tpp_linear`, whose brgemm kernels were as fast as
+IPEX's oneDNN product or faster at every number of rows tried (1 to 512), in bfloat16 and float32;
+sizes that give no such blocks go to oneDNN. Everything else stays ours: IPEX's norm gained under
+1% of a step. Twin: `F.linear`. Bench: `bench/ipex_decode.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from torch import Tensor
+
+from hetero_llm.core.errors import ConfigError
+from hetero_llm.cpu.fused import fuse_elementwise, replace_products
+from hetero_llm.cpu.ipex_version import INSTALL, MODULE, PACKAGE, installed_version, mismatch
+from hetero_llm.cpu.topology import read_topology
+from hetero_llm.models.layers import CausalLM, Linear, Product
+
+_NEEDS_ISA = {torch.float32: "avx2", torch.bfloat16: "avx512f"}
+_BLOCK_INPUTS = 64
+_BLOCK_OUTPUTS = (64, 32, 16)
+"""Outputs per block, best first; which one serves depends on the weight's size."""
+
+
+def require_ipex(dtype: torch.dtype) -> str:
+    """Loads IPEX, which stays loaded and replaces some of torch's kernels, in this process.
+
+    Returns:
+        Its version.
+
+    Raises:
+        ConfigError: it is not there, does not fit torch, this CPU or `dtype`, or fails to load.
+    """
+    version = installed_version()
+    if version is None:
+        raise _refusal(f"needs {PACKAGE}, which is not installed: {INSTALL}")
+    problem = mismatch(version, torch.__version__)
+    if problem is not None:
+        raise _refusal(f"{problem}: {INSTALL}")
+    needed = _NEEDS_ISA.get(dtype)
+    name = str(dtype).removeprefix("torch.")
+    if needed is None:
+        raise _refusal(f"{name} is not one of its types; use dtype='bfloat16' or 'float32'")
+    if needed not in read_topology().isa:  # IPEX would end the process, or die in a kernel
+        raise _refusal(f"{name} needs a CPU with {needed}; use 'native' or 'torch'")
+    try:
+        importlib.import_module(MODULE)
+    except Exception as error:  # a broken installation fails in many ways
+        first = str(error).partition("\n")[0]
+        raise _refusal(f"{MODULE} cannot be imported: {type(error).__name__}: {first}") from error
+    return version
+
+
+def speed_up(model: CausalLM) -> None:
+    """Replaces every product, in place, and in bfloat16 norms and gates by our own kernels.
+
+    `require_ipex` has been called with the model's type.
+    """
+    replace_products(model, packed_product)
+    fuse_elementwise(model)
+
+
+def packed_product(linear: Linear) -> Product:
+    """IPEX's product with a packed copy of the weight, which may be dropped then."""
+    outputs, inputs = linear.weight.shape
+    block = next((size for size in _BLOCK_OUTPUTS if outputs % size == 0), None)
+    if block is None or inputs % _BLOCK_INPUTS:
+        return _onednn_product(linear)
+    return _block_product(linear.weight.detach(), block)
+
+
+def _block_product(weight: Tensor, block: int) -> Product:
+    outputs, inputs = weight.shape
+    sizes = [outputs // block, block, inputs // _BLOCK_INPUTS]
+    if weight.dtype == torch.bfloat16:  # pairs of inputs lie side by side
+        blocks = weight.view(*sizes, _BLOCK_INPUTS // 2, 2).permute(0, 2, 3, 1, 4).contiguous()
+    else:
+        blocks = weight.view(*sizes, _BLOCK_INPUTS).permute(0, 2, 3, 1).contiguous()
+    plain, with_bias = torch.ops.torch_ipex.tpp_linear, torch.ops.torch_ipex.tpp_linear_bias
+
+    def product(x: Tensor, _: Tensor, bias: Tensor | None) -> Tensor:
+        x = x.contiguous()
+        if bias is None:
+            return plain(x, blocks, outputs)
+        return with_bias(x, blocks, bias, outputs)
+
+    return product
+
+
+def _onednn_product(linear: Linear) -> Product:
+    weight, bias = linear.weight.detach(), linear.bias
+    # The context owns weight and bias; a handle is only a pointer to it.
+    context = torch.ops.ipex_prepack.linear_prepack(
+        weight, None if bias is None else bias.detach(), None
+    )
+    outputs, empty = len(weight), weight.new_empty(0)
+    empty_bias = None if bias is None else empty
+
+    def product(x: Tensor, _: Tensor, __: Tensor | None) -> Tensor:
+        return torch.ops.torch_ipex.ipex_linear(
+            x.contiguous(), empty, empty_bias, context.get_data_handle(), outputs
+        )
+
+    return product
+
+
+def _refusal(reason: str) -> ConfigError:
+    return ConfigError("cpu_backend", "ipex", reason)
