@@ -51,7 +51,7 @@ def generator(llm: LLM) -> method.Generate:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     method.add_arguments(parser)
-    parser.add_argument("--backend", choices=("native", "torch"), default="native")
+    parser.add_argument("--backend", choices=("native", "torch", "ipex"), default="native")
     args = parser.parse_args()
     folder = Path(args.model)
     with start(folder, dtype=args.dtype, backend=args.backend, threads=args.threads) as llm:

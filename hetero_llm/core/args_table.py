@@ -236,9 +236,10 @@ _MEMORY = grouped(
         "cpu_backend",
         _STR,
         "native",
-        "What runs the model on a CPU: our compiled executor, plain torch, or Intel's extension "
-        "for torch. Models that the executor cannot run, machines without a C++ compiler and "
-        "batch_invariant are served by torch.",
+        "What runs the model on a CPU: our compiled executor, torch, or torch with the matrix "
+        "products of Intel's extension (IPEX; needs an installation that fits torch). Models that "
+        "the executor cannot run, machines without a C++ compiler and batch_invariant are served "
+        "by torch.",
         choices=("native", "torch", "ipex"),
     ),
     effective(

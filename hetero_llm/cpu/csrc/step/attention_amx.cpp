@@ -25,7 +25,7 @@ struct Scratch {
     uint32_t weights[kTokens / 2][kWide];    // pairs of tokens
     uint32_t values[kMaxDim][kTokens / 2];   // dims x pairs of tokens
     uint32_t copied[kTokens][kMaxDim / 2];   // K of tokens that do not lie in one block
-    const Bf16* keys[kTokens];
+    const Bf16* keys[2][kTokens];            // of this group and of the next
 };
 
 // 16 rows of 16 words, turned.
@@ -71,17 +71,31 @@ DOT void turn_values(const Work& w, const Bf16* const* keys, uint32_t (*values)[
         }
 }
 
+// Brings K and V of a group nearer while the one before it is attended: blocks of a layer lie far
+// apart, which stops the hardware's prefetcher at each of them.
+void fetch_group(const Work& w, const Bf16* const* keys) {
+    const int64_t piece = w.block_size * w.kv_heads * w.dim;
+    for (int64_t t = 0; t < kTokens; ++t) {
+        if (keys[t] == kZeros) continue;
+        for (int64_t d = 0; d < w.dim; d += 32) {
+            __builtin_prefetch(keys[t] + d, 0, 2);
+            __builtin_prefetch(keys[t] + piece + d, 0, 2);
+        }
+    }
+}
+
 // Makes rows of K of the group addressable with one stride per kTall tokens.
-void align_keys(const Work& w, Scratch& s, const Bf16** first, int64_t* stride) {
+void align_keys(const Work& w, Scratch& s, const Bf16* const* keys, const Bf16** first,
+                int64_t* stride) {
     const int64_t row = w.kv_heads * w.dim;
     for (int64_t t = 0; t < kTokens; t += kTall) {
         bool straight = true;
-        for (int64_t i = 1; i < kTall; ++i) straight &= s.keys[t + i] == s.keys[t] + i * row;
-        first[t / kTall] = s.keys[t];
+        for (int64_t i = 1; i < kTall; ++i) straight &= keys[t + i] == keys[t] + i * row;
+        first[t / kTall] = keys[t];
         stride[t / kTall] = row * sizeof(Bf16);
         if (straight) continue;
         for (int64_t i = 0; i < kTall; ++i)
-            std::memcpy(s.copied[t + i], s.keys[t + i], w.dim * sizeof(Bf16));
+            std::memcpy(s.copied[t + i], keys[t + i], w.dim * sizeof(Bf16));
         first[t / kTall] = (const Bf16*)s.copied[t];
         stride[t / kTall] = sizeof s.copied[t];
     }
@@ -145,12 +159,15 @@ DOT void attend_many(const Work& w, const Task& task, const Results& to, void* s
     int64_t tiles = 0;
     for (int64_t lane = 0; lane < lanes; lane += kWide)
         begin_tile(w, task, lane, least(kWide, lanes - lane), s.tiles[tiles++]);
-    for (int64_t begin = task.first / kTokens * kTokens; begin < task.last; begin += kTokens) {
+    const int64_t first = task.first / kTokens * kTokens;
+    find_keys(w, task, first, s.keys[0]);
+    for (int64_t begin = first, turn = 0; begin < task.last; begin += kTokens, turn ^= 1) {
         const Bf16* keys[kTokens / kTall];
         int64_t strides[kTokens / kTall];
-        find_keys(w, task, begin, s.keys);
-        align_keys(w, s, keys, strides);
-        turn_values(w, s.keys, s.values);
+        find_keys(w, task, begin + kTokens, s.keys[turn ^ 1]);
+        fetch_group(w, s.keys[turn ^ 1]);
+        align_keys(w, s, s.keys[turn], keys, strides);
+        turn_values(w, s.keys[turn], s.values);
         for (int64_t i = 0; i < tiles; ++i) {
             Tile& tile = s.tiles[i];
             const int64_t seen = least(tile.sees_last + 1, task.last) - begin;

@@ -1,16 +1,18 @@
 // The whole step of a Llama-shaped decoder in one parallel region: C ABI in executor.h.
 //
-// Threads share a phase by outputs (strips of the weight matrix), so each reads its own part of the
-// weights once; between phases there is a barrier. A thread's outputs leave registers for a small
-// tile and go straight to where the next phase wants them: rotated into queries and the KV cache,
-// added to the residual, gated. The residual is float; what enters a product is rounded to the
-// weights' kind.
+// Threads share a phase by outputs (strips of the weight matrix), so each part of the weights is
+// read once; between phases there is a barrier. Most of its share a thread takes without asking, the
+// rest goes to whoever comes first: cores that a virtual machine grants are not equally fast. A
+// thread's outputs leave registers for a small tile and go straight to where the next phase wants
+// them: rotated into queries and the KV cache, added to the residual, gated. The residual is float;
+// what enters a product is rounded to the weights' kind.
 //
 // With few rows every thread norms and rounds the product's input for itself, which is cheaper than
 // a barrier; with many rows they share that, too.
 
 #include "executor.h"
 
+#include <atomic>
 #include <cmath>
 #include <new>
 
@@ -23,13 +25,21 @@ namespace hetero {
 namespace {
 
 constexpr int64_t kRowBlock = 512;         // rows whose outputs a thread holds at a time
-constexpr int64_t kPrivateElements = 8192; // up to so many inputs are prepared by every thread
+constexpr int64_t kPrivateElements = 4096; // up to so many inputs are prepared by every thread
 constexpr int64_t kPrivateRows = kPrivateElements / kDepth;
 constexpr int64_t kSpin = 2000;            // microseconds between steps before threads sleep
+constexpr int64_t kPerPanel = kPanel / kStrip;
+// Of more rows than kFewRows, so many panels take a block of their inputs while a cache has it.
+constexpr int64_t kFewRows = 32, kPanelsTogether = 4;
 
 struct Best {
     float score;
     int64_t token;
+};
+
+// Units of a product's rest that threads have taken; phases use two in turns.
+struct alignas(128) Rest {
+    std::atomic<int64_t> taken{0};
 };
 
 struct Executor {
@@ -43,6 +53,7 @@ struct Executor {
     Team* team = nullptr;
     Buffer x, attended, gate, queries, shared, shared_scales, privates, private_scales, tiles, best,
         final_rows;
+    Rest rests[2];
 
     ~Executor() {
         delete team;
@@ -61,6 +72,7 @@ struct Run {
     int64_t rows, head_width, gate_width;  // heads * dim; inner, in whole strips
     int64_t shared_stride;                 // elements of a row in `shared`
     int64_t tile_size;                     // floats of a thread's tile
+    int64_t panels;                        // of a tile
     float* x = nullptr;                    // [rows][hidden], the residual
     float* attended = nullptr;             // [rows][head_width]
     float* gate = nullptr;                 // [rows][gate_width]
@@ -113,23 +125,56 @@ void multiply_to_tile(const Run& r, const Matrix& matrix, const Rows& in, int64_
     multiply(matrix, in, rows, strip, strips, tile - strip * kStrip, stride, r.isa);
 }
 
-// Strips [first, last) of a product, a panel at a time, each followed by
+// Strips [first, last) of a product, a tile of panels at a time, each followed by
 // done(row, rows, strip, strips, tile, stride).
 template <typename Done>
 void product(const Run& r, const Matrix& matrix, const Rows& in, int64_t rows, int64_t first,
              int64_t last, float* tile, Done done) {
-    constexpr int64_t kPerPanel = kPanel / kStrip;
+    const int64_t together = rows > kFewRows ? r.panels : 1, stride = together * kPanel;
     for (int64_t row = 0; row < rows; row += kRowBlock) {
         const int64_t count = rows - row < kRowBlock ? rows - row : kRowBlock;
         const Rows block = from_row(in, row, r.format);
         for (int64_t strip = first; strip < last;) {
-            const int64_t end = (strip / kPerPanel + 1) * kPerPanel;
+            const int64_t end = (strip / kPerPanel + together) * kPerPanel;
             const int64_t strips = (end < last ? end : last) - strip;
-            multiply_to_tile(r, matrix, block, count, strip, strips, tile, kPanel);
-            done(row, count, strip, strips, tile, kPanel);
+            multiply_to_tile(r, matrix, block, count, strip, strips, tile, stride);
+            done(row, count, strip, strips, tile, stride);
             strip += strips;
         }
     }
+}
+
+// Calls body(first, last) until the threads together have done `count` units: three quarters of
+// them in even shares, each from first to last, the others one by one behind these. There is a
+// barrier before and after each phase.
+template <typename Body>
+void share_units(const Run& r, int64_t phase, int64_t count, int thread, Body body) {
+    if (r.threads == 1) {
+        body(0, count);
+        return;
+    }
+    Rest* rests = r.e.rests;
+    if (thread == 0) rests[(phase + 1) % 2].taken.store(0, std::memory_order_relaxed);
+    const int64_t own = count * 3 / 4 / r.threads, even = own * r.threads;
+    if (own) body(thread * own, (thread + 1) * own);
+    for (;;) {
+        const int64_t unit =
+            even + rests[phase % 2].taken.fetch_add(1, std::memory_order_relaxed);
+        if (unit >= count) return;
+        body(unit, unit + 1);
+    }
+}
+
+// A product whose strips the threads share: by panels, or by `finest` strips where panels are few.
+template <typename Done>
+void share_product(const Run& r, int64_t phase, const Matrix& matrix, const Rows& in, int64_t rows,
+                   int64_t strips, int64_t finest, int thread, Done done) {
+    const bool few = rows <= kFewRows && strips < 4 * kPerPanel * r.threads;
+    const int64_t unit = few ? finest : kPerPanel, units = (strips + unit - 1) / unit;
+    share_units(r, phase, units, thread, [&](int64_t first, int64_t last) {
+        const int64_t end = last * unit < strips ? last * unit : strips;
+        product(r, matrix, in, rows, first * unit, end, tile_of(r, thread), done);
+    });
 }
 
 // -- queries, keys, values ------------------------------------------------------------------------
@@ -148,6 +193,8 @@ void put(const Run& r, const float* from, void* to) {
     else
         std::memcpy(to, from, r.m.dim * 4);
 }
+
+constexpr int64_t kPhases = 4;  // that share a layer's products
 
 // One head of one row as the product left it: bias, norm, rotation, then to its place.
 void place_head(const Run& r, const Layer& layer, int64_t index, int64_t row, int64_t head,
@@ -174,49 +221,47 @@ void project_heads(const Run& r, const Layer& layer, int64_t index, const Rows& 
     const int64_t together = dim % kStrip ? 2 : 1, width = together * dim;
     const int64_t units = (heads + together - 1) / together;
     float* tile = tile_of(r, thread);
-    const int64_t last = share(units, thread + 1, r.threads);
-    for (int64_t unit = share(units, thread, r.threads); unit < last; ++unit) {
-        const int64_t strip = unit * width / kStrip;
-        for (int64_t row = 0; row < r.rows; row += kRowBlock) {
-            const int64_t count = r.rows - row < kRowBlock ? r.rows - row : kRowBlock;
-            multiply_to_tile(r, layer.qkv, from_row(in, row, r.format), count, strip,
-                             width / kStrip, tile, width);
-            for (int64_t i = 0; i < count; ++i)
-                for (int64_t h = 0; h < together && unit * together + h < heads; ++h)
-                    place_head(r, layer, index, row + i, unit * together + h,
-                               tile + i * width + h * dim);
-        }
-    }
+    const auto project = [&](int64_t unit, int64_t row) {
+        const int64_t count = r.rows - row < kRowBlock ? r.rows - row : kRowBlock;
+        multiply_to_tile(r, layer.qkv, from_row(in, row, r.format), count, unit * width / kStrip,
+                         width / kStrip, tile, width);
+        for (int64_t i = 0; i < count; ++i)
+            for (int64_t h = 0; h < together && unit * together + h < heads; ++h)
+                place_head(r, layer, index, row + i, unit * together + h,
+                           tile + i * width + h * dim);
+    };
+    share_units(r, kPhases * index, units, thread, [&](int64_t first, int64_t last) {
+        for (int64_t unit = first; unit < last; ++unit)
+            for (int64_t row = 0; row < r.rows; row += kRowBlock) project(unit, row);
+    });
 }
 
 // -- one layer ------------------------------------------------------------------------------------
 
 // x += a product with `matrix` + bias.
-void add_product(const Run& r, const Matrix& matrix, const float* bias, const Rows& in,
-                 int thread) {
+void add_product(const Run& r, int64_t phase, const Matrix& matrix, const float* bias,
+                 const Rows& in, int thread) {
     const int64_t strips = round_up(r.m.hidden, kStrip) / kStrip, hidden = r.m.hidden;
-    product(r, matrix, in, r.rows, share(strips, thread, r.threads),
-            share(strips, thread + 1, r.threads), tile_of(r, thread),
-            [&](int64_t row, int64_t rows, int64_t strip, int64_t count, float* tile,
-                int64_t stride) {
-                const int64_t first = strip * kStrip;
-                const int64_t left = hidden - first, width = count * kStrip;
-                const int64_t size = width < left ? width : left;
-                add_block(r.x + row * hidden + first, hidden, {tile, stride, rows, size},
-                          bias + first, r.isa);
-            });
+    const auto add_tile = [&](int64_t row, int64_t rows, int64_t strip, int64_t count, float* tile,
+                              int64_t stride) {
+        const int64_t first = strip * kStrip;
+        const int64_t left = hidden - first, width = count * kStrip;
+        const int64_t size = width < left ? width : left;
+        add_block(r.x + row * hidden + first, hidden, {tile, stride, rows, size}, bias + first,
+                  r.isa);
+    };
+    share_product(r, phase, matrix, in, r.rows, strips, 1, thread, add_tile);
 }
 
 // gate = act(gate) * up; strips of both take turns in the weights.
-void gate_product(const Run& r, const Layer& layer, const Rows& in, int thread) {
-    const int64_t pairs = r.gate_width / kStrip;
-    product(r, layer.gate_up, in, r.rows, 2 * share(pairs, thread, r.threads),
-            2 * share(pairs, thread + 1, r.threads), tile_of(r, thread),
-            [&](int64_t row, int64_t rows, int64_t strip, int64_t count, float* tile,
-                int64_t stride) {
-                gated({tile, stride, rows, count / 2 * kStrip}, (int)r.m.activation,
-                      r.gate + row * r.gate_width + strip / 2 * kStrip, r.gate_width, r.isa);
-            });
+void gate_product(const Run& r, int64_t phase, const Layer& layer, const Rows& in, int thread) {
+    const auto gate_tile = [&](int64_t row, int64_t rows, int64_t strip, int64_t count,
+                               float* tile, int64_t stride) {
+        gated({tile, stride, rows, count / 2 * kStrip}, (int)r.m.activation,
+              r.gate + row * r.gate_width + strip / 2 * kStrip, r.gate_width, r.isa);
+    };
+    share_product(r, phase, layer.gate_up, in, r.rows, 2 * (r.gate_width / kStrip), 2, thread,
+                  gate_tile);
 }
 
 void run_layer(const Run& r, int64_t index, int thread) {
@@ -236,15 +281,15 @@ void run_layer(const Run& r, int64_t index, int thread) {
     }
     const Rows heads =
         prepare(r, r.attended, r.head_width, r.rows, r.head_width, nullptr, layer.out, thread);
-    add_product(r, layer.out, layer.out_bias, heads, thread);
+    add_product(r, kPhases * index + 1, layer.out, layer.out_bias, heads, thread);
     team.barrier(thread);
     const Rows second =
         prepare(r, r.x, m.hidden, r.rows, m.hidden, layer.second_norm, layer.gate_up, thread);
-    gate_product(r, layer, second, thread);
+    gate_product(r, kPhases * index + 2, layer, second, thread);
     team.barrier(thread);
     const Rows inner =
         prepare(r, r.gate, r.gate_width, r.rows, m.inner, nullptr, layer.down, thread);
-    add_product(r, layer.down, layer.down_bias, inner, thread);
+    add_product(r, kPhases * index + 3, layer.down, layer.down_bias, inner, thread);
     team.barrier(thread);
 }
 
@@ -289,30 +334,31 @@ void run_head(const Run& r, int thread) {
     for (int64_t i = 0; i < s.samples; ++i) best[i] = {-INFINITY, -1};
     const Rows in = prepare(r, r.final_rows, r.m.hidden, s.samples, r.m.hidden,
                             r.e.model.final_norm, r.e.model.head, thread);
-    product(r, r.e.model.head, in, s.samples, share(strips, thread, r.threads),
-            share(strips, thread + 1, r.threads), tile_of(r, thread),
-            [&](int64_t row, int64_t rows, int64_t strip, int64_t count, float* tile,
-                int64_t stride) {
-                const int64_t first = strip * kStrip;
-                const int64_t left = vocab - first, width = count * kStrip;
-                const int64_t size = width < left ? width : left;
-                for (int64_t i = 0; i < rows; ++i) {
-                    const float* scores = tile + i * stride;
-                    pick(r, row + i, scores, size, first, best[row + i]);
-                    if (s.logits)
-                        std::memcpy(s.logits + (row + i) * vocab + first, scores, size * 4);
-                }
-            });
+    const auto pick_tile = [&](int64_t row, int64_t rows, int64_t strip, int64_t count,
+                               float* tile, int64_t stride) {
+        const int64_t first = strip * kStrip;
+        const int64_t left = vocab - first, width = count * kStrip;
+        const int64_t size = width < left ? width : left;
+        for (int64_t i = 0; i < rows; ++i) {
+            const float* scores = tile + i * stride;
+            pick(r, row + i, scores, size, first, best[row + i]);
+            if (s.logits) std::memcpy(s.logits + (row + i) * vocab + first, scores, size * 4);
+        }
+    };
+    share_product(r, kPhases * r.m.layers, r.e.model.head, in, s.samples, strips, 1, thread,
+                  pick_tile);
 }
 
-// Threads hold ascending parts of the vocabulary: of equal scores the first stays.
+// Of equal scores the first token stays; each thread has seen ascending ones.
 void choose_tokens(const Run& r) {
     for (int64_t i = 0; i < r.step.samples; ++i) {
         if (r.step.modes[i] > 1) continue;
         Best chosen = r.best[i];
         for (int t = 1; t < r.threads; ++t) {
             const Best& other = r.best[t * r.step.samples + i];
-            if (other.token >= 0 && (chosen.token < 0 || other.score > chosen.score))
+            if (other.token >= 0 &&
+                (chosen.token < 0 || other.score > chosen.score ||
+                 (other.score == chosen.score && other.token < chosen.token)))
                 chosen = other;
         }
         r.step.tokens[i] = chosen.token;
@@ -336,17 +382,16 @@ Run make_run(Executor& e, const HeteroStep& step) {
     const HeteroModel& m = e.model.sizes;
     const int64_t head_width = m.heads * m.dim;
     Run r{e, m, step, e.model.format, e.isa, e.team->size(), step.rows, head_width,
-          round_up(m.inner, kStrip), 0, 0};
+          round_up(m.inner, kStrip), 0, 0, 1};
     const int64_t wide = m.hidden > head_width ? m.hidden : head_width;
     r.shared_stride = round_up(m.inner > wide ? m.inner : wide, kDepth);
-    const int64_t across = 2 * m.dim > kPanel ? 2 * m.dim : kPanel;
-    r.tile_size = round_up((step.rows < kRowBlock ? step.rows : kRowBlock) * across, kPanel);
-    if (r.tile_size < r.shared_stride) r.tile_size = r.shared_stride;  // a normed row
     const int64_t samples = step.samples, threads = r.threads;
-    if (r.tile_size < (samples < kRowBlock ? samples : kRowBlock) * kPanel)
-        r.tile_size = (samples < kRowBlock ? samples : kRowBlock) * kPanel;
-    const int64_t bytes = element_bytes(r.format);
     const int64_t most = r.rows > samples ? r.rows : samples;
+    if (most > kFewRows) r.panels = kPanelsTogether;
+    const int64_t across = 2 * m.dim > r.panels * kPanel ? 2 * m.dim : r.panels * kPanel;
+    r.tile_size = round_up((most < kRowBlock ? most : kRowBlock) * across, kPanel);
+    if (r.tile_size < r.shared_stride) r.tile_size = r.shared_stride;  // a normed row
+    const int64_t bytes = element_bytes(r.format);
     r.x = e.x.of<float>(r.rows * m.hidden);
     r.attended = e.attended.of<float>(r.rows * head_width);
     r.gate = e.gate.of<float>(r.rows * r.gate_width);
@@ -429,6 +474,7 @@ void hetero_executor_step(void* executor, const HeteroStep* step) {
     using namespace hetero;
     Executor& e = *(Executor*)executor;
     plan_step(e, *step);
+    for (Rest& rest : e.rests) rest.taken.store(0, std::memory_order_relaxed);
     Run run = make_run(e, *step);
     e.team->run(run_thread, &run);
     choose_tokens(run);

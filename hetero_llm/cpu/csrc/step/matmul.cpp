@@ -192,49 +192,48 @@ const Tiles& tiles_of(Format format, Isa isa) {
     return format == Format::kFloat ? float_tiles(isa) : int8_tiles(isa);
 }
 
-// All rows with strips [inside, inside + strips) of one panel.
-void multiply_panel(const Tiles& tiles, const Matrix& matrix, const Rows& x, int64_t rows,
-                    int64_t strip, int64_t strips, bool is_last, float* out, int64_t out_stride) {
-    const int64_t bytes = element_bytes(matrix.format);
-    const int64_t steps = matrix.padded_depth * bytes / 4, inside = strip % kTileStrips;
-    const char* panel = (const char*)matrix.data + strip / kTileStrips * steps * kStepBytes;
+// How a product goes through k: in blocks of about the same size.
+struct Blocks {
+    int64_t steps, block, groups;  // groups: of rows, one register tile each
+};
+
+Blocks blocks_of(const Tiles& tiles, int64_t steps, int64_t rows, int64_t strips) {
     const int64_t groups = (rows + tiles.rows - 1) / tiles.rows;
     const int64_t width = tiles.strips[(rows + groups - 1) / groups - 1];
-    const bool split = width < strips;
+    const bool split = width < least(strips, kTileStrips);
     const int64_t most = (split ? kSplitBytes : groups > 1 ? kBlockBytes : kAll) / kStepBytes;
-    const int64_t blocks = (steps + most - 1) / most;  // of about the same size
-    const int64_t block = (steps / kUnroll + blocks - 1) / blocks * kUnroll;
+    const int64_t blocks = (steps + most - 1) / most;
+    return {steps, (steps / kUnroll + blocks - 1) / blocks * kUnroll, groups};
+}
+
+// All rows with strips of one panel and one block of k, which `c` says; `ahead` are the weights
+// that are wanted next, if any: each pass fetches its share of them.
+void multiply_block(const Tiles& tiles, const Matrix& matrix, const Rows& x, int64_t rows,
+                    int64_t strip, int64_t strips, TileCall c, const Blocks& blocks,
+                    const char* ahead, float* out) {
+    const int64_t groups = blocks.groups;
+    const int64_t width = tiles.strips[(rows + groups - 1) / groups - 1];
     const int64_t passes = groups * ((strips + width - 1) / width);
-    TileCall c;
-    c.x_stride = x.stride * bytes;
-    c.out_stride = out_stride;
-    for (int64_t begin = 0; begin < steps; begin += block) {
-        c.steps = least(block, steps - begin);
-        c.add = begin > 0;
-        c.last = begin + block >= steps;
-        const char* weights = panel + begin * kStepBytes;
-        // Each pass over a block fetches its share of the next one. A single pass does not: it is
-        // one stream, which processors fetch better by themselves. Behind the last block of a call
-        // lies what other threads work on.
-        const bool fetch = strips == kTileStrips && passes > 1 && !(c.last && is_last);
-        const int64_t share = (kLines + passes - 1) / passes;
-        int64_t fetched = 0;
-        c.ahead = weights + c.steps * kStepBytes;
-        for (int64_t g = 0; g < groups; ++g) {
-            const int64_t r = rows * g / groups, count = rows * (g + 1) / groups - r;
-            c.x = (const char*)x.data + r * c.x_stride + begin * 4;
-            c.x_scales = x.scales ? x.scales + r : nullptr;
-            for (int64_t s = strip, wide; s < strip + strips; s += wide) {
-                wide = least(tiles.strips[count - 1], strip + strips - s);
-                c.weights = weights + (inside + s - strip) * 64;
-                c.out = out + r * out_stride + s * kStrip;
-                c.scales = matrix.scales ? matrix.scales + s * kStrip : nullptr;
-                c.sums = matrix.sums ? matrix.sums + s * kStrip : nullptr;
-                c.lines = fetch ? least(share, kLines - fetched) : 0;
-                tiles.tile[count - 1][wide - 1](c);
-                c.ahead += c.lines * 64 * (c.steps / kUnroll);
-                fetched += c.lines;
-            }
+    // A single pass does not: it is one stream, which processors fetch better by themselves.
+    const bool fetch = ahead && strips == kTileStrips && passes > 1;
+    const int64_t share = (kLines + passes - 1) / passes;
+    const char *weights = c.weights, *inputs = c.x;
+    int64_t fetched = 0;
+    c.ahead = ahead;
+    for (int64_t g = 0; g < groups; ++g) {
+        const int64_t r = rows * g / groups, count = rows * (g + 1) / groups - r;
+        c.x = inputs + r * c.x_stride;
+        c.x_scales = x.scales ? x.scales + r : nullptr;
+        for (int64_t s = strip, wide; s < strip + strips; s += wide) {
+            wide = least(tiles.strips[count - 1], strip + strips - s);
+            c.weights = weights + (s - strip) * 64;
+            c.out = out + r * c.out_stride + s * kStrip;
+            c.scales = matrix.scales ? matrix.scales + s * kStrip : nullptr;
+            c.sums = matrix.sums ? matrix.sums + s * kStrip : nullptr;
+            c.lines = fetch ? least(share, kLines - fetched) : 0;
+            tiles.tile[count - 1][wide - 1](c);
+            c.ahead += c.lines * 64 * (c.steps / kUnroll);
+            fetched += c.lines;
         }
     }
 }
@@ -278,10 +277,30 @@ void multiply(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first, 
         return;
     }
     const Tiles& tiles = tiles_of(matrix.format, isa);
-    for (int64_t strip = first, next; strip < first + strips; strip = next) {
-        next = least(first + strips, (strip / kTileStrips + 1) * kTileStrips);
-        multiply_panel(tiles, matrix, x, rows, strip, next - strip, next == first + strips, out,
-                       out_stride);
+    const int64_t bytes = element_bytes(matrix.format), last = first + strips;
+    const Blocks blocks = blocks_of(tiles, matrix.padded_depth * bytes / 4, rows, strips);
+    const auto weights_at = [&](int64_t strip, int64_t step) {
+        return (const char*)matrix.data +
+               (strip / kTileStrips * blocks.steps + step) * kStepBytes + strip % kTileStrips * 64;
+    };
+    TileCall c{};
+    c.x_stride = x.stride * bytes;
+    c.out_stride = out_stride;
+    // Panels inside: their block of many rows' inputs stays in L2.
+    for (int64_t begin = 0; begin < blocks.steps; begin += blocks.block) {
+        c.steps = least(blocks.block, blocks.steps - begin);
+        c.add = begin > 0;
+        c.last = begin + blocks.block >= blocks.steps;
+        for (int64_t strip = first, next; strip < last; strip = next) {
+            next = least(last, (strip / kTileStrips + 1) * kTileStrips);
+            c.weights = weights_at(strip, begin);
+            c.x = (const char*)x.data + begin * 4;
+            // Behind the last block of a call lies what other threads work on.
+            const char* ahead = next < last ? weights_at(next, begin)
+                                : c.last    ? nullptr
+                                            : weights_at(first, begin + blocks.block);
+            multiply_block(tiles, matrix, x, rows, strip, next - strip, c, blocks, ahead, out);
+        }
     }
 }
 

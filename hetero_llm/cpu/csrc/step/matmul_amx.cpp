@@ -57,13 +57,15 @@ struct Part {
     float* out;
     int64_t out_stride;  // elements
     int64_t low, high, strips;
-    bool add, fetch;  // fetch: bring what comes next of this panel into the cache
+    bool add;
+    int64_t fetch;  // cache lines of each step to bring in ahead: those of all strips wanted
 };
 
 AMX inline void fetch_ahead(const Part& p, const char* w) {
-    if (!p.fetch) return;
-    for (int64_t i = 0; i < kTileSteps * kStepBytes; i += 64)
-        __builtin_prefetch(w + kAheadBytes + i, 0, 2);
+    if (p.fetch == 0) return;
+    for (int64_t step = 0; step < kTileSteps; ++step)
+        for (int64_t line = 0; line < p.fetch; ++line)
+            __builtin_prefetch(w + kAheadBytes + step * kStepBytes + line * 64, 0, 2);
 }
 
 // Tile numbers have to be literals, hence macros.
@@ -186,7 +188,7 @@ AMX void release_tiles() {
 void multiply_tiles(const void* x, int64_t x_stride, int64_t rows, const void* panel,
                     int64_t steps, int64_t strips, float* out, int64_t out_stride, bool add) {
     Part p{(const char*)panel, (const char*)x, x_stride, steps, out, out_stride, 16, rows - 16,
-           strips, add, false};
+           strips, add, 0};
     if (rows <= 16) {
         group(p, false, rows);
         return;
@@ -202,37 +204,36 @@ void multiply_tiles(const void* x, int64_t x_stride, int64_t rows, const void* p
 void multiply_amx(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first, int64_t strips,
                   float* out, int64_t out_stride) {
     const int64_t bytes = element_bytes(matrix.format);
-    const int64_t steps = matrix.padded_depth * bytes / 4;
+    const int64_t steps = matrix.padded_depth * bytes / 4, last = first + strips;
     const bool is_int8 = matrix.format == Format::kInt8;
-    const bool few = rows <= kGroup;
-    const int64_t block = few ? steps : kBlockSteps;
+    const int64_t block = rows <= kGroup ? steps : kBlockSteps;
+    // 16 rows or fewer take all strips of a panel at once, more of them two.
+    const int64_t width = rows <= 16 ? kTileStrips : 2;
     Part p;
     p.x_stride = x.stride * bytes;
     p.out_stride = out_stride;
-    for (int64_t strip = first, next; strip < first + strips; strip = next) {
-        const int64_t inside = strip % kTileStrips;
-        next = least(first + strips, strip - inside + kTileStrips);
-        const char* panel = (const char*)matrix.data + strip / kTileStrips * steps * kStepBytes;
-        // 16 rows or fewer take all strips of the panel at once, more of them two.
-        const int64_t width = rows <= 16 ? kTileStrips : 2;
-        for (int64_t begin = 0; begin < steps; begin += block) {
-            p.steps = least(block, steps - begin);
-            p.add = begin > 0;
+    // Panels inside: their share of a block of many rows' inputs stays in L2.
+    for (int64_t begin = 0; begin < steps; begin += block) {
+        p.steps = least(block, steps - begin);
+        p.add = begin > 0;
+        for (int64_t strip = first, next; strip < last; strip = next) {
+            next = least(last, (strip / kTileStrips + 1) * kTileStrips);
+            const char* panel = (const char*)matrix.data + strip / kTileStrips * steps * kStepBytes;
             for (int64_t s = strip; s < next; s += width) {
                 p.strips = least(width, next - s);
                 p.weights = panel + begin * kStepBytes + s % kTileStrips * kTileRow;
                 for (int64_t r = 0; r < rows; r += kGroup) {
                     p.x = (const char*)x.data + r * p.x_stride + begin * 4;
                     p.out = out + r * out_stride + s * kStrip;
-                    p.fetch = r == 0 && s == strip;
+                    p.fetch = r == 0 && s == strip ? next - strip : 0;
                     group(p, is_int8, least(kGroup, rows - r));
                 }
             }
         }
-        if (is_int8)
-            scale_sums(x.scales, matrix.scales + strip * kStrip, rows, next - strip,
-                       out + strip * kStrip, out_stride);
     }
+    if (is_int8)
+        scale_sums(x.scales, matrix.scales + first * kStrip, rows, strips, out + first * kStrip,
+                   out_stride);
 }
 
 }  // namespace hetero
