@@ -41,7 +41,8 @@ KINDS = ("batch", "branches")
 FORMATS = {"bf16": 2, "int8": 1}
 """Weight formats of the executor, and bytes of a weight."""
 
-_WARM_UP = 50
+_WARM_UP, _WARM_UP_S = 50, 0.5
+_LEAST_STEPS, _LONGEST_S = 10, 1.5
 _MAX_ROWS = 64  # of one tree
 
 
@@ -151,11 +152,14 @@ def torch_step(
 
 
 def median_ms(step: Callable[[], None], steps: int) -> float:
-    """Of `steps` steps, each timed, after some that warm up."""
+    """Of `steps` steps, each timed, after some that warm up; of fewer if they take too long."""
+    begin = time.perf_counter()
     for _ in range(min(_WARM_UP, steps)):
         step()
-    times = []
-    for _ in range(steps):
+        if time.perf_counter() - begin > _WARM_UP_S:
+            break
+    times: list[float] = []
+    while len(times) < steps and (len(times) < _LEAST_STEPS or sum(times) < _LONGEST_S):
         begin = time.perf_counter()
         step()
         times.append(time.perf_counter() - begin)
@@ -237,6 +241,8 @@ def measure(
                      "rows": work.rows, "ours_ms": ours, "read_ms": read,
                      "ours/read": ours / read, **beside, "eager/ours": beside["eager_ms"] / ours}
                 )  # fmt: skip
+                print({k: v if not isinstance(v, float) else round(v, 3)
+                       for k, v in table[-1].items()}, flush=True)  # fmt: skip
         del executor  # its threads must not stand in the way of the next
     return table
 

@@ -47,11 +47,23 @@ def require_ipex(dtype: torch.dtype) -> str:
     if needed not in read_topology().isa:  # IPEX would end the process, or die in a kernel
         raise _refusal(f"{name} needs a CPU with {needed}; use 'native' or 'torch'")
     try:
-        importlib.import_module(MODULE)
+        _load()
     except Exception as error:  # a broken installation fails in many ways
         first = str(error).partition("\n")[0]
         raise _refusal(f"{MODULE} cannot be imported: {type(error).__name__}: {first}") from error
     return version
+
+
+def _load() -> None:
+    """Imports IPEX, and with it torch's compiler, which would start worker processes of 0.6 GB and
+    some seconds each; nothing here compiles."""
+    from torch._inductor import config
+
+    workers, config.compile_threads = config.compile_threads, 1
+    try:
+        importlib.import_module(MODULE)
+    finally:
+        config.compile_threads = workers
 
 
 def speed_up(model: CausalLM) -> None:
