@@ -1,9 +1,11 @@
 """Decoding through `cpu_backend="ipex"` beside transformers' eager `generate` in one environment.
 
-Each round starts one process per runner, in turns: transformers, and `LLM.generate` on each of our
-backends. All load the same checkpoint of seeded random weights; `bench.cpu_peers.method` says what
-is timed. Ratios are medians of the rounds' ratios, so that a slow spell of the machine hits both
-sides of one. Run it in the environment of `make test-ipex`:
+One process per runner: transformers, and `LLM.generate` on each of our backends, all with the same
+checkpoint of seeded random weights. They take turns of a second or so while the others sleep, so
+that a slow spell of the machine hits all of them; ratios are medians of the turns' ratios. A turn's
+decoding rate is batch * 128 / (T(129 new tokens) - T(1)) behind prompts of 32, its prefill rate
+512 / T(1) behind prompts of 512; greedy, no early end. Run it in the environment of
+`make test-ipex`:
 
     .venv-ipex/bin/python -m bench.ipex_decode
 """
@@ -12,17 +14,18 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bench.common import print_table, write_results
-from bench.cpu_offline import Runner, run
-from bench.cpu_peers import method
-from bench.cpu_shapes import CPU_SHAPES
+from bench.cpu_peers import hetero, method, transformers_eager
+from bench.cpu_shapes import CPU_SHAPES, read_config
 from hetero_llm.cpu import native
 from hetero_llm.cpu.ipex_version import PACKAGE
 
@@ -31,60 +34,158 @@ OURS = ("ipex", "torch", "native")
 GOAL = 2.5
 """ipex over transformers in decoding one sequence."""
 
+_LEAST_S = 0.3
+_WARM_UP_TOKENS = 16
 
-def runners(args: argparse.Namespace, folder: Path) -> list[Runner]:
-    """transformers first, then our backends."""
-    common = [
-        *(str(folder), "--threads", str(args.threads), "--work", ",".join(args.work)),
-        *("--repeats", str(args.repeats), "--patience", str(args.patience)),
-    ]
-    python = [sys.executable, "-m"]
-    eager = Runner(EAGER, [*python, "bench.cpu_peers.transformers_eager", *common], 0.0)
-    hetero = [*python, "bench.cpu_peers.hetero", *common, "--backend"]
-    return [eager, *(Runner(name, [*hetero, name], 0.0) for name in OURS)]
+Turn = dict[str, dict[str, float]]
 
 
-def summarize(found: dict[str, list[dict[str, Any]]], work: list[str]) -> list[dict[str, Any]]:
-    """One row per runner and kind of work."""
+class Repetition:
+    """One turn's work of one engine."""
+
+    def __init__(self, generate: method.Generate, vocab_size: int, patience: float) -> None:
+        self._generate = generate
+        self._prompts = method.Prompts(vocab_size)
+        self._clock = method.QuietClock(patience)
+
+    def warm_up(self, kind: str) -> None:
+        count, length = _size(kind)
+        self._generate(self._prompts.draw(count, length), _WARM_UP_TOKENS)
+
+    def measure(self, kind: str) -> dict[str, float]:
+        """Tokens per second, and the repetitions that other processes disturbed so far."""
+        count, length = _size(kind)
+        first = self._seconds(count, length, 1)
+        if kind == "prefill":
+            rate = length / first
+        else:
+            whole = self._seconds(count, length, 1 + method.NEW_TOKENS)
+            rate = count * method.NEW_TOKENS / (whole - first)
+        return {"tok_s": rate, "disturbed": self._clock.disturbed}
+
+    def _seconds(self, count: int, length: int, new_tokens: int) -> float:
+        def call() -> None:
+            self._generate(self._prompts.draw(count, length), new_tokens)
+
+        return self._clock.seconds(call, _LEAST_S)
+
+
+def _size(kind: str) -> tuple[int, int]:
+    """(prompts, tokens in each)."""
+    if kind == "prefill":
+        return 1, method.LONG_PROMPT
+    return int(kind.removeprefix("decode")), method.SHORT_PROMPT
+
+
+def serve(repetition: Repetition, orders: IO[str], answers: IO[str]) -> None:
+    """Does one repetition per line of `orders`, and answers with a line of JSON."""
+    for kind in method.WORK:
+        repetition.warm_up(kind)
+    print("{}", file=answers, flush=True)
+    for line in orders:
+        print(json.dumps(repetition.measure(line.strip())), file=answers, flush=True)
+
+
+def serve_runner(args: argparse.Namespace) -> None:
+    """The process of one runner."""
+    folder = Path(args.folder)
+    vocab_size = read_config(folder)["vocab_size"]
+
+    def start(generate: method.Generate) -> None:
+        serve(Repetition(generate, vocab_size, args.patience), sys.stdin, sys.stdout)
+
+    if args.serve == EAGER:
+        start(transformers_eager.generator(transformers_eager.load(folder, args.threads)))
+        return
+    with hetero.start(folder, backend=args.serve, threads=args.threads) as llm:
+        assert llm.backend == args.serve, f"{llm.backend} serves"
+        start(hetero.generator(llm))
+
+
+class RunnerProcess:
+    """Asks a runner's process for repetitions."""
+
+    def __init__(self, name: str, folder: str, args: argparse.Namespace) -> None:
+        command = [sys.executable, "-m", "bench.ipex_decode", "--serve", name, "--folder", folder]
+        command += ["--threads", str(args.threads), "--patience", str(args.patience)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._answer()
+
+    def __call__(self, kind: str) -> dict[str, float]:
+        assert self._process.stdin is not None
+        print(kind, file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def stop(self) -> None:
+        self._process.communicate()
+
+    def _answer(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, float] = json.loads(line)
+                return answer
+        raise RuntimeError(f"{self._process.args}: exit {self._process.wait()}")
+
+
+def take_turns(
+    ask: dict[str, Callable[[str], dict[str, float]]], work: list[str], turns: int
+) -> dict[str, list[Turn]]:
+    """Kind of work -> the figures of every turn, by runner."""
+    return {kind: [{name: ask[name](kind) for name in ask} for _ in range(turns)] for kind in work}
+
+
+def summarize(found: dict[str, list[Turn]]) -> list[dict[str, Any]]:
+    """One row per kind of work and runner."""
     table = []
-    for kind in work:
-        key = f"{kind}_tok_s"
-        for name, rounds in found.items():
-            rates = [figures[key] for figures in rounds]
-            ratios = [a[key] / b[key] for a, b in zip(rounds, found[EAGER], strict=True)]
+    for kind, turns in found.items():
+        for name in turns[0]:
+            rates = [turn[name]["tok_s"] for turn in turns]
+            ratios = sorted(turn[name]["tok_s"] / turn[EAGER]["tok_s"] for turn in turns)
+            quarter = len(ratios) // 4
             table.append(
                 {"work": kind, "runner": name, "tok/s": statistics.median(rates),
                  "slowest": min(rates), "fastest": max(rates),
-                 f"over {EAGER}": statistics.median(ratios), "least": min(ratios),
-                 "disturbed": sum(figures["disturbed"] for figures in rounds)}
+                 f"over {EAGER}": statistics.median(ratios),
+                 "middle half": f"{ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f}",
+                 "disturbed": turns[-1][name]["disturbed"]}
             )  # fmt: skip
     return table
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=list(CPU_SHAPES), default="draft-68m")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=method.work_list, default=list(method.WORK))
-    parser.add_argument("--rounds", type=int, default=3, help="processes of each runner")
-    parser.add_argument("--repeats", type=int, default=3, help="timed repetitions in a process")
-    parser.add_argument("--patience", type=float, default=30.0, help="s a process waits for quiet")
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--patience", type=float, default=60.0, help="s a runner waits for quiet")
     parser.add_argument("--out", help="JSON file")
-    args = parser.parse_args()
+    parser.add_argument("--serve", choices=(EAGER, *OURS), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if args.serve:
+        serve_runner(args)
+        return
     native.load()  # so that no process's start-up is a compiler's
+    ipex = importlib.metadata.version(PACKAGE)
     with tempfile.TemporaryDirectory() as folder:
         make = [sys.executable, "-m", "bench.cpu_peers.make_checkpoint", args.shape, folder]
         subprocess.run(make, check=True, capture_output=True)
-        every = runners(args, Path(folder))
-        found: dict[str, list[dict[str, Any]]] = {runner.name: [] for runner in every}
-        for _ in range(args.rounds):
-            for runner in every:
-                found[runner.name].append(run(runner))
-    table = summarize(found, args.work)
-    ipex = importlib.metadata.version(PACKAGE)
-    print(f"{args.shape}, bfloat16, {args.threads} threads, IPEX {ipex}")
+        processes = {name: RunnerProcess(name, folder, args) for name in (EAGER, *OURS)}
+        found = take_turns(dict(processes), args.work, args.turns)
+        for process in processes.values():
+            process.stop()
+    table = summarize(found)
+    print(f"{args.shape}, bfloat16, {args.threads} threads, IPEX {ipex}, {args.turns} turns")
     print_table(table)
     results = {
         "shape": args.shape,
@@ -93,7 +194,7 @@ def main() -> None:
         "ipex": ipex,
         "goal": GOAL,
         "rows": table,
-        "rounds": found,
+        "turns": found,
     }
     write_results("ipex_decode", results, args.out)
 

@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 
 from hetero_llm.core.draft import MAX_NODES, DraftBatch
-from hetero_llm.core.request import Sequence
+from hetero_llm.core.request import Request, Sequence
 
 
 class SyntheticDrafter:
@@ -73,8 +73,11 @@ class SyntheticDrafter:
         sizes = np.array(counts, np.int32)
         return DraftBatch(sizes, *_chains(self._table, np.array(rows), sizes))
 
-    def close(self, request_id: str) -> None:
-        self._open.pop(request_id, None)
+    def close(self, request: Request) -> None:
+        self._open.pop(request.request_id, None)
+
+    def settle(self) -> None:
+        pass
 
 
 @njit(cache=True)

@@ -30,7 +30,7 @@ from hetero_llm import SamplingParams
 from hetero_llm.core.args import resolve_engine_args
 from hetero_llm.core.config import EngineConfig
 from hetero_llm.core.draft import DraftBatch
-from hetero_llm.core.request import Sequence
+from hetero_llm.core.request import Request, Sequence
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import build_engine
 from hetero_llm.engine.input_processor import parse_prompts
@@ -54,9 +54,12 @@ class SwitchedDrafter:
         assert self.inner is not None
         return self.inner.propose(sequences, limits)
 
-    def close(self, request_id: str) -> None:
+    def close(self, request: Request) -> None:
         if self.inner is not None:
-            self.inner.close(request_id)
+            self.inner.close(request)
+
+    def settle(self) -> None:
+        pass
 
 
 class GraphClock:

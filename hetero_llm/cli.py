@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_llm import __version__
 from hetero_llm.core.args import (
+    ENGINE_ARGS,
     add_engine_arguments,
     add_flags,
     engine_args_from_namespace,
@@ -228,11 +229,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("Output").add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="one JSON object a line")
     output.add_argument("--stream", action="store_true", help="show the text as it is produced")
-    sampling = parser.add_argument_group("Sampling", "--seed, below, also seeds every request.")
+    sampling = parser.add_argument_group(
+        "Sampling", "--seed and --num-speculative-tokens, below, also hold for every request."
+    )
+    of_engine = {spec.name for spec in ENGINE_ARGS}  # one flag for the engine and its requests
     for spec in SAMPLING_ARGS:
-        if (
-            spec.kind is not Kind.PYTHON and spec.name != "seed"
-        ):  # one flag seeds engine and requests
+        if spec.kind is not Kind.PYTHON and spec.name not in of_engine:
             add_flags(sampling, spec)
     add_engine_arguments(parser)
     parser.epilog = (

@@ -122,6 +122,11 @@ class TestGenerate:
         assert (args["seed"], args["max_model_len"], args["device"]) == (7, 64, "cpu")
         assert args["enable_prefix_caching"] is False
 
+    def test_one_flag_for_the_engines_drafts_and_the_requests(self) -> None:
+        assert generate("--prompt", "x", "--use-lookahead", "--num-speculative-tokens", "4") == 0
+        assert FakeLLM.last.args["num_speculative_tokens"] == 4
+        assert FakeLLM.last.params == [SamplingParams(num_speculative_tokens=4)]
+
     def test_model_argument_and_flag(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert generate("--prompt", "x") == 0
         assert FakeLLM.last.args["model"] == "demo"

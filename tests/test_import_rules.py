@@ -1,7 +1,8 @@
 """Who may import whom, and what a plain import may load.
 
 The rule: core imports nothing of ours; every other package only those listed here; cpu and gpu
-never each other; `engine/factory.py` alone joins engine and runners; the scheduler's modules
+never each other; `engine/factory.py` alone joins engine and runners, `engine/drafters.py` engine
+and lookahead cache; the scheduler's modules
 never load torch; importing `hetero_llm` loads nothing heavy.
 """
 
@@ -50,8 +51,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runner": ("core", "models", "sampling"),
     "cpu": _ABOVE_MODELS,
     "gpu": _ABOVE_MODELS,
+    "cpu.lookahead": ("core",),
     "engine": ("core", "sampling", "models", "bridge"),
     "demo_models": (),
+    "engine.drafters": ("engine", "core", "models", "cpu.lookahead"),
     "engine.factory": (
         "engine",
         "core",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from hetero_llm.core.args_spec import Kind, grouped, not_yet, obsolete
+from hetero_llm.core.args_spec import Kind, effective, grouped, not_yet, obsolete
 
 _BOOL, _INT, _FLOAT, _STR, _JSON = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Kind.JSON
 
 _TENSOR_PARALLEL = "tensor parallelism"
 _KV_OFFLOAD = "KV offload"
-_SPECULATION = "speculative decoding"
-_LOOKAHEAD = "the lookahead cache"
+_DRAFT_MODEL = "a draft model"
 _TYPICAL = "typical acceptance sampling"
 _LORA = "LoRA"
 _PROMPT_ADAPTERS = "prompt adapter support"
@@ -121,27 +120,36 @@ PARALLEL = grouped(
 
 SPECULATIVE = grouped(
     "Speculative decoding",
-    not_yet("speculative_model", Kind.PATH, None, "The draft model.", feature=_SPECULATION),
-    not_yet(
+    effective(
+        "speculative_model",
+        Kind.PATH,
+        None,
+        "'[ngram]' looks drafts up in the sequence's own tokens (prompt lookup) and needs "
+        "num_speculative_tokens and ngram_prompt_lookup_max. Draft models are not available yet.",
+    ),
+    effective(
         "num_speculative_tokens",
         _INT,
         None,
-        "Draft tokens for each step.",
-        feature=_SPECULATION,
+        "Longest draft in tokens; with the lookahead cache another name of its copy_length.",
+        minimum=1,
+        maximum=63,
     ),
     not_yet(
         "cpu_draft_worker",
         _BOOL,
         False,
         "Run the draft model on the CPU beside the GPU.",
-        feature=_SPECULATION,
+        feature=_DRAFT_MODEL,
     ),
-    not_yet(
+    effective(
         "speculative_config",
         _JSON,
         None,
-        "All of this group in one mapping. Not in the manual.",
-        feature=_SPECULATION,
+        "vLLM's mapping instead of single flags: method 'ngram' with num_speculative_tokens, "
+        "prompt_lookup_max and prompt_lookup_min (5 and 5; one alone stands for both), or method "
+        "'lookahead' with config_dir and the keys of lookahead_cache_config.json. Not in the "
+        "manual.",
     ),
     not_yet(
         "speculative_model_quantization",
@@ -163,28 +171,30 @@ SPECULATIVE = grouped(
         _INT,
         None,
         "Longest context of the draft model; longer sequences are not drafted for.",
-        feature=_SPECULATION,
+        feature=_DRAFT_MODEL,
     ),
     not_yet(
         "speculative_disable_by_batch_size",
         _INT,
         None,
         "No drafts for new requests while more than this many are queued.",
-        feature=_SPECULATION,
+        feature="a limit on drafts by the length of the queue",
     ),
-    not_yet(
+    effective(
         "ngram_prompt_lookup_max",
         _INT,
         None,
-        "Longest match for drafts looked up in the prompt.",
-        feature="prompt lookup",
+        "Longest match for drafts looked up in the sequence's own tokens.",
+        minimum=1,
+        maximum=2**31 - 1,
     ),
-    not_yet(
+    effective(
         "ngram_prompt_lookup_min",
         _INT,
         None,
-        "Shortest match for drafts looked up in the prompt.",
-        feature="prompt lookup",
+        "Shortest match for drafts looked up in the sequence's own tokens; 1 unless given.",
+        minimum=1,
+        maximum=2**31 - 1,
     ),
     not_yet(
         "spec_decoding_acceptance_method",
@@ -212,40 +222,40 @@ SPECULATIVE = grouped(
         _BOOL,
         None,
         "Return no log probabilities while speculating.",
-        feature=_SPECULATION,
+        feature="speculation without log probabilities",
         optional_value=True,
     ),
 )
 
 LOOKAHEAD_CACHE = grouped(
     "Lookahead cache",
-    not_yet(
+    effective(
         "lookahead_cache_config_dir",
         Kind.PATH,
         None,
-        "Folder with lookahead_cache_config.json; switches the cache on.",
-        feature=_LOOKAHEAD,
+        "Switch the lookahead cache on, configured by lookahead_cache_config.json in this folder "
+        "or, without such a file, by its defaults.",
     ),
-    not_yet(
+    effective(
         "use_lookahead",
         _BOOL,
         False,
-        "Switch the cache on with its default configuration (Angel-vLLM's flag).",
-        feature=_LOOKAHEAD,
+        "Switch the lookahead cache on (Angel-vLLM's flag), with its defaults unless "
+        "lookahead_cache_config_dir is given too.",
     ),
-    not_yet(
+    effective(
         "cpu_decoding_memory_utilization",
         _FLOAT,
         0.15,
-        "Share of the host's memory for the cache.",
-        feature=_LOOKAHEAD,
+        "Share of the host's memory for the lookahead cache, in (0, 1].",
+        above=0,
+        maximum=1,
     ),
-    not_yet(
+    effective(
         "ignore_prompt_for_lookahead_cache",
         _BOOL,
         False,
-        "Learn from outputs only.",
-        feature=_LOOKAHEAD,
+        "The lookahead cache learns from outputs only.",
     ),
 )
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_llm.core.errors import ConfigError
+from hetero_llm.core.speculation_config import SpeculationConfig as SpeculationConfig
+from hetero_llm.core.speculation_config import speculation_from_args
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,8 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything a user chose, checked. None means "decided at start-up from the machine"."""
+    """Everything a user chose, checked. None means "decided at start-up from the machine"; no
+    `speculation` means no drafts."""
 
     load: LoadConfig
     cache: CacheConfig
@@ -101,6 +104,7 @@ class EngineConfig:
     enforce_eager: bool
     disable_log_stats: bool
     seed: int
+    speculation: SpeculationConfig | None
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> EngineConfig:
@@ -153,4 +157,5 @@ class EngineConfig:
             enforce_eager=bool(args["enforce_eager"]),
             disable_log_stats=args["disable_log_stats"],
             seed=args["seed"],
+            speculation=speculation_from_args(args),
         )

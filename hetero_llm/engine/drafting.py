@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from hetero_llm.core.draft import MAX_NODES, DraftBatch
-from hetero_llm.core.request import Sequence
+from hetero_llm.core.request import Request, Sequence
 from hetero_llm.engine.block_manager import BlockManager
 
 
@@ -35,8 +35,12 @@ class Drafter(Protocol):
         """
         ...
 
-    def close(self, request_id: str) -> None:
-        """A request has ended, whether it was ever asked about or not."""
+    def close(self, request: Request) -> None:
+        """A request has ended, whether it was ever asked about or not; its tokens are final."""
+        ...
+
+    def settle(self) -> None:
+        """Called once a step while the device works: for what the next proposals can do without."""
         ...
 
 

@@ -17,6 +17,7 @@ from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.scheduler import Scheduler
+from hetero_llm.engine.speculation_log import SpeculationLog, speculation_metrics
 
 logger = logging.getLogger(__name__)
 P = TypeVar("P")
@@ -54,12 +55,14 @@ class Engine:
         output_processor: OutputProcessor,
         *,
         asynchronous: bool = False,
+        speculation_log: SpeculationLog | None = None,
     ) -> None:
         self._input_processor = input_processor
         self._scheduler = scheduler
         self._runner = runner
         self._output_processor = output_processor
         self._asynchronous = asynchronous
+        self._speculation_log = speculation_log
         self._pending: tuple[SchedulerOutput, Any] | None = None  # launched, not finished
         self._failure: BaseException | None = None
 
@@ -107,6 +110,8 @@ class Engine:
             if self._asynchronous and self._pending is None:
                 self._pending = self._launch(self._scheduler.schedule())
             self._scheduler.settle()
+            if self._speculation_log is not None:
+                self._speculation_log.note(self._scheduler.stats)
             return self._output_processor.process(touched)
         except BaseException as error:
             self._failure = error
@@ -129,6 +134,7 @@ class Engine:
             "spec_decode_num_drafts": stats.num_drafts,
             "spec_decode_num_draft_tokens": stats.num_draft_tokens,
             "spec_decode_num_accepted_tokens": stats.num_accepted_tokens,
+            **(speculation_metrics(stats) if stats.num_drafts else {}),
         }
 
     def reset_prefix_cache(self) -> None:

@@ -13,11 +13,13 @@ from hetero_llm.core.config import CacheConfig, EngineConfig, LoadConfig, Schedu
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.demo_models import ALIASES, demo_folder
 from hetero_llm.engine.block_manager import BlockManager
+from hetero_llm.engine.drafters import make_drafter
 from hetero_llm.engine.engine import Engine, ModelRunner
 from hetero_llm.engine.input_processor import InputProcessor
 from hetero_llm.engine.output_processor import OutputProcessor, holds_stop
 from hetero_llm.engine.prefix_cache import PrefixCache
 from hetero_llm.engine.scheduler import Scheduler
+from hetero_llm.engine.speculation_log import make_log
 from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ def build_engine(
     dtype: torch.dtype = getattr(torch, dtype_name)
     native = _native_backend(config, model_config, dtype, device)
     backend = _backend_name(config, device, native=native is not None)
+    drafter = drafter or make_drafter(config.speculation, model_config, max_model_len)
     _check_drafter(config, drafter, backend)
     model = _load_weights(
         config,
@@ -121,17 +124,12 @@ def build_engine(
         runner,
         OutputProcessor(tokenizer, scheduler.stop_sequence),
         asynchronous=device.type == "cuda" and not config.batch_invariant,
+        speculation_log=make_log(config.speculation),
     )
     if not config.disable_log_stats:
-        logger.info(
-            "%s on %s in %s: context %d, %d KV blocks of %d tokens",
-            load.model,
-            device,
-            dtype_name,
-            max_model_len,
-            num_blocks,
-            config.cache.block_size,
-        )
+        sizes = max_model_len, num_blocks, config.cache.block_size
+        message = "%s on %s in %s: context %d, %d KV blocks of %d tokens"
+        logger.info(message, load.model, device, dtype_name, *sizes)
     return BuiltEngine(
         engine, tokenizer, max_model_len, num_blocks, str(device), dtype_name, backend
     )

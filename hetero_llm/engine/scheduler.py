@@ -252,6 +252,8 @@ class Scheduler:
                 request.metrics.last_token_time = now
                 if request.metrics.first_token_time is None:
                     request.metrics.first_token_time = now
+                    self.stats.num_requests_begun += 1
+                    self.stats.num_first_tokens += samples
                 group = self._beams.get(request.request_id) if self._beams else None
                 if group is not None:
                     assert output.logprobs is not None
@@ -274,6 +276,8 @@ class Scheduler:
         self._publisher.publish()
         if self._in_flight:
             grow_ahead(self._in_flight[-1], self._blocks)
+        if self._drafter is not None:
+            self._drafter.settle()
 
     # -- choosing rows ----------------------------------------------------------------------
 
@@ -422,8 +426,9 @@ class Scheduler:
     def _accept(self, sequence: Sequence, new: list[int], nodes: int, start: int) -> None:
         """Appends the tokens of a verified draft, up to the first that ends the sequence."""
         assert 0 < len(new) <= nodes + 1, "a tree of n nodes yields 1 to n + 1 tokens"
-        self.stats.count_draft(nodes, len(new) - 1)
         accepted = num_before_end(sequence, new)
+        # Behind an end nothing counts: the end itself was drafted unless it is the last token.
+        self.stats.count_draft(nodes, min(accepted + 1, len(new) - 1))
         tokens = sequence.token_ids
         tokens.extend(new[: accepted + 1])
         self.stats.generation_tokens += accepted + 1
@@ -542,7 +547,7 @@ class Scheduler:
 
     def _forget(self, request: Request) -> None:
         if self._drafter is not None:
-            self._drafter.close(request.request_id)
+            self._drafter.close(request)
         self._return_reserved(request)
         self._beams.pop(request.request_id, None)
         del self._requests[request.request_id]

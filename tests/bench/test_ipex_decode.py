@@ -1,34 +1,47 @@
-"""The bench of the IPEX backend: its table, and the runner that it compares with."""
+"""The bench of the IPEX backend: its turns and its table, and the runner that it compares with."""
 
 from __future__ import annotations
 
+import io
+import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench import ipex_decode
-from bench.cpu_peers import transformers_eager
+from bench.cpu_peers import method, transformers_eager
 from bench.cpu_shapes import read_config
 
 
-def test_ratios_are_those_of_neighbours() -> None:
-    def rounds(*rates: float) -> list[dict[str, Any]]:
-        return [{"decode1_tok_s": rate, "disturbed": 1} for rate in rates]
+def test_ratios_are_those_of_a_turn() -> None:
+    rates = {"transformers": iter((10.0, 100.0, 20.0)), "ipex": iter((40.0, 200.0, 60.0))}
+    asked: list[str] = []
 
-    found = {"transformers": rounds(10.0, 100.0, 20.0), "ipex": rounds(40.0, 200.0, 60.0)}
-    eager, ours = ipex_decode.summarize(found, ["decode1"])
-    assert (eager["over transformers"], eager["least"], eager["tok/s"]) == (1.0, 1.0, 20.0)
-    assert (ours["over transformers"], ours["least"], ours["tok/s"]) == (3.0, 2.0, 60.0)
-    assert (ours["slowest"], ours["fastest"], ours["disturbed"]) == (40.0, 200.0, 3)
+    def ask(name: str, kind: str) -> dict[str, float]:
+        asked.append(name)
+        return {"tok_s": next(rates[name]), "disturbed": len(asked)}
+
+    runners = {name: lambda kind, name=name: ask(name, kind) for name in rates}
+    found = ipex_decode.take_turns(runners, ["decode1"], 3)
+    assert asked == ["transformers", "ipex"] * 3
+    eager, ours = ipex_decode.summarize(found)
+    assert (eager["over transformers"], eager["tok/s"]) == (1.0, 20.0)
+    assert (ours["over transformers"], ours["middle half"]) == (3.0, "2.00 to 4.00")
+    assert (ours["tok/s"], ours["slowest"], ours["fastest"], ours["disturbed"]) == (60, 40, 200, 6)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_transformers_runner_generates_as_many_tokens_as_asked_for(tmp_path: Path) -> None:
+def test_transformers_takes_its_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipex_decode, "_LEAST_S", 0.0)
+    monkeypatch.setattr(method, "LONG_PROMPT", 40)
     make = [sys.executable, "-m", "bench.cpu_peers.make_checkpoint", "tiny", str(tmp_path)]
     subprocess.run(make, check=True, capture_output=True, cwd=Path(__file__).parents[2])
     generate = transformers_eager.generator(transformers_eager.load(tmp_path, threads=2))
-    vocab = read_config(tmp_path)["vocab_size"]
-    generate([[3, 4, 5], [6, 7, vocab - 1]], 4)  # asserts the length itself
+    vocab_size = read_config(tmp_path)["vocab_size"]
+    answers = io.StringIO()
+    repetition = ipex_decode.Repetition(generate, vocab_size, patience=0.0)
+    ipex_decode.serve(repetition, io.StringIO("prefill\ndecode1\n"), answers)
+    ready, *figures = map(json.loads, answers.getvalue().splitlines())
+    assert ready == {} and all(figure["tok_s"] > 0 for figure in figures) and len(figures) == 2

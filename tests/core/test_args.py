@@ -286,7 +286,7 @@ class TestStatus:
         assert refused(tensor_parallel_size=2) == (
             "tensor_parallel_size=2: tensor parallelism is not available yet"
         )
-        assert "speculative decoding" in refused(speculative_model="demo-draft")
+        assert "a draft model" in refused(cpu_draft_worker=True)
         assert "KV offload" in refused(enable_prefix_cache_offload=True)
 
     def test_a_boolean_is_not_the_default_number(self) -> None:

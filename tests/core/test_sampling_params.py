@@ -52,6 +52,9 @@ WRONG = [
     ({"logits_processors": [3]}, "logits_processors=3"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0"),
     ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size=-1"),
+    ({"num_speculative_tokens": -1}, "num_speculative_tokens=-1"),
+    ({"num_speculative_tokens": False}, "num_speculative_tokens=False"),
+    ({"num_speculative_tokens": 2.0}, "num_speculative_tokens=2.0"),
     ({"ignore_eos": 1}, "ignore_eos=1"),
     ({"early_stopping": True}, "early_stopping=True"),
     ({"length_penalty": 0.5}, "length_penalty=0.5"),
@@ -80,6 +83,12 @@ def test_defaults_are_the_manuals() -> None:
     assert (params.max_tokens, params.min_tokens, params.repetition_penalty) == (16, 0, 1.0)
     assert params.detokenize and params.skip_special_tokens
     assert params.spaces_between_special_tokens
+
+
+def test_draft_length() -> None:
+    assert SamplingParams().num_speculative_tokens is None
+    for length in (0, 7, 1000):
+        assert SamplingParams(num_speculative_tokens=length).num_speculative_tokens == length
 
 
 def test_lists_become_immutable() -> None:

@@ -17,7 +17,7 @@ from hetero_llm import LLM, RequestOutput, SamplingParams
 from hetero_llm.core.args import resolve_engine_args
 from hetero_llm.core.config import EngineConfig
 from hetero_llm.core.draft import DraftBatch, DraftTree, join_trees
-from hetero_llm.core.request import Sequence
+from hetero_llm.core.request import Request, Sequence
 from hetero_llm.cpu import model_runner, native
 from hetero_llm.cpu.draft_trees import walk_tree
 from hetero_llm.cpu.executor import unsupported_reason
@@ -270,7 +270,10 @@ class TreeDrafter:
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftBatch:
         return join_trees(map(self._tree, sequences, limits))
 
-    def close(self, request_id: str) -> None:
+    def close(self, request: Request) -> None:
+        pass
+
+    def settle(self) -> None:
         pass
 
     def _tree(self, sequence: Sequence, limit: int) -> DraftTree | None:

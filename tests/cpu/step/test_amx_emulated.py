@@ -7,7 +7,6 @@ everybody come first.
 
 # ruff: noqa: F401, tests of other files run here with the fixtures below
 
-
 from __future__ import annotations
 
 import ctypes

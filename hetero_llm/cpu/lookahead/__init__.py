@@ -1,0 +1,1 @@
+"""Lookahead cache: drafts from what was generated before. numpy and numba only."""

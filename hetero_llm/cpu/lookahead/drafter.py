@@ -1,0 +1,217 @@
+"""Drafts out of what was said before: the lookahead cache as the scheduler sees it.
+
+Every step it copies what sequences have got, looks up what may follow, and hands the drafts over.
+While the device works it learns: new tokens go into the sequences' own indexes, outputs in chunks
+into the history. TACO-LLM's lookahead cache in behaviour and configuration; the structures are in
+raw.py and trie.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_llm.core.draft import MAX_NODES, DraftBatch
+from hetero_llm.core.lookahead_config import LookaheadConfig
+from hetero_llm.core.request import Request, Sequence
+from hetero_llm.cpu.lookahead.history import SEPARATOR, History
+from hetero_llm.cpu.lookahead.raw import SIGNATURE_TOKENS
+from hetero_llm.cpu.lookahead.sources import Proposals, RawSource, Rows
+from hetero_llm.cpu.lookahead.texts import Text, Texts
+
+_CHUNK = 64  # tokens of an output that go into the history together
+_OVERLAP = 13  # tokens that a chunk repeats of the one before: as far as any context reaches back
+_HEADER = 3  # last tokens of a prompt that tell which kind of text follows
+_HIT_MEMORY = 0.8  # of the moving average of hits, kept at each step
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """What the drafter remembers of a live sequence.
+
+    Attributes:
+        hits: moving average of accepted nodes per draft.
+        drafted: nodes were proposed for it when it was asked about last.
+        foreign: it has a token beyond the configured vocabulary, so it is left alone.
+    """
+
+    text: Text
+    num_prompt: int
+    hits: float = 0.0
+    drafted: bool = False
+    foreign: bool = False
+
+
+class LookaheadDrafter:
+    """See `engine.drafting.Drafter`. One thread at a time.
+
+    Args:
+        config: with eos_token_id, voc_size and max_seq_len filled in.
+        width: tokens of the longest sequence.
+        capacity: tokens of the history; 0 for none.
+
+    Attributes:
+        num_foreign: sequences left alone for a token beyond voc_size.
+    """
+
+    def __init__(self, config: LookaheadConfig, *, width: int, capacity: int) -> None:
+        assert config.max_seq_len is not None and config.eos_token_id is not None
+        self._config = config
+        self._longest = config.max_seq_len
+        self._eos = np.array(config.eos_token_id, np.int32)
+        self._texts = Texts(width)
+        self._known: dict[str, dict[int, Known]] = {}
+        self._fresh: set[Known] = set()
+        self._closed: list[Known] = []
+        self._history = History(config, capacity)
+        self._raw = RawSource(config)
+        self._proposals = Proposals.empty(1)
+        self._tick = 0
+        self.num_foreign = 0
+
+    @property
+    def idle(self) -> bool:
+        return False
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of texts, indexes and history."""
+        return self._texts.num_bytes + self._raw.num_bytes + self._history.num_bytes
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftBatch:
+        known = [self._follow(sequence) for sequence in sequences]
+        most = self._limits(sequences, known, limits)
+        if len(self._proposals.counts) < len(known):
+            self._proposals = Proposals.empty(len(known))
+        found = self._proposals.rows(len(known))
+        rows = Rows.of([one.text for one in known])
+        self._raw.propose(self._texts.tokens, rows, self._history.shared(), most, found)
+        self._keep_to_target(known, found.counts)
+        for one, count in zip(known, found.counts.tolist(), strict=True):
+            one.drafted = count > 0
+        return found.batch()
+
+    def close(self, request: Request) -> None:
+        for index, known in self._known.pop(request.request_id, {}).items():
+            if not known.foreign:
+                self._copy(known, request.sequences[index].token_ids)
+            self._fresh.discard(known)
+            self._closed.append(known)
+
+    def settle(self) -> None:
+        if not (self._fresh or self._closed):
+            return
+        self._tick += 1
+        tokens = self._texts.tokens
+        fresh = [known.text for known in self._fresh]
+        if fresh:
+            self._raw.learn(tokens, Rows.of(fresh), self._tick)
+            for text in fresh:
+                text.indexed = max(text.indexed, text.end)
+        for known in self._fresh:
+            if known.text.end - known.text.told >= _CHUNK:
+                self._tell(known)
+        self._fresh.clear()
+        if self._closed:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Ended sequences go into the history and out of everything else."""
+        for known in self._closed:
+            if not known.foreign:
+                self._tell(known)
+        texts = [known.text for known in self._closed]
+        self._raw.forget(self._texts.tokens, Rows.of(texts))
+        for text in texts:
+            self._texts.close(text)
+        self._closed.clear()
+
+    # -- following sequences ----------------------------------------------------------------
+
+    def _follow(self, sequence: Sequence) -> Known:
+        of_request = self._known.setdefault(sequence.request.request_id, {})
+        known = of_request.get(sequence.index)
+        if known is None:
+            known = of_request[sequence.index] = self._open(sequence)
+        before = known.text.end
+        if known.foreign:
+            return known
+        self._copy(known, sequence.token_ids)
+        if known.drafted:
+            accepted = known.text.end - before - 1
+            known.hits = _HIT_MEMORY * known.hits + (1 - _HIT_MEMORY) * accepted
+        self._fresh.add(known)
+        return known
+
+    def _open(self, sequence: Sequence) -> Known:
+        # The prefix cache's root key tells requests with another cache_salt apart; one bit is
+        # theirs, as the sequences' own salts are small.
+        space = int.from_bytes(sequence.request.root[:7], "little") | 1 << 60
+        text = self._texts.open(space)
+        if self._config.ignore_prompt:
+            text.indexed = text.first + sequence.num_prompt + SIGNATURE_TOKENS - 1
+        text.told = text.first + max(sequence.num_prompt - _HEADER, 0)
+        return Known(text, sequence.num_prompt)
+
+    def _copy(self, known: Known, token_ids: list[int]) -> None:
+        """Ends of sequences inside a text part what is before them from what follows."""
+        text = known.text
+        before = text.end
+        self._texts.extend(text, token_ids)
+        new = self._texts.tokens[before : text.end]
+        if len(new) and int(new.max()) >= self._config.voc_size:
+            known.foreign = True
+            self.num_foreign += 1
+            text.end = before
+        elif len(self._eos):
+            new[np.isin(new, self._eos)] = SEPARATOR
+
+    # -- looking up -------------------------------------------------------------------------
+
+    def _limits(
+        self, sequences: list[Sequence], known: list[Known], limits: list[int]
+    ) -> NDArray[np.int32]:
+        """[S] most nodes of each draft."""
+        most = np.minimum(np.array(limits, np.int32), MAX_NODES)
+        for i, (sequence, one) in enumerate(zip(sequences, known, strict=True)):
+            asked = sequence.request.params.num_speculative_tokens
+            if one.foreign:
+                most[i] = 0
+                continue
+            if asked is not None and asked < most[i]:
+                most[i] = asked
+            left = self._longest - len(sequence.token_ids)
+            if left < most[i]:
+                most[i] = max(left, 0)
+        return most
+
+    def _keep_to_target(self, known: list[Known], counts: NDArray[np.int32]) -> None:
+        """TACO's target_parallelism: beyond so many rows in a step, drafts shrink with their hits.
+
+        Parents come before their children, so the first nodes of a draft are a draft.
+        """
+        target = self._config.target_parallelism
+        if len(known) + int(counts.sum()) <= target:
+            return
+        hits = np.array([k.hits for k in known])
+        depth = self._config.copy_length
+        shares = hits / hits.max() if hits.max() > 0 else np.ones(len(known))
+        capped = np.minimum(counts, np.clip(np.floor(depth * shares), 1, depth)).astype(np.int32)
+        rows = len(known) + int(capped.sum())
+        if rows > target:
+            capped = np.maximum(np.floor((capped + 1) * (target / rows)) - 1, 0).astype(np.int32)
+        counts[:] = capped
+
+    # -- learning ---------------------------------------------------------------------------
+
+    def _tell(self, known: Known) -> None:
+        """Gives the history what it has not got of an output, with some context before it."""
+        text = known.text
+        if text.end - text.told < 2:
+            return
+        header = text.first + max(known.num_prompt - _HEADER, 0)
+        begin = max(header, text.told - _OVERLAP)
+        self._history.add(self._texts.tokens[begin : text.end], text.space, self._tick)
+        text.told = text.end

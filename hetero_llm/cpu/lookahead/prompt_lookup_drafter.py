@@ -1,0 +1,74 @@
+"""vLLM's "[ngram]" as the scheduler sees it: each sequence drafts from its own tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hetero_llm.core.draft import MAX_NODES, DraftBatch
+from hetero_llm.core.request import Request, Sequence
+from hetero_llm.cpu.lookahead.prompt_lookup import propose_ngrams
+from hetero_llm.cpu.lookahead.sources import Proposals
+from hetero_llm.cpu.lookahead.texts import Text, Texts
+
+
+class PromptLookupDrafter:
+    """See `engine.drafting.Drafter`. One thread at a time.
+
+    Args:
+        width: tokens of the longest sequence.
+        smallest, largest: tokens of an n-gram that must have occurred before.
+        num_tokens: most tokens of a draft.
+    """
+
+    def __init__(self, *, width: int, smallest: int, largest: int, num_tokens: int) -> None:
+        self._texts = Texts(width)
+        self._known: dict[str, dict[int, Text]] = {}
+        self._ngrams = smallest, largest
+        self._num_tokens = min(num_tokens, MAX_NODES)
+        self._proposals = Proposals.empty(1)
+
+    @property
+    def idle(self) -> bool:
+        return False
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftBatch:
+        texts = [self._follow(sequence) for sequence in sequences]
+        if len(self._proposals.counts) < len(texts):
+            self._proposals = Proposals.empty(len(texts))
+        found = self._proposals.rows(len(texts))
+        most = [
+            limit if asked is None else min(limit, asked)
+            for limit, asked in (
+                (limit, sequence.request.params.num_speculative_tokens)
+                for sequence, limit in zip(sequences, limits, strict=True)
+            )
+        ]
+        propose_ngrams(
+            self._texts.tokens,
+            np.array([text.first for text in texts], np.int64),
+            np.array([text.end for text in texts], np.int64),
+            np.array(most, np.int32),
+            *self._ngrams,
+            self._num_tokens,
+            found.tokens,
+            found.parents,
+            found.survival,
+            found.kind,
+            found.counts,
+        )
+        return found.batch()
+
+    def close(self, request: Request) -> None:
+        for text in self._known.pop(request.request_id, {}).values():
+            self._texts.close(text)
+
+    def settle(self) -> None:
+        pass
+
+    def _follow(self, sequence: Sequence) -> Text:
+        of_request = self._known.setdefault(sequence.request.request_id, {})
+        text = of_request.get(sequence.index)
+        if text is None:
+            text = of_request[sequence.index] = self._texts.open(space=0)
+        self._texts.extend(text, sequence.token_ids)
+        return text

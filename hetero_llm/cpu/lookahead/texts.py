@@ -1,0 +1,85 @@
+"""The tokens of live sequences in one flat array, where compiled code finds them.
+
+A sequence has a row of its own from its first step to the end of its request, whatever happens to
+its KV: what was learned of its text survives a preemption.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_FIRST_ROWS = 16
+
+
+@dataclass(slots=True, eq=False)
+class Text:
+    """One sequence's row.
+
+    Attributes:
+        salt: belongs to this sequence alone; never used again.
+        space: salt of its namespace in the global cache.
+        first, end: positions in `Texts.tokens`.
+        indexed: positions before it are in the local indexes.
+        told: positions before it are in the global cache, or will never be.
+    """
+
+    row: int
+    salt: int
+    space: int
+    first: int
+    end: int
+    indexed: int
+    told: int
+
+
+class Texts:
+    """Rows of `width` tokens, as many as sequences are alive.
+
+    Attributes:
+        tokens: [rows * width] int32. Replaced by a larger one when rows run out: take it anew after
+            each `open`; positions stay.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._free = list(range(_FIRST_ROWS - 1, -1, -1))
+        self._rows = _FIRST_ROWS
+        self._next_salt = 1
+        self.tokens: NDArray[np.int32] = np.empty(_FIRST_ROWS * width, np.int32)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory reserved; the system grants it as rows fill."""
+        return self.tokens.nbytes
+
+    def open(self, space: int) -> Text:
+        """A row without tokens."""
+        if not self._free:
+            self._free = list(range(2 * self._rows - 1, self._rows - 1, -1))
+            self._rows *= 2
+            larger = np.empty(self._rows * self._width, np.int32)
+            larger[: len(self.tokens)] = self.tokens
+            self.tokens = larger
+        row = self._free.pop()
+        first = row * self._width
+        text = Text(row, self._next_salt, space, first, first, first, first)
+        self._next_salt += 1
+        return text
+
+    def extend(self, text: Text, token_ids: list[int]) -> None:
+        """Copies what is new at the end of a sequence's tokens."""
+        known = text.end - text.first
+        count = len(token_ids)
+        assert count <= self._width, (count, self._width)
+        if count - known == 1:
+            self.tokens[text.end] = token_ids[-1]
+        else:
+            self.tokens[text.end : text.first + count] = token_ids[known:]
+        text.end = text.first + count
+
+    def close(self, text: Text) -> None:
+        """The row is free for another sequence."""
+        self._free.append(text.row)

@@ -1,0 +1,256 @@
+"""The lookahead drafter with sequences that nobody computes: what it learns and drafts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_llm.core.draft import DraftBatch
+from hetero_llm.core.lookahead_config import LookaheadConfig
+from hetero_llm.core.outputs import RequestMetrics
+from hetero_llm.core.request import Request, Sequence
+from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
+from hetero_llm.cpu.lookahead.history import History
+from hetero_llm.cpu.lookahead.prompt_lookup_drafter import PromptLookupDrafter
+from hetero_llm.cpu.lookahead.texts import Texts
+from hetero_llm.engine.prefix_cache import root_key
+
+RAW = LookaheadConfig(cache_mode=0, eos_token_id=(2,), max_seq_len=4096, voc_size=1000)
+PHRASE = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49]
+
+
+def make_drafter(capacity: int = 1 << 14, **changes: Any) -> LookaheadDrafter:
+    config = dataclasses.replace(RAW, **changes)
+    return LookaheadDrafter(config, width=4096, capacity=capacity)
+
+
+def make_sequence(name: str, prompt: list[int], salt: str | None = None, **params: Any) -> Sequence:
+    request = Request(
+        request_id=name,
+        prompt=None,
+        prompt_token_ids=prompt,
+        params=SamplingParams(max_tokens=500, **params),
+        seed=0,
+        end_ids=frozenset({2}),
+        eos_ids=frozenset({2}),
+        max_total_tokens=len(prompt) + 500,
+        root=root_key(() if salt is None else ("salt", salt)),
+        metrics=RequestMetrics(arrival_time=0.0),
+    )
+    sequence = Sequence(request, 0, list(prompt), len(prompt))
+    request.sequences.append(sequence)
+    return sequence
+
+
+def ask(drafter: Any, *sequences: Sequence, limit: int = 20) -> list[list[int]]:
+    """Drafts for sequences as the scheduler asks, in order."""
+    batch: DraftBatch = drafter.propose(list(sequences), [limit] * len(sequences))
+    drafter.settle()
+    assert batch.counts.sum() == len(batch.token_ids) == len(batch.parents)
+    parts = np.split(batch.token_ids, np.cumsum(batch.counts)[:-1])
+    return [part.tolist() for part in parts]
+
+
+def finish(drafter: LookaheadDrafter, sequence: Sequence) -> None:
+    drafter.close(sequence.request)
+    drafter.settle()
+
+
+def test_a_sequence_drafts_from_its_own_text() -> None:
+    drafter = make_drafter(capacity=0)
+    sequence = make_sequence("a", [*PHRASE, 7, 8])
+    assert ask(drafter, sequence) == [[]]
+    sequence.token_ids += PHRASE[:3]
+    assert ask(drafter, sequence) == [PHRASE[3:10]]
+    sequence.token_ids += PHRASE[3:8]
+    assert ask(drafter, sequence) == [[48, 49, 7, 8, 40, 41, 42]]
+
+
+def test_it_drafts_from_what_others_were_told() -> None:
+    drafter = make_drafter()
+    first = make_sequence("a", [5, 6, 7])
+    ask(drafter, first)
+    first.token_ids += PHRASE
+    finish(drafter, first)
+    second = make_sequence("b", [9, 9, 40, 41])
+    assert ask(drafter, second) == [PHRASE[2:9]]
+    assert ask(make_drafter(capacity=0), second) == [[]]
+
+
+def test_outputs_are_shared_before_they_end() -> None:
+    drafter = make_drafter()
+    first = make_sequence("a", [5, 6, 7])
+    ask(drafter, first)
+    first.token_ids += [*range(100, 180)]
+    ask(drafter, first)
+    assert ask(drafter, make_sequence("b", [9, 120, 121])) == [[*range(122, 129)]]
+
+
+def test_prompts_of_others_are_not_shared() -> None:
+    drafter = make_drafter()
+    first = make_sequence("a", [*PHRASE, *PHRASE, 60, 61, 62])
+    ask(drafter, first)
+    first.token_ids += [70, 71]
+    finish(drafter, first)
+    assert ask(drafter, make_sequence("b", [9, 40, 41])) == [[]]
+    # The last tokens of a prompt tell which kind of text follows them.
+    assert ask(drafter, make_sequence("c", [9, 60, 61])) == [[]]
+    long = make_sequence("d", [*PHRASE, 60, 61, 62])
+    ask(drafter, long)
+    long.token_ids += [70, 71, 72, 73]
+    finish(drafter, long)
+    assert ask(drafter, make_sequence("e", [9, 61, 62])) == [[70, 71, 72, 73]]
+
+
+def test_ignore_prompt() -> None:
+    drafter = make_drafter(ignore_prompt=True)
+    sequence = make_sequence("a", [*PHRASE, *PHRASE, 40, 41])
+    assert ask(drafter, sequence) == [[]]
+    sequence.token_ids += [50, 51, 52, 53, 54, 55, 40, 41]
+    assert ask(drafter, sequence) == [[]], "the match of the prompt leads to the output"
+    sequence.token_ids += [1, 51, 52]
+    assert ask(drafter, sequence) == [[53, 54, 55, 40, 41, 1, 51]]
+
+
+def test_a_salt_keeps_requests_apart() -> None:
+    drafter = make_drafter()
+    first = make_sequence("a", [5, 6, 7], salt="one")
+    ask(drafter, first)
+    first.token_ids += PHRASE
+    finish(drafter, first)
+    for salt, expected in ((None, []), ("two", []), ("one", PHRASE[2:9])):
+        assert ask(drafter, make_sequence(f"b{salt}", [9, 40, 41], salt=salt)) == [expected]
+
+
+def test_an_end_inside_a_text_parts_it() -> None:
+    drafter = make_drafter()
+    sequence = make_sequence("a", [40, 41, 42, 2, 43, 44, 45, 46, 40, 41])
+    assert ask(drafter, sequence) == [[]]
+    sequence.token_ids += [42, 43, 44]
+    assert ask(drafter, sequence) == [[45, 46, 40, 41, 42, 43, 44]]
+
+
+def test_a_request_may_want_fewer_tokens_or_none() -> None:
+    drafter = make_drafter()
+    prompt = [*PHRASE, 1, 40, 41]
+    for wanted, expected in ((None, 7), (0, 0), (3, 3), (30, 7)):
+        sequence = make_sequence(f"a{wanted}", prompt, num_speculative_tokens=wanted)
+        ask(drafter, sequence)
+        sequence.token_ids += [42]
+        assert [len(d) for d in ask(drafter, sequence)] == [expected]
+
+
+def test_tokens_beyond_the_vocabulary_leave_a_sequence_alone() -> None:
+    drafter = make_drafter()
+    good, bad = make_sequence("a", [*PHRASE, 1]), make_sequence("b", [*PHRASE, 1000])
+    ask(drafter, good, bad)
+    good.token_ids += [40, 41]
+    bad.token_ids += [40, 41]
+    assert ask(drafter, good, bad) == [[42, 43, 44, 45, 46, 47, 48], []]
+    assert drafter.num_foreign == 1
+    finish(drafter, bad)
+
+
+def test_sequences_beyond_max_seq_len_are_left_alone() -> None:
+    drafter = make_drafter(max_seq_len=17)
+    sequence = make_sequence("a", [*PHRASE, 1, 40, 41])
+    ask(drafter, sequence)
+    sequence.token_ids += [42]
+    assert ask(drafter, sequence) == [[43, 44, 45]]
+    sequence.token_ids += [43, 44, 45]
+    assert ask(drafter, sequence) == [[]]
+
+
+def test_target_parallelism_favours_those_that_hit() -> None:
+    drafter = make_drafter(target_parallelism=12, capacity=0)
+    lucky, unlucky = make_sequence("a", [*PHRASE, 1]), make_sequence("b", [*PHRASE, 1])
+    ask(drafter, lucky, unlucky)
+    for sequence in (lucky, unlucky):
+        sequence.token_ids += [40, 41]
+    ask(drafter, lucky, unlucky)
+    lucky.token_ids += [42, 43, 44, 45, 46]
+    unlucky.token_ids += [42]
+    drafts = ask(drafter, lucky, unlucky)
+    assert len(drafts[0]) > len(drafts[1]) >= 1
+    assert 2 + sum(map(len, drafts)) <= 12
+    everyone = [make_sequence(f"c{i}", [*PHRASE, 1]) for i in range(13)]
+    ask(drafter, *everyone)
+    for sequence in everyone:
+        sequence.token_ids += [40, 41]
+    assert sum(map(len, ask(drafter, *everyone))) == 0
+
+
+def test_nothing_is_left_of_ended_requests() -> None:
+    drafter = make_drafter(capacity=0)
+    rng = np.random.default_rng(0)
+    for round_ in range(3):
+        sequences = [
+            make_sequence(f"{round_}-{i}", rng.integers(3, 30, 50).tolist()) for i in range(20)
+        ]
+        for _ in range(20):
+            ask(drafter, *sequences)
+            for sequence in sequences:
+                sequence.token_ids += rng.integers(2, 30, int(rng.integers(1, 5))).tolist()
+        for sequence in sequences:
+            finish(drafter, sequence)
+    assert drafter._raw._local.arrays.state[0] == 0, "keys of ended sequences"
+    assert not drafter._known and not drafter._fresh and not drafter._closed
+    assert len(drafter._texts._free) == drafter._texts._rows
+
+
+def test_requests_that_were_never_asked_about_may_end() -> None:
+    drafter = make_drafter()
+    finish(drafter, make_sequence("a", [1, 2, 3]))
+    assert ask(drafter, make_sequence("b", [1, 2, 3])) == [[]]
+
+
+def test_prompt_lookup() -> None:
+    drafter = PromptLookupDrafter(width=64, smallest=2, largest=4, num_tokens=5)
+    sequence = make_sequence("a", [*PHRASE, 1, 40, 41])
+    other = make_sequence("b", [1, 2, 3], num_speculative_tokens=1)
+    assert ask(drafter, sequence, other) == [PHRASE[2:7], []]
+    other.token_ids += [9, 1, 2]
+    sequence.token_ids += [9]
+    assert ask(drafter, other, sequence) == [[3], []]
+    drafter.close(other.request)
+    assert len(drafter._known) == 1
+
+
+# -- texts and history --------------------------------------------------------------------------
+
+
+def test_rows_are_used_again_and_grow_in_number() -> None:
+    texts = Texts(8)
+    rows = [texts.open(0) for _ in range(40)]
+    for i, text in enumerate(rows):
+        texts.extend(text, [i] * 8)
+    assert all((texts.tokens[t.first : t.end] == i).all() for i, t in enumerate(rows))
+    assert len({t.salt for t in rows}) == 40
+    texts.close(rows[7])
+    again = texts.open(0)
+    assert again.first == rows[7].first and again.salt not in {t.salt for t in rows}
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(0, 100))
+def test_the_history_keeps_to_its_capacity(sizes: list[int], capacity: int) -> None:
+    history = History(RAW, capacity)
+    for tick, size in enumerate(sizes):
+        history.add(np.arange(size, dtype=np.int32), 5, tick)
+        texts = [text for _, text in history.shared().raw]
+        assert sum(map(len, texts)) <= capacity
+        if size + 1 <= capacity // 2:
+            assert texts[0][-size:].tolist() == [*range(size)]
+
+
+@pytest.mark.parametrize("capacity", [0, 64])
+def test_a_document_larger_than_a_generation_is_left_out(capacity: int) -> None:
+    history = History(RAW, capacity)
+    history.add(np.arange(capacity // 2, dtype=np.int32), 5, 0)
+    assert all(len(text) == 0 for _, text in history.shared().raw)
