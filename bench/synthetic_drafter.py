@@ -53,7 +53,7 @@ class SyntheticDrafter:
             first += len(continuation)
         self._table = np.concatenate(tables)
 
-    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftBatch:
+    def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         rows: list[int] = []
         counts: list[int] = []
         for sequence, limit in zip(sequences, limits, strict=True):
@@ -75,6 +75,9 @@ class SyntheticDrafter:
 
     def close(self, request: Request) -> None:
         self._open.pop(request.request_id, None)
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        pass
 
     def settle(self) -> None:
         pass

@@ -50,13 +50,16 @@ class SwitchedDrafter:
     def idle(self) -> bool:
         return self.inner is None
 
-    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftBatch:
+    def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         assert self.inner is not None
-        return self.inner.propose(sequences, limits)
+        return self.inner.propose(sequences, limits, num_rows)
 
     def close(self, request: Request) -> None:
         if self.inner is not None:
             self.inner.close(request)
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        pass
 
     def settle(self) -> None:
         pass

@@ -23,12 +23,13 @@ class Drafter(Protocol):
         before the tokens of the last one are known."""
         ...
 
-    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftBatch:
+    def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         """Drafts for sequences whose last token has just become known.
 
         Args:
             sequences: to be read, not to be changed or kept.
             limits: most nodes of each one's draft, at least 1.
+            num_rows: of the step without drafts, theirs included.
 
         Returns:
             One draft for each, in order, which may be empty.
@@ -37,6 +38,10 @@ class Drafter(Protocol):
 
     def close(self, request: Request) -> None:
         """A request has ended, whether it was ever asked about or not; its tokens are final."""
+        ...
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """A step of so many rows, drafts included, took so long."""
         ...
 
     def settle(self) -> None:
@@ -83,7 +88,7 @@ def choose_drafts(
         places.append(index)
     if not wanted or most <= 0:
         return None
-    proposed = drafter.propose(wanted, limits)
+    proposed = drafter.propose(wanted, limits, sum(counts))
     assert len(proposed.counts) == len(wanted), "a drafter answers every request"
     sizes: list[int] = proposed.counts.tolist()
     kept = _take_blocks(sizes, wanted, limits, blocks, budget, reserve=len(sequences))

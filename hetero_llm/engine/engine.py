@@ -7,6 +7,7 @@ between when stepping is asynchronous. What a step does belongs to the part call
 from __future__ import annotations
 
 import logging
+from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
 from hetero_llm.core.errors import EngineDeadError
@@ -63,7 +64,8 @@ class Engine:
         self._output_processor = output_processor
         self._asynchronous = asynchronous
         self._speculation_log = speculation_log
-        self._pending: tuple[SchedulerOutput, Any] | None = None  # launched, not finished
+        self._pending: tuple[SchedulerOutput, Any, float] | None = None  # launched, not finished
+        self._finished = 0.0  # when the last step was
         self._failure: BaseException | None = None
 
     @property
@@ -105,8 +107,12 @@ class Engine:
                 return []
             if self._asynchronous:
                 self._pending = self._launch(self._scheduler.schedule_ahead())
-            step, launched = pending
-            touched = self._scheduler.update(step, self._runner.finish(launched))
+            step, launched, begun = pending
+            output = self._runner.finish(launched)
+            now = perf_counter()
+            self._scheduler.observe(step, now - max(begun, self._finished))
+            self._finished = now
+            touched = self._scheduler.update(step, output)
             if self._asynchronous and self._pending is None:
                 self._pending = self._launch(self._scheduler.schedule())
             self._scheduler.settle()
@@ -140,8 +146,12 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         self._scheduler.reset_prefix_cache()
 
-    def _launch(self, step: SchedulerOutput | None) -> tuple[SchedulerOutput, Any] | None:
-        return None if step is None else (step, self._runner.launch(step))
+    def _launch(self, step: SchedulerOutput | None) -> tuple[SchedulerOutput, Any, float] | None:
+        """The step, what its runner made of it, and when it began."""
+        if step is None:
+            return None
+        begun = perf_counter()
+        return step, self._runner.launch(step), begun
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -271,6 +271,11 @@ class Scheduler:
             touched.extend(self._advance_beams(request))
         return touched
 
+    def observe(self, step: SchedulerOutput, seconds: float) -> None:
+        """Tells whoever drafts how long a step took."""
+        if self._drafter is not None:
+            self._drafter.observe(int(step.counts.sum()), seconds)
+
     def settle(self) -> None:
         """Upkeep that no step waits for: to be called while the device works."""
         self._publisher.publish()

@@ -40,7 +40,7 @@ def test_drafts() -> None:
 
     def draft(tokens: list[int], max_nodes: int = 9, sample: int = 0) -> list[int]:
         request = make_request(str(tokens[:2]), tokens[:2], PARAMS)
-        batch = drafter.propose([Sequence(request, sample, tokens, 2)], [max_nodes])
+        batch = drafter.propose([Sequence(request, sample, tokens, 2)], [max_nodes], 1)
         assert batch.counts.tolist() == [len(batch.token_ids)]
         assert batch.parents.tolist() == list(range(-1, len(batch.token_ids) - 1))
         return batch.token_ids.tolist()

@@ -267,10 +267,13 @@ class TreeDrafter:
         self._rng = np.random.default_rng(3)
         self.num_nodes = 0
 
-    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftBatch:
+    def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         return join_trees(map(self._tree, sequences, limits))
 
     def close(self, request: Request) -> None:
+        pass
+
+    def observe(self, num_rows: int, seconds: float) -> None:
         pass
 
     def settle(self) -> None:

@@ -47,7 +47,7 @@ class TreeDrafter:
     def idle(self) -> bool:
         return self._rng.random() < self._idle
 
-    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftBatch:
+    def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         return join_trees(
             self._tree(sequence, limit) if self._rng.random() < 0.85 else None
             for sequence, limit in zip(sequences, limits)
@@ -55,6 +55,9 @@ class TreeDrafter:
 
     def close(self, request: Request) -> None:
         self.closed.append(request.request_id)
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        pass
 
     def settle(self) -> None:
         pass
@@ -94,7 +97,7 @@ class ChainDrafter:
         self.idle = False
         self.asked: list[Asked] = []
 
-    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftBatch:
+    def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         asked = [
             Asked(s.request.request_id, s.index, s.num_prompt, list(s.token_ids), limit)
             for s, limit in zip(sequences, limits)
@@ -103,6 +106,9 @@ class ChainDrafter:
         return join_trees(chain(self._tokens(one)) for one in asked)
 
     def close(self, request: Request) -> None:
+        pass
+
+    def observe(self, num_rows: int, seconds: float) -> None:
         pass
 
     def settle(self) -> None:
@@ -242,8 +248,10 @@ def test_streams_add_up_to_the_plain_output(
 
 def test_the_arrays_of_a_drafted_step() -> None:
     class OneTree(ChainDrafter):
-        def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftBatch:
-            super().propose(sequences, limits)
+        def propose(
+            self, sequences: list[Sequence], limits: list[int], num_rows: int
+        ) -> DraftBatch:
+            super().propose(sequences, limits, num_rows)
             right = next_token(sequences[0].token_ids)
             tokens = [(right + 1) % VOCAB, right, 9]
             tree = DraftTree(np.array(tokens, np.int32), np.array([-1, -1, 0], np.int32))
@@ -553,9 +561,9 @@ def test_a_drafter_that_turns_idle_behind_a_drafted_step_does_not_let_one_run_ah
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (lambda asked, limits: join_trees([]), "answers every request"),
+        (lambda asked, limits, _: join_trees([]), "answers every request"),
         (
-            lambda asked, limits: join_trees([chain(np.zeros(limits[0] + 1, np.int32))]),
+            lambda asked, limits, _: join_trees([chain(np.zeros(limits[0] + 1, np.int32))]),
             "keeps to its limits",
         ),
     ],

@@ -9,6 +9,7 @@ raw.py and trie.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from hetero_llm.core.draft import MAX_NODES, DraftBatch
 from hetero_llm.core.lookahead_config import LookaheadConfig
 from hetero_llm.core.request import Request, Sequence
+from hetero_llm.cpu.lookahead.budget import StepCosts, best_count, keep_likeliest
 from hetero_llm.cpu.lookahead.history import SEPARATOR, History
 from hetero_llm.cpu.lookahead.raw import SIGNATURE_TOKENS
 from hetero_llm.cpu.lookahead.sources import Proposals, RawSource, Rows
@@ -24,7 +26,9 @@ from hetero_llm.cpu.lookahead.texts import Text, Texts
 _CHUNK = 64  # tokens of an output that go into the history together
 _OVERLAP = 13  # tokens that a chunk repeats of the one before: as far as any context reaches back
 _HEADER = 3  # last tokens of a prompt that tell which kind of text follows
-_HIT_MEMORY = 0.8  # of the moving average of hits, kept at each step
+_HIT_MEMORY = 0.8  # of the moving averages of hits, kept at each step
+_FLOOR, _CEILING = 0.1, 2.0  # of what hits make of the estimated survival
+_PATIENCE, _REST = 4, 28  # steps without a draft that pays before and while nobody is asked
 
 
 @dataclass(slots=True, eq=False)
@@ -32,15 +36,16 @@ class Known:
     """What the drafter remembers of a live sequence.
 
     Attributes:
-        hits: moving average of accepted nodes per draft.
-        drafted: nodes were proposed for it when it was asked about last.
+        hits, expected: moving averages of accepted nodes per draft, and of their estimate.
+        proposed: estimate for what was proposed last; 0 for nothing.
         foreign: it has a token beyond the configured vocabulary, so it is left alone.
     """
 
     text: Text
     num_prompt: int
-    hits: float = 0.0
-    drafted: bool = False
+    hits: float = 1.0
+    expected: float = 1.0
+    proposed: float = 0.0
     foreign: bool = False
 
 
@@ -69,18 +74,24 @@ class LookaheadDrafter:
         self._raw = RawSource(config)
         self._proposals = Proposals.empty(1)
         self._tick = 0
+        self._costs = StepCosts()
+        self._turn = 0.0  # seconds of a proposal, lately
+        self._in_vain = 0  # proposals since the last one that paid
+        self._resting = 0  # steps until the next one
+        self._mean_hits = self._mean_expected = 1.0
         self.num_foreign = 0
 
     @property
     def idle(self) -> bool:
-        return False
+        return self._resting > 0
 
     @property
     def num_bytes(self) -> int:
         """Memory of texts, indexes and history."""
         return self._texts.num_bytes + self._raw.num_bytes + self._history.num_bytes
 
-    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftBatch:
+    def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
+        begin = perf_counter()
         known = [self._follow(sequence) for sequence in sequences]
         most = self._limits(sequences, known, limits)
         if len(self._proposals.counts) < len(known):
@@ -88,10 +99,16 @@ class LookaheadDrafter:
         found = self._proposals.rows(len(known))
         rows = Rows.of([one.text for one in known])
         self._raw.propose(self._texts.tokens, rows, self._history.shared(), most, found)
+        self._keep_what_pays(known, found, num_rows)
         self._keep_to_target(known, found.counts)
-        for one, count in zip(known, found.counts.tolist(), strict=True):
-            one.drafted = count > 0
-        return found.batch()
+        for one, count, survival in zip(known, found.counts.tolist(), found.survival, strict=True):
+            one.proposed = float(survival[:count].sum()) if count else 0.0
+        batch = found.batch()
+        self._turn += 0.1 * (perf_counter() - begin - self._turn)
+        return batch
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        self._costs.observe(num_rows, seconds)
 
     def close(self, request: Request) -> None:
         for index, known in self._known.pop(request.request_id, {}).items():
@@ -101,6 +118,7 @@ class LookaheadDrafter:
             self._closed.append(known)
 
     def settle(self) -> None:
+        self._resting = max(self._resting - 1, 0)
         if not (self._fresh or self._closed):
             return
         self._tick += 1
@@ -139,11 +157,17 @@ class LookaheadDrafter:
         if known.foreign:
             return known
         self._copy(known, sequence.token_ids)
-        if known.drafted:
-            accepted = known.text.end - before - 1
-            known.hits = _HIT_MEMORY * known.hits + (1 - _HIT_MEMORY) * accepted
+        if known.proposed:
+            self._judge(known, accepted=known.text.end - before - 1)
         self._fresh.add(known)
         return known
+
+    def _judge(self, known: Known, accepted: int) -> None:
+        """Compares what came of a draft with its estimate."""
+        known.hits += (1 - _HIT_MEMORY) * (accepted - known.hits)
+        known.expected += (1 - _HIT_MEMORY) * (known.proposed - known.expected)
+        self._mean_hits += (1 - _HIT_MEMORY) / 8 * (accepted - self._mean_hits)
+        self._mean_expected += (1 - _HIT_MEMORY) / 8 * (known.proposed - self._mean_expected)
 
     def _open(self, sequence: Sequence) -> Known:
         # The prefix cache's root key tells requests with another cache_salt apart; one bit is
@@ -153,7 +177,7 @@ class LookaheadDrafter:
         if self._config.ignore_prompt:
             text.indexed = text.first + sequence.num_prompt + SIGNATURE_TOKENS - 1
         text.told = text.first + max(sequence.num_prompt - _HEADER, 0)
-        return Known(text, sequence.num_prompt)
+        return Known(text, sequence.num_prompt, self._mean_hits, self._mean_expected)
 
     def _copy(self, known: Known, token_ids: list[int]) -> None:
         """Ends of sequences inside a text part what is before them from what follows."""
@@ -186,6 +210,29 @@ class LookaheadDrafter:
             if left < most[i]:
                 most[i] = max(left, 0)
         return most
+
+    def _keep_what_pays(self, known: list[Known], found: Proposals, num_rows: int) -> None:
+        """Cuts drafts to the nodes that make tokens come fastest, which may be none. After a while
+        without any nobody is asked for some steps; a single node each then tries anew."""
+        if not found.counts.any():
+            return
+        trust = np.array([one.hits / max(one.expected, 1e-6) for one in known], np.float32)
+        survival = found.survival * np.clip(trust, _FLOOR, _CEILING)[:, None]
+        survival = np.minimum.accumulate(np.minimum(survival, 1.0), axis=1)
+        found.survival[:] = survival
+        held = np.arange(survival.shape[1]) < found.counts[:, None]
+        likeliest = -np.sort(-survival[held])
+        total = best_count(likeliest, len(known), num_rows, self._costs, self._turn)
+        if total:
+            self._in_vain = 0
+            found.counts[:] = keep_likeliest(survival, found.counts, total)
+            return
+        self._in_vain += 1
+        if self._in_vain <= _PATIENCE:
+            found.counts[:] = 0
+            return
+        found.counts[:] = np.minimum(found.counts, 1)
+        self._in_vain, self._resting = _PATIENCE, _REST
 
     def _keep_to_target(self, known: list[Known], counts: NDArray[np.int32]) -> None:
         """TACO's target_parallelism: beyond so many rows in a step, drafts shrink with their hits.

@@ -31,7 +31,7 @@ class PromptLookupDrafter:
     def idle(self) -> bool:
         return False
 
-    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftBatch:
+    def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         texts = [self._follow(sequence) for sequence in sequences]
         if len(self._proposals.counts) < len(texts):
             self._proposals = Proposals.empty(len(texts))
@@ -61,6 +61,9 @@ class PromptLookupDrafter:
     def close(self, request: Request) -> None:
         for text in self._known.pop(request.request_id, {}).values():
             self._texts.close(text)
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        pass
 
     def settle(self) -> None:
         pass

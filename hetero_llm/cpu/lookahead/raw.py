@@ -441,7 +441,7 @@ def _draft(
                 child += 1
             if child == count:
                 if count == limit:
-                    break
+                    return count
                 tokens[count] = token
                 parents[count] = node
                 survival[count] = chance

@@ -73,7 +73,7 @@ class Proposals:
         return Proposals(
             np.empty(shape, np.int32),
             np.empty(shape, np.int32),
-            np.empty(shape, np.float32),
+            np.zeros(shape, np.float32),
             np.empty(shape, np.int32),
             np.zeros(size, np.int32),
         )

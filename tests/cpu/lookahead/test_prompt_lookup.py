@@ -48,14 +48,21 @@ def twin(text: list[int], smallest: int, largest: int, limit: int) -> list[int]:
     return []
 
 
-TOKENS = st.lists(st.sampled_from([0, 0, 0, 1, 1, 2, -1]), max_size=60)
+def some_tokens(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).choice([0, 0, 0, 0, 1, 1, 1, 2, -1], count).tolist()
+
+
+TOKENS = st.one_of(
+    st.lists(st.sampled_from([0, 0, 0, 1, 1, 2, -1]), max_size=60),
+    st.builds(some_tokens, st.integers(0, 10**6), st.integers(0, 100)),
+)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     st.lists(st.tuples(TOKENS, st.integers(-1, 70)), max_size=4),
     st.integers(1, 4),
-    st.integers(0, 5),
+    st.integers(0, 8),
     st.integers(0, 70),
 )
 def test_drafts_are_the_twins(sequences, smallest, more, num_tokens):
@@ -79,6 +86,13 @@ def test_the_longest_match_wins_over_a_newer_one():
 def test_the_newest_occurrence_wins_and_may_overlap_the_end():
     assert propose([1, 2, 5, 6, 1, 2, 7, 8, 1, 2], [(0, 10)], [63], 2, 4, 3) == [[7, 8, 1]]
     assert propose([4, 4, 4, 4, 4, 4], [(0, 6)], [63], 2, 3, 7) == [[4]]
+
+
+def test_a_match_may_begin_inside_one_that_fails():
+    tail = [2, 0, 0, 0, 1, 0, 0]
+    text = [*tail, 0, 1, 0, 0, 5, *tail]
+    assert propose(text, [(0, len(text))], [3], 1, 7, 7) == [[0, 1, 0]]
+    assert propose(text, [(0, len(text))], [3], 1, 6, 7) == [[5, 2, 0]]
 
 
 def test_nothing_is_drafted_across_a_separator():

@@ -209,7 +209,10 @@ def some_tokens(seed: int, count: int, separators: bool) -> list[int]:
     return np.random.default_rng(seed).choice(kinds, count).tolist()
 
 
-TOKENS = st.builds(some_tokens, st.integers(0, 10**6), st.integers(0, 80), st.booleans())
+TOKENS = st.one_of(
+    st.lists(st.sampled_from([0, 0, 1, 1, 2, 3, -1]), max_size=40),
+    st.builds(some_tokens, st.integers(0, 10**6), st.integers(0, 80), st.booleans()),
+)
 FREQS = st.sampled_from([1.0, 10.0])
 
 
@@ -327,6 +330,23 @@ def test_the_longest_match_is_drafted_up_to_copy_length():
     index = filled(DEFAULTS, text)
     (nodes,) = propose(index, text, [(1, 0, 17, 0)], empty_globals(DEFAULTS), DEFAULTS, [63])
     assert [node[:2] for node in nodes] == [(token, token - 4) for token in range(3, 9)] + [(9, 5)]
+
+
+def test_a_draft_ends_at_a_separator_and_where_the_text_ends():
+    row = [(1, 0, 8, 0)]
+    for text, expected in (
+        ([1, 2, 3, 4, 5, 6, 1, 2], [3, 4, 5, 6, 1, 2]),
+        ([1, 2, 1, 2, 1, 2, 1, 2], [1, 2, 1, 2]),
+    ):
+        tokens = np.array([*text, 77], np.int32)
+        index = filled(DEFAULTS, tokens[:8])
+        (nodes,) = propose(index, tokens, row, empty_globals(DEFAULTS), DEFAULTS, [63])
+        assert [node[0] for node in nodes] == expected
+    arena = np.array([1, 2, 3, 4, 5, 6, -1, 7, 8], np.int32)
+    globals_ = [(filled(DEFAULTS, arena, salt=0), arena), *empty_globals(DEFAULTS)[1:]]
+    text = np.array([1, 2], np.int32)
+    (nodes,) = propose(RawIndex(DEFAULTS), text, [(1, 0, 2, 0)], globals_, DEFAULTS, [63])
+    assert [node[0] for node in nodes] == [3, 4, 5, 6]
 
 
 def test_a_match_of_one_token_drafts_two():
