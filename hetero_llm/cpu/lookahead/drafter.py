@@ -80,6 +80,20 @@ class LookaheadDrafter:
         self._resting = 0  # steps until the next one
         self._mean_hits = self._mean_expected = 1.0
         self.num_foreign = 0
+        self._compile()
+
+    def _compile(self) -> None:
+        """Goes once through everything that is compiled at its first use."""
+        text = self._texts.open(0)
+        self._texts.extend(text, [0, 1, 0])
+        self._raw.learn(self._texts.tokens, Rows.of([text]), 0)
+        text.indexed = text.end
+        rows = Rows.of([text])
+        limits = np.zeros(1, np.int32)
+        shared = self._history.shared()
+        self._raw.propose(self._texts.tokens, rows, shared, limits, self._proposals)
+        self._raw.forget(self._texts.tokens, rows)
+        self._texts.close(text)
 
     @property
     def idle(self) -> bool:
@@ -104,7 +118,8 @@ class LookaheadDrafter:
         for one, count, survival in zip(known, found.counts.tolist(), found.survival, strict=True):
             one.proposed = float(survival[:count].sum()) if count else 0.0
         batch = found.batch()
-        self._turn += 0.1 * (perf_counter() - begin - self._turn)
+        seconds = perf_counter() - begin
+        self._turn += 0.1 * (min(seconds, 2 * self._turn + 1e-4) - self._turn)
         return batch
 
     def observe(self, num_rows: int, seconds: float) -> None:
