@@ -275,5 +275,6 @@ class LookaheadDrafter:
             return
         header = text.first + max(known.num_prompt - _HEADER, 0)
         begin = max(header, text.told - _OVERLAP)
-        self._history.add(self._texts.tokens[begin : text.end], text.space, self._tick)
+        told = text.told - begin if text.told > header else 0
+        self._history.add(self._texts.tokens[begin : text.end], told, text.space, self._tick)
         text.told = text.end

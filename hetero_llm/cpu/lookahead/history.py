@@ -60,9 +60,13 @@ class History:
         """To be read until the next `add`."""
         return Shared(raw=tuple((g.raw.arrays, g.text[: g.end]) for g in self._generations))
 
-    def add(self, tokens: NDArray[np.int32], space: int, tick: int) -> None:
+    def add(self, tokens: NDArray[np.int32], told: int, space: int, tick: int) -> None:
         """Learns a document under a namespace's salt. One that is larger than a generation is
-        left out."""
+        left out.
+
+        Args:
+            told: its first tokens that are context only, known from another document.
+        """
         size = len(tokens) + 1
         if size > len(self._young.text):
             return
@@ -76,5 +80,13 @@ class History:
         young.end = end
         young.raw.reserve(len(tokens))
         raw.insert(
-            young.raw.arrays, self._params, young.text, space, begin, begin, end, GLOBAL_FREQ, tick
+            young.raw.arrays,
+            self._params,
+            young.text,
+            space,
+            begin,
+            begin + told,
+            end,
+            GLOBAL_FREQ,
+            tick,
         )

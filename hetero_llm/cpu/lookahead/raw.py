@@ -387,12 +387,45 @@ def remove(
 
 
 @njit(cache=True, nogil=True)
+def insert_all(
+    arrays: RawArrays,
+    params: RawParams,
+    text: np.ndarray,
+    salts: np.ndarray,
+    firsts: np.ndarray,
+    begins: np.ndarray,
+    ends: np.ndarray,
+    freq: float,
+    tick: int,
+) -> None:
+    """`insert` for each of [S] texts."""
+    for i in range(len(ends)):
+        insert(arrays, params, text, salts[i], firsts[i], begins[i], ends[i], freq, tick)
+
+
+@njit(cache=True, nogil=True)
+def remove_all(
+    arrays: RawArrays,
+    params: RawParams,
+    text: np.ndarray,
+    salts: np.ndarray,
+    firsts: np.ndarray,
+    ends: np.ndarray,
+) -> None:
+    """`remove` for each of [S] texts."""
+    for i in range(len(ends)):
+        remove(arrays, params, text, salts[i], firsts[i], ends[i])
+
+
+@njit(cache=True, nogil=True)
 def _draft(
     arrays: RawArrays,
     arena: np.ndarray,
     known: int,
     key: int,
     size: int,
+    goes_on: bool,
+    path: np.ndarray,
     params: RawParams,
     limit: int,
     tokens: np.ndarray,
@@ -405,6 +438,9 @@ def _draft(
     Args:
         arena, known: the index's text; its tokens before `known` may be drafted.
         size: tokens of the n-gram.
+        goes_on: the draft follows at `known`, so that a phrase which reaches it goes on with the
+            draft's own tokens: a loop shorter than a draft is drafted as often as it fits.
+        path: [63] int32, scratch.
         limit: most nodes, at most 63.
         tokens, parents, survival, kind: rows of the caller's arrays.
     """
@@ -432,10 +468,12 @@ def _draft(
         node = -1
         chance = share * _FIRST_SURVIVAL[level]
         share *= _RANK_SURVIVAL
-        for position in range(begin, min(begin + depth, known)):
-            token = arena[position]
+        last = begin + depth if goes_on else min(begin + depth, known)
+        for position in range(begin, last):
+            token = arena[position] if position < known else path[position - known]
             if token < 0:
                 break
+            path[position - begin] = token
             child = node + 1
             while child < count and (parents[child] != node or tokens[child] != token):
                 child += 1
@@ -478,7 +516,8 @@ def propose(
     Args:
         local, text: index and int32 text of the live sequences.
         salts: [S] int64, of each sequence's own entries.
-        firsts, ends: [S] int64, where each one lies in `text`; all of it may be drafted.
+        firsts, ends: [S] int64, where each one lies in `text`; all of it may be drafted, and a
+            phrase that reaches the end goes on with what was drafted.
         spaces: [S] int64, each one's salt in the global indices.
         globals_: three times (index, its text: int32, cut after the last token that is known).
         limits: [S] int32, most nodes of each draft.
@@ -487,6 +526,7 @@ def propose(
         counts: [S] int32, written: nodes of each draft.
     """
     shortest = 1 if params.is_hybrid else params.match_length
+    path = np.empty(_MAX_NODES, np.int32)
     for index in range(len(ends)):
         first, end = firsts[index], ends[index]
         limit = min(limits[index], _MAX_NODES)
@@ -496,10 +536,13 @@ def propose(
         while count == 0 and limit > 0 and size >= shortest:
             key = hash_tokens(text, end - size, end, salts[index])
             if key != 0:
-                count = _draft(local, text, end, key, size, params, limit, *row)
+                count = _draft(local, text, end, key, size, True, path, params, limit, *row)
                 key = hash_tokens(text, end - size, end, spaces[index])
                 for arrays, arena in globals_:
                     if count == 0:
-                        count = _draft(arrays, arena, len(arena), key, size, params, limit, *row)
+                        end_of = len(arena)
+                        count = _draft(
+                            arrays, arena, end_of, key, size, False, path, params, limit, *row
+                        )
             size -= 1
         counts[index] = count

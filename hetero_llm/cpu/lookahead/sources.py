@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from hetero_llm.core.draft import MAX_NODES, DraftBatch
@@ -132,14 +131,16 @@ class RawSource:
     def learn(self, tokens: NDArray[np.int32], rows: Rows, tick: int) -> None:
         """Enters what is new of live sequences."""
         self._local.reserve(int((rows.ends - rows.begins).sum()))
-        _learn_raw(
+        raw.insert_all(
             self._local.arrays, self._params, tokens, rows.salts, rows.firsts, rows.begins,
             rows.ends, self._freq, tick,
         )  # fmt: skip
 
     def forget(self, tokens: NDArray[np.int32], rows: Rows) -> None:
         """Takes ended sequences out again."""
-        _forget_raw(self._local.arrays, self._params, tokens, rows.salts, rows.firsts, rows.begins)
+        raw.remove_all(
+            self._local.arrays, self._params, tokens, rows.salts, rows.firsts, rows.begins
+        )
 
     def propose(
         self,
@@ -155,32 +156,3 @@ class RawSource:
             shared.raw, self._params, limits, found.tokens, found.parents, found.survival,
             found.kind, found.counts,
         )  # fmt: skip
-
-
-@njit(cache=True, nogil=True)
-def _learn_raw(
-    arrays: RawArrays,
-    params: RawParams,
-    text: np.ndarray,
-    salts: np.ndarray,
-    firsts: np.ndarray,
-    begins: np.ndarray,
-    ends: np.ndarray,
-    freq: float,
-    tick: int,
-) -> None:
-    for i in range(len(ends)):
-        raw.insert(arrays, params, text, salts[i], firsts[i], begins[i], ends[i], freq, tick)
-
-
-@njit(cache=True, nogil=True)
-def _forget_raw(
-    arrays: RawArrays,
-    params: RawParams,
-    text: np.ndarray,
-    salts: np.ndarray,
-    firsts: np.ndarray,
-    ends: np.ndarray,
-) -> None:
-    for i in range(len(ends)):
-        raw.remove(arrays, params, text, salts[i], firsts[i], ends[i])

@@ -242,7 +242,7 @@ def test_rows_are_used_again_and_grow_in_number() -> None:
 def test_the_history_keeps_to_its_capacity(sizes: list[int], capacity: int) -> None:
     history = History(RAW, capacity)
     for tick, size in enumerate(sizes):
-        history.add(np.arange(size, dtype=np.int32), 5, tick)
+        history.add(np.arange(size, dtype=np.int32), 0, 5, tick)
         texts = [text for _, text in history.shared().raw]
         assert sum(map(len, texts)) <= capacity
         if size + 1 <= capacity // 2:
@@ -252,5 +252,5 @@ def test_the_history_keeps_to_its_capacity(sizes: list[int], capacity: int) -> N
 @pytest.mark.parametrize("capacity", [0, 64])
 def test_a_document_larger_than_a_generation_is_left_out(capacity: int) -> None:
     history = History(RAW, capacity)
-    history.add(np.arange(capacity // 2, dtype=np.int32), 5, 0)
+    history.add(np.arange(capacity // 2, dtype=np.int32), 0, 5, 0)
     assert all(len(text) == 0 for _, text in history.shared().raw)

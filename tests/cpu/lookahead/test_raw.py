@@ -66,7 +66,7 @@ class Twin:
     def remove(self, salt) -> None:
         self.cells = {key: cell for key, cell in self.cells.items() if key[0] != salt}
 
-    def draft(self, salt, gram, text, limit) -> list[tuple[int, int, float]]:
+    def draft(self, salt, gram, text, limit, goes_on) -> list[tuple[int, int, float]]:
         """(token, parent, survival) of each node; `text` ends where it is known."""
         cell = sorted(
             self.cells.get((salt, gram), []), key=lambda p: (-p.freq, -p.tick, -p.position)
@@ -77,6 +77,8 @@ class Twin:
         for rank, phrase in enumerate(cell[: self.params.top_k]):
             parent = -1
             tokens = text[phrase.position : phrase.position + depth]
+            while goes_on and -1 not in tokens and len(tokens) < depth:
+                tokens = (tokens + tokens)[:depth]
             for step, token in enumerate(tokens):
                 if token == -1:
                     break
@@ -281,7 +283,7 @@ def test_proposals_are_the_twins(params, live, documents, asked):
         known = texts[:end].tolist()
         places = [(local_twin, salt, known)] + [(twin, space, arena) for twin, arena in twins]
         found = [
-            twin.draft(place_salt, gram, tokens, limit)
+            twin.draft(place_salt, gram, tokens, limit, tokens is known)
             for gram in local_twin.grams(known[first:])
             for twin, place_salt, tokens in places
         ]
@@ -332,11 +334,11 @@ def test_the_longest_match_is_drafted_up_to_copy_length():
     assert [node[:2] for node in nodes] == [(token, token - 4) for token in range(3, 9)] + [(9, 5)]
 
 
-def test_a_draft_ends_at_a_separator_and_where_the_text_ends():
+def test_a_draft_goes_round_at_its_own_end_and_ends_at_a_separator_or_anothers_end():
     row = [(1, 0, 8, 0)]
     for text, expected in (
-        ([1, 2, 3, 4, 5, 6, 1, 2], [3, 4, 5, 6, 1, 2]),
-        ([1, 2, 1, 2, 1, 2, 1, 2], [1, 2, 1, 2]),
+        ([1, 2, 3, 4, 5, 6, 1, 2], [3, 4, 5, 6, 1, 2, 3]),
+        ([1, 2, 1, 2, 1, 2, 1, 2], [1, 2, 1, 2, 1, 2, 1]),
     ):
         tokens = np.array([*text, 77], np.int32)
         index = filled(DEFAULTS, tokens[:8])
