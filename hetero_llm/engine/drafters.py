@@ -47,8 +47,8 @@ def _lookahead(
 ) -> Drafter:
     from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
 
-    if config.cache_mode != 0:
-        raise ConfigError("cache_mode", config.cache_mode, "is not available yet; use 0")
+    if config.cache_mode == 3:
+        raise ConfigError("cache_mode", 3, "merged trees are not available yet; use 0, 1 or 2")
     if config.warmup_file is not None:
         raise ConfigError("warmup_file", config.warmup_file, "is not available yet")
     config = dataclasses.replace(

@@ -15,21 +15,28 @@ from bench.cpu_peers import method, transformers_eager
 from bench.cpu_shapes import read_config
 
 
-def test_ratios_are_those_of_a_turn() -> None:
-    rates = {"transformers": iter((10.0, 100.0, 20.0)), "ipex": iter((40.0, 200.0, 60.0))}
+def test_ratios_are_those_of_a_quiet_turn() -> None:
+    rates = {"transformers": iter((10, 9, 100, 20)), "ipex": iter((40, 90, 200, 60))}
     asked: list[str] = []
 
     def ask(name: str, kind: str) -> dict[str, float]:
         asked.append(name)
-        return {"tok_s": next(rates[name]), "disturbed": len(asked)}
+        return {"tok_s": next(rates[name]), "disturbed": len(asked) == 3}
 
     runners = {name: lambda kind, name=name: ask(name, kind) for name in rates}
-    found = ipex_decode.take_turns(runners, ["decode1"], 3)
-    assert asked == ["transformers", "ipex"] * 3
-    eager, ours = ipex_decode.summarize(found)
+    reads = iter((1.0, 2.0, 4.0, 3.0))
+    measured = ipex_decode.take_turns(runners, ["decode1"], 4, lambda: next(reads))
+    assert asked == ["transformers", "ipex"] * 4
+    eager, ours = ipex_decode.summarize(*measured)
     assert (eager["over transformers"], eager["tok/s"]) == (1.0, 20.0)
     assert (ours["over transformers"], ours["middle half"]) == (3.0, "2.00 to 4.00")
-    assert (ours["tok/s"], ours["slowest"], ours["fastest"], ours["disturbed"]) == (60, 40, 200, 6)
+    assert (ours["tok/s"], ours["slowest"], ours["fastest"], ours["read GB/s"]) == (
+        60,
+        40,
+        200,
+        2.5,
+    )
+    assert (ours["turns"], ours["quiet"]) == (3, 3)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

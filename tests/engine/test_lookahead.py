@@ -24,6 +24,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=60)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.95, seed=3)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
 RAW = {"method": "lookahead", "cache_mode": 0}
+TURBO = {"method": "lookahead", "cache_mode": 1, "token_paths_top_k": 3}
+HYBRID = {"method": "lookahead"}
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="drafts need the native executor")
 
@@ -69,10 +71,11 @@ def plain() -> Iterator[list[Any]]:
     [
         {"speculative_config": NGRAM},
         {"speculative_config": RAW},
-        {"speculative_config": RAW, "num_gpu_blocks_override": 48},
-        {"speculative_config": RAW, "max_num_batched_tokens": 40, "max_num_seqs": 4},
+        {"speculative_config": TURBO},
+        {"speculative_config": HYBRID, "num_gpu_blocks_override": 48},
+        {"use_lookahead": True, "max_num_batched_tokens": 40, "max_num_seqs": 4},
     ],
-    ids=["ngram", "raw", "few blocks", "chunks"],
+    ids=["ngram", "raw", "turbo", "few blocks", "chunks"],
 )
 def test_drafts_do_not_change_tokens(plain: list[Any], engine_args: dict[str, Any]) -> None:
     with start(**engine_args) as llm:

@@ -18,13 +18,16 @@ from hetero_llm.core.draft import MAX_NODES, DraftBatch
 from hetero_llm.core.lookahead_config import LookaheadConfig
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.cpu.lookahead.budget import StepCosts, best_count, keep_likeliest
-from hetero_llm.cpu.lookahead.history import SEPARATOR, History
+from hetero_llm.cpu.lookahead.calibration import judge
+from hetero_llm.cpu.lookahead.history import History
 from hetero_llm.cpu.lookahead.raw import SIGNATURE_TOKENS
-from hetero_llm.cpu.lookahead.sources import Proposals, RawSource, Rows
-from hetero_llm.cpu.lookahead.texts import Text, Texts
+from hetero_llm.cpu.lookahead.sources import Proposals, RawSource, Rows, TurboSource
+from hetero_llm.cpu.lookahead.texts import SEPARATOR, Text, Texts
+
+RAW, TURBO = 0, 1
+"""Values of `LookaheadConfig.cache_mode`; 2 is both."""
 
 _CHUNK = 64  # tokens of an output that go into the history together
-_OVERLAP = 13  # tokens that a chunk repeats of the one before: as far as any context reaches back
 _HEADER = 3  # last tokens of a prompt that tell which kind of text follows
 _HIT_MEMORY = 0.8  # of the moving averages of hits, kept at each step
 _FLOOR, _CEILING = 0.1, 2.0  # of what hits make of the estimated survival
@@ -38,6 +41,8 @@ class Known:
     Attributes:
         hits, expected: moving averages of accepted nodes per draft, and of their estimate.
         proposed: estimate for what was proposed last; 0 for nothing.
+        asked: number of the proposal that it was in last, `row` its place in it and `asked_end`
+            the end of its text then.
         foreign: it has a token beyond the configured vocabulary, so it is left alone.
     """
 
@@ -46,6 +51,9 @@ class Known:
     hits: float = 1.0
     expected: float = 1.0
     proposed: float = 0.0
+    asked: int = -1
+    row: int = 0
+    asked_end: int = 0
     foreign: bool = False
 
 
@@ -70,9 +78,20 @@ class LookaheadDrafter:
         self._known: dict[str, dict[int, Known]] = {}
         self._fresh: set[Known] = set()
         self._closed: list[Known] = []
-        self._history = History(config, capacity)
-        self._raw = RawSource(config)
-        self._proposals = Proposals.empty(1)
+        uses_raw, uses_trie = config.cache_mode != TURBO, config.cache_mode != RAW
+        self._history = History(config, capacity, uses_raw=uses_raw, uses_trie=uses_trie)
+        first = TurboSource.NUM_KINDS
+        self._record = np.zeros((first + RawSource.NUM_KINDS, 2), np.float32)
+        self._turbo = TurboSource(config, self._record[:first]) if uses_trie else None
+        self._raw = RawSource(config, self._record[first:], first) if uses_raw else None
+        self._sources = [s for s in (self._turbo, self._raw) if s is not None]
+        # A chunk repeats of the one before what any of its contexts reaches back to.
+        self._overlap = max(
+            config.turbo_match_length + config.copy_length - 1,
+            config.match_length + SIGNATURE_TOKENS - 1,
+        )
+        self._found = self._before = Proposals.empty(1)
+        self._asked = 0
         self._tick = 0
         self._costs = StepCosts()
         self._turn = 0.0  # seconds of a proposal, lately
@@ -86,13 +105,15 @@ class LookaheadDrafter:
         """Goes once through everything that is compiled at its first use."""
         text = self._texts.open(0)
         self._texts.extend(text, [0, 1, 0])
-        self._raw.learn(self._texts.tokens, Rows.of([text]), 0)
+        new = Rows.of([text])
         text.indexed = text.end
         rows = Rows.of([text])
-        limits = np.zeros(1, np.int32)
-        shared = self._history.shared()
-        self._raw.propose(self._texts.tokens, rows, shared, limits, self._proposals)
-        self._raw.forget(self._texts.tokens, rows)
+        for source in self._sources:
+            source.learn(self._texts.tokens, new, 0)
+            limits = np.zeros(1, np.int32)
+            source.propose(self._texts.tokens, rows, self._history.shared(), limits, self._found)
+            source.forget(self._texts.tokens, rows)
+        self._learn_from([])
         self._texts.close(text)
 
     @property
@@ -102,22 +123,27 @@ class LookaheadDrafter:
     @property
     def num_bytes(self) -> int:
         """Memory of texts, indexes and history."""
-        return self._texts.num_bytes + self._raw.num_bytes + self._history.num_bytes
+        local = sum(source.num_bytes for source in self._sources)
+        return self._texts.num_bytes + local + self._history.num_bytes
 
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         begin = perf_counter()
         known = [self._follow(sequence) for sequence in sequences]
+        self._learn_from(known)
         most = self._limits(sequences, known, limits)
-        if len(self._proposals.counts) < len(known):
-            self._proposals = Proposals.empty(len(known))
-        found = self._proposals.rows(len(known))
-        rows = Rows.of([one.text for one in known])
-        self._raw.propose(self._texts.tokens, rows, self._history.shared(), most, found)
-        self._keep_what_pays(known, found, num_rows)
-        self._keep_to_target(known, found.counts)
-        for one, count, survival in zip(known, found.counts.tolist(), found.survival, strict=True):
-            one.proposed = float(survival[:count].sum()) if count else 0.0
-        batch = found.batch()
+        # What is found now is judged by the next call, when its tokens have come.
+        self._found, self._before = self._before, self._found
+        if len(self._found.counts) < len(known):
+            self._found = Proposals.empty(2 * len(known))
+        found = self._found.rows(len(known))
+        self._look_up(Rows.of([one.text for one in known]), most, found)
+        kept = self._keep_what_pays(known, found, num_rows)
+        self._keep_to_target(known, kept.counts)
+        self._asked += 1
+        for row, (one, count) in enumerate(zip(known, kept.counts.tolist(), strict=True)):
+            one.proposed = float(kept.survival[row, :count].sum()) if count else 0.0
+            one.asked, one.row, one.asked_end = self._asked, row, one.text.end
+        batch = kept.batch()
         seconds = perf_counter() - begin
         self._turn += 0.1 * (min(seconds, 2 * self._turn + 1e-4) - self._turn)
         return batch
@@ -140,7 +166,9 @@ class LookaheadDrafter:
         tokens = self._texts.tokens
         fresh = [known.text for known in self._fresh]
         if fresh:
-            self._raw.learn(tokens, Rows.of(fresh), self._tick)
+            rows = Rows.of(fresh)
+            for source in self._sources:
+                source.learn(tokens, rows, self._tick)
             for text in fresh:
                 text.indexed = max(text.indexed, text.end)
         for known in self._fresh:
@@ -156,7 +184,8 @@ class LookaheadDrafter:
             if not known.foreign:
                 self._tell(known)
         texts = [known.text for known in self._closed]
-        self._raw.forget(self._texts.tokens, Rows.of(texts))
+        for source in self._sources:
+            source.forget(self._texts.tokens, Rows.of(texts))
         for text in texts:
             self._texts.close(text)
         self._closed.clear()
@@ -183,6 +212,21 @@ class LookaheadDrafter:
         known.expected += (1 - _HIT_MEMORY) * (known.proposed - known.expected)
         self._mean_hits += (1 - _HIT_MEMORY) / 8 * (accepted - self._mean_hits)
         self._mean_expected += (1 - _HIT_MEMORY) / 8 * (known.proposed - self._mean_expected)
+
+    def _learn_from(self, known: list[Known]) -> None:
+        """Enters what came of the last proposal into the record of its kinds."""
+        judged = [one for one in known if one.asked == self._asked]
+        judge(
+            self._texts.tokens,
+            np.array([one.asked_end for one in judged], np.int64),
+            np.array([one.text.end for one in judged], np.int64),
+            np.array([one.row for one in judged], np.int64),
+            self._found.tokens,
+            self._found.parents,
+            self._found.kind,
+            self._found.counts,
+            self._record,
+        )
 
     def _open(self, sequence: Sequence) -> Known:
         # The prefix cache's root key tells requests with another cache_salt apart; one bit is
@@ -226,28 +270,41 @@ class LookaheadDrafter:
                 most[i] = max(left, 0)
         return most
 
-    def _keep_what_pays(self, known: list[Known], found: Proposals, num_rows: int) -> None:
+    def _look_up(self, rows: Rows, most: NDArray[np.int32], found: Proposals) -> None:
+        """Turbo's drafts, and Raw's for sequences that have none."""
+        tokens, shared = self._texts.tokens, self._history.shared()
+        if self._turbo is not None:
+            self._turbo.propose(tokens, rows, shared, most, found)
+        if self._raw is None or (self._turbo is not None and found.counts.all()):
+            return
+        if self._turbo is None:
+            self._raw.propose(tokens, rows, shared, most, found)
+            return
+        empty = np.flatnonzero(found.counts == 0)
+        others = Proposals.empty(len(empty))
+        self._raw.propose(tokens, rows.some(empty), shared, most[empty], others)
+        found.put(empty, others)
+
+    def _keep_what_pays(self, known: list[Known], found: Proposals, num_rows: int) -> Proposals:
         """Cuts drafts to the nodes that make tokens come fastest, which may be none. After a while
         without any nobody is asked for some steps; a single node each then tries anew."""
-        if not found.counts.any():
-            return
+        counts = found.counts.copy()
+        if not counts.any():
+            return found.with_counts(counts, found.survival)
         trust = np.array([one.hits / max(one.expected, 1e-6) for one in known], np.float32)
         survival = found.survival * np.clip(trust, _FLOOR, _CEILING)[:, None]
         survival = np.minimum.accumulate(np.minimum(survival, 1.0), axis=1)
-        found.survival[:] = survival
-        held = np.arange(survival.shape[1]) < found.counts[:, None]
+        held = np.arange(survival.shape[1]) < counts[:, None]
         likeliest = -np.sort(-survival[held])
         total = best_count(likeliest, len(known), num_rows, self._costs, self._turn)
         if total:
             self._in_vain = 0
-            found.counts[:] = keep_likeliest(survival, found.counts, total)
-            return
+            return found.with_counts(keep_likeliest(survival, counts, total), survival)
         self._in_vain += 1
         if self._in_vain <= _PATIENCE:
-            found.counts[:] = 0
-            return
-        found.counts[:] = np.minimum(found.counts, 1)
+            return found.with_counts(np.zeros_like(counts), survival)
         self._in_vain, self._resting = _PATIENCE, _REST
+        return found.with_counts(np.minimum(counts, 1), survival)
 
     def _keep_to_target(self, known: list[Known], counts: NDArray[np.int32]) -> None:
         """TACO's target_parallelism: beyond so many rows in a step, drafts shrink with their hits.
@@ -274,7 +331,7 @@ class LookaheadDrafter:
         if text.end - text.told < 2:
             return
         header = text.first + max(known.num_prompt - _HEADER, 0)
-        begin = max(header, text.told - _OVERLAP)
+        begin = max(header, text.told - self._overlap)
         told = text.told - begin if text.told > header else 0
         self._history.add(self._texts.tokens[begin : text.end], told, text.space, self._tick)
         text.told = text.end

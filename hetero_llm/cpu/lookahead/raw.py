@@ -33,11 +33,14 @@ _LIVE = _FREE + _NUM_CLASSES
 _MIN_SLOTS = 64
 _MAX_ENTRIES = 2**31 - 1
 
-_FIRST_SURVIVAL = np.array([0.0, 0.15, 0.5, 0.55, 0.6], np.float32)
-_NEXT_SURVIVAL = np.array([0.0, 0.5, 0.6, 0.7, 0.75], np.float32)
-"""By tokens matched (at most 4): probability that the first drafted token is accepted, and each
-further one if the one before was. Rough figures from chains of 7 on source code, where a match of
-two tokens was followed by an accepted token in half of all steps, and by 2.4 of them then."""
+NUM_LEVELS, NUM_DEPTHS = 5, 8
+"""Nodes are told apart by tokens matched, up to 4, and by depth, up to 8: their kind is
+min(matched, 4) * NUM_DEPTHS + min(depth, 8) - 1."""
+FIRST_RATES = np.array([0.0, 0.15, 0.5, 0.55, 0.6])
+FURTHER_RATES = np.array([0.0, 0.5, 0.6, 0.7, 0.75])
+"""By tokens matched: rate of acceptance of the first drafted token, and of each further one if the
+one before was accepted. Rough figures from chains of 7 on source code, where a match of two tokens
+was followed by an accepted token in half of all steps, and by 2.4 of them then."""
 _RANK_SURVIVAL = np.float32(0.5)
 """Each phrase of a cell counts half as much as the one ranked before it: only one can be right."""
 
@@ -428,6 +431,7 @@ def _draft(
     path: np.ndarray,
     params: RawParams,
     limit: int,
+    rates: np.ndarray,
     tokens: np.ndarray,
     parents: np.ndarray,
     survival: np.ndarray,
@@ -450,7 +454,7 @@ def _draft(
     block = arrays.slots[slot, _CELL] >> _COUNT_BITS
     end = block + (arrays.slots[slot, _CELL] & _COUNT_MASK)
     depth = min(params.copy_length, _ONE_TOKEN_DEPTH) if size == 1 else params.copy_length
-    level = min(size, len(_FIRST_SURVIVAL) - 1)
+    level = min(size, NUM_LEVELS - 1)
     share = np.float32(1.0)
     count = 0
     taken = -1
@@ -466,7 +470,7 @@ def _draft(
         taken = best
         begin = np.int64(arrays.entries[best, _POS])
         node = -1
-        chance = share * _FIRST_SURVIVAL[level]
+        chance = share
         share *= _RANK_SURVIVAL
         last = begin + depth if goes_on else min(begin + depth, known)
         for position in range(begin, last):
@@ -474,6 +478,8 @@ def _draft(
             if token < 0:
                 break
             path[position - begin] = token
+            step = min(position - begin, NUM_DEPTHS - 1)
+            chance *= rates[level, step]
             child = node + 1
             while child < count and (parents[child] != node or tokens[child] != token):
                 child += 1
@@ -483,10 +489,9 @@ def _draft(
                 tokens[count] = token
                 parents[count] = node
                 survival[count] = chance
-                kind[count] = -1
+                kind[count] = level * NUM_DEPTHS + step
                 count += 1
             node = child
-            chance *= _NEXT_SURVIVAL[level]
     return count
 
 
@@ -501,6 +506,7 @@ def propose(
     globals_: tuple[tuple[RawArrays, np.ndarray], ...],
     params: RawParams,
     limits: np.ndarray,
+    rates: np.ndarray,
     tokens: np.ndarray,
     parents: np.ndarray,
     survival: np.ndarray,
@@ -521,8 +527,9 @@ def propose(
         spaces: [S] int64, each one's salt in the global indices.
         globals_: three times (index, its text: int32, cut after the last token that is known).
         limits: [S] int32, most nodes of each draft.
+        rates: [NUM_LEVELS, NUM_DEPTHS] float32 rates of acceptance, given the parent's.
         tokens, parents, kind: [S, 63] int32, written.
-        survival: [S, 63] float32, written: fixed estimates (see above), and so `kind` is -1.
+        survival: [S, 63] float32, written: products of rates, halved for each phrase ranked before.
         counts: [S] int32, written: nodes of each draft.
     """
     shortest = 1 if params.is_hybrid else params.match_length
@@ -536,13 +543,23 @@ def propose(
         while count == 0 and limit > 0 and size >= shortest:
             key = hash_tokens(text, end - size, end, salts[index])
             if key != 0:
-                count = _draft(local, text, end, key, size, True, path, params, limit, *row)
+                count = _draft(local, text, end, key, size, True, path, params, limit, rates, *row)
                 key = hash_tokens(text, end - size, end, spaces[index])
                 for arrays, arena in globals_:
                     if count == 0:
                         end_of = len(arena)
                         count = _draft(
-                            arrays, arena, end_of, key, size, False, path, params, limit, *row
+                            arrays,
+                            arena,
+                            end_of,
+                            key,
+                            size,
+                            False,
+                            path,
+                            params,
+                            limit,
+                            rates,
+                            *row,
                         )
             size -= 1
         counts[index] = count

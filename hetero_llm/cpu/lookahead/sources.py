@@ -9,9 +9,16 @@ from numpy.typing import NDArray
 
 from hetero_llm.core.draft import MAX_NODES, DraftBatch
 from hetero_llm.core.lookahead_config import LookaheadConfig
-from hetero_llm.cpu.lookahead import raw
+from hetero_llm.cpu.lookahead import raw, trie, turbo
+from hetero_llm.cpu.lookahead.calibration import rates_of, table_of
 from hetero_llm.cpu.lookahead.raw import RawArrays, RawIndex, RawParams
 from hetero_llm.cpu.lookahead.texts import Text
+from hetero_llm.cpu.lookahead.trie import Trie, TrieArrays, TrieParams, new_active
+from hetero_llm.cpu.lookahead.turbo import TurboParams
+
+_PRIOR_TRIALS = 8.0
+_LEAST_SURVIVAL = 0.02  # of a node of a tree: what does not pay is cut off later
+_MOST_NODES = 16  # of a tree; twice as many get a fiftieth more tokens accepted
 
 GLOBAL_FREQ = 1.0
 """Frequency that an entry of the history begins with; a local one begins with start_freq."""
@@ -27,26 +34,30 @@ class Rows:
     firsts: NDArray[np.int64]
     begins: NDArray[np.int64]
     ends: NDArray[np.int64]
+    places: NDArray[np.int64]
 
     @staticmethod
     def of(texts: list[Text]) -> Rows:
-        """`begins` are where each text's new tokens are."""
-        table = np.array([(t.salt, t.space, t.first, t.indexed, t.end) for t in texts], np.int64)
-        return Rows(*np.ascontiguousarray(table.reshape(-1, 5).T))
+        """`begins` are where each text's new tokens are, `places` the texts' rows."""
+        table = np.array(
+            [(t.salt, t.space, t.first, t.indexed, t.end, t.row) for t in texts], np.int64
+        )
+        return Rows(*np.ascontiguousarray(table.reshape(-1, 6).T))
 
-    def some(self, rows: NDArray[np.int64]) -> Rows:
+    def some(self, which: NDArray[np.int64]) -> Rows:
         return Rows(
-            self.salts[rows], self.spaces[rows], self.firsts[rows], self.begins[rows],
-            self.ends[rows],
+            self.salts[which], self.spaces[which], self.firsts[which], self.begins[which],
+            self.ends[which], self.places[which],
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shared:
     """The history as compiled functions take it: (index, its text so far) of the young, the old
-    and the static generation, for each cache that is in use."""
+    and the static generation, for each cache; None for one that is not in use."""
 
-    raw: tuple[tuple[RawArrays, NDArray[np.int32]], ...]
+    raw: tuple[tuple[RawArrays, NDArray[np.int32]], ...] | None
+    trie: tuple[tuple[TrieArrays, NDArray[np.int32]], ...] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +100,10 @@ class Proposals:
         some.counts[:] = 0
         return some
 
+    def with_counts(self, counts: NDArray[np.int32], survival: NDArray[np.float32]) -> Proposals:
+        """The first `counts` nodes of each draft, with other estimates."""
+        return Proposals(self.tokens, self.parents, survival, self.kind, counts)
+
     def put(self, rows: NDArray[np.int64], others: Proposals) -> None:
         """Replaces some rows."""
         self.tokens[rows] = others.tokens
@@ -116,13 +131,38 @@ def raw_params(config: LookaheadConfig) -> RawParams:
     )
 
 
-class RawSource:
-    """The n-gram cache."""
+def trie_params(config: LookaheadConfig) -> TrieParams:
+    """Of exactly the types that the compiled functions know."""
+    return TrieParams(
+        key_length=int(config.min_match_length),
+        max_depth=int(config.turbo_match_length + config.copy_length),
+        cell_max_size=int(config.cell_max_size),
+        threshold=float(config.threshold),
+        decay=float(config.decay),
+    )
 
-    def __init__(self, config: LookaheadConfig) -> None:
+
+class RawSource:
+    """The n-gram cache of live sequences; it drafts from the history, too.
+
+    Args:
+        record: [NUM_KINDS, 2] view of what came of its drafts; see `calibration`.
+        first_kind: of its kinds among all.
+    """
+
+    NUM_KINDS = raw.NUM_LEVELS * raw.NUM_DEPTHS
+
+    def __init__(
+        self, config: LookaheadConfig, record: NDArray[np.float32], first_kind: int
+    ) -> None:
         self._params = raw_params(config)
         self._freq = float(config.start_freq)
         self._local = RawIndex(self._params)
+        self._first_kind = first_kind
+        self._record = record
+        rates = np.repeat(raw.FURTHER_RATES[:, None], raw.NUM_DEPTHS, axis=1)
+        rates[:, 0] = raw.FIRST_RATES
+        record[:] = table_of(rates, _PRIOR_TRIALS).reshape(-1, 2)
 
     @property
     def num_bytes(self) -> int:
@@ -151,8 +191,81 @@ class RawSource:
         found: Proposals,
     ) -> None:
         """Fills the rows of `found`."""
+        assert shared.raw is not None
+        rates = rates_of(self._record).reshape(raw.NUM_LEVELS, raw.NUM_DEPTHS)
         raw.propose(
             self._local.arrays, tokens, rows.salts, rows.firsts, rows.ends, rows.spaces,
-            shared.raw, self._params, limits, found.tokens, found.parents, found.survival,
-            found.kind, found.counts,
+            shared.raw, self._params, limits, rates, found.tokens, found.parents,
+            found.survival, found.kind, found.counts,
+        )  # fmt: skip
+        np.add(found.kind, self._first_kind, out=found.kind)
+
+
+class TurboSource:
+    """The suffix trie of live sequences; it drafts from the history, too.
+
+    Args:
+        record: [NUM_KINDS, 2] view of what came of its drafts, whose kinds are the first.
+    """
+
+    NUM_KINDS = 2 * turbo.NUM_LENGTHS * turbo.NUM_BUCKETS
+
+    def __init__(self, config: LookaheadConfig, record: NDArray[np.float32]) -> None:
+        self._params = trie_params(config)
+        self._turbo = TurboParams(
+            key_length=int(config.min_match_length),
+            match_length=int(config.turbo_match_length),
+            copy_length=int(config.copy_length),
+            top_k_in_cell=int(config.top_k_in_cell),
+            token_paths_top_k=int(config.token_paths_top_k),
+            start_freq=float(config.start_freq),
+            p_min=_LEAST_SURVIVAL,
+        )
+        self._local = Trie(self._params)
+        self._actives = np.empty((0, len(new_active(self._params))), np.int32)
+        self._record = record
+        record[:] = turbo.initial_calibration().reshape(-1, 2)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._local.num_bytes
+
+    def learn(self, tokens: NDArray[np.int32], rows: Rows, _: int) -> None:
+        """Enters what is new of live sequences."""
+        last = int(rows.places.max())
+        if last >= len(self._actives):
+            more = np.tile(new_active(self._params), (2 * last + 1 - len(self._actives), 1))
+            self._actives = np.concatenate([self._actives, more])
+        self._local.reserve(int((rows.ends - rows.begins).sum()))
+        actives = self._actives[rows.places]
+        trie.insert_all(
+            self._local.arrays, self._params, tokens, rows.salts, rows.begins, rows.ends, actives,
+            self._turbo.start_freq,
+        )  # fmt: skip
+        self._actives[rows.places] = actives
+
+    def forget(self, tokens: NDArray[np.int32], rows: Rows) -> None:
+        """Takes ended sequences out again."""
+        for salt, first, end, place in zip(
+            rows.salts, rows.firsts, rows.begins, rows.places, strict=True
+        ):
+            trie.remove(self._local.arrays, self._params, tokens, salt, first, end)
+            if place < len(self._actives):
+                self._actives[place] = new_active(self._params)
+
+    def propose(
+        self,
+        tokens: NDArray[np.int32],
+        rows: Rows,
+        shared: Shared,
+        limits: NDArray[np.int32],
+        found: Proposals,
+    ) -> None:
+        """Fills the rows of `found`."""
+        assert shared.trie is not None
+        record = self._record.reshape(2, turbo.NUM_LENGTHS, turbo.NUM_BUCKETS, 2)
+        turbo.propose(
+            self._local.arrays, tokens, rows.salts, rows.firsts, rows.ends, rows.spaces,
+            shared.trie, self._turbo, record, np.minimum(limits, _MOST_NODES), found.tokens,
+            found.parents, found.survival, found.kind, found.counts,
         )  # fmt: skip

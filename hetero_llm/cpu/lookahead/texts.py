@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+SEPARATOR = -1
+"""Stands between texts: nothing is matched or drafted across it."""
+
 _FIRST_ROWS = 16
 
 
@@ -36,19 +39,19 @@ class Text:
 
 
 class Texts:
-    """Rows of `width` tokens, as many as sequences are alive.
+    """Rows of `width` tokens and a separator, as many as sequences are alive.
 
     Attributes:
-        tokens: [rows * width] int32. Replaced by a larger one when rows run out: take it anew after
-            each `open`; positions stay.
+        tokens: [rows * (width + 1)] int32; behind each text stands a separator. Replaced by a
+            larger one when rows run out: take it anew after each `open`; positions stay.
     """
 
     def __init__(self, width: int) -> None:
-        self._width = width
+        self._width = width + 1  # a separator follows
         self._free = list(range(_FIRST_ROWS - 1, -1, -1))
         self._rows = _FIRST_ROWS
         self._next_salt = 1
-        self.tokens: NDArray[np.int32] = np.empty(_FIRST_ROWS * width, np.int32)
+        self.tokens: NDArray[np.int32] = np.empty(_FIRST_ROWS * self._width, np.int32)
 
     @property
     def num_bytes(self) -> int:
@@ -73,12 +76,13 @@ class Texts:
         """Copies what is new at the end of a sequence's tokens."""
         known = text.end - text.first
         count = len(token_ids)
-        assert count <= self._width, (count, self._width)
+        assert count < self._width, (count, self._width)
         if count - known == 1:
             self.tokens[text.end] = token_ids[-1]
         else:
             self.tokens[text.end : text.first + count] = token_ids[known:]
         text.end = text.first + count
+        self.tokens[text.end] = SEPARATOR
 
     def close(self, text: Text) -> None:
         """The row is free for another sequence."""

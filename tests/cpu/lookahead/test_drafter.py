@@ -186,8 +186,9 @@ def test_target_parallelism_favours_those_that_hit() -> None:
     assert sum(map(len, ask(drafter, *everyone))) == 0
 
 
-def test_nothing_is_left_of_ended_requests() -> None:
-    drafter = make_drafter(capacity=0)
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_nothing_is_left_of_ended_requests(mode: int) -> None:
+    drafter = make_drafter(capacity=0, cache_mode=mode)
     rng = np.random.default_rng(0)
     for round_ in range(3):
         sequences = [
@@ -199,7 +200,11 @@ def test_nothing_is_left_of_ended_requests() -> None:
                 sequence.token_ids += rng.integers(2, 30, int(rng.integers(1, 5))).tolist()
         for sequence in sequences:
             finish(drafter, sequence)
-    assert drafter._raw._local.arrays.state[0] == 0, "keys of ended sequences"
+    if drafter._raw is not None:
+        assert drafter._raw._local.arrays.state[0] == 0, "keys of ended sequences"
+    if drafter._turbo is not None:
+        trie = drafter._turbo._local
+        assert trie.num_keys == trie.num_nodes == trie.num_entries == 0
     assert not drafter._known and not drafter._fresh and not drafter._closed
     assert len(drafter._texts._free) == drafter._texts._rows
 
@@ -240,7 +245,7 @@ def test_rows_are_used_again_and_grow_in_number() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(0, 100))
 def test_the_history_keeps_to_its_capacity(sizes: list[int], capacity: int) -> None:
-    history = History(RAW, capacity)
+    history = History(RAW, capacity, uses_raw=True, uses_trie=True)
     for tick, size in enumerate(sizes):
         history.add(np.arange(size, dtype=np.int32), 0, 5, tick)
         texts = [text for _, text in history.shared().raw]
@@ -249,8 +254,55 @@ def test_the_history_keeps_to_its_capacity(sizes: list[int], capacity: int) -> N
             assert texts[0][-size:].tolist() == [*range(size)]
 
 
+@pytest.mark.parametrize("mode", [1, 2])
+def test_turbo_drafts_from_both(mode: int) -> None:
+    drafter = make_drafter(cache_mode=mode)
+    first = make_sequence("a", [*PHRASE, 7, 8, 9])
+    ask(drafter, first)
+    first.token_ids += [40, 41]
+    assert ask(drafter, first) == [PHRASE[2:9]]
+    first.token_ids += [50, 51, 52, 53, 54, 55, 56, 57, 58, 59]
+    finish(drafter, first)
+    assert drafter._turbo._local.num_nodes == drafter._turbo._local.num_keys == 0
+    second = make_sequence("b", [9, 9, 50, 51])
+    assert ask(drafter, second) == [[52, 53, 54, 55, 56, 57, 58]]
+    assert ask(drafter, make_sequence("c", [9, 50, 51], salt="other")) == [[]]
+
+
+def test_raw_helps_where_turbo_has_nothing() -> None:
+    """A single token that matches is below Turbo's shortest context."""
+    for mode, expected in ((1, []), (2, [41, 42])):
+        drafter = make_drafter(cache_mode=mode, capacity=0)
+        sequence = make_sequence("a", [*PHRASE, 7, 8, 9])
+        ask(drafter, sequence)
+        sequence.token_ids += [40]
+        assert ask(drafter, sequence) == [expected]
+
+
+def test_branches_are_drafted_where_a_text_went_on_in_two_ways() -> None:
+    drafter = make_drafter(cache_mode=1, capacity=0)
+    sequence = make_sequence("a", [20, 21, 22, 5, 20, 21, 23, 6, 20, 21, 22, 7, 20, 21, 23, 8])
+    ask(drafter, sequence)
+    sequence.token_ids += [20, 21]
+    batch = drafter.propose([sequence], [16], 1)
+    assert {22, 23} <= set(batch.token_ids[batch.parents == -1].tolist())
+
+
+def test_the_record_learns_what_comes_of_drafts() -> None:
+    drafter = make_drafter(cache_mode=0, capacity=0)
+    before = drafter._record.copy()
+    sequence = make_sequence("a", [*PHRASE, 7, 8, 9])
+    ask(drafter, sequence)
+    sequence.token_ids += [40, 41]
+    ask(drafter, sequence)
+    sequence.token_ids += [42, 43, 99]
+    ask(drafter, sequence)
+    changed = drafter._record - before
+    assert changed[:, 1].sum() == 3 and changed[:, 0].sum() == 2
+
+
 @pytest.mark.parametrize("capacity", [0, 64])
 def test_a_document_larger_than_a_generation_is_left_out(capacity: int) -> None:
-    history = History(RAW, capacity)
+    history = History(RAW, capacity, uses_raw=True, uses_trie=True)
     history.add(np.arange(capacity // 2, dtype=np.int32), 0, 5, 0)
     assert all(len(text) == 0 for _, text in history.shared().raw)

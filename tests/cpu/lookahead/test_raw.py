@@ -86,8 +86,9 @@ class Twin:
                 if not same and len(nodes) == limit:
                     break
                 if not same:
-                    first, following = raw._FIRST_SURVIVAL[level], raw._NEXT_SURVIVAL[level]
-                    nodes.append((token, parent, 0.5**rank * first * following**step))
+                    steps = [min(i, raw.NUM_DEPTHS - 1) for i in range(step + 1)]
+                    chance = np.prod([RATES[level, i] for i in steps])
+                    nodes.append((token, parent, 0.5**rank * float(chance)))
                 parent = same[0] if same else len(nodes) - 1
         return nodes
 
@@ -144,6 +145,11 @@ def check_memory(index: RawIndex, sizes: dict) -> None:
     assert all(taken)
 
 
+RATES = np.linspace(0.3, 0.95, raw.NUM_LEVELS * raw.NUM_DEPTHS, dtype=np.float32).reshape(
+    raw.NUM_LEVELS, raw.NUM_DEPTHS
+)
+
+
 def propose(local, texts, rows, globals_, params, limits) -> list[list[tuple[int, int, float]]]:
     """rows: (salt, first, end, space) of each sequence."""
     count = len(rows)
@@ -161,6 +167,7 @@ def propose(local, texts, rows, globals_, params, limits) -> list[list[tuple[int
         tuple((index.arrays, arena) for index, arena in globals_),
         params,
         np.array(limits, np.int32),
+        RATES,
         tokens,
         parents,
         survival,
@@ -169,7 +176,13 @@ def propose(local, texts, rows, globals_, params, limits) -> list[list[tuple[int
     )
     for i, n in enumerate(counts.tolist()):
         assert 0 <= n <= max(limits[i], 0)
-        assert (kind[i, :n] == -1).all() and (tokens[i, n:] == -7).all()
+        assert (tokens[i, n:] == -7).all()
+        for node in range(n):
+            step, above = 0, parents[i, node]
+            while above >= 0:
+                step, above = step + 1, parents[i, above]
+            assert kind[i, node] % raw.NUM_DEPTHS == min(step, raw.NUM_DEPTHS - 1)
+            assert 1 <= kind[i, node] // raw.NUM_DEPTHS < raw.NUM_LEVELS
     return [
         list(zip(tokens[i, :n].tolist(), parents[i, :n].tolist(), survival[i, :n].tolist()))
         for i, n in enumerate(counts.tolist())

@@ -1,0 +1,72 @@
+"""What came of earlier drafts: how often a node of each kind was accepted.
+
+Counts and shares of a cache do not say how likely a token is; the record of drafts does. A node
+counts only if its parent was accepted, for the others nobody knows. It counts whether it was
+verified or not: the tokens that came tell.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+MEMORY = 512.0
+"""Trials of a kind after which older ones begin to fade."""
+
+
+def table_of(rates: NDArray[np.floating], trials: float) -> NDArray[np.float32]:
+    """A record of `trials` trials for each rate. Returns [*rates.shape, 2]: accepted, tried."""
+    return np.stack([rates * trials, np.full(rates.shape, trials)], axis=-1).astype(np.float32)
+
+
+def rates_of(table: NDArray[np.float32]) -> NDArray[np.float32]:
+    """[...] rates of a table [..., 2], by Laplace's rule of succession."""
+    rates: NDArray[np.float32] = (table[..., 0] + 1) / (table[..., 1] + 2)
+    return rates
+
+
+@njit(cache=True, nogil=True)
+def judge(
+    text: np.ndarray,
+    begins: np.ndarray,
+    ends: np.ndarray,
+    rows: np.ndarray,
+    tokens: np.ndarray,
+    parents: np.ndarray,
+    kind: np.ndarray,
+    counts: np.ndarray,
+    table: np.ndarray,
+) -> None:
+    """Enters into `table` what came of drafts.
+
+    Args:
+        text: int32; positions begins[i] .. ends[i] came since draft i was made.
+        rows: [S] where the drafts are in the following arrays, as they were proposed.
+        tokens, parents, kind: [R, 63]. counts: [R].
+        table: [cells, 2] float32, see `table_of`; kinds are its rows, negative ones are left out.
+    """
+    for i in range(len(rows)):
+        row = rows[i]
+        count = counts[row]
+        node = -1
+        for position in range(begins[i], ends[i]):
+            token = text[position]
+            accepted = -1
+            for child in range(node + 1, count):
+                if parents[row, child] != node:
+                    continue
+                hit = tokens[row, child] == token
+                if hit and accepted < 0:
+                    accepted = child
+                cell = kind[row, child]
+                if cell < 0:
+                    continue
+                if table[cell, 1] >= MEMORY:
+                    table[cell, 0] *= 0.5
+                    table[cell, 1] *= 0.5
+                table[cell, 0] += 1.0 if hit else 0.0
+                table[cell, 1] += 1.0
+            if accepted < 0:
+                break
+            node = accepted
