@@ -286,7 +286,7 @@ def _give_node(nodes: np.ndarray, state: np.ndarray, node: int, active: np.ndarr
     state[_NUM_NODES] -= 1
     for place in range(_CONTEXTS, len(active) - 1):
         if active[place] == node:
-            active[place] = node
+            active[place] = -1
 
 
 @njit(**BORROWING)
