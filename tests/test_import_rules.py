@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runner": ("core", "models", "sampling"),
     "cpu": _ABOVE_MODELS,
     "gpu": _ABOVE_MODELS,
-    "cpu.lookahead": ("core",),
+    "cpu.lookahead": ("core", "cpu.topology"),
     "engine": ("core", "sampling", "models", "bridge"),
     "demo_models": (),
     "engine.drafters": ("engine", "core", "models", "cpu.lookahead"),

@@ -8,6 +8,7 @@ raw.py and trie.py.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -23,10 +24,12 @@ from hetero_llm.cpu.lookahead.history import History
 from hetero_llm.cpu.lookahead.raw import SIGNATURE_TOKENS
 from hetero_llm.cpu.lookahead.sources import Proposals, RawSource, Rows, TurboSource
 from hetero_llm.cpu.lookahead.texts import SEPARATOR, Text, Texts
+from hetero_llm.cpu.topology import read_topology
 
 RAW, TURBO = 0, 1
 """Values of `LookaheadConfig.cache_mode`; 2 is both."""
 
+_PART = 16  # sequences for which a further thread pays
 _CHUNK = 64  # tokens of an output that go into the history together
 _HEADER = 3  # last tokens of a prompt that tell which kind of text follows
 _HIT_MEMORY = 0.8  # of the moving averages of hits, kept at each step
@@ -98,6 +101,8 @@ class LookaheadDrafter:
         self._in_vain = 0  # proposals since the last one that paid
         self._resting = 0  # steps until the next one
         self._mean_hits = self._mean_expected = 1.0
+        self._threads = min(config.num_threads, read_topology().usable_cores)
+        self._pool = ThreadPoolExecutor(max(self._threads - 1, 1), "hetero-lookahead")
         self.num_foreign = 0
         self._compile()
 
@@ -272,18 +277,43 @@ class LookaheadDrafter:
 
     def _look_up(self, rows: Rows, most: NDArray[np.int32], found: Proposals) -> None:
         """Turbo's drafts, and Raw's for sequences that have none."""
-        tokens, shared = self._texts.tokens, self._history.shared()
         if self._turbo is not None:
-            self._turbo.propose(tokens, rows, shared, most, found)
+            self._ask(self._turbo, rows, most, found)
         if self._raw is None or (self._turbo is not None and found.counts.all()):
             return
         if self._turbo is None:
-            self._raw.propose(tokens, rows, shared, most, found)
+            self._ask(self._raw, rows, most, found)
             return
         empty = np.flatnonzero(found.counts == 0)
         others = Proposals.empty(len(empty))
-        self._raw.propose(tokens, rows.some(empty), shared, most[empty], others)
+        self._ask(self._raw, rows.some(empty), most[empty], others)
         found.put(empty, others)
+
+    def _ask(
+        self,
+        source: RawSource | TurboSource,
+        rows: Rows,
+        most: NDArray[np.int32],
+        found: Proposals,
+    ) -> None:
+        """One source's drafts; large batches are shared by threads."""
+        tokens, shared = self._texts.tokens, self._history.shared()
+        parts = min(self._threads, -(-len(most) // _PART))
+        if parts <= 1:
+            source.propose(tokens, rows, shared, most, found)
+            return
+        edges = [len(most) * part // parts for part in range(parts + 1)]
+        pieces = [slice(first, last) for first, last in zip(edges, edges[1:], strict=False)]
+        calls = [
+            self._pool.submit(
+                source.propose, tokens, rows.some(piece), shared, most[piece], found.some(piece)
+            )
+            for piece in pieces[1:]
+        ]
+        piece = pieces[0]
+        source.propose(tokens, rows.some(piece), shared, most[piece], found.some(piece))
+        for call in calls:
+            call.result()
 
     def _keep_what_pays(self, known: list[Known], found: Proposals, num_rows: int) -> Proposals:
         """Cuts drafts to the nodes that make tokens come fastest, which may be none. After a while

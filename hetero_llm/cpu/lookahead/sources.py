@@ -44,7 +44,7 @@ class Rows:
         )
         return Rows(*np.ascontiguousarray(table.reshape(-1, 6).T))
 
-    def some(self, which: NDArray[np.int64]) -> Rows:
+    def some(self, which: NDArray[np.int64] | slice) -> Rows:
         return Rows(
             self.salts[which], self.spaces[which], self.firsts[which], self.begins[which],
             self.ends[which], self.places[which],
@@ -88,15 +88,19 @@ class Proposals:
             np.zeros(size, np.int32),
         )
 
+    def some(self, piece: slice) -> Proposals:
+        """Some rows, sharing memory."""
+        return Proposals(
+            self.tokens[piece],
+            self.parents[piece],
+            self.survival[piece],
+            self.kind[piece],
+            self.counts[piece],
+        )
+
     def rows(self, count: int) -> Proposals:
         """The first rows, sharing memory, with nothing proposed."""
-        some = Proposals(
-            self.tokens[:count],
-            self.parents[:count],
-            self.survival[:count],
-            self.kind[:count],
-            self.counts[:count],
-        )
+        some = self.some(slice(count))
         some.counts[:] = 0
         return some
 

@@ -288,6 +288,20 @@ def test_branches_are_drafted_where_a_text_went_on_in_two_ways() -> None:
     assert {22, 23} <= set(batch.token_ids[batch.parents == -1].tolist())
 
 
+def test_threads_share_large_batches_without_changing_drafts() -> None:
+    drafts = []
+    for threads in (1, 8):
+        drafter = make_drafter(cache_mode=2, num_threads=threads)
+        drafter._threads = threads  # more than this machine may have
+        rng = np.random.default_rng(0)
+        sequences = [make_sequence(str(i), rng.integers(3, 20, 60).tolist()) for i in range(70)]
+        ask(drafter, *sequences)
+        for sequence in sequences:
+            sequence.token_ids += rng.integers(3, 20, 4).tolist()
+        drafts.append(ask(drafter, *sequences))
+    assert drafts[0] == drafts[1] and sum(map(len, drafts[0])) > 100
+
+
 def test_the_record_learns_what_comes_of_drafts() -> None:
     drafter = make_drafter(cache_mode=0, capacity=0)
     before = drafter._record.copy()
