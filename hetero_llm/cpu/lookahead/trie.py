@@ -498,7 +498,8 @@ def insert(
         active: [max_depth + 2] int32, the state of this text from one call to the next. active[0]
             is FRESH for a new text. It is CONTINUED for one whose last max_depth - 1 tokens, which
             were inserted elsewhere under the same salt, are repeated before `begin` and behind a
-            separator: nothing is counted twice then, and nothing is lost.
+            separator: their contexts go on here and nothing is counted twice, but what a leaf
+            remembers ends where its piece of the text does.
         freq: of an entry that its cell does not hold; 1 is added to that of one that it does.
     """
     _resume(arrays, params, text, salt, begin, active)

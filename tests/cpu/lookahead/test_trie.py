@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_llm.cpu.lookahead import trie
 from hetero_llm.cpu.lookahead.trie import (
     CONTINUED,
     Trie,
@@ -239,4 +238,3 @@ def test_namespaces_are_apart() -> None:
         2,
     )
     assert find(held.arrays, 2, text, text, 2, 10, 4) == (-1, 0)
-    assert trie.MAX_CELL >= 32
