@@ -20,6 +20,7 @@ import numpy as np
 
 from bench.common import print_table, write_results
 from hetero_llm import LLM, SamplingParams
+from hetero_llm.cpu.lookahead.budget import StepCosts
 from hetero_llm.demo_models import heldout_prompts
 
 ARMS: dict[str, dict[str, Any] | None] = {
@@ -141,7 +142,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="behind the first")
     parser.add_argument("--random", type=int, default=4, help="random prompts")
     parser.add_argument("--out", help="JSON file")
+    parser.add_argument(
+        "--no-budget", action="store_true",
+        help="verify all that is proposed, whatever it costs: for tokens per step, not for speed",
+    )  # fmt: skip
     args = parser.parse_args()
+    if args.no_budget:
+        StepCosts.observe = lambda *_: None  # type: ignore[method-assign]
     if args.arms[0] != "none":
         parser.error("the first arm is the baseline: none")
 
@@ -153,7 +160,8 @@ def main() -> None:
 
     table = measure(start, args)
     settings = {"model": args.model, "device": args.device, "dtype": args.dtype,
-                "prompt": args.prompt, "tokens": args.tokens}  # fmt: skip
+                "prompt": args.prompt, "tokens": args.tokens,
+                "budget": not args.no_budget}  # fmt: skip
     write_results(f"speculation.{args.device}", {**settings, "rows": table}, args.out)
     print_table(table)
 
