@@ -8,6 +8,7 @@ sequences and nodes of survival s_1 >= s_2 >= ..., a step with the first b nodes
 from __future__ import annotations
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 _FASTER, _SLOWER = 0.3, 0.1  # weight of a new time below and above the known one
@@ -24,11 +25,6 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._seconds = np.zeros(len(_EDGES))
-        self._table: NDArray[np.float64] | None = None
-
-    @property
-    def known(self) -> bool:
-        return bool(self._seconds.any())
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """A step of so many rows took so long."""
@@ -41,55 +37,102 @@ class StepCosts:
         elif seconds < _OUTLIER * before:
             weight = _FASTER if seconds < before else _SLOWER
             self._seconds[at] = before + weight * (seconds - before)
-        self._table = None
 
-    def of(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds of steps of so many rows, each at most the last edge. Larger steps never take
-        less; between known sizes they are interpolated."""
-        if self._table is None:
-            known = np.flatnonzero(self._seconds)
-            seconds = np.maximum.accumulate(self._seconds[known])
-            table = np.interp(_EDGES, _EDGES[known], seconds)
-            beyond = np.maximum(_EDGES - _EDGES[known[-1]], 0)
-            self._table = table * (1.0 + _UNKNOWN_SLOPE * beyond)
-        return self._table[np.searchsorted(_EDGES, rows)]
+    def table(self) -> NDArray[np.float64]:
+        """Seconds of steps of each edge's size. Larger steps never take less; between known sizes
+        they are interpolated. All 0 as long as nothing is known."""
+        return _table(self._seconds, _EDGES)
 
+    def choose(
+        self,
+        survival: NDArray[np.float32],
+        counts: NDArray[np.int32],
+        trust: NDArray[np.float32],
+        num_rows: int,
+        turn: float,
+    ) -> NDArray[np.int32]:
+        """How many nodes of each draft to verify, its first ones. None of any means that the plain
+        step yields tokens faster.
 
-def best_count(
-    survival: NDArray[np.float32], num_sequences: int, num_rows: int, costs: StepCosts, turn: float
-) -> int:
-    """How many of the likeliest nodes to verify.
-
-    Args:
-        survival: [N] of all nodes, the likeliest first.
-        num_sequences: that decode; each yields a token without drafts, too.
-        num_rows: of the step without drafts.
-        turn: seconds that the device waits for the next drafts after a step with drafts.
-    """
-    room = int(_EDGES[-1]) - num_rows
-    most = min(len(survival), max(room, 0))
-    if most == 0 or not costs.known:
-        return most
-    edges = _EDGES[np.searchsorted(_EDGES, num_rows) :] - num_rows
-    counts = np.unique(np.append(edges[(edges > 0) & (edges < most)], most)).astype(np.int64)
-    gained = np.cumsum(survival[:most], dtype=np.float64)[counts - 1]
-    rate = (num_sequences + gained) / (costs.of(num_rows + counts) + turn)
-    best = int(rate.argmax())
-    plain = num_sequences / float(costs.of(np.array([num_rows]))[0])
-    return int(counts[best]) if rate[best] > plain else 0
+        Args:
+            survival: [S, most] estimates of each draft's nodes. Scaled in place, to at most 1, and
+                so that no node is likelier than those before it.
+            counts: [S] nodes of each draft.
+            trust: [S] what to scale the estimates by.
+            num_rows: of the step without drafts; each sequence yields a token without them, too.
+            turn: seconds that the device waits for the next drafts after a step with drafts.
+        """
+        kept = np.zeros(len(counts), np.int32)
+        _choose(survival, counts, trust, self.table(), _EDGES, num_rows, turn, kept)
+        return kept
 
 
-def keep_likeliest(
-    survival: NDArray[np.float32], counts: NDArray[np.int32], total: int
-) -> NDArray[np.int32]:
-    """[S] nodes of each draft that are among the `total` likeliest of all.
+@njit(cache=True, nogil=True)
+def _table(seconds: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    table = np.zeros(len(edges))
+    last = -1
+    for i in range(len(edges)):
+        if seconds[i] == 0.0:
+            continue
+        now = max(seconds[i], table[last]) if last >= 0 else seconds[i]
+        for k in range(last + 1, i + 1):
+            part = (edges[k] - edges[last]) / (edges[i] - edges[last]) if last >= 0 else 1.0
+            before = table[last] if last >= 0 else now
+            table[k] = before + part * (now - before)
+        last = i
+    for k in range(last + 1, len(edges) if last >= 0 else 0):
+        table[k] = table[last] * (1.0 + _UNKNOWN_SLOPE * (edges[k] - edges[last]))
+    return table
 
-    Args:
-        survival: [S, most] of each draft's nodes, no node likelier than those before it, so that
-            the kept ones are each draft's first.
-        counts: [S] nodes of each draft.
-    """
-    held = np.arange(survival.shape[1]) < counts[:, None]
-    rows = np.repeat(np.arange(len(counts)), counts)
-    order = np.argsort(-survival[held], kind="stable")[:total]
-    return np.bincount(rows[order], minlength=len(counts)).astype(np.int32)
+
+@njit(cache=True, nogil=True)
+def _choose(
+    survival: np.ndarray,
+    counts: np.ndarray,
+    trust: np.ndarray,
+    table: np.ndarray,
+    edges: np.ndarray,
+    num_rows: int,
+    turn: float,
+    kept: np.ndarray,
+) -> None:
+    """See `StepCosts.choose`; writes `kept`."""
+    likeliest = np.empty(counts.sum(), np.float32)
+    size = 0
+    for row in range(len(counts)):
+        least = np.float32(1.0)
+        for node in range(counts[row]):
+            least = min(least, survival[row, node] * trust[row])
+            survival[row, node] = least
+            likeliest[size] = least
+            size += 1
+    likeliest.sort()
+    likeliest = likeliest[::-1]
+    most = min(size, edges[-1] - num_rows)
+    at = np.searchsorted(edges, num_rows)
+    best, total = 0.0, most
+    if table[-1] > 0.0:
+        best, total = len(counts) / table[min(at, len(edges) - 1)], 0
+        gained, node = float(len(counts)), 0
+        while node < most:
+            # All that fits in the same size of step costs the same.
+            at = np.searchsorted(edges, num_rows + node + 1)
+            end = min(most, edges[at] - num_rows)
+            gained += likeliest[node:end].sum()
+            node = end
+            rate = gained / (table[at] + turn)
+            if rate > best:
+                best, total = rate, node
+    if total <= 0:
+        return
+    least = likeliest[total - 1]
+    ties = total - np.sum(likeliest[:total] > least)
+    for row in range(len(counts)):
+        for node in range(counts[row]):
+            if survival[row, node] > least:
+                kept[row] += 1
+            elif survival[row, node] == least and ties > 0:
+                kept[row] += 1
+                ties -= 1
+            else:
+                break

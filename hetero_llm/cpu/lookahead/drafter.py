@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hetero_llm.core.draft import MAX_NODES, DraftBatch
 from hetero_llm.core.lookahead_config import LookaheadConfig
 from hetero_llm.core.request import Request, Sequence
-from hetero_llm.cpu.lookahead.budget import StepCosts, best_count, keep_likeliest
+from hetero_llm.cpu.lookahead.budget import StepCosts
 from hetero_llm.cpu.lookahead.calibration import judge
 from hetero_llm.cpu.lookahead.history import History
 from hetero_llm.cpu.lookahead.raw import SIGNATURE_TOKENS
@@ -119,6 +119,7 @@ class LookaheadDrafter:
             source.propose(self._texts.tokens, rows, self._history.shared(), limits, self._found)
             source.forget(self._texts.tokens, rows)
         self._learn_from([])
+        self._keep_what_pays([], self._found.some(slice(0)), 0)
         self._texts.close(text)
 
     @property
@@ -318,23 +319,18 @@ class LookaheadDrafter:
     def _keep_what_pays(self, known: list[Known], found: Proposals, num_rows: int) -> Proposals:
         """Cuts drafts to the nodes that make tokens come fastest, which may be none. After a while
         without any nobody is asked for some steps; a single node each then tries anew."""
-        counts = found.counts.copy()
-        if not counts.any():
-            return found.with_counts(counts, found.survival)
+        survival = found.survival
         trust = np.array([one.hits / max(one.expected, 1e-6) for one in known], np.float32)
-        survival = found.survival * np.clip(trust, _FLOOR, _CEILING)[:, None]
-        survival = np.minimum.accumulate(np.minimum(survival, 1.0), axis=1)
-        held = np.arange(survival.shape[1]) < counts[:, None]
-        likeliest = -np.sort(-survival[held])
-        total = best_count(likeliest, len(known), num_rows, self._costs, self._turn)
-        if total:
+        trust = np.clip(trust, _FLOOR, _CEILING)
+        kept = self._costs.choose(survival, found.counts, trust, num_rows, self._turn)
+        if kept.any() or not found.counts.any():
             self._in_vain = 0
-            return found.with_counts(keep_likeliest(survival, counts, total), survival)
+            return found.with_counts(kept, survival)
         self._in_vain += 1
         if self._in_vain <= _PATIENCE:
-            return found.with_counts(np.zeros_like(counts), survival)
+            return found.with_counts(kept, survival)
         self._in_vain, self._resting = _PATIENCE, _REST
-        return found.with_counts(np.minimum(counts, 1), survival)
+        return found.with_counts(np.minimum(found.counts, 1), survival)
 
     def _keep_to_target(self, known: list[Known], counts: NDArray[np.int32]) -> None:
         """TACO's target_parallelism: beyond so many rows in a step, drafts shrink with their hits.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_llm.cpu.lookahead.budget import StepCosts, best_count, keep_likeliest
+from hetero_llm.cpu.lookahead.budget import _EDGES, StepCosts
+
+CHANCES = st.floats(0.0078125, 1.0, width=32)
 
 
 def costs_of(*steps: tuple[int, float]) -> StepCosts:
@@ -18,15 +22,27 @@ def costs_of(*steps: tuple[int, float]) -> StepCosts:
 
 
 def seconds(costs: StepCosts, *rows: int) -> list[float]:
-    return costs.of(np.array(rows)).tolist()
+    return costs.table()[np.searchsorted(_EDGES, rows)].tolist()
+
+
+def choose(
+    costs: StepCosts, drafts: list[list[float]], num_rows: int, turn: float = 0.0
+) -> list[int]:
+    counts = np.array([len(draft) for draft in drafts], np.int32)
+    survival = np.full((len(drafts), 63), np.float32(0.5))
+    for row, draft in enumerate(drafts):
+        survival[row, : len(draft)] = draft
+    trust = np.ones(len(drafts), np.float32)
+    return costs.choose(survival, counts, trust, num_rows, turn).tolist()
 
 
 def test_steps_are_interpolated_and_never_get_cheaper() -> None:
     costs = costs_of((1, 1.0), (8, 1.7), (16, 1.5), (64, 3.0))
-    assert seconds(costs, 1, 8, 16, 64) == [1.0, 1.7, 1.7, 3.0]
-    assert 1.0 < seconds(costs, 4)[0] < 1.7
+    assert seconds(costs, 0, 1, 8, 16, 64) == [1.0, 1.0, 1.7, 1.7, 3.0]
+    assert seconds(costs, 4)[0] == pytest.approx(1.3)
     assert seconds(costs, 9) == seconds(costs, 16), "as large as the graph that holds it"
     assert 3.0 < seconds(costs, 65)[0] < 3.5
+    assert not StepCosts().table().any()
 
 
 def test_times_follow_the_machine_but_not_an_outlier() -> None:
@@ -42,49 +58,46 @@ def test_times_follow_the_machine_but_not_an_outlier() -> None:
 
 
 def test_before_anything_is_known_all_nodes_are_kept() -> None:
-    assert best_count(np.full(5, 0.1, np.float32), 1, 1, StepCosts(), 0.0) == 5
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.floats(0.0078125, 1.0, width=32), min_size=1, max_size=40),
-    st.integers(1, 8),
-    st.lists(st.tuples(st.integers(1, 64), st.floats(0.5, 4.0)), min_size=1, max_size=6),
-    st.floats(0.0, 0.5),
-)
-def test_no_other_number_of_nodes_is_faster(
-    survival: list[float], sequences: int, steps: list[tuple[int, float]], turn: float
-) -> None:
-    costs = costs_of(*steps)
-    likeliest = -np.sort(-np.array(survival, np.float32))
-    chosen = best_count(likeliest, sequences, sequences, costs, turn)
-
-    def rate(nodes: int) -> float:
-        gained = sequences + float(likeliest[:nodes].sum(dtype=np.float64))
-        return gained / (seconds(costs, sequences + nodes)[0] + (turn if nodes else 0.0))
-
-    best = max(rate(nodes) for nodes in range(len(survival) + 1))
-    assert rate(chosen) == pytest.approx(best, rel=1e-6)
+    assert choose(StepCosts(), [[0.1] * 5, [], [0.9] * 63], 3) == [5, 0, 63]
 
 
 def test_nothing_is_drafted_where_rows_are_dear() -> None:
     dear = costs_of(*((rows, float(rows)) for rows in (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32)))
-    assert best_count(np.full(20, 0.9, np.float32), 4, 4, dear, 0.0) == 0
+    assert choose(dear, [[0.9] * 5] * 4, 4) == [0, 0, 0, 0]
     cheap = costs_of((1, 1.0), (8, 1.05))
-    assert best_count(np.full(7, 0.3, np.float32), 1, 1, cheap, 0.0) == 7
+    assert choose(cheap, [[0.3] * 7], 1) == [7]
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.lists(st.floats(0, 1, width=32), max_size=6), min_size=1, max_size=6), st.data())
-def test_the_likeliest_nodes_are_kept(drafts: list[list[float]], data: st.DataObject) -> None:
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.lists(CHANCES, max_size=5), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(1, 24), st.floats(0.5, 4.0)), min_size=1, max_size=6),
+    st.floats(0.0, 0.5),
+    st.integers(0, 3),
+)
+def test_no_other_choice_is_faster(
+    drafts: list[list[float]], steps: list[tuple[int, float]], turn: float, others: int
+) -> None:
     drafts = [sorted(draft, reverse=True) for draft in drafts]
-    counts = np.array([len(draft) for draft in drafts], np.int32)
-    total = data.draw(st.integers(0, int(counts.sum())))
-    survival = np.full((len(drafts), 6), np.float32(0.5))
-    for row, draft in enumerate(drafts):
-        survival[row, : len(draft)] = draft
-    kept = keep_likeliest(survival, counts, total)
-    assert kept.sum() == total and (kept <= counts).all()
-    ins = [value for draft, count in zip(drafts, kept) for value in draft[:count]]
-    outs = [value for draft, count in zip(drafts, kept) for value in draft[count:]]
-    assert not ins or not outs or min(ins) >= max(outs)
+    costs = costs_of(*steps)
+    num_rows = len(drafts) + others
+
+    def rate(kept: tuple[int, ...]) -> float:
+        gained = len(drafts) + sum(sum(d[:n]) for d, n in zip(drafts, kept))
+        nodes = sum(kept)
+        return gained / (seconds(costs, num_rows + nodes)[0] + (turn if nodes else 0.0))
+
+    chosen = tuple(choose(costs, drafts, num_rows, turn))
+    best = max(map(rate, itertools.product(*(range(len(draft) + 1) for draft in drafts))))
+    assert rate(chosen) == pytest.approx(best, rel=1e-5)
+
+
+def test_estimates_are_scaled_and_made_to_fall() -> None:
+    survival = np.zeros((2, 63), np.float32)
+    survival[0, :3] = [0.8, 0.9, 0.2]
+    survival[1, :2] = [0.9, 0.5]
+    counts, trust = np.array([3, 2], np.int32), np.array([0.5, 2.0], np.float32)
+    kept = costs_of((2, 1.0), (4, 1.01), (7, 9.0)).choose(survival, counts, trust, 2, 0.0)
+    np.testing.assert_allclose(survival[0, :3], [0.4, 0.4, 0.1])
+    np.testing.assert_allclose(survival[1, :2], [1.0, 1.0])
+    assert kept.tolist() == [0, 2]
