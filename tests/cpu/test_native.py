@@ -34,7 +34,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     monkeypatch.setattr(native, "_SOURCES", folder)
-    monkeypatch.setattr(native, "_declare", lambda _: None)
+    monkeypatch.setattr(native, "declare", lambda _: None)
     monkeypatch.setenv("HETERO_LLM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("HETERO_LLM_NATIVE", "1")
     native.load.cache_clear()
