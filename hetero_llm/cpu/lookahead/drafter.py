@@ -30,6 +30,7 @@ RAW, TURBO = 0, 1
 """Values of `LookaheadConfig.cache_mode`; 2 is both."""
 
 _PART = 16  # sequences for which a further thread pays
+_FEW = 16  # tokens that are looked through faster one by one
 _CHUNK = 64  # tokens of an output that go into the history together
 _HEADER = 3  # last tokens of a prompt that tell which kind of text follows
 _HIT_MEMORY = 0.8  # of the moving averages of hits, kept at each step
@@ -76,7 +77,8 @@ class LookaheadDrafter:
         assert config.max_seq_len is not None and config.eos_token_id is not None
         self._config = config
         self._longest = config.max_seq_len
-        self._eos = np.array(config.eos_token_id, np.int32)
+        self._ends = frozenset(config.eos_token_id)
+        self._end_array = np.array(config.eos_token_id, np.int32)
         self._texts = Texts(width)
         self._known: dict[str, dict[int, Known]] = {}
         self._fresh: set[Known] = set()
@@ -146,8 +148,10 @@ class LookaheadDrafter:
         kept = self._keep_what_pays(known, found, num_rows)
         self._keep_to_target(known, kept.counts)
         self._asked += 1
-        for row, (one, count) in enumerate(zip(known, kept.counts.tolist(), strict=True)):
-            one.proposed = float(kept.survival[row, :count].sum()) if count else 0.0
+        held = np.arange(kept.survival.shape[1]) < kept.counts[:, None]
+        expected = np.where(held, kept.survival, 0.0).sum(axis=1).tolist()
+        for row, one in enumerate(known):
+            one.proposed = expected[row]
             one.asked, one.row, one.asked_end = self._asked, row, one.text.end
         batch = kept.batch()
         seconds = perf_counter() - begin
@@ -247,15 +251,22 @@ class LookaheadDrafter:
     def _copy(self, known: Known, token_ids: list[int]) -> None:
         """Ends of sequences inside a text part what is before them from what follows."""
         text = known.text
-        before = text.end
-        self._texts.extend(text, token_ids)
-        new = self._texts.tokens[before : text.end]
-        if len(new) and int(new.max()) >= self._config.voc_size:
-            known.foreign = True
+        new: list[int] | NDArray[np.int32] = token_ids[text.end - text.first :]
+        if not len(new):
+            return
+        if len(new) > _FEW:
+            new = np.array(new, np.int32)
+            known.foreign = int(new.max()) >= self._config.voc_size
+            if not known.foreign:
+                new[np.isin(new, self._end_array)] = SEPARATOR
+        else:
+            known.foreign = max(new) >= self._config.voc_size
+            if not self._ends.isdisjoint(new):
+                new = [SEPARATOR if token in self._ends else token for token in new]
+        if known.foreign:
             self.num_foreign += 1
-            text.end = before
-        elif len(self._eos):
-            new[np.isin(new, self._eos)] = SEPARATOR
+            return
+        self._texts.extend(text, new)
 
     # -- looking up -------------------------------------------------------------------------
 

@@ -73,5 +73,5 @@ class PromptLookupDrafter:
         text = of_request.get(sequence.index)
         if text is None:
             text = of_request[sequence.index] = self._texts.open(space=0)
-        self._texts.extend(text, sequence.token_ids)
+        self._texts.extend(text, sequence.token_ids[text.end - text.first :])
         return text

@@ -72,17 +72,16 @@ class Texts:
         self._next_salt += 1
         return text
 
-    def extend(self, text: Text, token_ids: list[int]) -> None:
-        """Copies what is new at the end of a sequence's tokens."""
-        known = text.end - text.first
-        count = len(token_ids)
-        assert count < self._width, (count, self._width)
-        if count - known == 1:
-            self.tokens[text.end] = token_ids[-1]
+    def extend(self, text: Text, new: list[int] | NDArray[np.int32]) -> None:
+        """Appends tokens to a text."""
+        end = text.end + len(new)
+        assert end - text.first < self._width, (end - text.first, self._width)
+        if len(new) == 1:
+            self.tokens[text.end] = new[0]
         else:
-            self.tokens[text.end : text.first + count] = token_ids[known:]
-        text.end = text.first + count
-        self.tokens[text.end] = SEPARATOR
+            self.tokens[text.end : end] = new
+        self.tokens[end] = SEPARATOR
+        text.end = end
 
     def close(self, text: Text) -> None:
         """The row is free for another sequence."""
