@@ -13,7 +13,7 @@ from hetero_llm.engine.drafting import Drafter
 from hetero_llm.models.config import ModelConfig
 
 BYTES_PER_TOKEN = 110
-"""Of the global cache, indexes included: measured 98 on source code."""
+"""Of the global cache: 4 of text, about 70 of trie and 10 to 32 of n-grams on source code."""
 MOST_TOKENS = 64 << 20
 """Of a cache sized by memory: more would be hash walks through slow memory for no more hits."""
 

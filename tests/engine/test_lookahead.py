@@ -7,6 +7,7 @@ tokens have to be equal, not just alike.
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -60,6 +61,13 @@ def served(llm: LLM) -> list[list[tuple[list[int], str, Any, Any]]]:
     ]
 
 
+@pytest.fixture(autouse=True)
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps cost nothing that the budget knows of, so that all drafts are verified: otherwise what
+    is drafted would depend on how loaded the machine is."""
+    monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
+
+
 @pytest.fixture(scope="module")
 def plain() -> Iterator[list[Any]]:
     with start() as llm:
@@ -88,9 +96,23 @@ def test_drafts_do_not_change_tokens(plain: list[Any], engine_args: dict[str, An
         assert metrics["num_preemptions"] > 0
 
 
-def test_a_warm_cache_takes_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without knowing what steps cost, all drafts are worth while, however loaded the machine is.
-    monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
+def test_a_budget_does_not_change_tokens(plain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times that jump about: drafts are cut, left out for some steps, and tried again."""
+    monkeypatch.undo()
+    observe, rng = StepCosts.observe, random.Random(0)
+
+    def jump(costs: StepCosts, rows: int, _: float) -> None:
+        observe(costs, rows, rng.choice((0.001, 0.003)) * (1 + rng.choice((0.0, 0.5)) * rows))
+
+    monkeypatch.setattr(StepCosts, "observe", jump)
+    with start(speculative_config=HYBRID) as llm:
+        for _ in range(3):
+            assert served(llm) == plain
+        metrics = llm.get_metrics()
+    assert 0 < metrics["spec_decode_num_drafts"] < metrics["generation_tokens"]
+
+
+def test_a_warm_cache_takes_fewer_steps() -> None:
     steps = []
     with start(speculative_config=RAW, enable_prefix_caching=False) as llm:
         for _ in range(2):

@@ -36,29 +36,34 @@ def judge(
     parents: np.ndarray,
     kind: np.ndarray,
     counts: np.ndarray,
+    kept: np.ndarray,
     table: np.ndarray,
+    accepted: np.ndarray,
 ) -> None:
-    """Enters into `table` what came of drafts.
+    """Enters into `table` what came of drafts, and how far each got.
 
     Args:
         text: int32; positions begins[i] .. ends[i] came since draft i was made.
         rows: [S] where the drafts are in the following arrays, as they were proposed.
         tokens, parents, kind: [R, 63]. counts: [R].
+        kept: [S] first nodes of each draft that were verified.
         table: [cells, 2] float32, see `table_of`; kinds are its rows, negative ones are left out.
+        accepted: [S] int64, written: verified nodes that the text followed.
     """
     for i in range(len(rows)):
         row = rows[i]
         count = counts[row]
         node = -1
+        accepted[i] = 0
         for position in range(begins[i], ends[i]):
             token = text[position]
-            accepted = -1
+            followed = -1
             for child in range(node + 1, count):
                 if parents[row, child] != node:
                     continue
                 hit = tokens[row, child] == token
-                if hit and accepted < 0:
-                    accepted = child
+                if hit and followed < 0:
+                    followed = child
                 cell = kind[row, child]
                 if cell < 0:
                     continue
@@ -67,6 +72,8 @@ def judge(
                     table[cell, 1] *= 0.5
                 table[cell, 0] += 1.0 if hit else 0.0
                 table[cell, 1] += 1.0
-            if accepted < 0:
+            if followed < 0:
                 break
-            node = accepted
+            node = followed
+            if node < kept[i]:
+                accepted[i] += 1

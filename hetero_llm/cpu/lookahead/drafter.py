@@ -44,7 +44,7 @@ class Known:
 
     Attributes:
         hits, expected: moving averages of accepted nodes per draft, and of their estimate.
-        proposed: estimate for what was proposed last; 0 for nothing.
+        proposed, kept: estimate for what was proposed last, and its nodes; 0 for nothing.
         asked: number of the proposal that it was in last, `row` its place in it and `asked_end`
             the end of its text then.
         foreign: it has a token beyond the configured vocabulary, so it is left alone.
@@ -55,6 +55,7 @@ class Known:
     hits: float = 1.0
     expected: float = 1.0
     proposed: float = 0.0
+    kept: int = 0
     asked: int = -1
     row: int = 0
     asked_end: int = 0
@@ -150,8 +151,8 @@ class LookaheadDrafter:
         self._asked += 1
         held = np.arange(kept.survival.shape[1]) < kept.counts[:, None]
         expected = np.where(held, kept.survival, 0.0).sum(axis=1).tolist()
-        for row, one in enumerate(known):
-            one.proposed = expected[row]
+        for row, (one, count) in enumerate(zip(known, kept.counts.tolist(), strict=True)):
+            one.proposed, one.kept = expected[row], count
             one.asked, one.row, one.asked_end = self._asked, row, one.text.end
         batch = kept.batch()
         seconds = perf_counter() - begin
@@ -174,13 +175,14 @@ class LookaheadDrafter:
             return
         self._tick += 1
         tokens = self._texts.tokens
-        fresh = [known.text for known in self._fresh]
+        # With ignore_prompt the first tokens of an output are not to be learned.
+        fresh = [k.text for k in self._fresh if k.text.end > k.text.indexed]
         if fresh:
             rows = Rows.of(fresh)
             for source in self._sources:
                 source.learn(tokens, rows, self._tick)
             for text in fresh:
-                text.indexed = max(text.indexed, text.end)
+                text.indexed = text.end
         for known in self._fresh:
             if known.text.end - known.text.told >= _CHUNK:
                 self._tell(known)
@@ -194,6 +196,8 @@ class LookaheadDrafter:
             if not known.foreign:
                 self._tell(known)
         texts = [known.text for known in self._closed]
+        for text in texts:
+            text.indexed = min(text.indexed, text.end)
         for source in self._sources:
             source.forget(self._texts.tokens, Rows.of(texts))
         for text in texts:
@@ -207,13 +211,9 @@ class LookaheadDrafter:
         known = of_request.get(sequence.index)
         if known is None:
             known = of_request[sequence.index] = self._open(sequence)
-        before = known.text.end
-        if known.foreign:
-            return known
-        self._copy(known, sequence.token_ids)
-        if known.proposed:
-            self._judge(known, accepted=known.text.end - before - 1)
-        self._fresh.add(known)
+        if not known.foreign:
+            self._copy(known, sequence.token_ids)
+            self._fresh.add(known)
         return known
 
     def _judge(self, known: Known, accepted: int) -> None:
@@ -224,8 +224,10 @@ class LookaheadDrafter:
         self._mean_expected += (1 - _HIT_MEMORY) / 8 * (known.proposed - self._mean_expected)
 
     def _learn_from(self, known: list[Known]) -> None:
-        """Enters what came of the last proposal into the record of its kinds."""
+        """Enters what came of the last proposal into the record of its kinds, and each draft into
+        its sequence's. Tokens tell, not their number: steps without drafts may have followed."""
         judged = [one for one in known if one.asked == self._asked]
+        accepted = np.empty(len(judged), np.int64)
         judge(
             self._texts.tokens,
             np.array([one.asked_end for one in judged], np.int64),
@@ -235,8 +237,13 @@ class LookaheadDrafter:
             self._found.parents,
             self._found.kind,
             self._found.counts,
+            np.array([one.kept for one in judged], np.int64),
             self._record,
+            accepted,
         )
+        for one, count in zip(judged, accepted.tolist(), strict=True):
+            if one.kept:
+                self._judge(one, count)
 
     def _open(self, sequence: Sequence) -> Known:
         # The prefix cache's root key tells requests with another cache_salt apart; one bit is

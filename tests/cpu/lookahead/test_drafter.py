@@ -315,6 +315,31 @@ def test_the_record_learns_what_comes_of_drafts() -> None:
     assert changed[:, 1].sum() == 3 and changed[:, 0].sum() == 2
 
 
+def test_steps_without_drafts_do_not_count_as_hits() -> None:
+    drafter = make_drafter(cache_mode=0, capacity=0)
+    sequence = make_sequence("a", [*PHRASE, 7, 8, 9])
+    ask(drafter, sequence)
+    sequence.token_ids += [40, 41]
+    (draft,) = ask(drafter, sequence)
+    assert draft[:2] == [42, 43]
+    known = drafter._known["a"][0]
+    hits = known.hits
+    sequence.token_ids += [42, 99, *range(200, 230)]
+    ask(drafter, sequence)
+    assert known.hits == pytest.approx(0.8 * hits + 0.2 * 1)
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_a_request_that_ends_before_anything_is_learned_leaves_nothing(mode: int) -> None:
+    drafter = make_drafter(cache_mode=mode, capacity=0, ignore_prompt=True)
+    sequence = make_sequence("a", [*PHRASE, 7])
+    for _ in range(2):
+        sequence.token_ids += [40]
+        ask(drafter, sequence)
+    finish(drafter, sequence)
+    assert not drafter._known and len(drafter._texts._free) == drafter._texts._rows
+
+
 @pytest.mark.parametrize("capacity", [0, 64])
 def test_a_document_larger_than_a_generation_is_left_out(capacity: int) -> None:
     history = History(RAW, capacity, uses_raw=True, uses_trie=True)
