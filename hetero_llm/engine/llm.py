@@ -21,7 +21,7 @@ from hetero_llm.core.errors import ConfigError, EngineDeadError, RequestError
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
-from hetero_llm.engine.factory import BuiltEngine, build_engine
+from hetero_llm.engine.factory import BuiltEngine, build_engine, free_unreachable
 from hetero_llm.engine.input_processor import Prompt, pair_params, parse_prompts
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,9 @@ class LLM:
 
     def close(self) -> None:
         """Frees model and KV cache; further calls raise `EngineDeadError`."""
+        device = "" if self._built is None else self._built.device
         self._built = None
+        free_unreachable(device)
 
     def generate(
         self,

@@ -124,8 +124,6 @@ def test_the_pool_grows_by_what_offloading_frees(one_b: Path) -> None:
     assert plan.freed_bytes > 0.8 * GIB
     with start_one_b(one_b) as llm:
         without = num_blocks(llm)
-    gc.collect()
-    torch.cuda.empty_cache()
     with start_one_b(one_b, cpu_offload_gb=1.0) as llm:
         gained = (num_blocks(llm) - without) * one_b_block_bytes()
         assert abs(gained - plan.freed_bytes) < 128 * MIB
@@ -138,8 +136,6 @@ def test_the_pool_grows_by_what_offloading_frees(one_b: Path) -> None:
 def test_a_conservative_pool_is_no_larger(one_b: Path) -> None:
     with start_one_b(one_b) as llm:
         plain = num_blocks(llm)
-    gc.collect()
-    torch.cuda.empty_cache()
     with start_one_b(one_b, conservative_dry_run=True) as llm:
         assert 0 < num_blocks(llm) <= plain + 64 * MIB // one_b_block_bytes()
 
@@ -166,8 +162,6 @@ def test_the_cache_is_sized_from_free_memory() -> None:
 def test_an_fp8_pool_holds_twice_the_blocks() -> None:
     blocks = []
     for name in ("auto", "fp8"):
-        gc.collect()
-        torch.cuda.empty_cache()
         with start(
             dtype="bfloat16",
             kv_cache_dtype=name,
@@ -187,8 +181,6 @@ def test_a_pool_that_is_too_small(one_b: Path) -> None:
 def test_too_many_fixed_blocks(one_b: Path) -> None:
     with pytest.raises(ConfigError, match="^num_gpu_blocks_override=.*GiB are free; lower it"):
         start_one_b(one_b, num_gpu_blocks_override=2_000_000)
-    gc.collect()
-    torch.cuda.empty_cache()
     with start_one_b(one_b, num_gpu_blocks_override=200) as llm:
         assert num_blocks(llm) == 200
 
@@ -207,8 +199,6 @@ def test_weights_that_do_not_fit(one_b: Path, little_memory: None) -> None:
         ConfigError, match="^cpu_offload_gb=0.*: 2.30 GiB of weights do not fit .*raise it"
     ):
         start_one_b(one_b)
-    gc.collect()
-    torch.cuda.empty_cache()
     with start_one_b(
         one_b, cpu_offload_gb=1.5, num_gpu_blocks_override=128, max_num_batched_tokens=512
     ) as llm:

@@ -25,6 +25,7 @@ namespace hetero {
 namespace {
 
 constexpr int64_t kRowBlock = 512;         // rows whose outputs a thread holds at a time
+constexpr int64_t kLeastRowBlock = 64;     // rows for which a panel of weights is worth fetching
 constexpr int64_t kPrivateElements = 4096; // up to so many inputs are prepared by every thread
 constexpr int64_t kPrivateRows = kPrivateElements / kDepth;
 constexpr int64_t kSpin = 2000;            // microseconds between steps before threads sleep
@@ -125,14 +126,19 @@ void multiply_to_tile(const Run& r, const Matrix& matrix, const Rows& in, int64_
     multiply(matrix, in, rows, strip, strips, tile - strip * kStrip, stride, r.isa);
 }
 
-// Strips [first, last) of a product, a tile of panels at a time, each followed by
+struct Range {
+    int64_t first, last;
+};
+
+// Strips of a product over some rows, a tile of panels at a time, each followed by
 // done(row, rows, strip, strips, tile, stride).
 template <typename Done>
-void product(const Run& r, const Matrix& matrix, const Rows& in, int64_t rows, int64_t first,
+void product(const Run& r, const Matrix& matrix, const Rows& in, Range rows, int64_t first,
              int64_t last, float* tile, Done done) {
-    const int64_t together = rows > kFewRows ? r.panels : 1, stride = together * kPanel;
-    for (int64_t row = 0; row < rows; row += kRowBlock) {
-        const int64_t count = rows - row < kRowBlock ? rows - row : kRowBlock;
+    const int64_t together = rows.last - rows.first > kFewRows ? r.panels : 1;
+    const int64_t stride = together * kPanel;
+    for (int64_t row = rows.first; row < rows.last; row += kRowBlock) {
+        const int64_t count = rows.last - row < kRowBlock ? rows.last - row : kRowBlock;
         const Rows block = from_row(in, row, r.format);
         for (int64_t strip = first; strip < last;) {
             const int64_t end = (strip / kPerPanel + together) * kPerPanel;
@@ -165,15 +171,36 @@ void share_units(const Run& r, int64_t phase, int64_t count, int thread, Body bo
     }
 }
 
-// A product whose strips the threads share: by panels, or by `finest` strips where panels are few.
+// Rows of a unit of work: fewer than a tile holds where panels alone are too few to share evenly.
+int64_t row_block(const Run& r, int64_t rows, int64_t panels) {
+    int64_t block = kRowBlock;
+    while (block > kLeastRowBlock && panels * ((rows + block - 1) / block) < 4 * r.threads)
+        block /= 2;
+    return block;
+}
+
+// A product whose strips the threads share: by panels, or by `finest` strips where panels are few
+// and rows, too, or by blocks of a panel's rows.
 template <typename Done>
 void share_product(const Run& r, int64_t phase, const Matrix& matrix, const Rows& in, int64_t rows,
                    int64_t strips, int64_t finest, int thread, Done done) {
     const bool few = rows <= kFewRows && strips < 4 * kPerPanel * r.threads;
     const int64_t unit = few ? finest : kPerPanel, units = (strips + unit - 1) / unit;
-    share_units(r, phase, units, thread, [&](int64_t first, int64_t last) {
+    const int64_t block = row_block(r, rows, units), blocks = (rows + block - 1) / block;
+    const auto multiply_units = [&](int64_t first, int64_t last, Range some) {
         const int64_t end = last * unit < strips ? last * unit : strips;
-        product(r, matrix, in, rows, first * unit, end, tile_of(r, thread), done);
+        const Range own{some.first * block, some.last * block < rows ? some.last * block : rows};
+        product(r, matrix, in, own, first * unit, end, tile_of(r, thread), done);
+    };
+    share_units(r, phase, units * blocks, thread, [&](int64_t first, int64_t last) {
+        while (first < last) {
+            const int64_t at = first / blocks, from = first % blocks, left = last - first;
+            const int64_t whole = from ? 0 : left / blocks;
+            const int64_t some = left < blocks - from ? left : blocks - from;
+            if (whole) multiply_units(at, at + whole, {0, blocks});
+            else multiply_units(at, at + 1, {from, from + some});
+            first += whole ? whole * blocks : some;
+        }
     });
 }
 
@@ -220,9 +247,10 @@ void project_heads(const Run& r, const Layer& layer, int64_t index, const Rows& 
     const int64_t heads = r.e.model.all_heads(), dim = r.m.dim;
     const int64_t together = dim % kStrip ? 2 : 1, width = together * dim;
     const int64_t units = (heads + together - 1) / together;
+    const int64_t block = row_block(r, r.rows, units), blocks = (r.rows + block - 1) / block;
     float* tile = tile_of(r, thread);
     const auto project = [&](int64_t unit, int64_t row) {
-        const int64_t count = r.rows - row < kRowBlock ? r.rows - row : kRowBlock;
+        const int64_t count = r.rows - row < block ? r.rows - row : block;
         multiply_to_tile(r, layer.qkv, from_row(in, row, r.format), count, unit * width / kStrip,
                          width / kStrip, tile, width);
         for (int64_t i = 0; i < count; ++i)
@@ -230,9 +258,8 @@ void project_heads(const Run& r, const Layer& layer, int64_t index, const Rows& 
                 place_head(r, layer, index, row + i, unit * together + h,
                            tile + i * width + h * dim);
     };
-    share_units(r, kPhases * index, units, thread, [&](int64_t first, int64_t last) {
-        for (int64_t unit = first; unit < last; ++unit)
-            for (int64_t row = 0; row < r.rows; row += kRowBlock) project(unit, row);
+    share_units(r, kPhases * index, units * blocks, thread, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) project(i / blocks, i % blocks * block);
     });
 }
 
