@@ -72,6 +72,7 @@ def build_engine(
 
     load = config.load
     device = _resolve_device(load.device)
+    free_unreachable(device.type)
     _check_offload(config, device)
     folder, model_config = _find_model(load)
     max_model_len = _resolve_max_model_len(config.max_model_len, model_config)
@@ -133,6 +134,14 @@ def build_engine(
     return BuiltEngine(
         engine, tokenizer, max_model_len, num_blocks, str(device), dtype_name, backend
     )
+
+
+def free_unreachable(device: str) -> None:
+    """Gives a GPU the memory of closed engines; nothing to do on a CPU."""
+    if device.startswith("cuda"):
+        from hetero_llm.gpu.memory import free_unreachable as free
+
+        free()
 
 
 def _find_model(load: LoadConfig) -> tuple[Path, ModelConfig]:
