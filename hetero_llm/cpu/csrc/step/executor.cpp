@@ -71,12 +71,12 @@ struct Run {
     Isa isa;
     int threads;
     int64_t rows, head_width, gate_width;  // heads * dim; inner, in whole strips
-    int64_t shared_stride;                 // elements of a row in `shared`
+    int64_t shared_stride, gate_stride;    // elements of a row in `shared` and `gate`
     int64_t tile_size;                     // floats of a thread's tile
     int64_t panels;                        // of a tile
     float* x = nullptr;                    // [rows][hidden], the residual
     float* attended = nullptr;             // [rows][head_width]
-    float* gate = nullptr;                 // [rows][gate_width]
+    char* gate = nullptr;                  // [rows][gate_stride], float or as products take it
     char* queries = nullptr;               // [rows][head_width], as the cache
     char *shared = nullptr, *privates = nullptr;  // products' inputs
     float *shared_scales = nullptr, *private_scales = nullptr;
@@ -282,13 +282,33 @@ void add_product(const Run& r, int64_t phase, const Matrix& matrix, const float*
 
 // gate = act(gate) * up; strips of both take turns in the weights.
 void gate_product(const Run& r, int64_t phase, const Layer& layer, const Rows& in, int thread) {
+    const int64_t bytes = r.format == Format::kBf16 ? 2 : 4;
     const auto gate_tile = [&](int64_t row, int64_t rows, int64_t strip, int64_t count,
                                float* tile, int64_t stride) {
-        gated({tile, stride, rows, count / 2 * kStrip}, (int)r.m.activation,
-              r.gate + row * r.gate_width + strip / 2 * kStrip, r.gate_width, r.isa);
+        const int64_t size = count / 2 * kStrip;
+        // In place: a pair's result lies before what is still to be read.
+        gated({tile, stride, rows, size}, (int)r.m.activation, tile, stride, r.isa);
+        char* to = r.gate + (row * r.gate_stride + strip / 2 * kStrip) * bytes;
+        for (int64_t i = 0; i < rows; ++i, to += r.gate_stride * bytes) {
+            if (bytes == 2) narrow(tile + i * stride, size, (uint16_t*)to, r.isa);
+            else std::memcpy(to, tile + i * stride, size * 4);
+        }
     };
     share_product(r, phase, layer.gate_up, in, r.rows, 2 * (r.gate_width / kStrip), 2, thread,
                   gate_tile);
+}
+
+// What `gate_product` has left as the next product's input. Where rows are few every thread takes a
+// copy, which comes faster than the pieces in the middle of a product.
+Rows gated_rows(const Run& r, const Matrix& matrix, int thread) {
+    if (r.format == Format::kInt8)
+        return prepare(r, (const float*)r.gate, r.gate_stride, r.rows, r.m.inner, nullptr, matrix,
+                       thread);
+    if (r.rows * r.gate_stride > kPrivateElements) return {r.gate, r.gate_stride, nullptr};
+    const int64_t bytes = element_bytes(r.format);
+    char* own = r.privates + thread * kPrivateElements * bytes;
+    std::memcpy(own, r.gate, r.rows * r.gate_stride * bytes);
+    return {own, r.gate_stride, nullptr};
 }
 
 void run_layer(const Run& r, int64_t index, int thread) {
@@ -314,8 +334,7 @@ void run_layer(const Run& r, int64_t index, int thread) {
         prepare(r, r.x, m.hidden, r.rows, m.hidden, layer.second_norm, layer.gate_up, thread);
     gate_product(r, kPhases * index + 2, layer, second, thread);
     team.barrier(thread);
-    const Rows inner =
-        prepare(r, r.gate, r.gate_width, r.rows, m.inner, nullptr, layer.down, thread);
+    const Rows inner = gated_rows(r, layer.down, thread);
     add_product(r, kPhases * index + 3, layer.down, layer.down_bias, inner, thread);
     team.barrier(thread);
 }
@@ -409,7 +428,7 @@ Run make_run(Executor& e, const HeteroStep& step) {
     const HeteroModel& m = e.model.sizes;
     const int64_t head_width = m.heads * m.dim;
     Run r{e, m, step, e.model.format, e.isa, e.team->size(), step.rows, head_width,
-          round_up(m.inner, kStrip), 0, 0, 1};
+          round_up(m.inner, kStrip), 0, round_up(m.inner, kDepth), 0, 1};
     const int64_t wide = m.hidden > head_width ? m.hidden : head_width;
     r.shared_stride = round_up(m.inner > wide ? m.inner : wide, kDepth);
     const int64_t samples = step.samples, threads = r.threads;
@@ -421,7 +440,7 @@ Run make_run(Executor& e, const HeteroStep& step) {
     const int64_t bytes = element_bytes(r.format);
     r.x = e.x.of<float>(r.rows * m.hidden);
     r.attended = e.attended.of<float>(r.rows * head_width);
-    r.gate = e.gate.of<float>(r.rows * r.gate_width);
+    r.gate = e.gate.of<char>(r.rows * r.gate_stride * (r.format == Format::kBf16 ? 2 : 4));
     r.queries = e.queries.of<char>(r.rows * head_width * (e.cache.is_bf16 ? 2 : 4));
     r.shared = e.shared.of<char>(most * r.shared_stride * bytes);
     r.shared_scales = e.shared_scales.of<float>(most);
