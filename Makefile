@@ -60,6 +60,7 @@ check: $(STAMP)
 	$(BIN)/mypy hetero_llm/core hetero_llm/engine
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/gen_flags_doc.py --check
+	$(BIN)/python tools/gen_lookahead_doc.py --check
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -67,6 +68,7 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python tools/gen_flags_doc.py
+	$(BIN)/python tools/gen_lookahead_doc.py
 
 clean:
 	rm -rf $(VENV) $(IPEX_VENV) build dist *.egg-info

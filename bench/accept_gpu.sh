@@ -24,7 +24,7 @@ if [ "$part" = tests ]; then
   tests kernels 200 tests/gpu/kernels -n 12
   tests engine 280 tests/gpu --ignore tests/gpu/kernels --ignore tests/gpu/test_memory.py \
     -n 5 --dist loadfile
-  tests memory 100 tests/gpu/test_memory.py # they claim the card's memory or look what is free
+  tests memory 150 tests/gpu/test_memory.py # they claim the card's memory or look what is free
   echo "== done after $SECONDS s"
   exit
 fi

@@ -1,51 +1,90 @@
-"""Training-free speculation through `LLM.generate` against our own run without, on held-out text.
+"""Training-free speculation against our own run without, on held-out text, greedy.
 
-Every arm is a fresh engine with a cold cache; every batch has prompts of its own, so no row has
-seen the prompts or the continuations of another. Greedy. Rates are tokens behind the first one over
-the time they take: T(N + 1 tokens) - T(1 token), prompts computed anew each time. The row "no
-loops" leaves out prompts whose plain output repeats a span of 32 tokens, which any such drafter
-finds. "same": share of requests whose tokens are those of the plain run; in bfloat16 a verify
-step's sums may differ from a decode step's in the last bits. "random": prompts of random tokens,
-where there is nothing to find.
+One engine serves all arms in turn; each run has a new drafter, which has seen no prompt of the run
+and nothing that followed one. "warm": the hybrid cache holds other held-out text, of files that no
+prompt is from. What a drafter keeps from one run to the next are the times of steps, as in an
+engine that has served for a while.
+
+Batches of less than 8 run several times, each time with other prompts.
+
+"tok/s": tokens behind the first one over the time they take, T(N + 1 tokens) - T(1 token), prompts
+computed anew each time; the median of the repeats, in which arms alternate. A batch ends with its
+slowest sequence, so "first half" has the rate until half of the tokens are there, over the same of
+the run without drafts. "no loops" leaves out prompts whose plain output repeats a span of 32
+tokens, which any such drafter finds; "random" has prompts of random tokens, where there is nothing
+to find. "same": share of requests whose tokens are those of the plain run; in bfloat16 a verify
+step's sums may differ from a decode step's in the last bits.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from bench.common import print_table, write_results
-from hetero_llm import LLM, SamplingParams
+from hetero_llm import SamplingParams
+from hetero_llm.core.args import resolve_engine_args
+from hetero_llm.core.config import EngineConfig
+from hetero_llm.core.draft import DraftBatch
+from hetero_llm.core.request import Request, Sequence
 from hetero_llm.cpu.lookahead.budget import StepCosts
-from hetero_llm.demo_models import heldout_prompts
+from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
+from hetero_llm.cpu.lookahead.texts import namespace
+from hetero_llm.demo_models import ALIASES, demo_folder, heldout_prompts
+from hetero_llm.engine.drafters import make_drafter
+from hetero_llm.engine.drafting import Drafter
+from hetero_llm.engine.engine import Engine
+from hetero_llm.engine.factory import build_engine
+from hetero_llm.engine.input_processor import parse_prompts
+from hetero_llm.engine.prefix_cache import root_key
+from hetero_llm.models.config import load_model_config
 
+LOOKAHEAD = {"method": "lookahead", "cache_size": 4 << 20, "token_paths_top_k": 2}
 ARMS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 2,
               "prompt_lookup_max": 5},
-    "raw": {"method": "lookahead", "cache_mode": 0},
-    "turbo": {"method": "lookahead", "cache_mode": 1, "token_paths_top_k": 2},
-    "hybrid": {"method": "lookahead", "cache_mode": 2, "token_paths_top_k": 2},
+    "raw": {**LOOKAHEAD, "cache_mode": 0},
+    "turbo": {**LOOKAHEAD, "cache_mode": 1},
+    "hybrid": {**LOOKAHEAD, "cache_mode": 2},
+    "warm": {**LOOKAHEAD, "cache_mode": 2},
+    "merged": {**LOOKAHEAD, "cache_mode": 3},
 }  # fmt: skip
 SPAN = 32
-FIGURES = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "num_steps")
+FEW = 8
+VOCAB = 4096
 
 
-def batches_of(sizes: list[int], length: int) -> list[list[list[int]]]:
-    """Distinct held-out prompts for every batch, their last `length` tokens."""
-    prompts = heldout_prompts().prompts
-    assert sum(sizes) <= len(prompts), "not enough held-out prompts"
-    chosen = np.random.default_rng(0).permutation(len(prompts))[: sum(sizes)]
-    rows = iter(prompts[chosen, -length:].tolist())
-    return [[next(rows) for _ in range(size)] for size in sizes]
+def num_batches(size: int) -> int:
+    """How many batches of a size run one after the other: small ones depend on their prompts."""
+    return max(1, FEW // size)
 
 
-def random_batch(size: int, length: int, vocab: int) -> list[list[int]]:
-    return np.random.default_rng(1).integers(3, vocab, (size, length)).tolist()
+def batches_of(sizes: list[int], length: int) -> list[list[list[list[int]]]]:
+    """The batches of every size, of distinct held-out prompts, their last `length` tokens."""
+    rows = iter(heldout_prompts().prompts[_order(), -length:].tolist())
+    return [[[next(rows) for _ in range(size)] for _ in range(num_batches(size))] for size in sizes]
+
+
+def other_text(sizes: list[int]) -> list[np.ndarray]:
+    """[1324] tokens each of the held-out files that no batch of these sizes is from."""
+    held = heldout_prompts()
+    rows = _order()[sum(size * num_batches(size) for size in sizes) :]
+    assert len(rows), "every held-out file has a prompt in a batch"
+    return [np.concatenate([held.prompts[r], held.continuations[r]]).astype(np.int32) for r in rows]
+
+
+def _order() -> np.ndarray:
+    return np.random.default_rng(0).permutation(len(heldout_prompts().prompts))
+
+
+def random_batch(size: int, length: int) -> list[list[int]]:
+    return np.random.default_rng(1).integers(3, VOCAB, (size, length)).tolist()
 
 
 def repeats(tokens: list[int]) -> bool:
@@ -54,79 +93,193 @@ def repeats(tokens: list[int]) -> bool:
     return len(set(spans)) < len(spans)
 
 
-class Arm:
-    """One engine, and what its runs yield."""
+class SwitchedDrafter:
+    """Drafts with `inner`, which may be exchanged between runs; idle without one."""
 
-    def __init__(self, llm: LLM, tokens: int) -> None:
-        self._llm = llm
-        self._tokens = tokens
+    inner: Drafter | None = None
+    profile: list[tuple[int, float]] | None = None
 
-    def warm_up(self) -> None:
-        """Compiles what is compiled at first use, on tokens that no prompt has much of."""
-        self._generate([[5 + i % 90 for i in range(64)]], 20)
+    def price(self, profile: list[tuple[int, float]]) -> None:
+        self.profile = profile
 
-    def run(self, prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, float]]:
-        """The tokens of each prompt, and rate, tokens a step and drafts of the run."""
-        _, first = self._generate(prompts, 1)
-        before = self._llm.get_metrics()
-        outputs, seconds = self._generate(prompts, self._tokens + 1)
-        after = self._llm.get_metrics()
-        drafted, accepted, steps = (after[name] - before[name] for name in FIGURES)
-        generated = len(prompts) * self._tokens
+    @property
+    def idle(self) -> bool:
+        return self.inner is None or self.inner.idle
+
+    def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
+        assert self.inner is not None
+        return self.inner.propose(sequences, limits, num_rows)
+
+    def close(self, request: Request) -> None:
+        if self.inner is not None:
+            self.inner.close(request)
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        if self.inner is not None:
+            self.inner.observe(num_rows, seconds)
+
+    def settle(self) -> None:
+        if self.inner is not None:
+            self.inner.settle()
+
+
+class Bench:
+    """One engine for all arms."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._given = {
+            "model": args.model, "device": args.device, "dtype": args.dtype,
+            "max_num_seqs": max(args.batches),
+            "max_model_len": args.prompt + args.tokens + 16,
+        }  # fmt: skip
+        self._tokens = args.tokens
+        self._sizes = args.batches
+        self._switch = SwitchedDrafter()
+        config = EngineConfig.from_args(resolve_engine_args(self._given))
+        self.engine: Engine = build_engine(config, show_progress=False, drafter=self._switch).engine
+        folder = demo_folder(args.model) if args.model in ALIASES else Path(args.model)
+        self._model = load_model_config(folder)
+        self._known: dict[str, tuple[StepCosts, float]] = {}
+        self._runs = 0
+
+    @property
+    def profile(self) -> list[tuple[int, float]]:
+        """Rows and seconds of captured steps as measured at start; none on a CPU."""
+        return self._switch.profile or []
+
+    def use(self, arm: str) -> None:
+        """A new drafter for an arm, which knows the times of steps from the one before."""
+        self._remember()
+        self._switch.inner = None
+        settings = ARMS[arm]
+        if settings is None:
+            return
+        given = {**self._given, "speculative_config": settings}
+        speculation = EngineConfig.from_args(resolve_engine_args(given)).speculation
+        drafter, _ = make_drafter(speculation, self._model, self._given["max_model_len"])
+        if isinstance(drafter, LookaheadDrafter):
+            if self._switch.profile:
+                drafter.price(self._switch.profile)
+            drafter._costs, drafter._turn = self._known.get(arm, (drafter._costs, 0.0))
+            self._known[arm] = drafter._costs, drafter._turn
+            if arm == "warm":
+                for tick, text in enumerate(other_text(self._sizes)):
+                    drafter.history.add(text, 0, namespace(root_key()), tick)
+        self._switch.inner = drafter
+
+    def _remember(self) -> None:
+        inner = self._switch.inner
+        if isinstance(inner, LookaheadDrafter):
+            for arm, (costs, _) in self._known.items():
+                if costs is inner._costs:
+                    self._known[arm] = costs, inner._turn
+
+    def run(
+        self, arm: str, batches: list[list[list[int]]]
+    ) -> tuple[list[list[int]], dict[str, float]]:
+        """The tokens of each prompt, and what the batches yield, one after the other. Every batch
+        has a drafter of its own."""
+        outputs: list[list[int]] = []
+        taken = until_half = 0.0
+        counted = np.zeros(3)
+        for prompts in batches:
+            self.use(arm)
+            _, first, _ = self._generate(prompts, 1)
+            self.use(arm)
+            before = self._figures()
+            found, seconds, half = self._generate(prompts, self._tokens + 1)
+            counted += self._figures() - before
+            outputs += found
+            taken += seconds - first
+            until_half += half - first
+        drafted, accepted, steps = counted.tolist()
+        generated = len(outputs) * self._tokens
         return outputs, {
-            "tok/s": generated / (seconds - first),
+            "tok/s": generated / taken,
+            "half tok/s": generated / 2 / until_half,
             "tokens/step": generated / max(generated - accepted, 1),
             "drafted/token": drafted / generated,
             "accepted of drafted": accepted / max(drafted, 1),
             "steps": steps,
         }
 
-    def _generate(self, prompts: list[list[int]], count: int) -> tuple[list[list[int]], float]:
+    def _figures(self) -> np.ndarray:
+        stats = self.engine._scheduler.stats
+        return np.array([stats.num_draft_tokens, stats.num_accepted_tokens, stats.num_steps])
+
+    def _generate(
+        self, prompts: list[list[int]], count: int
+    ) -> tuple[list[list[int]], float, float]:
+        """Tokens of each prompt; seconds until all and until half of those behind the first ones
+        are there."""
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-        begin = time.perf_counter()
-        outputs = self._llm.generate(
-            prompt_token_ids=prompts, sampling_params=params, use_tqdm=False
-        )
+        engine, stats = self.engine, self.engine._scheduler.stats
+        self._runs += 1
+        for index, prompt in enumerate(prompts):
+            (parsed,) = parse_prompts(None, [prompt])
+            engine.add_request(engine.make_request(f"{self._runs}-{index}", parsed, params))
+        done: dict[str, list[int]] = {}
+        enough = stats.generation_tokens + len(prompts) * (count + 1) // 2
+        begin, half = time.perf_counter(), 0.0
+        while engine.has_unfinished:
+            for output in engine.step():
+                if output.finished:
+                    done[output.request_id] = list(output.outputs[0].token_ids)
+            if half == 0.0 and stats.generation_tokens >= enough:
+                half = time.perf_counter() - begin
         seconds = time.perf_counter() - begin
-        self._llm.reset_prefix_cache()
-        return [o.outputs[0].token_ids for o in outputs], seconds
+        engine.reset_prefix_cache()
+        return [done[f"{self._runs}-{index}"] for index in range(len(prompts))], seconds, half
 
 
-def measure(
-    start: Callable[[dict[str, Any] | None], LLM], args: argparse.Namespace
-) -> list[dict[str, Any]]:
-    batches = batches_of(args.batches, args.prompt)
-    works = {str(len(batch)): batch for batch in batches}
-    plain: dict[str, list[list[int]]] = {}
-    rates: dict[str, float] = {}
-    table = []
-    for name in args.arms:
-        with start(ARMS[name]) as llm:
-            arm = Arm(llm, args.tokens)
-            arm.warm_up()
-            if name == "none":
-                vocab = 4096
-                works["random"] = random_batch(args.random, args.prompt, vocab)
-            for work, prompts in [*works.items()]:
-                outputs, figures = arm.run(prompts)
-                if name == "none":
-                    plain[work], rates[work] = outputs, figures["tok/s"]
-                same = np.mean([a == b for a, b in zip(outputs, plain[work], strict=True)])
-                table.append(
-                    {"drafts": name, "batch": work, **figures, "same": float(same),
-                     "over none": figures["tok/s"] / rates[work]}
-                )  # fmt: skip
-                print({k: round(v, 3) if isinstance(v, float) else v for k, v in table[-1].items()},
-                      flush=True)  # fmt: skip
-        if name == "none":
-            largest = str(max(args.batches))
-            calm = [
-                (prompt, tokens)
-                for prompt, tokens in zip(works[largest], plain[largest], strict=True)
-                if not repeats(tokens)
-            ]
-            print(f"{len(calm)} of {largest} outputs repeat no span of {SPAN} tokens")
+def measure(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
+    works = {
+        str(size): batches
+        for size, batches in zip(args.batches, batches_of(args.batches, args.prompt), strict=True)
+    }
+    works["random"] = [random_batch(args.random, args.prompt)]
+    for arm in args.arms:  # compiles what is compiled at first use, and learns times of steps
+        bench.run(arm, [[[5 + i % 90 for i in range(64)]] * 2])
+    table: list[dict[str, Any]] = []
+    largest, is_calm = str(max(args.batches)), [False]
+    for work in [*works, "no loops"]:
+        if work == "no loops":
+            (batch,) = works[largest][-1:]
+            calm = [p for p, c in zip(batch, is_calm[-len(batch) :], strict=True) if c]
+            if not calm:
+                print("no output is without loops")
+                continue
+            works[work] = [calm]
+        runs: dict[str, list[dict[str, float]]] = {arm: [] for arm in args.arms}
+        plain: list[list[int]] = []
+        for _ in range(args.repeats):
+            for arm in args.arms:
+                outputs, figures = bench.run(arm, works[work])
+                if arm == "none":
+                    plain = outputs
+                same = np.mean([a == b for a, b in zip(outputs, plain, strict=True)])
+                runs[arm].append({**figures, "same": float(same)})
+        if work == largest:
+            is_calm = [not repeats(tokens) for tokens in plain]
+        table += rows_of(work, len(works[work][-1]), runs)
     return table
+
+
+def rows_of(work: str, size: int, runs: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+    """Rows of the table: medians of each arm's runs."""
+    rows: list[dict[str, Any]] = []
+    middle = {
+        arm: {name: median(run[name] for run in of_arm) for name in of_arm[0]}
+        for arm, of_arm in runs.items()
+    }
+    for arm, figures in middle.items():
+        over = {
+            "over none": figures["tok/s"] / middle["none"]["tok/s"],
+            "first half": figures["half tok/s"] / middle["none"]["half tok/s"],
+        }
+        rows.append({"work": work, "batch": size, "drafts": arm, **over, **figures})
+    print_table(rows)
+    return rows
 
 
 def main() -> None:
@@ -137,10 +290,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batches", type=lambda s: [int(w) for w in s.split(",")], default=[1, 8])
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=["none", "ngram", "raw"])
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--prompt", type=int, default=768, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=256, help="behind the first")
     parser.add_argument("--random", type=int, default=4, help="random prompts")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", help="JSON file")
     parser.add_argument(
         "--no-budget", action="store_true",
@@ -149,21 +303,19 @@ def main() -> None:
     args = parser.parse_args()
     if args.no_budget:
         StepCosts.observe = lambda *_: None  # type: ignore[method-assign]
+        StepCosts.price = lambda *_: None  # type: ignore[method-assign]
     if args.arms[0] != "none":
         parser.error("the first arm is the baseline: none")
-
-    def start(speculation: dict[str, Any] | None) -> LLM:
-        return LLM(
-            args.model, device=args.device, dtype=args.dtype, max_num_seqs=max(args.batches),
-            max_model_len=args.prompt + args.tokens + 16, speculative_config=speculation,
-        )  # fmt: skip
-
-    table = measure(start, args)
+    if len(set(args.batches)) < len(args.batches):
+        parser.error("batches of one size would be one row")
+    bench = Bench(args)
+    profile = [(rows, round(seconds * 1e3, 3)) for rows, seconds in bench.profile]
+    print("profile, rows and ms:", *(f"{rows}:{ms}" for rows, ms in profile))
+    table = measure(bench, args)
     settings = {"model": args.model, "device": args.device, "dtype": args.dtype,
-                "prompt": args.prompt, "tokens": args.tokens,
-                "budget": not args.no_budget}  # fmt: skip
+                "prompt": args.prompt, "tokens": args.tokens, "repeats": args.repeats,
+                "budget": not args.no_budget, "profile_ms": profile}  # fmt: skip
     write_results(f"speculation.{args.device}", {**settings, "rows": table}, args.out)
-    print_table(table)
 
 
 if __name__ == "__main__":

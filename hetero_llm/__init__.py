@@ -17,6 +17,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "hetero_llm.engine.llm",
+    "AsyncLLMEngine": "hetero_llm.engine.async_engine",
+    "AsyncEngineArgs": "hetero_llm.engine.async_engine",
     "SamplingParams": "hetero_llm.core.sampling_params",
     "RequestOutputKind": "hetero_llm.core.sampling_params",
     "RequestOutput": "hetero_llm.core.outputs",
@@ -28,7 +30,11 @@ _HOMES = {
     "RequestError": "hetero_llm.core.errors",
     "PromptError": "hetero_llm.core.errors",
     "SamplingError": "hetero_llm.core.errors",
+    "SnapshotError": "hetero_llm.core.errors",
     "EngineDeadError": "hetero_llm.core.errors",
+    "EngineHungError": "hetero_llm.core.errors",
+    "OverloadedError": "hetero_llm.core.errors",
+    "DuplicateRequestError": "hetero_llm.core.errors",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -1,4 +1,4 @@
-"""The `hetero-llm` command: `demo`, `generate` and `doctor`.
+"""The `hetero-llm` command: `demo`, `generate`, `cache` and `doctor`.
 
 Nothing heavy is imported before a model runs, so that `--help` and mistakes answer at once.
 """
@@ -12,11 +12,13 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_llm import __version__
+from hetero_llm import __version__, cache_cli
+from hetero_llm.commands.deferred import DeferredParser, later
 from hetero_llm.core.args import (
     ENGINE_ARGS,
     add_engine_arguments,
@@ -26,7 +28,7 @@ from hetero_llm.core.args import (
 )
 from hetero_llm.core.args_sampling import SAMPLING_ARGS
 from hetero_llm.core.args_spec import Kind
-from hetero_llm.core.errors import ConfigError, HeteroLLMError
+from hetero_llm.core.errors import ConfigError, HeteroLLMError, SnapshotError
 from hetero_llm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -97,10 +99,18 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=DeferredParser
+    )
     for name, add, text in (
         ("demo", _add_demo, "continue three Python snippets with the embedded model"),
         ("generate", _add_generate, "continue prompts with a model"),
+        ("cache", partial(_add_cache, common=common), "save and check the lookahead cache"),
+        ("serve", later("serve", "add_serve", _finish), "serve a model over HTTP, as OpenAI does"),
+        ("run", later("serve", "add_run", _finish), "serve, as Angel-vLLM's run is told to"),
+        ("chat", later("chat", "add_chat", _finish), "talk with a model, served or run here"),
+        ("complete", later("chat", "add_complete", _finish), "continue a prompt, served or here"),
+        ("bench", later("bench", "add_bench", _finish), "measure a server, or the engine here"),
         ("doctor", _add_doctor, "show what this machine offers and what is missing"),
     ):
         add(
@@ -356,6 +366,30 @@ def _logprobs_as_json(positions: Sequence[TokenLogprobs | None] | None) -> list[
         tokens and {token: dataclasses.asdict(logprob) for token, logprob in tokens.items()}
         for tokens in positions
     ]
+
+
+# cache
+
+
+def _add_cache(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, add, run, text in cache_cli.COMMANDS:
+        command = commands.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", parents=[common],
+            allow_abbrev=False,
+        )  # fmt: skip
+        add(command)
+        _finish(command, partial(run_cache, run))
+
+
+def run_cache(command: Callable[[argparse.Namespace], str], options: argparse.Namespace) -> int:
+    """Print what a command of `cache_cli` says; 1 if a snapshot is at fault."""
+    try:
+        _write(command(options))
+    except SnapshotError as error:
+        print(f"{PROGRAM}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        return 1
+    return 0
 
 
 # doctor

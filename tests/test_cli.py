@@ -295,7 +295,7 @@ class TestErrors:
             (("generate", "--max-model", "4"), "(did you mean --max-model-len?)"),
             (("generate", "--max-tokens", "many"), "max_tokens='many': must be an integer"),
             (("generate", "--json", "--stream"), "not allowed with"),
-            (("serve",), "invalid choice: 'serve'"),
+            (("sreve",), "invalid choice: 'sreve'"),
             ((), "required: COMMAND"),
         ],
     )

@@ -28,6 +28,7 @@ SCHEDULING = tuple(
         "scheduler_stats",
         "drafting",
         "in_flight",
+        "new_tokens",
         "block_manager",
         "prefix_cache",
         "upkeep",
@@ -66,7 +67,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "gpu",
         "demo_models",
     ),
-    "server": ("engine", "core"),
+    "server": ("engine", "core", "__version__"),
+    "bench_client": ("core", "demo_models", "engine.tokenizer"),
 } | {module: ("core", *SCHEDULING) for module in SCHEDULING}
 
 STRICT = SCHEDULING
@@ -74,7 +76,7 @@ HEAVY_FOR_SCHEDULING = ("torch", "transformers", "triton", "numba")
 HEAVY = (*HEAVY_FOR_SCHEDULING, "fastapi", "uvicorn", "tokenizers", "safetensors")
 
 # Modules that anyone can import before knowing what the machine has: heavy imports in functions.
-LIGHT_AT_THE_TOP = ("", "core", "cli", "doctor", *SCHEDULING)
+LIGHT_AT_THE_TOP = ("", "core", "cli", "commands", "doctor", *SCHEDULING)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ __all__ = [
     "engine_args_from_namespace",
     "nearest",
     "resolve_engine_args",
+    "resolve_server_args",
+    "spec_of",
 ]
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ logger = logging.getLogger(__name__)
 ARGS: tuple[ArgSpec, ...] = ENGINE_ARGS + SERVER_ARGS
 
 _ENGINE_BY_NAME = {name: spec for spec in ENGINE_ARGS for name in (spec.name, *spec.aliases)}
-_SERVER_NAMES = {name for spec in SERVER_ARGS for name in (spec.name, *spec.aliases)}
+_SERVER_BY_NAME = {name: spec for spec in SERVER_ARGS for name in (spec.name, *spec.aliases)}
 
 
 def resolve_engine_args(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,9 +66,25 @@ def resolve_engine_args(given: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: An argument is unknown, of the wrong type, out of range, given twice, or
             asks for a feature that is not available yet.
     """
+    return _resolve(ENGINE_ARGS, _ENGINE_BY_NAME, given)
+
+
+def resolve_server_args(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the server's own arguments and fill in the defaults, as `resolve_engine_args` does."""
+    return _resolve(SERVER_ARGS, _SERVER_BY_NAME, given)
+
+
+def spec_of(name: str) -> ArgSpec | None:
+    """The row of an engine or server argument, by Python name or alias."""
+    return _ENGINE_BY_NAME.get(name) or _SERVER_BY_NAME.get(name)
+
+
+def _resolve(
+    specs: Iterable[ArgSpec], by_any_name: Mapping[str, ArgSpec], given: Mapping[str, Any]
+) -> dict[str, Any]:
     by_name: dict[str, Any] = {}
     for name, value in given.items():
-        spec = _ENGINE_BY_NAME.get(name)
+        spec = by_any_name.get(name)
         if spec is None:
             raise ConfigError(name, value, _why_unknown(name))
         if spec.name in by_name:
@@ -74,18 +92,20 @@ def resolve_engine_args(given: Mapping[str, Any]) -> dict[str, Any]:
         by_name[spec.name] = value
     return {
         spec.name: _resolved(spec, by_name[spec.name]) if spec.name in by_name else _default(spec)
-        for spec in ENGINE_ARGS
+        for spec in specs
     }
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every engine argument; one that is not given leaves no attribute.
+def add_engine_arguments(
+    parser: argparse.ArgumentParser, specs: Iterable[ArgSpec] = ENGINE_ARGS
+) -> None:
+    """Add a flag for every argument; one that is not given leaves no attribute.
 
     Flags may be written with `-` or `_`, booleans also as `--no-x`. Only EFFECTIVE ones show in
     `--help`. Read the result with `engine_args_from_namespace`.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for spec in ENGINE_ARGS:
+    for spec in specs:
         if spec.group not in groups:
             groups[spec.group] = parser.add_argument_group(spec.group)
         add_flags(groups[spec.group], spec)
@@ -115,7 +135,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _why_unknown(name: str) -> str:
-    if name in _SERVER_NAMES:
+    if name in _SERVER_BY_NAME:
         return "is an argument of the server, not of the engine"
     guess = nearest(name.replace("-", "_"), _ENGINE_BY_NAME)
     return "unknown argument" + (f"; did you mean {guess!r}?" if guess else "")

@@ -1,23 +1,19 @@
-"""Every argument that only the HTTP server takes. All of them wait for the server."""
+"""Every argument that only the HTTP server takes."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from hetero_llm.core.args_spec import ArgSpec, Kind, Scope, grouped, not_yet
+from hetero_llm.core.args_spec import ArgSpec, Kind, Scope, effective, grouped, not_yet
 
+_serve = partial(effective, scope=Scope.SERVE)
+_later = partial(not_yet, scope=Scope.SERVE)
+_BOOL, _INT, _FLOAT, _STR, _LIST = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Kind.LIST
 
-def _serve(name: str, kind: Kind, default: Any, help: str, **rest: Any) -> ArgSpec:
-    return not_yet(name, kind, default, help, feature="the server", scope=Scope.SERVE, **rest)
-
-
-_BOOL, _INT, _STR, _JSON = Kind.BOOL, Kind.INT, Kind.STR, Kind.JSON
-
-SERVER_ARGS: tuple[ArgSpec, ...] = grouped(
-    "Server",
-    _serve("config", Kind.PATH, None, "YAML file with options; the command line overrides it."),
+_MANUAL: tuple[ArgSpec, ...] = (
+    _serve("config", Kind.PATH, None, "YAML file with options; variables and flags override it."),
     _serve("host", _STR, "127.0.0.1", "Address to listen on."),
-    _serve("port", _INT, 8000, "Port to listen on."),
+    _serve("port", _INT, 8000, "Port to listen on; 0 for any.", minimum=0, maximum=65535),
     _serve(
         "uvicorn_log_level",
         _STR,
@@ -26,20 +22,20 @@ SERVER_ARGS: tuple[ArgSpec, ...] = grouped(
         choices=("debug", "info", "warning", "error", "critical", "trace"),
     ),
     _serve("allow_credentials", _BOOL, False, "CORS: allow credentials."),
-    _serve("allowed_origins", _JSON, ("*",), "CORS: origins allowed."),
-    _serve("allowed_methods", _JSON, ("*",), "CORS: methods allowed."),
-    _serve("allowed_headers", _JSON, ("*",), "CORS: headers allowed."),
+    _serve("allowed_origins", _LIST, (), "CORS: origins allowed; none unless given."),
+    _serve("allowed_methods", _LIST, ("*",), "CORS: methods allowed."),
+    _serve("allowed_headers", _LIST, ("*",), "CORS: headers allowed."),
     _serve(
         "api_key",
-        _STR,
-        None,
-        "Key that every request must carry in its header.",
+        _LIST,
+        (),
+        "Key that requests must carry in their Authorization header; repeatable.",
         aliases=("api_keys",),
     ),
     _serve(
         "served_model_name",
-        Kind.LIST,
-        None,
+        _LIST,
+        (),
         "Names that requests may use for the model; the first one is in the responses.",
     ),
     _serve("chat_template", _STR, None, "Chat template: a file, or the template in one line."),
@@ -55,33 +51,100 @@ SERVER_ARGS: tuple[ArgSpec, ...] = grouped(
         False,
         "Show single tokens as 'token_id:{id}' in log probabilities.",
     ),
-    _serve(
+    _later(
         "enable_auto_tool_choice",
         _BOOL,
         False,
         "Let the model choose among tools; needs tool_call_parser.",
+        feature="tool calling",
     ),
-    _serve(
+    _later(
         "tool_call_parser",
         _STR,
         None,
         "How the model writes its tool calls.",
         choices=("mistral", "hermes"),
+        feature="tool calling",
     ),
-    _serve("lora_modules", Kind.LIST, None, "LoRA adapters to load, as name=path."),
-    _serve("prompt_adapters", Kind.LIST, None, "Prompt adapters to load, as name=path."),
+    _later("lora_modules", _LIST, None, "LoRA adapters, as name=path.", feature="LoRA"),
+    _later(
+        "prompt_adapters", _LIST, None, "Prompt adapters, as name=path.", feature="prompt adapters"
+    ),
     _serve("ssl_keyfile", Kind.PATH, None, "TLS key file."),
     _serve("ssl_certfile", Kind.PATH, None, "TLS certificate file."),
     _serve("ssl_ca_certs", Kind.PATH, None, "TLS file of CA certificates."),
-    _serve("ssl_cert_reqs", _INT, 0, "Whether clients need a certificate (see module ssl)."),
-    _serve("root_path", _STR, None, "Path prefix when behind a proxy."),
-    _serve("middleware", Kind.LIST, (), "Import path of ASGI middleware; repeatable."),
     _serve(
+        "ssl_cert_reqs",
+        _INT,
+        0,
+        "Whether clients need a certificate: 0 no, 1 optional, 2 yes (see module ssl).",
+        minimum=0,
+        maximum=2,
+    ),
+    _serve("root_path", _STR, None, "Path prefix when behind a proxy."),
+    _serve("middleware", _LIST, (), "Import path of ASGI middleware; repeatable."),
+    _later(
         "disable_frontend_multiprocessing",
         _BOOL,
         False,
         "Run the API in the engine's process.",
+        feature="an API in the engine's process",
     ),
     _serve("disable_log_requests", _BOOL, False, "Log no requests."),
     _serve("max_log_len", _INT, None, "Most characters or token ids of a prompt in the log."),
 )
+_OURS: tuple[ArgSpec, ...] = (
+    _serve("log_prompts", _BOOL, False, "Show prompts in the lines about requests."),
+    _serve(
+        "max_queued_requests",
+        _INT,
+        1024,
+        "Requests that may wait for a place; more are answered 503.",
+        minimum=0,
+    ),
+    _serve(
+        "request_timeout",
+        _FLOAT,
+        None,
+        "Seconds after which a request ends with what it has.",
+        above=0,
+    ),
+    _serve(
+        "step_timeout",
+        _FLOAT,
+        None,
+        "Seconds without a sign of life after which the engine counts as hung (default: 30 on a "
+        "GPU, 120 on a CPU).",
+        above=0,
+    ),
+    _serve(
+        "shutdown_timeout",
+        _FLOAT,
+        30.0,
+        "Seconds that running requests get after the first SIGTERM.",
+        minimum=0,
+    ),
+    _serve(
+        "drain_delay",
+        _FLOAT,
+        0.0,
+        "Seconds between SIGTERM, when /ready turns to 503, and the refusal of new requests.",
+        minimum=0,
+    ),
+    _serve("strict_fields", _BOOL, False, "Unknown fields of a request are errors."),
+    _serve(
+        "enable_force_include_usage",
+        _BOOL,
+        False,
+        "Streams end with their token counts without being asked.",
+    ),
+    _serve(
+        "prefix_cache_isolation",
+        _STR,
+        None,
+        "Whose prompts find whose in the prefix cache (default: by key if there are several).",
+        choices=("key", "none"),
+    ),
+)
+
+SERVER_ARGS: tuple[ArgSpec, ...] = grouped("Server", *_MANUAL) + grouped("Serving", *_OURS)

@@ -28,3 +28,38 @@ def native_choice() -> str:
     if value not in ("0", "1", "sanitized"):
         raise ConfigError("HETERO_LLM_NATIVE", value, "must be 0, 1 or sanitized")
     return value
+
+
+_PREFIX = "HETERO_LLM_"
+_OWN_NAMES = ("CACHE_DIR", "CPU_ISA", "NATIVE", "SYSTEM_TORCH")
+
+
+def flag_variables() -> dict[str, str]:
+    """HETERO_LLM_<FLAG> of every flag that is set: Python name -> text. Empty text counts as not
+    set."""
+    return {
+        name.removeprefix(_PREFIX).lower(): text
+        for name, text in os.environ.items()
+        if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in _OWN_NAMES and text
+    }
+
+
+ANGEL_NAMES = {
+    "MODEL": "model",
+    "TP": "tensor_parallel_size",
+    "QUANTIZATION": "quantization",
+    "USE_LOOKAHEAD": "use_lookahead",
+    "NUM_SPECULATIVE_TOKENS": "num_speculative_tokens",
+    "MAX_MODEL_LEN": "max_model_len",
+    "DTYPE": "dtype",
+    "ENABLE_PREFIX_CACHING": "enable_prefix_caching",
+    "GPU_MEMORY_UTILIZATION": "gpu_memory_utilization",
+    "ENFORCE_EAGER": "enforce_eager",
+    "TRUST_REMOTE_CODE": "trust_remote_code",
+}
+"""Variables of Angel-vLLM's `run`, and the arguments that they stand for."""
+
+
+def angel_variables() -> dict[str, str]:
+    """Those of `ANGEL_NAMES` that are set: Python name -> text."""
+    return {ours: os.environ[name] for name, ours in ANGEL_NAMES.items() if os.environ.get(name)}

@@ -6,7 +6,11 @@ HeteroLLMError
  ├── RequestError         one request is wrong; the engine stays usable
  │    ├── PromptError         the prompt (empty, too long, token id out of range)
  │    └── SamplingError       a field of SamplingParams
+ ├── SnapshotError        a snapshot of the lookahead cache cannot be saved or loaded
+ ├── OverloadedError      too many requests wait; try again later
+ ├── DuplicateRequestError  a running request has this id
  └── EngineDeadError      the engine cannot serve any more
+      └── EngineHungError     it shows no life, though it has not ended
 
 Each message names the field and the value. `RequestError.prompt_index` is the position in the list
 given to `LLM.generate`, or None.
@@ -36,6 +40,7 @@ class ConfigError(HeteroLLMError, ValueError):
         super().__init__(f"{field}={shown(value)}: {reason}")
         self.field = field
         self.value = value
+        self.reason = reason
 
 
 class ModelLoadError(HeteroLLMError):
@@ -68,5 +73,35 @@ class SamplingError(RequestError):
     """A field of `SamplingParams` is out of range or contradicts another one."""
 
 
+class SnapshotError(HeteroLLMError):
+    """A snapshot of the lookahead cache cannot be saved or loaded. File and cache stay as they
+    were."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+        self.reason = reason
+
+
 class EngineDeadError(HeteroLLMError):
     """The step loop failed; this engine accepts no more requests."""
+
+
+class EngineHungError(EngineDeadError):
+    """The engine has shown no life for longer than its step timeout."""
+
+
+class OverloadedError(HeteroLLMError):
+    """Too many requests wait. `retry_after` is an estimate, in seconds, of when to try again."""
+
+    def __init__(self, retry_after: float, reason: str = "too many requests are waiting") -> None:
+        super().__init__(f"{reason}; try again in {retry_after:.0f} s")
+        self.retry_after = retry_after
+
+
+class DuplicateRequestError(HeteroLLMError, ValueError):
+    """A running request has this id."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request_id={shown(request_id)}: a running request has this id")
+        self.request_id = request_id

@@ -21,6 +21,7 @@ FILE_NAME = "lookahead_cache_config.json"
 FOLDER_ARGUMENT = "lookahead_cache_config_dir"
 
 LARGEST_INT32 = 2**31 - 1
+_LOOKED_AT = 4096  # bytes of a warm-up file
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,11 @@ class LookaheadConfig:
 
     Args:
         cache_mode: 0 Raw (n-grams), 1 Turbo (suffix trie), 2 Turbo, and Raw for a sequence for
-            which Turbo finds nothing, 3 both merged into one tree (ours).
+            which Turbo finds nothing, 3 both merged into one tree (ours), in which Turbo matches
+            single tokens too if `is_hybrid` and drafts twice as many continuations.
         cache_size: Token positions of the global cache; None means as many as fit in memory.
-        copy_length: Most tokens on one drafted path.
+        copy_length: Most tokens on one drafted path; Turbo goes twice as deep and one more where
+            the path is more likely right than not.
         match_length: Tokens that must match for Raw to draft.
         turbo_match_length: Most tokens that Turbo matches.
         min_match_length: Fewest tokens that Turbo matches.
@@ -46,17 +49,22 @@ class LookaheadConfig:
         is_hybrid: Raw falls back on ever shorter matches, down to one token.
         is_debug: Log how often drafts hit.
         log_interval: Verified steps between two such log lines.
-        target_parallelism: Most rows (tokens of all sequences and their drafts) of a step.
+        target_parallelism: Most rows (tokens of all sequences and their drafts) of a step. With
+            `cache_mode` 0 drafts shrink by how often each sequence's hit, as the page has it; else
+            the least likely nodes are left out.
         top_k_in_cell: Continuations of one match that Turbo considers.
         token_paths_top_k: Continuations of one match that Turbo drafts, its beam width. The page
-            gives two defaults: it is 2, but 1 where `cache_mode` is set and this is not (see
-            `lookahead_config`).
+            gives two defaults: it is 2, but 1 where `cache_mode` is set to 0, 1 or 2 and this is
+            not (see `lookahead_config`).
         start_freq: Count that a continuation starts with in a sequence's own cache, so that its
             own text comes before the texts of others, whose counts start at 1.
         num_threads: Threads that look up and build.
         global_cache_switch: Learn from all sequences; otherwise each from itself alone.
         ignore_prompt: Learn from outputs only.
-        warmup_file: JSON file of `[{"prompt": [ids], "output": [ids]}]` to learn from at start.
+        warmup_file: JSON file of `[{"prompt": [ids], "output": [ids]}]`, or a snapshot of the
+            cache, to learn from at start. A relative path is taken from the folder of the
+            configuration file. It stays in the cache, beside `cache_size` other tokens, and may
+            hold as many itself.
 
     Raises:
         ConfigError: A value is of the wrong type, out of range or contradicts another one. Its
@@ -100,6 +108,7 @@ class LookaheadConfig:
 
 KEYS = tuple(field.name for field in fields(LookaheadConfig))
 
+_MERGED = 3  # cache_mode
 _KINDS = {"int": Kind.INT, "float": Kind.FLOAT, "bool": Kind.BOOL, "str": Kind.PATH}
 
 # Drafts have at most 63 nodes (core/draft.py, which would load numpy). Counts are float32: beyond
@@ -108,6 +117,7 @@ _MOST_NODES = 63
 _MOST_COUNTED = 2**24
 _MOST_MATCHED = 64
 _MOST_CHOICES = 1024
+_LARGEST_CELL = 256  # of the suffix trie
 _BOUNDS: dict[str, tuple[float, float]] = {
     "cache_mode": (0, 3),
     "cache_size": (1, LARGEST_INT32),
@@ -115,7 +125,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "match_length": (1, _MOST_MATCHED),
     "turbo_match_length": (1, _MOST_MATCHED),
     "min_match_length": (1, _MOST_MATCHED),
-    "cell_max_size": (1, _MOST_CHOICES),
+    "cell_max_size": (1, _LARGEST_CELL),
     "voc_size": (1, LARGEST_INT32),
     "max_seq_len": (1, LARGEST_INT32),
     "top_k": (1, _MOST_NODES),
@@ -143,7 +153,7 @@ def _specs() -> dict[str, ArgSpec]:
     return specs
 
 
-_SPECS = _specs()
+SPECS = _specs()
 
 
 class Given(NamedTuple):
@@ -166,19 +176,46 @@ def lookahead_config(given: Mapping[str, Given]) -> LookaheadConfig:
     """The configuration with some keys given.
 
     Raises:
-        ConfigError: A key is unknown, a value wrong. Its field is the path of the key.
+        ConfigError: A key is unknown, a value wrong, the warm-up file is none. Its field is the
+            path of the key.
     """
     for key, (path, value) in given.items():
         if key not in KEYS:
             raise ConfigError(path, value, why_unknown(key, KEYS))
     values = {key: _checked_value(key, path, value) for key, (path, value) in given.items()}
-    if "cache_mode" in values:
+    if values.get("cache_mode", _MERGED) != _MERGED:
         values.setdefault("token_paths_top_k", 1)
     problem = _contradiction(values, given)
     if problem is not None:
         key, reason = problem
         raise ConfigError(given[key].path, values[key], reason)
+    warmup = values.get("warmup_file")
+    if warmup is not None:
+        try:
+            is_snapshot(warmup)
+        except ValueError as error:
+            raise ConfigError(given["warmup_file"].path, warmup, str(error)) from None
     return LookaheadConfig(**values)
+
+
+def is_snapshot(path: str) -> bool:
+    """Whether a warm-up file is a snapshot of the cache; else it is JSON. Reads its beginning only.
+
+    Raises:
+        ValueError: It is neither, or cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            start = file.read(_LOOKED_AT)
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror or error}") from None
+    if b"\0" in start[:8]:  # the size of a header: no text has that
+        return True
+    text = start.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text[:1] not in (b"[", b"{"):
+        what = "is neither JSON objects with prompt and output nor a snapshot"
+        raise ValueError(what if text else "holds nothing")
+    return False
 
 
 def read_lookahead_file(folder: str) -> dict[str, Given]:
@@ -241,7 +278,7 @@ def _checked_value(key: str, path: str, value: Any) -> Any:
     """The value, normalised; errors call it `path`."""
     if key == "eos_token_id":
         return _token_ids(path, value)
-    return checked(replace(_SPECS[key], name=path), value)
+    return checked(replace(SPECS[key], name=path), value)
 
 
 def _token_ids(path: str, value: Any) -> tuple[int, ...] | None:
@@ -264,10 +301,12 @@ def _contradiction(values: Mapping[str, Any], given: Container[str]) -> tuple[st
     """
 
     def value(key: str) -> Any:
-        return values.get(key, _SPECS[key].default)
+        return values.get(key, SPECS[key].default)
 
     if value("decay") >= 1:
         return "decay", "must be less than 1"
+    if value("warmup_file") is not None and not value("global_cache_switch"):
+        return "warmup_file", "is learned by the global cache, which global_cache_switch turns off"
     shortest, longest = value("min_match_length"), value("turbo_match_length")
     if shortest > longest:
         if "min_match_length" in given:

@@ -33,8 +33,7 @@ class Request:
         live: sequences not finished; `sequences` has all, finished ones included.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; -1 before.
         synchronous: every token must be known on the host before the next step is made.
-        may_draft: its sequences can be drafted for: nothing is wanted of a draw but its token, and
-            that depends on the tokens before it through the model alone.
+        may_draft: its sequences can be drafted for: all but beams, which a draw does not continue.
         num_first_draws: tokens drawn where its prompt ends: the samples that fork there.
     """
 
@@ -65,9 +64,7 @@ class Request:
         self.synchronous = params.use_beam_search or looks_back(
             params, self.end_ids, self.bad_word_ids
         )
-        self.may_draft = not (
-            self.synchronous or self.num_logprobs is not None or params.prompt_logprobs is not None
-        )
+        self.may_draft = not params.use_beam_search
         self.num_first_draws = 1 if params.use_beam_search else params.width
 
 
@@ -83,6 +80,7 @@ class Sequence:
         num_unknown: tokens that launched steps draw: they follow `token_ids`, their values have
             not reached the host.
         epoch: how often the sequence has lost its slot; results of an earlier epoch are void.
+        earlier_sums: `cumulative_logprob` before each token that the last step added.
     """
 
     request: Request
@@ -94,6 +92,7 @@ class Sequence:
     num_unknown: int = 0
     epoch: int = 0
     cumulative_logprob: float = 0.0
+    earlier_sums: list[float] = field(default_factory=list)
     logprobs: list[SampleLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -197,6 +197,8 @@ class SamplingParams:
             for word in words:
                 if not isinstance(word, str) or not word:
                     _fail(name, word, "must be non-empty strings")
+                if not is_text(word):
+                    _fail(name, word, "holds half a surrogate pair, which is no text")
         if self.stop and not self.detokenize:
             _fail("stop", self.stop, "stop strings need detokenize=True")
         for token in self.stop_token_ids:
@@ -233,6 +235,17 @@ _BOOLEANS = (
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
 )
+
+
+def is_text(value: str) -> bool:
+    """Whether UTF-8 can hold the string: JSON's escapes can make strings that it cannot."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _fail(field: str, value: Any, reason: str) -> None:

@@ -58,8 +58,8 @@ class SlotState:
     `token_ids` are all tokens known so far (prompt and output). `params` with `seed` and
     `sample_index` fix every later draw. `num_logprobs` is how many of the most likely tokens to
     report with each draw (None: no log-probabilities at all), `num_prompt_logprobs` the same for
-    prompt rows. `banned_end_ids` are the tokens that `min_tokens` forbids for a while;
-    `bad_word_ids` are the token sequences of `bad_words`.
+    prompt rows. `end_ids` are the tokens that end the sequence, which `min_tokens` forbids for a
+    while; `bad_word_ids` are the token sequences of `bad_words`.
     """
 
     slot: int
@@ -70,7 +70,7 @@ class SlotState:
     sample_index: int
     num_logprobs: int | None = None
     num_prompt_logprobs: int = 0
-    banned_end_ids: tuple[int, ...] = ()
+    end_ids: tuple[int, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
 
@@ -124,6 +124,11 @@ class SchedulerOutput:
     block_copies: np.ndarray
     drafts: DraftBatch | None = None
 
+    @property
+    def has_chunks(self) -> bool:
+        """Whether a sequence has several rows of its own, draft nodes aside."""
+        return len(self.token_ids) > len(self.slots)
+
 
 @dataclass(frozen=True, slots=True)
 class SampleLogprobs:
@@ -144,10 +149,13 @@ class ModelRunnerOutput:
 
     Attributes:
         token_ids: drawn tokens, sequence after sequence, `num_tokens[i]` each.
-        logprobs: per drawn token, or None where its request needs none; None if none does.
+        logprobs: one entry per token of `token_ids`, None where its request needs none; None if
+            none does.
         prompt_logprobs: slot to one entry per wanted prompt row, in order; there `drawn` and
             `rank` are those of the prompt token that follows the row.
-        errors: slot to the message of a user's logits processor that raised.
+        errors: slot to the message of a user's logits processor that raised at the slot's first
+            draw of this step, whose token means nothing then. One that raises further down a draft
+            is reported by the next step, if the tokens before do not end the sequence.
         num_tokens: [S] tokens of each scheduled sequence; None: `num_samples[i]`. A drafted
             sequence has one more than accepted nodes.
     """

@@ -2,7 +2,8 @@
 
 Greedy and temperature-only draws happen in the library, where the logits stay. A step in which
 any sequence wants more (thresholds, penalties, users' processors, log-probabilities) brings the
-logits of its drawn rows to the torch sampler. Twin: `runner.model_runner.TorchModelRunner`.
+logits of its drawn rows to the torch sampler, and its draft trees are walked by depth
+(`runner.verify`). Twin: `runner.model_runner.TorchModelRunner`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hetero_llm.core.draft import DraftBatch
 from hetero_llm.core.step import (
     LAST_DRAWN,
     ModelRunnerOutput,
@@ -21,13 +21,14 @@ from hetero_llm.core.step import (
     SlotState,
     looks_back,
 )
-from hetero_llm.cpu.draft_trees import TreeRows, tree_rows, walk_tree
 from hetero_llm.cpu.executor import GREEDY, LOGITS_ONLY, NOISY, Executor, StepDraws, StepRows
 from hetero_llm.cpu.step_buffers import StepBuffers
 from hetero_llm.models.config import ModelConfig
+from hetero_llm.runner.draft_trees import TreeRows, row_places, tree_rows, walk_tree
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.model_runner import PendingStep, observe_inputs, plain_output
-from hetero_llm.sampling.sampler import Sampler, SampleResult, token_logprobs
+from hetero_llm.runner.verify import DraftedStep, gaps, verify
+from hetero_llm.sampling.sampler import Sampler, token_logprobs
 
 _PROMPT_LOGPROB_ROWS = 256
 """Rows of full-vocabulary logits held at once for prompt_logprobs."""
@@ -93,22 +94,25 @@ class NativeModelRunner:
         """Runs a step to its end: there is no device to leave it to."""
         assert LAST_DRAWN not in step.token_ids, "steps follow each other, so tokens are known"
         self._apply_changes(step)
-        if step.drafts is not None:
-            return self._verify(step, step.drafts)
-        if not step.prompt_rows and not self._sampler.has_history:
+        plain = not step.prompt_rows and not self._sampler.has_history
+        if plain and step.drafts is None:
             draws = self._buffers.fill(step, self._sampling, self._cache.shape.block_size)
             if draws is not None:
                 return self._run_plain(step, draws)
         if self._sampler.has_history:
             observe_inputs(self._sampler, step)
-        rows = self._rows(step, None)
+        trees = None if step.drafts is None else tree_rows(step, step.drafts)
+        rows = self._rows(step, trees)
+        if trees is not None:
+            return self._verify(step, rows, trees)
         owners = np.flatnonzero(step.num_samples)
         last = (np.cumsum(step.counts) - 1)[owners]
         drawn = _DrawnRows(owners, last, step.num_samples[owners])
-        if step.prompt_rows:
-            return self._with_prompt_logprobs(step, rows, drawn)
-        token_ids, result = self._run(step, rows, drawn)
-        return plain_output(token_ids, PendingStep(step, result, []))
+        if step.prompt_rows or self._needs_logits(step):
+            logits, prompt_logprobs = self._logits(step, rows, drawn.rows)
+            output = self._sample(step, rows, drawn, logits)
+            return replace(output, prompt_logprobs=prompt_logprobs)
+        return ModelRunnerOutput(self._draw(step, rows, drawn), None, {}, {})
 
     def finish(self, pending: ModelRunnerOutput) -> ModelRunnerOutput:
         """The results of a launched step."""
@@ -133,9 +137,7 @@ class NativeModelRunner:
         slot, params = state.slot, state.params
         self._sampler.admit(state)
         restricts = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-        if state.num_logprobs is not None or looks_back(
-            params, state.banned_end_ids, state.bad_word_ids
-        ):
+        if state.num_logprobs is not None or looks_back(params, state.end_ids, state.bad_word_ids):
             self._sampling.modes[slot] = LOGITS_ONLY
         elif params.greedy:
             self._sampling.modes[slot] = GREEDY
@@ -150,39 +152,33 @@ class NativeModelRunner:
     # -- rows and draws ---------------------------------------------------------------------
 
     def _rows(self, step: SchedulerOutput, trees: TreeRows | None) -> StepRows:
-        slots, counts = step.slots, step.counts
         size = np.int32(self._cache.shape.block_size)
-        total = int(counts.sum())
-        if total == len(slots):  # one row each
-            places, owners = step.starts, slots
-        else:
-            before = (np.cumsum(counts) - counts - step.starts).astype(np.int32)
-            places = np.arange(total, dtype=np.int32) - np.repeat(before, counts)
-            owners = np.repeat(slots, counts)
-        positions = places
         if trees is not None:
-            starts = np.repeat(step.starts, counts)
-            in_tree = np.repeat(trees.is_tree, counts) > 0
-            positions = np.where(in_tree, starts + trees.depths, places)
+            places, owners = trees.places, np.repeat(step.slots, step.counts)
+        elif len(step.token_ids) == len(step.slots):  # one row each
+            places, owners = step.starts, step.slots
+        else:
+            places, owners = row_places(step), np.repeat(step.slots, step.counts)
         return StepRows(
             token_ids=step.token_ids if trees is None else trees.token_ids,
-            positions=positions,
+            positions=places if trees is None else trees.positions,
             cache_rows=self._tables[owners, places // size] * size + places % size,
-            slots=slots,
+            slots=step.slots,
             starts=step.starts,
-            counts=counts,
-            is_tree=np.zeros(len(slots), np.uint8) if trees is None else trees.is_tree,
-            ancestors=np.zeros(total, np.uint64) if trees is None else trees.ancestors,
+            counts=step.counts,
+            is_tree=np.zeros(len(step.slots), np.uint8) if trees is None else trees.is_tree,
+            ancestors=np.zeros(len(places), np.uint64) if trees is None else trees.ancestors,
             tables=self._tables,
         )
 
-    def _run(
-        self, step: SchedulerOutput, rows: StepRows, drawn: _DrawnRows
-    ) -> tuple[list[int], SampleResult | None]:
-        """Runs a step; the result is the torch sampler's, if that is needed."""
+    def _needs_logits(self, step: SchedulerOutput) -> bool:
+        """Whether any draw of the step is not one of the library's."""
+        modes = self._sampling.modes[step.slots[step.num_samples > 0]]
+        return bool((modes == LOGITS_ONLY).any())
+
+    def _draw(self, step: SchedulerOutput, rows: StepRows, drawn: _DrawnRows) -> list[int]:
+        """Runs a step with the library's draws."""
         slots = step.slots[drawn.owners]
-        if (self._sampling.modes[slots] == LOGITS_ONLY).any():
-            return self._sample(step, rows, drawn, self._executor.logits(rows, drawn.rows))
         sampled, indices = drawn.rows, self._sampling.sample_indices[slots]
         if (drawn.samples > 1).any():  # a prompt's end that forks
             source = np.repeat(np.arange(len(slots)), drawn.samples)
@@ -198,32 +194,42 @@ class NativeModelRunner:
             positions=rows.positions[sampled] + np.int32(1),
             sample_indices=indices.astype(np.int32),
         )
-        return self._executor.step(rows, draws).tolist(), None
+        tokens: list[int] = self._executor.step(rows, draws).tolist()
+        return tokens
 
     def _sample(
         self, step: SchedulerOutput, rows: StepRows, drawn: _DrawnRows, logits: torch.Tensor
-    ) -> tuple[list[int], SampleResult | None]:
+    ) -> ModelRunnerOutput:
         """Draws by the torch sampler from the drawn rows' logits [N, vocab]."""
         if len(drawn.rows) == 0:
-            return [], None
+            return ModelRunnerOutput([], None, {}, {})
         positions = rows.positions[drawn.rows] + 1
         result = self._sampler.sample(logits, step.slots[drawn.owners], positions, drawn.samples)
-        return result.token_ids.tolist(), result
+        return plain_output(result.token_ids.tolist(), PendingStep(step, result, []))
 
     # -- draft trees ------------------------------------------------------------------------
 
-    def _verify(self, step: SchedulerOutput, drafts: DraftBatch) -> ModelRunnerOutput:
+    def _verify(self, step: SchedulerOutput, rows: StepRows, trees: TreeRows) -> ModelRunnerOutput:
         """Draws after every row of every tree, walks the trees and closes the gaps in the KV."""
-        trees = tree_rows(step, drafts)
-        rows = self._rows(step, trees)
         is_tree = trees.is_tree > 0
         ends = np.cumsum(step.counts)
         firsts = np.where(is_tree, ends - step.counts, ends - 1)
         counts = np.where(is_tree, step.counts, np.minimum(step.num_samples, 1))
         owners = np.repeat(np.arange(len(counts)), counts)
         within = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
+        after = firsts[owners] + within
+        if step.prompt_rows or self._needs_logits(step):
+            logits, prompt_logprobs = self._logits(step, rows, after)
+            table = logits.numpy()
+
+            def logits_after(visited: np.ndarray) -> torch.Tensor:
+                return torch.from_numpy(table[np.searchsorted(after, visited)])
+
+            drafted = DraftedStep(step, trees, rows.cache_rows, logits_after, [])
+            output = verify(drafted, self._sampler, self._cache)
+            return replace(output, prompt_logprobs=prompt_logprobs)
         samples = np.where(is_tree, 1, step.num_samples)[owners]
-        token_ids, _ = self._run(step, rows, _DrawnRows(owners, firsts[owners] + within, samples))
+        token_ids = self._draw(step, rows, _DrawnRows(owners, after, samples))
         num_drawn = np.where(is_tree, step.counts, step.num_samples).tolist()
         return self._accept(rows, trees, token_ids, num_drawn)
 
@@ -240,59 +246,56 @@ class NativeModelRunner:
         sources: list[np.ndarray] = []
         targets: list[np.ndarray] = []
         own = trees.token_ids.tolist()
-        parents = iter(trees.parents)
         row = at = 0
-        for is_tree, count, draws in zip(
-            trees.is_tree.tolist(), rows.counts.tolist(), num_drawn, strict=True
+        for parents, count, draws in zip(
+            trees.parents, rows.counts.tolist(), num_drawn, strict=True
         ):
             tokens = drawn[at : at + draws]
-            if is_tree:
-                path = walk_tree(tokens, own[row : row + count], next(parents))
+            if parents:
+                path = walk_tree(tokens, own[row : row + count], parents)
                 tokens = [tokens[index] for index in path]
-                if path[-1] >= len(path):
+                if gaps(path):
                     sources.append(rows.cache_rows[row + np.array(path)])
                     targets.append(rows.cache_rows[row : row + len(path)])
             kept += tokens
             num_tokens.append(len(tokens))
             row, at = row + count, at + draws
         if sources:
-            self._move(np.concatenate(sources), np.concatenate(targets))
+            self._cache.move_tokens(np.concatenate(sources), np.concatenate(targets))
         return ModelRunnerOutput(kept, None, {}, {}, num_tokens)
 
-    def _move(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copies K and V between KV slots in all layers; everything is read first."""
-        size, data = self._cache.shape.block_size, self._cache.data
-        source, target = torch.from_numpy(sources).long(), torch.from_numpy(targets).long()
-        kept = data[source // size, :, :, source % size]  # [moves, layers, 2, kv_heads, dim]
-        data[target // size, :, :, target % size] = kept
+    # -- logits -----------------------------------------------------------------------------
 
-    # -- log-probabilities of prompts -------------------------------------------------------
+    def _logits(
+        self, step: SchedulerOutput, rows: StepRows, after: np.ndarray
+    ) -> tuple[torch.Tensor, dict[int, list[SampleLogprobs]]]:
+        """Runs a step for the logits [N, vocab] of its rows `after` [N], which ascend, and for the
+        wanted log-probabilities of prompts by slot.
 
-    def _with_prompt_logprobs(
-        self, step: SchedulerOutput, rows: StepRows, drawn: _DrawnRows
-    ) -> ModelRunnerOutput:
-        """Runs the rows in pieces, so that no more logits than those of the drawn rows and
-        `_PROMPT_LOGPROB_ROWS` others are held at once."""
+        With those it runs the rows in pieces, so that no more logits than those of the drawn rows
+        and `_PROMPT_LOGPROB_ROWS` others are held at once. Pieces begin within prompts: a tree is
+        never cut.
+        """
+        if not step.prompt_rows:
+            return self._executor.logits(rows, after), {}
         wanted, targets, counts = self._prompt_targets(step)
         logits: list[torch.Tensor] = []
         found: list[SampleLogprobs] = []
         limits = [0, *wanted[_PROMPT_LOGPROB_ROWS::_PROMPT_LOGPROB_ROWS], len(rows.token_ids)]
         for low, high in zip(limits[:-1], limits[1:], strict=True):
             first, last = np.searchsorted(wanted, (low, high)).tolist()
-            own = drawn.rows[(drawn.rows >= low) & (drawn.rows < high)]
-            after = np.concatenate((own, wanted[first:last])) - low
-            values = self._executor.logits(_part_of(rows, low, high), after)
+            own = after[(after >= low) & (after < high)]
+            places = np.concatenate((own, wanted[first:last])) - low
+            values = self._executor.logits(_part_of(rows, low, high), places)
             logits.append(values[: len(own)].clone())
             asked = values[len(own) :]
             found += token_logprobs(asked, targets[first:last], counts[first:last]).to_host()
-        token_ids, result = self._sample(step, rows, drawn, torch.cat(logits))
-        output = plain_output(token_ids, PendingStep(step, result, []))
         by_slot: dict[int, list[SampleLogprobs]] = {}
         begin = 0
         for part in step.prompt_rows:
             by_slot[int(step.slots[part.index])] = found[begin : begin + part.count]
             begin += part.count
-        return replace(output, prompt_logprobs=by_slot)
+        return torch.cat(logits), by_slot
 
     def _prompt_targets(self, step: SchedulerOutput) -> tuple[np.ndarray, torch.Tensor, list[int]]:
         """Of every wanted prompt row: the row, the token after it, how many of the most likely."""
@@ -312,7 +315,7 @@ class NativeModelRunner:
 
 
 def _part_of(rows: StepRows, low: int, high: int) -> StepRows:
-    """Rows low .. high - 1 of a step without trees; those before have their KV in the cache."""
+    """Rows low .. high - 1 of a step, no tree cut; those before have their KV in the cache."""
     ends = np.cumsum(rows.counts)
     firsts = ends - rows.counts
     chosen = (ends > low) & (firsts < high)

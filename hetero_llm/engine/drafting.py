@@ -5,7 +5,7 @@ Nothing here changes a request or a sequence; blocks are taken for the nodes tha
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -27,7 +27,7 @@ class Drafter(Protocol):
         """Drafts for sequences whose last token has just become known.
 
         Args:
-            sequences: to be read, not to be changed or kept.
+            sequences: to be read, not to be changed, nor kept after `close`.
             limits: most nodes of each one's draft, at least 1.
             num_rows: of the step without drafts, theirs included.
 
@@ -46,6 +46,16 @@ class Drafter(Protocol):
 
     def settle(self) -> None:
         """Called once a step while the device works: for what the next proposals can do without."""
+        ...
+
+
+@runtime_checkable
+class Priced(Protocol):
+    """A drafter that weighs what its nodes cost."""
+
+    def price(self, profile: list[tuple[int, float]]) -> None:
+        """Tells rows and seconds of every size that steps are padded to, ascending and beginning
+        with a single row, before the first step. Without it the steps themselves tell."""
         ...
 
 
@@ -75,7 +85,7 @@ def choose_drafts(
     for index, sequence in enumerate(sequences):
         request = sequence.request
         if not request.may_draft:
-            return None  # such draws take another way on the device, and a step goes one way
+            continue
         known = len(sequence.token_ids)
         # If all nodes are accepted, one more token follows them.
         limit = request.max_total_tokens - known - 1

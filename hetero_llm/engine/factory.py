@@ -14,6 +14,7 @@ from hetero_llm.core.errors import ConfigError
 from hetero_llm.demo_models import ALIASES, demo_folder
 from hetero_llm.engine.block_manager import BlockManager
 from hetero_llm.engine.drafters import make_drafter
+from hetero_llm.engine.drafting import Priced
 from hetero_llm.engine.engine import Engine, ModelRunner
 from hetero_llm.engine.input_processor import InputProcessor
 from hetero_llm.engine.output_processor import OutputProcessor, holds_stop
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from hetero_llm.cpu.backend import NativeBackend
+    from hetero_llm.cpu.lookahead.store import Store
     from hetero_llm.cpu.model_runner import NativeModelRunner
     from hetero_llm.engine.drafting import Drafter
     from hetero_llm.models.config import ModelConfig
@@ -45,7 +47,7 @@ class BuiltEngine:
     """An engine and what its callers need to know about it.
 
     `backend` is what runs the model: "cuda", or on a CPU "native" (our executor), "torch" or
-    "ipex".
+    "ipex". `store` is there with the lookahead cache only.
     """
 
     engine: Engine
@@ -55,6 +57,7 @@ class BuiltEngine:
     device: str
     dtype: str
     backend: str
+    store: Store | None
 
 
 def build_engine(
@@ -62,7 +65,7 @@ def build_engine(
 ) -> BuiltEngine:
     """Loads model and tokenizer and sizes the KV cache.
 
-    `drafter` proposes draft trees, which a GPU or the native CPU executor verifies.
+    `drafter` proposes draft trees; None: what the configuration asks for.
 
     Raises:
         ConfigError: arguments that this model or machine cannot serve.
@@ -83,8 +86,9 @@ def build_engine(
     dtype: torch.dtype = getattr(torch, dtype_name)
     native = _native_backend(config, model_config, dtype, device)
     backend = _backend_name(config, device, native=native is not None)
-    drafter = drafter or make_drafter(config.speculation, model_config, max_model_len)
-    _check_drafter(config, drafter, backend)
+    store = None
+    if drafter is None:
+        drafter, store = make_drafter(config.speculation, model_config, max_model_len, tokenizer)
     model = _load_weights(
         config,
         folder,
@@ -104,6 +108,7 @@ def build_engine(
         drafts=drafter is not None,
         native=native,
     )
+    _tell_costs(drafter, runner)
     prefix_cache = PrefixCache() if config.cache.enable_prefix_caching else None
     blocks = BlockManager(num_blocks, config.cache.block_size, prefix_cache)
     scheduler = Scheduler(
@@ -132,8 +137,15 @@ def build_engine(
         message = "%s on %s in %s: context %d, %d KV blocks of %d tokens"
         logger.info(message, load.model, device, dtype_name, *sizes)
     return BuiltEngine(
-        engine, tokenizer, max_model_len, num_blocks, str(device), dtype_name, backend
+        engine, tokenizer, max_model_len, num_blocks, str(device), dtype_name, backend, store
     )
+
+
+def _tell_costs(drafter: Drafter | None, runner: Any) -> None:
+    """Step times of runners that pad their steps and have measured them, to whoever weighs them."""
+    profile = getattr(runner, "profile", None)
+    if profile and isinstance(drafter, Priced):
+        drafter.price(profile)
 
 
 def free_unreachable(device: str) -> None:
@@ -159,6 +171,17 @@ def _find_model(load: LoadConfig) -> tuple[Path, ModelConfig]:
         disable_sliding_window=load.disable_sliding_window,
     )
     return folder, config
+
+
+def open_model(config: EngineConfig) -> tuple[ModelConfig, int, Tokenizer | None]:
+    """A model's configuration, its context length as served, and its tokenizer: all but weights.
+
+    Raises:
+        ConfigError, ModelLoadError: as `build_engine`.
+    """
+    folder, model_config = _find_model(config.load)
+    max_model_len = _resolve_max_model_len(config.max_model_len, model_config)
+    return model_config, max_model_len, _load_tokenizer(config, folder)
 
 
 def resolve_alias(model: str) -> str:
@@ -188,17 +211,6 @@ def _check_offload(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError(
             "cpu_offload_gb", wanted, "cannot be combined with batch_invariant: use one of them"
         )
-
-
-def _check_drafter(config: EngineConfig, drafter: Drafter | None, backend: str) -> None:
-    if drafter is None:
-        return
-    if config.batch_invariant or backend not in ("cuda", "native"):
-        reason = (
-            "drafts are verified on a GPU or by the native CPU backend, and without "
-            "batch_invariant, only"
-        )
-        raise ConfigError("drafter", type(drafter).__name__, reason)
 
 
 def _native_backend(

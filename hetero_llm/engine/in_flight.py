@@ -101,5 +101,22 @@ def pack(
     return InFlight(step, sequences, epochs, starts, counts, samples, nodes)
 
 
+def slot_state(sequence: Sequence) -> SlotState:
+    """What the runner has to know of a sequence that enters its slot."""
+    request = sequence.request
+    return SlotState(
+        sequence.slot,
+        tuple(sequence.token_ids),
+        sequence.num_prompt,
+        request.params,
+        request.seed,
+        sequence.index,
+        request.num_logprobs,
+        request.num_prompt_logprobs,
+        tuple(request.end_ids),
+        request.bad_word_ids,
+    )
+
+
 _NO_WRITES = np.zeros((3, 0), np.int32)
 _NO_COPIES = np.zeros((2, 0), np.int32)

@@ -13,7 +13,7 @@ import numpy as np
 from hetero_llm.core.errors import PromptError, RequestError, SamplingError
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request
-from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.core.sampling_params import SamplingParams, is_text
 from hetero_llm.engine.beam import candidates_needed
 from hetero_llm.engine.prefix_cache import root_key, token_bytes
 from hetero_llm.engine.tokenizer import Tokenizer
@@ -133,6 +133,9 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise SamplingError("sampling_params", params, "must be a SamplingParams")
         self._check_params(params)
+        for field, text in (("prompt", prompt.text), ("cache_salt", prompt.cache_salt)):
+            if text is not None and not is_text(text):
+                raise PromptError(field, text, "holds half a surrogate pair, which is no text")
         token_ids = self._token_ids(prompt, params)
         end_ids = frozenset() if params.ignore_eos else self._eos_ids
         end_ids |= frozenset(params.stop_token_ids or ())

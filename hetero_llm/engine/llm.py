@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import signal
 import sys
 import threading
@@ -11,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -23,6 +24,9 @@ from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.engine.factory import BuiltEngine, build_engine, free_unreachable
 from hetero_llm.engine.input_processor import Prompt, pair_params, parse_prompts
+
+if TYPE_CHECKING:
+    from hetero_llm.cpu.lookahead.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -178,11 +182,32 @@ class LLM:
 
     def get_metrics(self) -> dict[str, float]:
         """Counters since start and present state, flat; names follow vLLM's metrics."""
-        return self._engine_parts().engine.metrics()
+        parts = self._engine_parts()
+        return parts.engine.metrics() | ({} if parts.store is None else parts.store.metrics())
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
         self._engine_parts().engine.reset_prefix_cache()
+
+    def save_lookahead_cache(self, path: str | os.PathLike[str]) -> None:
+        """Saves what the lookahead cache learned from all requests, texts included, in one file.
+
+        Raises:
+            ConfigError: there is no lookahead cache.
+            SnapshotError: the file cannot be written; an older one of that name is still there.
+        """
+        self._store().save(os.fspath(path))
+
+    def load_lookahead_cache(self, path: str | os.PathLike[str]) -> None:
+        """The lookahead cache becomes what it was when the file was saved; the caches of running
+        requests stay. Tokens do not depend on it.
+
+        Raises:
+            ConfigError: there is no lookahead cache.
+            SnapshotError: the file is damaged, of another tokenizer, or too large; nothing has
+                changed.
+        """
+        self._store().load(os.fspath(path))
 
     @property
     def backend(self) -> str:
@@ -195,6 +220,12 @@ class LLM:
         if self._built is None:
             raise EngineDeadError("this LLM was closed")
         return self._built
+
+    def _store(self) -> Store:
+        store = self._engine_parts().store
+        if store is None:
+            raise ConfigError("use_lookahead", False, "this engine has no lookahead cache")
+        return store
 
     def _make_requests(
         self,

@@ -44,6 +44,7 @@ class OutputProcessor:
         self._stop_sequence = stop_sequence
         self._texts: dict[Sequence, _Text] = {}
         self._sent: dict[Sequence, int] = {}
+        self._prompts: dict[str, list[TokenLogprobs | None]] = {}  # as far as computed
 
     def process(self, touched: Iterable[Sequence]) -> list[RequestOutput]:
         """Outputs of a step, one per request at most, in the order they were scheduled."""
@@ -144,11 +145,14 @@ class OutputProcessor:
             for sequence in request.sequences:
                 self._texts.pop(sequence, None)
                 self._sent.pop(sequence, None)
+        prompt_logprobs = self._prompt_logprobs(request)
+        if finished:
+            self._prompts.pop(request.request_id, None)
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            prompt_logprobs=self._prompt_logprobs(request),
+            prompt_logprobs=prompt_logprobs,
             outputs=outputs,
             finished=finished,
             metrics=request.metrics,
@@ -190,10 +194,14 @@ class OutputProcessor:
     def _prompt_logprobs(self, request: Request) -> list[TokenLogprobs | None] | None:
         if request.prompt_logprobs is None:
             return None
-        return [
-            None if entry is None else self._token_logprobs(token, entry)
-            for token, entry in zip(request.prompt_token_ids, request.prompt_logprobs, strict=False)
-        ]
+        shown = self._prompts.get(request.request_id, [])
+        if len(shown) < len(request.prompt_logprobs):
+            entries = zip(request.prompt_token_ids, request.prompt_logprobs, strict=False)
+            shown = self._prompts[request.request_id] = [
+                None if entry is None else self._token_logprobs(token, entry)
+                for token, entry in entries
+            ]
+        return shown
 
     def _token_logprobs(self, token: int, entry: SampleLogprobs) -> TokenLogprobs:
         """The token itself first, then the most likely ones."""

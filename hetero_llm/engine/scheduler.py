@@ -21,7 +21,8 @@ from hetero_llm.engine.admission import check_fits, forks_to_come
 from hetero_llm.engine.beam import BeamGroup
 from hetero_llm.engine.block_manager import BlockManager
 from hetero_llm.engine.drafting import Drafter, choose_drafts, num_before_end
-from hetero_llm.engine.in_flight import InFlight, pack
+from hetero_llm.engine.in_flight import InFlight, pack, slot_state
+from hetero_llm.engine.new_tokens import append_tokens, drop_tokens
 from hetero_llm.engine.scheduler_beams import HoldsStop, best_sequences, grow_beams, open_group
 from hetero_llm.engine.scheduler_stats import SchedulerStats
 from hetero_llm.engine.upkeep import Publisher, grow_ahead
@@ -137,7 +138,7 @@ class Scheduler:
         """
         surplus = len(sequence.token_ids) - num_tokens
         if surplus and not sequence.request.params.use_beam_search:  # beams end by their own search
-            del sequence.token_ids[num_tokens:]
+            drop_tokens(sequence, surplus)
             self.stats.generation_tokens -= surplus
         if sequence.finished:
             sequence.finish_reason = FinishReason.STOP
@@ -232,28 +233,25 @@ class Scheduler:
             if sequence.epoch != epoch:
                 continue  # ended or lost its slot while the step was in flight
             sequence.num_unknown -= samples
-            if nodes:
-                self._accept(sequence, output.token_ids[place:first], nodes, start)
-                sequence.request.metrics.last_token_time = now
+            request = sequence.request
+            failed = bool(output.errors) and sequence.slot in output.errors
+            if nodes and not failed:
+                self._note_time(request, now, samples)
+                self._accept(sequence, output, slice(place, first), nodes=nodes, start=start)
                 touched.append(sequence)
                 continue
             # All inputs before the end of these rows are in token_ids by now.
             if (start + count) // size > start // size:
                 self._publisher.note(sequence, start + count)
-            request = sequence.request
             if output.prompt_logprobs and sequence.slot in output.prompt_logprobs:
                 assert request.prompt_logprobs is not None
                 request.prompt_logprobs.extend(output.prompt_logprobs[sequence.slot])
-            if output.errors and sequence.slot in output.errors:
+            if failed:
                 request.error = output.errors[sequence.slot]
                 self._end_request(request, FinishReason.ERROR)
                 touched.extend(request.sequences)
             elif samples:
-                request.metrics.last_token_time = now
-                if request.metrics.first_token_time is None:
-                    request.metrics.first_token_time = now
-                    self.stats.num_requests_begun += 1
-                    self.stats.num_first_tokens += samples
+                self._note_time(request, now, samples)
                 group = self._beams.get(request.request_id) if self._beams else None
                 if group is not None:
                     assert output.logprobs is not None
@@ -272,8 +270,8 @@ class Scheduler:
         return touched
 
     def observe(self, step: SchedulerOutput, seconds: float) -> None:
-        """Tells whoever drafts how long a step took."""
-        if self._drafter is not None:
+        """Tells whoever drafts how long a step took, if no prompt had a part in it."""
+        if self._drafter is not None and not step.has_chunks:
             self._drafter.observe(int(step.counts.sum()), seconds)
 
     def settle(self) -> None:
@@ -375,22 +373,8 @@ class Scheduler:
 
     def _bind(self, sequence: Sequence, slot: int) -> None:
         sequence.slot = slot
-        request = sequence.request
-        self._num_synchronous += request.synchronous
-        self._admitted.append(
-            SlotState(
-                slot,
-                tuple(sequence.token_ids),
-                sequence.num_prompt,
-                request.params,
-                request.seed,
-                sequence.index,
-                request.num_logprobs,
-                request.num_prompt_logprobs,
-                tuple(request.end_ids) if request.params.min_tokens else (),
-                request.bad_word_ids,
-            )
-        )
+        self._num_synchronous += sequence.request.synchronous
+        self._admitted.append(slot_state(sequence))
 
     def _preempt(self, victim: Sequence) -> None:
         """Takes KV and slot away; the sequence is computed anew later, in order of arrival."""
@@ -428,33 +412,39 @@ class Scheduler:
 
     # -- applying results -------------------------------------------------------------------
 
-    def _accept(self, sequence: Sequence, new: list[int], nodes: int, start: int) -> None:
-        """Appends the tokens of a verified draft, up to the first that ends the sequence."""
+    def _note_time(self, request: Request, now: float, samples: int) -> None:
+        request.metrics.last_token_time = now
+        if request.metrics.first_token_time is None:
+            request.metrics.first_token_time = now
+            self.stats.num_requests_begun += 1
+            self.stats.num_first_tokens += samples
+
+    def _accept(
+        self, sequence: Sequence, output: ModelRunnerOutput, drawn: slice, *, nodes: int, start: int
+    ) -> None:
+        """Appends a verified draft's part of the output, up to the first token that is an end."""
+        new = output.token_ids[drawn]
         assert 0 < len(new) <= nodes + 1, "a tree of n nodes yields 1 to n + 1 tokens"
         accepted = num_before_end(sequence, new)
         # Behind an end nothing counts: the end itself was drafted unless it is the last token.
         self.stats.count_draft(nodes, min(accepted + 1, len(new) - 1))
-        tokens = sequence.token_ids
-        tokens.extend(new[: accepted + 1])
+        logprobs = None if output.logprobs is None else output.logprobs[drawn][: accepted + 1]
+        append_tokens(sequence, new[: accepted + 1], logprobs)
         self.stats.generation_tokens += accepted + 1
-        sequence.num_computed = end = start + 1 + accepted
+        sequence.num_computed = computed = start + 1 + accepted
         size = self._config.block_size
-        if end // size > start // size:
-            self._publisher.note(sequence, end)
+        if computed // size > start // size:
+            self._publisher.note(sequence, computed)
         self._end_if_over(sequence, new[accepted])
 
     def _append(self, sequence: Sequence, drawn: int, output: ModelRunnerOutput) -> None:
         """Adds the `drawn`-th token of the step's output and ends the sequence if it must."""
         token = output.token_ids[drawn]
-        tokens = sequence.token_ids
-        tokens.append(token)
+        if output.logprobs is None:
+            sequence.token_ids.append(token)
+        else:
+            append_tokens(sequence, [token], (output.logprobs[drawn],))
         self.stats.generation_tokens += 1
-        if output.logprobs is not None:
-            entry = output.logprobs[drawn]
-            if entry is not None:
-                sequence.cumulative_logprob += entry.drawn
-                if sequence.logprobs is not None:
-                    sequence.logprobs.append(entry)
         self._end_if_over(sequence, token)
 
     def _end_if_over(self, sequence: Sequence, token: int) -> None:

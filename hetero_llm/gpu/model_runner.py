@@ -6,7 +6,9 @@ draw) by their own buckets; steps with draft trees replay "verify" (model, head,
 "decode" and "verify" there is a "short" kind each, for contexts that need no cut attention.
 Larger steps, and with `enforce_eager` all steps, run the same functions uncaptured. Draws that need
 more than temperature and thresholds (log-probabilities, penalties, users' processors) go through
-the torch sampler after a "rows" graph, which draws with the same kernel.
+the torch sampler after a "rows" graph, which draws with the same kernel. Beside draft trees they
+come after a "verify" graph whose own walk is told of no tree: `finish` walks by depth then
+(`runner.verify`).
 """
 
 from __future__ import annotations
@@ -35,15 +37,19 @@ from hetero_llm.gpu.paged_attention import (
     check_supported,
 )
 from hetero_llm.gpu.step_inputs import PacketLayout, StepInputs, packet_views
+from hetero_llm.gpu.step_profile import profile_graphs
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM
+from hetero_llm.runner.draft_trees import tree_rows
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.model_runner import (
     PendingStep,
+    drafted_step,
     draw_step,
     observe_inputs,
     plain_output,
 )
+from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import Sampler
 
 _MOST_WRITES = 4096
@@ -54,12 +60,14 @@ _ARRIVALS = 4
 @dataclass(slots=True)
 class LaunchedStep:
     """A launched step: its tokens, int64, arrive in `tokens` (pinned) once `arrived` has happened.
-    With draft trees they are a packed `WalkResult` of `num_groups` groups."""
+    With draft trees they are a packed `WalkResult` of `num_groups` groups, or there is `drafted`:
+    then the draws are still to come."""
 
     results: PendingStep
     tokens: np.ndarray
     arrived: torch.cuda.Event | None
     num_groups: int = 0
+    drafted: DraftedStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +112,9 @@ class GpuModelRunner:
         max_num_batched_tokens: most rows of a step.
         graphs: capture graphs now (seconds) and replay them.
         drafts: there will be steps with draft trees.
+
+    Attributes:
+        profile: rows and seconds of steps, see `gpu.step_profile`; empty without graphs or drafts.
     """
 
     def __init__(
@@ -165,6 +176,7 @@ class GpuModelRunner:
         self._prompts: dict[int, SlotState] = {}  # of slots that want prompt_logprobs
         self._captured: dict[tuple[str, int], _Packet] = {}
         self._graphs: GraphSet[tuple[str, int]] | None = None
+        self.profile: list[tuple[int, float]] = []
         if graphs:
             self._graphs = GraphSet()
             self._capture(self._graphs, drafts)
@@ -206,6 +218,9 @@ class GpuModelRunner:
 
     def finish(self, pending: LaunchedStep) -> ModelRunnerOutput:
         """Waits for a launched step and returns its results as plain data."""
+        if pending.drafted is not None:
+            with torch.inference_mode():
+                return verify(pending.drafted, self._sampler, self._cache, self._last_tokens)
         if pending.arrived is not None:
             pending.arrived.synchronize()
         if pending.num_groups:
@@ -215,7 +230,7 @@ class GpuModelRunner:
     def _launch_drafted(
         self, step: SchedulerOutput, drafts: DraftBatch, num_rows: int
     ) -> LaunchedStep:
-        """Drafts stand beside requests alone that the kernels serve: the scheduler sees to it."""
+        plain = not step.prompt_rows and self._sampler.is_plain(step.slots[step.num_samples > 0])
         is_tree = drafts.counts > 0
         num_samples = int(np.where(is_tree, step.counts, step.num_samples).sum())
         bucket = _bucket(self._graph_rows, num_rows) if self._graphs is not None else None
@@ -225,7 +240,10 @@ class GpuModelRunner:
             key = ("short verify" if short else "verify", bucket)
             packet = self._captured[key]
             self._pack(step, packet)
+            if not plain:
+                self._packer.withdraw_trees(packet.layout)
             self._graphs.replay(key)
+            hidden = self._hidden[:num_rows]
             launched = self._sent_by_graph(step, packet.layout.groups + packet.layout.samples)
         else:
             num_groups = int(np.where(is_tree, 1, step.num_samples).sum())
@@ -235,10 +253,31 @@ class GpuModelRunner:
             any_cut = self._pack(step, packet)
             inputs = packet_views(self._packet, packet.layout)
             attention = StepAttention(self._context, inputs, tile, any_cut=any_cut)
-            self._verify(inputs, self._run_model(packet, inputs, attention))
+            hidden = self._run_model(packet, inputs, attention)
+            if plain:
+                self._verify(inputs, hidden)
             launched = self._send_back(step, self._walked.packed[: num_groups + num_samples])
         launched.num_groups = packet.layout.groups
+        if not plain:
+            launched.drafted = self._drafted_step(step, drafts, hidden)
         return launched
+
+    def _drafted_step(
+        self, step: SchedulerOutput, drafts: DraftBatch, hidden: torch.Tensor
+    ) -> DraftedStep:
+        """Prepares draws by depth from `hidden`, [T, hidden], which stays as it is until then:
+        nothing is launched ahead of a step with drafts."""
+        trees = tree_rows(step, drafts)
+        size, places = self._cache.shape.block_size, trees.places
+        blocks = self._packer.tables[np.repeat(step.slots, step.counts), places // size]
+        return drafted_step(
+            self._model,
+            hidden,
+            step,
+            trees=trees,
+            cache_rows=blocks * size + places % size,
+            prompts=self._prompts,
+        )
 
     def _launch_eager(self, step: SchedulerOutput, num_rows: int, plain: bool) -> LaunchedStep:
         single = len(step.slots) == num_rows
@@ -278,7 +317,7 @@ class GpuModelRunner:
             self._sampler.admit(state)
             if state.params.prompt_logprobs is not None:
                 self._prompts[state.slot] = state
-        if step.drafts is None and self._sampler.has_history:  # who looks back gets no drafts
+        if self._sampler.has_history:
             observe_inputs(self._sampler, step)
         self._packer.write_tables(step)
         copies = step.block_copies
@@ -466,7 +505,10 @@ class GpuModelRunner:
             self._capture_head(graphs, bucket, inputs)
         for bucket in reversed(self._graph_rows if drafts else ()):
             self._capture_verify(graphs, bucket)
-        self._turns.zero_()  # every body ran once without a packet
+        if drafts:
+            verify = [(bucket, ("verify", bucket)) for bucket in self._graph_rows if bucket > 1]
+            self.profile = profile_graphs(graphs, [(1, ("decode", 1)), *verify])
+        self._turns.zero_()  # every body ran without a packet
         torch.cuda.synchronize()
 
     def _capture_decode(self, graphs: GraphSet[tuple[str, int]], bucket: int) -> None:
@@ -515,7 +557,9 @@ class GpuModelRunner:
             attention = StepAttention(self._context, inputs, tile, any_cut=not short)
 
             def body(packet: _Packet = packet, attention: StepAttention = attention) -> None:
-                self._verify(inputs, self._run_model(packet, inputs, attention))
+                hidden = self._run_model(packet, inputs, attention)
+                self._hidden[:bucket].copy_(hidden)  # for draws by depth
+                self._verify(inputs, hidden)
                 send_results(results, self._turns[1:], ring=self._sent.ring)
 
             graphs.capture((name, bucket), body)

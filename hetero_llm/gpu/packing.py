@@ -15,7 +15,7 @@ from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
 from hetero_llm.gpu.attention_plan import PlanLimits, plan_into
 from hetero_llm.gpu.kernels.paged_attention import CUT_ROW_FIELDS, WORK_FIELDS
 from hetero_llm.gpu.kernels.pick import ROW_FIELDS, pack_rows
-from hetero_llm.gpu.step_inputs import NUM_OFFSETS, PacketLayout, packet_offsets
+from hetero_llm.gpu.step_inputs import NUM_OFFSETS, PacketLayout, packet_offsets, packet_views
 from hetero_llm.sampling.noise import signed_seed
 
 RING = 4
@@ -141,6 +141,14 @@ class StepPacker:
             self._everyone if chosen is None else chosen,
         )
         return cut
+
+    def withdraw_trees(self, layout: PacketLayout) -> None:
+        """Makes all groups of the packet filled last groups of padding: the walk then accepts
+        nothing, moves no KV and leaves every slot's last token alone."""
+        tree = packet_views(self._arrays[self._next - 1], layout).tree
+        assert tree is not None
+        _, counts, slots = tree.groups
+        counts[:], slots[:] = 0, -1
 
 
 @njit(cache=True, nogil=True)

@@ -2,7 +2,7 @@
 
 `plan` does the host work once per step; the returned object is called once per layer, stores the
 step's K and V and attends. A row at position p sees the keys at 0..p of its sequence, or the last
-`window` of them.
+`window` of them. A node of a draft tree sees those before the root and its own path.
 
 Shapes: T rows, H query heads in groups of G per KV head (H = N * G), head size D. Groups become
 rows of one matrix, so K and V are never repeated in memory.
@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import RotaryHeads
 from hetero_llm.models.rotary import RotaryRows
+from hetero_llm.runner.draft_trees import TreeRows
 from hetero_llm.runner.kv_cache import PagedKVCache
 
 
@@ -44,6 +45,30 @@ class RowKernel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class _Tree:
+    """A draft tree behind `start` cached tokens; its keys lie in the order of its rows.
+
+    positions: [start + count] of all keys. sees: [count, start + count] bool, whether a row's path
+    leads through the key.
+    """
+
+    positions: np.ndarray
+    sees: np.ndarray
+
+    def keys(self, row: int, window: int | None) -> np.ndarray:
+        """[seen] the keys that a row sees, in order of their positions."""
+        return np.flatnonzero(self.sees[row])[-(window or 0) :]
+
+    def hidden(self, window: int | None) -> np.ndarray:
+        """[count, start + count] bool."""
+        hidden = ~self.sees
+        if window is not None:
+            own = self.positions[-len(hidden) :]
+            hidden |= self.positions <= own[:, None] - window
+        return hidden
+
+
+@dataclass(frozen=True, slots=True)
 class _Group:
     """Sequences attended in one call: equal numbers of rows, contexts padded to the longest.
 
@@ -51,6 +76,7 @@ class _Group:
     plans: by window, the row kernel's plan; pieces and masks are not needed then.
     pieces: [B * blocks] index of the K piece of layer 0. masks: by window, [B * N, 1, count,
     context] added to the scores (None: plain causal over a context that starts empty).
+    tree: the sequence's rows are a draft tree.
     """
 
     rows: slice
@@ -61,6 +87,7 @@ class _Group:
     pieces: torch.Tensor
     masks: dict[int | None, torch.Tensor | None]
     plans: dict[int | None, Any] | None = None
+    tree: _Tree | None = None
 
 
 _NO_PIECES = torch.empty(0, dtype=torch.int64)
@@ -89,22 +116,25 @@ class TorchPagedAttention:
         starts: np.ndarray,
         counts: np.ndarray,
         tables: np.ndarray,
-        positions: np.ndarray,
+        places: np.ndarray,
         blocks: np.ndarray,
+        trees: TreeRows | None = None,
     ) -> PlannedAttention:
         """Prepares one step.
 
         Args:
             starts, counts: [S] tokens in the cache before the step, and rows of the step.
             tables: [S, columns] block ids.
-            positions: [T] position of each row.
+            places: [T] index of each row's K and V in its sequence's; but for draft nodes this is
+                its position.
             blocks: [T] block that each row's K and V go to.
+            trees: the step's draft trees.
         """
         shape = self._cache.shape
         device = self._cache.data.device
         token_rows = blocks.astype(np.int64) * (shape.num_layers * 2 * shape.block_size)
-        token_rows += positions % shape.block_size
-        groups = self._groups(starts, counts, tables)
+        token_rows += places % shape.block_size
+        groups = self._groups(starts, counts, tables, trees)
         return PlannedAttention(
             self._config,
             self._cache,
@@ -114,7 +144,9 @@ class TorchPagedAttention:
             self._row_kernel,
         )
 
-    def _groups(self, starts: np.ndarray, counts: np.ndarray, tables: np.ndarray) -> list[_Group]:
+    def _groups(
+        self, starts: np.ndarray, counts: np.ndarray, tables: np.ndarray, trees: TreeRows | None
+    ) -> list[_Group]:
         """Neighbouring single-row sequences are batched; every longer chunk is a group."""
         groups: list[_Group] = []
         row = index = 0
@@ -124,13 +156,18 @@ class TorchPagedAttention:
             if counts[index] == 1 and not self._row_by_row:
                 while last < total and counts[last] == 1:
                     last += 1
-            picked = slice(index, last)
-            groups.append(self._group(row, starts[picked], int(counts[index]), tables[picked]))
-            row += int(counts[index]) * (last - index)
+            picked, count = slice(index, last), int(counts[index])
+            tree = None
+            if trees is not None and trees.is_tree[index]:
+                tree = _tree(trees, slice(row, row + count), int(starts[index]))
+            groups.append(self._group(row, starts[picked], count, tables[picked], tree))
+            row += count * (last - index)
             index = last
         return groups
 
-    def _group(self, row: int, starts: np.ndarray, count: int, tables: np.ndarray) -> _Group:
+    def _group(
+        self, row: int, starts: np.ndarray, count: int, tables: np.ndarray, tree: _Tree | None
+    ) -> _Group:
         size = self._cache.shape.block_size
         device = self._cache.data.device
         context = int(starts.max()) + count
@@ -143,12 +180,12 @@ class TorchPagedAttention:
         plans: dict[int | None, Any] | None = None
         if kernel is not None and count == 1:
             plans = {w: kernel.plan(starts + 1, pieces, w) for w in self._windows}
-        elif kernel is not None and kernel.supports_chunks:
+        elif kernel is not None and kernel.supports_chunks and tree is None:
             start = int(starts[0])
             plans = {w: kernel.plan_chunk(start, count, pieces[0], w) for w in self._windows}
         if plans is not None:
             return _Group(rows, len(starts), count, 0, context, _NO_PIECES, {}, plans)
-        masks = {w: self._mask(starts, count, context, w) for w in self._windows}
+        masks = {w: self._mask(starts, count, context, w, tree) for w in self._windows}
         return _Group(
             rows,
             len(starts),
@@ -157,24 +194,42 @@ class TorchPagedAttention:
             context,
             torch.from_numpy(pieces.reshape(-1)).to(device),
             masks,
+            tree=tree,
         )
 
     def _mask(
-        self, starts: np.ndarray, count: int, context: int, window: int | None
+        self,
+        starts: np.ndarray,
+        count: int,
+        context: int,
+        window: int | None,
+        tree: _Tree | None,
     ) -> torch.Tensor | None:
         if self._row_by_row:
             return None
-        if starts[0] == 0 and count == context and (window is None or window >= context):
-            return None
         device = self._cache.data.device
-        last = torch.from_numpy(starts[:, None] + np.arange(count)).to(device).unsqueeze(-1)
-        keys = torch.arange(context, device=device)
-        hidden = keys > last
-        if window is not None:
-            hidden |= keys <= last - window
+        if tree is not None:
+            hidden = torch.from_numpy(tree.hidden(window)).to(device).unsqueeze(0)
+        elif starts[0] == 0 and count == context and (window is None or window >= context):
+            return None
+        else:
+            last = torch.from_numpy(starts[:, None] + np.arange(count)).to(device).unsqueeze(-1)
+            keys = torch.arange(context, device=device)
+            hidden = keys > last
+            if window is not None:
+                hidden |= keys <= last - window
         mask = torch.zeros(hidden.shape, dtype=self._cache.shape.dtype, device=device)
         mask.masked_fill_(hidden, float("-inf"))
         return mask.repeat_interleave(self._config.num_kv_heads, dim=0).unsqueeze(1)
+
+
+def _tree(trees: TreeRows, rows: slice, start: int) -> _Tree:
+    """The tree in these rows of a step."""
+    count = rows.stop - rows.start
+    bits = trees.ancestors[rows, None] >> np.arange(count, dtype=np.uint64)
+    sees = np.ones((count, start + count), bool)
+    sees[:, start:] = bits & np.uint64(1)
+    return _Tree(np.concatenate((np.arange(start), trees.positions[rows])), sees)
 
 
 class PlannedAttention:
@@ -277,13 +332,17 @@ class PlannedAttention:
         kv_heads, _, dim = keys.shape
         out = torch.empty_like(q)
         for row in range(group.count):
-            last = group.start + row + 1
-            low = 0 if window is None else max(0, last - window)
+            seen: slice | torch.Tensor
+            if group.tree is None:
+                last = group.start + row + 1
+                seen = slice(0 if window is None else max(0, last - window), last)
+            else:
+                seen = torch.from_numpy(group.tree.keys(row, window)).to(q.device)
             query = q[row].view(1, kv_heads, -1, dim)
             attended = scaled_dot_product_attention(
                 query,
-                keys[None, :, low:last].contiguous(),
-                values[None, :, low:last].contiguous(),
+                keys[None, :, seen].contiguous(),
+                values[None, :, seen].contiguous(),
                 scale=self._config.attn_scale,
             )
             out[row] = attended.reshape(-1, dim)

@@ -66,3 +66,24 @@ class PagedKVCache:
         """Copies whole blocks source to destination, in order."""
         for source, destination in pairs:
             self.data[destination].copy_(self.data[source])
+
+    def move_tokens(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copies K and V of tokens in all layers; everything is read before anything is written.
+
+        Args:
+            sources, targets: [M] KV slots (block * block size + offset); no target twice.
+        """
+        data, size = self.data, self.shape.block_size
+        if data.device.type == "cpu":  # numpy: torch's threads would wait for the executor's
+            numbers = data.view(torch.uint8).numpy()
+            numbers[targets // size, :, :, targets % size] = numbers[
+                sources // size, :, :, sources % size
+            ]
+            return
+        if self.shape.dtype.itemsize == 1:  # few operators know numbers of 8 bits
+            data = data.view(torch.uint8)
+        source, target = (
+            torch.from_numpy(slots.astype(np.int64)).to(data.device) for slots in (sources, targets)
+        )
+        kept = data[source // size, :, :, source % size]  # [M, layers, 2, kv_heads, head_dim]
+        data[target // size, :, :, target % size] = kept

@@ -1,7 +1,8 @@
 """Runs one step of a model with plain torch, on any device.
 
 `launch` applies the step's changes and issues the device work; `finish` waits for it and brings
-the small results to the host. Between the two the host is free.
+the small results to the host. Between the two the host is free. The draws of a step with draft
+trees come in `finish`, one depth after the other.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from hetero_llm.core.step import (
     LAST_DRAWN,
     ModelRunnerOutput,
     PromptRows,
-    SampleLogprobs,
     SchedulerOutput,
     SlotState,
 )
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.runner.attention import RowKernel, TorchPagedAttention
+from hetero_llm.runner.draft_trees import TreeRows, row_places, tree_rows
 from hetero_llm.runner.kv_cache import PagedKVCache
+from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import LogprobTensors, Sampler, SampleResult, token_logprobs
 
 _PROMPT_LOGPROB_ROWS = 256
@@ -76,28 +78,43 @@ class TorchModelRunner:
         self._prompts: dict[int, SlotState] = {}  # of slots that want prompt_logprobs
 
     @torch.inference_mode()
-    def launch(self, step: SchedulerOutput) -> PendingStep:
-        """Issues all device work of a step, which has no drafts."""
-        assert step.drafts is None
+    def launch(self, step: SchedulerOutput) -> PendingStep | DraftedStep:
+        """Issues all device work of a step, but for the draws of one with drafts."""
         self._apply_changes(step)
-        slots, starts, counts = step.slots, step.starts, step.counts
-        firsts = np.cumsum(counts) - counts
-        sequence_of = np.repeat(np.arange(len(slots)), counts)
-        positions = np.arange(len(sequence_of)) - np.repeat(firsts - starts, counts)
+        trees = None if step.drafts is None else tree_rows(step, step.drafts)
+        sequence_of = np.repeat(np.arange(len(step.slots)), step.counts)
+        places = row_places(step) if trees is None else trees.places
         if self._sampler.has_history:
             observe_inputs(self._sampler, step)
-        tables = self._tables[slots]
-        blocks = tables[sequence_of, positions // self._cache.shape.block_size]
-        attend = self._attention.plan(starts, counts, tables, positions, blocks)
+        size = self._cache.shape.block_size
+        tables = self._tables[step.slots]
+        blocks = tables[sequence_of, places // size]
+        attend = self._attention.plan(step.starts, step.counts, tables, places, blocks, trees)
         hidden = self._model(
-            self._input_tokens(step, sequence_of),
-            self._to_device(positions),
+            self._input_tokens(step, sequence_of)
+            if trees is None
+            else self._to_device(trees.token_ids.astype(np.int64)),
+            self._to_device((places if trees is None else trees.positions).astype(np.int64)),
             attend,
         )
-        return draw_step(self._model, hidden, step, self._sampler, self._last_tokens, self._prompts)
+        if trees is None:
+            return draw_step(
+                self._model, hidden, step, self._sampler, self._last_tokens, self._prompts
+            )
+        return drafted_step(
+            self._model,
+            hidden,
+            step,
+            trees=trees,
+            cache_rows=blocks * size + places % size,
+            prompts=self._prompts,
+        )
 
-    def finish(self, pending: PendingStep) -> ModelRunnerOutput:
+    @torch.inference_mode()
+    def finish(self, pending: PendingStep | DraftedStep) -> ModelRunnerOutput:
         """Waits for a launched step and returns its results as plain data."""
+        if isinstance(pending, DraftedStep):
+            return verify(pending, self._sampler, self._cache, self._last_tokens)
         token_ids = [] if pending.drawn is None else pending.drawn.token_ids.tolist()
         return plain_output(token_ids, pending)
 
@@ -141,11 +158,7 @@ def draw_step(
         prompts: the state of every slot that wants prompt_logprobs.
     """
     slots = step.slots
-    prompt_logprobs = []
-    for rows in step.prompt_rows:
-        slot = int(slots[rows.index])
-        wanted = prompt_row_logprobs(model, hidden, step, rows, prompts[slot])
-        prompt_logprobs.append((slot, wanted))
+    prompt_logprobs = _all_prompt_logprobs(model, hidden, step, prompts)
     sampled = np.flatnonzero(step.num_samples)
     if len(sampled) == 0:
         return PendingStep(step, None, prompt_logprobs)
@@ -163,24 +176,56 @@ def draw_step(
     return PendingStep(step, drawn, prompt_logprobs)
 
 
+def drafted_step(
+    model: CausalLM,
+    hidden: torch.Tensor,
+    step: SchedulerOutput,
+    *,
+    trees: TreeRows,
+    cache_rows: np.ndarray,
+    prompts: dict[int, SlotState],
+) -> DraftedStep:
+    """Prepares the draws of a step with drafts, whose model has been launched.
+
+    Args:
+        hidden: [T, hidden] after the final norm; looked at when the draws come.
+        cache_rows: see `DraftedStep`. prompts: the state of every slot that wants prompt_logprobs.
+    """
+
+    def logits_after(rows: np.ndarray) -> torch.Tensor:
+        return model.logits(hidden[torch.from_numpy(rows).to(hidden.device)])
+
+    prompt_logprobs = _all_prompt_logprobs(model, hidden, step, prompts)
+    return DraftedStep(step, trees, cache_rows, logits_after, prompt_logprobs)
+
+
+def _all_prompt_logprobs(
+    model: CausalLM, hidden: torch.Tensor, step: SchedulerOutput, prompts: dict[int, SlotState]
+) -> list[tuple[int, LogprobTensors]]:
+    """By slot, of all prompt rows of a step that are wanted."""
+    slots = [int(step.slots[rows.index]) for rows in step.prompt_rows]
+    return [
+        (slot, prompt_row_logprobs(model, hidden, step, rows, prompts[slot]))
+        for slot, rows in zip(slots, step.prompt_rows, strict=True)
+    ]
+
+
 def plain_output(token_ids: list[int], pending: PendingStep) -> ModelRunnerOutput:
     """A finished step's results; the drawn tokens are on the host already."""
     prompt_logprobs = {slot: rows.to_host() for slot, rows in pending.prompt_logprobs}
     drawn = pending.drawn
     if drawn is None:
         return ModelRunnerOutput(token_ids, None, prompt_logprobs, {})
-    logprobs: list[SampleLogprobs | None] | None = None
-    if drawn.logprobs is not None:
-        logprobs = [None] * len(token_ids)
-        for row, entry in zip(drawn.logprob_rows, drawn.logprobs.to_host(), strict=True):
-            logprobs[row] = entry
+    logprobs = None if drawn.logprobs is None else drawn.logprob_entries()
     return ModelRunnerOutput(token_ids, logprobs, prompt_logprobs, drawn.errors)
 
 
 def observe_inputs(sampler: Sampler, step: SchedulerOutput) -> None:
-    """Tells the sampler the input tokens of decoding sequences, for processors that look back."""
-    single = np.flatnonzero(step.counts == 1)
-    firsts = np.cumsum(step.counts) - step.counts
+    """Tells the sampler the input tokens of decoding sequences, for processors that look back.
+    Draft nodes are told as they are accepted."""
+    counts = step.counts if step.drafts is None else step.counts - step.drafts.counts
+    single = np.flatnonzero(counts == 1)
+    firsts = np.cumsum(counts) - counts
     for slot, position, token_id in zip(
         step.slots[single].tolist(),
         step.starts[single].tolist(),

@@ -21,10 +21,12 @@ _TOP_P_OFF = 2.0  # above any cumulative probability, rounding included
 
 @dataclass(slots=True)
 class _History:
-    """What processors that look back need; kept only for slots that have such processors."""
+    """What processors that look back need; kept only for slots that have such processors. `error`
+    is that of a user's processor, after which none of the slot's run again."""
 
     state: SlotState
     token_ids: list[int]
+    error: str | None = None
     seen: torch.Tensor | None = None  # [vocab] bool, in prompt or output
     output_counts: torch.Tensor | None = None  # [vocab] float32
 
@@ -70,6 +72,14 @@ class SampleResult:
     logprobs: LogprobTensors | None
     logprob_rows: list[int]
     errors: dict[int, str]
+
+    def logprob_entries(self) -> list[SampleLogprobs | None]:
+        """One per draw, None where the slot wants none; waits for the device."""
+        entries: list[SampleLogprobs | None] = [None] * len(self.token_ids)
+        if self.logprobs is not None:
+            for row, entry in zip(self.logprob_rows, self.logprobs.to_host(), strict=True):
+                entries[row] = entry
+        return entries
 
 
 def token_logprobs(
@@ -134,11 +144,12 @@ class Sampler:
         self._num_logprobs[slot] = _NO_LOGPROBS if wanted is None else wanted
         self._processed_logprobs[slot] = params.use_beam_search
         self._history.pop(slot, None)
-        if looks_back(params, state.banned_end_ids, state.bad_word_ids):
+        if looks_back(params, state.end_ids, state.bad_word_ids):
             self._history[slot] = self._new_history(state)
 
     def observe(self, slot: int, position: int, token_id: int) -> None:
-        """Tells a slot its input token; a token drawn in the last step extends the history."""
+        """Tells a slot the token at a position; one behind all that it knows extends the history.
+        So it may be told twice, as an accepted node and as the next step's input."""
         history = self._history.get(slot)
         if history is not None and position == len(history.token_ids):
             history.token_ids.append(token_id)
@@ -146,6 +157,14 @@ class Sampler:
                 assert history.output_counts is not None
                 history.seen[token_id] = True
                 history.output_counts[token_id] += 1
+
+    def ends_at(self, slot: int, token_id: int) -> bool:
+        """Whether a draft is not to be followed beyond this token: it ends the sequence, and behind
+        it a user's processor would be asked about tokens that are never emitted."""
+        history = self._history.get(slot)
+        if history is None or not history.state.params.logits_processors:
+            return False
+        return token_id in history.state.end_ids
 
     def is_plain(self, slots: np.ndarray) -> bool:
         """Whether these slots need nothing but temperature, thresholds and noise."""
@@ -237,11 +256,14 @@ class Sampler:
             history = self._history.get(slot)
             if history is None:
                 continue
-            try:
-                logits[row] = _process_row(logits[row], history)
-            except processors.UserProcessorError as error:
-                errors[slot] = str(error)
-                logits[row] = raw[row]
+            if history.error is None:
+                try:
+                    logits[row] = _process_row(logits[row], history)
+                except processors.UserProcessorError as error:
+                    history.error = str(error)
+                    logits[row] = raw[row]
+            if history.error is not None:
+                errors[slot] = history.error
         return logits
 
     def _new_history(self, state: SlotState) -> _History:
@@ -272,7 +294,7 @@ def _process_row(logits: torch.Tensor, history: _History) -> torch.Tensor:
         size = params.no_repeat_ngram_size
         processors.forbid_repeated_ngrams(logits, size, history.token_ids)
     if len(output_ids) < params.min_tokens:
-        processors.forbid_tokens(logits, state.banned_end_ids)
+        processors.forbid_tokens(logits, state.end_ids)
     if params.logit_bias:
         processors.add_bias(logits, dict(params.logit_bias))
     if history.seen is not None:

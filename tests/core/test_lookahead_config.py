@@ -17,6 +17,7 @@ from hetero_llm.core.lookahead_config import (
     FILE_NAME,
     Given,
     LookaheadConfig,
+    is_snapshot,
     load_lookahead_config,
     lookahead_config,
 )
@@ -65,6 +66,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("min_match_length", 8, "exceeds turbo_match_length (7)"),
     ("min_match_length", 0, "must be at least 1"),
     ("cell_max_size", 0, "must be at least 1"),
+    ("cell_max_size", 257, "must be at most 256"),
     ("voc_size", 0, "must be at least 1"),
     ("max_seq_len", 0, "must be at least 1"),
     ("eos_token_id", -1, "token ids are 0 to 2147483647"),
@@ -192,10 +194,49 @@ class TestFile:
         assert load_lookahead_config(write(tmp_path, content)).token_paths_top_k == width
 
     def test_warmup_file_is_relative_to_the_folder(self, tmp_path: Path) -> None:
+        file = tmp_path / "warm" / "up.json"
+        file.parent.mkdir()
+        file.write_text("[]")
         folder = write(tmp_path, {"warmup_file": "warm/up.json"})
-        assert load_lookahead_config(folder).warmup_file == str(tmp_path / "warm" / "up.json")
-        write(tmp_path, {"warmup_file": "/data/up.json"})
-        assert load_lookahead_config(folder).warmup_file == "/data/up.json"
+        assert load_lookahead_config(folder).warmup_file == str(file)
+        other = tmp_path / "other"
+        other.mkdir()
+        assert load_lookahead_config(write(other, {"warmup_file": str(file)})) == (
+            LookaheadConfig(warmup_file=str(file))
+        )
+
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [
+            (None, "cannot be read: No such file or directory"),
+            (b"", "holds nothing"),
+            (b" \n" * 3000, "holds nothing"),
+            (b"prompt,output\n", "is neither JSON objects with prompt and output nor a snapshot"),
+            (b"\xff\xfe[\0]\0", None),
+            (b"\xef\xbb\xbf [", None),
+            (b"\n{}", None),
+            (b"\x90\0\0\0\0\0\0\0{", None),
+        ],
+    )
+    def test_warmup_file_that_is_none(
+        self, tmp_path: Path, content: bytes | None, reason: str | None
+    ) -> None:
+        file = tmp_path / "up"
+        if content is not None:
+            file.write_bytes(content)
+        folder = write(tmp_path, {"warmup_file": "up"})
+        if reason is None:
+            assert load_lookahead_config(folder).warmup_file == str(file)
+            assert is_snapshot(str(file)) is (b"\0" in content)
+            return
+        error = load_error(folder)
+        assert error.field == "lookahead_cache_config.json: warmup_file"
+        assert str(error).endswith(f"{str(file)!r}: {reason}")
+
+    def test_warmup_file_without_a_global_cache(self, tmp_path: Path) -> None:
+        error = load_error(write(tmp_path, {"warmup_file": "w", "global_cache_switch": False}))
+        assert error.field == "lookahead_cache_config.json: warmup_file"
+        assert str(error).endswith("which global_cache_switch turns off")
 
     def test_error_has_the_path_of_the_key(self, tmp_path: Path) -> None:
         error = load_error(write(tmp_path, {"top_k": 2, "decay": 1.5}))

@@ -229,8 +229,9 @@ class TestMapping:
             assert lookup(speculative_config={**names, "num_speculative_tokens": 3})
 
     def test_lookahead(self, folder: str) -> None:
-        inline = {"method": "lookahead", "decay": 0.1, "eos_token_id": 2, "warmup_file": "w.json"}
-        expected = LookaheadConfig(decay=0.1, eos_token_id=(2,), warmup_file="w.json")
+        file = str(Path(folder) / FILE_NAME)  # as good as any JSON here
+        inline = {"method": "lookahead", "decay": 0.1, "eos_token_id": 2, "warmup_file": file}
+        expected = LookaheadConfig(decay=0.1, eos_token_id=(2,), warmup_file=file)
         assert cache(speculative_config=inline) == expected
         assert cache(speculative_config={"method": "lookahead", "cache_mode": 1}) == (
             LookaheadConfig(cache_mode=1, token_paths_top_k=1)

@@ -19,7 +19,6 @@ from hetero_llm.core.config import EngineConfig
 from hetero_llm.core.draft import DraftBatch, DraftTree, join_trees
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.cpu import model_runner, native
-from hetero_llm.cpu.draft_trees import walk_tree
 from hetero_llm.cpu.executor import unsupported_reason
 from hetero_llm.cpu.model_runner import NativeModelRunner
 from hetero_llm.engine import factory
@@ -351,21 +350,6 @@ def test_drafts_change_no_token(llama: Path, params: SamplingParams, drafter: An
     metrics = engine.metrics()
     assert 0 < metrics["spec_decode_num_accepted_tokens"] < guess.num_nodes
     assert metrics["num_steps"] < 4 + 24
-
-
-@pytest.mark.parametrize(
-    ("drawn", "tokens", "parents", "path"),
-    [
-        ([5], [0], [-1], [0]),
-        ([5, 6, 7], [0, 5, 6], [-1, 0, 1], [0, 1, 2]),
-        ([5, 6, 7], [0, 4, 5], [-1, 0, 0], [0, 2]),
-        ([5, 6, 7, 8], [0, 5, 5, 6], [-1, 0, 0, 2], [0, 1]),  # the first of two alike counts
-        ([5, 1, 6, 8], [0, 4, 5, 6], [-1, 0, 0, 2], [0, 2, 3]),
-        ([5, 5, 5], [0, 4, 5], [-1, 0, 1], [0]),
-    ],
-)
-def test_walk(drawn: list[int], tokens: list[int], parents: list[int], path: list[int]) -> None:
-    assert walk_tree(drawn, tokens, parents) == path
 
 
 # -- what the executor leaves to torch -------------------------------------------------------------

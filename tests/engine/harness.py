@@ -130,9 +130,11 @@ class FakeRunner:
             before = len(tokens)
             last = first + count
             if max(parents[first:last]) >= 0:
-                assert samples == 1 and self.states[slot].num_logprobs is None
+                assert samples == 1
                 tokens += self._verify(slot, start, rows[first:last], parents[first:last])
-                logprobs += [None] * (len(tokens) - before)
+                for index, token in enumerate(tokens[before:], start + 1):
+                    context, wanted = self._fed[slot][:index], self.states[slot].num_logprobs
+                    logprobs.append(self._logprobs(context, token, wanted))
             else:
                 for position, token in enumerate(rows[first:last], start):
                     self._feed(slot, position, token)

@@ -187,7 +187,7 @@ def test_the_same_outputs_as_without_drafts(
         assert text == "".join("abcde"[token % 5] for token in token_ids)
     assert served.runner.max_rows <= budget
     assert sorted(drafter.closed) == sorted(outputs)
-    if not any(kind in ("beams", "stopped beams", "ranked") for kind, *_ in traffic):
+    if not any("beams" in kind or "ranked" in kind for kind, *_ in traffic):
         shown = sum(len(token_ids) for c in outputs.values() for _, token_ids, *_ in c)
         assert counters["generation_tokens"] == shown
     stats = served.scheduler.stats
@@ -213,18 +213,25 @@ def test_the_example_preempts_accepts_and_moves_nodes() -> None:
     stop=st.sampled_from([None, ["ab", "cde"], ["d"]]),
     include=st.booleans(),
     n=st.integers(1, 3),
+    logprobs=st.sampled_from([None, 2]),
 )
 def test_streams_add_up_to_the_plain_output(
-    seed: int, kind: RequestOutputKind, stop: list[str] | None, include: bool, n: int
+    seed: int,
+    kind: RequestOutputKind,
+    stop: list[str] | None,
+    include: bool,
+    n: int,
+    logprobs: int | None,
 ) -> None:
     params = SamplingParams(
-        n=n, max_tokens=25, stop=stop, include_stop_str_in_output=include, ignore_eos=True
-    )
+        n=n, max_tokens=25, stop=stop, include_stop_str_in_output=include, ignore_eos=True,
+        logprobs=logprobs,
+    )  # fmt: skip
     prompt = [seed % 50, seed // 50, 3]
     plain = run_all(make_engine(False), [make_request("a", prompt, params)])["a"]
     served = make_engine(False, drafter=TreeDrafter(seed, 0.95))
     served.engine.add_request(make_request("a", prompt, replace(params, output_kind=kind)))
-    text, tokens = [""] * n, [[] for _ in range(n)]
+    text, tokens, entries = [""] * n, [[] for _ in range(n)], [[] for _ in range(n)]
     counted = 0
     while served.engine.has_unfinished:
         before, outputs = counted, served.engine.step()
@@ -234,12 +241,14 @@ def test_streams_add_up_to_the_plain_output(
             for completion in output.outputs:
                 text[completion.index] += completion.text
                 tokens[completion.index] += completion.token_ids
+                entries[completion.index] += completion.logprobs or []
                 if completion.finish_reason is not None:
                     expected = plain.outputs[completion.index]
                     assert completion.finish_reason == expected.finish_reason
                     assert completion.stop_reason == expected.stop_reason
     assert text == [c.text for c in plain.outputs]
     assert tokens == [c.token_ids for c in plain.outputs]
+    assert entries == [c.logprobs or [] for c in plain.outputs]
     assert counted == sum(map(len, tokens))
 
 
@@ -344,26 +353,31 @@ def test_the_budget_is_kept_in_order_of_admission() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "drafted"),
     [
-        {"presence_penalty": 0.5},
-        {"logit_bias": {3: 1.0}},
-        {"logprobs": 1},
-        {"prompt_logprobs": 1},
-        {"best_of": 2, "n": 1},
-        {"use_beam_search": True, "best_of": 2, "temperature": 0},
-        {"min_tokens": 3, "ignore_eos": False},
+        ({"presence_penalty": 0.5}, True),
+        ({"logit_bias": {3: 1.0}}, True),
+        ({"logprobs": 1}, True),
+        ({"prompt_logprobs": 1}, True),
+        ({"best_of": 2, "n": 1}, True),
+        ({"min_tokens": 3, "ignore_eos": False}, True),
+        ({"use_beam_search": True, "best_of": 2, "temperature": 0}, False),
     ],
 )
-def test_who_gets_no_drafts(fields: dict[str, Any]) -> None:
+def test_who_gets_drafts(fields: dict[str, Any], drafted: bool) -> None:
+    """All but beams, which keep nobody from them either."""
     drafter = ChainDrafter(4, 4)
     served = make_engine(True, drafter=drafter)
+    steps = record_steps(served.runner)
     params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True} | fields)
-    run_all(
+    outputs = run_all(
         served,
         [make_request("plain", [1, 2], GREEDY), make_request("other", [3, 4, 5], params)],
     )
-    assert {asked.request_id for asked in drafter.asked} == {"plain"}
+    assert {asked.request_id for asked in drafter.asked} == {"plain", *["other"] * drafted}
+    shared = [s for s in steps if s.drafts is not None and len(s.slots) > 1]
+    assert shared and any((s.drafts.counts == 0).any() for s in shared) == (not drafted)
+    assert outputs["plain"].outputs[0].token_ids == expected_output([1, 2], GREEDY)
 
 
 def test_samples_get_drafts_once_they_have_forked() -> None:

@@ -7,13 +7,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.synthetic_drafter import SyntheticDrafter
 from hetero_llm import LLM
 from hetero_llm.core.args import resolve_engine_args
 from hetero_llm.core.config import EngineConfig, SchedulerConfig
@@ -414,12 +412,3 @@ def test_the_profile_step_runs(tiny_folder: Path) -> None:
     )
     output = runner.finish(runner.launch(step))
     assert len(output.token_ids) == CONFIG.max_num_seqs
-
-
-@pytest.mark.parametrize("changes", [{"cpu_backend": "torch"}, {"batch_invariant": True}])
-def test_torch_verifies_no_drafts(tiny_folder: Path, changes: dict[str, Any]) -> None:
-    given = {"model": str(tiny_folder), "device": "cpu", "skip_tokenizer_init": True, **changes}
-    config = EngineConfig.from_args(resolve_engine_args(given))
-    drafter = SyntheticDrafter({}, right=1, nodes=1, vocab_size=9)
-    with pytest.raises(ConfigError, match="SyntheticDrafter.*verified on a GPU"):
-        factory.build_engine(config, show_progress=False, drafter=drafter)

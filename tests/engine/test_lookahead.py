@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hetero_llm import LLM, ConfigError, SamplingParams
+from hetero_llm import LLM, SamplingParams
 from hetero_llm.cpu import native
 from hetero_llm.cpu.lookahead.budget import StepCosts
 from hetero_llm.demo_models import heldout_prompts
@@ -27,6 +27,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
 RAW = {"method": "lookahead", "cache_mode": 0}
 TURBO = {"method": "lookahead", "cache_mode": 1, "token_paths_top_k": 3}
 HYBRID = {"method": "lookahead"}
+MERGED = {"method": "lookahead", "cache_mode": 3}
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="drafts need the native executor")
 
@@ -80,10 +81,11 @@ def plain() -> Iterator[list[Any]]:
         {"speculative_config": NGRAM},
         {"speculative_config": RAW},
         {"speculative_config": TURBO},
+        {"speculative_config": MERGED},
         {"speculative_config": HYBRID, "num_gpu_blocks_override": 48},
         {"use_lookahead": True, "max_num_batched_tokens": 40, "max_num_seqs": 4},
     ],
-    ids=["ngram", "raw", "turbo", "few blocks", "chunks"],
+    ids=["ngram", "raw", "turbo", "merged", "few blocks", "chunks"],
 )
 def test_drafts_do_not_change_tokens(plain: list[Any], engine_args: dict[str, Any]) -> None:
     with start(**engine_args) as llm:
@@ -159,9 +161,3 @@ def test_the_log_line_comes_every_so_many_steps(caplog: pytest.LogCaptureFixture
             log.note(stats)
     lines = [r.message for r in caplog.records if r.message.startswith("lookahead: ")]
     assert len(lines) == 3 and "global_average_hit_len 0.500" in lines[0]
-
-
-@pytest.mark.parametrize("engine_args", [{"cpu_backend": "torch"}, {"batch_invariant": True}])
-def test_backends_that_do_not_verify_drafts_say_so(engine_args: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="drafts are verified"):
-        start(speculative_config=RAW, **engine_args)

@@ -86,6 +86,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "two": {"n": 2},
     "three": {"n": 3, "ignore_eos": True},
     "ranked": {"n": 1, "best_of": 2},
+    "ranked by a stop string": {"n": 2, "best_of": 3, "stop": ["ab", "cde"], "ignore_eos": True},
+    "logprobs": {"logprobs": 2, "stop": ["ab", "cde"], "ignore_eos": True},
     "stop token": {"stop_token_ids": list(range(0, 50, 7))},
     "stop string": {"stop": ["ab", "cde"], "ignore_eos": True},
     "kept stop string": {"n": 2, "stop": ["dd"], "include_stop_str_in_output": True},
@@ -114,6 +116,7 @@ TRAFFIC = st.lists(
 def seen(output: RequestOutput) -> list[tuple]:
     return [
         (c.index, c.token_ids, c.text, c.finish_reason, c.stop_reason, c.cumulative_logprob)
+        + (c.logprobs,)
         for c in output.outputs
     ]
 

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from hetero_llm.core.draft import DraftBatch
+from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.cpu.paged_attention import native_row_kernel
 from hetero_llm.runner.attention import TorchPagedAttention
+from hetero_llm.runner.draft_trees import TreeRows, tree_rows
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 
 LAYERS, HEADS, KV_HEADS, DIM, BLOCK = 2, 6, 2, 16, 8
@@ -54,6 +58,96 @@ def test_equals_softmax_over_the_context(window: int | None, row_by_row: bool) -
         at = position // BLOCK, position % BLOCK
         stored = cache.data[tables[sequence, at[0]], 1, :, at[1]]
         assert torch.equal(stored, torch.stack((k[row], v[row])))
+
+
+def drafted(starts: list[int], chunks: list[int], nodes: list[list[int]]) -> TreeRows:
+    """Rows of sequences with so many rows of their own, and nodes with these parents."""
+    numbers = [starts, [c + len(n) for c, n in zip(chunks, nodes)], [1] * sum(chunks)]
+    counts = [len(n) for n in nodes]
+    drafts = DraftBatch(*(np.array(a, np.int32) for a in (counts, sum(nodes, []), sum(nodes, []))))
+    step = SchedulerOutput(
+        np.arange(len(starts)),
+        *(np.array(n, np.int32) for n in (*numbers, [1] * len(starts))),
+        (),
+        (),
+        np.zeros((3, 0), np.int32),
+        np.zeros((2, 0), np.int32),
+        drafts,
+    )
+    return tree_rows(step, drafts)
+
+
+@pytest.mark.parametrize("window", [None, 3, 100])
+@pytest.mark.parametrize("kind", ["masks", "row by row", "row kernel"])
+def test_nodes_see_their_own_path(window: int | None, kind: str) -> None:
+    """Trees beside a chunk and single rows; one tree's root is the first token of all."""
+    torch.manual_seed(0)
+    cache, tables = filled_cache()
+    starts, chunks = np.array([4, 14, 19, 0, 20]), np.array([5, 1, 1, 1, 1])
+    nodes = [[], [-1, -1, 0, 1, 1, 4], [], [-1, 0, 1], []]
+    counts = chunks + [len(n) for n in nodes]
+    trees = drafted(starts.tolist(), chunks.tolist(), nodes)
+    owner = np.repeat(np.arange(5), counts)
+    blocks = tables[owner, trees.places // BLOCK]
+    config = SimpleNamespace(sliding_windows=(None, window), num_kv_heads=KV_HEADS, attn_scale=0.3)
+    kernel = native_row_kernel(cache, HEADS, 0.3) if kind == "row kernel" else None
+    attention = TorchPagedAttention(config, cache, kind == "row by row", kernel)  # type: ignore[arg-type]
+    q = torch.randn(len(owner), HEADS, DIM)
+    k, v = torch.randn(2, len(owner), KV_HEADS, DIM)
+    out = attention.plan(starts, counts, tables, trees.places, blocks, trees)(1, q, k, v)
+    for row, sequence in enumerate(owner):
+        path = [row - int(counts[:sequence].sum())]
+        while path[0]:
+            above = nodes[sequence]
+            path.insert(0, above[path[0] - 1] + 1 if above else path[0] - 1)
+        start = int(starts[sequence])
+        assert trees.positions[row] == start + len(path) - 1
+        seen = [*range(start), *(start + p for p in path)][-(window or 0) :]
+        context = cache.data[torch.from_numpy(tables[sequence].astype(np.int64)), 1].double()
+        keys, values = (context[:, i].flatten(0, 1)[seen] for i in (0, 1))
+        for head in range(HEADS):
+            group = head // (HEADS // KV_HEADS)
+            weights = (keys[:, group] @ q[row, head].double() * 0.3).softmax(0)
+            expected = weights @ values[:, group]
+            torch.testing.assert_close(out[row, head].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_row_by_row_a_node_gets_the_bits_of_a_plain_row(window: int | None) -> None:
+    """Three rows as a chunk, and as the second path of a tree."""
+    torch.manual_seed(0)
+    config = SimpleNamespace(sliding_windows=(window,), num_kv_heads=KV_HEADS, attn_scale=0.3)
+    cache, tables = filled_cache()
+    q = torch.randn(3, HEADS, DIM)
+    k, v = torch.randn(2, 3, KV_HEADS, DIM)
+    start = np.array([13])
+    outs = []
+    trees = drafted([13], [1], [[-1, -1, 1]])
+    for taken, rows, chosen in ((None, [0, 1, 2], [0, 1, 2]), (trees, [0, 1, 1, 2], [0, 2, 3])):
+        attention = TorchPagedAttention(config, cache, True)  # type: ignore[arg-type]
+        places = np.arange(13, 13 + len(rows))
+        blocks = tables[0][places // BLOCK]
+        attend = attention.plan(start, np.array([len(rows)]), tables[:1], places, blocks, taken)
+        outs.append(attend(0, q[rows], k[rows], v[rows])[chosen])
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_accepted_tokens_move_together(dtype: torch.dtype) -> None:
+    """All are read first: a target may be another one's source."""
+    shape = KVCacheShape(LAYERS, KV_HEADS, DIM, BLOCK, dtype)
+    cache = PagedKVCache(shape, 4, torch.device("cpu"))
+    size = LAYERS * 2 * KV_HEADS * DIM
+    numbers = torch.arange(4 * BLOCK).repeat_interleave(size).view(4, BLOCK, LAYERS, 2, -1, DIM)
+    raw = cache.data.view(torch.uint8) if dtype.itemsize == 1 else cache.data
+    raw.copy_(numbers.permute(0, 2, 3, 1, 4, 5))
+    cache.move_tokens(np.array([5, 9, 30], np.int32), np.array([4, 5, 9], np.int32))
+    expected = torch.arange(4 * BLOCK)
+    expected[[4, 5, 9]] = torch.tensor([5, 9, 30])
+    for layer in range(LAYERS):
+        for part in (0, 1):
+            found = raw[:, layer, part].flatten(0, 1).flatten(1)
+            assert (found == expected[:, None]).all()
 
 
 def test_block_copies_are_whole_and_in_order() -> None:

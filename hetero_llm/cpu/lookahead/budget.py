@@ -14,34 +14,102 @@ from numpy.typing import NDArray
 _FASTER, _SLOWER = 0.3, 0.1  # weight of a new time below and above the known one
 _OUTLIER = 4.0  # times the known one: something else happened
 _UNKNOWN_SLOPE = 0.004  # per row, of a step larger than any seen: cheap, so that it is tried
+_COMMON, _OWN = 0.1, 0.4  # of an error: the parts that all sizes and the step's own one take on
+_SETTLED = 0.01  # of a size's own correction, which others take on whenever it runs
+_KEPT = 0.995  # of the other sizes' own corrections, at every step
+_KNOWN = 0.1  # how fresh a size's time must be to bound those of its neighbours
+_LEAST = 0.5  # of the profile, whatever was observed
+_MEMORY = 1000
+"""Steps after which the time of a size that did not run again is forgotten, so that what was dear
+once is tried anew."""
+MOST_ROWS = 8192
+"""Larger steps are neither observed nor planned."""
 _EDGES = np.array(
-    [*range(9), *range(16, 65, 8), *range(80, 129, 16), *range(160, 257, 32), *range(320, 8193, 64)]
-)
-"""Step sizes that differ: steps between two of them take as long as the larger (a CUDA graph's)."""
+    [*range(9), *range(16, 65, 8), *range(80, 129, 16), *range(160, 257, 32),
+     *range(320, MOST_ROWS + 1, 64)]
+)  # fmt: skip
+"""Step sizes that differ, unless `StepCosts.price` says which: a step between two of them takes as
+long as the larger one."""
 
 
 class StepCosts:
-    """Seconds of steps by their rows, as lately observed."""
+    """Seconds of steps by their rows: as lately observed, or as measured at start and corrected.
+
+    A step's time depends on its contexts, too, and these change slowly. So a step that ran says
+    something about all sizes: what it took beyond the profile is for one part common to all, and
+    for the other its size's own, which is forgotten bit by bit unless the size runs again.
+    """
 
     def __init__(self) -> None:
-        self._seconds = np.zeros(len(_EDGES))
+        self._edges = _EDGES
+        self._profile = np.zeros(len(_EDGES))
+        self._forget()
+
+    def _forget(self) -> None:
+        self._seconds = np.zeros(len(self._edges))
+        self._seen = np.zeros(len(self._edges), np.int64)  # number of the last step of each size
+        self._steps = _MEMORY
+        self._common = 0.0  # seconds beyond the profile
+        self._corrections = 0
+        self._own = np.zeros(len(self._edges))
+        self._fresh = np.zeros(len(self._edges))  # 1 for a size that has just run
+
+    def price(self, profile: list[tuple[int, float]]) -> None:
+        """Rows and seconds of every size that steps are padded to, ascending. What was observed
+        before is forgotten."""
+        sizes, seconds = (np.array(column) for column in zip(*profile, strict=True))
+        largest = sizes[-1]
+        beyond = _EDGES[np.searchsorted(_EDGES, largest, "right") :]
+        growth = 1.0 + _UNKNOWN_SLOPE * (beyond - largest)
+        self._edges = np.concatenate([sizes, beyond])
+        self._profile = np.concatenate([seconds, seconds[-1] * growth])
+        self._forget()
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """A step of so many rows took so long."""
-        if num_rows > _EDGES[-1]:
+        """A step of so many rows, none of them a prompt's, took so long."""
+        if num_rows > MOST_ROWS:
             return
-        at = int(np.searchsorted(_EDGES, num_rows))
+        at = int(np.searchsorted(self._edges, num_rows))
+        if self._profile[0] > 0.0:
+            self._correct(at, seconds)
+            return
+        self._steps += 1
         before = self._seconds[at]
-        if before == 0.0:
+        if self._steps - self._seen[at] >= _MEMORY:
             self._seconds[at] = seconds
         elif seconds < _OUTLIER * before:
             weight = _FASTER if seconds < before else _SLOWER
             self._seconds[at] = before + weight * (seconds - before)
+        else:
+            return
+        self._seen[at] = self._steps
+
+    def _correct(self, at: int, seconds: float) -> None:
+        expected = self._profile[at] + self._common + self._own[at]
+        # Contexts may be much longer than at any time before, but not from one step to the next.
+        error = seconds - expected
+        if self._corrections:
+            error = min(error, max(expected, self._profile[at]))
+        common = max(_COMMON, 1.0 / (1 + self._corrections))
+        self._corrections += 1
+        own = self._own[at] + (1.0 - common) * _OWN * error
+        settled = _SETTLED * own  # what only this size tells may be true of all
+        own -= settled
+        self._common += common * error + settled
+        self._own *= _KEPT
+        self._fresh *= _KEPT
+        self._own[at], self._fresh[at] = own, 1.0
 
     def table(self) -> NDArray[np.float64]:
-        """Seconds of steps of each edge's size. Larger steps never take less; between known sizes
-        they are interpolated. All 0 as long as nothing is known."""
-        return _table(self._seconds, _EDGES)
+        """Seconds of steps of each edge's size. A size that has not run lately takes no less than
+        smaller ones that have, and no more than larger ones. All 0 as long as nothing is known."""
+        if self._profile[0] > 0.0:
+            return _corrected(self._profile, self._common, self._own, self._fresh)
+        return _table(self._seconds, self._steps - self._seen < _MEMORY, self._edges)
+
+    def of(self, *rows: int) -> list[float]:
+        """Seconds of steps of so many rows."""
+        return self.table()[np.searchsorted(self._edges, rows)].tolist()
 
     def choose(
         self,
@@ -50,38 +118,62 @@ class StepCosts:
         trust: NDArray[np.float32],
         num_rows: int,
         turn: float,
+        most_rows: int = MOST_ROWS,
     ) -> NDArray[np.int32]:
         """How many nodes of each draft to verify, its first ones. None of any means that the plain
-        step yields tokens faster.
+        step yields tokens faster. Nodes that padding has room for are free.
 
         Args:
-            survival: [S, most] estimates of each draft's nodes. Scaled in place, to at most 1, and
-                so that no node is likelier than those before it.
+            survival: [S, most] estimates of each draft's nodes. Scaled in place, and so that no
+                node is likelier than those before it.
             counts: [S] nodes of each draft.
-            trust: [S] what to scale the estimates by.
+            trust: [S] what to scale the odds of the estimates by.
             num_rows: of the step without drafts; each sequence yields a token without them, too.
             turn: seconds that the device waits for the next drafts after a step with drafts.
+            most_rows: of the step with drafts.
         """
         kept = np.zeros(len(counts), np.int32)
-        _choose(survival, counts, trust, self.table(), _EDGES, num_rows, turn, kept)
+        _choose(
+            survival, counts, trust, self.table(), self._edges, num_rows, turn, most_rows, kept
+        )  # fmt: skip
         return kept
 
 
 @njit(cache=True, nogil=True)
-def _table(seconds: np.ndarray, edges: np.ndarray) -> np.ndarray:
+def _corrected(
+    profile: np.ndarray, common: float, own: np.ndarray, fresh: np.ndarray
+) -> np.ndarray:
+    table = np.maximum(profile + common + own, _LEAST * profile)
+    low, high = 0.0, np.inf
+    for k in range(len(table)):
+        if fresh[k] > _KNOWN:
+            low = max(low, table[k])
+        else:
+            table[k] = max(table[k], low)
+    for k in range(len(table) - 1, -1, -1):
+        if fresh[k] > _KNOWN:
+            high = min(high, table[k])
+        else:
+            table[k] = min(table[k], high)
+    return table
+
+
+@njit(cache=True, nogil=True)
+def _table(seconds: np.ndarray, fresh: np.ndarray, edges: np.ndarray) -> np.ndarray:
     table = np.zeros(len(edges))
     last = -1
     for i in range(len(edges)):
-        if seconds[i] == 0.0:
+        if not fresh[i]:
             continue
-        now = max(seconds[i], table[last]) if last >= 0 else seconds[i]
+        before = seconds[last] if last >= 0 else seconds[i]
         for k in range(last + 1, i + 1):
             part = (edges[k] - edges[last]) / (edges[i] - edges[last]) if last >= 0 else 1.0
-            before = table[last] if last >= 0 else now
-            table[k] = before + part * (now - before)
+            table[k] = before + part * (seconds[i] - before)
         last = i
     for k in range(last + 1, len(edges) if last >= 0 else 0):
-        table[k] = table[last] * (1.0 + _UNKNOWN_SLOPE * (edges[k] - edges[last]))
+        table[k] = seconds[last] * (1.0 + _UNKNOWN_SLOPE * (edges[k] - edges[last]))
+    for k in range(1, len(edges)):
+        table[k] = max(table[k], table[k - 1])
     return table
 
 
@@ -94,6 +186,7 @@ def _choose(
     edges: np.ndarray,
     num_rows: int,
     turn: float,
+    most_rows: int,
     kept: np.ndarray,
 ) -> None:
     """See `StepCosts.choose`; writes `kept`."""
@@ -102,13 +195,16 @@ def _choose(
     for row in range(len(counts)):
         least = np.float32(1.0)
         for node in range(counts[row]):
-            least = min(least, survival[row, node] * trust[row])
+            # Odds are scaled rather than chances, which would have to be cut off at 1.
+            chance = survival[row, node]
+            chance *= trust[row] / (np.float32(1.0) + chance * (trust[row] - np.float32(1.0)))
+            least = min(least, chance)
             survival[row, node] = least
             likeliest[size] = least
             size += 1
     likeliest.sort()
     likeliest = likeliest[::-1]
-    most = min(size, edges[-1] - num_rows)
+    most = max(min(size, min(edges[-1], most_rows) - num_rows), 0)
     at = np.searchsorted(edges, num_rows)
     best, total = 0.0, most
     if table[-1] > 0.0:

@@ -29,51 +29,50 @@ def rates_of(table: NDArray[np.float32]) -> NDArray[np.float32]:
 @njit(cache=True, nogil=True)
 def judge(
     text: np.ndarray,
-    begins: np.ndarray,
-    ends: np.ndarray,
-    rows: np.ndarray,
+    begin: int,
+    end: int,
+    row: int,
     tokens: np.ndarray,
     parents: np.ndarray,
     kind: np.ndarray,
     counts: np.ndarray,
-    kept: np.ndarray,
+    kept: int,
     table: np.ndarray,
-    accepted: np.ndarray,
-) -> None:
-    """Enters into `table` what came of drafts, and how far each got.
+) -> int:
+    """Enters into `table` what came of a draft.
 
     Args:
-        text: int32; positions begins[i] .. ends[i] came since draft i was made.
-        rows: [S] where the drafts are in the following arrays, as they were proposed.
+        text: int32; positions begin .. end-1 came since the draft was made.
+        row: where the draft is in the following arrays, as it was proposed.
         tokens, parents, kind: [R, 63]. counts: [R].
-        kept: [S] first nodes of each draft that were verified.
+        kept: its first nodes that were verified.
         table: [cells, 2] float32, see `table_of`; kinds are its rows, negative ones are left out.
-        accepted: [S] int64, written: verified nodes that the text followed.
+
+    Returns:
+        How many verified nodes the text followed.
     """
-    for i in range(len(rows)):
-        row = rows[i]
-        count = counts[row]
-        node = -1
-        accepted[i] = 0
-        for position in range(begins[i], ends[i]):
-            token = text[position]
-            followed = -1
-            for child in range(node + 1, count):
-                if parents[row, child] != node:
-                    continue
-                hit = tokens[row, child] == token
-                if hit and followed < 0:
-                    followed = child
-                cell = kind[row, child]
-                if cell < 0:
-                    continue
-                if table[cell, 1] >= MEMORY:
-                    table[cell, 0] *= 0.5
-                    table[cell, 1] *= 0.5
-                table[cell, 0] += 1.0 if hit else 0.0
-                table[cell, 1] += 1.0
-            if followed < 0:
-                break
-            node = followed
-            if node < kept[i]:
-                accepted[i] += 1
+    node = -1
+    accepted = 0
+    for position in range(begin, end):
+        token = text[position]
+        followed = -1
+        for child in range(node + 1, counts[row]):
+            if parents[row, child] != node:
+                continue
+            hit = tokens[row, child] == token
+            if hit and followed < 0:
+                followed = child
+            cell = kind[row, child]
+            if cell < 0:
+                continue
+            if table[cell, 1] >= MEMORY:
+                table[cell, 0] *= 0.5
+                table[cell, 1] *= 0.5
+            table[cell, 0] += 1.0 if hit else 0.0
+            table[cell, 1] += 1.0
+        if followed < 0:
+            break
+        node = followed
+        if node < kept:
+            accepted += 1
+    return accepted

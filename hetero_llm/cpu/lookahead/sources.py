@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_llm.core.draft import MAX_NODES, DraftBatch
 from hetero_llm.core.lookahead_config import LookaheadConfig
-from hetero_llm.cpu.lookahead import raw, trie, turbo
+from hetero_llm.cpu.lookahead import kinds, raw, trie, turbo
 from hetero_llm.cpu.lookahead.calibration import rates_of, table_of
+from hetero_llm.cpu.lookahead.live import FoundArrays
 from hetero_llm.cpu.lookahead.raw import RawArrays, RawIndex, RawParams
-from hetero_llm.cpu.lookahead.texts import Text
 from hetero_llm.cpu.lookahead.trie import Trie, TrieArrays, TrieParams, new_active
 from hetero_llm.cpu.lookahead.turbo import TurboParams
 
+MERGED = 3
+"""Value of `LookaheadConfig.cache_mode`: Raw's and Turbo's drafts become one tree."""
+
 _PRIOR_TRIALS = 8.0
-_LEAST_SURVIVAL = 0.02  # of a node of a tree: what does not pay is cut off later
-_MOST_NODES = 16  # of a tree; twice as many get a fiftieth more tokens accepted
+_LEAST_SURVIVAL = 0.01  # of a node of a tree: what does not pay is cut off later
+_MOST_NODES = 32  # of Turbo's tree
 
 GLOBAL_FREQ = 1.0
 """Frequency that an entry of the history begins with; a local one begins with start_freq."""
@@ -26,8 +30,8 @@ GLOBAL_FREQ = 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Where texts lie in an array of tokens; all [S] int64, see `Text`. spaces: salts of their
-    namespaces in the history."""
+    """Where texts lie in an array of tokens; all [S] int64. salts, spaces: of their own entries and
+    of their namespaces' in the history. begins: where new tokens are. places: the texts' rows."""
 
     salts: NDArray[np.int64]
     spaces: NDArray[np.int64]
@@ -35,14 +39,6 @@ class Rows:
     begins: NDArray[np.int64]
     ends: NDArray[np.int64]
     places: NDArray[np.int64]
-
-    @staticmethod
-    def of(texts: list[Text]) -> Rows:
-        """`begins` are where each text's new tokens are, `places` the texts' rows."""
-        table = np.array(
-            [(t.salt, t.space, t.first, t.indexed, t.end, t.row) for t in texts], np.int64
-        )
-        return Rows(*np.ascontiguousarray(table.reshape(-1, 6).T))
 
     def some(self, which: NDArray[np.int64] | slice) -> Rows:
         return Rows(
@@ -104,10 +100,6 @@ class Proposals:
         some.counts[:] = 0
         return some
 
-    def with_counts(self, counts: NDArray[np.int32], survival: NDArray[np.float32]) -> Proposals:
-        """The first `counts` nodes of each draft, with other estimates."""
-        return Proposals(self.tokens, self.parents, survival, self.kind, counts)
-
     def put(self, rows: NDArray[np.int64], others: Proposals) -> None:
         """Replaces some rows."""
         self.tokens[rows] = others.tokens
@@ -115,6 +107,15 @@ class Proposals:
         self.survival[rows] = others.survival
         self.kind[rows] = others.kind
         self.counts[rows] = others.counts
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        return self.tokens, self.parents, self.survival, self.kind, self.counts
+
+    @property
+    def found(self) -> FoundArrays:
+        """As compiled functions take them."""
+        return FoundArrays(self.tokens, self.parents, self.survival, self.kind, self.counts)
 
     def batch(self) -> DraftBatch:
         """Their nodes one after the other."""
@@ -138,12 +139,34 @@ def raw_params(config: LookaheadConfig) -> RawParams:
 def trie_params(config: LookaheadConfig) -> TrieParams:
     """Of exactly the types that the compiled functions know."""
     return TrieParams(
-        key_length=int(config.min_match_length),
+        key_length=_shortest(config),
         max_depth=int(config.turbo_match_length + config.copy_length),
         cell_max_size=int(config.cell_max_size),
         threshold=float(config.threshold),
         decay=float(config.decay),
     )
+
+
+def turbo_params(config: LookaheadConfig) -> TurboParams:
+    """Of exactly the types that the compiled functions know."""
+    children = config.token_paths_top_k * (2 if config.cache_mode == MERGED else 1)
+    return TurboParams(
+        key_length=_shortest(config),
+        match_length=int(config.turbo_match_length),
+        copy_length=int(config.copy_length),
+        sure_length=min(2 * int(config.copy_length) + 1, MAX_NODES),
+        top_k_in_cell=int(config.top_k_in_cell),
+        token_paths_top_k=min(int(children), MAX_NODES),
+        start_freq=float(config.start_freq),
+        p_min=_LEAST_SURVIVAL,
+    )
+
+
+def _shortest(config: LookaheadConfig) -> int:
+    """Tokens of the trie's shortest context. A merged tree looks single tokens up in the trie, too,
+    if Raw may."""
+    merged = config.cache_mode == MERGED and config.is_hybrid
+    return 1 if merged else int(config.min_match_length)
 
 
 class RawSource:
@@ -212,23 +235,15 @@ class TurboSource:
         record: [NUM_KINDS, 2] view of what came of its drafts, whose kinds are the first.
     """
 
-    NUM_KINDS = 2 * turbo.NUM_LENGTHS * turbo.NUM_BUCKETS
+    NUM_KINDS = 2 * kinds.NUM_LENGTHS * kinds.NUM_BUCKETS
 
     def __init__(self, config: LookaheadConfig, record: NDArray[np.float32]) -> None:
         self._params = trie_params(config)
-        self._turbo = TurboParams(
-            key_length=int(config.min_match_length),
-            match_length=int(config.turbo_match_length),
-            copy_length=int(config.copy_length),
-            top_k_in_cell=int(config.top_k_in_cell),
-            token_paths_top_k=int(config.token_paths_top_k),
-            start_freq=float(config.start_freq),
-            p_min=_LEAST_SURVIVAL,
-        )
+        self._turbo = turbo_params(config)
         self._local = Trie(self._params)
         self._actives = np.empty((0, len(new_active(self._params))), np.int32)
         self._record = record
-        record[:] = turbo.initial_calibration().reshape(-1, 2)
+        record[:] = kinds.initial_calibration().reshape(-1, 2)
 
     @property
     def num_bytes(self) -> int:
@@ -267,7 +282,7 @@ class TurboSource:
     ) -> None:
         """Fills the rows of `found`."""
         assert shared.trie is not None
-        record = self._record.reshape(2, turbo.NUM_LENGTHS, turbo.NUM_BUCKETS, 2)
+        record = self._record.reshape(2, kinds.NUM_LENGTHS, kinds.NUM_BUCKETS, 2)
         turbo.propose(
             self._local.arrays, tokens, rows.salts, rows.firsts, rows.ends, rows.spaces,
             shared.trie, self._turbo, record, np.minimum(limits, _MOST_NODES), found.tokens,

@@ -6,6 +6,7 @@ its KV: what was learned of its text survives a preemption.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,22 @@ from numpy.typing import NDArray
 SEPARATOR = -1
 """Stands between texts: nothing is matched or drafted across it."""
 
+HEADER = 3
+"""Last tokens of a prompt, which tell what kind of text follows: learned with the output."""
+
 _FIRST_ROWS = 16
+
+
+def namespace(root: bytes) -> int:
+    """The salt in the history of requests with this root key, which depends on their cache_salt.
+    One bit keeps it apart from the sequences' own salts, which are small."""
+    return int.from_bytes(root[:7], "little") | 1 << 60
+
+
+def parted(tokens: NDArray[np.int32], ends: Sequence[int]) -> NDArray[np.int32]:
+    """The tokens, with separators for those at which a text ends: they part what is before from
+    what follows."""
+    return np.where(np.isin(tokens, ends), SEPARATOR, tokens).astype(np.int32, copy=False)
 
 
 @dataclass(slots=True, eq=False)

@@ -15,6 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
+from hetero_llm.cpu.lookahead.kinds import (
+    GLOBAL,
+    LENGTHS,
+    LOCAL,
+    NUM_BUCKETS,
+    NUM_LENGTHS,
+    ONCE,
+    SECOND,
+    SHARES,
+)
 from hetero_llm.cpu.lookahead.trie import (
     BORROWING,
     CHILD,
@@ -28,22 +38,15 @@ from hetero_llm.cpu.lookahead.trie import (
     find,
 )
 
-LOCAL, GLOBAL = 0, 1
-"""Sources: the sequence's own trie; the other three together."""
-NUM_LENGTHS = 8
-"""Contexts are told apart by length up to 7 tokens."""
-NUM_BUCKETS = 5
-ONCE, RARE, OFTEN, MOSTLY, SECOND = range(NUM_BUCKETS)
-"""A context seen once; shares of a cell below 0.34, up to 0.75 and above; a token that is not the
-first child of its parent, whatever its share."""
-
-_RARE_SHARE, _OFTEN_SHARE = 0.34, 0.75
+_LONGEST = int(LENGTHS[-1])
+_SURE = np.float32(0.5)
+_MOST_ANCHORS = 2  # all six would bring half a percent more tokens in twice the time
 _NUM_TRIES = 4  # the sequence's own; young, old, static
 _OWN, _BOTH = 1, 3  # which tries to ask, by bits; 2: the global ones
 _NOWHERE = -1  # places: a node, or -2 - position in the trie's text
 
 _TOKEN, _LAST, _CELL, _PLACES = 0, 1, 2, 3  # columns of `_Work.found`
-_SUM, _CHANCE, _FACTOR = 2, 3, 4  # columns of `_Work.weights`
+_SUM, _CHANCE = 2, 3  # columns of `_Work.weights`
 _PARENT, _NEXT, _CONTEXT, _RATED, _WHERE = 0, 1, 2, 3, 4  # columns of `_Work.candidates`
 
 # As numbers of a plain type: each literal would compile the function it is passed to once more.
@@ -53,24 +56,6 @@ _BY_SUM: Any = np.int64(_SUM)
 _BY_CHANCE: Any = np.int64(_CHANCE)
 _TRIES = np.arange(_NUM_TRIES)
 
-_PRIOR = np.array(
-    [
-        [
-            [0.45, 0.09, 0.23, 0.81, 0.2],
-            [0.62, 0.06, 0.25, 0.85, 0.2],
-            [0.78, 0.12, 0.32, 0.95, 0.3],
-        ],
-        [
-            [0.43, 0.06, 0.30, 0.75, 0.1],
-            [0.53, 0.07, 0.25, 0.77, 0.1],
-            [0.85, 0.09, 0.36, 0.92, 0.1],
-        ],
-    ]
-)
-"""[source, length, bucket] rate of acceptance on source code after 2, 4 and 7 tokens."""
-_PRIOR_LENGTHS = (2, 4, 7)
-_PRIOR_TRIALS = 32.0
-
 
 class TurboParams(NamedTuple):
     """Of exactly these types: another type in any field compiles every function once more.
@@ -78,7 +63,8 @@ class TurboParams(NamedTuple):
     Attributes:
         key_length, match_length: tokens of the shortest and the longest context: min_match_length
             and turbo_match_length of lookahead_cache_config.json.
-        copy_length: depth of the tree.
+        copy_length: depth of the tree; sure_length: that of nodes that are more likely accepted
+            than not.
         top_k_in_cell: continuations of a context that are considered: the most frequent, local and
             global frequencies added up; of equal ones the newest.
         token_paths_top_k: most children of a node. With 1 the global tries are asked only where the
@@ -90,6 +76,7 @@ class TurboParams(NamedTuple):
     key_length: int
     match_length: int
     copy_length: int
+    sure_length: int
     top_k_in_cell: int
     token_paths_top_k: int
     start_freq: float
@@ -134,20 +121,6 @@ class _Work(NamedTuple):
     depths: np.ndarray
     places: np.ndarray
     rates: np.ndarray
-
-
-def initial_calibration() -> np.ndarray:
-    """[2, NUM_LENGTHS, NUM_BUCKETS, 2] float32: what to expect before anything was drafted.
-
-    The last axis holds accepted and tried nodes, in the weight of `_PRIOR_TRIALS` tries.
-    """
-    table = np.full((2, NUM_LENGTHS, NUM_BUCKETS, 2), _PRIOR_TRIALS, np.float32)
-    for source in (LOCAL, GLOBAL):
-        for bucket in range(NUM_BUCKETS):
-            rates = np.interp(range(NUM_LENGTHS), _PRIOR_LENGTHS, _PRIOR[source, :, bucket])
-            # (accepted + 1) / (tried + 2) is to be the rate.
-            table[source, :, bucket, 0] = rates * (_PRIOR_TRIALS + 2.0) - 1.0
-    return table
 
 
 @njit(**BORROWING)
@@ -223,7 +196,7 @@ def _swap(work: _Work, one: int, other: int) -> None:
         number = work.found[one, column]
         work.found[one, column] = work.found[other, column]
         work.found[other, column] = number
-    for column in range(_FACTOR + 1):
+    for column in range(_CHANCE + 1):
         weight = work.weights[one, column]
         work.weights[one, column] = work.weights[other, column]
         work.weights[other, column] = weight
@@ -234,7 +207,9 @@ def _estimate(work: _Work, count: int, context: int) -> None:
     """Fills in chance, factor and cell of all that may follow a context of so many tokens: those
     of the source that makes it likelier."""
     found, weights = work.found, work.weights
-    length = min(context, NUM_LENGTHS - 1)
+    length = 0
+    while length + 1 < NUM_LENGTHS and LENGTHS[length + 1] <= context:
+        length += 1
     for index in range(count):
         weights[index, _CHANCE] = -1.0
     for source in (LOCAL, GLOBAL):
@@ -245,27 +220,23 @@ def _estimate(work: _Work, count: int, context: int) -> None:
             times = weights[index, source]
             if times == 0.0:
                 continue
-            share = times / total
+            bucket = 0
             if times == total and total <= 1.0:
                 bucket = ONCE
-            elif share < _RARE_SHARE:
-                bucket = RARE
             else:
-                bucket = OFTEN if share <= _OFTEN_SHARE else MOSTLY
+                while bucket < len(SHARES) and SHARES[bucket] * total <= times:
+                    bucket += 1
             cell = (source * NUM_LENGTHS + length) * NUM_BUCKETS + bucket
-            factor = np.float32(0.5 + 0.5 * share)
-            chance = work.rates[cell] * factor
-            if chance > weights[index, _CHANCE]:
-                weights[index, _CHANCE] = chance
-                weights[index, _FACTOR] = factor
+            if work.rates[cell] > weights[index, _CHANCE]:
+                weights[index, _CHANCE] = work.rates[cell]
                 found[index, _CELL] = cell
 
 
 @njit(**BORROWING)
 def _is_better(work: _Work, one: np.int32, other: np.int32) -> bool:
     """Of candidates: by survival, then by age."""
-    if work.chances[one, 0] != work.chances[other, 0]:
-        return bool(work.chances[one, 0] > work.chances[other, 0])
+    if work.chances[one] != work.chances[other]:
+        return bool(work.chances[one] > work.chances[other])
     return bool(one < other)
 
 
@@ -337,8 +308,7 @@ def _expand(
         chance = work.weights[best, _CHANCE] * survival
         if chance < params.p_min:
             break
-        work.chances[held, 0] = chance
-        work.chances[held, 1] = work.weights[best, _FACTOR]
+        work.chances[held] = chance
         work.candidates[held, _PARENT] = parent
         work.candidates[held, _NEXT] = work.found[best, _TOKEN]
         work.candidates[held, _CONTEXT] = context
@@ -379,12 +349,13 @@ def _start(
     salt: int,
     space: int,
 ) -> int:
-    """Looks the end of the sequence up; returns the number of candidates."""
+    """Looks the end of the sequence up: its longest contexts that lead anywhere. Returns the number
+    of candidates."""
     text, end, shortest, places = tries.text, tries.end, params.key_length, work.places
     run = 0
     while run < min(params.match_length, end - first) and text[end - 1 - run] >= 0:
         run += 1
-    held = size = _ZERO
+    held = size = anchors = _ZERO
     for length in range(run, shortest - 1, -1):
         places[:] = _NOWHERE
         if asked != _OWN:
@@ -396,8 +367,51 @@ def _start(
             places[3] = _anchor(one, arena, shortest, text, space, end, length)
         if asked & _OWN:
             places[0] = _anchor(tries.local, text, shortest, text, salt, end, length)
-        held, size = _expand(tries, params, work, length, _ROOT, np.float32(1.0), held, size)
+        context = length
+        if length == params.match_length:
+            context = _true_length(tries, places[0], first, length)
+        before = held
+        held, size = _expand(tries, params, work, context, _ROOT, np.float32(1.0), held, size)
+        anchors += held > before
+        if anchors == _MOST_ANCHORS:
+            break
     return held
+
+
+@njit(**BORROWING)
+def _true_length(tries: _Tries, place: int, first: int, length: int) -> int:
+    """How many tokens before the newest occurrence of a context in the sequence's own text are
+    those at its end, up to the most that make a difference; `length` of them are known to be."""
+    nodes, entries = tries.local.nodes, tries.local.entries
+    if place == _NOWHERE:
+        return length
+    newest = np.int64(-2 - place)
+    if place >= 0:
+        block, size = nodes[place, REF], nodes[place, SIZE]
+        newest = np.int64(block)
+        if size > 0:
+            newest = np.int64(0)
+            for row in range(block, block + size):
+                newest = max(newest, np.int64(entries[row, LAST]))
+    text, end = tries.text, tries.end
+    while (
+        length < _LONGEST
+        and newest - 1 - length >= first
+        and text[newest - 1 - length] == text[end - 1 - length]
+        and text[end - 1 - length] >= 0
+    ):
+        length += 1
+    return length
+
+
+@njit(**BORROWING)
+def _go_round(tries: _Tries, place: int, depth: int) -> int:
+    """The place after a path of `depth` tokens; one at the end of the text becomes the place where
+    the path began: a copy that gets there has gone round a loop, and goes on."""
+    nodes = tries.local.nodes
+    if place >= 0 and nodes[place, SIZE] == 0 and nodes[place, REF] == tries.end:
+        place = -2 - tries.end
+    return place + depth if place == -2 - tries.end else place
 
 
 @njit(**BORROWING)
@@ -415,7 +429,8 @@ def _grow(
     """Turns the `held` candidates and what follows them into nodes, the likeliest first.
 
     Candidates leave the heap with ever smaller chances, so one whose node is there already cannot
-    make it likelier; what its context goes on with may still bring new nodes below.
+    make it likelier. What a shorter context goes on with below it is left out: it would bring one
+    accepted token more in three hundred, and takes several times as long.
 
     Returns:
         The number of nodes.
@@ -433,27 +448,28 @@ def _grow(
                 siblings += 1
                 left -= survival[node]
             node += 1
-        if node == count:
-            if siblings == params.token_paths_top_k:
+        if node < count or siblings == params.token_paths_top_k:
+            continue
+        cell = candidates[best, _RATED]
+        if siblings > 0:
+            # It can be right only where its better siblings are wrong.
+            cell += SECOND
+            lower = min(above * work.rates[cell], left)
+            if lower < chances[best]:
+                chances[best] = lower
+                if lower >= params.p_min:
+                    _push(work, size, best)
+                    size += 1
                 continue
-            cell = candidates[best, _RATED]
-            if siblings > 0:
-                # It can be right only where its better siblings are wrong.
-                cell += SECOND - cell % NUM_BUCKETS
-                lower = min(above * work.rates[cell] * chances[best, 1], left)
-                if lower < chances[best, 0]:
-                    chances[best, 0] = lower
-                    if lower >= params.p_min:
-                        _push(work, size, best)
-                        size += 1
-                    continue
-            tokens[count], parents[count] = token, parent
-            survival[count], kind[count] = chances[best, 0], cell
-            depths[count] = 1 if parent < 0 else depths[parent] + 1
-            count += 1
-        if depths[node] < params.copy_length:
+        tokens[count], parents[count] = token, parent
+        survival[count], kind[count] = chances[best], cell
+        depth = 1 if parent < 0 else depths[parent] + 1
+        depths[count] = depth
+        count += 1
+        if depth < (params.sure_length if survival[node] > _SURE else params.copy_length):
             for trie in range(_NUM_TRIES):
                 work.places[trie] = candidates[best, _WHERE + trie]
+            work.places[0] = _go_round(tries, work.places[0], depth)
             context = np.int64(candidates[best, _CONTEXT]) + 1
             held, size = _expand(tries, params, work, context, node, survival[node], held, size)
     return count
@@ -538,9 +554,9 @@ def propose(
     cells = calibration.reshape((-1, 2))
     work = _Work(
         found=np.empty((_NUM_TRIES * MAX_CELL, _PLACES + _NUM_TRIES), np.int32),
-        weights=np.empty((_NUM_TRIES * MAX_CELL, _FACTOR + 1), np.float32),
+        weights=np.empty((_NUM_TRIES * MAX_CELL, _CHANCE + 1), np.float32),
         candidates=np.empty((room, _WHERE + _NUM_TRIES), np.int32),
-        chances=np.empty((room, 2), np.float32),
+        chances=np.empty(room, np.float32),
         heap=np.empty(room, np.int32),
         depths=np.empty(width, np.int32),
         places=np.empty(_NUM_TRIES, np.int32),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_llm.cpu.lookahead.budget import _EDGES, StepCosts
+from hetero_llm.cpu.lookahead.budget import _MEMORY, StepCosts
 
 CHANCES = st.floats(0.0078125, 1.0, width=32)
 
@@ -22,7 +22,7 @@ def costs_of(*steps: tuple[int, float]) -> StepCosts:
 
 
 def seconds(costs: StepCosts, *rows: int) -> list[float]:
-    return costs.table()[np.searchsorted(_EDGES, rows)].tolist()
+    return costs.of(*rows)
 
 
 def choose(
@@ -55,6 +55,61 @@ def test_times_follow_the_machine_but_not_an_outlier() -> None:
     for _ in range(20):
         costs.observe(4, 1.0)
     assert seconds(costs, 4) == [pytest.approx(1.0, rel=0.01)]
+
+
+def test_times_of_sizes_that_do_not_run_are_forgotten() -> None:
+    costs = costs_of((1, 1.0), (4, 9.0))
+    for _ in range(_MEMORY - 1):
+        costs.observe(1, 1.0)
+    assert seconds(costs, 4) == [9.0]
+    costs.observe(1, 1.0)
+    assert seconds(costs, 4)[0] < 1.1, "cheap, so that it is tried"
+    costs.observe(4, 40.0)
+    assert seconds(costs, 1, 4) == [1.0, 40.0], "the machine is another one"
+
+
+def test_a_profile_holds_until_steps_tell_otherwise() -> None:
+    costs = costs_of((4, 9.0))
+    costs.price([(1, 1.0), (8, 1.2), (64, 2.0)])
+    assert seconds(costs, 1, 2, 8, 9, 64) == [1.0, 1.2, 1.2, 2.0, 2.0]
+    assert 2.0 < seconds(costs, 65)[0] < 2.2
+    costs.observe(5, 2.4)
+    assert seconds(costs, 1, 8, 64) == pytest.approx([2.2, 2.4, 3.2]), "long contexts"
+    for _ in range(100):
+        costs.observe(8, 2.5)
+        costs.observe(64, 6.0)
+    assert seconds(costs, 8, 64) == pytest.approx([2.5, 6.0], rel=0.1)
+    for _ in range(500):
+        costs.observe(8, 2.5)
+    assert seconds(costs, 8) == pytest.approx([2.5], rel=0.01)
+    assert seconds(costs, 64)[0] < 4.0, "what was dear once is tried anew"
+
+
+def test_one_strange_step_changes_little() -> None:
+    costs = StepCosts()
+    costs.price([(1, 1.0), (8, 1.2), (64, 2.0)])
+    for _ in range(50):
+        costs.observe(8, 1.2)
+    costs.observe(8, 100.0)
+    assert seconds(costs, 1, 64)[0] < 1.5 and seconds(costs, 8)[0] < 2.5
+    for _ in range(50):
+        costs.observe(8, 1.2)
+    assert seconds(costs, 1, 8, 64) == pytest.approx([1.0, 1.2, 2.0], rel=0.05)
+
+
+def test_nodes_fill_what_steps_are_padded_to() -> None:
+    costs = StepCosts()
+    costs.price([(1, 1.0), (8, 1.1), (16, 3.0)])
+    assert choose(costs, [[0.9] + [0.01] * 20], 1) == [7]
+    assert choose(costs, [[0.01] * 20], 1) == [0]
+
+
+def test_no_step_becomes_larger_than_asked() -> None:
+    survival = np.full((3, 63), np.float32(0.9))
+    counts, trust = np.full(3, 20, np.int32), np.ones(3, np.float32)
+    for costs in (StepCosts(), costs_of((3, 1.0), (63, 1.01))):
+        for most, expected in ((63, 60), (20, 17), (4, 1), (3, 0), (2, 0)):
+            assert costs.choose(survival, counts, trust, 3, 0.0, most).sum() == expected
 
 
 def test_before_anything_is_known_all_nodes_are_kept() -> None:
@@ -96,8 +151,8 @@ def test_estimates_are_scaled_and_made_to_fall() -> None:
     survival = np.zeros((2, 63), np.float32)
     survival[0, :3] = [0.8, 0.9, 0.2]
     survival[1, :2] = [0.9, 0.5]
-    counts, trust = np.array([3, 2], np.int32), np.array([0.5, 2.0], np.float32)
+    counts, trust = np.array([3, 2], np.int32), np.array([0.5, 4.0], np.float32)
     kept = costs_of((2, 1.0), (4, 1.01), (7, 9.0)).choose(survival, counts, trust, 2, 0.0)
-    np.testing.assert_allclose(survival[0, :3], [0.4, 0.4, 0.1])
-    np.testing.assert_allclose(survival[1, :2], [1.0, 1.0])
+    np.testing.assert_allclose(survival[0, :3], [2 / 3, 2 / 3, 1 / 9], rtol=1e-6)
+    np.testing.assert_allclose(survival[1, :2], [36 / 37, 4 / 5], rtol=1e-6)
     assert kept.tolist() == [0, 2]

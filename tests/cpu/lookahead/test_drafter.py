@@ -17,6 +17,7 @@ from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
 from hetero_llm.cpu.lookahead.history import History
+from hetero_llm.cpu.lookahead.live import HITS
 from hetero_llm.cpu.lookahead.prompt_lookup_drafter import PromptLookupDrafter
 from hetero_llm.cpu.lookahead.texts import Texts
 from hetero_llm.engine.prefix_cache import root_key
@@ -167,6 +168,18 @@ def test_sequences_beyond_max_seq_len_are_left_alone() -> None:
     assert ask(drafter, sequence) == [[]]
 
 
+@pytest.mark.parametrize("mode", [1, 2, 3])
+def test_target_parallelism_keeps_the_likeliest_nodes(mode: int) -> None:
+    drafter = make_drafter(target_parallelism=12, capacity=0, cache_mode=mode)
+    sure, unsure = make_sequence("a", PHRASE * 3), make_sequence("b", [*PHRASE, 1, *range(60, 70)])
+    for _ in range(2):
+        ask(drafter, sure, unsure)
+        sure.token_ids += PHRASE
+        unsure.token_ids += [40, 41]
+    drafts = ask(drafter, sure, unsure, limit=60)
+    assert sum(map(len, drafts)) == 10 and len(drafts[0]) > len(drafts[1])
+
+
 def test_target_parallelism_favours_those_that_hit() -> None:
     drafter = make_drafter(target_parallelism=12, capacity=0)
     lucky, unlucky = make_sequence("a", [*PHRASE, 1]), make_sequence("b", [*PHRASE, 1])
@@ -186,7 +199,14 @@ def test_target_parallelism_favours_those_that_hit() -> None:
     assert sum(map(len, ask(drafter, *everyone))) == 0
 
 
-@pytest.mark.parametrize("mode", [0, 1, 2])
+def assert_forgotten(drafter: LookaheadDrafter) -> None:
+    live = drafter._live
+    assert live.num_rows == 0 and not live._row_of and not live._of_request
+    assert not drafter._unlearned and not drafter._closed
+    assert len(live.texts._free) == live.texts._rows
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2, 3])
 def test_nothing_is_left_of_ended_requests(mode: int) -> None:
     drafter = make_drafter(capacity=0, cache_mode=mode)
     rng = np.random.default_rng(0)
@@ -205,8 +225,7 @@ def test_nothing_is_left_of_ended_requests(mode: int) -> None:
     if drafter._turbo is not None:
         trie = drafter._turbo._local
         assert trie.num_keys == trie.num_nodes == trie.num_entries == 0
-    assert not drafter._known and not drafter._fresh and not drafter._closed
-    assert len(drafter._texts._free) == drafter._texts._rows
+    assert_forgotten(drafter)
 
 
 def test_requests_that_were_never_asked_about_may_end() -> None:
@@ -279,6 +298,55 @@ def test_raw_helps_where_turbo_has_nothing() -> None:
         assert ask(drafter, sequence) == [expected]
 
 
+def test_a_merged_tree_holds_drafts_of_both() -> None:
+    drafter = make_drafter(cache_mode=3, capacity=0, token_paths_top_k=2, match_length=1, top_k=3)
+    sequence = make_sequence("a", [40, 41, 5, 6, 41, 7, 8, 41, 9, 1, 41, 5, 3, 40])
+    ask(drafter, sequence)
+    sequence.token_ids += [41]
+    batch = drafter.propose([sequence], [60], 1)
+    first = batch.token_ids[batch.parents == -1].tolist()
+    assert first[0] == 5, "what has followed both tokens, and followed the last one twice"
+    assert set(first) == {5, 7, 9}
+    drafter.settle()
+    sequence.token_ids += [9]
+    before = drafter._record.copy()
+    ask(drafter, sequence)
+    assert (drafter._record != before).any(), "what came of it is learned"
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_merged_trees_match_single_tokens_if_raw_may(hybrid: bool) -> None:
+    drafter = make_drafter(cache_mode=3, capacity=0, is_hybrid=hybrid)
+    sequence = make_sequence("a", [*PHRASE, 7, 8, 9])
+    ask(drafter, sequence)
+    sequence.token_ids += [40]
+    (draft,) = ask(drafter, sequence)
+    assert draft[:3] == ([41, 42, 43] if hybrid else [])
+
+
+def test_loops_are_gone_round_as_often_as_is_likely() -> None:
+    drafter = make_drafter(cache_mode=1, capacity=0, copy_length=7)
+    sequence = make_sequence("a", [*range(60, 80), *[50, 51, 52] * 3])
+    for _ in range(12):
+        (draft,) = ask(drafter, sequence, limit=63)
+        sequence.token_ids += [50, 51, 52]
+    assert draft == [50, 51, 52] * 5, "15 deep: twice copy_length and one more"
+
+
+def test_the_wait_between_steps_is_measured_from_their_end() -> None:
+    now = [5.0]
+    config = dataclasses.replace(RAW, cache_mode=2)
+    drafter = LookaheadDrafter(config, width=4096, capacity=0, clock=lambda: now[0])
+    sequence = make_sequence("a", [*PHRASE, 1, 40])
+    drafter.price([(1, 1.0), (64, 1.01)])
+    for _ in range(80):
+        drafter.observe(1, 1.0)
+        now[0] += 0.0025
+        ask(drafter, sequence)
+        now[0] += 1.0
+    assert drafter._turn == pytest.approx(0.0025, rel=0.05)
+
+
 def test_branches_are_drafted_where_a_text_went_on_in_two_ways() -> None:
     drafter = make_drafter(cache_mode=1, capacity=0)
     sequence = make_sequence("a", [20, 21, 22, 5, 20, 21, 23, 6, 20, 21, 22, 7, 20, 21, 23, 8])
@@ -288,10 +356,11 @@ def test_branches_are_drafted_where_a_text_went_on_in_two_ways() -> None:
     assert {22, 23} <= set(batch.token_ids[batch.parents == -1].tolist())
 
 
-def test_threads_share_large_batches_without_changing_drafts() -> None:
+@pytest.mark.parametrize("mode", [2, 3])
+def test_threads_share_large_batches_without_changing_drafts(mode: int) -> None:
     drafts = []
     for threads in (1, 8):
-        drafter = make_drafter(cache_mode=2, num_threads=threads)
+        drafter = make_drafter(cache_mode=mode, num_threads=threads)
         drafter._threads = threads  # more than this machine may have
         rng = np.random.default_rng(0)
         sequences = [make_sequence(str(i), rng.integers(3, 20, 60).tolist()) for i in range(70)]
@@ -322,14 +391,14 @@ def test_steps_without_drafts_do_not_count_as_hits() -> None:
     sequence.token_ids += [40, 41]
     (draft,) = ask(drafter, sequence)
     assert draft[:2] == [42, 43]
-    known = drafter._known["a"][0]
-    hits = known.hits
+    averages = drafter._live.arrays.averages[drafter._live._row_of[sequence]]
+    hits = averages[HITS]
     sequence.token_ids += [42, 99, *range(200, 230)]
     ask(drafter, sequence)
-    assert known.hits == pytest.approx(0.8 * hits + 0.2 * 1)
+    assert averages[HITS] == pytest.approx(0.8 * hits + 0.2 * 1)
 
 
-@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("mode", [0, 1, 2, 3])
 def test_a_request_that_ends_before_anything_is_learned_leaves_nothing(mode: int) -> None:
     drafter = make_drafter(cache_mode=mode, capacity=0, ignore_prompt=True)
     sequence = make_sequence("a", [*PHRASE, 7])
@@ -337,7 +406,7 @@ def test_a_request_that_ends_before_anything_is_learned_leaves_nothing(mode: int
         sequence.token_ids += [40]
         ask(drafter, sequence)
     finish(drafter, sequence)
-    assert not drafter._known and len(drafter._texts._free) == drafter._texts._rows
+    assert_forgotten(drafter)
 
 
 @pytest.mark.parametrize("capacity", [0, 64])

@@ -9,19 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_llm.cpu.lookahead.trie import Trie, TrieArrays, TrieParams, insert, new_active
-from hetero_llm.cpu.lookahead.turbo import (
-    MOSTLY,
+from hetero_llm.cpu.lookahead.kinds import (
+    LENGTHS,
     NUM_BUCKETS,
     NUM_LENGTHS,
-    OFTEN,
     ONCE,
-    RARE,
     SECOND,
-    TurboParams,
+    SHARES,
     initial_calibration,
-    propose,
 )
+from hetero_llm.cpu.lookahead.trie import Trie, TrieArrays, TrieParams, insert, new_active
+from hetero_llm.cpu.lookahead.turbo import TurboParams, propose
 from tests.cpu.lookahead.test_trie import repetitive
 from tests.cpu.lookahead.trie_twin import DictTrie, Place, no_trie
 
@@ -32,7 +30,7 @@ Node = tuple[int, int, np.float32, int]
 
 turbo_params = st.builds(
     lambda key, longer, copy, in_cell, paths, start, p_min: TurboParams(
-        key, key + longer, copy, in_cell, paths, start, p_min
+        key, key + longer, copy, 2 * copy, in_cell, paths, start, p_min
     ),
     st.integers(1, 3),
     st.integers(0, 3),
@@ -150,10 +148,11 @@ class TwinDraft:
     def __init__(self, world: World, row: int, calibration: np.ndarray) -> None:
         self.params = world.params
         end = int(world.ends[row])
-        context = world.local.text[row * WIDTH : end].tolist()
+        context = self.whole = world.local.text[row * WIDTH : end].tolist()
         while -1 in context:
             context = context[context.index(-1) + 1 :]
         self.context = tuple(context[-self.params.match_length :])
+        self.first, self.end = row * WIDTH, end
         self.tries = [(world.local.twin, world.local.text[:end], row + 1)]
         self.tries += [(g.twin, g.text, row) for g in world.generations]
         counts = calibration.reshape(-1, 2)
@@ -166,43 +165,63 @@ class TwinDraft:
     def grow(self, asked: set[int], limit: int) -> list[Node]:
         if limit <= 0:
             return []
+        anchors = 0
         for length in range(len(self.context), self.params.key_length - 1, -1):
             context = self.context[len(self.context) - length :]
             places = [
                 twin.find(salt, context, text) if k in asked else None
                 for k, (twin, text, salt) in enumerate(self.tries)
             ]
+            if length == self.params.match_length and places[0] is not None:
+                length = self.true_length(places[0], length)
+            before = self.made
             self.expand(places, length, -1, np.float32(1))
+            anchors += self.made > before
+            if anchors == 2:
+                break
         while self.waiting and len(self.nodes) < limit:
             best = max(self.waiting, key=lambda c: (c["chance"], -c["age"]))
             self.waiting.remove(best)
             self.place(best)
         return self.nodes
 
+    def true_length(self, place: Place, length: int) -> int:
+        node = place if isinstance(place, int) else self.tries[0][0].nodes[place]
+        newest = node if isinstance(node, int) else max(last for _, last in node.values())
+        before, whole = self.whole[: newest - self.first], self.whole
+        while length < LENGTHS[-1] and length < len(before) and before[-1 - length] >= 0:
+            if before[-1 - length] != whole[-1 - length]:
+                break
+            length += 1
+        return length
+
     def place(self, best: dict) -> None:
         parent, token, cell = best["parent"], best["token"], best["cell"]
         siblings = [i for i, node in enumerate(self.nodes) if node[1] == parent]
-        same = [i for i in siblings if self.nodes[i][0] == token]
-        if same:
-            index = same[0]
-        else:
-            if len(siblings) == self.params.token_paths_top_k:
+        if len(siblings) == self.params.token_paths_top_k:
+            return
+        if token in [self.nodes[i][0] for i in siblings]:
+            return
+        if siblings:
+            left = above = self.nodes[parent][2] if parent >= 0 else np.float32(1)
+            for i in siblings:
+                left -= self.nodes[i][2]
+            cell += SECOND
+            lower = min(above * self.rates[cell], left)
+            if lower < best["chance"]:
+                if lower >= self.params.p_min:
+                    self.waiting.append({**best, "chance": lower})
                 return
-            if siblings:
-                left = above = self.nodes[parent][2] if parent >= 0 else np.float32(1)
-                for i in siblings:
-                    left -= self.nodes[i][2]
-                cell += SECOND - cell % NUM_BUCKETS
-                lower = min(above * self.rates[cell] * best["factor"], left)
-                if lower < best["chance"]:
-                    if lower >= self.params.p_min:
-                        self.waiting.append({**best, "chance": lower})
-                    return
-            index = len(self.nodes)
-            self.nodes.append((token, parent, best["chance"], cell))
-            self.depths.append(1 if parent < 0 else self.depths[parent] + 1)
-        if self.depths[index] < self.params.copy_length:
-            self.expand(best["places"], best["context"] + 1, index, self.nodes[index][2])
+        index, depth = len(self.nodes), 1 if parent < 0 else self.depths[parent] + 1
+        self.nodes.append((token, parent, best["chance"], cell))
+        self.depths.append(depth)
+        sure = best["chance"] > 0.5
+        if depth < (self.params.sure_length if sure else self.params.copy_length):
+            places = best["places"]
+            own = places[0]
+            if self.end in (own, self.tries[0][0].nodes.get(own)):
+                places = [self.end - depth, *places[1:]]
+            self.expand(places, best["context"] + 1, index, best["chance"])
 
     def expand(
         self, places: list[Place | None], context: int, parent: int, survival: np.float32
@@ -236,15 +255,12 @@ class TwinDraft:
             self.made += 1
 
     def rate(self, one: dict, source: int, total: float) -> None:
-        share = one["times"][source] / total
-        bucket = RARE if share < 0.34 else OFTEN if share <= 0.75 else MOSTLY
-        if share == 1.0 and total <= 1.0:
-            bucket = ONCE
-        length = min(one["context"], NUM_LENGTHS - 1)
+        times = one["times"][source]
+        bucket = ONCE if times == total <= 1 else sum(times >= share * total for share in SHARES)
+        length = sum(one["context"] >= LENGTHS) - 1
         cell = (source * NUM_LENGTHS + length) * NUM_BUCKETS + bucket
-        factor = np.float32(0.5 + 0.5 * share)
-        if self.rates[cell] * factor > one["chance"]:
-            one |= {"chance": self.rates[cell] * factor, "factor": factor, "cell": cell}
+        if self.rates[cell] > one["chance"]:
+            one |= {"chance": self.rates[cell], "cell": cell}
 
 
 def twin_draft(world: World, row: int, calibration: np.ndarray, limit: int) -> list[Node]:
@@ -297,9 +313,9 @@ def test_trees_are_valid(params: TurboParams, seed: int) -> None:
             assert token not in [node[0] for node in siblings]
             assert len(siblings) < params.token_paths_top_k
             assert survival + sum(node[2] for node in siblings) <= above * (1 + 1e-5)
-            assert (kind % NUM_BUCKETS == SECOND) == bool(siblings)
+            assert (kind % NUM_BUCKETS >= SECOND) == bool(siblings)
             path = [*(paths[parent] if parent >= 0 else []), token]
-            assert len(path) <= params.copy_length
+            assert len(path) <= (params.sure_length if above > 0.5 else params.copy_length)
             paths.append(path)
             # It has followed the tokens before it: here, or in the namespace's documents.
             context = (text + path)[-params.key_length - 1 : -1]
@@ -352,7 +368,7 @@ def draft_one(params: TurboParams, text: list[int], documents: list[list[int]]) 
     return list(zip(*columns, strict=True))[: counts[0]]
 
 
-PLAIN = TurboParams(2, 7, 7, 16, 2, 10.0, 0.02)
+PLAIN = TurboParams(2, 7, 7, 7, 16, 2, 10.0, 0.02)
 
 
 def test_a_copy_ends_at_the_depth_the_document_or_a_separator() -> None:
@@ -370,14 +386,15 @@ def test_the_likelier_child_comes_first_and_the_other_gets_what_is_left() -> Non
     nodes = draft_one(PLAIN, [1, 2], documents)
     assert [(n[0], n[1]) for n in nodes] == [(3, -1), (4, -1)]
     assert nodes[0][2] + nodes[1][2] <= 1.0
-    assert [n[3] % NUM_BUCKETS for n in nodes] == [OFTEN, SECOND]
+    assert [n[3] % NUM_BUCKETS for n in nodes] == [4, SECOND + 1]
 
 
 def test_initial_calibration_gives_the_rates_of_its_table() -> None:
     table = initial_calibration()
     assert table.shape == (2, NUM_LENGTHS, NUM_BUCKETS, 2)
     rates = (table[..., 0] + 1) / (table[..., 1] + 2)
-    assert rates[0, 2, ONCE] == pytest.approx(0.45)
-    assert rates[1, 7, MOSTLY] == pytest.approx(0.92)
-    assert rates[0, 3, ONCE] == pytest.approx((0.45 + 0.62) / 2)
+    assert rates[0, 1, ONCE] == pytest.approx(0.6)
+    assert rates[1, -1, 6] == pytest.approx(0.95)
+    assert rates[0, 2, ONCE] == pytest.approx((0.6 + 0.78) / 2)
+    assert rates[1, 5, SECOND + 2] == pytest.approx(0.05)
     assert (rates > 0).all() and (rates < 1).all()

@@ -3,6 +3,7 @@ stepping synchronously: in Triton's interpreter or on a GPU, without graphs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -130,3 +131,22 @@ def test_drafted_steps_give_the_same_tokens(checkpoint: Path, device: torch.devi
     assert run(engine, work) == expected
     scheduler.check_integrity()
     assert scheduler.stats.num_accepted_tokens >= 8
+
+
+def test_drafts_beside_requests_that_look_back(checkpoint: Path, device: torch.device) -> None:
+    """Their steps are walked by depth; without graphs the model alone runs before."""
+    (first, _), (second, _), (third, _) = mixed_work()[:3]
+    given = {"max_tokens": 5, "detokenize": False, "ignore_eos": True}
+    greedy = SamplingParams(temperature=0.0, **given)
+    work = [
+        (first, greedy),
+        (second, replace(greedy, repetition_penalty=1.5, logprobs=1)),
+        (third, replace(greedy, temperature=1.0, seed=5, no_repeat_ngram_size=1)),
+    ]
+    expected = run(start(checkpoint, device, ours=False)[0], work)
+    record = {tuple(ids): expected[str(i)][0][0] for i, (ids, _) in enumerate(work)}
+    drafter = SyntheticDrafter(record, right=2, nodes=3, vocab_size=VOCAB_SIZE)
+    engine, scheduler = start(checkpoint, device, ours=True, drafter=drafter)
+    assert run(engine, work) == expected
+    scheduler.check_integrity()
+    assert scheduler.stats.num_accepted_tokens >= 6

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_llm.core.draft import DraftBatch
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.gpu.attention_plan import PlanLimits, plan_work
-from hetero_llm.gpu.packing import StepPacker, verified_output
+from hetero_llm.gpu.packing import RING, StepPacker, verified_output
 from hetero_llm.gpu.step_inputs import PacketLayout, packet_views
 from tests.engine.harness import rows_of
 
@@ -215,6 +216,24 @@ def test_verified_output_reads_groups() -> None:
     output = verified_output(step, np.array(packed), 6)
     assert output.token_ids == [10, 11, 12, 20, 21, 30]
     assert output.num_tokens == [3, 2, 1]
+
+
+def test_withdrawn_trees_are_padding() -> None:
+    one = np.ones(1, np.int32)
+    none = np.zeros((3, 0), np.int32)
+    drafts = DraftBatch(2 * one, np.zeros(2, np.int32), np.array([-1, 0], np.int32))
+    step = SchedulerOutput(one, one, 3 * one, one, one, (), (), none, none[:2], drafts)
+    layout = PacketLayout(3, 3, 9, 3, 0, 2, 3)
+    for _ in range(RING + 1):
+        place = PACKER._next
+        PACKER.pack(step, layout, LIMITS)
+        before = PACKER.ring.clone()
+        views = packet_views(PACKER.ring[place].numpy(), layout)
+        assert views.tree is not None and views.tree.groups[:, 0].tolist() == [0, 3, 1]
+        PACKER.withdraw_trees(layout)
+        assert views.tree.groups[1:].tolist() == [[0, 0, 0], [-1, -1, -1]]
+        views.tree.groups[1:, 0] = 3, 1
+        assert torch.equal(PACKER.ring, before)  # nothing else has changed
 
 
 @pytest.mark.parametrize("parents", [[0, 0], [-1, 1], [-2, 0]])

@@ -19,15 +19,18 @@ class TreeRows:
 
     Attributes:
         token_ids: [T] int32, nodes included.
-        depths: [T] int32 distance from the tree's root; 0 for other rows.
+        places: [T] int32 index of each row's KV in its sequence's: they follow each other.
+        positions: [T] int32 position of each row: that of a node is its root's plus its depth.
         ancestors: [T] uint64 bits of a tree row's ancestors and itself, counted from the root; 0
             for other rows.
         is_tree: [S] uint8.
-        parents: of each tree, the row of each row's parent within the tree; -1 for the root.
+        parents: of each sequence, the row of each row's parent within its tree, -1 for the root;
+            empty without a tree.
     """
 
     token_ids: np.ndarray
-    depths: np.ndarray
+    places: np.ndarray
+    positions: np.ndarray
     ancestors: np.ndarray
     is_tree: np.ndarray
     parents: list[list[int]]
@@ -35,14 +38,19 @@ class TreeRows:
 
 def tree_rows(step: SchedulerOutput, drafts: DraftBatch) -> TreeRows:
     """Lays a step's drafts out as rows."""
-    total = int(step.counts.sum())
+    counts = step.counts
+    total = int(counts.sum())
     token_ids = np.empty(total, np.int32)
-    depths, ancestors = np.zeros(total, np.int32), np.zeros(total, np.uint64)
+    places = row_places(step)
+    positions, ancestors = places.copy(), np.zeros(total, np.uint64)
     is_node = np.zeros(total, bool)
     parents: list[list[int]] = []
     row = node = 0
     above = drafts.parents.tolist()
-    for count, nodes in zip(step.counts.tolist(), drafts.counts.tolist(), strict=True):
+    for start, count, nodes in zip(
+        step.starts.tolist(), counts.tolist(), drafts.counts.tolist(), strict=True
+    ):
+        own: list[int] = []
         if nodes:
             assert count == nodes + 1
             own = [-1, *(parent + 1 for parent in above[node : node + nodes])]
@@ -51,14 +59,22 @@ def tree_rows(step: SchedulerOutput, drafts: DraftBatch) -> TreeRows:
                 bits.append(bits[own[index]] | 1 << index)
                 depth.append(depth[own[index]] + 1)
             ancestors[row : row + count] = bits
-            depths[row : row + count] = depth
+            positions[row : row + count] = start + np.array(depth)
             is_node[row + 1 : row + count] = True
-            parents.append(own)
             node += nodes
+        parents.append(own)
         row += count
     token_ids[~is_node] = step.token_ids
     token_ids[is_node] = drafts.token_ids
-    return TreeRows(token_ids, depths, ancestors, (drafts.counts > 0).astype(np.uint8), parents)
+    is_tree = (drafts.counts > 0).astype(np.uint8)
+    return TreeRows(token_ids, places, positions, ancestors, is_tree, parents)
+
+
+def row_places(step: SchedulerOutput) -> np.ndarray:
+    """[T] int32 index of each row's KV in its sequence's."""
+    counts = step.counts
+    before = (np.cumsum(counts) - counts - step.starts).astype(np.int32)
+    return np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(before, counts)
 
 
 def walk_tree(drawn: list[int], token_ids: list[int], parents: list[int]) -> list[int]:
@@ -75,3 +91,11 @@ def walk_tree(drawn: list[int], token_ids: list[int], parents: list[int]) -> lis
         if parents[row] == path[-1] and token_ids[row] == drawn[path[-1]]:
             path.append(row)
     return path
+
+
+def next_row(row: int, drawn: int, token_ids: list[int], parents: list[int]) -> int | None:
+    """One step of the same walk: the child of `row` that carries the token drawn there."""
+    for child in range(row + 1, len(parents)):
+        if parents[child] == row and token_ids[child] == drawn:
+            return child
+    return None

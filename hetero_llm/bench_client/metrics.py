@@ -1,0 +1,181 @@
+"""Figures of a load, out of the times and counts of its requests."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hetero_llm.bench_client.client import RequestResult
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+"""Time to first token, time per output token after it, gaps between events, end to end."""
+
+FEWEST_RUNS = 3
+"""Runs that a confidence interval needs."""
+
+# Two-sided 95% quantiles of Student's t for 1, 2, ... degrees of freedom.
+_T95 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+_T95_LARGE = 1.96
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A request's token counts and where the output count is from: "usage", "ids", "retokenized"
+    or "unknown". None where nothing says."""
+
+    input_tokens: int | None
+    output_tokens: int | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Statistics of one latency in milliseconds; None without a single value."""
+
+    mean: float | None
+    median: float | None
+    std: float | None
+    percentiles: dict[float, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """One load. Throughputs are per second of `duration` and count complete answers only.
+
+    `uncounted` complete answers have no known output count and are missing from the totals.
+    `retokenized` is the output as the tokenizer splits it again, None without one.
+    """
+
+    completed: int
+    failed: int
+    duration: float
+    total_input: int
+    total_output: int
+    retokenized: int | None
+    uncounted: int
+    sources: dict[str, int]
+    errors: dict[str, int]
+    latencies: dict[str, Spread] = field(repr=False)
+
+    @property
+    def request_throughput(self) -> float:
+        return self.completed / self.duration
+
+    @property
+    def input_throughput(self) -> float:
+        return self.total_input / self.duration
+
+    @property
+    def output_throughput(self) -> float:
+        return self.total_output / self.duration
+
+    @property
+    def total_throughput(self) -> float:
+        return (self.total_input + self.total_output) / self.duration
+
+
+def count_request(
+    result: RequestResult, *, prompt_tokens: int | None, retokenized: int | None
+) -> Counted:
+    """The best counts there are: the server's, else ids that came along, else retokenized text.
+
+    Args:
+        prompt_tokens: length of the prompt as the client knows it, for want of usage.
+        retokenized: tokens of the answer's text, None without a tokenizer.
+    """
+    if result.usage is not None:
+        return Counted(result.usage.prompt_tokens, result.usage.completion_tokens, "usage")
+    if result.num_ids:
+        return Counted(prompt_tokens, result.num_ids, "ids")
+    if retokenized is not None:
+        return Counted(prompt_tokens, retokenized, "retokenized")
+    return Counted(prompt_tokens, None, "unknown")
+
+
+def summarise(
+    results: Sequence[RequestResult],
+    counts: Sequence[Counted],
+    *,
+    duration: float,
+    retokenized: int | None,
+    percentiles: Sequence[float] = (99.0,),
+) -> Metrics:
+    """All figures of one load.
+
+    Args:
+        counts: one for each result; those of failed requests are not used.
+        duration: seconds, greater than 0.
+        retokenized: sum over the complete answers.
+        percentiles: which ones to compute, 0 to 100.
+    """
+    done = [(r, c) for r, c in zip(results, counts, strict=True) if r.ok]
+    values = {
+        name: [value for r, c in done for value in _latencies(name, r, c.output_tokens)]
+        for name in METRICS
+    }
+    return Metrics(
+        completed=len(done),
+        failed=len(results) - len(done),
+        duration=duration,
+        total_input=sum(c.input_tokens or 0 for _, c in done),
+        total_output=sum(c.output_tokens or 0 for _, c in done),
+        retokenized=retokenized,
+        uncounted=sum(c.output_tokens is None for _, c in done),
+        sources=dict(Counter(c.source for _, c in done)),
+        errors=dict(Counter(r.error for r in results if r.error is not None).most_common()),
+        latencies={name: spread(found, percentiles) for name, found in values.items()},
+    )
+
+
+def _latencies(name: str, result: RequestResult, output_tokens: int | None) -> list[float]:
+    """The values in milliseconds that one request adds to one metric."""
+    if name == "itl":
+        return [gap * 1e3 for gap in result.itls]
+    if result.first is None or result.last is None:
+        return []
+    if name == "ttft":
+        return [(result.first - result.start) * 1e3]
+    if name == "e2el":
+        return [(result.last - result.start) * 1e3]
+    if output_tokens is None or output_tokens < 2:
+        return []
+    return [(result.last - result.first) * 1e3 / (output_tokens - 1)]
+
+
+def spread(values: Sequence[float], percentiles: Sequence[float]) -> Spread:
+    """Mean, median, standard deviation of the population, and percentiles."""
+    if not values:
+        return Spread(None, None, None, dict.fromkeys(percentiles))
+    ordered = sorted(values)
+    mean = math.fsum(ordered) / len(ordered)
+    variance = math.fsum((value - mean) ** 2 for value in ordered) / len(ordered)
+    return Spread(
+        mean=mean,
+        median=percentile(ordered, 50.0),
+        std=math.sqrt(variance),
+        percentiles={wanted: percentile(ordered, wanted) for wanted in percentiles},
+    )
+
+
+def percentile(ordered: Sequence[float], wanted: float) -> float:
+    """Linear between neighbours, as numpy's default; `ordered` ascends and is not empty."""
+    place = (len(ordered) - 1) * wanted / 100.0
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def confidence(values: Sequence[float]) -> float:
+    """Half the width of the 95% confidence interval of the mean (Student's t)."""
+    assert len(values) >= FEWEST_RUNS
+    mean = math.fsum(values) / len(values)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    freedom = len(values) - 1
+    t = _T95[freedom - 1] if freedom <= len(_T95) else _T95_LARGE
+    return t * math.sqrt(variance / len(values))

@@ -1,0 +1,412 @@
+"""`hetero-llm bench serve`: how fast a server answers under a load. The offline benches are in
+`bench_offline`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_llm.commands.options import SERVER_FLAGS, add_rows, numbers, server_of, values_of
+from hetero_llm.core.args_spec import ArgSpec, Kind, effective, grouped
+from hetero_llm.core.errors import ConfigError, HeteroLLMError
+
+if TYPE_CHECKING:
+    from hetero_llm.bench_client.datasets import DatasetOptions
+    from hetero_llm.bench_client.load import Load
+    from hetero_llm.bench_client.report import Point
+    from hetero_llm.bench_client.serve import ServeBench
+
+Finish = Callable[[argparse.ArgumentParser, Any], None]
+
+COMPLETION_BACKENDS = ("openai", "vllm", "taco_llm", "hetero_llm")
+CHAT_BACKENDS = ("openai-chat",)
+METRIC_NAMES = ("ttft", "tpot", "itl", "e2el")
+FEWEST_RUNS = 3
+EXIT_FAILED_REQUESTS = 1
+_P99 = 99.0
+
+DATASET_FLAGS: tuple[ArgSpec, ...] = grouped(
+    "Prompts",
+    effective(
+        "dataset_name",
+        Kind.STR,
+        "random",
+        "random: drawn from --seed; sharegpt and jsonl: a file; heldout: the package's Python "
+        "files that the demo models have not seen.",
+        choices=("random", "sharegpt", "jsonl", "heldout"),
+    ),
+    effective(
+        "dataset_path",
+        Kind.PATH,
+        None,
+        'File for sharegpt (its JSON) or jsonl (lines like {"prompt": "...", "output_len": 64}).',
+    ),
+    effective("num_prompts", Kind.INT, 100, "Requests of each run.", minimum=1),
+    effective(
+        "prompt_as",
+        Kind.STR,
+        None,
+        "How random and held-out prompts are sent (default: ids; text to chat endpoints). Random "
+        "text is counted in words.",
+        choices=("ids", "text"),
+    ),
+    effective(
+        "input_len",
+        Kind.INT,
+        1024,
+        "Length of random and held-out prompts in tokens.",
+        minimum=1,
+        aliases=("random_input_len",),
+    ),
+    effective(
+        "output_len",
+        Kind.INT,
+        None,
+        "Tokens to generate (default: what a file says, else 128).",
+        minimum=1,
+        aliases=("random_output_len", "sharegpt_output_len"),
+    ),
+    effective(
+        "random_range_ratio",
+        Kind.FLOAT,
+        0.0,
+        "r: random lengths lie evenly between (1 - r) and (1 + r) times the given ones.",
+        minimum=0,
+        maximum=1,
+    ),
+    effective(
+        "random_prefix_len",
+        Kind.INT,
+        0,
+        "Tokens that all random prompts begin with, on top of their length.",
+        minimum=0,
+    ),
+    effective(
+        "random_vocab_size",
+        Kind.INT,
+        2000,
+        "Random token ids are below this.",
+        minimum=2,
+    ),
+)
+
+_LOAD_FLAGS: tuple[ArgSpec, ...] = grouped(
+    "Load",
+    effective(
+        "request_rate",
+        Kind.STR,
+        "inf",
+        "Requests a second; inf sends them as fast as --max-concurrency lets. A list such as 1,2,4 "
+        "measures one after another.",
+    ),
+    effective(
+        "burstiness",
+        Kind.FLOAT,
+        1.0,
+        "Shape of the gamma distribution of the gaps: 1 is a Poisson process, less is burstier.",
+        above=0,
+    ),
+    effective(
+        "max_concurrency",
+        Kind.STR,
+        None,
+        "Most requests at a time; more wait in the client. A list measures one after another.",
+    ),
+    effective("num_warmups", Kind.INT, 1, "Requests sent beforehand, not measured.", minimum=0),
+    effective(
+        "runs",
+        Kind.INT,
+        1,
+        f"Runs of each load; from {FEWEST_RUNS} on, confidence intervals are given.",
+        minimum=1,
+    ),
+    effective(
+        "reuse_prompts",
+        Kind.BOOL,
+        False,
+        "Send the same prompts in every run; a server's prefix cache will know them.",
+    ),
+    effective("seed", Kind.INT, 0, "Seed of prompts and arrival times."),
+)
+
+_REQUEST_FLAGS: tuple[ArgSpec, ...] = grouped(
+    "Requests",
+    effective("backend", Kind.STR, "openai", "Kind of endpoint, and its name in the report.",
+              choices=(*COMPLETION_BACKENDS, *CHAT_BACKENDS)),
+    effective("endpoint", Kind.STR, None,
+              "Path of the endpoint (default: /v1/completions, /v1/chat/completions for chat)."),
+    effective("model", Kind.STR, None, "Model to ask for (default: the first that is offered)."),
+    effective("tokenizer", Kind.STR, None,
+              "Tokenizer that counts tokens, a folder or name (default: the server's /tokenize)."),
+    effective("ignore_eos", Kind.BOOL, False, "Generate the whole length: ignore end of sequence."),
+    effective("stream", Kind.BOOL, True, "Stream; without it only end-to-end times mean much."),
+    effective("temperature", Kind.FLOAT, None, "Temperature (default: the server's).", minimum=0),
+    effective("extra_body", Kind.JSON, None, "More fields of every request, as a JSON object."),
+)  # fmt: skip
+
+_RESULT_FLAGS: tuple[ArgSpec, ...] = grouped(
+    "Results",
+    effective("percentile_metrics", Kind.STR, "ttft,tpot,itl",
+              f"Metrics to show percentiles of: any of {', '.join(METRIC_NAMES)}."),
+    effective("metric_percentiles", Kind.STR, "99", "Percentiles to show, with commas between."),
+    effective("save_result", Kind.BOOL, False, "Write JSON, CSV and PNG files."),
+    effective("save_detailed", Kind.BOOL, False, "Also put every request into the JSON file."),
+    effective("result_dir", Kind.PATH, ".", "Folder of the files; made if it is not there."),
+    effective("result_filename", Kind.STR, None,
+              "Name of the JSON file; the others are called alike (default: made from the load)."),
+    effective("label", Kind.STR, None, "Name of the bench in files (default: the backend)."),
+    effective("metadata", Kind.LIST, None, "KEY=VALUE to be kept with the results; repeatable."),
+    effective("disable_tqdm", Kind.BOOL, False, "Show no progress bar."),
+)  # fmt: skip
+
+SERVE_ROWS = (*SERVER_FLAGS, *_REQUEST_FLAGS, *DATASET_FLAGS, *_LOAD_FLAGS, *_RESULT_FLAGS)
+
+
+def add_bench(parser: argparse.ArgumentParser, finish: Finish) -> None:
+    """Fills the parser of `bench` with its three commands; `finish` names the one to run."""
+    from hetero_llm.commands import bench_offline
+
+    kinds = parser.add_subparsers(title="benches", metavar="BENCH", required=True)
+    for name, add, text in (
+        ("serve", _add_serve, "measure a running server over HTTP"),
+        ("throughput", bench_offline.add_throughput, "measure this process on many prompts"),
+        ("latency", bench_offline.add_latency, "measure this process on one batch, repeatedly"),
+    ):
+        bench = kinds.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+        )
+        bench.add_argument(
+            "--verbose",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help="log more, and show the traceback of errors",
+        )
+        add(bench, finish)
+
+
+def _add_serve(parser: argparse.ArgumentParser, finish: Finish) -> None:
+    add_rows(parser, SERVE_ROWS)
+    parser.usage = "%(prog)s [--base-url URL] [options]"
+    finish(parser, run_serve)
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What is shown and written of a bench."""
+
+    percentile_metrics: tuple[str, ...]
+    percentiles: tuple[float, ...]
+    label: str
+    metadata: Mapping[str, str]
+    save: bool
+    detailed: bool
+    folder: Path
+    filename: str | None
+
+
+def run_serve(options: argparse.Namespace) -> int:
+    """Measures a server; 1 if any request failed."""
+    from hetero_llm.bench_client.serve import run_bench
+
+    values = values_of(SERVE_ROWS, options)
+    output = _output_of(values)
+    bench = _bench_of(values, output)
+    if output.save:
+        _make_folder(output.folder)
+    points: list[Point] = []
+
+    def report(model: str, point: Point) -> None:
+        points.append(point)
+        _show(point, output)
+
+    model = asyncio.run(run_bench(bench, report))
+    if output.save:
+        _save(output, points, _about(values, bench, model, output), model)
+    return EXIT_FAILED_REQUESTS if any(point.pooled.failed for point in points) else 0
+
+
+def _bench_of(values: Mapping[str, Any], output: _Output) -> ServeBench:
+    from hetero_llm.bench_client.client import is_chat
+    from hetero_llm.bench_client.protocol import CHAT, COMPLETIONS
+    from hetero_llm.bench_client.serve import ServeBench
+
+    path = values["endpoint"] or (CHAT if values["backend"] in CHAT_BACKENDS else COMPLETIONS)
+    if not path.startswith("/"):
+        raise ConfigError("endpoint", path, "must start with a slash")
+    extra: dict[str, Any] = {}
+    if values["ignore_eos"]:
+        extra["ignore_eos"] = True
+    if values["temperature"] is not None:
+        extra["temperature"] = values["temperature"]
+    return ServeBench(
+        server=server_of(dict(values)),
+        path=path,
+        backend=values["backend"],
+        model=values["model"],
+        dataset=dataset_of(values, chat=is_chat(path), seed=values["seed"]),
+        num_prompts=values["num_prompts"],
+        loads=_loads(values),
+        num_warmups=values["num_warmups"],
+        num_runs=values["runs"],
+        reuse_prompts=values["reuse_prompts"],
+        stream=values["stream"],
+        extra=extra | (values["extra_body"] or {}),
+        tokenizer=values["tokenizer"],
+        percentiles=tuple(sorted({*output.percentiles, _P99})),
+        show_progress=sys.stderr.isatty() and not values["disable_tqdm"],
+    )
+
+
+def dataset_of(values: Mapping[str, Any], *, chat: bool, seed: int) -> DatasetOptions:
+    """The data set that the values of `DATASET_FLAGS` name; `chat` cannot take token ids."""
+    from hetero_llm.bench_client.datasets import DatasetOptions
+
+    name = values["dataset_name"]
+    in_file = name in ("sharegpt", "jsonl")
+    if values["dataset_path"] is not None and not in_file:
+        raise ConfigError("dataset_path", values["dataset_path"], f"{name} prompts are no file")
+    return DatasetOptions(
+        name=name,
+        path=values["dataset_path"],
+        prompt_as=values["prompt_as"] or ("text" if chat else "ids"),
+        input_len=values["input_len"],
+        output_len=values["output_len"],
+        range_ratio=values["random_range_ratio"],
+        prefix_len=values["random_prefix_len"],
+        vocab_size=values["random_vocab_size"],
+        seed=seed,
+    )
+
+
+def _loads(values: Mapping[str, Any]) -> tuple[Load, ...]:
+    from hetero_llm.bench_client.load import Load
+
+    if 1 < values["runs"] < FEWEST_RUNS:
+        reason = f"must be 1, or at least {FEWEST_RUNS} for a confidence interval"
+        raise ConfigError("runs", values["runs"], reason)
+    rates = numbers("request_rate", values["request_rate"], least=0)
+    text = values["max_concurrency"]
+    limits: tuple[int | None, ...] = (None,)
+    if text is not None:
+        limits = tuple(map(int, numbers("max_concurrency", text, least=0, whole=True)))
+    if len(rates) > 1 and len(limits) > 1:
+        raise ConfigError("max_concurrency", text, "is a list, so --request-rate cannot be one")
+    return tuple(Load(rate, values["burstiness"], limit) for rate in rates for limit in limits)
+
+
+def _output_of(values: Mapping[str, Any]) -> _Output:
+    chosen = tuple(filter(None, values["percentile_metrics"].split(",")))
+    for name in chosen:
+        if name not in METRIC_NAMES:
+            reason = f"{name!r} is none of {', '.join(METRIC_NAMES)}"
+            raise ConfigError("percentile_metrics", values["percentile_metrics"], reason)
+    text = values["metric_percentiles"]
+    percentiles = numbers("metric_percentiles", text, least=0)
+    if max(percentiles) > 100:
+        raise ConfigError("metric_percentiles", text, "must be at most 100")
+    if values["save_detailed"] and not values["save_result"]:
+        raise ConfigError("save_detailed", True, "needs --save-result")
+    return _Output(
+        percentile_metrics=chosen,
+        percentiles=percentiles,
+        label=values["label"] or values["backend"],
+        metadata=_metadata(values["metadata"] or ()),
+        save=values["save_result"],
+        detailed=values["save_detailed"],
+        folder=Path(values["result_dir"]),
+        filename=values["result_filename"],
+    )
+
+
+def _metadata(words: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not key or not equals:
+            raise ConfigError("metadata", word, "must be KEY=VALUE")
+        found[key] = value
+    return found
+
+
+def _show(point: Point, output: _Output) -> None:
+    from hetero_llm.bench_client import report
+    from hetero_llm.bench_client.load import saturation_warning
+
+    text = report.result_block(
+        point.backend,
+        point.rate,
+        point.pooled,
+        percentile_metrics=output.percentile_metrics,
+        percentiles=output.percentiles,
+    )
+    worst = max((run.health for run in point.runs), key=lambda health: health.lag_p99)
+    text += report.remarks(point.pooled, worst, max_concurrency=point.max_concurrency)
+    if len(point.runs) > 1:
+        runs = [run.metrics for run in point.runs]
+        text += report.confidence_table(runs, output.percentiles)
+    print(text, flush=True)
+    for warning in {saturation_warning(run.health) for run in point.runs} - {None}:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def _about(
+    values: Mapping[str, Any], bench: ServeBench, model: str, output: _Output
+) -> dict[str, Any]:
+    """What the JSON says of the bench before its figures; never the key."""
+    return {
+        **output.metadata,
+        "date": time.strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": values["backend"],
+        "backend": values["backend"],
+        "label": output.label,
+        "model_id": model,
+        "tokenizer_id": bench.tokenizer or model,
+        "num_prompts": bench.num_prompts,
+        "burstiness": values["burstiness"],
+        "dataset_name": bench.dataset.name,
+        "seed": values["seed"],
+    }
+
+
+def _make_folder(folder: Path) -> None:
+    """Now, not when the work is done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("result_dir", str(folder), error.strerror or str(error)) from None
+
+
+def _save(output: _Output, points: list[Point], about: dict[str, Any], model: str) -> None:
+    from hetero_llm.bench_client import plots, report
+
+    name = output.filename or _file_name(output.label, points, model, about["date"])
+    path = output.folder / name
+    title = f"{model}, {about['dataset_name']} prompts"
+    answers = [report.as_json(point, about=about, detailed=output.detailed) for point in points]
+    rows = [report.csv_row(path.stem, point, output.metadata) for point in points]
+    try:
+        report.write_json(path, answers)
+        report.write_csv(path.with_suffix(".csv"), rows)
+        print(f"written: {path}, {path.with_suffix('.csv')}")
+        plots.write_plot(path.with_suffix(".png"), points, title)
+        print(f"written: {path.with_suffix('.png')}")
+    except OSError as error:
+        raise ConfigError("result_dir", str(path), error.strerror or str(error)) from None
+    except HeteroLLMError as error:
+        print(f"no picture: {error}", file=sys.stderr)
+
+
+def _file_name(label: str, points: Sequence[Point], model: str, date: str) -> str:
+    """vLLM's name for one load, its like for several."""
+    rates = {f"{point.rate:g}" for point in points}
+    limits = {point.max_concurrency for point in points}
+    rate = rates.pop() if len(rates) == 1 else "several"
+    limit = limits.pop() if len(limits) == 1 else "several"
+    part = "" if limit is None else f"-concurrency{limit}"
+    return f"{label}-{rate}qps{part}-{model.rstrip('/').rpartition('/')[2]}-{date}.json"

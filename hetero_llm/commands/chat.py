@@ -1,0 +1,388 @@
+"""`hetero-llm chat` and `hetero-llm complete`: words with a model, behind a server or in this
+process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hetero_llm.commands.options import SERVER_FLAGS, add_rows, server_of, values_of
+from hetero_llm.core.args import add_engine_arguments, add_flags, engine_args_from_namespace
+from hetero_llm.core.args_sampling import SAMPLING_ARGS
+from hetero_llm.core.args_spec import ArgSpec, Kind, effective, grouped
+from hetero_llm.core.errors import ConfigError, HeteroLLMError
+from hetero_llm.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from hetero_llm.bench_client.client import Server
+
+Finish = Callable[[argparse.ArgumentParser, Any], None]
+Write = Callable[[str], None]
+Messages = list[dict[str, str]]
+
+EXIT_INTERRUPTED = 130
+HELP = "/reset forgets the conversation, /quit leaves; Ctrl-C stops an answer"
+
+_COMPLETE_TOKENS = 256
+_SAMPLING_NAMES = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "ignore_eos",
+)
+_SAMPLING_ROWS = tuple(row for row in SAMPLING_ARGS if row.name in _SAMPLING_NAMES)
+
+_WHERE_FLAGS: tuple[ArgSpec, ...] = grouped(
+    "Server",
+    effective("model_name", Kind.STR, None, "Model to ask the server for (default: its first)."),
+)
+_SHOW_FLAGS: tuple[ArgSpec, ...] = grouped(
+    "Output",
+    effective("stats", Kind.BOOL, False, "Say on standard error how fast each answer came."),
+)
+_CHAT_FLAGS: tuple[ArgSpec, ...] = grouped(
+    "Conversation",
+    effective("system", Kind.STR, None, "System prompt.", aliases=("system_prompt",)),
+    effective("chat_template", Kind.PATH, None, "File with a chat template, for --model."),
+)
+_COMPLETE_FLAGS: tuple[ArgSpec, ...] = grouped(
+    "Prompt",
+    effective("prompt", Kind.STR, None, "The prompt (default: the argument, or standard input)."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back: `first` and `seconds` are from the request to the first and the last text,
+    `tokens` None if nobody counted them."""
+
+    text: str
+    interrupted: bool
+    tokens: int | None
+    first: float
+    seconds: float
+
+    def stats(self) -> str:
+        """One line on how fast it was."""
+        parts = [f"first text after {self.first * 1e3:.0f} ms"]
+        if self.tokens is not None:
+            parts.append(f"{self.tokens} tokens")
+            if self.tokens > 1 and self.seconds > self.first:
+                parts.append(f"{(self.tokens - 1) / (self.seconds - self.first):.1f} tokens/s")
+        return ", ".join(parts)
+
+
+class Model(Protocol):
+    """Someone who answers a prompt or a conversation. Ctrl-C ends an answer, not the program."""
+
+    def answer(self, request: str | Messages, write: Write) -> Answer: ...
+
+
+# the commands
+
+
+def add_chat(parser: argparse.ArgumentParser, finish: Finish) -> None:
+    """Fills the parser of `chat`."""
+    add_rows(parser, (*_CHAT_FLAGS, *_SHOW_FLAGS))
+    _add_common(parser)
+    parser.usage = "%(prog)s [--base-url URL | --model MODEL] [options]"
+    parser.epilog = f"In the conversation: {HELP}. Without --model a server answers."
+    finish(parser, run_chat)
+
+
+def add_complete(parser: argparse.ArgumentParser, finish: Finish) -> None:
+    """Fills the parser of `complete`."""
+    parser.add_argument("prompt_words", metavar="PROMPT", nargs="?", help="the prompt")
+    add_rows(parser, (*_COMPLETE_FLAGS, *_SHOW_FLAGS))
+    _add_common(parser)
+    parser.usage = "%(prog)s [PROMPT] [--base-url URL | --model MODEL] [options]"
+    parser.epilog = (
+        f"Without --model a server answers; at most {_COMPLETE_TOKENS} tokens unless --max-tokens "
+        "says otherwise."
+    )
+    finish(parser, run_complete)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add_rows(parser, (*SERVER_FLAGS, *_WHERE_FLAGS))
+    sampling = parser.add_argument_group("Sampling", "--seed, below, also goes to a server.")
+    for row in _SAMPLING_ROWS:
+        add_flags(sampling, row)
+    add_engine_arguments(parser)
+
+
+def run_chat(options: argparse.Namespace) -> int:
+    """Talks until the end of the input or /quit."""
+    from hetero_llm.cli import _write
+
+    values = values_of((*_CHAT_FLAGS, *_SHOW_FLAGS), options)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        _write(f"({HELP})\n")
+    with _open_model(options, {}, values["chat_template"]) as model:
+        converse(
+            model,
+            system=values["system"],
+            read=_read_prompted if interactive else _read_line,
+            write=_write,
+            note=_note,
+            interactive=interactive,
+            stats=values["stats"],
+        )
+    return 0
+
+
+def run_complete(options: argparse.Namespace) -> int:
+    """Continues one prompt, streaming."""
+    from hetero_llm.cli import _write
+
+    values = values_of((*_COMPLETE_FLAGS, *_SHOW_FLAGS), options)
+    prompt = _prompt(options.prompt_words, values["prompt"])
+    with _open_model(options, {"max_tokens": _COMPLETE_TOKENS}, None) as model:
+        answer = model.answer(prompt, _write)
+    _write("\n")
+    if values["stats"]:
+        _note(answer.stats())
+    return EXIT_INTERRUPTED if answer.interrupted else 0
+
+
+def _prompt(positional: str | None, flag: str | None) -> str:
+    if positional is not None and flag is not None:
+        raise ConfigError("prompt", flag, "is given twice, as an argument and as a flag")
+    prompt = positional if positional is not None else flag
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read()
+    if not prompt:
+        raise ConfigError("prompt", prompt, "give an argument, --prompt or standard input")
+    return prompt
+
+
+# the conversation
+
+
+def converse(
+    model: Model,
+    *,
+    system: str | None,
+    read: Callable[[], str | None],
+    write: Write,
+    note: Write,
+    interactive: bool,
+    stats: bool = False,
+) -> None:
+    """Reads and answers lines until there are none, or /quit.
+
+    Args:
+        read: the next line, None at the end.
+        write: shows the answers as they grow.
+        note: shows a line that is no part of an answer.
+        interactive: an error is shown and the conversation goes on without its question; else
+            it is raised.
+    """
+    start: Messages = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(start)
+    while (line := read()) is not None:
+        word = line.strip()
+        if word in ("/quit", "/exit"):
+            return
+        if word == "/reset":
+            messages = list(start)
+            note("the conversation is forgotten")
+        elif word.startswith("/") and word.split()[0].count("/") == 1:
+            note(HELP if word == "/help" else f"no such command: {word.split()[0]} ({HELP})")
+        elif word:
+            messages.append({"role": "user", "content": line})
+            try:
+                answer = model.answer(messages, write)
+            except HeteroLLMError as error:
+                if not interactive:
+                    raise
+                messages.pop()
+                note(f"error: {' '.join(str(error).splitlines())}")
+                continue
+            write("\n")
+            if answer.interrupted and not interactive:
+                raise KeyboardInterrupt
+            if answer.text:
+                messages.append({"role": "assistant", "content": answer.text})
+            else:
+                messages.pop()  # servers refuse empty turns
+            if stats:
+                note(answer.stats())
+
+
+def _read_prompted() -> str | None:
+    with suppress(ModuleNotFoundError):
+        import readline  # noqa: F401  (gives `input` its line editing)
+    try:
+        return input("> ")
+    except EOFError:
+        print()
+        return None
+
+
+def _read_line() -> str | None:
+    line = sys.stdin.readline()
+    return line.removesuffix("\n") if line else None
+
+
+def _note(line: str) -> None:
+    sys.stdout.flush()
+    print(f"({line})", file=sys.stderr, flush=True)
+
+
+# who answers
+
+
+@contextmanager
+def _open_model(
+    options: argparse.Namespace, defaults: Mapping[str, Any], template: str | None
+) -> Iterator[Model]:
+    """The model in this process if --model names one, else a server's."""
+    given = vars(options)
+    sampling = dict(defaults)
+    sampling |= {row.name: given[row.name] for row in _SAMPLING_ROWS if row.name in given}
+    engine_args = engine_args_from_namespace(options)
+    rows = (*SERVER_FLAGS, *_WHERE_FLAGS)
+    if "model" in engine_args:
+        for row in rows:
+            if row.name in given:
+                raise ConfigError(row.name, given[row.name], "is for servers, not for --model")
+        from hetero_llm.cli import _llm_class
+
+        with _llm_class()(**engine_args) as llm:
+            params = SamplingParams(**{"max_tokens": None, **sampling})
+            yield LocalModel(llm, params, None if template is None else _file(template))
+        return
+    if template is not None:
+        raise ConfigError("chat_template", template, "needs --model: a server has its own")
+    for name, value in engine_args.items():
+        if name != "seed":
+            raise ConfigError(name, value, "needs --model: without it a server answers")
+        sampling["seed"] = value
+    values = values_of(rows, options)
+    yield ServedModel(server_of(values), values["model_name"], sampling)
+
+
+def _file(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("chat_template", name, str(error)) from None
+
+
+class LocalModel:
+    """An `LLM` in this process."""
+
+    def __init__(self, llm: Any, params: SamplingParams, template: str | None) -> None:
+        self._llm = llm
+        self._params = params
+        self._template = template
+
+    def answer(self, request: str | Messages, write: Write) -> Answer:
+        prompt: Any = request if isinstance(request, str) else self._rendered(request)
+        begin = first = last = time.perf_counter()
+        text, tokens = "", 0
+        # Ctrl-C inside a step would leave device and bookkeeping apart: it waits for the step.
+        with (
+            _collected_interrupts() as interrupts,
+            closing(self._llm.stream(prompt, self._params)) as updates,
+        ):
+            for update in updates:
+                grown = update.outputs[0]
+                last = time.perf_counter()
+                first = last if not tokens else first
+                tokens = len(grown.token_ids)
+                write(grown.text[len(text) :])
+                text = grown.text
+                if interrupts:
+                    break
+        return Answer(text, bool(interrupts), tokens, first - begin, last - begin)
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+        from hetero_llm.engine.tokenizer import Tokenizer
+
+        hf_tokenizer = self._llm.get_tokenizer()
+        if hf_tokenizer is None:
+            raise ConfigError("skip_tokenizer_init", True, "a conversation needs a tokenizer")
+        ids = Tokenizer(hf_tokenizer).apply_chat_template(
+            messages, chat_template=self._template, add_generation_prompt=True
+        )
+        return {"prompt_token_ids": ids}
+
+
+@contextmanager
+def _collected_interrupts() -> Iterator[list[int]]:
+    received: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+class ServedModel:
+    """A model behind an OpenAI-compatible server; `model` None means the first that it offers."""
+
+    def __init__(self, server: Server, model: str | None, sampling: Mapping[str, Any]) -> None:
+        self._server = server
+        self._model = model
+        self._sampling = sampling
+
+    def answer(self, request: str | Messages, write: Write) -> Answer:
+        texts: list[str] = []
+        times: list[float] = [time.perf_counter()]
+        tokens: int | None = None
+        interrupted = False
+        try:
+            tokens = asyncio.run(self._stream(request, write, texts, times))
+        except KeyboardInterrupt:
+            interrupted = True
+        begin, first, last = times[0], times[min(1, len(times) - 1)], times[-1]
+        return Answer("".join(texts), interrupted, tokens, first - begin, last - begin)
+
+    async def _stream(
+        self, request: str | Messages, write: Write, texts: list[str], times: list[float]
+    ) -> int | None:
+        """Fills `texts` and `times` as the answer comes; returns the server's token count."""
+        from hetero_llm.bench_client.client import first_model, open_session, pieces
+        from hetero_llm.bench_client.protocol import CHAT, COMPLETIONS, Sample, request_body
+
+        chat = not isinstance(request, str)
+        if isinstance(request, str):
+            sample = Sample(request, None)
+        else:
+            sample = Sample(None, None, tuple(request))
+        tokens = None
+        async with open_session(self._server) as session:
+            if self._model is None:
+                self._model = await first_model(session, self._server)
+                times[0] = time.perf_counter()
+            body = request_body(
+                sample, chat=chat, model=self._model, stream=True, extra=self._sampling
+            )
+            path = CHAT if chat else COMPLETIONS
+            async with aclosing(pieces(session, self._server, path, body)) as answer:
+                async for piece in answer:
+                    if piece.usage is not None:
+                        tokens = piece.usage.completion_tokens
+                    if piece.text:
+                        times.append(time.perf_counter())
+                        texts.append(piece.text)
+                        write(piece.text)
+        return tokens

@@ -1,0 +1,91 @@
+"""Flags of a command as rows of the argument table: same spelling, same checks, same errors."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hetero_llm.core.args import add_flags
+from hetero_llm.core.args_spec import ArgSpec, Kind, checked, effective, grouped
+from hetero_llm.core.errors import ConfigError
+
+API_KEY_VARIABLE = "OPENAI_API_KEY"
+
+SERVER_FLAGS: tuple[ArgSpec, ...] = grouped(
+    "Server",
+    effective(
+        "base_url",
+        Kind.STR,
+        None,
+        "Address of the server, instead of --host and --port.",
+        aliases=("url",),
+    ),
+    effective("host", Kind.STR, "127.0.0.1", "Host of the server."),
+    effective("port", Kind.INT, 8000, "Port of the server.", minimum=1, maximum=65535),
+    effective("api_key", Kind.STR, None, f"Key to send (default: ${API_KEY_VARIABLE})."),
+    effective(
+        "timeout",
+        Kind.FLOAT,
+        300.0,
+        "Seconds without a byte after which a request has failed.",
+        above=0,
+    ),
+)
+
+
+def add_rows(parser: argparse.ArgumentParser, rows: Sequence[ArgSpec]) -> None:
+    """Adds the rows' flags under the rows' headings, with their defaults in the help."""
+    groups: dict[str, Any] = {}
+    for row in rows:
+        if row.group not in groups:
+            groups[row.group] = parser.add_argument_group(row.group)
+        add_flags(groups[row.group], replace(row, help=_with_default(row)))
+
+
+def _with_default(row: ArgSpec) -> str:
+    if row.default in (None, False, ()):
+        return row.help
+    return f"{row.help.removesuffix('.')} (default: {row.default})."
+
+
+def values_of(rows: Sequence[ArgSpec], options: argparse.Namespace) -> dict[str, Any]:
+    """The checked value of every row, by name.
+
+    Raises:
+        ConfigError: a value is of the wrong type or out of range.
+    """
+    given = vars(options)
+    return {row.name: checked(row, given.get(row.name, row.default)) for row in rows}
+
+
+def server_of(values: dict[str, Any]) -> Any:
+    """The `Server` that the values of `SERVER_FLAGS` name."""
+    from hetero_llm.bench_client.client import Server, base_url
+
+    host = values["host"]
+    address = f"[{host}]" if ":" in host else host
+    url = values["base_url"] or f"http://{address}:{values['port']}"
+    key = values["api_key"] or os.environ.get(API_KEY_VARIABLE)
+    return Server(base_url(url), key, values["timeout"])
+
+
+def numbers(field: str, text: str, *, least: float, whole: bool = False) -> tuple[float, ...]:
+    """The numbers of a list such as `1,8,64`; `inf` is one unless they must be whole.
+
+    Raises:
+        ConfigError: one of them is no number, or not above `least`.
+    """
+    found = []
+    for word in text.split(","):
+        try:
+            number = float(int(word)) if whole else float(word)
+        except ValueError:
+            raise ConfigError(field, text, "must be numbers with commas between") from None
+        if math.isnan(number) or number <= least:
+            raise ConfigError(field, text, f"must be greater than {least:g}")
+        found.append(number)
+    return tuple(found)

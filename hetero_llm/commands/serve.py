@@ -1,0 +1,172 @@
+"""`hetero-llm serve` and `hetero-llm run`: the HTTP server.
+
+An option comes from the command line, else from its variable HETERO_LLM_<FLAG> (for `run` also from
+Angel-vLLM's variables), else from the file of --config, else it has its default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hetero_llm.core import env
+from hetero_llm.core.args import (
+    ARGS,
+    ENGINE_ARGS,
+    SERVER_ARGS,
+    add_engine_arguments,
+    nearest,
+    resolve_server_args,
+    spec_of,
+)
+from hetero_llm.core.args_spec import ArgSpec, Kind, from_text
+from hetero_llm.core.errors import ConfigError
+
+Finish = Callable[[argparse.ArgumentParser, Any], None]
+
+_ENGINE = {spec.name for spec in ENGINE_ARGS}
+_SERVER = {spec.name for spec in SERVER_ARGS}
+
+
+def add_serve(parser: argparse.ArgumentParser, finish: Finish) -> None:
+    """The flags of `serve`."""
+    _add_flags(parser)
+    finish(parser, run_serve)
+
+
+def add_run(parser: argparse.ArgumentParser, finish: Finish) -> None:
+    """The flags of `run`, which are those of `serve`."""
+    _add_flags(parser)
+    names = ", ".join(env.ANGEL_NAMES)
+    parser.description = f"As serve, with Angel-vLLM's variables as options, too: {names}."
+    finish(parser, run_run)
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model_tag",
+        metavar="MODEL",
+        nargs="?",
+        help="folder or Hugging Face name of the model, as --model",
+    )
+    add_engine_arguments(parser, SERVER_ARGS)
+    add_engine_arguments(parser)
+    parser.usage = "%(prog)s MODEL [options]"
+    parser.epilog = "docs/flags.md lists all flags, those without effect included."
+
+
+def run_serve(options: argparse.Namespace) -> int:
+    """Serve until told to stop; the exit code is 0 after SIGTERM or Ctrl-C."""
+    return _serve(options, env.flag_variables())
+
+
+def run_run(options: argparse.Namespace) -> int:
+    """As `run_serve`, reading Angel-vLLM's variables, too."""
+    return _serve(options, {**env.angel_variables(), **env.flag_variables()})
+
+
+def _serve(options: argparse.Namespace, variables: Mapping[str, str]) -> int:
+    engine_args, server_args = gather(options, variables)
+    checked = resolve_server_args(server_args)
+    try:
+        from hetero_llm.server.serving import serve
+    except ImportError as error:
+        reason = f"the server needs {error.name}: pip install 'hetero-llm[server]'"
+        raise ConfigError("serve", error.name, reason) from None
+    return serve(engine_args, checked)
+
+
+def gather(
+    options: argparse.Namespace, variables: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The engine's and the server's arguments as given, by Python name, unchecked.
+
+    Args:
+        options: the command line; flags that were not given have no attribute.
+        variables: Python names and texts of the environment.
+
+    Raises:
+        ConfigError: a name is unknown, or the configuration file cannot be read.
+    """
+    flags = {name: value for name, value in vars(options).items() if spec_of(name) is not None}
+    if options.model_tag is not None:
+        if flags.get("model", options.model_tag) != options.model_tag:
+            reason = f"contradicts the first argument, {options.model_tag!r}"
+            raise ConfigError("model", flags["model"], reason)
+        flags["model"] = options.model_tag
+    from_variables = _read_variables(variables)
+    file = flags.get("config", from_variables.get("config"))
+    from_file = {} if file is None else _read_file(Path(file))
+    given = {**from_file, **from_variables, **flags}
+    given = {name: _listed(spec_of(name), value) for name, value in given.items()}
+    if "model" not in given:
+        raise ConfigError("model", None, "is required: hetero-llm serve MODEL")
+    return (
+        {name: value for name, value in given.items() if name in _ENGINE},
+        {name: value for name, value in given.items() if name in _SERVER},
+    )
+
+
+def _read_variables(variables: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, text in variables.items():
+        spec = spec_of(name)
+        if spec is None:
+            raise ConfigError(f"HETERO_LLM_{name.upper()}", text, _unknown(name))
+        found[spec.name] = text.split(",") if _is_words(spec, text) else from_text(spec, text)
+    return found
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """The options of a YAML file: names as flags without their hyphens, or with underscores."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("config", str(path), f"cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError("config", str(path), f"is not YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError("config", str(path), "must be a mapping of options to values")
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        spec = spec_of(name)
+        if spec is None:
+            raise ConfigError(f"{path}: {key}", value, _unknown(name))
+        if spec.name in found:
+            raise ConfigError(f"{path}: {key}", value, "is given twice")
+        if spec.name == "config":
+            raise ConfigError(f"{path}: {key}", value, "a file cannot name another one")
+        found[spec.name] = value
+    return found
+
+
+def _unknown(name: str) -> str:
+    guess = nearest(name, [spec.name for spec in ARGS])
+    return "unknown option" + (f"; did you mean {guess!r}?" if guess else "")
+
+
+def _is_words(spec: ArgSpec, text: str) -> bool:
+    return spec.kind is Kind.LIST and not text.startswith("[")
+
+
+def _listed(spec: ArgSpec | None, value: Any) -> Any:
+    """A list may also be written as JSON, as vLLM's CORS flags are: '["*"]'."""
+    if spec is None or spec.kind is not Kind.LIST:
+        return value
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, (list, tuple)):
+        return value
+    if len(words) != 1 or not (isinstance(words[0], str) and words[0].startswith("[")):
+        return value
+    try:
+        return json.loads(words[0])
+    except ValueError as error:
+        raise ConfigError(spec.name, words[0], f"is not a JSON list: {error}") from None

@@ -1,0 +1,102 @@
+"""What a server needs of an engine, wherever that engine runs.
+
+`AsyncLLMEngine` is the client that is shipped; tests of the server bring their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from hetero_llm.core.outputs import RequestOutput
+from hetero_llm.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from hetero_llm.engine.input_processor import Prompt
+    from hetero_llm.engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What an engine is, known once it is ready.
+
+    `max_model_len` and `block_size` are in tokens. `backend` is "cuda", or on a CPU "native",
+    "torch" or "ipex". `started_seconds` holds how long the parts of the start took.
+    """
+
+    model: str
+    served_names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    device: str
+    dtype: str
+    backend: str
+    started_seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """An engine's state as last reported.
+
+    Attributes:
+        metrics: `Engine.metrics()` of the last heartbeat.
+        num_steps: steps since the start.
+        last_step_age: seconds since the engine last showed life.
+        queue: requests accepted and not finished.
+    """
+
+    metrics: dict[str, float]
+    num_steps: int
+    last_step_age: float
+    queue: int
+
+
+class EngineClient(Protocol):
+    """An engine seen from an event loop. No call blocks the loop."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """In this process; None if the engine was started without one."""
+
+    def generate(
+        self, request_id: str, prompt: Prompt, params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields the outputs of one request, as `params.output_kind` says, until it is finished.
+
+        Closing the generator aborts the request.
+
+        Raises:
+            RequestError: the user's mistake (a bad value, a prompt that is too long).
+            OverloadedError: too many requests wait; `retry_after` is in seconds.
+            DuplicateRequestError: a running request has this id.
+            EngineDeadError: the engine cannot serve, or died in mid-stream.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request: its stream ends with finish_reason "abort". Unknown ids are ignored."""
+
+    def stats(self) -> EngineStats: ...
+
+    def check_health(self) -> None:
+        """Returns if the engine is well.
+
+        Raises:
+            EngineDeadError: it has ended or was shut down.
+            EngineHungError: it has shown no life for longer than its step timeout.
+        """
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes."""
+
+    async def shutdown(self, drain_seconds: float) -> None:
+        """Accepts no more requests, gives running ones this long to finish, then ends the engine.
+
+        Streams that are still open then raise `EngineDeadError`.
+        """

@@ -1,0 +1,111 @@
+"""Starts and ends the engine's process; the side of its parent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hetero_llm.core.errors import EngineDeadError
+from hetero_llm.engine import messages
+from hetero_llm.engine.link import Link
+
+MODULE = "hetero_llm.engine.engine_process"
+_SECONDS_TO_REAP = 0.5
+
+
+@dataclass(frozen=True)
+class EngineProcess:
+    """A running engine process. It ends when `life`, the end of a pipe, is closed."""
+
+    popen: subprocess.Popen[bytes]
+    link: Link
+    life: BinaryIO
+
+    def wait_until_ready(self) -> messages.Ready:
+        """Waits while the model is loaded.
+
+        Raises:
+            HeteroLLMError: what the start failed of, as `LLM` raises it.
+            EngineDeadError: the process ended without a word.
+        """
+        poll = select.poll()
+        poll.register(self.link, select.POLLIN)
+        while not self.link.closed:
+            poll.poll()
+            for data in self.link.receive():
+                message = messages.decode_from_engine(data)
+                if isinstance(message, messages.StartFailed):
+                    raise messages.error_from_wire(message.error)
+                assert isinstance(message, messages.Ready)
+                return message
+        raise EngineDeadError(f"the engine did not start: {self.how_it_ended()}")
+
+    def how_it_ended(self) -> str:
+        """For messages, once the link is closed."""
+        try:
+            code = self.popen.wait(_SECONDS_TO_REAP)
+        except subprocess.TimeoutExpired:
+            return "its process closed the connection"
+        if code < 0:
+            return f"its process was ended by signal {-code}"
+        return f"its process ended with code {code}"
+
+    def kill(self) -> None:
+        """Ends the process now. May be called again."""
+        self.popen.kill()
+        self.popen.wait()
+        self.life.close()
+        self.link.close()
+
+
+def launch(args: Mapping[str, Any]) -> EngineProcess:
+    """Starts a process that builds an engine.
+
+    A fresh interpreter: a fork would break CUDA and thread pools, and multiprocessing would run
+    the main script of users again.
+
+    Args:
+        args: engine arguments by name, plain data.
+    """
+    ours, theirs = socket.socketpair()
+    alive, life = os.pipe()
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    given = [str(theirs.fileno()), str(alive), str(int(in_main_thread))]
+    try:
+        # -P: a module of the working folder must not take the place of one of Python's own.
+        popen = subprocess.Popen(
+            [sys.executable, "-P", "-m", MODULE, *given],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), alive),
+            env=_environment(),
+        )
+    except BaseException:
+        ours.close()
+        os.close(life)
+        raise
+    finally:
+        theirs.close()
+        os.close(alive)
+    link = Link(ours)
+    level = logging.getLogger("hetero_llm").getEffectiveLevel()
+    link.send(messages.encode(messages.Start(dict(args), level)))
+    return EngineProcess(popen, link, os.fdopen(life, "wb", buffering=0))
+
+
+def _environment() -> dict[str, str]:
+    """Ours, and where this package is, if it is not installed."""
+    environment = dict(os.environ)
+    home = Path(__file__).resolve().parents[2]
+    if home.name not in ("site-packages", "dist-packages"):
+        before = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(home)]))
+    return environment

@@ -1,0 +1,97 @@
+"""Whole messages over one end of a socket pair, without ever waiting.
+
+Why a socket pair and no socket with a name: nobody else can connect to it, it leaves nothing
+behind, and each side learns of the other's death at once, by the end of the stream.
+"""
+
+from __future__ import annotations
+
+import socket
+
+_HEADER = 4  # bytes of a message's length, little endian
+_READ = 1 << 18
+_MOST_AT_ONCE = 1 << 20
+"""Bytes read in one call, so that an event loop gets its turn between."""
+
+
+class Link:
+    """Sends and receives byte strings of up to 4 GiB, in order.
+
+    `closed` is set once the other end is gone; what is sent after that is dropped.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._received = bytearray()
+        self._unsent = bytearray()
+        self.closed = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that the other end has no room for yet; `flush` tries again."""
+        return len(self._unsent)
+
+    def send(self, message: bytes) -> None:
+        data = len(message).to_bytes(_HEADER, "little") + message
+        if self._unsent:
+            self._unsent += data
+            self.flush()
+            return
+        sent = self._send(data)
+        if sent < len(data):
+            self._unsent += memoryview(data)[sent:]
+
+    def flush(self) -> None:
+        """Sends what is left, as far as the other end has room."""
+        while self._unsent:
+            with memoryview(self._unsent) as view, view[:_READ] as part:
+                sent = self._send(part)
+            if sent == 0:
+                return
+            del self._unsent[:sent]
+
+    def receive(self) -> list[bytes]:
+        """The messages that have arrived, maybe none."""
+        size = 0
+        while size < _MOST_AT_ONCE:
+            try:
+                data = self._socket.recv(_READ)
+            except BlockingIOError:
+                break
+            except OSError:  # reset by a peer that died
+                data = b""
+            if not data:
+                self.closed = True
+                break
+            self._received += data
+            size += len(data)
+            if len(data) < _READ:
+                break
+        return self._split() if size else []
+
+    def close(self) -> None:
+        self.closed = True
+        self._socket.close()
+
+    def _send(self, data: bytes | memoryview) -> int:
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:  # the reader learns of it, too, and says so
+            return len(data)
+
+    def _split(self) -> list[bytes]:
+        received, messages, first = self._received, [], 0
+        while first + _HEADER <= len(received):
+            end = first + _HEADER + int.from_bytes(received[first : first + _HEADER], "little")
+            if end > len(received):
+                break
+            messages.append(bytes(received[first + _HEADER : end]))
+            first = end
+        del received[:first]
+        return messages

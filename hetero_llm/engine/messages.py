@@ -1,0 +1,251 @@
+"""What the API process and the engine process say to each other: typed structs in msgpack.
+
+Nothing here can carry code: an object is decoded into the type that its place has, or refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+import msgspec
+
+from hetero_llm.core.errors import (
+    ConfigError,
+    EngineDeadError,
+    HeteroLLMError,
+    ModelLoadError,
+    PromptError,
+    RequestError,
+    SamplingError,
+    SnapshotError,
+    shown,
+)
+from hetero_llm.core.outputs import CompletionOutput, RequestMetrics, TokenLogprobs
+from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
+
+
+class Message(msgspec.Struct, array_like=True, tag=True):
+    """Base of all messages."""
+
+
+class Error(msgspec.Struct, array_like=True):
+    """A typed error of core/errors.py; `is_shown`: `value` is the text that messages show."""
+
+    kind: str
+    text: str
+    field: str = ""
+    value: str | int | float | bool | None = None
+    is_shown: bool = False
+    reason: str = ""
+
+
+# -- to the engine process ------------------------------------------------------------------
+
+
+class Start(Message):
+    """The first message: engine arguments as `resolve_engine_args` takes them."""
+
+    args: dict[str, Any]
+    log_level: int
+
+
+class AddRequest(Message):
+    """`key` names the request between the two processes: it is used once, unlike users' ids."""
+
+    key: str
+    token_ids: list[int]
+    cache_salt: str | None
+    params: dict[str, Any]
+
+
+class Abort(Message):
+    key: str
+
+
+class Call(Message):
+    """Asks for one of `engine_process.CALLS`."""
+
+    number: int
+    name: str
+    arguments: list[Any]
+
+
+class Shutdown(Message):
+    pass
+
+
+# -- from the engine process ----------------------------------------------------------------
+
+
+class Ready(Message):
+    """The engine is built; see `EngineInfo`."""
+
+    max_model_len: int
+    num_blocks: int
+    device: str
+    dtype: str
+    backend: str
+    seconds: dict[str, float]
+
+
+class StartFailed(Message):
+    error: Error
+
+
+class Output(msgspec.Struct, array_like=True):
+    """A `RequestOutput` without what the API process knows. `prompt_logprobs` come once, with the
+    first output, `metrics` with the first and the last one."""
+
+    key: str
+    finished: bool
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+
+
+class StepOutputs(Message):
+    """What one step made visible."""
+
+    outputs: list[Output]
+
+
+class RequestFailed(Message):
+    """The request was not started."""
+
+    key: str
+    error: Error
+
+
+class Heartbeat(Message):
+    metrics: dict[str, float]
+
+
+class CallResult(Message):
+    number: int
+    result: Any = None
+    error: Error | None = None
+
+
+class Dead(Message):
+    """A step failed; the process ends."""
+
+    text: str
+
+
+def _plain(value: Any) -> Any:
+    """For mappings, numpy's numbers and subclasses of plain types."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, str):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot travel to another process")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_to_engine = msgspec.msgpack.Decoder(Start | AddRequest | Abort | Call | Shutdown)
+_from_engine = msgspec.msgpack.Decoder(
+    Ready | StartFailed | StepOutputs | RequestFailed | Heartbeat | CallResult | Dead
+)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> Start | AddRequest | Abort | Call | Shutdown:
+    return _to_engine.decode(data)
+
+
+def decode_from_engine(
+    data: bytes,
+) -> Ready | StartFailed | StepOutputs | RequestFailed | Heartbeat | CallResult | Dead:
+    return _from_engine.decode(data)
+
+
+# -- sampling parameters --------------------------------------------------------------------
+
+_DEFAULTS = SamplingParams()
+_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_MOST = (1 << 64) - 1  # msgpack's largest integer
+
+
+def params_to_wire(params: SamplingParams, kind: RequestOutputKind) -> dict[str, Any]:
+    """The fields that are not at their default, with `kind` as the kind of output.
+
+    Raises:
+        SamplingError: a field cannot travel: a Python function, or a number of over 64 bits.
+    """
+    if params.logits_processors:
+        raise SamplingError(
+            "logits_processors",
+            params.logits_processors,
+            "Python functions cannot go to the engine's process; use LLM, which has none",
+        )
+    fields: dict[str, Any] = {}
+    for name in _FIELDS:
+        value = getattr(params, name)
+        if value == getattr(_DEFAULTS, name):
+            continue
+        if isinstance(value, int) and value > _MOST:
+            raise SamplingError(name, value, f"must be at most {_MOST}")
+        fields[name] = value
+    fields["output_kind"] = kind.value
+    return fields
+
+
+def params_from_wire(fields: dict[str, Any]) -> SamplingParams:
+    """Raises SamplingError: as `SamplingParams` does."""
+    return SamplingParams(**{**fields, "output_kind": RequestOutputKind(fields["output_kind"])})
+
+
+# -- errors ---------------------------------------------------------------------------------
+
+_WITH_FIELD: dict[str, type[RequestError] | type[ConfigError]] = {
+    kind.__name__: kind for kind in (RequestError, PromptError, SamplingError, ConfigError)
+}
+_LONGEST_VALUE = 256
+
+
+class _Shown(str):
+    """A value that has been shown already."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def error_to_wire(error: BaseException) -> Error:
+    """Keeps class, field, reason and, if it is plain and short, the value."""
+    kind = type(error).__name__
+    if isinstance(error, (RequestError, ConfigError)):
+        value = error.value
+        plain = value is None or isinstance(value, (bool, float))
+        plain |= isinstance(value, int) and -(_MOST >> 1) <= value <= _MOST
+        plain |= isinstance(value, str) and len(value) <= _LONGEST_VALUE and value.isprintable()
+        kept = value if plain else shown(value)
+        return Error(kind, str(error), error.field, kept, not plain, error.reason)
+    if isinstance(error, SnapshotError):
+        return Error(kind, str(error), error.path, reason=error.reason)
+    return Error(kind, str(error))
+
+
+def error_from_wire(error: Error) -> HeteroLLMError:
+    """The same error; a `HeteroLLMError` that names the class, if it is none of ours."""
+    if error.kind in _WITH_FIELD:
+        value = _Shown(error.value) if error.is_shown else error.value
+        return _WITH_FIELD[error.kind](error.field, value, error.reason)
+    if error.kind == SnapshotError.__name__:
+        return SnapshotError(error.field, error.reason)
+    if error.kind == ModelLoadError.__name__:
+        return ModelLoadError(error.text)
+    if error.kind == EngineDeadError.__name__:
+        return EngineDeadError(error.text)
+    return HeteroLLMError(f"{error.kind} in the engine's process: {error.text}")

@@ -1,0 +1,146 @@
+"""What has come of one request and was not read yet; plain asyncio, no engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from hetero_llm.core.errors import HeteroLLMError
+from hetero_llm.core.outputs import CompletionOutput, RequestOutput
+from hetero_llm.core.request import Request
+from hetero_llm.core.sampling_params import RequestOutputKind
+from hetero_llm.engine.messages import Output
+
+MOST_KEPT = 256
+"""Outputs kept for a slow reader; later ones are merged into the last of them."""
+
+
+class OutputStream:
+    """The queue between the engine and the reader of one request. The engine never waits for it.
+
+    Attributes:
+        key: see `messages.AddRequest`.
+        arrival: seconds of the monotonic clock.
+        sent: the engine has been told of the request.
+        ended: the engine has said its last word on it.
+        abort_wanted: the user ended it before the engine was told.
+    """
+
+    def __init__(self, key: str, request_id: str, arrival: float) -> None:
+        self.key = key
+        self.request_id = request_id
+        self.arrival = arrival
+        self.sent = False
+        self.ended = False
+        self.abort_wanted = False
+        self._outputs: deque[Output] = deque()
+        self._make_error: Callable[[], HeteroLLMError] | None = None
+        self._waiting: asyncio.Future[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def put(self, output: Output) -> None:
+        if len(self._outputs) < MOST_KEPT:
+            self._outputs.append(output)
+        else:
+            merge(self._outputs[-1], output)
+        self.ended |= output.finished
+        self._wake()
+
+    def fail(self, make_error: Callable[[], HeteroLLMError]) -> None:
+        """The stream ends with this error after what is there; the first error counts."""
+        self._make_error = self._make_error or make_error
+        self.ended = True
+        self._wake()
+
+    async def get(self) -> Output:
+        """The next output.
+
+        Raises:
+            HeteroLLMError: that of `fail`.
+        """
+        while not self._outputs:
+            if self._make_error is not None:
+                raise self._make_error()
+            self._waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
+        return self._outputs.popleft()
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+
+def merge(total: Output, new: Output) -> None:
+    """Appends what came later to an output, as one delta that says both.
+
+    `total` becomes the owner of what `new` holds.
+    """
+    known = {one.index: one for one in total.outputs}
+    for one in new.outputs:
+        old = known.get(one.index)
+        if old is None:
+            total.outputs.append(one)
+            continue
+        old.text += one.text
+        old.token_ids += one.token_ids
+        old.cumulative_logprob = one.cumulative_logprob
+        if one.logprobs is not None:
+            old.logprobs = one.logprobs if old.logprobs is None else old.logprobs + one.logprobs
+        old.finish_reason = one.finish_reason
+        old.stop_reason = one.stop_reason
+    total.finished = new.finished
+    total.num_cached_tokens = new.num_cached_tokens
+    total.prompt_logprobs = total.prompt_logprobs or new.prompt_logprobs
+    total.metrics = new.metrics or total.metrics
+    total.error = new.error
+
+
+class Assembler:
+    """Makes the outputs that a user sees of those that travel, which are deltas wherever there is
+    more than one."""
+
+    def __init__(self, request: Request, request_id: str, arrival: float) -> None:
+        self._request = request
+        self._request_id = request_id
+        self._arrival = arrival
+        self._cumulative = request.params.output_kind is RequestOutputKind.CUMULATIVE
+        self._total: Output | None = None
+        self._known = Output("", False, [], 0)
+
+    def add(self, output: Output) -> RequestOutput:
+        """The next output for the user, who may keep and change it."""
+        known = self._known
+        known.prompt_logprobs = known.prompt_logprobs or output.prompt_logprobs
+        if output.metrics is not None:
+            output.metrics.arrival_time = self._arrival
+            known.metrics = output.metrics
+        completions = output.outputs
+        if self._cumulative:
+            if self._total is None:
+                self._total = output
+            else:
+                merge(self._total, output)
+            completions = [_copy(one) for one in self._total.outputs]
+        return RequestOutput(
+            request_id=self._request_id,
+            prompt=self._request.prompt,
+            prompt_token_ids=self._request.prompt_token_ids,
+            prompt_logprobs=known.prompt_logprobs,
+            outputs=completions,
+            finished=output.finished,
+            metrics=known.metrics,
+            num_cached_tokens=output.num_cached_tokens,
+            error=output.error,
+        )
+
+
+def _copy(one: CompletionOutput) -> CompletionOutput:
+    logprobs = None if one.logprobs is None else list(one.logprobs)
+    return replace(one, token_ids=list(one.token_ids), logprobs=logprobs)

@@ -1,0 +1,177 @@
+"""The HTTP application: routes, and what stands around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from hetero_llm import __version__
+from hetero_llm.core.errors import HeteroLLMError
+from hetero_llm.engine.client import EngineClient
+from hetero_llm.server.answers import CLIENT_CLOSED_REQUEST, reported
+from hetero_llm.server.chat import chat_endpoint
+from hetero_llm.server.completions import completions_endpoint
+from hetero_llm.server.context import Context, request_id_of
+from hetero_llm.server.errors import ApiError
+from hetero_llm.server.gate import Gate
+from hetero_llm.server.info import Info
+from hetero_llm.server.protocol import (
+    UNAVAILABLE,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from hetero_llm.server.settings import ServerSettings
+
+_MODEL_PARAMETER = {
+    "name": "model",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string", "minLength": 1},
+}
+
+
+def build_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
+    """The application that serves one engine. `app.state.context` is its `Context`.
+
+    The server around it has to limit what it reads before a request reaches the application:
+    the time and size of headers, and idle connections.
+    """
+    context = Context(client, settings)
+    app = FastAPI(
+        title="hetero_llm",
+        version=__version__,
+        docs_url=None,  # its page would load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.context = context
+    _add_routes(app, context)
+    app.add_exception_handler(HTTPException, _route_error)
+    for kind in (ApiError, HeteroLLMError):
+        app.add_exception_handler(kind, _error)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_middleware(Gate, context=context)
+    cors = settings.cors
+    if cors.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors.origins,
+            allow_methods=cors.methods,
+            allow_headers=cors.headers,
+            allow_credentials=cors.credentials,
+            expose_headers=["x-request-id"],
+        )
+    return app
+
+
+def _add_routes(app: FastAPI, context: Context) -> None:
+    info = Info(context)
+    posts: list[tuple[str, Any, type[msgspec.Struct], tuple[str, ...], str]] = [
+        (
+            "/v1/completions",
+            completions_endpoint(context),
+            CompletionRequest,
+            ("prompt",),
+            "Continue prompts",
+        ),
+        (
+            "/v1/chat/completions",
+            chat_endpoint(context),
+            ChatRequest,
+            ("messages",),
+            "Answer a conversation",
+        ),
+        ("/tokenize", info.tokenize, TokenizeRequest, (), "Text to token ids"),
+        ("/detokenize", info.detokenize, DetokenizeRequest, ("tokens",), "Token ids to text"),
+    ]
+    for path, handler, kind, required, text in posts:
+        app.add_api_route(
+            path,
+            handler,
+            methods=["POST"],
+            response_class=Response,
+            summary=text,
+            openapi_extra=_request_schema(kind, required),
+        )
+    app.add_api_route(
+        "/v1/models/{model:path}",
+        info.model,
+        methods=["GET"],
+        response_class=Response,
+        openapi_extra={"parameters": [_MODEL_PARAMETER]},
+    )
+    for path, handler in (
+        ("/v1/models", info.models),
+        ("/tokenizer_info", info.tokenizer_info),
+        ("/health", info.health),
+        ("/live", info.live),
+        ("/ready", info.ready),
+        ("/ping", info.live),
+        ("/version", info.version),
+        ("/load", info.load),
+        ("/metrics", info.metrics),
+    ):
+        # HEAD is served but not documented: two operations of one handler have one id.
+        app.add_api_route(path, handler, methods=["GET"], response_class=Response)
+        app.add_api_route(
+            path, handler, methods=["HEAD"], response_class=Response, include_in_schema=False
+        )
+
+
+def _request_schema(kind: type[msgspec.Struct], required: tuple[str, ...]) -> dict[str, Any]:
+    """The request's JSON schema, as our own decoder has it, without what is always refused."""
+    schema = _inlined(*msgspec.json.schema_components([kind]))
+    properties = schema["properties"]
+    schema["properties"] = {n: p for n, p in properties.items() if n not in UNAVAILABLE}
+    schema["required"] = list(required)
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _inlined(schemas: tuple[dict[str, Any], ...], parts: dict[str, Any]) -> dict[str, Any]:
+    """One schema without references."""
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, list):
+            return [resolve(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        reference = value.get("$ref")
+        if reference is not None:
+            return resolve(parts[reference.rpartition("/")[2]])
+        return {name: resolve(item) for name, item in value.items()}
+
+    (schema,) = schemas
+    result: dict[str, Any] = resolve(schema)
+    return result
+
+
+async def _route_error(request: Request, error: Exception) -> Response:
+    """The router's own answers, in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        failure = ApiError(404, "not_found", "there is no such route; see /openapi.json")
+    elif error.status_code == 405:
+        failure = ApiError(
+            405, "method_not_allowed", "the route does not take this method", headers=error.headers
+        )
+    else:
+        failure = ApiError(error.status_code, "http_error", str(error.detail))
+    return failure.response()
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    return reported(request.app.state.context, error, request_id_of(request)).response()
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    request.app.state.context.metrics.aborted("client_gone")
+    return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -1,0 +1,197 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hetero_llm.core.outputs import CompletionOutput, RequestOutput
+from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.server.answers import (
+    StreamAnswer,
+    UsageCounter,
+    Work,
+    engine_run,
+    is_news,
+    make_work,
+    send_whole,
+    take_in,
+    usage_choice,
+)
+from hetero_llm.server.context import Context
+from hetero_llm.server.errors import invalid
+from hetero_llm.server.logprobs import CompletionLogprobWriter, prompt_logprobs
+from hetero_llm.server.prompts import completion_prompts, parse_prompts
+from hetero_llm.server.protocol import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
+from hetero_llm.server.running import Deadline
+from hetero_llm.server.sampling import check_max_tokens, sampling_params
+from hetero_llm.server.settings import Limits
+from hetero_llm.server.sse import EventStream
+
+_OBJECT = "text_completion"
+
+
+def completions_endpoint(context: Context) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """The handler of the route."""
+
+    async def completions(request: Request) -> Response:
+        body = await take_in(context, request, CompletionRequest)
+        work = await _work(context, request, body)
+        writer = _Writer(context, body, work)
+        if body.stream:
+            return StreamAnswer(context, work, writer.stream)
+        return await send_whole(context, request, work, writer.whole)
+
+    return completions
+
+
+async def _work(context: Context, request: Request, body: CompletionRequest) -> Work:
+    check_max_tokens(body.max_tokens, "max_tokens", lowest=0 if body.echo else 1)
+    # With nothing to generate the engine still takes a step that ends with a token.
+    wanted = 1 if body.max_tokens == 0 else body.max_tokens
+    default = context.settings.default_max_tokens
+    params = sampling_params(body, max_tokens=default if wanted is None else wanted)
+    parsed = parse_prompts(body.prompt, context.settings.limits)
+    _check_fan_out(len(parsed), params.width, context.settings.limits)
+    prompts = await completion_prompts(body, parsed, context.texts)
+    return make_work(
+        context,
+        request,
+        body,
+        prompts,
+        params,
+        prefix="cmpl",
+        wanted=wanted,
+        default=default,
+        name="max_tokens",
+    )
+
+
+def _check_fan_out(prompts: int, width: int, limits: Limits) -> None:
+    if prompts * width > limits.sequences:
+        raise invalid(
+            "n",
+            f"n: {prompts} prompts with {width} sequences each are {prompts * width}, "
+            f"at most {limits.sequences} are accepted",
+        )
+
+
+class _Writer:
+    """Makes the answer of one request. A choice's number counts prompts, then their sequences."""
+
+    def __init__(self, context: Context, body: CompletionRequest, work: Work) -> None:
+        self._context = context
+        self._body = body
+        self._work = work
+        self._run = engine_run(context, work)
+        self._scores_only = body.max_tokens == 0
+        as_ids = body.return_tokens_as_token_ids
+        self._as_ids = context.settings.return_tokens_as_token_ids if as_ids is None else as_ids
+        self._counter = UsageCounter(work.prompt_tokens)
+        self._logprobs: dict[int, CompletionLogprobWriter] = {}
+        self._begun: set[int] = set()
+
+    async def whole(self) -> Completion:
+        """The answer in one piece."""
+        choices = []
+        async for index, output in self._run.outputs():
+            if self._take(index, output):
+                choices += [self._choice(index, output, one) for one in output.outputs]
+        choices.sort(key=lambda choice: choice.index)
+        return self._answer(choices, usage=self._counter.usage())
+
+    async def stream(self, events: EventStream) -> None:
+        """The answer as one chunk for each output of a sequence."""
+        usage = usage_choice(self._body, forced=self._context.settings.force_include_usage)
+        async for index, output in self._run.outputs():
+            self._take(index, output)
+            for one in filter(is_news, output.outputs):
+                choice = self._choice(index, output, one)
+                await events.send(self._answer([choice], usage=usage.of_chunk(self._counter)))
+        if usage.last:
+            await events.send(self._answer([], usage=self._counter.usage()))
+
+    def _take(self, index: int, output: RequestOutput) -> bool:
+        """Counts an output; True if it has something to show without streaming."""
+        if self._scores_only:
+            for one in output.outputs:
+                one.text, one.token_ids, one.logprobs = "", [], []
+                one.finish_reason = one.finish_reason and "length"
+                one.stop_reason = None
+        self._counter.note(index, output)
+        return output.finished
+
+    def _choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> CompletionChoice:
+        body, prompt = self._body, self._work.prompts[index]
+        number = index * self._work.params[index].n + one.index
+        first = number not in self._begun
+        self._begun.add(number)
+        logprobs = self._write_logprobs(number, first, prompt, output, one)
+        text = one.text
+        if first and body.echo:
+            text = self._prompt_text(prompt) + text
+        choice = CompletionChoice(
+            number, text, logprobs, self._deadline.reason(one.finish_reason), one.stop_reason
+        )
+        if self._deadline.cut(one.finish_reason):
+            choice.timeout = True
+        if body.return_token_ids:
+            choice.token_ids = one.token_ids
+            if first:
+                choice.prompt_token_ids = list(prompt.token_ids or ())
+        if body.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(
+                self._context.texts, output.prompt_logprobs, as_ids=self._as_ids
+            )
+        return choice
+
+    def _write_logprobs(
+        self,
+        number: int,
+        first: bool,
+        prompt: Prompt,
+        output: RequestOutput,
+        one: CompletionOutput,
+    ) -> CompletionLogprobs | None:
+        body = self._body
+        if body.logprobs is None:
+            return None
+        writer = self._logprobs.get(number)
+        if writer is None:
+            writer = self._logprobs[number] = CompletionLogprobWriter(
+                self._context.texts,
+                count=body.logprobs,
+                as_ids=self._as_ids,
+                skip_special_tokens=body.skip_special_tokens is not False,
+            )
+        written = None
+        if first and body.echo:
+            written = writer.write(
+                prompt.token_ids or (),
+                output.prompt_logprobs or (),
+                shown_in=self._prompt_text(prompt),
+            )
+        return writer.write(one.token_ids, one.logprobs or (), into=written)
+
+    def _prompt_text(self, prompt: Prompt) -> str:
+        if prompt.text is not None:
+            return prompt.text
+        skip = self._body.skip_special_tokens is not False
+        return self._context.texts.decode(prompt.token_ids or (), skip_special_tokens=skip)
+
+    @property
+    def _deadline(self) -> Deadline:
+        return self._run.deadline
+
+    def _answer(self, choices: Sequence[CompletionChoice], *, usage: Any = UNSET) -> Completion:
+        work = self._work
+        return Completion(work.id, _OBJECT, work.created, work.model, list(choices), usage)

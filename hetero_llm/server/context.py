@@ -1,0 +1,105 @@
+"""What the endpoints of one server share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+
+from starlette.requests import Request
+
+from hetero_llm.engine.client import EngineClient
+from hetero_llm.server.errors import ApiError, busy, duplicate
+from hetero_llm.server.metrics import Metrics
+from hetero_llm.server.settings import ServerSettings
+from hetero_llm.server.sse import Watch
+from hetero_llm.server.texts import Texts
+
+_DRAIN_RETRY_SECONDS = 5.0
+
+
+class Context:
+    """One server's parts and state. `draining` may be set at any time by who stops the server.
+
+    Attributes:
+        names: the model's names; the first is in the responses.
+        load: generation requests being answered.
+    """
+
+    def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
+        info = client.info
+        self.client = client
+        self.settings = settings
+        self.names = settings.served_names or info.served_names or (info.model,)
+        self.texts = Texts(client.tokenizer, max_model_len=info.max_model_len)
+        self.metrics = Metrics(client, self.names[0])
+        self.watch = Watch(
+            keep_alive_seconds=settings.keep_alive_seconds,
+            write_seconds=settings.limits.write_seconds,
+        )
+        self.created = int(time.time())
+        self.draining = False
+        self.load = 0
+        self._live: set[str] = set()
+
+    def model_name(self, wanted: str | None) -> str:
+        """The name to answer with; a request that names no model means this one.
+
+        Raises:
+            ApiError: 404 for a model that is not served.
+        """
+        if wanted is None:
+            return self.names[0]
+        if wanted in self.names:
+            return wanted
+        known = ", ".join(self.names)
+        raise ApiError(
+            404,
+            "model_not_found",
+            f"the model {wanted[:128]!r} does not exist here; available: {known}",
+            param="model",
+        )
+
+    def check_open(self) -> None:
+        """Whether a request can be taken at all.
+
+        Raises:
+            ApiError: the server is about to stop.
+            EngineDeadError: the engine is dead or hangs.
+        """
+        if self.draining:
+            raise busy("draining", "the server is shutting down", _DRAIN_RETRY_SECONDS)
+        self.client.check_health()
+
+    @contextmanager
+    def running(self, request_id: str) -> Iterator[None]:
+        """Holds the request's id and counts it while it is answered.
+
+        Raises:
+            ApiError: 409, a running request has this id.
+        """
+        self.check_open()
+        if request_id in self._live:
+            raise duplicate(request_id)
+        self._live.add(request_id)
+        self.load += 1
+        try:
+            yield
+        finally:
+            self.load -= 1
+            self._live.discard(request_id)
+
+    def cache_salt(self, request: Request, wanted: str | None) -> str | None:
+        """The namespace of what the request leaves in caches: its own, within its key's."""
+        isolation = self.settings.prefix_cache_isolation
+        keys = self.settings.api_keys
+        by_key = isolation == "key" or (isolation is None and len(keys) > 1)
+        key = getattr(request.state, "api_key", None)
+        if not by_key or key is None:
+            return wanted
+        return f"{sha256(key.encode()).hexdigest()}:{wanted or ''}"
+
+
+def request_id_of(request: Request) -> str:
+    return str(getattr(request.state, "request_id", ""))

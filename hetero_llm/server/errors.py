@@ -1,0 +1,201 @@
+"""Every error of the API: status, OpenAI's error object, and the headers that steer retries.
+
+OpenAI's clients try 408, 409, 429 and 5xx again unless told not to. So a client's own mistake is
+never a 5xx, and an error that would only happen again says `x-should-retry: false`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from hetero_llm.core.errors import (
+    DuplicateRequestError,
+    EngineDeadError,
+    EngineHungError,
+    OverloadedError,
+    PromptError,
+    RequestError,
+)
+
+INTERNAL = "internal_error"
+MAX_MESSAGE_CHARS = 512
+_MAX_PARAM_CHARS = 64
+_NO_RETRY = {"x-should-retry": "false"}
+_RETRY_AFTER_DEATH = 10  # seconds: about what a restart takes
+
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_ENGINE_FIELDS = {"prompt_token_ids": "prompt", "prompts": "prompt"}
+
+
+class ApiError(Exception):
+    """An answer other than success.
+
+    Args:
+        status: HTTP status; it decides `error.type`.
+        code: short name that programs can test.
+        message: cause, limit and what to do; cut to 512 characters.
+        param: the request's field that is wrong.
+        headers: more response headers.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = _cut(message, MAX_MESSAGE_CHARS)
+        self.param = None if param is None else _cut(param, _MAX_PARAM_CHARS)
+        self.headers = dict(headers or {})
+
+    @property
+    def kind(self) -> str:
+        return _KINDS.get(self.status, "invalid_request_error")
+
+    def body(self) -> bytes:
+        """The JSON of the error, at most 4 KiB."""
+        error = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> Response:
+        return Response(
+            self.body(),
+            status_code=self.status,
+            headers=self.headers,
+            media_type="application/json",
+        )
+
+
+def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
+    """A mistake in the request."""
+    return ApiError(400, code, message, param=param)
+
+
+def unsupported(param: str, feature: str) -> ApiError:
+    """Something that others offer and this server does not."""
+    return invalid(param, f"{param}: {feature} is not available", "unsupported_parameter")
+
+
+def context_exceeded(limit: int, prompt: int, wanted: int, param: str) -> ApiError:
+    """`prompt` tokens and `wanted` ones to generate are more than the context holds."""
+    return invalid(
+        param,
+        f"this model's maximum context length is {limit} tokens, but {prompt + wanted} were "
+        f"requested ({prompt} in the prompt, {wanted} to generate); shorten the prompt or lower "
+        "max_tokens",
+        "context_length_exceeded",
+    )
+
+
+def busy(code: str, message: str, retry_after: float) -> ApiError:
+    """The server cannot take this request now. `retry_after` is in seconds."""
+    seconds = str(max(1, math.ceil(retry_after)))
+    return ApiError(503, code, message, headers={"retry-after": seconds})
+
+
+def duplicate(request_id: str) -> ApiError:
+    """Trying again at once would find the first request still running."""
+    return ApiError(
+        409,
+        "duplicate_request_id",
+        f"a running request has the id {_cut(request_id, _MAX_PARAM_CHARS)!r}; choose another",
+        param="request_id",
+        headers=_NO_RETRY,
+    )
+
+
+def internal(request_id: str) -> ApiError:
+    """Our bug. What happened is in the log, never in the answer."""
+    return ApiError(
+        500,
+        INTERNAL,
+        f"internal error; the server's log has the details under request {request_id}",
+        headers=_NO_RETRY,
+    )
+
+
+def request_failed(request_id: str) -> ApiError:
+    """The engine lives on but could not compute this one request."""
+    return ApiError(
+        500,
+        "generation_failed",
+        f"generation failed; the server's log has the details under request {request_id}",
+        headers=_NO_RETRY,
+    )
+
+
+def as_api_error(error: Exception, request_id: str) -> ApiError:
+    """What the client is told about an exception."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return _from_request_error(error)
+        case OverloadedError():
+            return busy(
+                "overloaded", "too many requests are waiting; try again later", error.retry_after
+            )
+        case DuplicateRequestError():
+            return duplicate(error.request_id)
+        case EngineHungError():
+            return busy(
+                "engine_hung", "the engine has stopped responding", float(_RETRY_AFTER_DEATH)
+            )
+        case EngineDeadError():
+            return busy("engine_dead", "the engine has stopped", float(_RETRY_AFTER_DEATH))
+    return internal(request_id)
+
+
+def _from_request_error(error: RequestError) -> ApiError:
+    field = _ENGINE_FIELDS.get(error.field, error.field)
+    where = "" if error.prompt_index is None else f"prompt {error.prompt_index}: "
+    too_long = isinstance(error, PromptError) and (
+        "max_model_len" in error.reason or "KV blocks" in error.reason
+    )
+    return invalid(
+        field,
+        f"{where}{field}={_shown(error.value)}: {error.reason}",
+        "context_length_exceeded" if too_long else "invalid_value",
+    )
+
+
+def _shown(value: Any) -> str:
+    return _cut(repr(value), 80)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+_PATH = re.compile(r"(?<![\w.])(?:/[\w.@+-]+){2,}")
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
+
+
+def without_paths(text: str) -> str:
+    """Text of somebody else's exception without paths of this machine and addresses."""
+    return _ADDRESS.sub("(address)", _PATH.sub("(path)", text))

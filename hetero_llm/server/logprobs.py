@@ -1,0 +1,121 @@
+"""Log-probabilities as OpenAI's two APIs show them, and vLLM's form for prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hetero_llm.core.outputs import TokenLogprobs
+from hetero_llm.server.protocol import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
+from hetero_llm.server.texts import TextOffsets, Texts, token_label
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON cannot say; vLLM's."""
+
+
+class CompletionLogprobWriter:
+    """Makes the parallel lists of one choice; text offsets go on from chunk to chunk.
+
+    Args:
+        count: alternatives at each position, the token itself not counted if it is none of them.
+    """
+
+    def __init__(
+        self, texts: Texts, *, count: int, as_ids: bool, skip_special_tokens: bool
+    ) -> None:
+        self._texts = texts
+        self._count = count
+        self._as_ids = as_ids
+        self._offsets = TextOffsets(texts, skip_special_tokens=skip_special_tokens)
+
+    def write(
+        self,
+        token_ids: Iterable[int],
+        positions: Iterable[TokenLogprobs | None],
+        *,
+        into: CompletionLogprobs | None = None,
+        shown_in: str | None = None,
+    ) -> CompletionLogprobs:
+        """Appends these tokens. A position of None is a prompt's first token; `shown_in` is the
+        prompt's text."""
+        result = CompletionLogprobs([], [], [], []) if into is None else into
+        for token_id, position in zip(token_ids, positions, strict=True):
+            result.text_offset.append(self._offsets.next(token_id, shown_in))
+            result.tokens.append(self._label(token_id))
+            if position is None:
+                result.token_logprobs.append(None)
+                result.top_logprobs.append(None)
+                continue
+            result.token_logprobs.append(finite(position[token_id].logprob))
+            tops: dict[str, float] = {}
+            ranked = _ranked(position)[: self._count]
+            if all(other != token_id for other, _ in ranked):
+                ranked.append((token_id, position[token_id]))
+            for other, entry in ranked:
+                # Different tokens may look alike; the likelier one keeps the name.
+                tops.setdefault(self._label(other), finite(entry.logprob))
+            result.top_logprobs.append(tops)
+        return result
+
+    def _label(self, token_id: int) -> str:
+        return token_label(self._texts, token_id, as_id=self._as_ids)
+
+
+def chat_logprobs(
+    texts: Texts,
+    token_ids: Iterable[int],
+    positions: Iterable[TokenLogprobs],
+    *,
+    count: int,
+    as_ids: bool,
+) -> ChatLogprobs:
+    """`count` alternatives at each position, the likeliest first."""
+    content = []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        tops = [
+            TopLogprob(
+                token_label(texts, other, as_id=as_ids),
+                finite(entry.logprob),
+                list(texts.token(other)[1]),
+            )
+            for other, entry in _ranked(position)[:count]
+        ]
+        content.append(
+            ChatLogprob(
+                token_label(texts, token_id, as_id=as_ids),
+                finite(position[token_id].logprob),
+                list(texts.token(token_id)[1]),
+                tops,
+            )
+        )
+    return ChatLogprobs(content)
+
+
+def prompt_logprobs(
+    texts: Texts, positions: Sequence[TokenLogprobs | None] | None, *, as_ids: bool
+) -> list[Any] | None:
+    """vLLM's form: for each prompt token, what could have stood there, by token id."""
+    if positions is None:
+        return None
+    return [
+        None
+        if position is None
+        else {
+            str(token_id): {
+                "logprob": finite(entry.logprob),
+                "rank": entry.rank,
+                "decoded_token": token_label(texts, token_id, as_id=as_ids),
+            }
+            for token_id, entry in position.items()
+        }
+        for position in positions
+    ]
+
+
+def finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LOWEST
+
+
+def _ranked(position: TokenLogprobs) -> list[tuple[int, Any]]:
+    return sorted(position.items(), key=lambda item: -item[1].logprob)

@@ -1,0 +1,350 @@
+"""What travels in JSON: requests as they may be written, answers as they are written.
+
+Every field of a request may be null, which means that it was not given. Fields that wait for a
+feature are declared so that they can be refused by name; see `refuse_unsupported`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from hetero_llm.server.errors import invalid, unsupported
+
+# requests
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    type: str | None = None
+
+
+class Generation(msgspec.Struct, kw_only=True):
+    """What completions and chats have in common. Names are OpenAI's, vLLM's and TACO-LLM's."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    use_beam_search: bool | None = None
+    no_repeat_ngram_size: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    detokenize: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    num_speculative_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    priority: int | None = None
+    response_format: ResponseFormat | None = None
+    # Hints and labels that change no token.
+    user: str | None = None
+    session_id: str | None = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    prompt_cache_key: Any = None
+    safety_identifier: Any = None
+    parallel_tool_calls: bool | None = None
+    # Not available.
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
+    structural_tag: Any = None
+    logits_processors: Any = None
+    prompt_embeds: Any = None
+    lora_request: Any = None
+    kv_transfer_params: Any = None
+    vllm_xargs: Any = None
+
+
+class CompletionRequest(Generation, kw_only=True):
+    prompt: str | list[Any] | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    type: str | None = None
+    text: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    role: str | None = None
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+
+
+class Conversation(msgspec.Struct, kw_only=True):
+    """What a chat template gets."""
+
+    messages: list[Message] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    documents: Any = None
+    tools: Any = None
+
+
+class ChatRequest(Generation, kw_only=True):
+    messages: list[Message] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    modalities: list[str] | None = None
+    prediction: Any = None
+    verbosity: Any = None
+    include_reasoning: bool | None = None
+    # Not available.
+    documents: Any = None
+    echo: bool | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+    mm_processor_kwargs: Any = None
+
+
+class TokenizeRequest(Conversation, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[int] | None = None
+
+
+_STRUCTURED, _TOOLS = "structured output", "tool calling"
+UNAVAILABLE = {
+    "structured_outputs": _STRUCTURED,
+    "guided_json": _STRUCTURED,
+    "guided_regex": _STRUCTURED,
+    "guided_choice": _STRUCTURED,
+    "guided_grammar": _STRUCTURED,
+    "guided_decoding_backend": _STRUCTURED,
+    "guided_whitespace_pattern": _STRUCTURED,
+    "structural_tag": _STRUCTURED,
+    "logits_processors": "a logits processor over HTTP",
+    "prompt_embeds": "a prompt of embeddings",
+    "lora_request": "LoRA",
+    "kv_transfer_params": "KV transfer",
+    "vllm_xargs": "passing arguments of vLLM's plug-ins",
+    "suffix": "inserting text before a suffix",
+    "documents": "retrieval through the chat template",
+    "tools": _TOOLS,
+    "functions": _TOOLS,
+    "function_call": _TOOLS,
+    "audio": "audio",
+    "web_search_options": "web search",
+    "mm_processor_kwargs": "input other than text",
+}
+"""Fields that ask for a feature that is not there, and its name."""
+
+
+def refuse_unsupported(request: msgspec.Struct) -> None:
+    """An empty list or null asks for nothing and passes.
+
+    Raises:
+        ApiError: a field asks for a feature that is not there.
+    """
+    for name, feature in UNAVAILABLE.items():
+        if getattr(request, name, None) not in (None, []):
+            raise unsupported(name, feature)
+    if getattr(request, "tool_choice", None) not in (None, "none"):
+        raise unsupported("tool_choice", _TOOLS)
+    if isinstance(request, ChatRequest):
+        if request.echo:
+            raise unsupported("echo", "echo in a chat")
+        if set(request.modalities or ()) - {"text"}:
+            raise unsupported("modalities", "output other than text")
+        if request.chat_template is not None:
+            raise refused_template()
+    if isinstance(request, Generation):
+        wanted = request.response_format
+        if wanted is not None and wanted.type != "text":
+            raise unsupported("response_format", f"{_STRUCTURED} (a type other than 'text')")
+        if request.priority:
+            raise invalid(
+                "priority",
+                "priority: priority scheduling is not available, only 0 is accepted",
+                "unsupported_parameter",
+            )
+
+
+def conversation_of(request: ChatRequest) -> Conversation:
+    return Conversation(**{name: getattr(request, name) for name in Conversation.__struct_fields__})
+
+
+def refused_template() -> Exception:
+    """A template is a program; only the operator chooses which one runs."""
+    return invalid(
+        "chat_template",
+        "chat_template: a request cannot bring its own template; the server's operator sets it",
+        "unsupported_parameter",
+    )
+
+
+# answers
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Parallel lists, one entry per token; the first prompt token has no log-probability."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_logprobs: list[Any] | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    timeout: bool | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct):
+    """The whole answer, and a chunk of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class AnswerMessage(msgspec.Struct):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+    timeout: bool | UnsetType = UNSET
+
+
+class Chat(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[Any] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    timeout: bool | UnsetType = UNSET
+
+
+class Chunk(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET

@@ -1,0 +1,98 @@
+"""What the HTTP side of a server can be told. Flags are made into this elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+TEMPLATE_KWARGS = ("enable_thinking", "thinking", "thinking_budget", "date_string")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one request may ask for. Each excess is an error that names its limit.
+
+    Counts unless the name says bytes, chars or seconds. `sequences` bounds prompts times the
+    sequences of each. `write_seconds` is how long a client may take no byte of a stream.
+    """
+
+    body_bytes: int = 32 << 20
+    body_seconds: float = 30.0
+    header_bytes: int = 64 << 10
+    headers: int = 128
+    json_depth: int = 64
+    json_parts: int = 1 << 16
+    concurrent_requests: int = 2048
+    write_seconds: float = 60.0
+    n: int = 64
+    best_of: int = 64
+    prompts: int = 256
+    sequences: int = 1024
+    messages: int = 4096
+    stop: int = 32
+    stop_chars: int = 256
+    stop_token_ids: int = 1024
+    bad_words: int = 256
+    bad_word_chars: int = 256
+    logit_bias: int = 1024
+    logprobs: int = 20
+    salt_chars: int = 128
+    request_id_chars: int = 128
+    temperature: float = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cors:
+    """Which web pages of other origins may call the server; with no origins, none."""
+
+    origins: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ("*",)
+    headers: tuple[str, ...] = ("*",)
+    credentials: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Settings of the HTTP side.
+
+    Args:
+        api_keys: keys of which requests must carry one; with none, everybody is served.
+        served_names: names of the model; the first is in the responses. Empty: the engine's.
+        chat_template: Jinja text instead of the tokenizer's own template.
+        chat_template_kwargs: names that a request's chat_template_kwargs may set.
+        response_role: role of a chat answer.
+        return_tokens_as_token_ids: show tokens as "token_id:5" in log-probabilities.
+        root_path: path prefix when behind a proxy.
+        public_paths: more paths that need no key, such as those of a status page.
+        public_metrics: /metrics needs no key.
+        strict_fields: unknown fields of a request are errors instead of a line in the log.
+        force_include_usage: streams end with a usage chunk without being asked.
+        default_max_tokens: of a completion that does not say; a chat then gets all the context.
+        request_timeout: seconds after which a request ends with what it has; None is for ever.
+        keep_alive_seconds: a silent stream gets a comment this often.
+        prefix_cache_isolation: "key": what one API key's requests leave in the prefix cache is
+            not found by another's. "none": shared. None: "key" if there are several keys.
+        log_requests: one line for each request.
+        log_prompts: prompts are in it, cut to `max_log_len` characters or token ids.
+        max_log_len: None is the whole prompt.
+    """
+
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    served_names: tuple[str, ...] = ()
+    chat_template: str | None = None
+    chat_template_kwargs: tuple[str, ...] = TEMPLATE_KWARGS
+    response_role: str = "assistant"
+    return_tokens_as_token_ids: bool = False
+    root_path: str = ""
+    public_paths: tuple[str, ...] = ()
+    public_metrics: bool = True
+    strict_fields: bool = False
+    force_include_usage: bool = False
+    default_max_tokens: int = 16
+    request_timeout: float | None = None
+    keep_alive_seconds: float = 15.0
+    prefix_cache_isolation: str | None = None
+    log_requests: bool = True
+    log_prompts: bool = False
+    max_log_len: int | None = None
+    cors: Cors = field(default_factory=Cors)
+    limits: Limits = field(default_factory=Limits)

@@ -1,0 +1,235 @@
+"""The server's life: binding, starting, draining, ending."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from hetero_llm.core.args import resolve_server_args
+from hetero_llm.core.errors import ConfigError
+from hetero_llm.server.app import build_app
+from hetero_llm.server.serving import (
+    EXIT_ENGINE_DEAD,
+    Server,
+    bind,
+    plan_table,
+    read_template,
+    settings_of,
+    uvicorn_config,
+)
+from tests.server.fake_engine import FakeEngine, demo_tokenizer
+
+BODY = {"prompt": "a b c", "max_tokens": 8, "ignore_eos": True}
+
+
+class Run:
+    """A `Server` with a fake engine in a thread; `code` is its exit code once it has ended."""
+
+    def __init__(self, engine: FakeEngine, **args: Any) -> None:
+        self.engine = engine
+        arguments = resolve_server_args({"uvicorn_log_level": "critical", **args})
+        app = build_app(engine, settings_of(arguments))
+        self.listener = bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.server = Server(
+            uvicorn_config(app, arguments),
+            app.state.context,
+            shutdown_timeout=arguments["shutdown_timeout"],
+            drain_delay=arguments["drain_delay"],
+            ready="",
+        )
+        self.code: int | None = None
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+        deadline = time.monotonic() + 10
+        while not self.server.started and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert self.server.started
+
+    def _serve(self) -> None:
+        self.code = asyncio.run(self.server.run_until_told(self.listener))
+
+    def signal(self) -> None:
+        self.server.handle_exit(signal.SIGTERM, None)
+
+    def ended(self, seconds: float) -> int | None:
+        self.thread.join(seconds)
+        return self.code
+
+
+@contextmanager
+def running(engine: FakeEngine, **args: Any) -> Iterator[Run]:
+    run = Run(engine, **args)
+    try:
+        yield run
+    finally:
+        if run.thread.is_alive():
+            run.signal()
+            run.signal()
+            run.thread.join(10)
+        run.listener.close()
+        assert not run.thread.is_alive()
+
+
+def in_background(url: str, body: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
+    found: list[Any] = []
+
+    def post() -> None:
+        try:
+            found.append(httpx.post(f"{url}/v1/completions", json=body, timeout=20))
+        except httpx.HTTPError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=post, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def wait_until_asked(engine: FakeEngine, count: int) -> None:
+    deadline = time.monotonic() + 10
+    while len(engine.seen) < count and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert len(engine.seen) == count
+
+
+def test_the_first_signal_lets_running_requests_finish() -> None:
+    engine = FakeEngine(demo_tokenizer(), delay=0.1)
+    with running(engine, shutdown_timeout=10.0) as run:
+        thread, found = in_background(run.url, BODY)
+        wait_until_asked(engine, 1)
+        run.signal()
+        late = httpx.post(f"{run.url}/v1/completions", json=BODY)
+        assert late.status_code == 503 and int(late.headers["retry-after"]) > 0
+        assert httpx.get(f"{run.url}/ready").status_code == 503
+        assert httpx.get(f"{run.url}/live").status_code == 200
+        thread.join(10)
+        assert found[0].json()["usage"]["completion_tokens"] == 8
+        assert run.ended(5) == 0
+
+
+def test_what_does_not_finish_in_time_ends_with_an_error() -> None:
+    engine = FakeEngine(demo_tokenizer(), delay=5.0)
+    with running(engine, shutdown_timeout=0.2) as run:
+        thread, found = in_background(run.url, {**BODY, "stream": True})
+        wait_until_asked(engine, 1)
+        begun = time.monotonic()
+        run.signal()
+        assert run.ended(5) == 0
+        assert time.monotonic() - begun < 4
+        thread.join(5)
+        assert isinstance(found[0], httpx.HTTPError) or "error" in found[0].text
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    engine = FakeEngine(demo_tokenizer(), delay=5.0)
+    with running(engine, shutdown_timeout=60.0) as run:
+        in_background(run.url, BODY)
+        wait_until_asked(engine, 1)
+        run.signal()
+        run.signal()
+        assert run.ended(4) is not None
+
+
+def test_a_dead_engine_ends_the_server() -> None:
+    engine = FakeEngine(demo_tokenizer())
+    with running(engine) as run:
+        assert httpx.get(f"{run.url}/health").status_code == 200
+        engine.dead = True
+        assert httpx.get(f"{run.url}/health").status_code == 503
+        assert run.ended(5) == EXIT_ENGINE_DEAD
+
+
+def test_headers_that_never_end_are_refused() -> None:
+    with running(FakeEngine(demo_tokenizer())) as run:
+        with socket.create_connection(run.listener.getsockname()) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * (128 << 10))
+            assert b" 400 " in client.recv(4096).splitlines()[0]
+        assert httpx.get(f"{run.url}/health").status_code == 200
+
+
+def test_a_taken_port_and_a_foreign_address() -> None:
+    with bind("127.0.0.1", 0) as first:
+        first.listen()
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port={port}: .*in use; choose another"):
+            bind("127.0.0.1", port)
+    with pytest.raises(ConfigError, match="host='no such host'"):
+        bind("no such host", 0)
+
+
+def test_templates(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages }}\n")
+    assert read_template(str(file)) == "{{ messages }}\n"
+    assert read_template("{{ messages }}\\n") == "{{ messages }}\n"
+    assert read_template("{{ 'ü' }}\\n") == "{{ 'ü' }}\n"
+    assert read_template(None) is None
+    with pytest.raises(ConfigError, match="neither a template nor a file"):
+        read_template(str(tmp_path / "none"))
+
+
+def test_the_plan_names_what_serves() -> None:
+    table = plan_table(FakeEngine(demo_tokenizer()).info, "none")
+    assert "8192 tokens in 512 blocks of 16" in table and "drafts" in table
+
+
+def test_middleware_is_imported_or_refused() -> None:
+    from hetero_llm.server.serving import _imported
+
+    assert _imported("tests.server.middleware.Tag").__name__ == "Tag"
+    for path in ("tests.server.middleware.nothing", "no_module.x", "x", "json.dumps"):
+        with pytest.raises(ConfigError, match="middleware="):
+            _imported(path)
+
+
+def test_a_whole_server_in_its_process(tmp_path: Path) -> None:
+    """The command, its engine's process, a request, SIGTERM; nothing is left behind."""
+    environment = {**os.environ, "HETERO_LLM_API_KEY": "secret"}
+    command = [sys.executable, "-m", "hetero_llm.cli", "serve", "demo", "--device", "cpu"]
+    command += ["--port", "0", "--middleware", "tests.server.middleware.Tag"]
+    command += ["--max-model-len", "512", "--cpu-threads", "1"]
+    with (tmp_path / "log").open("w+") as log:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+        )
+        try:
+            assert process.stdout is not None
+            said = ""
+            for line in process.stdout:
+                said += line
+                if line.startswith("Ready on "):
+                    break
+            assert "Ready on " in said, said + (tmp_path / "log").read_text()
+            url = said.rpartition("Ready on ")[2].split()[0]
+            headers = {"Authorization": "Bearer secret"}
+            answer = httpx.post(f"{url}/v1/completions", json=BODY, headers=headers, timeout=60)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-tag"] == "seen"
+            assert answer.json()["usage"]["completion_tokens"] == 8
+            assert httpx.post(f"{url}/v1/completions", json=BODY).status_code == 401
+            children = _children(process.pid)
+            assert children
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+            assert not any(Path(f"/proc/{child}").exists() for child in children)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(word) for task in tasks for word in task.read_text().split()]
