@@ -70,6 +70,13 @@ class FakeLLM:
         self.params.append(params)
         return [output(prompt, self.text, count=params.n) for prompt in prompts]
 
+    def get_metrics(self) -> dict[str, float]:
+        tokens = float(len(self.text) * len(self.prompts))
+        return {
+            "generation_tokens": tokens,
+            "spec_decode_num_accepted_tokens": tokens / 2,
+        }
+
     def stream(self, prompt: str, params: SamplingParams) -> Iterator[RequestOutput]:
         self.prompts.append(prompt)
         self.params.append(params)
@@ -218,7 +225,10 @@ class TestDemo:
         assert FakeLLM.last.args["model"] == "demo"
         assert all(p.greedy and p.max_tokens == 6 for p in FakeLLM.last.params)
         table = shown[shown.index("prompt ") :].splitlines()
-        assert len(table) == 2 + len(cli.DEMO_PROMPTS) + 1
+        assert len(table) == 2 + len(cli.DEMO_PROMPTS) + 2
+        words = " 5 tokens/s, 1.0x, 2.0 tokens a step"
+        assert table[-1] == f"with the lookahead cache{words}, then, as it knows them,{words}"
+        assert FakeLLM.last.args["use_lookahead"] is True
         assert table[2].split()[-3:] == ["6", "5.0", "250.0"]
 
     def test_the_native_executor_is_compared_with_torch(
@@ -227,9 +237,9 @@ class TestDemo:
         monkeypatch.setattr(FakeLLM, "backend", "native")
         assert cli.main(["demo"]) == 0
         shown = capsys.readouterr().out.splitlines()
-        assert shown[-1] == "native executor 5 tokens/s, torch on this CPU 5: 1.0x"
-        assert FakeLLM.last.args["cpu_backend"] == "torch" and FakeLLM.last.closed
-        assert FakeLLM.last.prompts == list(cli.DEMO_PROMPTS)
+        assert shown[-2] == "native executor 5 tokens/s, torch on this CPU 5: 1.0x"
+        assert FakeLLM.last.closed
+        assert FakeLLM.last.prompts == 2 * list(cli.DEMO_PROMPTS)
 
     def test_gain_over_torch(self) -> None:
         fast, slow = output("a", "abcdefg", seconds=0.5), output("a", "abcdefg", seconds=2.0)

@@ -23,6 +23,7 @@ from hetero_llm.core.step import (
 )
 from hetero_llm.cpu.executor import GREEDY, LOGITS_ONLY, NOISY, Executor, StepDraws, StepRows
 from hetero_llm.cpu.step_buffers import StepBuffers
+from hetero_llm.cpu.step_profile import profile_executor
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.runner.draft_trees import TreeRows, row_places, tree_rows, walk_tree
 from hetero_llm.runner.kv_cache import PagedKVCache
@@ -59,6 +60,10 @@ class NativeModelRunner:
         max_num_seqs: slots.
         max_model_len: longest sequence, in tokens.
         max_num_batched_tokens: most rows of a step.
+        drafts: steps may hold draft nodes, so what steps cost is measured.
+
+    Attributes:
+        profile: rows and seconds of steps, ascending; empty without drafts.
     """
 
     def __init__(
@@ -70,7 +75,9 @@ class NativeModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         max_num_batched_tokens: int,
+        drafts: bool = False,
     ) -> None:
+        self.profile = profile_executor(executor, cache) if drafts else []
         self._executor = executor
         self._cache = cache
         columns = -(-max_model_len // cache.shape.block_size)

@@ -54,8 +54,9 @@ class Priced(Protocol):
     """A drafter that weighs what its nodes cost."""
 
     def price(self, profile: list[tuple[int, float]]) -> None:
-        """Tells rows and seconds of every size that steps are padded to, ascending and beginning
-        with a single row, before the first step. Without it the steps themselves tell."""
+        """Tells rows and seconds of every size that steps are padded to (or of sizes between which
+        they differ), ascending and beginning with a single row, before the first step. Without
+        it the steps themselves tell."""
         ...
 
 

@@ -142,7 +142,7 @@ def build_engine(
 
 
 def _tell_costs(drafter: Drafter | None, runner: Any) -> None:
-    """Step times of runners that pad their steps and have measured them, to whoever weighs them."""
+    """Step times of runners that have measured them, to whoever weighs them."""
     profile = getattr(runner, "profile", None)
     if profile and isinstance(drafter, Priced):
         drafter.price(profile)
@@ -456,6 +456,7 @@ def _native_runner(
         max_num_seqs=inputs.scheduler.max_num_seqs,
         max_model_len=inputs.scheduler.max_model_len,
         max_num_batched_tokens=inputs.scheduler.max_num_batched_tokens,
+        drafts=inputs.drafts,
     )
 
 

@@ -216,6 +216,8 @@ class StreamAnswer(Response):
 def reported(context: Context, error: Exception, http_id: str) -> ApiError:
     """The answer to an exception, which is logged and counted as it deserves."""
     failure = as_api_error(error, http_id)
+    if failure.status >= 500:
+        context.note_error(failure, http_id)
     if failure.status == 503:
         context.metrics.rejected(failure.code)
     if isinstance(error, EngineDeadError):

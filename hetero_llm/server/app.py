@@ -21,6 +21,7 @@ from hetero_llm.server.context import Context, request_id_of
 from hetero_llm.server.errors import ApiError
 from hetero_llm.server.gate import Gate
 from hetero_llm.server.info import Info
+from hetero_llm.server.page import PAGE_FILES, Page
 from hetero_llm.server.protocol import (
     UNAVAILABLE,
     ChatRequest,
@@ -74,6 +75,7 @@ def build_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
 
 def _add_routes(app: FastAPI, context: Context) -> None:
     info = Info(context)
+    page = Page(context, info)
     posts: list[tuple[str, Any, type[msgspec.Struct], tuple[str, ...], str]] = [
         (
             "/v1/completions",
@@ -118,12 +120,15 @@ def _add_routes(app: FastAPI, context: Context) -> None:
         ("/version", info.version),
         ("/load", info.load),
         ("/metrics", info.metrics),
+        ("/status.json", page.status),
     ):
         # HEAD is served but not documented: two operations of one handler have one id.
         app.add_api_route(path, handler, methods=["GET"], response_class=Response)
         app.add_api_route(
             path, handler, methods=["HEAD"], response_class=Response, include_in_schema=False
         )
+    for path in PAGE_FILES:
+        app.add_route(path, page.file, methods=["GET"], include_in_schema=False)  # and HEAD
 
 
 def _request_schema(kind: type[msgspec.Struct], required: tuple[str, ...]) -> dict[str, Any]:

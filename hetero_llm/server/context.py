@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
+from typing import Any
 
 from starlette.requests import Request
 
@@ -17,6 +19,7 @@ from hetero_llm.server.sse import Watch
 from hetero_llm.server.texts import Texts
 
 _DRAIN_RETRY_SECONDS = 5.0
+_ERRORS_KEPT = 20
 
 
 class Context:
@@ -25,6 +28,8 @@ class Context:
     Attributes:
         names: the model's names; the first is in the responses.
         load: generation requests being answered.
+        errors: the last answers that were our fault, for the status page; no user's text in them.
+        plan: what serves, in lines, if whoever started the server said it.
     """
 
     def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
@@ -41,6 +46,8 @@ class Context:
         self.created = int(time.time())
         self.draining = False
         self.load = 0
+        self.errors: deque[dict[str, Any]] = deque(maxlen=_ERRORS_KEPT)
+        self.plan: str | None = None
         self._live: set[str] = set()
 
     def model_name(self, wanted: str | None) -> str:
@@ -71,6 +78,18 @@ class Context:
         if self.draining:
             raise busy("draining", "the server is shutting down", _DRAIN_RETRY_SECONDS)
         self.client.check_health()
+
+    def note_error(self, failure: ApiError, request_id: str) -> None:
+        """Keeps an answer that was our fault for the status page."""
+        self.errors.append(
+            {
+                "time": time.time(),
+                "status": failure.status,
+                "code": failure.code,
+                "message": failure.message,
+                "request_id": request_id,
+            }
+        )
 
     @contextmanager
     def running(self, request_id: str) -> Iterator[None]:

@@ -18,6 +18,7 @@ from hetero_llm.server.answers import reported
 from hetero_llm.server.auth import PUBLIC, Keys
 from hetero_llm.server.context import Context
 from hetero_llm.server.errors import ApiError, busy
+from hetero_llm.server.page import PAGE_FILES
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class Gate:
         self._app = app
         self._context = context
         self._keys = Keys(settings.api_keys)
-        self._public = PUBLIC | set(settings.public_paths)
+        self._public = PUBLIC | set(PAGE_FILES) | set(settings.public_paths)
         if settings.public_metrics:
             self._public |= {"/metrics"}
         self._root_path = settings.root_path.rstrip("/")

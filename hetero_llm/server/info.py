@@ -161,8 +161,8 @@ class Info:
     async def health(self, request: Request) -> Response:
         """GET /health: empty, 200 or 503; with ?verbose=1 the details, which need a key."""
         if not request.query_params.get("verbose"):
-            return self._empty(self._state() in ("ready", "draining"))
-        state = self._state()
+            return self._empty(self.state() in ("ready", "draining"))
+        state = self.state()
         stats = self._context.client.stats()
         drafts = stats.metrics.get("spec_decode_num_drafts")
         details = {
@@ -179,13 +179,13 @@ class Info:
 
     async def live(self, request: Request) -> Response:
         """GET /live: 503 if only a restart can help."""
-        return self._empty(self._state() in ("ready", "draining"))
+        return self._empty(self.state() in ("ready", "draining"))
 
     async def ready(self, request: Request) -> Response:
         """GET /ready: 503 if no request should be sent here now."""
-        return self._empty(self._state() == "ready")
+        return self._empty(self.state() == "ready")
 
-    def _state(self) -> str:
+    def state(self) -> str:
         """ "ready", "draining", "hung" or "dead"."""
         try:
             self._context.client.check_health()

@@ -69,7 +69,8 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
         app = build_app(engine, settings)
         for one in middleware:
             _add_middleware(app, one)
-        print(plan_table(engine.info, _drafts(arguments.values)), flush=True)
+        app.state.context.plan = plan_table(engine.info, _drafts(arguments.values))
+        print(app.state.context.plan, flush=True)
         server = Server(
             uvicorn_config(app, server_args),
             app.state.context,

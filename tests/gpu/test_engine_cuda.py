@@ -34,7 +34,7 @@ def run(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def invariant() -> Iterator[LLM]:
     with LLM(
-        "demo", dtype="float32", device="cuda", batch_invariant=True, gpu_memory_utilization=0.2
+        "demo", dtype="float32", device="cuda", batch_invariant=True, num_gpu_blocks_override=2048
     ) as llm:
         yield llm
 
@@ -55,7 +55,7 @@ def test_invariant_results_do_not_depend_on_the_batch(dtype: str) -> None:
     # Invariant products of half types are slow on a GPU: a few tokens have to do.
     params = dataclasses.replace(GREEDY, logprobs=1, max_tokens=24 if dtype == "float32" else 6)
     with LLM(
-        "demo", dtype=dtype, device="cuda", batch_invariant=True, gpu_memory_utilization=0.4
+        "demo", dtype=dtype, device="cuda", batch_invariant=True, num_gpu_blocks_override=2048
     ) as llm:
         together = llm.generate(prompt_token_ids=prompts(8), sampling_params=params, use_tqdm=False)
         llm.reset_prefix_cache()

@@ -60,9 +60,11 @@ class StepCosts:
         sizes, seconds = (np.array(column) for column in zip(*profile, strict=True))
         largest = sizes[-1]
         beyond = _EDGES[np.searchsorted(_EDGES, largest, "right") :]
-        growth = 1.0 + _UNKNOWN_SLOPE * (beyond - largest)
+        slope = _UNKNOWN_SLOPE * seconds[-1]
+        if len(sizes) > 1:  # more rows do not cost less each than those measured last
+            slope = max(slope, (seconds[-1] - seconds[-2]) / (largest - sizes[-2]))
         self._edges = np.concatenate([sizes, beyond])
-        self._profile = np.concatenate([seconds, seconds[-1] * growth])
+        self._profile = np.concatenate([seconds, seconds[-1] + slope * (beyond - largest)])
         self._forget()
 
     def observe(self, num_rows: int, seconds: float) -> None:
@@ -129,7 +131,7 @@ class StepCosts:
             counts: [S] nodes of each draft.
             trust: [S] what to scale the odds of the estimates by.
             num_rows: of the step without drafts; each sequence yields a token without them, too.
-            turn: seconds that the device waits for the next drafts after a step with drafts.
+            turn: seconds that the device waits for a proposal.
             most_rows: of the step with drafts.
         """
         kept = np.zeros(len(counts), np.int32)
@@ -208,7 +210,8 @@ def _choose(
     at = np.searchsorted(edges, num_rows)
     best, total = 0.0, most
     if table[-1] > 0.0:
-        best, total = len(counts) / table[min(at, len(edges) - 1)], 0
+        # The device has waited for this proposal, whatever becomes of it.
+        best, total = len(counts) / (table[min(at, len(edges) - 1)] + turn), 0
         gained, node = float(len(counts)), 0
         while node < most:
             # All that fits in the same size of step costs the same.

@@ -1,0 +1,143 @@
+"""How busy this machine is with us: CPU time and memory of our processes, and the GPUs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_KEPT_SECONDS = 0.5
+"""However many ask, the processes are read this often at most."""
+_CHILDREN_SECONDS = 5.0
+"""Looking for children reads the whole process table, so it is done more seldom."""
+
+
+@dataclass(frozen=True)
+class MachineUse:
+    """One reading.
+
+    Attributes:
+        cores: logical cores that this process may use.
+        cpu_seconds: CPU time since the first reading, of this process and those below it; the
+            difference of two readings divided by their distance in time is the cores in use.
+        memory_bytes: their resident memory; pages that they share count several times.
+        gpu: busy part of each GPU, 0 to 1; None without a GPU or a library that tells it.
+    """
+
+    cores: int
+    cpu_seconds: float
+    memory_bytes: int
+    gpu: list[float] | None
+
+
+class Machine:
+    """Reads a machine's use; one per server.
+
+    Args:
+        device: of the engine; only "cuda" devices have GPUs to show.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._uses_gpu = device.startswith("cuda")
+        self._lock = threading.Lock()
+        self._tree: dict[int, tuple[Any, float]] = {}  # pid: process, its CPU seconds when last read
+        self._looked = -_CHILDREN_SECONDS
+        self._cpu_seconds = 0.0
+        self._gpus: list[Callable[[], float]] | None = None
+        self._last: MachineUse | None = None
+        self._read_at = 0.0
+
+    def read(self) -> MachineUse:
+        """The present use, or that of half a second ago. Takes milliseconds: not for event
+        loops; may be called from several threads."""
+        with self._lock:
+            now = time.monotonic()
+            if self._last is None or now - self._read_at >= _KEPT_SECONDS:
+                if now - self._looked >= _CHILDREN_SECONDS:
+                    self._looked = now
+                    self._look_for_children()
+                memory = self._read_tree()
+                cores = len(os.sched_getaffinity(0))
+                self._last = MachineUse(cores, self._cpu_seconds, memory, self._read_gpus())
+                self._read_at = now
+            return self._last
+
+    def _look_for_children(self) -> None:
+        """A process counts from when it was found, so that no old CPU time comes in at once."""
+        import psutil
+
+        me = psutil.Process()
+        for process in (me, *me.children(recursive=True)):
+            # An ended process may have left its number to another one.
+            known = self._tree.get(process.pid)
+            if known is None or known[0] != process:
+                try:
+                    self._tree[process.pid] = process, _cpu_seconds(process)
+                except psutil.Error:  # it has just ended
+                    self._tree.pop(process.pid, None)
+
+    def _read_tree(self) -> int:
+        """Adds the CPU time since the last reading; returns the memory in bytes."""
+        import psutil
+
+        memory = 0
+        for pid, (process, before) in tuple(self._tree.items()):
+            try:
+                with process.oneshot():
+                    seconds = _cpu_seconds(process)
+                    memory += process.memory_info().rss
+            except psutil.Error:  # it has ended
+                del self._tree[pid]
+                continue
+            self._cpu_seconds += seconds - before
+            self._tree[pid] = process, seconds
+        return memory
+
+    def _read_gpus(self) -> list[float] | None:
+        if not self._uses_gpu:
+            return None
+        if self._gpus is None:
+            self._gpus = _open_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return [read() for read in self._gpus] or None
+
+
+def _cpu_seconds(process: Any) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _open_gpus(visible: str | None) -> list[Callable[[], float]]:
+    """A reader for each GPU that CUDA shows us; none without NVIDIA's library for Python."""
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+        names = visible.split(",") if visible else range(pynvml.nvmlDeviceGetCount())
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(int(name))
+            if str(name).strip().isdecimal()
+            else pynvml.nvmlDeviceGetHandleByUUID(str(name).strip())
+            for name in names
+        ]
+    except pynvml.NVMLError:
+        return []  # no driver, or a name that only CUDA understands
+
+    def reader(handle: Any) -> Callable[[], float]:
+        last = 0.0
+
+        def read() -> float:
+            nonlocal last
+            try:
+                last = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+            except pynvml.NVMLError:
+                pass  # busy or being reset: the figure of before
+            return last
+
+        return read
+
+    return [reader(handle) for handle in handles]
