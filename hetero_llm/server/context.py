@@ -28,7 +28,7 @@ class Context:
     Attributes:
         names: the model's names; the first is in the responses.
         load: generation requests being answered.
-        errors: the last answers that were our fault, for the status page; no user's text in them.
+        errors: the last answers that were our fault, for the status page; no prompts in them.
         plan: what serves, in lines, if whoever started the server said it.
     """
 
