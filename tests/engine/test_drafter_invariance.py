@@ -73,6 +73,7 @@ def quiet() -> Iterator[None]:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepCosts, "observe", lambda *_: None)
+        patch.setattr(StepCosts, "price", lambda *_: None)
         yield
     torch.set_num_threads(threads)
 

@@ -67,6 +67,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps cost nothing that the budget knows of, so that all drafts are verified: otherwise what
     is drafted would depend on how loaded the machine is."""
     monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
+    monkeypatch.setattr(StepCosts, "price", lambda *_: None)
 
 
 @pytest.fixture(scope="module")

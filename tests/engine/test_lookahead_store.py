@@ -40,6 +40,7 @@ def served(llm: LLM) -> tuple[list[list[int]], int]:
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps cost nothing that the budget knows of, so that all drafts are verified."""
     monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
+    monkeypatch.setattr(StepCosts, "price", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
