@@ -22,7 +22,7 @@ IPEX_PYTHON ?= python3.11
 IPEX_VENV := .venv-ipex
 IPEX_STAMP := $(IPEX_VENV)/.installed
 
-.PHONY: install demo test test-native test-ipex check format docs clean
+.PHONY: install demo test test-native test-ipex test-browser check format docs clean
 
 install: $(STAMP)
 
@@ -54,10 +54,17 @@ $(IPEX_STAMP): pyproject.toml
 	$(IPEX_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[ipex,test]'
 	touch $@
 
+# The status page in headless Chromium; makes its picture for the documentation anew.
+test-browser: $(STAMP)
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+	  { echo "make test-browser needs Chromium: apt-get install chromium"; exit 1; }
+	STATUS_PAGE_PICTURE=docs/images/status_page.png $(BIN)/python -m pytest tests/browser
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy hetero_llm/core hetero_llm/engine
+	$(BIN)/mypy hetero_llm/core hetero_llm/engine hetero_llm/server hetero_llm/bench_client \
+	  hetero_llm/commands
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/gen_flags_doc.py --check
 	$(BIN)/python tools/gen_lookahead_doc.py --check

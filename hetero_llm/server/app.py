@@ -128,7 +128,13 @@ def _add_routes(app: FastAPI, context: Context) -> None:
             path, handler, methods=["HEAD"], response_class=Response, include_in_schema=False
         )
     for path in PAGE_FILES:
-        app.add_route(path, page.file, methods=["GET"], include_in_schema=False)  # and HEAD
+        app.add_api_route(
+            path,
+            page.file,
+            methods=["GET", "HEAD"],
+            response_class=Response,
+            include_in_schema=False,
+        )
 
 
 def _request_schema(kind: type[msgspec.Struct], required: tuple[str, ...]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,8 @@ class Machine:
     def __init__(self, device: str) -> None:
         self._uses_gpu = device.startswith("cuda")
         self._lock = threading.Lock()
-        self._tree: dict[int, tuple[Any, float]] = {}  # pid: process, its CPU seconds when last read
+        # By process id: the process, and its CPU seconds when last read.
+        self._tree: dict[int, tuple[Any, float]] = {}
         self._looked = -_CHILDREN_SECONDS
         self._cpu_seconds = 0.0
         self._gpus: list[Callable[[], float]] | None = None
@@ -132,10 +134,8 @@ def _open_gpus(visible: str | None) -> list[Callable[[], float]]:
 
         def read() -> float:
             nonlocal last
-            try:
+            with suppress(pynvml.NVMLError):  # it is being reset: the figure of before
                 last = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
-            except pynvml.NVMLError:
-                pass  # busy or being reset: the figure of before
             return last
 
         return read

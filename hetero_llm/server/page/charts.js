@@ -1,19 +1,20 @@
-// Lines over the last five minutes, on a canvas. Colours come from the style sheet, so that a chart
-// is right in the dark as well; the second line is dashed, so that colour is not all there is.
+// Lines over the last minutes, five at most, on a canvas. Colours come from the style sheet, so
+// that a chart is right in the dark as well; the second line is dashed for who sees no colours.
 
-const SECONDS = 300;
+const MINUTES = [1, 2, 5]; // what the axis may show: the least that has room for all readings
+const SECONDS = 60 * MINUTES.at(-1);
 const GAP_SECONDS = 5; // no line over a time without readings
 const ROOM = { left: 44, right: 8, top: 8, bottom: 16 };
 const COLOURS = ["--first", "--second"];
 
-// The least 1, 2 or 5 times a power of ten that is not below `value`.
+// The least of these times a power of ten that is not below `value`; half of it is short as well.
 export function niceMaximum(value) {
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((digit) => digit * power).find((one) => one >= value * 0.9999);
+  return [1, 2, 4, 6, 8, 10].map((digit) => digit * power).find((one) => one >= value * 0.9999);
 }
 
 export class Chart {
-  // names: of the lines. show: a value as text. least: of the axis' top; fixed: the top never grows.
+  // names: of the lines. show: a value as text. least: the axis' top or more; fixed: just that.
   constructor(parent, { id, title, names, show, least, fixed = false, wide = false }) {
     this.title = title;
     this.names = names;
@@ -78,10 +79,12 @@ export class Chart {
     ink.scale(scale, scale);
     const style = getComputedStyle(document.documentElement);
     const top = this.top();
-    this.drawAxes(ink, style, width, height, top);
     const last = this.readings.at(-1)?.[0] ?? 0;
+    const age = last - (this.readings[0]?.[0] ?? last);
+    const minutes = MINUTES.find((one) => age <= 60 * one) ?? MINUTES.at(-1);
+    this.drawAxes(ink, style, width, height, top, minutes);
     const x = (seconds) => width - ROOM.right
-      - ((last - seconds) / SECONDS) * (width - ROOM.left - ROOM.right);
+      - ((last - seconds) / (60 * minutes)) * (width - ROOM.left - ROOM.right);
     const y = (value) => height - ROOM.bottom
       - (Math.min(value, top) / top) * (height - ROOM.top - ROOM.bottom);
     ink.lineWidth = 1.6;
@@ -104,7 +107,7 @@ export class Chart {
     return niceMaximum(Math.max(this.least, ...values.filter((value) => value != null)));
   }
 
-  drawAxes(ink, style, width, height, top) {
+  drawAxes(ink, style, width, height, top, minutes) {
     ink.clearRect(0, 0, width, height);
     ink.font = "11px system-ui, sans-serif";
     ink.textBaseline = "middle";
@@ -121,7 +124,7 @@ export class Chart {
       ink.fillText(this.show(part * top), ROOM.left - 6, at);
     }
     ink.textAlign = "left";
-    ink.fillText("−5 min", ROOM.left, height - 6);
+    ink.fillText(`−${minutes} min`, ROOM.left, height - 6);
     ink.textAlign = "right";
     ink.fillText("now", width - ROOM.right, height - 6);
   }

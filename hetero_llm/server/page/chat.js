@@ -1,9 +1,9 @@
 // The chat box: one request at a time, streamed, with its speed and its drafted tokens.
 //
-// One event holds what one step of the engine gave a sequence. A step that verified a draft gives the
-// draft tokens it accepted, then one token of the model's own: all but the last of several tokens
-// came from a draft. Where that last token begins in the text is known from its own text, which
-// /detokenize tells once for each token id.
+// One event holds what one step of the engine gave a sequence. A step that verified a draft gives
+// the draft tokens it accepted, then one token of the model's own: all but the last of several
+// tokens came from a draft. Where that last token begins in the text is known from its own text,
+// which /detokenize tells once for each token id.
 
 const NEAR_END = 40; // pixels: a log that was read to the end stays at the end
 
@@ -73,7 +73,8 @@ class Meter {
     const { speed, firstToken, tokens, drafted } = this.elements;
     const rate = this.speed;
     speed.textContent = rate === null ? "–" : `${rate.toFixed(rate < 100 ? 1 : 0)} tokens/s`;
-    firstToken.textContent = this.first === null ? "–" : `${(this.first - this.begun).toFixed(0)} ms`;
+    const wait = this.first - this.begun;
+    firstToken.textContent = this.first === null ? "–" : `${wait.toFixed(0)} ms`;
     tokens.textContent = this.tokens || "–";
     const part = this.tokens ? Math.round((100 * this.drafted) / this.tokens) : 0;
     drafted.textContent = this.tokens ? `${this.drafted} (${part}%)` : "–";

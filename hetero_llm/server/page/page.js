@@ -13,7 +13,10 @@ const ERRORS_KEPT = 20;
 
 const at = (id) => document.getElementById(id);
 const count = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
-const percent = (value) => `${(100 * value).toFixed(value < 0.0995 && value > 0 ? 1 : 0)}%`;
+const percent = (value) => {
+  if (value > 0 && value < 0.001) return "<0.1%";
+  return `${(100 * value).toFixed(value > 0 && value < 0.0995 ? 1 : 0)}%`;
+};
 
 let status = null; // the last status.json
 let errors = []; // of this tab: [time, what], without anybody's text
@@ -54,7 +57,14 @@ function askForKey(refused) {
 
 at("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  key = at("key").value.trim();
+  const entered = at("key").value.trim();
+  try {
+    new Headers({ authorization: `Bearer ${entered}` });
+  } catch {
+    at("key-text").textContent = "A key with these characters cannot be sent.";
+    return;
+  }
+  key = entered;
   try {
     sessionStorage.setItem(KEY, key);
   } catch {
@@ -188,8 +198,8 @@ function draw(next) {
   at("about").textContent = `${dtype} on ${device} (${backend}), context `
     + `${next.model.max_model_len} tokens, version ${next.version}`;
   const { requests_finished: finished, generation_tokens: generated } = next.counters;
-  at("totals").textContent = `${count.format(finished)} requests, ${count.format(generated)} tokens `
-    + "since the start";
+  at("totals").textContent = `${count.format(finished)} requests, ${count.format(generated)} `
+    + "tokens since the start";
   if (!before) return; // rates need two readings
   if (next.uptime <= before.uptime) {
     for (const chart of Object.values(charts)) chart.clear(); // another server: from the beginning
@@ -202,7 +212,8 @@ function drawRates(before, next) {
   const now = next.uptime;
   const seconds = now - before.uptime;
   const grown = (name) => Math.max(next.counters[name] - before.counters[name], 0);
-  charts.throughput.add(now, grown("generation_tokens") / seconds, grown("prompt_tokens") / seconds);
+  const rate = (name) => grown(name) / seconds;
+  charts.throughput.add(now, rate("generation_tokens"), rate("prompt_tokens"));
   charts.kv.add(now, next.now.kv_usage);
   charts.queue.add(now, next.now.running, next.now.waiting);
   const drafted = grown("draft_tokens");
