@@ -23,7 +23,8 @@ _ERRORS_KEPT = 20
 
 
 class Context:
-    """One server's parts and state. `draining` may be set at any time by who stops the server.
+    """One server's parts and state. Who stops the server sets, in this order, `leaving`
+    (balancers are told to go elsewhere, requests are still taken) and `draining` (they are not).
 
     Attributes:
         names: the model's names; the first is in the responses.
@@ -44,7 +45,7 @@ class Context:
             write_seconds=settings.limits.write_seconds,
         )
         self.created = int(time.time())
-        self.draining = False
+        self.leaving = self.draining = False
         self.load = 0
         self.errors: deque[dict[str, Any]] = deque(maxlen=_ERRORS_KEPT)
         self.plan: str | None = None

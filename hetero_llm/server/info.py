@@ -193,7 +193,8 @@ class Info:
             return "hung"
         except EngineDeadError:
             return "dead"
-        return "draining" if self._context.draining else "ready"
+        context = self._context
+        return "draining" if context.leaving or context.draining else "ready"
 
     def _empty(self, fine: bool) -> Response:
         return Response(status_code=200 if fine else 503)

@@ -156,7 +156,7 @@ def uvicorn_config(app: FastAPI, args: Mapping[str, Any]) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         server_header=False,
-        h11_max_incomplete_event_size=64 << 10,
+        h11_max_incomplete_event_size=256 << 10,  # above our own limit, which answers better
         timeout_keep_alive=_HEADER_SECONDS,
         timeout_graceful_shutdown=2,
         backlog=_BACKLOG,
@@ -225,6 +225,7 @@ class Server(uvicorn.Server):
                     return EXIT_ENGINE_DEAD
         print(f"stopping: {self._context.load} requests are running", file=sys.stderr, flush=True)
         await asyncio.sleep(self._drain_delay)
+        self._context.draining = True
         await self._client.shutdown(self._shutdown_timeout)
         await asyncio.sleep(0.1)  # the last frames go out
         return 0
@@ -243,8 +244,9 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn's signal handler. The first signal drains, the second one ends."""
         assert self._stop is not None and self._loop is not None
-        if not self._context.draining and sig in (signal.SIGTERM, signal.SIGINT):
-            self._context.draining = True
+        if not self._context.leaving and sig in (signal.SIGTERM, signal.SIGINT):
+            self._context.leaving = True
+            self._context.draining = self._drain_delay == 0
             self._loop.call_soon_threadsafe(self._stop.set)
             return
         self._shutdown_timeout = 0.0

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from hetero_llm import LLM, SamplingParams
-from hetero_llm.cpu import native
 from hetero_llm.cpu.lookahead.budget import StepCosts
 from hetero_llm.demo_models import heldout_prompts
 from hetero_llm.engine.scheduler_stats import SchedulerStats
@@ -28,8 +27,6 @@ RAW = {"method": "lookahead", "cache_mode": 0}
 TURBO = {"method": "lookahead", "cache_mode": 1, "token_paths_top_k": 3}
 HYBRID = {"method": "lookahead"}
 MERGED = {"method": "lookahead", "cache_mode": 3}
-
-pytestmark = pytest.mark.skipif(native.load() is None, reason="drafts need the native executor")
 
 
 def start(**engine_args: Any) -> LLM:

@@ -120,6 +120,17 @@ def test_the_first_signal_lets_running_requests_finish() -> None:
         assert run.ended(5) == 0
 
 
+def test_requests_are_still_taken_during_the_drain_delay() -> None:
+    with running(FakeEngine(demo_tokenizer()), drain_delay=1.0) as run:
+        run.signal()
+        assert httpx.get(f"{run.url}/ready").status_code == 503
+        assert httpx.post(f"{run.url}/v1/completions", json=BODY).status_code == 200
+        deadline = time.monotonic() + 5
+        while not run.server._context.draining and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert run.ended(5) == 0
+
+
 def test_what_does_not_finish_in_time_ends_with_an_error() -> None:
     engine = FakeEngine(demo_tokenizer(), delay=5.0)
     with running(engine, shutdown_timeout=0.2) as run:
@@ -155,8 +166,10 @@ def test_a_dead_engine_ends_the_server() -> None:
 def test_headers_that_never_end_are_refused() -> None:
     with running(FakeEngine(demo_tokenizer())) as run:
         with socket.create_connection(run.listener.getsockname()) as client:
-            client.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * (128 << 10))
+            client.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * (512 << 10))
             assert b" 400 " in client.recv(4096).splitlines()[0]
+        large = httpx.get(f"{run.url}/health", headers={"x": "a" * (70 << 10)})
+        assert large.status_code == 431 and large.json()["error"]["code"] == "headers_too_large"
         assert httpx.get(f"{run.url}/health").status_code == 200
 
 
