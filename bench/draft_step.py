@@ -107,6 +107,7 @@ def step_arrays(work: Work, tables: np.ndarray) -> tuple[StepRows, StepDraws]:
         slots=np.arange(work.sequences, dtype=np.int32),
         starts=work.starts,
         counts=work.counts,
+        bases=work.starts,
         is_tree=np.full(work.sequences, is_tree, np.uint8),
         ancestors=np.uint64(1) << own_bits,
         tables=tables,

@@ -15,7 +15,6 @@ the first difference from the record.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from bench.common import print_table, write_results
+from bench.graph_clock import GraphClock, same_share
 from bench.shapes import SHAPES, Prompts, write_shape
 from bench.synthetic_drafter import SyntheticDrafter
 from hetero_llm import SamplingParams
@@ -38,7 +38,6 @@ from hetero_llm.gpu.model_runner import GpuModelRunner
 
 _PROMPT, _TOKENS, _NODES = 128, 97, 7
 _RIGHT = (0, 3, 7)
-_ROW = 16  # a multiple of the packets' and results' rings
 
 
 class SwitchedDrafter:
@@ -63,53 +62,6 @@ class SwitchedDrafter:
 
     def settle(self) -> None:
         pass
-
-
-class GraphClock:
-    """Events around every replayed graph of a runner."""
-
-    def __init__(self, runner: GpuModelRunner) -> None:
-        graphs = runner._graphs
-        assert graphs is not None
-        self._replay = graphs.replay
-        self._packer = runner._packer
-        self._kept: tuple[tuple[str, int], torch.Tensor] | None = None  # a verify step's packet
-        self.events: list[tuple[tuple[str, int], torch.cuda.Event, torch.cuda.Event]] = []
-        graphs.replay = self._timed  # type: ignore[method-assign]
-
-    def _timed(self, key: tuple[str, int]) -> None:
-        if "verify" in key[0] and (self._kept is None or self._kept[0] != key):
-            place = (self._packer._next - 1) % len(self._packer.ring)
-            self._kept = key, self._packer.ring[place].clone()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        self._replay(key)
-        end.record()
-        self.events.append((key, begin, end))
-
-    def alone(self) -> float:
-        """Milliseconds of the verify graph last kept, replayed so often that the rings go round."""
-        assert self._kept is not None
-        key, packet = self._kept
-        torch.cuda.synchronize()
-        self._packer.ring[:] = packet
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._replay(key)
-        begin.record()
-        for _ in range(_ROW - 1):
-            self._replay(key)
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / (_ROW - 1)
-
-    def medians(self, names: tuple[str, ...]) -> tuple[float, float]:
-        """Median ms of graphs of these names, and of the gaps between neighbouring ones."""
-        torch.cuda.synchronize()
-        chosen = [(b, e) for key, b, e in self.events if key[0] in names]
-        self.events.clear()
-        steps = [begin.elapsed_time(end) for begin, end in chosen]
-        gaps = [a[1].elapsed_time(b[0]) for a, b in zip(chosen, chosen[1:], strict=False)]
-        return statistics.median(steps), statistics.median(gaps)
 
 
 def run(engine: Engine, prompts: list[list[int]], name: str) -> tuple[list[list[int]], float]:
@@ -150,19 +102,17 @@ def measure(engine: Engine, drafter: SwitchedDrafter, shape: str, batch: int) ->
         drafted, seconds = run(engine, prompts, f"draft-{batch}-{right}")
         if right == 0:
             record = _by_prompt(prompts, drafted)
-            row["plain: same"] = _same(plain, drafted)
+            row["plain: same"] = same_share(plain, drafted)
         alone_ms = clock.alone()
         step_ms, gap_ms = clock.medians(("verify", "short verify"))
         row[f"{right} right: step ms"] = step_ms
         row[f"{right} right: gap ms"] = gap_ms
         row[f"{right} right: wall less alone ms"] = step_ms + gap_ms - alone_ms
         row[f"{right} right: tok/s"] = batch * _TOKENS / seconds
-        row[f"{right} right: same"] = _same(list(record.values()), drafted)
+        row[f"{right} right: same"] = same_share(list(record.values()), drafted)
     row["8 rows/1 row"] = row["0 right: step ms"] / plain_ms
     drafter.inner = None
-    graphs = runner._graphs
-    assert graphs is not None
-    graphs.replay = clock._replay  # type: ignore[method-assign]
+    clock.stop()
     return row
 
 
@@ -170,16 +120,6 @@ def _by_prompt(
     prompts: list[list[int]], tokens: list[list[int]]
 ) -> dict[tuple[int, ...], list[int]]:
     return {tuple(p): t for p, t in zip(prompts, tokens, strict=True)}
-
-
-def _same(first: list[list[int]], second: list[list[int]]) -> float:
-    """Share of tokens before a sequence's first difference."""
-    same = total = 0
-    for one, other in zip(first, second, strict=True):
-        pairs = zip(one, other, strict=True)
-        same += next((i for i, (a, b) in enumerate(pairs) if a != b), len(one))
-        total += len(one)
-    return same / total
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ _HOMES = {
     "PromptError": "hetero_llm.core.errors",
     "SamplingError": "hetero_llm.core.errors",
     "SnapshotError": "hetero_llm.core.errors",
+    "RingError": "hetero_llm.core.errors",
     "EngineDeadError": "hetero_llm.core.errors",
     "EngineHungError": "hetero_llm.core.errors",
     "OverloadedError": "hetero_llm.core.errors",

@@ -86,6 +86,7 @@ def ours(
         np.zeros(1, np.int32),
         np.array([rows.start], np.int32),
         np.array([rows.count], np.int32),
+        np.array([rows.start], np.int32),
         np.array([rows.tree], np.uint8),
         np.array(ancestors, np.uint64),
         table.astype(np.int32).reshape(1, -1),

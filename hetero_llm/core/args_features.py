@@ -1,4 +1,4 @@
-"""Arguments of the larger features: offload, parallelism, speculation, adapters, tracing."""
+"""Arguments of the larger features: offload, parallelism, speculation, adapters."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ _BOOL, _INT, _FLOAT, _STR, _JSON = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Ki
 
 _TENSOR_PARALLEL = "tensor parallelism"
 _KV_OFFLOAD = "KV offload"
-_DRAFT_MODEL = "a draft model"
 _TYPICAL = "typical acceptance sampling"
 _LORA = "LoRA"
 _PROMPT_ADAPTERS = "prompt adapter support"
-_TRACING = "OpenTelemetry tracing"
 _ONE_DEVICE = "the engine runs on one device, without remote workers."
 
 OFFLOAD = grouped(
@@ -124,23 +122,65 @@ SPECULATIVE = grouped(
         "speculative_model",
         Kind.PATH,
         None,
-        "'[ngram]' looks drafts up in the sequence's own tokens (prompt lookup) and needs "
-        "num_speculative_tokens and ngram_prompt_lookup_max. Draft models are not available yet.",
+        "Draft model, a folder or a hub id, which needs num_speculative_tokens and "
+        "cpu_draft_worker; or '[ngram]': drafts are looked up in the sequence's own tokens (prompt "
+        "lookup), which needs num_speculative_tokens and ngram_prompt_lookup_max.",
     ),
     effective(
         "num_speculative_tokens",
         _INT,
         None,
-        "Longest draft in tokens; with the lookahead cache another name of its copy_length.",
+        "Longest draft in tokens; with the lookahead cache and no draft model another name of its "
+        "copy_length.",
         minimum=1,
         maximum=63,
     ),
-    not_yet(
+    effective(
         "cpu_draft_worker",
         _BOOL,
         False,
-        "Run the draft model on the CPU beside the GPU.",
-        feature=_DRAFT_MODEL,
+        "Run the draft model on the CPU, in a process of its own, while the target verifies.",
+    ),
+    effective(
+        "speculative_overlap",
+        _STR,
+        "auto",
+        "What the draft worker does while its last drafts are verified: 'enumerate' drafts for the "
+        "likeliest outcomes, and what is not there in time is not waited for; 'off' drafts for "
+        "what is committed only, and the engine waits; 'auto' does both as far as it pays. Not in "
+        "the manual.",
+        choices=("auto", "off", "enumerate"),
+    ),
+    effective(
+        "draft_timeout_ms",
+        _FLOAT,
+        None,
+        "Longest that a step waits for the draft worker; by default twice what it took lately, at "
+        "most 2 ms. Not in the manual.",
+        above=0,
+        maximum=10_000,
+    ),
+    effective(
+        "draft_threads",
+        _INT,
+        None,
+        "Threads of the draft worker, a core each; by default all that nothing else needs. Not in "
+        "the manual.",
+        minimum=1,
+    ),
+    effective(
+        "draft_weight_dtype",
+        _STR,
+        "auto",
+        "How the draft worker holds weights: 'int8', 'bfloat16' or 'float32'; 'auto' is int8 where "
+        "the native executor runs the model, else bfloat16. Not in the manual.",
+        choices=("auto", "int8", "bfloat16", "float32"),
+    ),
+    effective(
+        "draft_optional",
+        _BOOL,
+        False,
+        "Serve without drafts if the draft model cannot be loaded. Not in the manual.",
     ),
     effective(
         "speculative_config",
@@ -166,19 +206,19 @@ SPECULATIVE = grouped(
         feature="tensor parallelism of draft models",
         short=("-spec-draft-tp",),
     ),
-    not_yet(
+    effective(
         "speculative_max_model_len",
         _INT,
         None,
         "Longest context of the draft model; longer sequences are not drafted for.",
-        feature=_DRAFT_MODEL,
+        minimum=1,
     ),
-    not_yet(
+    effective(
         "speculative_disable_by_batch_size",
         _INT,
         None,
-        "No drafts for new requests while more than this many are queued.",
-        feature="a limit on drafts by the length of the queue",
+        "No drafts in steps of more than this many sequences.",
+        minimum=1,
     ),
     effective(
         "ngram_prompt_lookup_max",
@@ -320,23 +360,5 @@ ADAPTERS = grouped(
         None,
         "Name or folder of the QLoRA adapter.",
         feature="QLoRA",
-    ),
-)
-
-OBSERVABILITY = grouped(
-    "Observability",
-    not_yet(
-        "otlp_traces_endpoint",
-        _STR,
-        None,
-        "Address that OpenTelemetry traces are sent to.",
-        feature=_TRACING,
-    ),
-    not_yet(
-        "collect_detailed_traces",
-        _STR,
-        None,
-        "Parts to trace in detail: model, worker, all.",
-        feature=_TRACING,
     ),
 )

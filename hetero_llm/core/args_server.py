@@ -91,9 +91,55 @@ _MANUAL: tuple[ArgSpec, ...] = (
         feature="an API in the engine's process",
     ),
     _serve("disable_log_requests", _BOOL, False, "Log no requests."),
-    _serve("max_log_len", _INT, None, "Most characters or token ids of a prompt in the log."),
+    _serve(
+        "max_log_len",
+        _INT,
+        None,
+        "Most characters or token ids of a prompt in the log.",
+        minimum=0,
+    ),
+    _serve(
+        "otlp_traces_endpoint",
+        _STR,
+        None,
+        "Address that OpenTelemetry spans of requests are sent to, such as http://localhost:4317.",
+    ),
+    _later(
+        "collect_detailed_traces",
+        _STR,
+        None,
+        "Parts to trace in detail: model, worker, all.",
+        feature="tracing inside a step",
+    ),
 )
 _OURS: tuple[ArgSpec, ...] = (
+    _serve(
+        "log_format",
+        _STR,
+        "text",
+        "Form of the log: lines of text, or one JSON object on each line.",
+        choices=("text", "json"),
+    ),
+    _serve(
+        "log_stats_interval",
+        _FLOAT,
+        10.0,
+        "Seconds between the lines about throughput, which --disable-log-stats turns off.",
+        above=0,
+    ),
+    _serve(
+        "disable_uvicorn_access_log",
+        _BOOL,
+        False,
+        "Log no HTTP requests. Successful ones of monitors are logged with "
+        "--uvicorn-log-level debug only.",
+    ),
+    _serve(
+        "legacy_metric_names",
+        _BOOL,
+        False,
+        "Export metrics also under names that vLLM has given up, such as gpu_cache_usage_perc.",
+    ),
     _serve("log_prompts", _BOOL, False, "Show prompts in the lines about requests."),
     _serve(
         "max_queued_requests",
@@ -110,12 +156,42 @@ _OURS: tuple[ArgSpec, ...] = (
         above=0,
     ),
     _serve(
+        "header_timeout",
+        _FLOAT,
+        10.0,
+        "Seconds that a client has to send a request's headers.",
+        above=0,
+    ),
+    _serve(
+        "body_timeout", _FLOAT, 30.0, "Seconds that a client has to send a request's body.", above=0
+    ),
+    _serve(
+        "write_timeout",
+        _FLOAT,
+        60.0,
+        "Seconds that a client may let one write of a stream wait; then its request is aborted.",
+        above=0,
+    ),
+    _serve(
+        "max_connections",
+        _INT,
+        2048,
+        "Connections at once; requests over more of them are answered 503.",
+        minimum=1,
+    ),
+    _serve(
         "step_timeout",
         _FLOAT,
         None,
         "Seconds without a sign of life after which the engine counts as hung (default: 30 on a "
         "GPU, 120 on a CPU).",
         above=0,
+    ),
+    _serve(
+        "keep_alive_on_hang",
+        _BOOL,
+        False,
+        "Go on answering 503 when the engine hangs, instead of ending with code 70.",
     ),
     _serve(
         "shutdown_timeout",
@@ -130,6 +206,40 @@ _OURS: tuple[ArgSpec, ...] = (
         0.0,
         "Seconds between SIGTERM, when /ready turns to 503, and the refusal of new requests.",
         minimum=0,
+    ),
+    _serve(
+        "max_requests_per_key",
+        _INT,
+        None,
+        "Requests of one API key that may run at once; more are answered 429.",
+        minimum=1,
+    ),
+    _serve(
+        "max_requests_per_minute",
+        _INT,
+        None,
+        "Requests that one API key may send in a minute; more are answered 429.",
+        minimum=1,
+    ),
+    _serve(
+        "stream_interval",
+        _INT,
+        1,
+        "Tokens that a chunk of a stream waits for; the first and the last one come at once.",
+        minimum=1,
+    ),
+    _serve(
+        "stream_keep_alive",
+        _FLOAT,
+        15.0,
+        "Seconds after which a silent stream gets a comment; 0 for never.",
+        minimum=0,
+    ),
+    _serve(
+        "allowed_chat_template_kwargs",
+        _LIST,
+        (),
+        "Names that a request's chat_template_kwargs may set, besides the usual ones.",
     ),
     _serve("strict_fields", _BOOL, False, "Unknown fields of a request are errors."),
     _serve(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from hetero_llm.core.args_features import (
     ADAPTERS,
     LOOKAHEAD_CACHE,
-    OBSERVABILITY,
     OFFLOAD,
     PARALLEL,
     SPECULATIVE,
@@ -387,5 +386,4 @@ ENGINE_ARGS: tuple[ArgSpec, ...] = (
     *SPECULATIVE,
     *LOOKAHEAD_CACHE,
     *ADAPTERS,
-    *OBSERVABILITY,
 )

@@ -30,8 +30,41 @@ def native_choice() -> str:
     return value
 
 
+FAULTS = ("slow_step_ms", "stall_step_after")
+"""Faults that can be injected, for tests of what happens then."""
+
+
+def faults() -> dict[str, float]:
+    """HETERO_LLM_FAULTS, such as "slow_step_ms=50,stall_step_after=5": name -> value.
+
+    Raises:
+        ConfigError: a name is not in `FAULTS`, or its value is no number of at least 0.
+    """
+    text = os.environ.get("HETERO_LLM_FAULTS", "")
+    found: dict[str, float] = {}
+    for one in filter(None, text.split(",")):
+        name, _, value = one.partition("=")
+        if name not in FAULTS or not value.isdecimal():
+            reason = f"must be name=number with commas between; names: {', '.join(FAULTS)}"
+            raise ConfigError("HETERO_LLM_FAULTS", text, reason)
+        found[name] = float(value)
+    return found
+
+
+def traces_protocol() -> str:
+    """How traces are sent, "grpc" or "http/protobuf": OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, else
+    OTEL_EXPORTER_OTLP_PROTOCOL, else the first one."""
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        value = os.environ.get(name)
+        if value:
+            if value not in ("grpc", "http/protobuf"):
+                raise ConfigError(name, value, "must be grpc or http/protobuf")
+            return value
+    return "grpc"
+
+
 _PREFIX = "HETERO_LLM_"
-_OWN_NAMES = ("CACHE_DIR", "CPU_ISA", "NATIVE", "SYSTEM_TORCH")
+_OWN_NAMES = ("CACHE_DIR", "CPU_ISA", "FAULTS", "NATIVE", "SYSTEM_TORCH")
 
 
 def flag_variables() -> dict[str, str]:

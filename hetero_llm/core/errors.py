@@ -7,6 +7,7 @@ HeteroLLMError
  │    ├── PromptError         the prompt (empty, too long, token id out of range)
  │    └── SamplingError       a field of SamplingParams
  ├── SnapshotError        a snapshot of the lookahead cache cannot be saved or loaded
+ ├── RingError            shared memory to the draft worker cannot be had or is not ours
  ├── OverloadedError      too many requests wait; try again later
  ├── DuplicateRequestError  a running request has this id
  └── EngineDeadError      the engine cannot serve any more
@@ -80,6 +81,14 @@ class SnapshotError(HeteroLLMError):
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"{path}: {reason}")
         self.path = path
+        self.reason = reason
+
+
+class RingError(HeteroLLMError):
+    """The rings to a draft worker cannot be made or opened: without them there is none."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"rings of shared memory: {reason}")
         self.reason = reason
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hetero_llm.core.args_features import LOOKAHEAD_CACHE, SPECULATIVE
 from hetero_llm.core.args_spec import ArgSpec, Kind, checked, effective, one_of
+from hetero_llm.core.draft_model_config import DraftModelConfig
 from hetero_llm.core.errors import ConfigError, shown
 from hetero_llm.core.lookahead_config import (
     KEYS,
@@ -19,7 +20,7 @@ from hetero_llm.core.lookahead_config import (
     why_unknown,
 )
 
-LOOKAHEAD, NGRAM = "lookahead", "ngram"
+LOOKAHEAD, NGRAM, DRAFT_MODEL = "lookahead", "ngram", "draft_model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +28,17 @@ class SpeculationConfig:
     """Where drafts come from.
 
     Attributes:
-        method: "lookahead" (the cache) or "ngram" (prompt lookup).
-        lookahead: of the cache; None with "ngram".
-        num_speculative_tokens: most draft tokens of a sequence in one step, 1 to 63; None with
-            "lookahead", whose `copy_length` holds it.
+        method: "lookahead" (the cache), "ngram" (prompt lookup) or "draft_model", alone or beside
+            the cache.
+        lookahead: of the cache; None without it.
+        num_speculative_tokens: of "ngram": most draft tokens of a sequence in one step, 1 to 63;
+            else None: `copy_length` of the cache and `num_tokens` of the draft model hold it.
         prompt_lookup_min, prompt_lookup_max: shortest and longest match of "ngram" in tokens; 0
             with "lookahead".
         memory_utilization: share of the host's memory that the cache may take, in (0, 1]. It
             sizes the cache where `lookahead.cache_size` is None.
+        draft: of the draft model; None without one.
+        most_sequences: steps of more sequences have no drafts; None: no limit.
     """
 
     method: str
@@ -43,11 +47,19 @@ class SpeculationConfig:
     prompt_lookup_min: int
     prompt_lookup_max: int
     memory_utilization: float
+    draft: DraftModelConfig | None = None
+    most_sequences: int | None = None
 
 
 _NGRAM_NAMES = ("[ngram]", NGRAM)
 _COUNT, _SHORTEST, _LONGEST = "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"
 _FOLDER, _MEMORY, _MODEL = "config_dir", "cpu_decoding_memory_utilization", "model"
+_LONGEST_TEXT, _MOST_SEQUENCES = "max_model_len", "disable_by_batch_size"
+_REVISION = "revision"
+_OF_WORKER = (
+    "cpu_draft_worker", "speculative_overlap", "draft_timeout_ms", "draft_threads",
+    "draft_weight_dtype", "draft_optional",
+)  # fmt: skip
 
 _ROWS = {spec.name: spec for spec in (*SPECULATIVE, *LOOKAHEAD_CACHE)}
 _DEFAULT_LOOKUP = 5  # vLLM's, for both ends of the range of lengths
@@ -59,6 +71,9 @@ _FLAGS = {
     "lookahead_cache_config_dir": _FOLDER,
     "ignore_prompt_for_lookahead_cache": "ignore_prompt",
     "cpu_decoding_memory_utilization": _MEMORY,
+    "speculative_max_model_len": _LONGEST_TEXT,
+    "speculative_disable_by_batch_size": _MOST_SEQUENCES,
+    **{name: name for name in _OF_WORKER},
 }
 """Flags and the names that their values have in `speculative_config`."""
 
@@ -68,30 +83,28 @@ _MAPPING_ROWS: dict[str, ArgSpec] = {
         Kind.STR,
         None,
         "",
-        choices=(NGRAM, LOOKAHEAD, "[ngram]"),
-        later_choices=("draft_model",),
+        choices=(NGRAM, LOOKAHEAD, DRAFT_MODEL, "[ngram]"),
     ),
     _MODEL: effective(_MODEL, Kind.PATH, None, ""),
     _COUNT: _ROWS["num_speculative_tokens"],
     _LONGEST: _ROWS["ngram_prompt_lookup_max"],
     _SHORTEST: _ROWS["ngram_prompt_lookup_min"],
     _FOLDER: _ROWS["lookahead_cache_config_dir"],
+    _LONGEST_TEXT: _ROWS["speculative_max_model_len"],
+    _MOST_SEQUENCES: _ROWS["speculative_disable_by_batch_size"],
+    _REVISION: effective(_REVISION, Kind.STR, None, ""),
 }
 """Keys of `speculative_config` beside those of `LookaheadConfig`; None is as good as absent."""
 
-_LATER_KEYS = (
-    "disable_by_batch_size",
-    "draft_tensor_parallel_size",
-    "max_model_len",
-    "quantization",
-    "revision",
-)
+_LATER_KEYS = ("draft_tensor_parallel_size", "quantization")
 """Keys of vLLM's that concern draft models."""
 
 _NEEDED = {
-    _COUNT: f"speculative_model={_NGRAM_NAMES[0]!r} or the lookahead cache",
+    _COUNT: f"a draft model, speculative_model={_NGRAM_NAMES[0]!r} or the lookahead cache",
     _LONGEST: f"speculative_model={_NGRAM_NAMES[0]!r}",
     _SHORTEST: f"speculative_model={_NGRAM_NAMES[0]!r}",
+    _MOST_SEQUENCES: "drafts of some kind, such as the lookahead cache",
+    **dict.fromkeys((*_OF_WORKER, _LONGEST_TEXT, _REVISION), "a draft model (speculative_model)"),
 }
 _NEEDED_ELSE = "the lookahead cache (use_lookahead or lookahead_cache_config_dir)"
 
@@ -119,16 +132,23 @@ def speculation_from_args(args: Mapping[str, Any]) -> SpeculationConfig | None:
         inside, named = _from_mapping(mapping)
         given = _merged(inside, given)
         methods += named
-    method = _one_method(methods)
-    _refuse_idle(given, method)
-    if mapping is not None and method is None:
-        reason = f"must be {one_of((NGRAM, LOOKAHEAD))}"
+    chosen = _together(methods)
+    _refuse_idle(given, chosen)
+    if mapping is not None and not chosen:
+        reason = f"must be {one_of((NGRAM, LOOKAHEAD, DRAFT_MODEL))}"
         raise ConfigError("speculative_config: method", None, reason)
-    if method is None:
+    if not chosen:
         return None
-    if method == NGRAM:
-        return _prompt_lookup(given, args[_MEMORY], in_mapping=mapping is not None)
-    return SpeculationConfig(LOOKAHEAD, _lookahead(given), None, 0, 0, args[_MEMORY])
+    memory, limit = args[_MEMORY], given.get(_MOST_SEQUENCES)
+    most = None if limit is None else limit.value
+    if NGRAM in chosen:
+        return _prompt_lookup(given, memory, most, in_mapping=mapping is not None)
+    draft = (
+        _draft_model(given, args, in_mapping=mapping is not None) if DRAFT_MODEL in chosen else None
+    )
+    lookahead = _lookahead(given, with_draft=draft is not None) if LOOKAHEAD in chosen else None
+    method = LOOKAHEAD if draft is None else DRAFT_MODEL
+    return SpeculationConfig(method, lookahead, None, 0, 0, memory, draft, most)
 
 
 def _from_flags(args: Mapping[str, Any]) -> tuple[dict[str, Given], list[tuple[str, Given]]]:
@@ -138,10 +158,11 @@ def _from_flags(args: Mapping[str, Any]) -> tuple[dict[str, Given], list[tuple[s
         if args[flag] != _ROWS[flag].default:
             given[name] = Given(flag, args[flag])
     model = args["speculative_model"]
-    if model is not None:
-        if model != _NGRAM_NAMES[0]:
-            raise _no_draft_model("speculative_model", model, _NGRAM_NAMES[0])
+    if model == _NGRAM_NAMES[0]:
         methods.append((NGRAM, Given("speculative_model", model)))
+    elif model is not None:
+        given[_MODEL] = Given("speculative_model", model)
+        methods.append((DRAFT_MODEL, given[_MODEL]))
     if args["use_lookahead"]:
         methods.append((LOOKAHEAD, Given("use_lookahead", True)))
     if _FOLDER in given:
@@ -167,22 +188,17 @@ def _from_mapping(
             raise ConfigError(path, value, why_unknown(str(key), known))
         elif value is not None:
             raise ConfigError(path, value, "is not available yet")
-    model = given.pop(_MODEL, None)
-    if model is not None:
-        if model.value not in _NGRAM_NAMES:
-            raise _no_draft_model(model.path, model.value, NGRAM)
-        methods.append((NGRAM, model))
+    model = given.get(_MODEL)
+    if model is not None and model.value in _NGRAM_NAMES:
+        methods.append((NGRAM, given.pop(_MODEL)))
+    elif model is not None:
+        methods.append((DRAFT_MODEL, model))
     named = given.pop("method", None)
     if named is not None:
-        methods.append((NGRAM if named.value in _NGRAM_NAMES else LOOKAHEAD, named))
+        methods.append((NGRAM if named.value in _NGRAM_NAMES else named.value, named))
     if _FOLDER in given:
         methods.append((LOOKAHEAD, given[_FOLDER]))
     return given, methods
-
-
-def _no_draft_model(path: str, value: str, instead: str) -> ConfigError:
-    reason = f"a draft model is not available yet; use {instead!r} or the lookahead cache"
-    return ConfigError(path, value, reason)
 
 
 def _merged(first: dict[str, Given], second: Mapping[str, Given]) -> dict[str, Given]:
@@ -201,31 +217,61 @@ def _contradiction(one: Given, other: Given) -> ConfigError:
     )
 
 
-def _one_method(methods: list[tuple[str, Given]]) -> str | None:
-    if not methods:
-        return None
-    first, source = methods[0]
-    for method, other in methods[1:]:
-        if method != first:
-            raise _contradiction(other, source)
-    return first
+def _together(methods: list[tuple[str, Given]]) -> frozenset[str]:
+    """The methods that are asked for: one, or a draft model beside the lookahead cache."""
+    for method, source in methods:
+        for other, another in methods:
+            if method != other and NGRAM in (method, other):
+                raise _contradiction(another, source)
+    return frozenset(method for method, _ in methods)
 
 
-def _refuse_idle(given: Mapping[str, Given], method: str | None) -> None:
-    """Raises for a value that the method, or the lack of one, leaves without effect."""
+def _refuse_idle(given: Mapping[str, Given], methods: frozenset[str]) -> None:
+    """Raises for a value that the methods, or the lack of any, leave without effect."""
+    of_model = (*_OF_WORKER, _LONGEST_TEXT, _REVISION, _MODEL)
     for name, (path, value) in given.items():
-        if name == _COUNT:
-            idle = method is None
+        if name in (_COUNT, _MOST_SEQUENCES):
+            idle = not methods
         elif name in (_LONGEST, _SHORTEST):
-            idle = method != NGRAM
+            idle = NGRAM not in methods
+        elif name in of_model:
+            idle = DRAFT_MODEL not in methods
         else:
-            idle = method != LOOKAHEAD
+            idle = LOOKAHEAD not in methods
         if idle:
             raise ConfigError(path, value, f"needs {_NEEDED.get(name, _NEEDED_ELSE)}")
 
 
+def _draft_model(
+    given: Mapping[str, Given], args: Mapping[str, Any], *, in_mapping: bool
+) -> DraftModelConfig:
+    prefix = "speculative_config: " if in_mapping else ""
+    model, count = given.get(_MODEL), given.get(_COUNT)
+    if model is None:
+        raise ConfigError(prefix + _MODEL, None, "a draft model is a folder or a hub id")
+    if count is None:
+        reason = "a draft model needs the number of draft tokens for each step"
+        raise ConfigError(prefix + _COUNT, None, reason)
+    if not args["cpu_draft_worker"]:
+        reason = "a draft model on the GPU is not available yet; set cpu_draft_worker=True"
+        raise ConfigError("cpu_draft_worker", False, reason)
+    longest, revision = given.get(_LONGEST_TEXT), given.get(_REVISION)
+    timeout = args["draft_timeout_ms"]
+    return DraftModelConfig(
+        model=model.value,
+        revision=None if revision is None else revision.value,
+        num_tokens=count.value,
+        max_model_len=None if longest is None else longest.value,
+        threads=args["draft_threads"],
+        weight_dtype=args["draft_weight_dtype"],
+        overlap=args["speculative_overlap"],
+        timeout=None if timeout is None else timeout / 1e3,
+        optional=args["draft_optional"],
+    )
+
+
 def _prompt_lookup(
-    given: Mapping[str, Given], memory: float, *, in_mapping: bool
+    given: Mapping[str, Given], memory: float, most_sequences: int | None, *, in_mapping: bool
 ) -> SpeculationConfig:
     prefix = "speculative_config: " if in_mapping else ""
     if _COUNT not in given:
@@ -243,14 +289,15 @@ def _prompt_lookup(
     if low is not None and least > most:
         assert high is not None
         raise ConfigError(low.path, least, f"exceeds {high.path} ({most})")
-    return SpeculationConfig(NGRAM, None, given[_COUNT].value, least, most, memory)
+    count = given[_COUNT].value
+    return SpeculationConfig(NGRAM, None, count, least, most, memory, None, most_sequences)
 
 
-def _lookahead(given: Mapping[str, Given]) -> LookaheadConfig:
+def _lookahead(given: Mapping[str, Given], *, with_draft: bool) -> LookaheadConfig:
     settings = {name: one for name, one in given.items() if name in KEYS}
     if _FOLDER in given:
         settings = _merged(read_lookahead_file(given[_FOLDER].value), settings)
-    count = given.get(_COUNT)
+    count = None if with_draft else given.get(_COUNT)
     if count is not None:
         if "copy_length" in settings:
             raise _contradiction(count, settings["copy_length"])

@@ -23,8 +23,11 @@ from hetero_llm.runner.kv_cache import PagedKVCache
 
 WEIGHT_FORMATS = {"bf16": 0, "float": 1, "int8": 2}
 """How weights are held: numbers of `Format` in csrc/step/matmul.h."""
-GREEDY, NOISY, LOGITS_ONLY = 0, 1, 2
-"""Modes of a sampled row."""
+GREEDY, NOISY, LOGITS_ONLY, CANDIDATES = 0, 1, 2, 3
+"""Modes of a draw: the likeliest token, the likeliest with noise, none, the K likeliest."""
+MOST_CANDIDATES = 16
+TREE_WINDOW = 64
+"""KV places that a tree's rows may see or not, their own included."""
 
 _DTYPES = {torch.bfloat16: 0, torch.float32: 1}
 _ACTIVATIONS = {"silu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2}
@@ -56,6 +59,7 @@ _ROWS = (
     ("slots", np.int32),
     ("starts", np.int32),
     ("counts", np.int32),
+    ("bases", np.int32),
     ("is_tree", np.uint8),
     ("ancestors", np.uint64),
     ("tables", np.int32),
@@ -74,10 +78,10 @@ class _Step(ctypes.Structure):
     """`HeteroStep`."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("rows", "sequences", "samples", "columns")),
+        *((name, _LONG) for name in ("rows", "sequences", "samples", "columns", "count")),
         *((name, _POINTER) for name, _ in _ROWS),
         *((f"draw_{name}", _POINTER) for name, _ in _DRAWS),
-        *((name, _POINTER) for name in ("tokens", "logits", "hidden")),
+        *((name, _POINTER) for name in ("tokens", "candidates", "log_probs", "logits", "hidden")),
     ]
 
 
@@ -90,8 +94,12 @@ class StepRows:
         cache_rows: [T] int32 KV slot (block * block size + offset) of each row.
         slots, starts, counts: [S] int32 place in `tables`, tokens in the cache before the step,
             rows.
-        is_tree: [S] uint8; ancestors: [T] uint64, of a tree's rows the bits of their ancestors
-            and themselves, counted from the sequence's first row. Others are not looked at.
+        bases: [S] int32, of a tree the KV place where its window begins: everything before is
+            seen by all its rows. start + count - base is at most `TREE_WINDOW`, and places up to
+            the start hold KV of earlier steps, seen or not. Others are not looked at.
+        is_tree: [S] uint8; ancestors: [T] uint64, of a tree's rows bit i says whether KV place
+            base + i is seen: those of their ancestors, which lie before them, and their own.
+            Others are not looked at.
         tables: [slots, columns] int32 block ids.
     """
 
@@ -101,6 +109,7 @@ class StepRows:
     slots: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
+    bases: np.ndarray
     is_tree: np.ndarray
     ancestors: np.ndarray
     tables: np.ndarray
@@ -110,6 +119,7 @@ class StepRows:
         count, sequences = len(self.token_ids), len(self.slots)
         assert len(self.positions) == len(self.cache_rows) == len(self.ancestors) == count
         assert len(self.starts) == len(self.counts) == len(self.is_tree) == sequences
+        assert len(self.bases) == sequences
         assert self.tables.ndim == 2
 
 
@@ -119,9 +129,10 @@ class StepDraws:
 
     Attributes:
         rows: [N] int32 row that each draw follows; several may follow one.
-        modes: [N] uint8 `GREEDY`, `NOISY` or `LOGITS_ONLY`.
-        temperatures: [N] float32; seeds: [N] uint64; positions: [N] int32 position of the token
-            to be drawn; sample_indices: [N] int32. Of noisy draws.
+        modes: [N] uint8 `GREEDY`, `NOISY`, `LOGITS_ONLY` or `CANDIDATES`.
+        temperatures: [N] float32, above 0 for noisy draws; candidates have noise where it is.
+        seeds: [N] uint64; positions: [N] int32 position of the token to be drawn;
+            sample_indices: [N] int32. Of draws with noise.
     """
 
     rows: np.ndarray
@@ -134,6 +145,34 @@ class StepDraws:
     def __post_init__(self) -> None:
         _check(self, _DRAWS)
         assert len({len(getattr(self, name)) for name, _ in _DRAWS}) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The K likeliest tokens of each of N draws. Contiguous arrays.
+
+    Attributes:
+        tokens: [N, K] int32, best first, the lower token first where scores are equal.
+        log_probs: [N, K] float32 log-softmax of the scores: the logits or, where the draw's
+            temperature is above 0, logits / temperature + noise. Last bits depend on the threads.
+
+    Where fewer than K tokens have a probability, and in a row with NaN or +infinity, the rest is
+    token -1 with -infinity. Entries of draws of other modes stay as they were.
+    """
+
+    tokens: np.ndarray
+    log_probs: np.ndarray
+
+    def __post_init__(self) -> None:
+        for array, kind in ((self.tokens, np.int32), (self.log_probs, np.float32)):
+            assert array.dtype == kind and array.flags.c_contiguous, array.dtype
+        assert self.tokens.shape == self.log_probs.shape and self.tokens.ndim == 2
+        assert 1 <= self.tokens.shape[1] <= MOST_CANDIDATES, self.tokens.shape
+
+    @classmethod
+    def empty(cls, draws: int, count: int) -> Candidates:
+        """Room for so many draws of K = `count`."""
+        return cls(np.empty((draws, count), np.int32), np.empty((draws, count), np.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,17 +271,45 @@ class Executor:
         _hand_over(library, handle, model)
 
     def step(self, rows: StepRows, draws: StepDraws) -> np.ndarray:
-        """Runs a step: K and V of its rows go to the cache. [N] int64 drawn tokens."""
+        """Runs a step: K and V of its rows go to the cache. [N] int64 drawn tokens.
+
+        Draws are greedy or noisy; the token of one that is `LOGITS_ONLY` means nothing.
+        """
+        assert (draws.modes != CANDIDATES).all()
         tokens = np.empty(len(draws.rows), np.int64)
-        self._call(rows, draws, tokens, None)
+        self._call(rows, draws, tokens)
         return tokens
 
-    def prepare(self, rows: StepRows, draws: StepDraws, tokens: np.ndarray) -> PreparedStep:
-        """For many steps through the same arrays, which have to live on: see `run`."""
-        return PreparedStep(_Step(0, 0, 0, rows.tables.shape[1], *_addresses(rows, draws, tokens)))
+    def candidates(
+        self, rows: StepRows, draws: StepDraws, count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Runs a step whose draws all are `CANDIDATES`, for the `count` likeliest tokens of each.
+
+        Returns:
+            `Candidates.tokens` and `log_probs`.
+        """
+        assert (draws.modes == CANDIDATES).all()
+        found = Candidates.empty(len(draws.rows), count)
+        self._call(rows, draws, np.empty(0, np.int64), candidates=found)
+        return found.tokens, found.log_probs
+
+    def prepare(
+        self,
+        rows: StepRows,
+        draws: StepDraws,
+        tokens: np.ndarray,
+        candidates: Candidates | None = None,
+    ) -> PreparedStep:
+        """For many steps through the same arrays, which have to live on: see `run`.
+
+        Args:
+            tokens: [N] int64, written where a draw is greedy or noisy.
+            candidates: of N draws, written where they want candidates; None if none ever does.
+        """
+        return PreparedStep(_step(rows, draws, tokens, candidates))
 
     def run(self, step: PreparedStep, rows: int, sequences: int, draws: int) -> None:
-        """Runs a step of the first entries of the prepared arrays; the tokens lie in `tokens`."""
+        """Runs a step of the first entries of the prepared arrays; results lie in those given."""
         struct = step.struct
         struct.rows, struct.sequences, struct.samples = rows, sequences, draws
         self._run(self._handle, ctypes.byref(struct))
@@ -257,30 +324,49 @@ class Executor:
             [N, vocab] float32.
         """
         logits = torch.empty(len(after), self._vocab_size)
-        self._call(rows, logits_after(after), np.empty(len(after), np.int64), logits)
+        self._call(rows, logits_after(after), np.empty(0, np.int64), logits=logits)
         return logits
 
     def _call(
-        self, rows: StepRows, draws: StepDraws, tokens: np.ndarray, logits: torch.Tensor | None
+        self,
+        rows: StepRows,
+        draws: StepDraws,
+        tokens: np.ndarray,
+        *,
+        candidates: Candidates | None = None,
+        logits: torch.Tensor | None = None,
     ) -> None:
-        step = _Step(
-            len(rows.token_ids),
-            len(rows.slots),
-            len(draws.rows),
-            rows.tables.shape[1],
-            *_addresses(rows, draws, tokens),
-            None if logits is None else logits.data_ptr(),
-            None,
-        )
+        trees = rows.is_tree != 0
+        if trees.any():
+            after = (rows.starts + rows.counts - rows.bases)[trees]
+            assert ((rows.counts[trees] <= after) & (after <= TREE_WINDOW)).all(), after
+        step = _step(rows, draws, tokens, candidates)
+        step.rows, step.sequences = len(rows.token_ids), len(rows.slots)
+        step.samples = len(draws.rows)
+        if logits is not None:
+            step.logits = logits.data_ptr()
         self._run(self._handle, ctypes.byref(step))
 
 
-def _addresses(rows: StepRows, draws: StepDraws, tokens: np.ndarray) -> list[int]:
-    return [
+def _step(
+    rows: StepRows, draws: StepDraws, tokens: np.ndarray, candidates: Candidates | None
+) -> _Step:
+    """Of no rows so far."""
+    found = (0, None, None)
+    if candidates is not None:
+        assert len(candidates.tokens) == len(draws.rows)
+        found = (
+            candidates.tokens.shape[1],
+            candidates.tokens.ctypes.data,
+            candidates.log_probs.ctypes.data,
+        )
+    return _Step(
+        *(0, 0, 0, rows.tables.shape[1], found[0]),
         *(getattr(rows, name).ctypes.data for name, _ in _ROWS),
         *(getattr(draws, name).ctypes.data for name, _ in _DRAWS),
         tokens.ctypes.data,
-    ]
+        *found[1:],
+    )
 
 
 def _declare(library: ctypes.CDLL) -> None:

@@ -25,14 +25,18 @@ class StepRows:
     Attributes:
         slots: [sequences] int32 row of `tables`.
         starts, counts: [sequences] int32 tokens in the cache before the step, rows in it.
+        bases: [sequences] int32 of a tree: the first token that not all its rows see, at most
+            its start.
         is_tree: [sequences] uint8.
-        ancestors: [rows] uint64, of tree rows the bits of their ancestors and themselves.
+        ancestors: [rows] uint64, of tree rows bit i says whether token base + i is seen: those of
+            their ancestors, which lie before them, and their own.
         tables: [slots, columns] int32 block ids.
     """
 
     slots: NDArray[np.int32]
     starts: NDArray[np.int32]
     counts: NDArray[np.int32]
+    bases: NDArray[np.int32]
     is_tree: NDArray[np.uint8]
     ancestors: NDArray[np.uint64]
     tables: NDArray[np.int32]
@@ -83,13 +87,16 @@ class StepAttention:
             (rows.slots, np.int32, count),
             (rows.starts, np.int32, count),
             (rows.counts, np.int32, count),
+            (rows.bases, np.int32, count),
             (rows.is_tree, np.uint8, count),
             (rows.ancestors, np.uint64, rows.rows),
         ):
             assert array.dtype == dtype and array.shape == (size,) and array.flags.c_contiguous
         assert rows.tables.dtype == np.int32 and rows.tables.flags.c_contiguous
-        assert int((rows.starts + rows.counts).max()) <= rows.tables.shape[1] * block_size
-        assert (rows.counts[rows.is_tree != 0] <= _MAX_TREE).all() and (rows.counts > 0).all()
+        trees, ends = rows.is_tree != 0, rows.starts + rows.counts
+        assert int(ends.max()) <= rows.tables.shape[1] * block_size
+        assert (rows.counts > 0).all() and (rows.bases[trees] <= rows.starts[trees]).all()
+        assert ((ends - rows.bases)[trees] <= _MAX_TREE).all()
         is_bf16 = cache.dtype == torch.bfloat16
         sizes = np.array(
             [is_bf16, layers, block_size, kv_heads, dim, count, rows.rows]
@@ -103,7 +110,7 @@ class StepAttention:
             ctypes.c_void_p(cache.data_ptr()),
             *(
                 ctypes.c_void_p(array.ctypes.data)
-                for array in (sizes, rows.slots, rows.starts, rows.counts, rows.is_tree)
+                for array in (sizes, rows.slots, rows.starts, rows.counts, rows.bases, rows.is_tree)
             ),
             ctypes.c_void_p(rows.ancestors.ctypes.data),
             ctypes.c_void_p(rows.tables.ctypes.data),
@@ -167,16 +174,14 @@ def ref_attention(
         tokens = cache[table, layer].transpose(0, 1).flatten(1, 2)[:, : start + count].double()
         k, v = tokens.repeat_interleave(heads // kv_heads, dim=2)
         mine = q[first : first + count].double().view(count, heads, dim)
-        own = torch.ones(count, count, dtype=torch.bool).tril()
+        seen = torch.ones(count, start + count, dtype=torch.bool).tril(start)
         if rows.is_tree[s]:
-            bits = rows.ancestors[first : first + count]
-            columns = np.arange(count, dtype=np.uint64)
-            own = torch.from_numpy((bits[:, None] >> columns & np.uint64(1)) != 0)
-        depths = own.sum(1) - 1
-        positions = torch.cat((torch.arange(start), start + depths))
-        seen = torch.cat((torch.ones(count, start, dtype=torch.bool), own), dim=1)
-        if window:
-            seen &= positions > (start + depths).unsqueeze(1) - window
+            bits, base = rows.ancestors[first : first + count], int(rows.bases[s])
+            columns = np.arange(start + count - base, dtype=np.uint64)
+            seen[:, base:] = torch.from_numpy((bits[:, None] >> columns & np.uint64(1)) != 0)
+        if window:  # the last ones of those that would be seen
+            order = seen.cumsum(1)
+            seen &= order > order[:, -1:] - window
         scores = torch.einsum("qhd,khd->hqk", mine, k) * scale
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("hqk,khd->qhd", weights, v).flatten(1))

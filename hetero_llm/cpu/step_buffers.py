@@ -30,6 +30,7 @@ class StepBuffers:
         self.rows = StepRows(
             *of_rows,
             *of_sequences,
+            bases=np.zeros(most_sequences, np.int32),
             is_tree=np.zeros(most_sequences, np.uint8),
             ancestors=np.zeros(most_rows, np.uint64),
             tables=tables,

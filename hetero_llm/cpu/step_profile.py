@@ -45,8 +45,8 @@ def _seconds(executor: Executor, cache: PagedKVCache, rows: int) -> float:
     ancestors = (np.uint64(2) << numbers.astype(np.uint64)) - np.uint64(1)
     blocks = -(-rows // cache.shape.block_size)
     step = StepRows(
-        np.zeros(rows, np.int32), numbers, numbers, zero, zero, np.array([rows], np.int32), one,
-        ancestors, np.arange(blocks, dtype=np.int32).reshape(1, blocks),
+        np.zeros(rows, np.int32), numbers, numbers, zero, zero, np.array([rows], np.int32), zero,
+        one, ancestors, np.arange(blocks, dtype=np.int32).reshape(1, blocks),
     )  # fmt: skip
     draws = StepDraws(
         numbers, np.full(rows, GREEDY, np.uint8), np.ones(rows, np.float32),

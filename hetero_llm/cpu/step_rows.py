@@ -167,3 +167,37 @@ def pick_noisy(
         *_integers(isa),
     )
     return Best(score.value, token.value)
+
+
+def candidates(
+    library: ctypes.CDLL,
+    scores: Floats,
+    count: int,
+    *,
+    ends: list[int],
+    key: NoiseKey | None,
+    isa: int,
+) -> tuple[NDArray[np.int32], Floats]:
+    """The `count` likeliest tokens and their log-probabilities, see csrc/step/candidates.h.
+
+    Args:
+        ends: where parts of the scores end that are looked at apart, as by threads; all but the
+            last are multiples of 16.
+        key: of the noise; None for the scores as they are.
+    """
+    assert scores.dtype == np.float32 and ends[-1] == scores.size and 1 <= count <= 16
+    assert ends == sorted(ends) and not any(end % _STRIP for end in ends[:-1])
+    tokens, log_probs = np.empty(count, np.int32), np.empty(count, np.float32)
+    noise = key or NoiseKey(0.0, 0, 0, 0)
+    library.hetero_candidates(
+        _pointer(scores),
+        _pointer(np.array(ends, np.int64)),
+        *_integers(len(ends)),
+        _float(noise.temperature),
+        ctypes.byref(ctypes.c_uint64(noise.seed)),
+        *_integers(noise.position, noise.sample_index, count),
+        _pointer(tokens),
+        _pointer(log_probs),
+        *_integers(isa),
+    )
+    return tokens, log_probs

@@ -29,6 +29,7 @@ from hetero_llm.core.errors import (
     PromptError,
     RequestError,
 )
+from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
@@ -150,6 +151,7 @@ class AsyncLLMEngine:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._metrics: dict[str, float] = {}
+        self._histograms: dict[str, Histogram] = {}
         self._last_life = time.monotonic()
         self._finishes: deque[float] = deque(maxlen=_FINISHES_KEPT)
         self._failure: str | None = None  # why nothing can be served
@@ -290,6 +292,7 @@ class AsyncLLMEngine:
             num_steps=int(self._metrics.get("num_steps", 0)),
             last_step_age=time.monotonic() - self._last_life,
             queue=len(self._streams),
+            histograms=self._histograms,
         )
 
     def check_health(self) -> None:
@@ -339,9 +342,12 @@ class AsyncLLMEngine:
             except EngineDeadError:
                 break
             await asyncio.sleep(_LOOK)
+        if self._dumped:  # a stopped process writes its stacks when it goes on
+            self._process.popen.send_signal(signal.SIGCONT)
         if self._failure is None:
             self._post(messages.Shutdown())
-            self._lose("the engine was shut down", kill=False)
+            hung = "hung and was ended" if self._dumped else "was shut down"
+            self._lose(f"the engine {hung}", kill=False)
             self._stop_by = time.monotonic() + _SECONDS_TO_STOP
         while self._process.popen.poll() is None and time.monotonic() < self._stop_by:
             self._link.flush()
@@ -417,6 +423,7 @@ class AsyncLLMEngine:
                     stream.put(output)
         elif isinstance(message, messages.Heartbeat):
             self._metrics = message.metrics
+            self._histograms = message.histograms
         elif isinstance(message, messages.RequestFailed):
             failed = self._streams.get(message.key)
             if failed is not None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.sampling_params import SamplingParams
 
@@ -46,12 +47,14 @@ class EngineStats:
         num_steps: steps since the start.
         last_step_age: seconds since the engine last showed life.
         queue: requests accepted and not finished.
+        histograms: `Engine.histograms()` of the last heartbeat.
     """
 
     metrics: dict[str, float]
     num_steps: int
     last_step_age: float
     queue: int
+    histograms: dict[str, Histogram] = field(default_factory=dict)
 
 
 class EngineClient(Protocol):

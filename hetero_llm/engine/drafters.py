@@ -9,13 +9,14 @@ import psutil
 
 from hetero_llm.core.config import SpeculationConfig
 from hetero_llm.core.errors import ConfigError, SnapshotError
-from hetero_llm.core.lookahead_config import LookaheadConfig
+from hetero_llm.core.lookahead_config import LookaheadConfig, lookahead_config
 from hetero_llm.engine.drafting import Drafter
 from hetero_llm.engine.prefix_cache import root_key
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.models.config import ModelConfig
 
 if TYPE_CHECKING:
+    from hetero_llm.cpu.draft.source import DraftSource
     from hetero_llm.cpu.lookahead.snapshot import Place
     from hetero_llm.cpu.lookahead.store import Store
 
@@ -30,8 +31,12 @@ def make_drafter(
     model: ModelConfig,
     max_model_len: int,
     tokenizer: Tokenizer | None = None,
+    source: DraftSource | None = None,
 ) -> tuple[Drafter | None, Store | None]:
     """None without speculation; a store with the lookahead cache only, whose warm-up has begun.
+
+    Args:
+        source: of a draft model whose worker is up.
 
     Raises:
         ConfigError: something that is not available yet, or a warm-up file that does not belong
@@ -48,9 +53,12 @@ def make_drafter(
             smallest=speculation.prompt_lookup_min,
             largest=speculation.prompt_lookup_max,
             num_tokens=speculation.num_speculative_tokens,
+            most_sequences=speculation.most_sequences,
         )
         return drafter, None
-    return _lookahead(speculation, model, max_model_len, tokenizer)
+    if speculation.lookahead is not None:
+        return _lookahead(speculation, model, max_model_len, tokenizer, source)
+    return None if source is None else _model_alone(speculation, model, max_model_len, source), None
 
 
 def fit_to_model(
@@ -89,6 +97,7 @@ def _lookahead(
     model: ModelConfig,
     max_model_len: int,
     tokenizer: Tokenizer | None,
+    source: DraftSource | None,
 ) -> tuple[Drafter, Store]:
     from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
     from hetero_llm.cpu.lookahead.store import Store
@@ -97,7 +106,10 @@ def _lookahead(
     assert speculation.lookahead is not None
     config = fit_to_model(speculation.lookahead, model, max_model_len)
     place = place_for(config, speculation.memory_utilization, tokenizer)
-    drafter = LookaheadDrafter(config, width=max_model_len, capacity=place.capacity)
+    drafter = LookaheadDrafter(
+        config, width=max_model_len, capacity=place.capacity, model=source,
+        most_sequences=speculation.most_sequences,
+    )  # fmt: skip
     store = Store(drafter.history, place)
     if config.warmup_file is not None:
         try:
@@ -108,3 +120,19 @@ def _lookahead(
             reason = getattr(error, "reason", str(error))
             raise ConfigError("warmup_file", config.warmup_file, reason) from None
     return drafter, store
+
+
+def _model_alone(
+    speculation: SpeculationConfig, model: ModelConfig, max_model_len: int, source: DraftSource
+) -> Drafter:
+    """Drafts of the model without any cache."""
+    from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
+
+    return LookaheadDrafter(
+        fit_to_model(lookahead_config({}), model, max_model_len),
+        width=max_model_len,
+        capacity=0,
+        uses_cache=False,
+        model=source,
+        most_sequences=speculation.most_sequences,
+    )

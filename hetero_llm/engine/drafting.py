@@ -60,6 +60,29 @@ class Priced(Protocol):
         ...
 
 
+@runtime_checkable
+class Preparing(Protocol):
+    """A drafter that wants to know of prompts early."""
+
+    def begin(self, sequences: list[Sequence]) -> None:
+        """The prompts of these are being computed: time to prepare. Called while the device works,
+        once for a sequence; those that fork from another are met by `propose` first."""
+        ...
+
+
+@runtime_checkable
+class Attended(Protocol):
+    """A drafter with something that runs beside the engine's process."""
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and states of it, flat."""
+        ...
+
+    def shut_down(self) -> None:
+        """Ends it."""
+        ...
+
+
 def choose_drafts(
     drafter: Drafter,
     sequences: list[Sequence],

@@ -7,18 +7,20 @@ between when stepping is asynchronous. What a step does belongs to the part call
 from __future__ import annotations
 
 import logging
-from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
 from hetero_llm.core.errors import EngineDeadError
+from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
+from hetero_llm.engine.drafting import Attended
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.scheduler import Scheduler
 from hetero_llm.engine.speculation_log import SpeculationLog, speculation_metrics
+from hetero_llm.engine.step_clock import StepClock
 
 logger = logging.getLogger(__name__)
 P = TypeVar("P")
@@ -46,6 +48,7 @@ class Engine:
         asynchronous: launch the next step before the last one's tokens reach the host, wherever
             the requests and the scheduler's drafter allow it. Tokens are the same; a sequence that
             ends by a stop token or string costs one row more.
+        attended: the drafter, if something of it runs beside this process.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Engine:
         *,
         asynchronous: bool = False,
         speculation_log: SpeculationLog | None = None,
+        attended: Attended | None = None,
     ) -> None:
         self._input_processor = input_processor
         self._scheduler = scheduler
@@ -64,7 +68,9 @@ class Engine:
         self._output_processor = output_processor
         self._asynchronous = asynchronous
         self._speculation_log = speculation_log
+        self._attended = attended
         self._pending: tuple[SchedulerOutput, Any, float] | None = None  # launched, not finished
+        self._clock = StepClock()
         self._finished = 0.0  # when the last step was
         self._failure: BaseException | None = None
 
@@ -101,6 +107,8 @@ class Engine:
         it, if there is one, and drops its results.
         """
         self._check_alive()
+        clock = self._clock
+        clock.begin()
         try:
             pending = self._pending or self._launch(self._scheduler.schedule())
             if pending is None:
@@ -109,16 +117,21 @@ class Engine:
                 self._pending = self._launch(self._scheduler.schedule_ahead())
             step, launched, begun = pending
             output = self._runner.finish(launched)
-            now = perf_counter()
+            now = clock.lap("wait")
             self._scheduler.observe(step, now - max(begun, self._finished))
             self._finished = now
             touched = self._scheduler.update(step, output)
+            clock.lap("update")
             if self._asynchronous and self._pending is None:
                 self._pending = self._launch(self._scheduler.schedule())
             self._scheduler.settle()
             if self._speculation_log is not None:
                 self._speculation_log.note(self._scheduler.stats)
-            return self._output_processor.process(touched)
+            clock.lap("update")
+            outputs = self._output_processor.process(touched)
+            clock.lap("output")
+            clock.end()
+            return outputs
         except BaseException as error:
             self._failure = error
             raise
@@ -140,18 +153,39 @@ class Engine:
             "spec_decode_num_drafts": stats.num_drafts,
             "spec_decode_num_draft_tokens": stats.num_draft_tokens,
             "spec_decode_num_accepted_tokens": stats.num_accepted_tokens,
+            **{
+                f"spec_decode_num_accepted_tokens_per_pos_{place}": count
+                for place, count in enumerate(stats.accepted_at)
+            },
+            "last_step_timestamp_seconds": self._clock.last_step,
             **(speculation_metrics(stats) if stats.num_drafts else {}),
+            **({} if self._attended is None else self._attended.metrics()),
         }
+
+    def histograms(self) -> dict[str, Histogram]:
+        """What is counted of every step: its tokens, and the seconds of its phases."""
+        return {
+            "iteration_tokens_total": self._scheduler.stats.step_tokens,
+            **self._clock.histograms(),
+        }
+
+    def shut_down(self) -> None:
+        """Ends what runs beside this process; the engine is not to be used afterwards."""
+        if self._attended is not None:
+            self._attended.shut_down()
 
     def reset_prefix_cache(self) -> None:
         self._scheduler.reset_prefix_cache()
 
     def _launch(self, step: SchedulerOutput | None) -> tuple[SchedulerOutput, Any, float] | None:
         """The step, what its runner made of it, and when it began."""
+        begun = self._clock.lap("schedule")
         if step is None:
             return None
-        begun = perf_counter()
-        return step, self._runner.launch(step), begun
+        launched = self._runner.launch(step)
+        self._scheduler.prepare()
+        self._clock.lap("launch")
+        return step, launched, begun
 
     def _check_alive(self) -> None:
         if self._failure is not None:

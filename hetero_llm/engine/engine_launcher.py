@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hetero_llm.core.errors import EngineDeadError
+from hetero_llm.core.log_sink import kind_of_root
 from hetero_llm.engine import messages
 from hetero_llm.engine.link import Link
 
@@ -86,7 +87,7 @@ def launch(args: Mapping[str, Any]) -> EngineProcess:
             [sys.executable, "-P", "-m", MODULE, *given],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), alive),
-            env=_environment(),
+            env=child_environment(),
         )
     except BaseException:
         ours.close()
@@ -97,11 +98,11 @@ def launch(args: Mapping[str, Any]) -> EngineProcess:
         os.close(alive)
     link = Link(ours)
     level = logging.getLogger("hetero_llm").getEffectiveLevel()
-    link.send(messages.encode(messages.Start(dict(args), level)))
+    link.send(messages.encode(messages.Start(dict(args), level, kind_of_root())))
     return EngineProcess(popen, link, os.fdopen(life, "wb", buffering=0))
 
 
-def _environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Ours, and where this package is, if it is not installed."""
     environment = dict(os.environ)
     home = Path(__file__).resolve().parents[2]

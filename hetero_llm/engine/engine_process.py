@@ -23,11 +23,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hetero_llm.core import env
 from hetero_llm.core.args import resolve_engine_args
 from hetero_llm.core.config import EngineConfig
 from hetero_llm.core.errors import ConfigError, HeteroLLMError, RequestError
+from hetero_llm.core.log_sink import LineFormatter, Sink
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.engine import messages
+from hetero_llm.engine.faults import with_faults
 from hetero_llm.engine.link import Link
 
 if TYPE_CHECKING:
@@ -52,6 +55,7 @@ class EngineLoop:
         self._link = link
         self._built = built
         self._engine = built.engine
+        self._step = with_faults(built.engine.step, env.faults())
         self._begun: set[str] = set()  # requests with an output on its way
         self._last_beat = 0.0
         self._running = True
@@ -64,7 +68,7 @@ class EngineLoop:
                 self._take(messages.decode_to_engine(data))
             if self._engine.has_unfinished and self._link.num_unsent < _MOST_UNSENT:
                 try:
-                    outputs = self._engine.step()
+                    outputs = self._step()
                 except BaseException as error:
                     logger.exception("a step failed")
                     self._post(messages.Dead(f"{type(error).__name__}: {error}"))
@@ -144,7 +148,9 @@ class EngineLoop:
         if now - self._last_beat >= HEARTBEAT_SECONDS:
             self._last_beat = now
             if not self._link.num_unsent:
-                self._post(messages.Heartbeat(_metrics(self._built)))
+                figures = _metrics(self._built) | {"cpu_seconds": time.process_time()}
+                histograms = self._built.engine.histograms()
+                self._post(messages.Heartbeat(figures, histograms))
 
     def _post(self, message: messages.Message) -> None:
         self._link.send(messages.encode(message))
@@ -210,14 +216,15 @@ def _build(link: Link) -> BuiltEngine | int:
     start = _first_message(link)
     if start is None:
         return EXIT_BAD_START
-    logging.basicConfig(
-        level=start.log_level,
-        format="hetero-llm engine: %(levelname)s: %(message)s",
-        stream=sys.stderr,
-    )
+    root = logging.getLogger()
+    root.handlers[:] = [Sink(sys.stderr.fileno(), LineFormatter(start.log_format, "engine"))]
+    root.setLevel(max(start.log_level, logging.WARNING))
+    logging.getLogger("hetero_llm").setLevel(start.log_level)
+    logging.captureWarnings(True)
     begun = time.monotonic()
     try:
         config = EngineConfig.from_args(resolve_engine_args(start.args))
+        env.faults()  # a mistake in it is better told now
         import torch  # noqa: F401  # by far the longest import: its time is shown apart
         from tqdm import tqdm
 

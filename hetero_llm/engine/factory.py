@@ -13,8 +13,9 @@ from hetero_llm.core.config import CacheConfig, EngineConfig, LoadConfig, Schedu
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.demo_models import ALIASES, demo_folder
 from hetero_llm.engine.block_manager import BlockManager
+from hetero_llm.engine.draft_model import DraftModel, prepare_draft_model
 from hetero_llm.engine.drafters import make_drafter
-from hetero_llm.engine.drafting import Priced
+from hetero_llm.engine.drafting import Attended, Priced
 from hetero_llm.engine.engine import Engine, ModelRunner
 from hetero_llm.engine.input_processor import InputProcessor
 from hetero_llm.engine.output_processor import OutputProcessor, holds_stop
@@ -84,35 +85,80 @@ def build_engine(
     scheduler_config = _scheduler_config(config, max_model_len, device.type)
     tokenizer = _load_tokenizer(config, folder)
     dtype: torch.dtype = getattr(torch, dtype_name)
+    draft_model = None
+    if drafter is None:
+        config, draft_model = prepare_draft_model(
+            config, model_config, tokenizer,
+            target_on_cpu=device.type == "cpu", max_model_len=max_model_len,
+        )  # fmt: skip
+    inputs = _EngineInputs(
+        folder, model_config, max_model_len, tokenizer, dtype, device, scheduler_config,
+        show_progress,
+    )  # fmt: skip
+    try:
+        return _join(config, inputs, drafter, draft_model)
+    except BaseException:
+        if draft_model is not None:
+            draft_model.worker.close()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineInputs:
+    """What was found out about model and machine before any weight is loaded."""
+
+    folder: Path
+    model_config: ModelConfig
+    max_model_len: int
+    tokenizer: Tokenizer | None
+    dtype: torch.dtype
+    device: torch.device
+    scheduler: SchedulerConfig
+    show_progress: bool
+
+
+def _join(
+    config: EngineConfig,
+    inputs: _EngineInputs,
+    drafter: Drafter | None,
+    draft_model: DraftModel | None,
+) -> BuiltEngine:
+    """Loads the weights and joins all parts."""
+    load, model_config, tokenizer = config.load, inputs.model_config, inputs.tokenizer
+    device, dtype, max_model_len = inputs.device, inputs.dtype, inputs.max_model_len
+    dtype_name = str(dtype).removeprefix("torch.")
     native = _native_backend(config, model_config, dtype, device)
     backend = _backend_name(config, device, native=native is not None)
-    store = None
-    if drafter is None:
-        drafter, store = make_drafter(config.speculation, model_config, max_model_len, tokenizer)
     model = _load_weights(
         config,
-        folder,
+        inputs.folder,
         model_config,
         dtype=dtype,
         device=device,
-        show_progress=show_progress,
+        show_progress=inputs.show_progress,
         backend=backend,
     )
     runner, num_blocks = _build_runner(
         config,
-        scheduler_config,
+        inputs.scheduler,
         model,
         model_config=model_config,
         dtype=dtype,
         device=device,
-        drafts=drafter is not None,
+        drafts=drafter is not None or config.speculation is not None,
         native=native,
     )
+    store = None
+    if drafter is None:
+        source = None if draft_model is None else draft_model.source()
+        drafter, store = make_drafter(
+            config.speculation, model_config, max_model_len, tokenizer, source
+        )
     _tell_costs(drafter, runner)
     prefix_cache = PrefixCache() if config.cache.enable_prefix_caching else None
     blocks = BlockManager(num_blocks, config.cache.block_size, prefix_cache)
     scheduler = Scheduler(
-        scheduler_config,
+        inputs.scheduler,
         blocks,
         None if tokenizer is None else partial(holds_stop, tokenizer),
         drafter=drafter,
@@ -131,6 +177,7 @@ def build_engine(
         OutputProcessor(tokenizer, scheduler.stop_sequence),
         asynchronous=device.type == "cuda" and not config.batch_invariant,
         speculation_log=make_log(config.speculation),
+        attended=drafter if isinstance(drafter, Attended) else None,
     )
     if not config.disable_log_stats:
         sizes = max_model_len, num_blocks, config.cache.block_size

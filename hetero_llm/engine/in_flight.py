@@ -21,7 +21,7 @@ class InFlight:
 
     One entry per scheduled sequence. A sequence whose epoch moved on has left its slot: its
     results are void, and the slot may belong to another. `counts` are rows of known or drawn
-    tokens, `nodes` the rows of draft nodes that follow.
+    tokens, `nodes` the rows of draft nodes that follow. `prompt_tokens` of the rows are prompts'.
     """
 
     step: SchedulerOutput
@@ -31,6 +31,7 @@ class InFlight:
     counts: list[int]
     samples: list[int]
     nodes: list[int]
+    prompt_tokens: int
 
 
 def pack(
@@ -53,17 +54,20 @@ def pack(
     epochs: list[int] = []
     samples: list[int] = []
     prompt_rows: list[PromptRows] = []
+    prompt_tokens = 0
     for sequence, count in zip(sequences, counts, strict=True):
         start = sequence.num_computed
         end = start + count
         tokens = sequence.token_ids
         known = len(tokens)
         request = sequence.request
-        if request.prompt_logprobs is not None and start < sequence.num_prompt:
-            first = max(start, len(request.prompt_logprobs) - 1)
-            last = min(end, sequence.num_prompt - 1)
-            if first < last:
-                prompt_rows.append(PromptRows(len(starts), first - start, last - first))
+        if start < sequence.num_prompt:
+            prompt_tokens += min(end, sequence.num_prompt) - start
+            if request.prompt_logprobs is not None:
+                first = max(start, len(request.prompt_logprobs) - 1)
+                last = min(end, sequence.num_prompt - 1)
+                if first < last:
+                    prompt_rows.append(PromptRows(len(starts), first - start, last - first))
         starts.append(start)
         slots.append(sequence.slot)
         epochs.append(sequence.epoch)
@@ -98,7 +102,7 @@ def pack(
         else np.array((changes.copy_from, changes.copy_to), np.int32),
         drafts=drafts,
     )
-    return InFlight(step, sequences, epochs, starts, counts, samples, nodes)
+    return InFlight(step, sequences, epochs, starts, counts, samples, nodes, prompt_tokens)
 
 
 def slot_state(sequence: Sequence) -> SlotState:

@@ -65,6 +65,8 @@ class LLM:
     def close(self) -> None:
         """Frees model and KV cache; further calls raise `EngineDeadError`."""
         device = "" if self._built is None else self._built.device
+        if self._built is not None:
+            self._built.engine.shut_down()
         self._built = None
         free_unreachable(device)
 

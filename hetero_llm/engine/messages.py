@@ -23,6 +23,7 @@ from hetero_llm.core.errors import (
     SnapshotError,
     shown,
 )
+from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.outputs import CompletionOutput, RequestMetrics, TokenLogprobs
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 
@@ -46,10 +47,12 @@ class Error(msgspec.Struct, array_like=True):
 
 
 class Start(Message):
-    """The first message: engine arguments as `resolve_engine_args` takes them."""
+    """The first message: engine arguments as `resolve_engine_args` takes them, and one of
+    `log_sink.FORMATS`."""
 
     args: dict[str, Any]
     log_level: int
+    log_format: str = "text"
 
 
 class AddRequest(Message):
@@ -123,6 +126,7 @@ class RequestFailed(Message):
 
 class Heartbeat(Message):
     metrics: dict[str, float]
+    histograms: dict[str, Histogram] = {}
 
 
 class CallResult(Message):

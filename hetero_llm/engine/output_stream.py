@@ -88,18 +88,23 @@ def merge(total: Output, new: Output) -> None:
         if old is None:
             total.outputs.append(one)
             continue
-        old.text += one.text
-        old.token_ids += one.token_ids
-        old.cumulative_logprob = one.cumulative_logprob
-        if one.logprobs is not None:
-            old.logprobs = one.logprobs if old.logprobs is None else old.logprobs + one.logprobs
-        old.finish_reason = one.finish_reason
-        old.stop_reason = one.stop_reason
+        extend(old, one)
     total.finished = new.finished
     total.num_cached_tokens = new.num_cached_tokens
     total.prompt_logprobs = total.prompt_logprobs or new.prompt_logprobs
     total.metrics = new.metrics or total.metrics
     total.error = new.error
+
+
+def extend(total: CompletionOutput, new: CompletionOutput) -> None:
+    """Appends to a delta the next one of the same sequence."""
+    total.text += new.text
+    total.token_ids += new.token_ids
+    total.cumulative_logprob = new.cumulative_logprob
+    if new.logprobs is not None:
+        total.logprobs = new.logprobs if total.logprobs is None else total.logprobs + new.logprobs
+    total.finish_reason = new.finish_reason
+    total.stop_reason = new.stop_reason
 
 
 class Assembler:

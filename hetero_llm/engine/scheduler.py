@@ -20,7 +20,7 @@ from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
 from hetero_llm.engine.admission import check_fits, forks_to_come
 from hetero_llm.engine.beam import BeamGroup
 from hetero_llm.engine.block_manager import BlockManager
-from hetero_llm.engine.drafting import Drafter, choose_drafts, num_before_end
+from hetero_llm.engine.drafting import Drafter, Preparing, choose_drafts, num_before_end
 from hetero_llm.engine.in_flight import InFlight, pack, slot_state
 from hetero_llm.engine.new_tokens import append_tokens, drop_tokens
 from hetero_llm.engine.scheduler_beams import HoldsStop, best_sequences, grow_beams, open_group
@@ -71,6 +71,7 @@ class Scheduler:
         self._beams: dict[str, BeamGroup] = {}
         self._admitted: list[SlotState] = []
         self._in_flight: deque[InFlight] = deque()
+        self._newcomers: list[Sequence] = []  # admitted; the drafter does not know of them
         self._publisher = Publisher(blocks)
         self._num_synchronous = 0  # running sequences of requests that allow no step ahead
 
@@ -218,6 +219,7 @@ class Scheduler:
         assert flight.step is step, "steps are updated in the order they were scheduled"
         touched: list[Sequence] = []
         groups: list[Request] = []
+        generated = self.stats.generation_tokens
         first = 0
         for sequence, epoch, start, count, samples, nodes, produced in zip(
             flight.sequences,
@@ -267,12 +269,20 @@ class Scheduler:
                     touched.extend(members)
         for request in groups:
             touched.extend(self._advance_beams(request))
+        generated = self.stats.generation_tokens - generated
+        self.stats.step_tokens.observe(flight.prompt_tokens + generated)
         return touched
 
     def observe(self, step: SchedulerOutput, seconds: float) -> None:
-        """Tells whoever drafts how long a step took, if no prompt had a part in it."""
+        """Tells whoever drafts how long a step without prompts took."""
         if self._drafter is not None and not step.has_chunks:
             self._drafter.observe(int(step.counts.sum()), seconds)
+
+    def prepare(self) -> None:
+        """Tells whoever drafts of prompts that have begun: to be called while the device works."""
+        newcomers, self._newcomers = self._newcomers, []
+        if newcomers and isinstance(self._drafter, Preparing):
+            self._drafter.begin(newcomers)
 
     def settle(self) -> None:
         """Upkeep that no step waits for: to be called while the device works."""
@@ -365,6 +375,8 @@ class Scheduler:
         self.stats.prefix_cache_hits += cached
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = cached
+            if request.may_draft:
+                self._newcomers.append(sequence)
             request.metrics.first_scheduled_time = time.monotonic()
             self.stats.prompt_tokens += sequence.num_prompt
         sequence.num_computed = cached

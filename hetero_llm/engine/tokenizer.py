@@ -175,5 +175,10 @@ def load_tokenizer(folder: Path, *, mode: str, trust_remote_code: bool) -> Token
         )
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
+        if not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
+            reason = (
+                "the folder has no tokenizer's files; name one with --tokenizer, or serve token "
+                "ids alone with --skip-tokenizer-init"
+            )
         raise ModelLoadError(f"{folder}: no usable tokenizer: {reason}") from error
     return Tokenizer(hf_tokenizer)

@@ -224,7 +224,9 @@ def _open(file: Path) -> safe_open:
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise ModelLoadError(f"{file}: not a readable safetensors file: {error}") from error
+        raise ModelLoadError(
+            f"{file}: not a readable safetensors file, copy or download it again: {error}"
+        ) from error
 
 
 def _some(names: list[str]) -> str:

@@ -151,15 +151,16 @@ class TorchPagedAttention:
         groups: list[_Group] = []
         row = index = 0
         total = len(starts)
+        is_tree = np.zeros(total, np.uint8) if trees is None else trees.is_tree
         while index < total:
             last = index + 1
-            if counts[index] == 1 and not self._row_by_row:
-                while last < total and counts[last] == 1:
+            if counts[index] == 1 and not is_tree[index] and not self._row_by_row:
+                while last < total and counts[last] == 1 and not is_tree[last]:
                     last += 1
             picked, count = slice(index, last), int(counts[index])
             tree = None
-            if trees is not None and trees.is_tree[index]:
-                tree = _tree(trees, slice(row, row + count), int(starts[index]))
+            if trees is not None and is_tree[index]:
+                tree = _tree(trees, index, slice(row, row + count), int(starts[index]))
             groups.append(self._group(row, starts[picked], count, tables[picked], tree))
             row += count * (last - index)
             index = last
@@ -172,13 +173,13 @@ class TorchPagedAttention:
         device = self._cache.data.device
         context = int(starts.max()) + count
         columns = -(-context // size)
-        if len(starts) > 1 or count == 1:
+        if (len(starts) > 1 or count == 1) and tree is None:
             context = columns * size  # whole blocks: the gathered keys need no cut
         pieces = tables[:, :columns].astype(np.int64) * (self._cache.shape.num_layers * 2)
         rows = slice(row, row + count * len(starts))
         kernel = self._row_kernel
         plans: dict[int | None, Any] | None = None
-        if kernel is not None and count == 1:
+        if kernel is not None and count == 1 and tree is None:
             plans = {w: kernel.plan(starts + 1, pieces, w) for w in self._windows}
         elif kernel is not None and kernel.supports_chunks and tree is None:
             start = int(starts[0])
@@ -223,12 +224,13 @@ class TorchPagedAttention:
         return mask.repeat_interleave(self._config.num_kv_heads, dim=0).unsqueeze(1)
 
 
-def _tree(trees: TreeRows, rows: slice, start: int) -> _Tree:
-    """The tree in these rows of a step."""
+def _tree(trees: TreeRows, index: int, rows: slice, start: int) -> _Tree:
+    """The tree of a sequence, in these rows of a step."""
     count = rows.stop - rows.start
-    bits = trees.ancestors[rows, None] >> np.arange(count, dtype=np.uint64)
+    base = start if trees.bases is None else int(trees.bases[index])
+    bits = trees.ancestors[rows, None] >> np.arange(start + count - base, dtype=np.uint64)
     sees = np.ones((count, start + count), bool)
-    sees[:, start:] = bits & np.uint64(1)
+    sees[:, base:] = bits & np.uint64(1)
     return _Tree(np.concatenate((np.arange(start), trees.positions[rows])), sees)
 
 

@@ -26,6 +26,8 @@ class TreeRows:
         is_tree: [S] uint8.
         parents: of each sequence, the row of each row's parent within its tree, -1 for the root;
             empty without a tree.
+        bases: [S] int32, of each tree the index in its sequence's KV that the lowest bit of
+            `ancestors` stands for; None: its first row's.
     """
 
     token_ids: np.ndarray
@@ -34,6 +36,7 @@ class TreeRows:
     ancestors: np.ndarray
     is_tree: np.ndarray
     parents: list[list[int]]
+    bases: np.ndarray | None = None
 
 
 def tree_rows(step: SchedulerOutput, drafts: DraftBatch) -> TreeRows:

@@ -6,17 +6,15 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
 import msgspec
-from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hetero_llm.core.errors import EngineDeadError
-from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.server.body import read_json
@@ -26,11 +24,9 @@ from hetero_llm.server.protocol import (
     ChatRequest,
     CompletionRequest,
     Generation,
-    PromptTokensDetails,
-    Usage,
     refuse_unsupported,
 )
-from hetero_llm.server.running import ClientGone, EngineRun, deadline_seconds, unless_gone
+from hetero_llm.server.running import ClientGone, deadline_seconds, unless_gone
 from hetero_llm.server.sampling import budget, check_limits, check_min_tokens, check_stream
 from hetero_llm.server.sse import EventStream
 
@@ -134,21 +130,31 @@ def make_work(
     return work
 
 
-def engine_run(context: Context, work: Work) -> EngineRun:
-    return EngineRun(
-        context.client,
-        context.metrics,
-        work.id,
-        work.prompts,
-        work.params,
-        seconds=work.seconds,
-    )
-
-
 # sending
 
 
-async def send_whole(
+class Writer(Protocol):
+    """Makes the answer, in one piece or as events."""
+
+    async def whole(self) -> msgspec.Struct: ...
+
+    async def stream(self, events: EventStream) -> None: ...
+
+
+async def send_answer(
+    context: Context, request: Request, work: Work, writer: Writer, *, streamed: bool
+) -> Response:
+    """The answer as it was asked for.
+
+    Raises:
+        Exception: what the engine or a check says before the answer begins.
+    """
+    if streamed:
+        return _StreamAnswer(context, work, writer.stream)
+    return await _send_whole(context, request, work, writer.whole)
+
+
+async def _send_whole(
     context: Context,
     request: Request,
     work: Work,
@@ -169,7 +175,7 @@ async def send_whole(
     return Response(msgspec.json.encode(result), media_type="application/json")
 
 
-class StreamAnswer(Response):
+class _StreamAnswer(Response):
     """The answer as server-sent events. `produce` writes them up to the end's `[DONE]`."""
 
     def __init__(
@@ -218,63 +224,13 @@ def reported(context: Context, error: Exception, http_id: str) -> ApiError:
     failure = as_api_error(error, http_id)
     if failure.status >= 500:
         context.note_error(failure, http_id)
-    if failure.status == 503:
+    if failure.status in (429, 503):
         context.metrics.rejected(failure.code)
     if isinstance(error, EngineDeadError):
         logger.error("request %s: %s", http_id, error)
     elif failure.code == INTERNAL:
         logger.error("request %s failed", http_id, exc_info=error)
     return failure
-
-
-def is_news(one: CompletionOutput) -> bool:
-    """Whether a delta says anything."""
-    return bool(one.token_ids or one.text or one.finish_reason)
-
-
-# usage
-
-
-class UsageCounter:
-    """Tokens of a request so far."""
-
-    def __init__(self, prompt_tokens: int) -> None:
-        self._prompt = prompt_tokens
-        self._completion = 0
-        self._cached: dict[int, int] = {}
-
-    def note(self, index: int, output: RequestOutput) -> None:
-        """An output of the prompt at `index`."""
-        self._cached[index] = output.num_cached_tokens
-        for one in output.outputs:
-            self._completion += len(one.token_ids)
-
-    def usage(self) -> Usage:
-        return Usage(
-            self._prompt,
-            self._completion,
-            self._prompt + self._completion,
-            PromptTokensDetails(sum(self._cached.values())),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class UsageChoice:
-    """Which chunks of a stream carry usage: the last one, and each."""
-
-    last: bool
-    each: bool
-
-    def of_chunk(self, counter: UsageCounter) -> Usage | UnsetType | None:
-        if self.each:
-            return counter.usage()
-        return None if self.last else UNSET
-
-
-def usage_choice(body: Generation, *, forced: bool) -> UsageChoice:
-    options = body.stream_options
-    last = forced or bool(options and options.include_usage)
-    return UsageChoice(last, last and bool(options and options.continuous_usage_stats))
 
 
 # the log

@@ -21,9 +21,9 @@ from hetero_llm.server.context import Context, request_id_of
 from hetero_llm.server.errors import ApiError
 from hetero_llm.server.gate import Gate
 from hetero_llm.server.info import Info
+from hetero_llm.server.openapi import request_schema
 from hetero_llm.server.page import PAGE_FILES, Page
 from hetero_llm.server.protocol import (
-    UNAVAILABLE,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -101,7 +101,7 @@ def _add_routes(app: FastAPI, context: Context) -> None:
             methods=["POST"],
             response_class=Response,
             summary=text,
-            openapi_extra=_request_schema(kind, required),
+            openapi_extra=request_schema(kind, required, context),
         )
     app.add_api_route(
         "/v1/models/{model:path}",
@@ -135,34 +135,6 @@ def _add_routes(app: FastAPI, context: Context) -> None:
             response_class=Response,
             include_in_schema=False,
         )
-
-
-def _request_schema(kind: type[msgspec.Struct], required: tuple[str, ...]) -> dict[str, Any]:
-    """The request's JSON schema, as our own decoder has it, without what is always refused."""
-    schema = _inlined(*msgspec.json.schema_components([kind]))
-    properties = schema["properties"]
-    schema["properties"] = {n: p for n, p in properties.items() if n not in UNAVAILABLE}
-    schema["required"] = list(required)
-    content = {"application/json": {"schema": schema}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def _inlined(schemas: tuple[dict[str, Any], ...], parts: dict[str, Any]) -> dict[str, Any]:
-    """One schema without references."""
-
-    def resolve(value: Any) -> Any:
-        if isinstance(value, list):
-            return [resolve(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        reference = value.get("$ref")
-        if reference is not None:
-            return resolve(parts[reference.rpartition("/")[2]])
-        return {name: resolve(item) for name, item in value.items()}
-
-    (schema,) = schemas
-    result: dict[str, Any] = resolve(schema)
-    return result
 
 
 async def _route_error(request: Request, error: Exception) -> Response:

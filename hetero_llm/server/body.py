@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _OPEN_LIST, _OPEN_OBJECT = b"[{"
 _SCANNED_AT_ONCE = 1 << 16
+_ITEMS_LOOKED_AT = 4096
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _WHERE = re.compile(r" - at `(.*)`$")
 _MISSING = re.compile(r"missing required field `(\w+)`")
@@ -87,7 +88,7 @@ def decode(
     try:
         body.decode("utf-8")  # msgspec does not look into fields that it skips
         value = _decoder(kind).decode(body)
-        names = _name_decoder().decode(body)
+        unknown = _unknown_names(body, kind)
     except UnicodeDecodeError as error:
         raise invalid(
             None, f"the body is not UTF-8 text (byte {error.start})", "invalid_json"
@@ -96,20 +97,53 @@ def decode(
         raise _type_mistake(str(error)) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise _not_json(body, str(error)) from None
-    unknown = sorted(set(names) - set(kind.__struct_fields__))
     if unknown and strict_fields:
         raise invalid(unknown[0], f"{unknown[0][:64]!r} is not a known field", "unknown_parameter")
     return value, unknown
 
 
+def decode_json(data: bytes, kind: Any, limits: Limits) -> Any:
+    """JSON inside of a request, such as a tool's arguments, within the limits of a body.
+
+    Raises:
+        ApiError, msgspec.MsgspecError, RecursionError: it is no JSON, or not of this kind.
+    """
+    _check_shape(data, limits)
+    return _decoder(kind).decode(data)
+
+
 @lru_cache
-def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
+def _unknown_names(body: bytes, kind: type[msgspec.Struct]) -> list[str]:
+    """Names in a body that `kind` does not have, nor the objects in its fields, one level down."""
+    raw = dict[str, msgspec.Raw]
+    names: dict[str, msgspec.Raw] = _decoder(raw).decode(body)
+    found = names.keys() - set(kind.__struct_fields__)
+    for field, part in _parts(kind).items():
+        content = bytes(names.get(field, b"")).lstrip()
+        if content.startswith(b"{"):
+            found |= {
+                f"{field}.{name}" for name in _decoder(raw).decode(content) if name not in part
+            }
+        elif content.startswith(b"["):
+            for number, item in enumerate(_decoder(list[raw]).decode(content)[:_ITEMS_LOOKED_AT]):
+                found |= {f"{field}[{number}].{name}" for name in item if name not in part}
+    return sorted(found)
+
+
 @lru_cache
-def _name_decoder() -> msgspec.json.Decoder[dict[str, Any]]:
-    return msgspec.json.Decoder(dict[str, msgspec.Raw])
+def _parts(kind: type[msgspec.Struct]) -> dict[str, frozenset[str]]:
+    """Fields of `kind` that hold objects or lists of them, and the names these objects have."""
+    found = {}
+    for field in msgspec.structs.fields(kind):
+        for one in get_args(field.type):
+            part = next(iter(get_args(one)), None) if get_origin(one) is list else one
+            if isinstance(part, type) and issubclass(part, msgspec.Struct):
+                found[field.name] = frozenset(part.__struct_fields__)
+    return found
 
 
 def _check_shape(body: bytes, limits: Limits) -> None:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from msgspec import UNSET, UnsetType
+from msgspec import UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hetero_llm.core.outputs import CompletionOutput
-from hetero_llm.server.answers import (
-    StreamAnswer,
-    UsageCounter,
-    Work,
-    engine_run,
-    is_news,
-    make_work,
-    send_whole,
-    take_in,
-    usage_choice,
-)
+from hetero_llm.core.outputs import CompletionOutput, RequestOutput
+from hetero_llm.server.answers import Work, make_work, send_answer, take_in
 from hetero_llm.server.context import Context
 from hetero_llm.server.errors import invalid
 from hetero_llm.server.logprobs import chat_logprobs, prompt_logprobs
@@ -38,7 +28,7 @@ from hetero_llm.server.protocol import (
     conversation_of,
 )
 from hetero_llm.server.sampling import check_max_tokens, sampling_params
-from hetero_llm.server.sse import EventStream
+from hetero_llm.server.writer import AnswerWriter
 
 _OBJECT, _CHUNK = "chat.completion", "chat.completion.chunk"
 
@@ -50,9 +40,7 @@ def chat_endpoint(context: Context) -> Callable[[Request], Coroutine[Any, Any, R
         body = await take_in(context, request, ChatRequest)
         work = await _work(context, request, body)
         writer = _Writer(context, body, work)
-        if body.stream:
-            return StreamAnswer(context, work, writer.stream)
-        return await send_whole(context, request, work, writer.whole)
+        return await send_answer(context, request, work, writer, streamed=bool(body.stream))
 
     return chat_completions
 
@@ -92,29 +80,18 @@ def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:
     return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
-class _Writer:
+class _Writer(AnswerWriter[ChatRequest]):
     """Makes the answer of one conversation."""
-
-    def __init__(self, context: Context, body: ChatRequest, work: Work) -> None:
-        self._context = context
-        self._body = body
-        self._work = work
-        self._run = engine_run(context, work)
-        as_ids = body.return_tokens_as_token_ids
-        self._as_ids = context.settings.return_tokens_as_token_ids if as_ids is None else as_ids
-        self._counter = UsageCounter(work.prompt_tokens)
 
     async def whole(self) -> Chat:
         """The answer in one piece."""
         choices: list[ChatChoice] = []
         likely: list[Any] | None = None
         async for index, output in self._run.outputs():
-            self._counter.note(index, output)
+            self._counter.note(index, output, output.outputs)
             if output.finished:
                 choices = [self._choice(one) for one in output.outputs]
-                likely = prompt_logprobs(
-                    self._context.texts, output.prompt_logprobs, as_ids=self._as_ids
-                )
+                likely = prompt_logprobs(self._texts, output.prompt_logprobs, as_ids=self._as_ids)
         work = self._work
         answer = Chat(work.id, _OBJECT, work.created, work.model, choices, self._counter.usage())
         if self._body.prompt_logprobs is not None:
@@ -122,22 +99,6 @@ class _Writer:
         if self._body.return_token_ids:
             answer.prompt_token_ids = list(work.prompts[0].token_ids or ())
         return answer
-
-    async def stream(self, events: EventStream) -> None:
-        """Roles first, then one chunk for each output of a choice."""
-        usage = usage_choice(self._body, forced=self._context.settings.force_include_usage)
-        begun = False
-        async for index, output in self._run.outputs():
-            if not begun:
-                begun = True
-                for number in range(self._work.params[0].n):
-                    await events.send(self._opening(number, usage.of_chunk(self._counter)))
-            self._counter.note(index, output)
-            for one in filter(is_news, output.outputs):
-                choice = self._chunk_choice(one)
-                await events.send(self._chunk([choice], usage.of_chunk(self._counter)))
-        if usage.last:
-            await events.send(self._chunk([], self._counter.usage()))
 
     def _choice(self, one: CompletionOutput) -> ChatChoice:
         deadline = self._run.deadline
@@ -154,7 +115,9 @@ class _Writer:
             choice.token_ids = one.token_ids
         return choice
 
-    def _chunk_choice(self, one: CompletionOutput) -> ChunkChoice:
+    def _chunk_choice(
+        self, index: int, output: RequestOutput, one: CompletionOutput
+    ) -> ChunkChoice:
         deadline = self._run.deadline
         choice = ChunkChoice(
             one.index,
@@ -170,22 +133,24 @@ class _Writer:
             choice.token_ids = one.token_ids
         return choice
 
-    def _opening(self, number: int, usage: Usage | UnsetType | None) -> Chunk:
-        delta = Delta(role=self._role(), content="")
-        chunk = self._chunk([ChunkChoice(number, delta, None, None)], usage)
-        if self._body.return_token_ids and number == 0:
-            chunk.prompt_token_ids = list(self._work.prompts[0].token_ids or ())
-        return chunk
+    def _openings(self, usage: Usage | UnsetType | None) -> Iterable[Chunk]:
+        """The role of each choice."""
+        for number in range(self._work.params[0].n):
+            delta = Delta(role=self._role(), content="")
+            chunk = self._chunk([ChunkChoice(number, delta, None, None)], usage)
+            if self._body.return_token_ids and number == 0:
+                chunk.prompt_token_ids = list(self._work.prompts[0].token_ids or ())
+            yield chunk
 
-    def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None = UNSET) -> Chunk:
+    def _chunk(self, choices: Sequence[ChunkChoice], usage: Usage | UnsetType | None) -> Chunk:
         work = self._work
-        return Chunk(work.id, _CHUNK, work.created, work.model, choices, usage)
+        return Chunk(work.id, _CHUNK, work.created, work.model, list(choices), usage)
 
     def _logprobs(self, one: CompletionOutput) -> ChatLogprobs | None:
         if not self._body.logprobs or one.logprobs is None:
             return None
         return chat_logprobs(
-            self._context.texts,
+            self._texts,
             one.token_ids,
             one.logprobs,
             count=self._body.top_logprobs or 0,
@@ -197,4 +162,4 @@ class _Writer:
         messages = self._body.messages
         if self._body.continue_final_message and messages and messages[-1].role:
             return messages[-1].role
-        return self._context.settings.response_role
+        return self._settings.response_role

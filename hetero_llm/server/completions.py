@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.engine.input_processor import Prompt
-from hetero_llm.server.answers import (
-    StreamAnswer,
-    UsageCounter,
-    Work,
-    engine_run,
-    is_news,
-    make_work,
-    send_whole,
-    take_in,
-    usage_choice,
-)
+from hetero_llm.server.answers import Work, make_work, send_answer, take_in
 from hetero_llm.server.context import Context
 from hetero_llm.server.errors import invalid
 from hetero_llm.server.logprobs import CompletionLogprobWriter, prompt_logprobs
@@ -31,11 +22,12 @@ from hetero_llm.server.protocol import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
+    Usage,
 )
 from hetero_llm.server.running import Deadline
 from hetero_llm.server.sampling import check_max_tokens, sampling_params
 from hetero_llm.server.settings import Limits
-from hetero_llm.server.sse import EventStream
+from hetero_llm.server.writer import AnswerWriter
 
 _OBJECT = "text_completion"
 
@@ -47,9 +39,7 @@ def completions_endpoint(context: Context) -> Callable[[Request], Coroutine[Any,
         body = await take_in(context, request, CompletionRequest)
         work = await _work(context, request, body)
         writer = _Writer(context, body, work)
-        if body.stream:
-            return StreamAnswer(context, work, writer.stream)
-        return await send_whole(context, request, work, writer.whole)
+        return await send_answer(context, request, work, writer, streamed=bool(body.stream))
 
     return completions
 
@@ -85,52 +75,30 @@ def _check_fan_out(prompts: int, width: int, limits: Limits) -> None:
         )
 
 
-class _Writer:
+class _Writer(AnswerWriter[CompletionRequest]):
     """Makes the answer of one request. A choice's number counts prompts, then their sequences."""
 
     def __init__(self, context: Context, body: CompletionRequest, work: Work) -> None:
-        self._context = context
-        self._body = body
-        self._work = work
-        self._run = engine_run(context, work)
-        self._scores_only = body.max_tokens == 0
-        as_ids = body.return_tokens_as_token_ids
-        self._as_ids = context.settings.return_tokens_as_token_ids if as_ids is None else as_ids
-        self._counter = UsageCounter(work.prompt_tokens)
+        super().__init__(context, body, work)
         self._logprobs: dict[int, CompletionLogprobWriter] = {}
         self._begun: set[int] = set()
 
     async def whole(self) -> Completion:
-        """The answer in one piece."""
         choices = []
-        async for index, output in self._run.outputs():
-            if self._take(index, output):
-                choices += [self._choice(index, output, one) for one in output.outputs]
+        async for index, output in self._outputs():
+            self._counter.note(index, output, output.outputs)
+            if output.finished:
+                choices += [self._chunk_choice(index, output, one) for one in output.outputs]
         choices.sort(key=lambda choice: choice.index)
-        return self._answer(choices, usage=self._counter.usage())
+        return self._chunk(choices, self._counter.usage())
 
-    async def stream(self, events: EventStream) -> None:
-        """The answer as one chunk for each output of a sequence."""
-        usage = usage_choice(self._body, forced=self._context.settings.force_include_usage)
-        async for index, output in self._run.outputs():
-            self._take(index, output)
-            for one in filter(is_news, output.outputs):
-                choice = self._choice(index, output, one)
-                await events.send(self._answer([choice], usage=usage.of_chunk(self._counter)))
-        if usage.last:
-            await events.send(self._answer([], usage=self._counter.usage()))
+    def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        outputs = self._run.outputs()
+        return _without_tokens(outputs) if self._body.max_tokens == 0 else outputs
 
-    def _take(self, index: int, output: RequestOutput) -> bool:
-        """Counts an output; True if it has something to show without streaming."""
-        if self._scores_only:
-            for one in output.outputs:
-                one.text, one.token_ids, one.logprobs = "", [], []
-                one.finish_reason = one.finish_reason and "length"
-                one.stop_reason = None
-        self._counter.note(index, output)
-        return output.finished
-
-    def _choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> CompletionChoice:
+    def _chunk_choice(
+        self, index: int, output: RequestOutput, one: CompletionOutput
+    ) -> CompletionChoice:
         body, prompt = self._body, self._work.prompts[index]
         number = index * self._work.params[index].n + one.index
         first = number not in self._begun
@@ -150,7 +118,7 @@ class _Writer:
                 choice.prompt_token_ids = list(prompt.token_ids or ())
         if body.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(
-                self._context.texts, output.prompt_logprobs, as_ids=self._as_ids
+                self._texts, output.prompt_logprobs, as_ids=self._as_ids
             )
         return choice
 
@@ -168,7 +136,7 @@ class _Writer:
         writer = self._logprobs.get(number)
         if writer is None:
             writer = self._logprobs[number] = CompletionLogprobWriter(
-                self._context.texts,
+                self._texts,
                 count=body.logprobs,
                 as_ids=self._as_ids,
                 skip_special_tokens=body.skip_special_tokens is not False,
@@ -186,12 +154,28 @@ class _Writer:
         if prompt.text is not None:
             return prompt.text
         skip = self._body.skip_special_tokens is not False
-        return self._context.texts.decode(prompt.token_ids or (), skip_special_tokens=skip)
+        return self._texts.decode(prompt.token_ids or (), skip_special_tokens=skip)
 
     @property
     def _deadline(self) -> Deadline:
         return self._run.deadline
 
-    def _answer(self, choices: Sequence[CompletionChoice], *, usage: Any = UNSET) -> Completion:
+    def _chunk(
+        self, choices: Sequence[CompletionChoice], usage: Usage | UnsetType | None
+    ) -> Completion:
+        """The whole answer has this form, too."""
         work = self._work
         return Completion(work.id, _OBJECT, work.created, work.model, list(choices), usage)
+
+
+async def _without_tokens(
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of a request for none, though the engine has generated one token."""
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            for one in output.outputs:
+                one.text, one.token_ids, one.logprobs = "", [], []
+                one.finish_reason = one.finish_reason and "length"
+                one.stop_reason = None
+            yield index, output

@@ -38,8 +38,13 @@ class Context:
         self.client = client
         self.settings = settings
         self.names = settings.served_names or info.served_names or (info.model,)
-        self.texts = Texts(client.tokenizer, max_model_len=info.max_model_len)
-        self.metrics = Metrics(client, self.names[0])
+        self.texts = Texts(
+            client.tokenizer,
+            max_model_len=info.max_model_len,
+            chat_template=settings.chat_template,
+            template_seconds=settings.limits.template_seconds,
+        )
+        self.metrics = Metrics(client, self.names[0], legacy_names=settings.legacy_metric_names)
         self.watch = Watch(
             keep_alive_seconds=settings.keep_alive_seconds,
             write_seconds=settings.limits.write_seconds,

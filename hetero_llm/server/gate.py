@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from contextlib import AbstractContextManager, nullcontext
 from uuid import uuid4
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hetero_llm.core.log_sink import REQUEST_ID
 from hetero_llm.server.answers import reported
-from hetero_llm.server.auth import PUBLIC, Keys
+from hetero_llm.server.auth import PUBLIC, KeyLimits, Keys
+from hetero_llm.server.connection import CROWDED, crowded
 from hetero_llm.server.context import Context
 from hetero_llm.server.errors import ApiError, busy
 from hetero_llm.server.page import PAGE_FILES
@@ -34,6 +37,9 @@ class Gate:
         self._app = app
         self._context = context
         self._keys = Keys(settings.api_keys)
+        self._key_limits = KeyLimits(
+            settings.max_requests_per_key, settings.max_requests_per_minute
+        )
         self._public = PUBLIC | set(PAGE_FILES) | set(settings.public_paths)
         if settings.public_metrics:
             self._public |= {"/metrics"}
@@ -52,6 +58,7 @@ class Gate:
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
         scope.setdefault("state", {})["request_id"] = request_id
+        REQUEST_ID.set(request_id)  # of this request's own task
         status, started = 500, False
 
         async def send_with_id(message: Message) -> None:
@@ -66,8 +73,8 @@ class Gate:
         metrics.http_begins()
         self._open += 1
         try:
-            self._admit(scope, headers)
-            await self._app(scope, receive, send_with_id)
+            with self._admitted(scope, headers):
+                await self._app(scope, receive, send_with_id)
         except asyncio.CancelledError:
             if not started:  # the server ends, and does not wait for us
                 failure = busy("draining", "the server was shut down", _FULL_RETRY_SECONDS)
@@ -81,9 +88,11 @@ class Gate:
             self._open -= 1
             metrics.http_ends(_route(scope), status)
 
-    def _admit(self, scope: Scope, headers: Headers) -> None:
-        """Raises:
-        ApiError: 431, 401, or 503 for too many at once.
+    def _admitted(self, scope: Scope, headers: Headers) -> AbstractContextManager[None]:
+        """Holds what the request counts for while it is answered.
+
+        Raises:
+            ApiError: 431, 401, 503 for too many at once, or 429 for too many of one key.
         """
         limits = self._context.settings.limits
         raw = scope["headers"]
@@ -97,15 +106,20 @@ class Gate:
         if path not in self._public:
             if self._keys:
                 scope["state"]["api_key"] = self._keys.match(headers.get("authorization"))
+            if CROWDED in scope["state"]:
+                raise crowded(scope["state"][CROWDED])
             if self._open > limits.concurrent_requests:
                 raise busy(
                     "too_many_requests",
                     f"more than {limits.concurrent_requests} requests are being answered",
                     _FULL_RETRY_SECONDS,
                 )
+            if self._key_limits and scope["method"] == "POST":
+                return self._key_limits.admitted(scope["state"]["api_key"])
         elif path == "/health" and scope["query_string"] and self._keys:
             # Details are for those with a key; the status alone is for everybody.
             self._keys.match(headers.get("authorization"))
+        return nullcontext()
 
 
 def _path(scope: Scope) -> str:

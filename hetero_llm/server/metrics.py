@@ -1,23 +1,31 @@
 """Prometheus metrics under vLLM's names, and our own.
 
 What the API sees is counted as it happens; what the engine counts is read from its last report
-when somebody asks. Every server has its own registry, and no label holds a user's text.
+when somebody asks (`engine_metrics`). Every server has its own registry, and no label holds a
+user's text.
 """
 
 from __future__ import annotations
 
-import re
+import asyncio
 import time
-from collections.abc import Iterator
-from typing import Any
+from types import TracebackType
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 
-from hetero_llm.core.errors import EngineDeadError, EngineHungError
+from hetero_llm.core.errors import DuplicateRequestError, OverloadedError, RequestError
 from hetero_llm.core.outputs import RequestOutput
+from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine.client import EngineClient
+from hetero_llm.server.engine_metrics import EngineCollector
+from hetero_llm.server.tracing import Finished, Tracer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name", "engine")
@@ -45,30 +53,26 @@ _COUNTS = {
     "request_generation_tokens": "Tokens generated for a request.",
     "request_params_max_tokens": "max_tokens of a request.",
 }
-
-_GAUGES = {
-    "num_requests_running": "Requests in the running batch.",
-    "num_requests_waiting": "Requests that wait for a place.",
-    "kv_cache_usage_perc": "Used part of the KV cache, 0 to 1.",
-}
-_COUNTERS = {
-    "num_preemptions": "Requests put back because the KV cache was full.",
-    "prompt_tokens": "Prompt tokens computed or found in the prefix cache.",
-    "generation_tokens": "Tokens generated.",
-    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
-    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
-    "spec_decode_num_drafts": "Drafts that were verified.",
-    "spec_decode_num_draft_tokens": "Draft tokens that were verified.",
-    "spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
-}
-_OWN_COUNTERS = ("num_requests_finished", "num_steps")
-_NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
+_BETWEEN_TOKENS = "inter_token_latency_seconds"
+_FINISH_REASONS = ("stop", "length", "abort", "error")
+_ABORT_CAUSES = ("client_gone", "stalled", "timeout", "engine")
+_NEVER_BEGUN = (RequestError, OverloadedError, DuplicateRequestError)
 
 
 class Metrics:
-    """Counts what the API sees; one per server."""
+    """Counts what the API sees; one per server.
 
-    def __init__(self, client: EngineClient, model_name: str) -> None:
+    Args:
+        legacy_names: export also what vLLM has renamed, under its old names.
+
+    Attributes:
+        tracer: told of every request that has ended, if somebody set it.
+    """
+
+    def __init__(
+        self, client: EngineClient, model_name: str, *, legacy_names: bool = False
+    ) -> None:
+        self.tracer: Tracer | None = None
         self.registry = CollectorRegistry(auto_describe=False)
         labels = {"model_name": model_name, "engine": _ENGINE}
         self._times = {
@@ -76,6 +80,12 @@ class Metrics:
             .labels(**labels)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }  # fmt: skip
+        self._old_between = None
+        if legacy_names:
+            self._old_between = Histogram(
+                "vllm:time_per_output_token_seconds", f"Now {_BETWEEN_TOKENS}.", _LABELS,
+                buckets=_BETWEEN, registry=self.registry,
+            ).labels(**labels)  # fmt: skip
         steps = _token_buckets(client.info.max_model_len)
         self._counts = {
             name: Histogram(f"vllm:{name}", text, _LABELS, buckets=steps, registry=self.registry)
@@ -91,6 +101,8 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self._labels = labels
+        for reason in _FINISH_REASONS:
+            self._success.labels(**labels, finished_reason=reason)
         self._http = Counter(
             "hetero_llm:http_requests", "Answers by route and status.", ("route", "status"),
             registry=self.registry,
@@ -99,9 +111,11 @@ class Metrics:
             "hetero_llm:aborted_requests", "Requests that ended early.", ("cause",),
             registry=self.registry,
         )  # fmt: skip
+        for cause in _ABORT_CAUSES:
+            self._aborted.labels(cause)
         self._rejected = Counter(
             "vllm:admission_rejections", "Requests refused because of the server's state.",
-            ("reason",), registry=self.registry,
+            (*_LABELS, "reason"), registry=self.registry,
         )  # fmt: skip
         self._unknown = Counter(
             "hetero_llm:unknown_fields", "Unknown fields of requests, ignored.",
@@ -111,7 +125,8 @@ class Metrics:
             "hetero_llm:http_requests_in_flight", "Requests being answered.",
             registry=self.registry,
         )  # fmt: skip
-        self.registry.register(_EngineCollector(client, labels))
+        self.registry.register(EngineCollector(client, labels, legacy_names=legacy_names))
+        ProcessCollector(registry=self.registry)
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""
@@ -125,46 +140,76 @@ class Metrics:
         self._http.labels(route, str(status)).inc()
 
     def aborted(self, cause: str) -> None:
-        """`cause`: client_gone, stalled, timeout or engine."""
+        """`cause`: one of client_gone, stalled, timeout and engine."""
         self._aborted.labels(cause).inc()
 
     def rejected(self, reason: str) -> None:
         """`reason`: the code of a 503."""
-        self._rejected.labels(reason).inc()
+        self._rejected.labels(**self._labels, reason=reason).inc()
 
     def unknown_fields(self, count: int) -> None:
         self._unknown.inc(count)
 
-    def begin(self, *, prompt_tokens: int, n: int, max_tokens: int | None) -> RequestTimes:
-        """A request to the engine begins."""
-        self._params_n.observe(n)
-        if max_tokens is not None:
-            self._counts["request_params_max_tokens"].observe(max_tokens)
-        return RequestTimes(self, prompt_tokens)
+    def begin(self, request_id: str, prompt_tokens: int, params: SamplingParams) -> RequestTimes:
+        """A request to the engine begins; the context that this opens lasts until it has ended."""
+        return RequestTimes(self, request_id, prompt_tokens, params)
 
     def observe(self, name: str, seconds: float) -> None:
         self._times[name].observe(max(seconds, 0.0))
+        if name == _BETWEEN_TOKENS and self._old_between is not None:
+            self._old_between.observe(max(seconds, 0.0))
 
-    def finish(self, prompt_tokens: int, generated: int, reasons: list[str]) -> None:
-        self._counts["request_prompt_tokens"].observe(prompt_tokens)
-        self._counts["request_generation_tokens"].observe(generated)
-        for reason in reasons:
+    def finish(self, request: Finished) -> None:
+        """A request to the engine has ended, in whatever way."""
+        params = request.params
+        self._params_n.observe(params.n)
+        if params.max_tokens is not None:
+            self._counts["request_params_max_tokens"].observe(params.max_tokens)
+        self._counts["request_prompt_tokens"].observe(request.prompt_tokens)
+        self._counts["request_generation_tokens"].observe(request.generated)
+        for reason in request.reasons:
             self._success.labels(**self._labels, finished_reason=reason).inc()
+        if self.tracer is not None:
+            self.tracer.record(request)
 
 
 class RequestTimes:
     """The times of one request to the engine, seen from here.
 
-    A request that is not streamed has one output only: the engine's own times fill in.
+    A request that is not streamed has one output only: the engine's own times fill in. A context
+    that is left before the last output counts as an abort, or as an error if there was one.
     """
 
-    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
+    def __init__(
+        self, metrics: Metrics, request_id: str, prompt_tokens: int, params: SamplingParams
+    ) -> None:
         self._metrics = metrics
+        self._request_id = request_id
         self._prompt_tokens = prompt_tokens
+        self._params = params
+        self._parent = None if metrics.tracer is None else metrics.tracer.parent()
         self._arrival = time.monotonic()
+        self._first: float | None = None
         self._last: float | None = None
         self._generated = 0
         self._reasons: list[str] = []
+        self._ended = False
+
+    def __enter__(self) -> RequestTimes:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._ended or isinstance(error, _NEVER_BEGUN):
+            return
+        gone = error is None or isinstance(error, (GeneratorExit, asyncio.CancelledError))
+        left = self._params.n - len(self._reasons)
+        self._reasons += ["abort" if gone else "error"] * left
+        self._end(None, time.monotonic())
 
     def note(self, output: RequestOutput) -> None:
         """Call it with every output of the request, in order."""
@@ -176,13 +221,14 @@ class RequestTimes:
                 self._reasons.append(one.finish_reason)
         if new:
             if self._last is not None:
-                self._metrics.observe("inter_token_latency_seconds", now - self._last)
+                self._metrics.observe(_BETWEEN_TOKENS, now - self._last)
             else:
                 first = (
                     output.metrics.first_token_time if output.finished and output.metrics else None
                 )
                 began = now if first is None else min(first, now)
-                self._metrics.observe("time_to_first_token_seconds", began - self._arrival)
+                self._first = max(began - self._arrival, 0.0)
+                self._metrics.observe("time_to_first_token_seconds", self._first)
             self._last = now
             self._generated += new
         if output.finished:
@@ -191,7 +237,7 @@ class RequestTimes:
     def _finish(self, output: RequestOutput, now: float) -> None:
         see = self._metrics.observe
         see("e2e_request_latency_seconds", now - self._arrival)
-        self._metrics.finish(self._prompt_tokens, self._generated, self._reasons)
+        self._end(output, now)
         times = output.metrics
         if times is None or times.first_scheduled_time is None:
             return
@@ -205,73 +251,22 @@ class RequestTimes:
         if self._generated > 1:
             see("request_time_per_output_token_seconds", decode / (self._generated - 1))
 
-
-class _EngineCollector(Collector):
-    """The engine's last report, in Prometheus' terms."""
-
-    def __init__(self, client: EngineClient, labels: dict[str, str]) -> None:
-        self._client = client
-        self._labels = labels
-
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._client.stats()
-        left = dict(stats.metrics)
-        for name, text in _GAUGES.items():
-            yield self._gauge(f"vllm:{name}", text, left.pop(name, 0.0))
-        for name, text in _COUNTERS.items():
-            yield self._counter(f"vllm:{name}", text, left.pop(name, 0.0))
-        yield self._cache_config()
-        for name in _OWN_COUNTERS:
-            value = left.pop(name, None)
-            if value is not None:
-                yield self._counter(f"hetero_llm:{name}", f"The engine's {name}.", value)
-        for name, value in sorted(left.items()):
-            safe = _NOT_A_NAME.sub("_", name)
-            yield self._gauge(f"hetero_llm:{safe}", f"The engine's {name}.", value)
-        yield self._gauge(
-            "hetero_llm:queue", "Requests accepted and not finished.", float(stats.queue)
+    def _end(self, output: RequestOutput | None, now: float) -> None:
+        self._ended = True
+        self._metrics.finish(
+            Finished(
+                request_id=self._request_id,
+                params=self._params,
+                prompt_tokens=self._prompt_tokens,
+                generated=self._generated,
+                reasons=tuple(self._reasons),
+                arrival=self._arrival,
+                end=now,
+                first_token_seconds=self._first,
+                times=None if output is None else output.metrics,
+                parent=self._parent,
+            )
         )
-        yield self._gauge(
-            "hetero_llm:last_step_timestamp_seconds",
-            "When the engine last showed life, in Unix time.",
-            time.time() - stats.last_step_age,
-        )
-        yield self._gauge(
-            "hetero_llm:engine_up", "1 while the engine is well.", float(self._is_up())
-        )
-
-    def _is_up(self) -> bool:
-        try:
-            self._client.check_health()
-        except (EngineDeadError, EngineHungError):
-            return False
-        return True
-
-    def _cache_config(self) -> Metric:
-        info = self._client.info
-        labels = self._labels | {
-            "block_size": str(info.block_size),
-            "num_gpu_blocks": str(info.num_blocks),
-            "cache_dtype": info.dtype,
-        }
-        family = GaugeMetricFamily(
-            "vllm:cache_config_info", "The KV cache's configuration.", labels=list(labels)
-        )
-        family.add_metric(list(labels.values()), 1.0)
-        return family
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        return self._filled(GaugeMetricFamily(name, text, labels=list(self._labels)), value)
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        return self._filled(CounterMetricFamily(name, text, labels=list(self._labels)), value)
-
-    def _filled(self, family: Any, value: float) -> Metric:
-        family.add_metric(list(self._labels.values()), float(value))
-        return family
 
 
 def _token_buckets(largest: int) -> tuple[float, ...]:

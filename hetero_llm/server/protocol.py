@@ -23,6 +23,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
     type: str | None = None
+    json_schema: Any = None
 
 
 class Generation(msgspec.Struct, kw_only=True):
@@ -104,12 +105,31 @@ class ContentPart(msgspec.Struct, kw_only=True):
     text: str | None = None
 
 
+class FunctionCall(msgspec.Struct, kw_only=True):
+    name: str | None = None
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str | None = None
+    type: str | None = None
+    index: int | None = None
+    function: FunctionCall | None = None
+
+
 class Message(msgspec.Struct, kw_only=True):
+    """One of a conversation. Answers of ours and of others come back as they were."""
+
     role: str | None = None
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    annotations: Any = None
+    audio: Any = None
     function_call: Any = None
 
 

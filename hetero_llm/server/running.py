@@ -183,18 +183,16 @@ class EngineRun:
     async def _one(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         prompt, params = self._prompts[index], self._params[index]
         assert prompt.token_ids is not None
-        times = self._metrics.begin(
-            prompt_tokens=len(prompt.token_ids), n=params.n, max_tokens=params.max_tokens
-        )
         stream = self._client.generate(self._ids[index], prompt, params)
-        async with aclosing(stream):
-            async for output in stream:
-                if output.error is not None:
-                    logger.error("request %s failed: %s", self._request_id, output.error)
-                    raise request_failed(self._request_id)
-                times.note(output)
-                self._note(output)
-                yield index, output
+        with self._metrics.begin(self._ids[index], len(prompt.token_ids), params) as times:
+            async with aclosing(stream):
+                async for output in stream:
+                    if output.error is not None:
+                        logger.error("request %s failed: %s", self._request_id, output.error)
+                        raise request_failed(self._request_id)
+                    times.note(output)
+                    self._note(output)
+                    yield index, output
 
     def _note(self, output: RequestOutput) -> None:
         for one in output.outputs:

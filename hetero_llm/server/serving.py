@@ -2,19 +2,21 @@
 
 The port is bound before the model loads, so that a wrong one is known at once. The first SIGTERM
 drains: /ready turns to 503, running requests get `shutdown_timeout`, then the engine and the server
-end. A second signal ends both at once.
+end. A second signal ends both at once. An engine that is dead, or hangs for good, ends the server.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import importlib
 import inspect
 import logging
 import signal
 import socket
-import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,16 +28,26 @@ from hetero_llm import __version__
 from hetero_llm.core.config import EngineConfig
 from hetero_llm.core.errors import ConfigError, EngineDeadError, EngineHungError
 from hetero_llm.engine.async_engine import AsyncEngineArgs, AsyncLLMEngine
-from hetero_llm.engine.client import EngineClient, EngineInfo
+from hetero_llm.engine.client import EngineClient
 from hetero_llm.server.app import build_app
+from hetero_llm.server.connection import (
+    bound_kernel_buffers,
+    connection_class,
+    connections_possible,
+)
 from hetero_llm.server.context import Context
-from hetero_llm.server.settings import Cors, ServerSettings
+from hetero_llm.server.logs import log_stats, server_log
+from hetero_llm.server.settings import TEMPLATE_KWARGS, Cors, Limits, ServerSettings
+from hetero_llm.server.startup import plan_table, ready_text
+from hetero_llm.server.tracing import TraceHeaders, Tracer, open_provider
 
 logger = logging.getLogger(__name__)
 
 EXIT_ENGINE_DEAD = 70
-_HEADER_SECONDS = 10
+_KEEP_ALIVE_SECONDS = 10
 _LOOK = 0.5
+_HANG_GRACE = 5.0
+"""Seconds that a hung engine gets to come back, with /live at 503, before the server ends."""
 _BACKLOG = 2048
 
 
@@ -47,7 +59,7 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
         server_args: all of them, checked.
 
     Returns:
-        0 after a signal, 70 after the engine's death.
+        0 after a signal, 70 after the engine's death or when it hangs for good.
 
     Raises:
         ConfigError: an argument is wrong, or the port is taken.
@@ -56,10 +68,16 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
     arguments = AsyncEngineArgs(**engine_args)
     settings = settings_of(server_args)
     middleware = [_imported(path) for path in server_args["middleware"]]
+    collector = server_args["otlp_traces_endpoint"]
+    traces = None if collector is None else open_provider(collector)
     listener = bind(server_args["host"], server_args["port"])
-    with listener:
+    polls = server_args["uvicorn_log_level"] in ("debug", "trace")
+    log = server_log(server_args["log_format"], secrets=settings.api_keys, polls=polls)
+    with listener, log as console:
         _warn_if_open(server_args)
-        print(f"hetero_llm {__version__}: loading {arguments.values['model']}", flush=True)
+        most = connections_possible(server_args["max_connections"])
+        server_args = {**server_args, "max_connections": most}
+        console.say(f"hetero_llm {__version__}: loading {arguments.values['model']}")
         engine = AsyncLLMEngine(
             arguments,
             served_names=settings.served_names,
@@ -69,16 +87,31 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
         app = build_app(engine, settings)
         for one in middleware:
             _add_middleware(app, one)
-        app.state.context.plan = plan_table(engine.info, _drafts(arguments.values))
-        print(app.state.context.plan, flush=True)
+        context: Context = app.state.context
+        if traces is not None:
+            context.metrics.tracer = Tracer(traces, context.names[0])
+            app.add_middleware(TraceHeaders)
+        config = EngineConfig.from_args(arguments.values)
+        context.plan = plan_table(engine.info, config)
+        console.say(context.plan)
+        address = listener.getsockname()[:2]
         server = Server(
             uvicorn_config(app, server_args),
-            app.state.context,
+            context,
             shutdown_timeout=server_args["shutdown_timeout"],
             drain_delay=server_args["drain_delay"],
-            ready=_ready_text(listener, engine.info, server_args),
+            ready=ready_text(address, engine.info.started_seconds, server_args),
+            keep_alive_on_hang=server_args["keep_alive_on_hang"],
+            say=console.say,
+            stats_interval=None if config.disable_log_stats else server_args["log_stats_interval"],
         )
-        return asyncio.run(server.run_until_told(listener))
+        gc.collect()
+        gc.freeze()  # neither collections in mid-stream nor the process's end walk through it all
+        context.texts.begin()
+        try:
+            return asyncio.run(server.run_until_told(listener))
+        finally:
+            context.texts.close()
 
 
 def settings_of(args: Mapping[str, Any]) -> ServerSettings:
@@ -90,19 +123,26 @@ def settings_of(args: Mapping[str, Any]) -> ServerSettings:
         response_role=args["response_role"],
         return_tokens_as_token_ids=args["return_tokens_as_token_ids"],
         root_path=args["root_path"] or "",
+        chat_template_kwargs=(*TEMPLATE_KWARGS, *args["allowed_chat_template_kwargs"]),
         strict_fields=args["strict_fields"],
+        keep_alive_seconds=args["stream_keep_alive"],
+        stream_interval=args["stream_interval"],
+        max_requests_per_key=args["max_requests_per_key"],
+        max_requests_per_minute=args["max_requests_per_minute"],
         force_include_usage=args["enable_force_include_usage"],
         request_timeout=args["request_timeout"],
         prefix_cache_isolation=args["prefix_cache_isolation"],
         log_requests=not args["disable_log_requests"],
         log_prompts=args["log_prompts"],
         max_log_len=args["max_log_len"],
+        legacy_metric_names=args["legacy_metric_names"],
         cors=Cors(
             origins=tuple(args["allowed_origins"]),
             methods=tuple(args["allowed_methods"]),
             headers=tuple(args["allowed_headers"]),
             credentials=args["allow_credentials"],
         ),
+        limits=Limits(body_seconds=args["body_timeout"], write_seconds=args["write_timeout"]),
     )
 
 
@@ -137,6 +177,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError("host", host, f"is no address: {error.strerror or error}") from None
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound_kernel_buffers(listener)
     try:
         listener.bind(address)
     except OSError as error:
@@ -147,17 +188,23 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def uvicorn_config(app: FastAPI, args: Mapping[str, Any]) -> uvicorn.Config:
-    """uvicorn's settings: h11, whose limits on headers we rely on."""
+    """uvicorn's settings: h11, whose limits on headers we rely on, with our connections."""
+    connection = connection_class(
+        header_seconds=args["header_timeout"],
+        most=args["max_connections"],
+        refused=app.state.context.metrics.rejected,
+    )
     return uvicorn.Config(
         app,
+        log_config=None,
         log_level=args["uvicorn_log_level"],
-        access_log=args["uvicorn_log_level"] in ("debug", "trace"),
-        http="h11",
+        access_log=not args["disable_uvicorn_access_log"],
+        http=connection,
         ws="none",
         lifespan="off",
         server_header=False,
         h11_max_incomplete_event_size=256 << 10,  # above our own limit, which answers better
-        timeout_keep_alive=_HEADER_SECONDS,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=2,
         backlog=_BACKLOG,
         ssl_keyfile=args["ssl_keyfile"],
@@ -172,8 +219,10 @@ class Server(uvicorn.Server):
 
     Args:
         context: of the application.
-        shutdown_timeout, drain_delay: seconds, see docs/flags.md.
-        ready: what to print when requests are answered.
+        shutdown_timeout, drain_delay, keep_alive_on_hang: see docs/flags.md.
+        ready: what to say when requests are answered.
+        say: see `Console`.
+        stats_interval: seconds between lines about throughput; None: no such lines.
     """
 
     def __init__(
@@ -184,6 +233,9 @@ class Server(uvicorn.Server):
         shutdown_timeout: float,
         drain_delay: float,
         ready: str,
+        keep_alive_on_hang: bool = False,
+        say: Callable[[str], None] = print,
+        stats_interval: float | None = None,
     ) -> None:
         super().__init__(config)
         self._context = context
@@ -191,12 +243,19 @@ class Server(uvicorn.Server):
         self._shutdown_timeout = shutdown_timeout
         self._drain_delay = drain_delay
         self._ready = ready
+        self._say = say
+        self._stats_interval = stats_interval
+        self._reporting: asyncio.Task[None] | None = None
+        self._keep_alive_on_hang = keep_alive_on_hang
+        self._hung_since: float | None = None
         self._stop: asyncio.Event | None = None
+        self._hurry: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run_until_told(self, listener: socket.socket) -> int:
         """Serves; returns the exit code."""
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._stop, self._hurry = asyncio.Event(), asyncio.Event()
         serving = asyncio.create_task(self.serve(sockets=[listener]))
         end = asyncio.create_task(self._until_the_end())
         await asyncio.wait([serving, end], return_when=asyncio.FIRST_COMPLETED)
@@ -207,14 +266,18 @@ class Server(uvicorn.Server):
             return EXIT_ENGINE_DEAD
         self.should_exit = True
         await serving
+        if self._context.metrics.tracer is not None:
+            await self._context.metrics.tracer.close()
         return end.result()
 
     async def _until_the_end(self) -> int:
         """Watches over the server; ends when it is to stop, with the exit code."""
-        assert self._stop is not None
+        assert self._stop is not None and self._hurry is not None
         while not self.started:
             await asyncio.sleep(0.01)
-        print(self._ready, flush=True)
+        self._say(self._ready)
+        if self._stats_interval is not None:
+            self._reporting = asyncio.create_task(log_stats(self._client, self._stats_interval))
         while not self._stop.is_set():
             try:
                 await asyncio.wait_for(self._stop.wait(), _LOOK)
@@ -223,19 +286,26 @@ class Server(uvicorn.Server):
                     await asyncio.sleep(_LOOK)  # streams get their error frames
                     await self._client.shutdown(0.0)
                     return EXIT_ENGINE_DEAD
-        print(f"stopping: {self._context.load} requests are running", file=sys.stderr, flush=True)
-        await asyncio.sleep(self._drain_delay)
+        logger.info("stopping: %d requests are running", self._context.load)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), self._drain_delay)
         self._context.draining = True
         await self._client.shutdown(self._shutdown_timeout)
         await asyncio.sleep(0.1)  # the last frames go out
         return 0
 
     def _is_dead(self) -> bool:
-        """A hung engine may come back; a dead one does not."""
+        """A hung engine may come back for a while; a dead one does not."""
+        hung_since, self._hung_since = self._hung_since, None
         try:
             self._client.check_health()
-        except EngineHungError:
-            return False
+        except EngineHungError as error:
+            now = time.monotonic()
+            self._hung_since = now if hung_since is None else hung_since
+            if self._keep_alive_on_hang or now - self._hung_since < _HANG_GRACE:
+                return False
+            logger.error("%s; ending", error)
+            return True
         except EngineDeadError as error:
             logger.error("%s", error)
             return True
@@ -253,50 +323,10 @@ class Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._end_now)
 
     def _end_now(self) -> None:
+        assert self._hurry is not None
         self.force_exit = True
+        self._hurry.set()
         self._ending = asyncio.ensure_future(self._client.shutdown(0.0))
-
-
-def plan_table(info: EngineInfo, drafts: str) -> str:
-    """What serves, as lines of a name and a value."""
-    tokens = info.num_blocks * info.block_size
-    rows = [
-        ("model", f"{info.model} ({info.dtype})"),
-        ("device", f"{info.device}, {info.backend}"),
-        ("context", f"{info.max_model_len} tokens"),
-        ("KV cache", f"{tokens} tokens in {info.num_blocks} blocks of {info.block_size}"),
-        ("full contexts", f"{tokens / info.max_model_len:.1f} at once"),
-        ("drafts", drafts),
-    ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
-
-
-def _drafts(engine_args: Mapping[str, Any]) -> str:
-    """Who drafts, in words."""
-    speculation = EngineConfig.from_args(engine_args).speculation
-    if speculation is None:
-        return "none"
-    if speculation.method == "ngram":
-        return f"prompt lookup, {speculation.num_speculative_tokens} tokens"
-    assert speculation.lookahead is not None
-    modes = ("n-grams", "suffix trie", "suffix trie and n-grams", "both merged")
-    return f"lookahead cache on the CPU: {modes[speculation.lookahead.cache_mode]}"
-
-
-def _ready_text(listener: socket.socket, info: EngineInfo, args: Mapping[str, Any]) -> str:
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    scheme = "https" if args["ssl_certfile"] else "http"
-    url = f"{scheme}://{shown}:{port}"
-    seconds = info.started_seconds
-    parts = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if name != "total")
-    key = ' -H "Authorization: Bearer $API_KEY"' if args["api_key"] else ""
-    return (
-        f"Ready on {url} ({seconds['total']:.1f} s: {parts})\n"
-        f"  curl {url}/v1/completions -H 'Content-Type: application/json'{key} "
-        '-d \'{"prompt": "def add(a, b):", "max_tokens": 16}\''
-    )
 
 
 def _warn_if_open(args: Mapping[str, Any]) -> None:

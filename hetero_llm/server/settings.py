@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hetero_llm.core.errors import ConfigError
+
 TEMPLATE_KWARGS = ("enable_thinking", "thinking", "thinking_budget", "date_string")
 
 
@@ -12,7 +14,8 @@ class Limits:
     """What one request may ask for. Each excess is an error that names its limit.
 
     Counts unless the name says bytes, chars or seconds. `sequences` bounds prompts times the
-    sequences of each. `write_seconds` is how long a client may take no byte of a stream.
+    sequences of each. `write_seconds` is how long a client may take no byte of a stream,
+    `template_seconds` what rendering a conversation may take.
     """
 
     body_bytes: int = 32 << 20
@@ -23,11 +26,13 @@ class Limits:
     json_parts: int = 1 << 16
     concurrent_requests: int = 2048
     write_seconds: float = 60.0
+    template_seconds: float = 5.0
     n: int = 64
     best_of: int = 64
     prompts: int = 256
     sequences: int = 1024
     messages: int = 4096
+    tool_calls: int = 128
     stop: int = 32
     stop_chars: int = 256
     stop_token_ids: int = 1024
@@ -54,6 +59,9 @@ class Cors:
 class ServerSettings:
     """Settings of the HTTP side.
 
+    Raises:
+        ConfigError: a limit of each key is set, but there are no keys.
+
     Args:
         api_keys: keys of which requests must carry one; with none, everybody is served.
         served_names: names of the model; the first is in the responses. Empty: the engine's.
@@ -68,12 +76,17 @@ class ServerSettings:
         force_include_usage: streams end with a usage chunk without being asked.
         default_max_tokens: of a completion that does not say; a chat then gets all the context.
         request_timeout: seconds after which a request ends with what it has; None is for ever.
-        keep_alive_seconds: a silent stream gets a comment this often.
+        keep_alive_seconds: a silent stream gets a comment this often; 0 is never.
+        stream_interval: tokens of a choice that a chunk of a stream waits for; its first and its
+            last chunk wait for none.
+        max_requests_per_key, max_requests_per_minute: POST requests of one API key that may be
+            answered at once, and that it may send in a minute; None is any number.
         prefix_cache_isolation: "key": what one API key's requests leave in the prefix cache is
             not found by another's. "none": shared. None: "key" if there are several keys.
         log_requests: one line for each request.
         log_prompts: prompts are in it, cut to `max_log_len` characters or token ids.
         max_log_len: None is the whole prompt.
+        legacy_metric_names: export metrics also under names that vLLM has given up.
     """
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -90,9 +103,18 @@ class ServerSettings:
     default_max_tokens: int = 16
     request_timeout: float | None = None
     keep_alive_seconds: float = 15.0
+    stream_interval: int = 1
+    max_requests_per_key: int | None = None
+    max_requests_per_minute: int | None = None
     prefix_cache_isolation: str | None = None
     log_requests: bool = True
     log_prompts: bool = False
     max_log_len: int | None = None
+    legacy_metric_names: bool = False
     cors: Cors = field(default_factory=Cors)
     limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests_per_key", "max_requests_per_minute"):
+            if getattr(self, name) is not None and not self.api_keys:
+                raise ConfigError(name, getattr(self, name), "needs api_key: it limits each key")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from typing import Any
 
@@ -106,10 +107,14 @@ class Watch:
     """One task for all open streams: comments into silent ones, an end to stalled ones.
 
     It looks at the streams some times per interval, so nothing is spent per event.
+
+    Args:
+        keep_alive_seconds: of silence; 0 is never.
+        write_seconds: see `Limits`.
     """
 
     def __init__(self, *, keep_alive_seconds: float, write_seconds: float) -> None:
-        self._keep_alive = keep_alive_seconds
+        self._keep_alive = keep_alive_seconds or math.inf
         self._write = write_seconds
         self._streams: set[EventStream] = set()
         self._task: asyncio.Task[None] | None = None

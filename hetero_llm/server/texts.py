@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import logging
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,12 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hetero_llm.server.errors import context_exceeded, invalid
+from hetero_llm.server.templates import ChatTemplate
 
 if TYPE_CHECKING:
     from hetero_llm.engine.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _THREADS = 2
@@ -29,12 +32,38 @@ class Texts:
 
     Long texts are encoded in two threads: the tokenizers library lets go of the GIL, and a long
     prompt must not keep other requests waiting.
+
+    Args:
+        max_model_len: in tokens.
+        chat_template: Jinja text instead of the tokenizer's own template.
+        template_seconds: what rendering one conversation may take.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, *, max_model_len: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        max_model_len: int,
+        chat_template: str | None = None,
+        template_seconds: float = 5.0,
+    ) -> None:
         self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
+        self.chat_template = None
+        if tokenizer is not None:
+            self.chat_template = _template(tokenizer.hf, chat_template, template_seconds)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
+
+    def begin(self) -> None:
+        """Starts what the first conversation would have to wait for."""
+        if self.chat_template is not None:
+            self.chat_template.begin()
+
+    def close(self) -> None:
+        """Ends the threads and processes; nothing more can be asked."""
+        self._pool.shutdown(wait=False)
+        if self.chat_template is not None:
+            self.chat_template.close()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -82,9 +111,9 @@ class Texts:
             ApiError: it cannot.
         """
         contexts = _TRUNCATED_CONTEXTS if truncated else 1
-        if chars > contexts * self._max_model_len * self._longest_token:
+        if chars > contexts * self.max_model_len * self._longest_token:
             at_least = chars // self._longest_token
-            raise context_exceeded(self._max_model_len, at_least, 1, param)
+            raise context_exceeded(self.max_model_len, at_least, 1, param)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         tokenizer = self.need("tokens")
@@ -233,6 +262,17 @@ def guard_for(special_tokens: dict[str, int], texts: Sequence[str]) -> SpecialGu
 
 def last_tokens(token_ids: list[int], count: int | None) -> list[int]:
     return token_ids if count is None else token_ids[-count:]
+
+
+def _template(hf: Any, given: str | None, seconds: float) -> ChatTemplate | None:
+    """The template that writes conversations, if there is one."""
+    text = given
+    if text is None and getattr(hf, "chat_template", None):
+        try:
+            text = hf.get_chat_template()
+        except ValueError as error:  # several, and none of them is the default one
+            logger.warning("conversations are refused: %s", error)
+    return ChatTemplate(text, hf.special_tokens_map, seconds=seconds) if text else None
 
 
 def _piece_bytes(piece: str, alphabet: dict[str, int] | None) -> bytes | None:

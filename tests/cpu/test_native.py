@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hetero_llm.core.env import cache_dir
 from hetero_llm.cpu import build, native
 
 OUTER = (
@@ -108,7 +109,7 @@ def test_a_failing_compiler_leaves_torch_and_one_line(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("the CPU library cannot be built: ") and err.count("\n") == 1
-    assert not list(native.cache_dir().iterdir())
+    assert not list(cache_dir().iterdir())
 
 
 def test_build_command_without_a_compiler(
@@ -148,4 +149,4 @@ def test_several_processes_may_build_at_once() -> None:
                 os._exit(code)
         children.append(child)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
-    assert len(list(native.cache_dir().iterdir())) == 1
+    assert len(list(cache_dir().iterdir())) == 1

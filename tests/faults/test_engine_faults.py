@@ -1,4 +1,4 @@
-"""An engine process that hangs, dies, is short of blocks or loses its parent; a bad start.
+"""Rows 6, 7, 10, 11, 12, 19 and 20 of the fault matrix, at the engine and its process.
 
 Two engines for the whole file, since a start loads torch: the tests of the first one run in order,
 and the last of them kills it.
@@ -82,14 +82,20 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
     return [token for output in outputs for token in output.outputs[0].token_ids]
 
 
-def test_too_few_blocks_for_all(engine: AsyncLLMEngine, args: dict[str, object]) -> None:
-    """64 requests of 6 blocks on 32: all finish with the tokens that they have alone."""
+def test_row_10_too_few_blocks_for_all(engine: AsyncLLMEngine, args: dict[str, object]) -> None:
+    """64 requests of 6 blocks on 32: all finish with the tokens that they have alone, and no 50
+    steps pass without progress."""
     prompts = [[3 + i, *range(20, 27)] for i in range(64)]
 
     async def run() -> list[list[RequestOutput]]:
+        before = await engine.get_metrics()
         tasks = [read(engine, str(i), Prompt(token_ids=ids), LONG) for i, ids in enumerate(prompts)]
         streams = await asyncio.gather(*tasks)
-        assert (await idle_metrics(engine))["num_preemptions"] > 0
+        after = await idle_metrics(engine)
+        assert after["num_preemptions"] > 0
+        steps = after["num_steps"] - before["num_steps"]
+        assert steps < 50 * len(prompts), "a request ends in less than 50 steps"
+        assert len(tokens(await read(engine, "probe", IDS, LONG))) == LONG.max_tokens
         return streams
 
     streams = asyncio.run(run())
@@ -99,7 +105,7 @@ def test_too_few_blocks_for_all(engine: AsyncLLMEngine, args: dict[str, object])
     assert [tokens(stream) for stream in streams] == [one.outputs[0].token_ids for one in expected]
 
 
-def test_a_request_that_never_fits(engine: AsyncLLMEngine) -> None:
+def test_row_11_a_request_that_never_fits(engine: AsyncLLMEngine) -> None:
     beams = replace(LONG, use_beam_search=True, best_of=8)
     for prompt, params in ((Prompt(token_ids=[5] * 64), LONG), (IDS, beams)):
         with pytest.raises(PromptError, match="max_model_len|32; lower"):
@@ -107,7 +113,7 @@ def test_a_request_that_never_fits(engine: AsyncLLMEngine) -> None:
     asyncio.run(idle_metrics(engine))
 
 
-def test_clients_that_leave(engine: AsyncLLMEngine) -> None:
+def test_row_12_clients_that_leave(engine: AsyncLLMEngine) -> None:
     """While running, while waiting for blocks, and before the engine has heard of the request."""
 
     async def run() -> None:
@@ -144,7 +150,7 @@ async def stopped_in_mid_stream(engine: AsyncLLMEngine) -> AsyncGenerator[Reques
     raise AssertionError("the engine is always faster")
 
 
-def test_a_hung_engine_shows_and_may_recover(engine: AsyncLLMEngine) -> None:
+def test_row_07_a_hung_engine_shows_and_may_recover(engine: AsyncLLMEngine) -> None:
     async def run() -> None:
         stream = await stopped_in_mid_stream(engine)
         begun = time.monotonic()
@@ -170,7 +176,7 @@ def test_a_hung_engine_shows_and_may_recover(engine: AsyncLLMEngine) -> None:
     asyncio.run(run())
 
 
-def test_a_killed_engine_ends_all_streams(engine: AsyncLLMEngine) -> None:
+def test_row_06_a_killed_engine_ends_all_streams(engine: AsyncLLMEngine) -> None:
     """The last test of this engine."""
     popen = engine._process.popen
 
@@ -230,7 +236,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_an_engine_ends_with_its_parent(args: dict[str, object], in_thread: bool) -> None:
+def test_row_19_an_engine_ends_with_its_parent(args: dict[str, object], in_thread: bool) -> None:
     """In mid-step by the signal that a dead parent means; and while it loads the model, started
     by a thread, by the end of the pipe."""
     script = PARENT.format(args={**args, "load_format": "dummy"}, in_thread=in_thread)
@@ -254,7 +260,7 @@ def test_an_engine_ends_with_its_parent(args: dict[str, object], in_thread: bool
     assert not left, "the engine outlived its parent"
 
 
-def test_a_start_that_fails_in_the_engine(args: dict[str, object]) -> None:
+def test_row_20_a_start_that_fails_in_the_engine(args: dict[str, object]) -> None:
     """The same error as in this process, and no process left."""
     wrong = {**args, "num_gpu_blocks_override": 7}
     with pytest.raises(ConfigError) as theirs:
@@ -267,7 +273,7 @@ def test_a_start_that_fails_in_the_engine(args: dict[str, object]) -> None:
     process.kill()
 
 
-def test_a_start_that_fails_here(tmp_path: Path) -> None:
+def test_row_20_a_start_that_fails_here(tmp_path: Path) -> None:
     before = {child.pid for child in psutil.Process().children()}
     with pytest.raises(ModelLoadError, match="no such folder"):
         AsyncLLMEngine({"model": str(tmp_path / "nowhere")})

@@ -30,6 +30,7 @@ from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.demo_models import demo_folder
 from hetero_llm.engine.client import EngineInfo, EngineStats
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
+from hetero_llm.engine.output_processor import _find_stop
 from hetero_llm.engine.tokenizer import Stream, Tokenizer, load_tokenizer
 
 VOCAB, CONTEXT, EOS = 4096, 2048, 0
@@ -65,6 +66,7 @@ class _Sequence:
     sent_tokens: int = 0
     sent_chars: int = 0
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
 
 class FakeEngine:
@@ -76,6 +78,8 @@ class FakeEngine:
         die_after: the engine dies after this many tokens of a request.
         fail_after: a request fails after this many.
         max_queue: more running requests are refused.
+        silent_above: a request for more tokens than these gets one, and then nothing until it is
+            aborted.
         seen, aborted: what was asked of it.
     """
 
@@ -88,6 +92,7 @@ class FakeEngine:
         die_after: int | None = None,
         fail_after: int | None = None,
         max_queue: int | None = None,
+        silent_above: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._inputs = InputProcessor(
@@ -105,6 +110,7 @@ class FakeEngine:
         self.die_after = die_after
         self.fail_after = fail_after
         self.max_queue = max_queue
+        self.silent_above = silent_above
         self.seen: list[tuple[str, Prompt, SamplingParams]] = []
         self.aborted: list[str] = []
         self.dead = self.hung = False
@@ -162,6 +168,8 @@ class FakeEngine:
         position = 0
         while any(sequence.finish_reason is None for sequence in sequences):
             await self._wait(ended)
+            if position == 1 and self._is_silent(params):
+                await ended.wait()
             if self.dead or position == self.die_after:
                 self.dead = True
                 raise EngineDeadError("the fake engine was told to die at 0x7f00deadbeef")
@@ -205,6 +213,10 @@ class FakeEngine:
                 await asyncio.wait_for(ended.wait(), self.delay)
         self.num_steps += 1
 
+    def _is_silent(self, params: SamplingParams) -> bool:
+        wanted = params.max_tokens
+        return self.silent_above is not None and (wanted is None or wanted > self.silent_above)
+
     def _sequence(self, index: int, request: Request) -> _Sequence:
         stream = None
         if self._tokenizer is not None and request.params.detokenize:
@@ -224,26 +236,36 @@ class FakeEngine:
         self.generated += 1
         ends = token in request.end_ids
         if sequence.stream is not None and not ends:
-            sequence.text += sequence.stream.push(token)
-        if ends:
+            new = sequence.stream.push(token)
+            sequence.text += new
+            stopped = _find_stop(sequence.text, len(new), request.params)
+            if stopped is not None:
+                sequence.stop_reason, length = stopped
+                sequence.text = sequence.text[:length]
+        if ends or sequence.stop_reason is not None:
             sequence.finish_reason = "stop"
+            if token in (request.params.stop_token_ids or ()):
+                sequence.stop_reason = token
         elif len(request.prompt_token_ids) + len(sequence.tokens) >= request.max_total_tokens:
             sequence.finish_reason = "length"
 
     def _completion(self, sequence: _Sequence, params: SamplingParams) -> CompletionOutput:
         first = sequence.sent_tokens
         tokens = sequence.tokens[first:]
-        text = sequence.text[sequence.sent_chars :]
+        ended = sequence.finish_reason is not None
+        held = 0 if ended else max(map(len, params.stop or ("",))) - 1
+        shown = len(sequence.text) - max(held, 0)
+        text = sequence.text[sequence.sent_chars : max(shown, 0)]
         if params.output_kind is RequestOutputKind.DELTA:
-            ended = sequence.finish_reason is not None
             sequence.sent_tokens = -1 if ended else len(sequence.tokens)
-            sequence.sent_chars = len(sequence.text)
+            sequence.sent_chars = max(shown, sequence.sent_chars)
         logprobs = None
         if params.logprobs is not None:
             logprobs = [logprobs_of(self._tokenizer, token, params.logprobs) for token in tokens]
         return CompletionOutput(
-            sequence.index, text, tokens, None, logprobs, sequence.finish_reason
-        )
+            sequence.index, text, tokens, None, logprobs, sequence.finish_reason,
+            sequence.stop_reason,
+        )  # fmt: skip
 
     def _prompt_logprobs(self, request: Request) -> list[TokenLogprobs | None] | None:
         count = request.params.prompt_logprobs

@@ -60,9 +60,13 @@ def serving(
     settings: ServerSettings | None = None,
     *,
     send_buffer: int | None = None,
+    wrap: type | None = None,
 ) -> Iterator[Served]:
-    """`send_buffer`: bytes that the kernel takes for a client that does not read."""
+    """`send_buffer`: bytes that the kernel takes for a client that does not read; `wrap`: ASGI
+    middleware."""
     app = build_app(engine, settings or ServerSettings())
+    if wrap is not None:
+        app.add_middleware(wrap)
     config = uvicorn.Config(
         app, log_level="critical", lifespan="off", h11_max_incomplete_event_size=1 << 18
     )
@@ -90,6 +94,7 @@ def serving(
         for task in server.server_state.tasks:
             task.cancel()
         await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
+        app.state.context.texts.close()
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(run()), daemon=True)
     thread.start()

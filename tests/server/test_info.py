@@ -180,8 +180,9 @@ def test_labels_are_bounded(tokenizer: Tokenizer) -> None:
 def test_two_servers_count_apart(tokenizer: Tokenizer) -> None:
     with serving(FakeEngine(tokenizer)) as one, serving(FakeEngine(tokenizer)) as two:
         one.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
-        assert "vllm:request_success" in one.http.get("/metrics").text
-        assert 'finished_reason="length"' not in two.http.get("/metrics").text
+        line = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="demo"}'
+        assert f"{line} 1.0" in one.http.get("/metrics").text
+        assert f"{line} 0.0" in two.http.get("/metrics").text
 
 
 def test_the_schema_has_every_field_of_a_request(server: Served) -> None:

@@ -18,18 +18,19 @@ from typing import Any
 import httpx
 import pytest
 
-from hetero_llm.core.args import resolve_server_args
+from hetero_llm.core.args import resolve_engine_args, resolve_server_args
+from hetero_llm.core.config import EngineConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.server.app import build_app
 from hetero_llm.server.serving import (
     EXIT_ENGINE_DEAD,
     Server,
     bind,
-    plan_table,
     read_template,
     settings_of,
     uvicorn_config,
 )
+from hetero_llm.server.startup import plan_table
 from tests.server.fake_engine import FakeEngine, demo_tokenizer
 
 BODY = {"prompt": "a b c", "max_tokens": 8, "ignore_eos": True}
@@ -195,8 +196,12 @@ def test_templates(tmp_path: Path) -> None:
 
 
 def test_the_plan_names_what_serves() -> None:
-    table = plan_table(FakeEngine(demo_tokenizer()).info, "none")
-    assert "8192 tokens in 512 blocks of 16" in table and "drafts" in table
+    config = EngineConfig.from_args(resolve_engine_args({"model": "demo", "cpu_threads": 3}))
+    rows = dict(
+        line.split(maxsplit=1) for line in plan_table(FakeEngine(None).info, config).splitlines()
+    )
+    assert "8192 tokens in 512 blocks of 16" in rows["KV"] and rows["drafts"] == "none"
+    assert rows["cores"].endswith(", 3 for the model") and rows["offload"] == "none"
 
 
 def test_middleware_is_imported_or_refused() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import os
 import re
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.server.settings import Limits, ServerSettings
+from hetero_llm.server.sse import EventStream, Watch
 from tests.server.fake_engine import EOS, FakeEngine
 from tests.server.serving import Served, events, raw_post, serving
 
@@ -40,7 +44,19 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
          "return_tokens_as_token_ids": True}),
     "completion_stop": (COMPLETIONS, {"prompt": [66, EOS, 67], "max_tokens": 9}),
     "completion_utf8": (COMPLETIONS, {"prompt": "é😀", "max_tokens": 6, "logprobs": 0}),
+    "completion_stop_text": (
+        COMPLETIONS, {"prompt": "one two three four", "max_tokens": 20, "stop": ["o th", "zz"]}),
+    "completion_stop_text_kept": (
+        COMPLETIONS,
+        {"prompt": "one two three", "max_tokens": 20, "stop": ["o th"],
+         "include_stop_str_in_output": True}),
+    "completion_stop_text_unmet": (
+        COMPLETIONS, {"prompt": "ab cd", "max_tokens": 4, "stop": ["cdcdcdcd"]}),
+    "completion_stop_id": (COMPLETIONS, {"prompt": [66, 67, 68], "max_tokens": 9,
+                                         "stop_token_ids": [68]}),
+    "completion_prompts": (COMPLETIONS, {"prompt": [[66], [67]], "max_tokens": 1, "n": 2}),
     "chat": (CHAT, {"messages": USER, "max_tokens": 3}),
+    "chat_stop_text": (CHAT, {"messages": USER, "max_tokens": 9, "stop": "ser:"}),
     "chat_usage": (CHAT, {"messages": USER, "max_tokens": 2, "stream_options": USAGE}),
     "chat_usage_each": (
         CHAT, {"messages": USER, "max_tokens": 2, "stream_options": WITH_USAGE_EACH}),
@@ -57,8 +73,17 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def masked(text: str) -> str:
-    text = re.sub(r'"id":"(cmpl|chatcmpl)-[0-9a-f]{32}"', r'"id":"\1-ID"', text)
+    text = re.sub(r"(cmpl|chatcmpl)-[0-9a-f]{32}", r"\1-ID", text)
+    text = re.sub(r"(: keep-alive\n\n)+", ": keep-alive\n\n", text)
     return re.sub(r'"created":\d+', '"created":0', text)
+
+
+def check_golden(name: str, content: bytes) -> None:
+    """Compares with the file; WRITE_GOLDEN=1 writes it first, for whoever changes a rule."""
+    file, text = GOLDEN / f"{name}.sse", masked(content.decode())
+    if os.environ.get("WRITE_GOLDEN"):
+        file.write_bytes(text.encode())
+    assert text == file.read_bytes().decode()
 
 
 @pytest.mark.parametrize("name", STREAMS)
@@ -70,8 +95,113 @@ def test_golden_stream(server: Served, name: str) -> None:
     assert response.headers["cache-control"] == "no-cache"
     assert response.headers["x-accel-buffering"] == "no"
     assert response.headers["x-request-id"] == "golden:1"
-    expected = (GOLDEN / f"{name}.sse").read_bytes().decode()
-    assert masked(response.content.decode()) == expected
+    check_golden(name, response.content)
+
+
+# name: path, body, what the engine does, settings
+UNUSUAL: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "completion_failed": (COMPLETIONS, {"prompt": "a b"}, {"fail_after": 2}, {}),
+    "chat_failed": (CHAT, {"messages": USER, "n": 2}, {"fail_after": 2}, {}),
+    "completion_died": (COMPLETIONS, {"prompt": "a b"}, {"die_after": 2}, {}),
+    "chat_died": (CHAT, {"messages": USER}, {"die_after": 2}, {}),
+    "completion_usage_forced": (
+        COMPLETIONS, {"prompt": "a b", "max_tokens": 2}, {}, {"force_include_usage": True}),
+    "completion_interval": (
+        COMPLETIONS,
+        {"prompt": "é😀 def add(a, b):", "max_tokens": 12, "logprobs": 0, "return_token_ids": True,
+         "stream_options": WITH_USAGE_EACH},
+        {}, {"stream_interval": 5}),
+    "chat_interval": (
+        CHAT, {"messages": USER, "max_tokens": 6, "n": 2}, {}, {"stream_interval": 4}),
+    "completion_interval_failed": (
+        COMPLETIONS, {"prompt": "a b", "max_tokens": 9}, {"fail_after": 4}, {"stream_interval": 5}),
+    "completion_silent": (
+        COMPLETIONS, {"prompt": "a b", "max_tokens": 1}, {}, {"keep_alive_seconds": 0.02}),
+    "chat_silent": (CHAT, {"messages": USER, "max_tokens": 1}, {}, {"keep_alive_seconds": 0.02}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_golden_stream_of_an_unusual_server(tokenizer: Tokenizer, name: str) -> None:
+    path, body, behaviour, settings = UNUSUAL[name]
+    engine = FakeEngine(tokenizer)
+    for attribute, value in behaviour.items():
+        setattr(engine, attribute, value)
+    if "keep_alive_seconds" in settings:
+        engine.gate.clear()
+    headers, received = {"x-request-id": "golden:1"}, b""
+    with (
+        serving(engine, ServerSettings(**settings)) as served,
+        served.http.stream("POST", path, json=body | {"stream": True}, headers=headers) as response,
+    ):
+        assert response.status_code == 200
+        try:
+            for piece in response.iter_bytes():
+                received += piece
+                if b"keep-alive" in received:
+                    served.call(engine.gate.set)
+            cut_off = False
+        except httpx.RemoteProtocolError:
+            cut_off = True
+    assert cut_off == ("die_after" in behaviour)
+    check_golden(name, received)
+
+
+def test_every_golden_file_is_of_a_test() -> None:
+    assert {file.stem for file in GOLDEN.glob("*.sse")} == STREAMS.keys() | UNUSUAL.keys()
+
+
+@pytest.mark.parametrize("interval", [2, 3, 7, 100])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_an_interval_changes_no_text(
+    tokenizer: Tokenizer, server: Served, path: str, interval: int
+) -> None:
+    body = {"prompt": "naïve 東京 🇯🇵 ÿ", "messages": USER, "max_tokens": 23, "n": 2, "stream": True}
+
+    def read(served: Served) -> tuple[dict[int, str], dict[int, int], list[str | None]]:
+        texts, chunks, reasons = defaultdict[int, str](str), Counter[int](), []
+        for chunk in events(served.post(path, body).text)[:-1]:
+            for choice in chunk["choices"]:
+                if "role" in choice.get("delta", ()):
+                    continue
+                texts[choice["index"]] += content(choice)
+                chunks[choice["index"]] += 1
+                reasons.append(choice["finish_reason"])
+        return texts, chunks, reasons
+
+    with serving(FakeEngine(tokenizer), ServerSettings(stream_interval=interval)) as served:
+        texts, chunks, reasons = read(served)
+    assert texts == read(server)[0] and "\ufffd" not in "".join(texts.values())
+    # One token, then the interval, then the rest.
+    assert set(chunks.values()) == {1 + math.ceil(22 / interval)}
+    assert reasons.count("length") == 2 and set(reasons) == {None, "length"} and len(texts) == 2
+
+
+@pytest.mark.parametrize(("seconds", "comments"), [(0.0, False), (0.001, True)])
+def test_comments_can_be_turned_off(seconds: float, comments: bool) -> None:
+    """After the watch has looked at a silent stream some times."""
+    sent: list[Any] = []
+    looks = 0
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    class Counted(EventStream):
+        def is_silent(self, now: float, seconds: float) -> bool:
+            nonlocal looks
+            looks += 1
+            return super().is_silent(now, seconds)
+
+    async def run() -> None:
+        watch = Watch(keep_alive_seconds=seconds, write_seconds=0.02)
+        stream = Counted(send)
+        watch.add(stream)
+        while looks < 30:
+            await asyncio.sleep(0.001)
+        watch.remove(stream)
+
+    asyncio.run(run())
+    assert bool(sent) == comments
 
 
 @pytest.mark.parametrize("name", STREAMS)

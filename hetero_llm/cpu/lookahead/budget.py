@@ -53,6 +53,7 @@ class StepCosts:
         self._corrections = 0
         self._own = np.zeros(len(self._edges))
         self._fresh = np.zeros(len(self._edges))  # 1 for a size that has just run
+        self._table: NDArray[np.float64] | None = None  # of what is known now
 
     def price(self, profile: list[tuple[int, float]]) -> None:
         """Rows and seconds of every size that steps are padded to, ascending. What was observed
@@ -71,6 +72,7 @@ class StepCosts:
         """A step of so many rows, none of them a prompt's, took so long."""
         if num_rows > MOST_ROWS:
             return
+        self._table = None
         at = int(np.searchsorted(self._edges, num_rows))
         if self._profile[0] > 0.0:
             self._correct(at, seconds)
@@ -105,9 +107,13 @@ class StepCosts:
     def table(self) -> NDArray[np.float64]:
         """Seconds of steps of each edge's size. A size that has not run lately takes no less than
         smaller ones that have, and no more than larger ones. All 0 as long as nothing is known."""
-        if self._profile[0] > 0.0:
-            return _corrected(self._profile, self._common, self._own, self._fresh)
-        return _table(self._seconds, self._steps - self._seen < _MEMORY, self._edges)
+        if self._table is None:
+            if self._profile[0] > 0.0:
+                self._table = _corrected(self._profile, self._common, self._own, self._fresh)
+            else:
+                known = self._steps - self._seen < _MEMORY
+                self._table = _table(self._seconds, known, self._edges)
+        return self._table
 
     def of(self, *rows: int) -> list[float]:
         """Seconds of steps of so many rows."""

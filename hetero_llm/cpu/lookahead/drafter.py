@@ -1,4 +1,4 @@
-"""Drafts out of what was said before: the lookahead cache as the scheduler sees it.
+"""Drafts as the scheduler sees them: out of what was said before, and of a draft model's worker.
 
 Every step it copies what sequences have got, looks up what may follow, and hands the drafts over.
 While the device works it learns: new tokens go into the sequences' own indexes, outputs in chunks
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from hetero_llm.core.draft import DraftBatch
 from hetero_llm.core.lookahead_config import LookaheadConfig
 from hetero_llm.core.request import Request, Sequence
+from hetero_llm.cpu.draft.source import DraftSource
 from hetero_llm.cpu.lookahead.budget import MOST_ROWS, StepCosts
 from hetero_llm.cpu.lookahead.history import History
 from hetero_llm.cpu.lookahead.live import (
@@ -27,6 +28,7 @@ from hetero_llm.cpu.lookahead.live import (
     HEAD,
     HITS,
     INDEXED,
+    NO_PROPOSAL,
     SPACE,
     TOLD,
     Live,
@@ -53,6 +55,9 @@ class LookaheadDrafter:
         config: with eos_token_id, voc_size and max_seq_len filled in.
         width: tokens of the longest sequence.
         capacity: tokens of the history; 0 for none.
+        uses_cache: whether drafts come out of the cache; else of the model alone.
+        model: a draft model's drafts, to be merged with the cache's.
+        most_sequences: larger steps get no drafts.
         clock: seconds since some moment.
     """
 
@@ -62,6 +67,9 @@ class LookaheadDrafter:
         *,
         width: int,
         capacity: int,
+        uses_cache: bool = True,
+        model: DraftSource | None = None,
+        most_sequences: int | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         assert config.max_seq_len is not None and config.eos_token_id is not None
@@ -71,13 +79,16 @@ class LookaheadDrafter:
         self._learn_from = SIGNATURE_TOKENS - 1 if config.ignore_prompt else None
         self._unlearned: list[NDArray[np.int64]] = []  # rows with new tokens
         self._closed: list[int] = []  # rows to be forgotten
-        uses_raw, uses_trie = self._mode != TURBO, self._mode != RAW
+        uses_raw = uses_cache and self._mode != TURBO
+        uses_trie = uses_cache and self._mode != RAW
         self._history = History(config, capacity, uses_raw=uses_raw, uses_trie=uses_trie)
         first = TurboSource.NUM_KINDS
         self._record = np.zeros((first + RawSource.NUM_KINDS, 2), np.float32)
         self._turbo = TurboSource(config, self._record[:first]) if uses_trie else None
         self._raw = RawSource(config, self._record[first:], first) if uses_raw else None
         self._sources = [s for s in (self._turbo, self._raw) if s is not None]
+        self._model = model
+        self._most_sequences = most_sequences
         # A chunk repeats of the one before what any of its contexts reaches back to.
         self._overlap = max(
             config.turbo_match_length + config.copy_length - 1,
@@ -89,6 +100,7 @@ class LookaheadDrafter:
         self._tick = 0
         self._costs = StepCosts()
         self._clock = clock
+        self._observed: list[tuple[int, float]] = []  # steps that the costs do not know yet
         self._finished = 0.0  # when the last step was; 0 if a proposal has followed
         self._turn = 0.0  # seconds from there to the next proposal, lately
         self._in_vain = 0  # proposals since the last one that paid
@@ -110,7 +122,7 @@ class LookaheadDrafter:
             source.propose(live.texts.tokens, known, self._history.shared(), nothing, found)
             source.forget(live.texts.tokens, known)
         live.texts.close(text)
-        if self._mode == MERGED:
+        if self._mode == MERGED or self._model is not None:
             merge(*found.arrays, *found.arrays, nothing)
         self._hand_over(*self._choose([], [], 0))
 
@@ -123,6 +135,15 @@ class LookaheadDrafter:
     def idle(self) -> bool:
         return self._resting > 0
 
+    def metrics(self) -> dict[str, float]:
+        """Counters of the draft model's worker; nothing without one."""
+        return {} if self._model is None else self._model.metrics()
+
+    def shut_down(self) -> None:
+        """Ends what runs beside this process."""
+        if self._model is not None:
+            self._model.shut_down()
+
     @property
     def num_foreign(self) -> int:
         """Sequences left alone for a token beyond voc_size."""
@@ -134,7 +155,19 @@ class LookaheadDrafter:
         local = sum(source.num_bytes for source in self._sources)
         return self._live.texts.num_bytes + local + self._history.num_bytes
 
+    def begin(self, sequences: list[Sequence]) -> None:
+        followed = self._live.follow(sequences, self._learn_from)
+        self._unlearned.append(followed[0])
+        if self._model is not None:
+            self._model.commit(*followed, sequences)
+        limits = [0] * len(sequences)
+        self._live.catch_up(followed, limits, NO_PROPOSAL, self._found.found, self._record)
+
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
+        if self._most_sequences is not None and len(sequences) > self._most_sequences:
+            self._resting = _LONGEST_REST
+            nothing = np.zeros(0, np.int32)
+            return DraftBatch(np.zeros(len(sequences), np.int32), nothing, nothing)
         begin = self._finished or self._clock()
         batch = self._hand_over(*self._choose(sequences, limits, num_rows))
         # The device has waited since the last step; nobody knows how long if there was none.
@@ -148,14 +181,23 @@ class LookaheadDrafter:
         self._costs.price(profile)
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        self._costs.observe(num_rows, seconds)
+        self._observed.append((num_rows, seconds))  # the device waits now
         self._finished = self._clock()
 
     def close(self, request: Request) -> None:
-        self._closed += self._live.close(request, self._found.found, self._record)
+        rows = self._live.close(request, self._found.found, self._record)
+        self._closed += rows
+        if self._model is not None:
+            self._model.close(rows)
 
     def settle(self) -> None:
         self._resting = max(self._resting - 1, 0)
+        for num_rows, seconds in self._observed:
+            self._costs.observe(num_rows, seconds)
+        self._observed.clear()
+        if self._model is not None:
+            self._model.settle()
+        self._costs.table()  # worked out while nobody waits
         if self._unlearned:
             self._learn()
         if self._closed:
@@ -170,6 +212,8 @@ class LookaheadDrafter:
         followed = self._live.follow(sequences, self._learn_from)
         rows = followed[0]
         self._unlearned.append(rows)
+        if self._model is not None:  # the worker drafts while the cache is looked up
+            self._model.commit(*followed, sequences)
         where, most, trust = self._live.catch_up(
             followed, limits, self._asked, self._found.found, self._record
         )
@@ -177,7 +221,12 @@ class LookaheadDrafter:
         if len(self._found.counts) < len(rows):
             self._found = Proposals.empty(2 * len(rows))
         found = self._found.rows(len(rows))
-        self._look_up(Rows(*where), most, found)
+        if self._sources:
+            self._look_up(Rows(*where), most, found)
+        if self._model is not None:
+            (seconds,) = self._costs.of(num_rows)
+            drafted = self._model.propose(rows, most, seconds, found)
+            merge(*found.arrays, *drafted.arrays, most)
         kept = self._keep_what_pays(found, trust, num_rows)
         if self._mode == RAW:
             self._keep_to_target(rows, kept)

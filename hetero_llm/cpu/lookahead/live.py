@@ -23,6 +23,7 @@ _NUM_NUMBERS = 14
 HITS, _EXPECTED, _PROPOSED = range(3)
 _MEAN_HITS, _MEAN_EXPECTED, _NUM_FOREIGN = range(3)
 
+NO_PROPOSAL = -2  # a number that no proposal has
 _MEMORY = 0.8  # of the moving averages of hits, kept at each step
 _FLOOR, _CEILING = 0.1, 2.0  # of what hits make of the estimated survival
 
@@ -166,7 +167,7 @@ class Live:
         if not sequences:
             return []
         followed = self.follow(sequences, None)
-        self.catch_up(followed, [0] * len(sequences), -2, found, record)
+        self.catch_up(followed, [0] * len(sequences), NO_PROPOSAL, found, record)
         for sequence in sequences:
             del self._row_of[sequence]
         self.arrays.numbers[followed[0], CLOSED] = 1

@@ -10,6 +10,8 @@ from hetero_llm.cpu.lookahead.prompt_lookup import propose_ngrams
 from hetero_llm.cpu.lookahead.sources import Proposals
 from hetero_llm.cpu.lookahead.texts import Text, Texts
 
+_REST = 8  # steps after one with too many sequences
+
 
 class PromptLookupDrafter:
     """See `engine.drafting.Drafter`. One thread at a time.
@@ -18,9 +20,20 @@ class PromptLookupDrafter:
         width: tokens of the longest sequence.
         smallest, largest: tokens of an n-gram that must have occurred before.
         num_tokens: most tokens of a draft.
+        most_sequences: larger steps get no drafts.
     """
 
-    def __init__(self, *, width: int, smallest: int, largest: int, num_tokens: int) -> None:
+    def __init__(
+        self,
+        *,
+        width: int,
+        smallest: int,
+        largest: int,
+        num_tokens: int,
+        most_sequences: int | None = None,
+    ) -> None:
+        self._most_sequences = most_sequences
+        self._resting = 0  # steps
         self._texts = Texts(width)
         self._known: dict[str, dict[int, Text]] = {}
         self._ngrams = smallest, largest
@@ -29,9 +42,12 @@ class PromptLookupDrafter:
 
     @property
     def idle(self) -> bool:
-        return False
+        return self._resting > 0
 
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
+        if self._most_sequences is not None and len(sequences) > self._most_sequences:
+            self._resting = _REST
+            return Proposals.empty(len(sequences)).batch()
         texts = [self._follow(sequence) for sequence in sequences]
         if len(self._proposals.counts) < len(texts):
             self._proposals = Proposals.empty(len(texts))
@@ -66,7 +82,7 @@ class PromptLookupDrafter:
         pass
 
     def settle(self) -> None:
-        pass
+        self._resting = max(self._resting - 1, 0)
 
     def _follow(self, sequence: Sequence) -> Text:
         of_request = self._known.setdefault(sequence.request.request_id, {})

@@ -27,9 +27,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Sequence:
+    """window: of a tree, the tokens before its start that not all its rows see."""
+
     start: int
     count: int
     tree: bool = False
+    window: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,12 +72,15 @@ def make_rows(sequences: tuple[Sequence, ...], block_size: int) -> StepRows:
     slots = rng.permutation(count + 1)[:count].astype(np.int32)
     blocks = rng.permutation((count + 1) * columns).astype(np.int32)
     ancestors = [
-        bits for s in sequences for bits in (random_tree(rng, s.count) if s.tree else [0] * s.count)
+        bits
+        for s in sequences
+        for bits in (random_tree(rng, s.window + s.count)[s.window :] if s.tree else [0] * s.count)
     ]
     return StepRows(
         slots,
         np.array([s.start for s in sequences], np.int32),
         np.array([s.count for s in sequences], np.int32),
+        np.array([s.start - s.window for s in sequences], np.int32),
         np.array([s.tree for s in sequences], np.uint8),
         np.array(ancestors, np.uint64),
         blocks.reshape(-1, columns),
@@ -142,6 +148,10 @@ MIXED = (
     Sequence(100, 1, tree=True),
     Sequence(130, 33, tree=True),
     Sequence(63, 2),
+    Sequence(90, 1, tree=True, window=40),
+    Sequence(63, 1, tree=True, window=63),
+    Sequence(150, 30, tree=True, window=34),
+    Sequence(7, 3, tree=True, window=5),
 )
 
 
@@ -169,6 +179,8 @@ def test_a_window_hides_tokens_and_ancestors(
         (Sequence(1023, 1), Sequence(4, 1)),
         (Sequence(900, 20, tree=True),),
         (Sequence(1100, 64, tree=True),),
+        (Sequence(1131, 1, tree=True, window=63),),
+        (Sequence(1100, 32, tree=True, window=32),),
         (Sequence(777, 20),),
     ],
     ids=str,
@@ -204,6 +216,8 @@ def test_a_rows_result_does_not_depend_on_threads_or_neighbours(
         Sequence(17, 40),
         Sequence(90, 1),
         Sequence(250, 12, tree=True),
+        Sequence(250, 1, tree=True, window=20),
+        Sequence(250, 12, tree=True, window=20),
     )
     case = make_case(shape, BF16, 0, sequences)
     rows = case.rows
@@ -224,6 +238,7 @@ def test_a_rows_result_does_not_depend_on_threads_or_neighbours(
             rows.slots[one],
             rows.starts[one],
             rows.counts[one],
+            rows.bases[one],
             rows.is_tree[one],
             rows.ancestors[first:last],
             rows.tables,

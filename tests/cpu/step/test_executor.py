@@ -104,6 +104,7 @@ class Served:
             np.array([part.slot for part in parts], np.int32),
             np.array([part.start for part in parts], np.int32),
             np.array([len(part.tokens) for part in parts], np.int32),
+            np.array([part.start for part in parts], np.int32),
             np.array([part.parents is not None for part in parts], np.uint8),
             np.array(ancestors, np.uint64),
             self.tables,

@@ -70,7 +70,7 @@ void make_tiles(AttentionPlan* plan, const AttentionRows& rows, int64_t most_lan
         const int64_t even = least(most_rows, round_up((count + parts - 1) / parts, unit));
         for (int64_t row = 0; row < count; row += even) {
             const int64_t size = least(even, count - row);
-            const int64_t position = rows.is_tree[s] ? start : start + row;
+            const int64_t position = rows.is_tree[s] ? rows.bases[s] : start + row;
             const int64_t last = start + (rows.is_tree[s] ? count : row + size);
             plan->tiles.push_back({s, step_row + row, row, size, most(0, position - window + 1),
                                    last, 1});
@@ -125,7 +125,8 @@ void add_tasks(AttentionPlan* plan, const AttentionRows& rows, const RowTile& ti
     const Kernel kernel = few ? plan->few : plan->many;
     const uint64_t* ancestors =
         rows.is_tree[s] ? rows.ancestors + tile.step_row - tile.row : nullptr;
-    Task task{rows.tables + rows.slots[s] * rows.columns, ancestors, rows.starts[s], tile.row,
+    const int64_t base = rows.is_tree[s] ? rows.bases[s] : rows.starts[s];
+    Task task{rows.tables + rows.slots[s] * rows.columns, ancestors, rows.starts[s], base, tile.row,
               tile.rows, 0, tile.first, tile.last, tile.step_row, -1, kernel, 1};
     const int64_t heads = plan->work.kv_heads;
     if (tile.pieces == 1) {
@@ -254,11 +255,12 @@ void hetero_attention_free(void* plan) {
 
 // sizes: is_bf16, layers, block size, KV heads, dim, sequences, rows, columns, heads, window, isa.
 void hetero_attention_plan(void* plan, void* cache, const int64_t* sizes, const int32_t* slots,
-                           const int32_t* starts, const int32_t* counts, const uint8_t* is_tree,
-                           const uint64_t* ancestors, const int32_t* tables, const float* scale) {
+                           const int32_t* starts, const int32_t* counts, const int32_t* bases,
+                           const uint8_t* is_tree, const uint64_t* ancestors,
+                           const int32_t* tables, const float* scale) {
     const hetero::CacheShape shape{cache, sizes[0] != 0, sizes[1], sizes[2], sizes[3], sizes[4]};
     const hetero::AttentionRows rows{sizes[5], sizes[6],  slots,  starts,  counts,
-                                     is_tree,  ancestors, tables, sizes[7]};
+                                     bases,    is_tree,   ancestors, tables, sizes[7]};
     hetero::plan_attention((hetero::AttentionPlan*)plan, shape, rows, sizes[8], sizes[9], *scale,
                            (hetero::Isa)sizes[10]);
 }

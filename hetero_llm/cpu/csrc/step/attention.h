@@ -1,8 +1,9 @@
 // Attention of a step's rows over the paged KV cache, in parts that threads share.
 //
 // Cache: [block][layer][K|V][token][kv_head][dim], bf16 or float. Rows of one sequence follow each
-// other. Three kinds of sequences: one row (decoding), a draft tree (each row sees what was there
-// before and its own ancestors), a chunk (rows see everything up to themselves).
+// other. Three kinds of sequences: one row (decoding), a draft tree (each row sees everything before
+// a base and, from there on, its ancestors and itself, some of which may be in the cache since
+// earlier steps), a chunk (rows see everything up to themselves).
 
 #pragma once
 
@@ -23,8 +24,11 @@ struct AttentionRows {
     const int32_t* slots;       // [sequences]
     const int32_t* starts;      // [sequences] tokens in the cache before the step
     const int32_t* counts;      // [sequences] rows
+    // [sequences] of a tree: where its window begins, at most its start; the window, up to the
+    // tree's last row, has at most 64 tokens. Others are not looked at.
+    const int32_t* bases;
     const uint8_t* is_tree;     // [sequences]
-    const uint64_t* ancestors;  // [rows] tree rows: bits of their own ancestors and themselves
+    const uint64_t* ancestors;  // [rows] tree rows: bit j says that the row sees token base + j
     const int32_t* tables;      // [slots][columns] block ids
     int64_t columns;
 };
@@ -37,7 +41,8 @@ AttentionPlan* new_attention_plan(int threads);
 void free_attention_plan(AttentionPlan* plan);
 
 // Cuts the step's attention into tasks, once per step and window (the same for all layers). Called
-// by one thread. window: tokens a row sees, itself included; 0: all. heads: query heads.
+// by one thread. window: tokens a row sees, itself included; 0: all. What a tree's row does not see
+// does not count, so that its window is that of its path as a chunk. heads: query heads.
 void plan_attention(AttentionPlan* plan, const CacheShape& cache, const AttentionRows& rows,
                     int64_t heads, int64_t window, float scale, Isa isa);
 

@@ -103,7 +103,7 @@ void align_keys(const Work& w, Scratch& s, const Bf16* const* keys, const Bf16**
 
 // Scales scores to powers of two and hides what a lane must not see; top: running maxima.
 template <int V>
-DOT inline void mask(const Work& w, const Tile& tile, int64_t start, int64_t begin, int64_t tokens,
+DOT inline void mask(const Work& w, const Tile& tile, int64_t base, int64_t begin, int64_t tokens,
                      float (*scores)[kWide], __m512* top) {
     const bool masked = begin < tile.open_first || begin + tokens - 1 > tile.open_last;
     for (int64_t t = 0; t < tokens; ++t)
@@ -111,7 +111,7 @@ DOT inline void mask(const Work& w, const Tile& tile, int64_t start, int64_t beg
             float* at = scores[t] + v * kLanes;
             __m512 s = _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_set1_ps(w.scale));
             if (masked)
-                s = _mm512_mask_blend_ps(seen(tile, begin + t, start, v), _mm512_set1_ps(kHidden),
+                s = _mm512_mask_blend_ps(seen(tile, begin + t, base, v), _mm512_set1_ps(kHidden),
                                          s);
             _mm512_storeu_ps(at, s);
             top[v] = _mm512_max_ps(top[v], s);
@@ -133,14 +133,14 @@ DOT inline void shrink(Tile& tile, int64_t dim, const __m512* factor) {
 
 // One tile and the tokens begin .. begin + tokens, whole register tiles of them.
 template <int V>
-DOT void attend_tokens(const Work& w, Scratch& s, Tile& tile, int64_t start, int64_t begin,
+DOT void attend_tokens(const Work& w, Scratch& s, Tile& tile, int64_t base, int64_t begin,
                        int64_t tokens, const Bf16* const* keys, const int64_t* strides) {
     __m512 top[V], factor[V];
     for (int v = 0; v < V; ++v) top[v] = _mm512_loadu_ps(tile.top + v * kLanes);
     for (int64_t t = 0; t < tokens; t += kTall)
         multiply_tiles(keys[t / kTall], strides[t / kTall], kTall, tile.q, w.dim / 2, V,
                        s.scores[t], kWide, false);
-    mask<V>(w, tile, start, begin, tokens, s.scores, top);
+    mask<V>(w, tile, base, begin, tokens, s.scores, top);
     weigh<V>(tile, tokens, s.scores, top, s.weights, factor);
     shrink<V>(tile, w.dim, factor);
     for (int64_t d = 0; d < w.dim; d += 2 * kTall)
@@ -173,7 +173,7 @@ DOT void attend_many(const Work& w, const Task& task, const Results& to, void* s
             const int64_t seen = least(tile.sees_last + 1, task.last) - begin;
             if (seen <= 0) continue;
             const int64_t tokens = least(kTokens, (seen + kStep - 1) / kStep * kStep);
-            kAttend[tile.vectors - 1](w, s, tile, task.start, begin, tokens, keys, strides);
+            kAttend[tile.vectors - 1](w, s, tile, task.base, begin, tokens, keys, strides);
         }
     }
     for (int64_t i = 0; i < tiles; ++i) finish_tile(w, to, i * kWide, s.tiles[i]);

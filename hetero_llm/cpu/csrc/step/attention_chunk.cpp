@@ -42,7 +42,7 @@ DOT void pack_values(const Work& w, const Bf16* const* keys, int64_t tokens, uin
 
 // scores[t][lane] in powers of two, kHidden where the lane must not look; top: running maxima.
 template <int V>
-DOT inline void score(const Work& w, const Tile& tile, int64_t start, int64_t begin,
+DOT inline void score(const Work& w, const Tile& tile, int64_t base, int64_t begin,
                       int64_t tokens, const Bf16* const* keys, float (*scores)[kWide],
                       __m512* top) {
     const bool masked = begin < tile.open_first || begin + tokens - 1 > tile.open_last;
@@ -66,7 +66,7 @@ DOT inline void score(const Work& w, const Tile& tile, int64_t start, int64_t be
             for (int v = 0; v < V; ++v) {
                 __m512 s = _mm512_mul_ps(acc[r][v], _mm512_set1_ps(w.scale));
                 if (masked)
-                    s = _mm512_mask_blend_ps(seen(tile, begin + t + r, start, v),
+                    s = _mm512_mask_blend_ps(seen(tile, begin + t + r, base, v),
                                              _mm512_set1_ps(kHidden), s);
                 _mm512_storeu_ps(scores[t + r] + v * kLanes, s);
                 top[v] = _mm512_max_ps(top[v], s);
@@ -100,11 +100,11 @@ DOT inline void accumulate(Tile& tile, int64_t dim, int64_t tokens,
 
 // One tile and the tokens begin .. begin + tokens.
 template <int V>
-DOT void attend_tokens(const Work& w, Scratch& s, Tile& tile, int64_t start, int64_t begin,
+DOT void attend_tokens(const Work& w, Scratch& s, Tile& tile, int64_t base, int64_t begin,
                        int64_t tokens) {
     __m512 top[V], factor[V];
     for (int v = 0; v < V; ++v) top[v] = _mm512_loadu_ps(tile.top + v * kLanes);
-    score<V>(w, tile, start, begin, tokens, s.keys, s.scores, top);
+    score<V>(w, tile, base, begin, tokens, s.keys, s.scores, top);
     weigh<V>(tile, tokens, s.scores, top, s.weights, factor);
     accumulate<V>(tile, w.dim, tokens, s.weights, s.values, factor);
 }
@@ -128,9 +128,9 @@ DOT void attend_many(const Work& w, const Task& task, const Results& to, void* s
             const int64_t seen = least(tile.sees_last + 1, task.last) - begin;
             if (seen <= 0) continue;
             const int64_t tokens = whole_tiles(seen);
-            if (tile.vectors == 3) attend_tokens<3>(w, s, tile, task.start, begin, tokens);
-            else if (tile.vectors == 2) attend_tokens<2>(w, s, tile, task.start, begin, tokens);
-            else attend_tokens<1>(w, s, tile, task.start, begin, tokens);
+            if (tile.vectors == 3) attend_tokens<3>(w, s, tile, task.base, begin, tokens);
+            else if (tile.vectors == 2) attend_tokens<2>(w, s, tile, task.base, begin, tokens);
+            else attend_tokens<1>(w, s, tile, task.base, begin, tokens);
         }
     }
     for (int64_t i = 0; i < tiles; ++i) finish_tile(w, to, i * kWide, s.tiles[i]);

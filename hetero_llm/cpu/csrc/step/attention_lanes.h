@@ -103,11 +103,11 @@ DOT inline void find_keys(const Work& w, const Task& task, int64_t begin, const 
 
 // The lanes of vector v that see `token`.
 template <int W>
-DOT inline __mmask16 seen(const LaneTile<W>& tile, int64_t token, int64_t start, int v) {
+DOT inline __mmask16 seen(const LaneTile<W>& tile, int64_t token, int64_t base, int v) {
     const __m512i t = _mm512_set1_epi32((int32_t)token);
     __mmask16 lanes = _mm512_cmple_epi32_mask(_mm512_loadu_si512(tile.first + v * kLanes), t) &
                       _mm512_cmple_epi32_mask(t, _mm512_loadu_si512(tile.last + v * kLanes));
-    const int64_t own = token - start;
+    const int64_t own = token - base;
     if (own >= 0 && own < 64)
         lanes |= _mm512_test_epi32_mask(_mm512_loadu_si512(tile.own[own / 32] + v * kLanes),
                                         _mm512_set1_epi32((int32_t)(1u << own % 32)));

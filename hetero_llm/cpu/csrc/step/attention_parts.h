@@ -33,13 +33,13 @@ struct Results;
 // Runs one task. scratch: as many bytes as the kernel asks for, 64-byte aligned.
 using Kernel = void (*)(const Work& work, const Task& task, const Results& to, void* scratch);
 
-// Some rows of one sequence, one KV head, tokens first .. last of the context. Rows count from the
-// sequence's `start`. A cut context begins and ends at multiples of kTokens. A single row may have
+// Some rows of one sequence, one KV head, tokens first .. last of the context. Rows of a chunk count
+// from the sequence's `start`, bits of a tree's ancestors from its `base`. A cut context begins and ends at multiples of kTokens. A single row may have
 // several KV heads, which lie beside each other in memory and are best read together.
 struct Task {
     const int32_t* table;
     const uint64_t* ancestors;  // of the sequence's rows; null: the rows are a chunk
-    int64_t start, row, rows, kv_head, first, last;
+    int64_t start, base, row, rows, kv_head, first, last;
     int64_t step_row;  // the task's first row in the step
     int64_t partial;   // where its results go among the partial ones, in floats; -1: to `out`
     Kernel kernel;
@@ -69,7 +69,7 @@ INLINE float* result_of(const Work& work, const Results& to, int64_t lane) {
     return to.data + lane / work.group * to.row_stride + lane % work.group * to.head_stride;
 }
 
-// The tokens a lane sees: first .. last, and start + j for each bit j of `own`.
+// The tokens a lane sees: first .. last, and base + j for each bit j of `own`.
 struct Sight {
     int32_t first, last;
     uint64_t own;
@@ -81,15 +81,11 @@ inline Sight sight_of(const Work& work, const Task& task, int64_t lane) {
         const int64_t position = task.start + row;
         return {(int32_t)most(0, position - work.window + 1), (int32_t)position, 0};
     }
-    const int64_t depth = __builtin_popcountll(task.ancestors[row]);
     uint64_t own = task.ancestors[row];
-    if (depth > work.window)
-        for (uint64_t left = own; left; left &= left - 1) {
-            const int j = __builtin_ctzll(left);
-            if (__builtin_popcountll(task.ancestors[j]) + work.window <= depth)
-                own &= ~(1ull << j);
-        }
-    return {(int32_t)most(0, task.start + depth - work.window), (int32_t)task.start - 1, own};
+    const int64_t depth = __builtin_popcountll(own);
+    // Ancestors lie before their descendants, so the lowest bits are those furthest away.
+    for (int64_t far = depth - work.window; far > 0; --far) own &= own - 1;
+    return {(int32_t)most(0, task.base + depth - work.window), (int32_t)task.base - 1, own};
 }
 
 // For tasks of few lanes, and for all where the other cannot serve: products along `dim`.

@@ -110,9 +110,9 @@ DOT inline void score_dot(const Scratch& s, int64_t lane, int64_t count, int64_t
 }
 #endif
 
-INLINE void hide(const Sight& sight, int64_t begin, int64_t start, int64_t count, float* scores) {
+INLINE void hide(const Sight& sight, int64_t begin, int64_t base, int64_t count, float* scores) {
     for (int64_t t = 0; t < count; ++t) {
-        const int64_t token = begin + t, own = token - start;
+        const int64_t token = begin + t, own = token - base;
         const bool seen = (token >= sight.first && token <= sight.last) ||
                           (own >= 0 && own < 64 && (sight.own >> own & 1));
         if (!seen) scores[t] = kHidden;
@@ -177,7 +177,7 @@ INLINE void attend_tokens(const Work& w, const Task& task, Scratch& s, int64_t l
         const Sight& sight = s.sight[lane + g];
         for (int64_t t = count; t < whole; ++t) s.scores[g][t] = kHidden;
         if (begin < sight.first || begin + count - 1 > sight.last)
-            hide(sight, begin, task.start, count, s.scores[g]);
+            hide(sight, begin, task.base, count, s.scores[g]);
         factor[g] = weigh<N>(s.scores[g], whole, &s.top[lane + g], &s.total[lane + g]);
     }
     float(*out)[kMaxDim] = s.out + lane;

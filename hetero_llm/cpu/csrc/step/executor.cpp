@@ -17,6 +17,7 @@
 #include <new>
 
 #include "attention.h"
+#include "candidates.h"
 #include "model.h"
 #include "rows.h"
 #include "team.h"
@@ -32,6 +33,11 @@ constexpr int64_t kSpin = 2000;            // microseconds between steps before 
 constexpr int64_t kPerPanel = kPanel / kStrip;
 // Of more rows than kFewRows, so many panels take a block of their inputs while a cache has it.
 constexpr int64_t kFewRows = 32, kPanelsTogether = 4;
+// Up to so many rows' candidates the caller merges alone, which takes less time than a barrier.
+constexpr int64_t kMergedAlone = 2;
+
+// Modes of a sampled row, see executor.h.
+enum : uint8_t { kGreedy = 0, kNoisyDraw = 1, kNone = 2, kCandidates = 3 };
 
 struct Best {
     float score;
@@ -53,7 +59,7 @@ struct Executor {
     std::vector<AttentionPlan*> plans;    // one for each window
     Team* team = nullptr;
     Buffer x, attended, gate, queries, shared, shared_scales, privates, private_scales, tiles, best,
-        final_rows;
+        found, final_rows;
     Rest rests[2];
 
     ~Executor() {
@@ -83,6 +89,7 @@ struct Run {
     float* tiles = nullptr;
     float* final_rows = nullptr;           // [samples][hidden]
     Best* best = nullptr;                  // [threads][samples]
+    Candidates* found = nullptr;           // [threads][samples], null if no candidates are wanted
 };
 
 inline int64_t share(int64_t count, int thread, int threads) { return count * thread / threads; }
@@ -362,15 +369,21 @@ void finish_rows(const Run& r, int thread) {
 }
 
 void pick(const Run& r, int64_t sample, const float* scores, int64_t size, int64_t first,
-          Best& best) {
+          Best& best, Candidates* found) {
     const HeteroStep& s = r.step;
-    if (s.modes[sample] == 0) {
+    const uint8_t mode = s.modes[sample];
+    if (mode == kNone) return;
+    if (mode == kGreedy) {
         pick_greedy(scores, size, first, &best.score, &best.token, r.isa);
-    } else if (s.modes[sample] == 1) {
-        const Noise noise{s.temperatures[sample], s.seeds[sample],
-                          (uint32_t)s.draw_positions[sample], (uint32_t)s.sample_indices[sample]};
-        pick_noisy(scores, size, first, noise, &best.score, &best.token, r.isa);
+        return;
     }
+    const Noise noise{s.temperatures[sample], s.seeds[sample], (uint32_t)s.draw_positions[sample],
+                      (uint32_t)s.sample_indices[sample]};
+    if (mode == kNoisyDraw)
+        pick_noisy(scores, size, first, noise, &best.score, &best.token, r.isa);
+    else
+        add_candidates(scores, size, first, noise.temperature > 0 ? &noise : nullptr, s.count,
+                       *found, r.isa);
 }
 
 void run_head(const Run& r, int thread) {
@@ -378,6 +391,8 @@ void run_head(const Run& r, int thread) {
     const int64_t vocab = r.m.vocab, strips = round_up(vocab, kStrip) / kStrip;
     Best* best = r.best + thread * s.samples;
     for (int64_t i = 0; i < s.samples; ++i) best[i] = {-INFINITY, -1};
+    Candidates* found = r.found ? r.found + thread * s.samples : nullptr;
+    for (int64_t i = 0; found && i < s.samples; ++i) begin_candidates(found[i]);
     const Rows in = prepare(r, r.final_rows, r.m.hidden, s.samples, r.m.hidden,
                             r.e.model.final_norm, r.e.model.head, thread);
     const auto pick_tile = [&](int64_t row, int64_t rows, int64_t strip, int64_t count,
@@ -387,7 +402,7 @@ void run_head(const Run& r, int thread) {
         const int64_t size = width < left ? width : left;
         for (int64_t i = 0; i < rows; ++i) {
             const float* scores = tile + i * stride;
-            pick(r, row + i, scores, size, first, best[row + i]);
+            pick(r, row + i, scores, size, first, best[row + i], found ? found + row + i : nullptr);
             if (s.logits) std::memcpy(s.logits + (row + i) * vocab + first, scores, size * 4);
         }
     };
@@ -398,7 +413,7 @@ void run_head(const Run& r, int thread) {
 // Of equal scores the first token stays; each thread has seen ascending ones.
 void choose_tokens(const Run& r) {
     for (int64_t i = 0; i < r.step.samples; ++i) {
-        if (r.step.modes[i] > 1) continue;
+        if (r.step.modes[i] != kGreedy && r.step.modes[i] != kNoisyDraw) continue;
         Best chosen = r.best[i];
         for (int t = 1; t < r.threads; ++t) {
             const Best& other = r.best[t * r.step.samples + i];
@@ -411,6 +426,14 @@ void choose_tokens(const Run& r) {
     }
 }
 
+void merge_found(const Run& r, int64_t first, int64_t last) {
+    const HeteroStep& s = r.step;
+    for (int64_t i = first; i < last; ++i)
+        if (s.modes[i] == kCandidates)
+            merge_candidates(r.found + i, r.threads, s.samples, s.count, s.candidates + i * s.count,
+                             s.log_probs + i * s.count);
+}
+
 void run_thread(void* context, int thread) {
     const Run& r = *(const Run*)context;
     embed_rows(r, thread);
@@ -420,6 +443,11 @@ void run_thread(void* context, int thread) {
     if (r.step.samples) {
         r.e.team->barrier(thread);
         run_head(r, thread);
+    }
+    if (r.found && r.step.samples > kMergedAlone) {
+        r.e.team->barrier(thread);
+        merge_found(r, share(r.step.samples, thread, r.threads),
+                    share(r.step.samples, thread + 1, r.threads));
     }
     release_tiles();
 }
@@ -448,13 +476,14 @@ Run make_run(Executor& e, const HeteroStep& step) {
     r.private_scales = e.private_scales.of<float>(threads * kPrivateRows);
     r.tiles = e.tiles.of<float>(threads * r.tile_size);
     r.best = e.best.of<Best>(threads * samples);
+    if (step.count) r.found = e.found.of<Candidates>(threads * samples);
     r.final_rows = e.final_rows.of<float>(samples * m.hidden);
     return r;
 }
 
 void plan_step(Executor& e, const HeteroStep& s) {
-    const AttentionRows rows{s.sequences, s.rows, s.slots, s.starts, s.counts, s.is_tree,
-                             s.ancestors, s.tables, s.columns};
+    const AttentionRows rows{s.sequences, s.rows,      s.slots,  s.starts, s.counts, s.bases,
+                             s.is_tree,   s.ancestors, s.tables, s.columns};
     for (size_t i = 0; i < e.plans.size(); ++i)
         plan_attention(e.plans[i], e.cache, rows, e.model.sizes.heads, e.windows[i],
                        (float)e.model.sizes.attention_scale, e.isa);
@@ -524,6 +553,7 @@ void hetero_executor_step(void* executor, const HeteroStep* step) {
     Run run = make_run(e, *step);
     e.team->run(run_thread, &run);
     choose_tokens(run);
+    if (run.found && step->samples <= kMergedAlone) merge_found(run, 0, step->samples);
 }
 
 }  // extern "C"

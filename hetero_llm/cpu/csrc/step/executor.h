@@ -15,12 +15,14 @@ struct HeteroModel {
 
 // Rows to run. Arrays as in attention.h; cache_rows: KV slot (block * block size + offset) of each
 // row; positions: of each row. sample_rows [samples]: rows to draw after. modes [samples]:
-// 0 greedy, 1 noisy, 2 none (logits only). Outputs: tokens [samples] int64; logits [samples][vocab]
-// float or null; hidden [rows][hidden] float after the final norm, or null.
+// 0 greedy, 1 noisy, 2 none (logits only), 3 the `count` likeliest tokens (with the noise of mode 1 if
+// the temperature is not 0). Outputs: tokens [samples] int64, of modes 0 and 1; candidates and
+// log_probs [samples][count], of mode 3, null without it (candidates.h: merge_candidates); logits
+// [samples][vocab] float or null; hidden [rows][hidden] float after the final norm, or null.
 struct HeteroStep {
-    int64_t rows, sequences, samples, columns;
+    int64_t rows, sequences, samples, columns, count;
     const int32_t *token_ids, *positions, *cache_rows;
-    const int32_t *slots, *starts, *counts;
+    const int32_t *slots, *starts, *counts, *bases;
     const uint8_t* is_tree;
     const uint64_t* ancestors;
     const int32_t* tables;
@@ -30,6 +32,8 @@ struct HeteroStep {
     const uint64_t* seeds;
     const int32_t *draw_positions, *sample_indices;
     int64_t* tokens;
+    int32_t* candidates;
+    float* log_probs;
     float* logits;
     float* hidden;
 };

@@ -1,0 +1,205 @@
+"""What the server adds: closed loads through HTTP beside the same loads on the engine alone.
+
+    python -m bench.http_serving --model FOLDER [--device cuda] [--budgets 2048,8192] [--out FILE]
+
+Random prompts of token ids, distinct, no prefix cache; streams of 128 new tokens with text. A load
+of C streams keeps C requests in flight until all are done. "offline" drives `Engine.step` in this
+process with the same settings; its first token is that of `LLM.generate(max_tokens=1)`. The
+server runs as users start it, with `hetero-llm serve`, and the client on the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from bench.common import print_table, write_results
+from hetero_llm import LLM, SamplingParams
+from hetero_llm.bench_client.client import Server
+from hetero_llm.bench_client.datasets import DatasetOptions
+from hetero_llm.bench_client.load import Load
+from hetero_llm.bench_client.report import Point
+from hetero_llm.bench_client.serve import ServeBench, run_bench
+from hetero_llm.engine.factory import free_unreachable
+from hetero_llm.engine.input_processor import parse_prompts
+
+TOKENS = 128
+FIRST_TOKENS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One load: `requests` prompts of `length` tokens, `streams` at a time. `vllm` has its output
+    tokens/s, first token p50, and gaps between tokens p50 and p99 in ms (version 0.22.1, one H200,
+    Llama-3.1-8B shape)."""
+
+    streams: int
+    length: int
+    requests: int
+    vllm: tuple[float, float, float, float]
+
+
+ROWS = (
+    Row(1, 1024, 12, (188, 26.2, 4.87, 5.46)),
+    Row(8, 1024, 48, (1235, 160, 5.24, 6.24)),
+    Row(64, 1024, 192, (3661, 483, 7.6, 161)),
+    Row(256, 128, 768, (16343, 584, 9.6, 47)),
+)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def wait_until_ready(server: subprocess.Popen[bytes], url: str, seconds: float) -> float:
+    """Seconds until `/ready` answers."""
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        if server.poll() is not None:
+            raise SystemExit(f"the server ended with {server.returncode}")
+        try:
+            with urllib.request.urlopen(f"{url}/ready", timeout=2):
+                return time.perf_counter() - begin
+        except OSError:
+            time.sleep(0.1)
+    raise SystemExit(f"the server was not ready after {seconds:g} s")
+
+
+def through_http(args: argparse.Namespace, budget: int, rows: list[Row]) -> list[dict[str, Any]]:
+    """Each row's figures; the server lives as long as this call."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    flags = [
+        f"--{name.replace('_', '-')}={value}" for name, value in settings(args, budget).items()
+    ]
+    command = [sys.executable, "-m", "hetero_llm.cli", "serve", args.model, f"--port={port}",
+               "--no-enable-prefix-caching", "--disable-log-requests", *flags]  # fmt: skip
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        ready = wait_until_ready(server, url, 300)
+        return [{"ready s": ready, **http_row(url, row, args.vocab)} for row in rows]
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def http_row(url: str, row: Row, vocab: int) -> dict[str, Any]:
+    points: list[Point] = []
+    bench = ServeBench(
+        Server(url), "/v1/completions", "hetero_llm", None,
+        DatasetOptions(input_len=row.length, output_len=TOKENS, vocab_size=vocab, seed=row.streams),
+        num_prompts=row.requests, loads=(Load(float("inf"), 1.0, row.streams),),
+        num_warmups=min(row.streams, 8), extra={"ignore_eos": True, "temperature": 0},
+    )  # fmt: skip
+    asyncio.run(run_bench(bench, lambda _, point: points.append(point)))
+    (point,) = points
+    metrics = point.pooled
+    assert metrics.failed == 0, metrics.errors
+    first, gap = metrics.latencies["ttft"], metrics.latencies["itl"]
+    return {
+        "streams": row.streams, "tok/s": metrics.output_throughput, "first p50": first.median,
+        "gap p50": gap.median, "gap p99": gap.percentiles[99.0],
+        "client cpu": max(run.health.cpu for run in point.runs),
+    }  # fmt: skip
+
+
+def settings(args: argparse.Namespace, budget: int) -> dict[str, Any]:
+    return {"device": args.device, "max_num_seqs": 256, "max_model_len": 2048,
+            "max_num_batched_tokens": budget}  # fmt: skip
+
+
+def offline(args: argparse.Namespace, budget: int, rows: list[Row]) -> list[dict[str, float]]:
+    """Output tokens/s of each row, and ms to the first token alone."""
+    llm = LLM(args.model, enable_prefix_caching=False, **settings(args, budget))
+    rng = random.Random(5)
+    prompts = [
+        [[rng.randrange(args.vocab) for _ in range(row.length)] for _ in range(row.requests)]
+        for row in rows
+    ]
+    closed(llm, prompts[0][:1], 1, "warm")
+    found = []
+    for row, batch in zip(rows, prompts, strict=True):
+        closed(llm, [ids[::-1] for ids in batch[: row.streams]], row.streams, f"warm{row.streams}")
+        seconds = closed(llm, batch, row.streams, str(row.streams))
+        found.append({"tok/s": row.requests * TOKENS / seconds})
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    times = []
+    for _ in range(FIRST_TOKENS):
+        ids = [rng.randrange(args.vocab) for _ in range(rows[0].length)]
+        begin = time.perf_counter()
+        llm.generate(prompt_token_ids=[ids], sampling_params=one, use_tqdm=False)
+        times.append((time.perf_counter() - begin) * 1e3)
+    found[0]["first p50"] = median(times)
+    llm.close()
+    free_unreachable(args.device)
+    return found
+
+
+def closed(llm: LLM, prompts: list[list[int]], streams: int, name: str) -> float:
+    """Seconds for all prompts, so many at a time."""
+    engine = llm._engine_parts().engine
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    waiting = enumerate(prompts)
+    begin = time.perf_counter()
+
+    def send() -> None:
+        for index, ids in waiting:
+            (prompt,) = parse_prompts(None, [ids])
+            engine.add_request(engine.make_request(f"{name}-{index}", prompt, params))
+            return
+
+    for _ in range(streams):
+        send()
+    while engine.has_unfinished:
+        for output in engine.step():
+            if output.finished:
+                send()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--vocab", type=int, default=4000, help="random ids are below this")
+    parser.add_argument("--budgets", default="2048", help="values of max_num_batched_tokens")
+    parser.add_argument("--streams", default="1,8,64,256", help="which loads")
+    parser.add_argument("--scale", type=float, default=1.0, help="times as many requests")
+    parser.add_argument("--out", help="JSON file")
+    args = parser.parse_args()
+    wanted = [int(word) for word in args.streams.split(",")]
+    rows = [
+        Row(row.streams, row.length, max(row.streams, int(row.requests * args.scale)), row.vllm)
+        for row in ROWS
+        if row.streams in wanted
+    ]
+    table: list[dict[str, Any]] = []
+    for budget in (int(word) for word in args.budgets.split(",")):
+        http = through_http(args, budget, rows)
+        alone = offline(args, budget, rows)
+        for row, ours, engine in zip(rows, http, alone, strict=True):
+            names = ("vLLM tok/s", "vLLM first p50", "vLLM gap p50", "vLLM gap p99")
+            table.append({"budget": budget, **ours, "offline tok/s": engine["tok/s"],
+                          "of offline": ours["tok/s"] / engine["tok/s"],
+                          "offline first": engine.get("first p50", 0.0),
+                          **dict(zip(names, row.vllm, strict=True))})  # fmt: skip
+        print_table(table)
+    write_results(f"http_serving.{args.device}", {"model": args.model, "rows": table}, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Microseconds from one process to another through a ring, Python's side included.
+
+Two processes, each pinned to a core of its own. The engine's puts commits of two tokens and asks
+for drafts; the worker's answers with a draft of 7 nodes for each. A way begins before its records
+are put into an outbox and ends when the other process has its arrays: for drafts, checked and read.
+`spin`: the reader waits in its spin; `futex`: it sleeps in the kernel and has to be woken. Beside
+it the same bytes as one datagram of a socket pair, where the reader sleeps as well; `empty`: how
+long the engine's look into an empty ring takes. 50th and 99th percentile.
+
+The clock is CLOCK_MONOTONIC, which both processes share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.common import print_table, write_results
+from hetero_llm.bridge.records import (
+    NODE,
+    Kind,
+    Outbox,
+    Records,
+    Stamps,
+    put_commits,
+    put_drafts,
+    put_requests,
+    put_stop,
+    read_drafts,
+)
+from hetero_llm.bridge.rings import Consumer, Producer, RingStatus, attach_ring, create_ring
+
+VOCAB = 32000
+NEW_TOKENS, NODES = 2, 7
+WARM_UP = 200
+PAUSE_US = 300
+"""Between rounds, so that a reader that should sleep does."""
+SPIN_US = {"spin": 1_000_000, "futex": 0}
+LONG_US = 5_000_000
+_ROOT = Path(__file__).parents[1]
+
+
+def stamps_of(batch: int) -> Stamps:
+    slots = np.arange(batch, dtype=np.uint32)
+    return Stamps(slots, slots, slots + 100)
+
+
+class Inbox:
+    """Runs of records in order, one at a time: two may come with one pop."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self.consumer = consumer
+        self._left: list[tuple[int, Records]] = []
+
+    def next(self, kind: Kind) -> Records | None:
+        """The next run, which must be of this kind; None for STOP."""
+        if not self._left:
+            status, records = self.consumer.pop(timeout_us=LONG_US)
+            assert status == RingStatus.OK, status.name
+            self._left = list(records.runs())
+        found, run = self._left.pop(0)
+        assert found in (kind, Kind.STOP), found
+        return run if found == kind else None
+
+
+def draft_nodes(batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Counts and nodes of a chain for each."""
+    nodes = np.zeros((batch, NODES), NODE)
+    nodes["token"], nodes["parent"] = np.arange(NODES), np.arange(-1, NODES - 1)
+    nodes["log_prob"] = -0.5
+    return np.full(batch, NODES), nodes.reshape(-1)
+
+
+def worker(tickets: list[str], mode: str, batch: int, cpu: int, fd: int) -> None:
+    """Answers until STOP; then writes when commits came and drafts left, [2, rounds] int64."""
+    os.sched_setaffinity(0, {cpu})
+    arrived, left = [], []
+    outbox, stamps = Outbox(), stamps_of(batch)
+    counts, nodes = draft_nodes(batch)
+    inbox = Inbox(Consumer(attach_ring(tickets[0]), spin_us=SPIN_US[mode]))
+    back = Producer(attach_ring(tickets[1]))
+    while inbox.next(Kind.COMMIT) is not None:
+        arrived.append(time.monotonic_ns())
+        requests = inbox.next(Kind.REQUEST)
+        assert requests is not None
+        left.append(time.monotonic_ns())
+        put_drafts(outbox, stamps, requests.headers["round"], counts=counts, nodes=nodes)
+        assert back.push(outbox) == RingStatus.OK
+    os.write(fd, np.array([arrived, left], np.int64).tobytes())
+    os.close(fd)
+
+
+def pause() -> None:
+    until = time.monotonic_ns() + PAUSE_US * 1000
+    while time.monotonic_ns() < until:
+        pass
+
+
+def through_rings(mode: str, batch: int, rounds: int, cpus: tuple[int, int]) -> list[dict]:
+    """A row for each direction."""
+    os.sched_setaffinity(0, {cpus[0]})
+    there, back = create_ring(), create_ring()
+    reading, writing = os.pipe()
+    command = [sys.executable, "-m", "bench.rings", "--worker", there.ticket, back.ticket]
+    command += ["--mode", mode, "--batch", str(batch), "--cpu", str(cpus[1]), "--fd", str(writing)]
+    fds = (there.fd, back.fd, writing)
+    process = subprocess.Popen(command, pass_fds=fds, cwd=_ROOT)
+    os.close(writing)
+    outbox, stamps = Outbox(), stamps_of(batch)
+    counts, tokens = np.full(batch, NEW_TOKENS), np.arange(batch * NEW_TOKENS, dtype=np.int32)
+    round_numbers, depths = np.zeros(batch, np.uint32), np.full(batch, NODES)
+    sent, received, looks = [], [], []
+    with (
+        there,
+        back,
+        Producer(there) as producer,
+        Consumer(back, spin_us=SPIN_US[mode], vocab_size=VOCAB) as consumer,
+    ):
+        inbox = Inbox(consumer)
+        for _ in range(rounds + WARM_UP):
+            pause()
+            sent.append(time.monotonic_ns())
+            put_commits(outbox, stamps, counts, tokens)
+            producer.push(outbox)
+            pause()
+            put_requests(outbox, stamps, round_numbers, depths=depths, max_nodes=depths)
+            producer.push(outbox)
+            records = inbox.next(Kind.DRAFT)
+            assert records is not None
+            drafts = read_drafts(records)
+            received.append(time.monotonic_ns())
+            assert len(drafts.nodes) == batch * NODES and drafts.num_bad == 0
+            consumer.pop()
+            looks.append(time.monotonic_ns() - received[-1])
+        put_stop(outbox)
+        producer.push(outbox)
+        with os.fdopen(reading, "rb") as file:
+            arrived, left = np.frombuffer(file.read(), np.int64).reshape(2, -1)
+        assert process.wait(60) == 0
+    common = {"batch": batch, "mode": mode}
+    return [
+        {"way": "commit to worker", **common, **spread(arrived - sent)},
+        {"way": "draft to engine", **common, **spread(received - left)},
+        {"way": "empty", **common, **spread(np.array(looks))},
+    ]
+
+
+def spread(nanoseconds: np.ndarray) -> dict[str, float]:
+    """Percentiles in microseconds, without the warm-up."""
+    p50, p99 = np.percentile(nanoseconds[WARM_UP:], [50, 99]) / 1000
+    return {"p50_us": round(float(p50), 2), "p99_us": round(float(p99), 2)}
+
+
+def socket_worker(cpu: int, fd: int) -> None:
+    """Notes when datagrams come, answers each by that time."""
+    os.sched_setaffinity(0, {cpu})
+    with socket.socket(fileno=fd) as other:
+        while message := other.recv(1 << 20):
+            np.frombuffer(message, np.int32)
+            other.send(time.monotonic_ns().to_bytes(8, "little"))
+
+
+def through_a_socket(batch: int, rounds: int, cpus: tuple[int, int]) -> dict[str, Any]:
+    """As many bytes as the commits have, the baseline."""
+    ours, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", "bench.rings", "--socket", "--cpu", str(cpus[1])]
+    fds = (other.fileno(),)
+    process = subprocess.Popen([*command, "--fd", str(fds[0])], pass_fds=fds, cwd=_ROOT)
+    other.close()
+    message = np.zeros(batch * (8 + NEW_TOKENS), np.int32)
+    took = []
+    with ours:
+        for _ in range(rounds + WARM_UP):
+            pause()
+            begun = time.monotonic_ns()
+            ours.send(message.tobytes())
+            took.append(int.from_bytes(ours.recv(8), "little") - begun)
+    assert process.wait(60) == 0
+    row = {"way": "commit to worker", "batch": batch, "mode": "socket"}
+    return {**row, **spread(np.array(took))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3000)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--cpus", type=int, nargs=2, help="default: the first two usable ones")
+    parser.add_argument("--out")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--socket", action="store_true", help=argparse.SUPPRESS)
+    for name in ("--batch", "--cpu", "--fd"):
+        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--mode", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker, options.mode, options.batch, options.cpu, options.fd)
+        return
+    if options.socket:
+        socket_worker(options.cpu, options.fd)
+        return
+    usable = sorted(os.sched_getaffinity(0))
+    assert len(usable) > 1, "two cores are needed"
+    cpus = tuple(options.cpus or usable[:2])
+    rows = []
+    for batch in options.batches:
+        for mode in SPIN_US:
+            rows += through_rings(mode, batch, options.rounds, cpus)
+        rows.append(through_a_socket(batch, options.rounds, cpus))
+    print_table(rows)
+    write_results(
+        "rings", {"cpus": list(cpus), "rounds": options.rounds, "rows": rows}, options.out
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the CPU side and the GPU side of one engine exchange, and through what."""

@@ -1,0 +1,37 @@
+"""Builds the library of the rings ahead of its first use: `python -m hetero_llm.bridge.build`."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+from hetero_llm.bridge.native import recipe
+from hetero_llm.core.native_build import build_library, reason
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Builds, and says where the library is.
+
+    Returns:
+        The exit code: 1 if there is no compiler or it fails.
+    """
+    parser = argparse.ArgumentParser(prog="python -m hetero_llm.bridge.build", description=__doc__)
+    parser.add_argument("--force", action="store_true", help="build even if the cache has it")
+    parser.add_argument(
+        "--sanitize", action="store_true", help="also one with AddressSanitizer and UBSan"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        print(f"library: {build_library(recipe(), force=options.force)}")
+        if options.sanitize:
+            path = build_library(recipe(sanitize=True), force=options.force)
+            print(f"with sanitizers: {path}")
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        print(f"the library of the rings cannot be built: {reason(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,352 @@
+"""Rings of records between two processes: shared memory, one that pushes, one that pops.
+
+The engine makes a ring for each direction and starts the worker with the descriptors and tickets:
+
+    ring = create_ring(slots)
+    Popen([..., ring.ticket], pass_fds=[ring.fd])        # there: attach_ring(ticket)
+
+The memory has no name, so a killed process leaves nothing behind. Neither side waits for a lock,
+ever: the producer pushes or is told that the ring is full, the consumer waits a bounded time. What
+was damaged in the memory is noticed, counted and skipped (csrc/ring.h). A worker that is started
+anew gets new rings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from hetero_llm.bridge import native
+from hetero_llm.bridge.records import HEADER, MAX_WORDS, Kind, Outbox, Records
+from hetero_llm.core.draft import MAX_NODES
+from hetero_llm.core.errors import RingError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SLOTS = 1 << 14
+"""1 MiB: prompts of some 200,000 tokens, or 5,000 drafts of 7 nodes, not popped yet."""
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_FOLDERS = ("/dev/shm", None)
+"""Where the memory lies if there is no memfd; None: the folder for temporary files."""
+
+_REFUSALS = {
+    1: "it is too small",
+    2: "it is no ring",
+    3: "it is of another version",
+    4: "its header is damaged",
+    5: "its size is not the ticket's",
+    6: "it is another ring than the ticket's",
+}
+_INTERRUPTED = 5
+_HEADER_WORDS = HEADER.itemsize // 4
+
+
+class RingStatus(enum.IntEnum):
+    """How a push or a pop went."""
+
+    OK = 0
+    EMPTY = 1
+    """Nothing was there, and nobody waited for it."""
+    FULL = 2
+    """Some or all records had no room."""
+    CORRUPT = 3
+    """Something was damaged and is lost; the records that came are sound."""
+    TIMEOUT = 4
+    """Nothing came in time."""
+
+
+_STATUSES = tuple(RingStatus)
+
+
+class Popped(NamedTuple):
+    """What a pop gave."""
+
+    status: RingStatus
+    records: Records
+
+
+@dataclass(frozen=True, slots=True)
+class RingCounters:
+    """Totals of one end since it was opened.
+
+    Attributes:
+        records, slots: pushed or popped.
+        corrupt_slots: that failed their checks.
+        dropped_slots: sound ones of records that have a corrupt one.
+        bad_positions: times that the other side's position was not to be believed.
+        full: pushes that could not push everything.
+        naps: waits that went to sleep.
+        wakes: sleepers that were woken.
+        missed_wakes: naps that ran to their end although something had come: lost is a part of a
+            second, no record.
+    """
+
+    records: int
+    slots: int
+    corrupt_slots: int
+    dropped_slots: int
+    bad_positions: int
+    full: int
+    naps: int
+    wakes: int
+    missed_wakes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ring:
+    """A ring's memory in this process.
+
+    Attributes:
+        fd: descriptor of the memory, for the other process to inherit.
+        slots: of 64 bytes.
+        stamp: marks what belongs to this ring.
+        memory: the mapping.
+    """
+
+    fd: int
+    slots: int
+    stamp: int
+    memory: mmap.mmap
+
+    @property
+    def ticket(self) -> str:
+        """What `attach_ring` needs to know in a process that inherited `fd`."""
+        return f"{self.fd}:{self.slots}:{self.stamp:016x}"
+
+    def close(self) -> None:
+        """Gives descriptor and memory back; ends in this process are closed before. For the other
+        process nothing changes."""
+        self.memory.close()
+        os.close(self.fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def create_ring(slots: int = DEFAULT_SLOTS, *, start: int = 0) -> Ring:
+    """A new, empty ring.
+
+    Args:
+        slots: a power of two; a record of the longest body takes 512.
+        start: first position, for tests of what happens beyond 2**32.
+
+    Raises:
+        RingError: there is no memory, or no compiled library.
+    """
+    library = native.load().quick
+    size = library.hetero_ring_bytes(slots)
+    assert size > 0, slots
+    fd = _allocate(size)
+    stamp = secrets.randbits(64)
+    try:
+        memory = mmap.mmap(fd, size)
+    except OSError as error:
+        os.close(fd)
+        raise RingError(f"{size} bytes cannot be mapped: {error.strerror}") from error
+    library.hetero_ring_format(_address(memory), slots, stamp, start)
+    return Ring(fd, slots, stamp, memory)
+
+
+def attach_ring(ticket: str) -> Ring:
+    """The ring that another process made and this one inherited.
+
+    Raises:
+        RingError: the descriptor is not open or not that ring, or there is no compiled library.
+    """
+    library = native.load().quick
+    try:
+        fd_text, slots_text, stamp_text = ticket.split(":")
+        fd, slots, stamp = int(fd_text), int(slots_text), int(stamp_text, 16)
+        size = os.fstat(fd).st_size
+        memory = mmap.mmap(fd, size)
+    except (OSError, OverflowError, ValueError) as error:
+        raise RingError(f"ticket {ticket!r} leads to no memory: {error}") from error
+    refusal = library.hetero_ring_refusal(_address(memory), size, slots, stamp)
+    if refusal != 0:
+        memory.close()
+        raise RingError(f"ticket {ticket!r} is refused: {_REFUSALS[refusal]}")
+    return Ring(fd, slots, stamp, memory)
+
+
+class _End:
+    """One end of a ring, open in this process. For one thread at a time."""
+
+    _role: int
+
+    def __init__(self, ring: Ring) -> None:
+        """Raises:
+        RingError: the ring has this end open already, or was damaged.
+        """
+        self._library = native.load()
+        # As long as this exists the mapping refuses to be closed.
+        self._memory = ctypes.c_char.from_buffer(ring.memory)
+        self._ring = ring
+        base = ctypes.addressof(self._memory)
+        self._handle: int | None = self._library.quick.hetero_ring_open(base, self._role)
+        if self._handle is None:
+            del self._memory
+            raise RingError("this end is open already, or the positions are damaged")
+
+    def counters(self) -> RingCounters:
+        assert self._handle is not None, "closed"
+        told = native.Counters()
+        self._library.quick.hetero_ring_counters(self._handle, ctypes.addressof(told))
+        return RingCounters(*(getattr(told, name) for name in native.COUNTERS))
+
+    def close(self) -> None:
+        """May be called again; nothing else may."""
+        if self._handle is not None:
+            self._library.quick.hetero_ring_close(self._handle)
+            self._handle = None
+            del self._memory
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Producer(_End):
+    """The end that pushes."""
+
+    _role = 0
+
+    def __init__(self, ring: Ring) -> None:
+        super().__init__(ring)
+        self._push = self._library.quick.hetero_ring_push
+
+    def push(self, outbox: Outbox) -> RingStatus:
+        """Pushes what waits, as far as there is room: OK or FULL. What was pushed leaves the
+        outbox. Never waits. Takes microseconds, more if the consumer sleeps (it is woken)."""
+        assert self._handle is not None, "closed"
+        waiting = len(outbox)
+        pushed = self._push(
+            self._handle, outbox.headers_at, outbox.words_at, waiting, outbox.num_words
+        )
+        if pushed == waiting:
+            outbox.clear()
+            return _STATUSES[0]
+        assert pushed >= 0, "bodies are as long as their headers say, at most MAX_WORDS"
+        outbox.drop(pushed)
+        return RingStatus.FULL
+
+
+class Consumer(_End):
+    """The end that pops."""
+
+    _role = 1
+
+    def __init__(
+        self,
+        ring: Ring,
+        *,
+        spin_us: int = 50,
+        max_records: int = 256,
+        max_words: int = 1 << 15,
+        vocab_size: int = 0,
+    ) -> None:
+        """Opens the end.
+
+        Args:
+            spin_us: how long a wait spins before it sleeps.
+            max_records, max_words: most that one pop gives.
+            vocab_size: what drafts are checked against; 0: none counts as sound.
+        """
+        super().__init__(ring)
+        assert spin_us >= 0 and max_records > 0 and max_words >= MAX_WORDS
+        self._spin_ns = spin_us * 1000
+        # Plain integers are copied much faster than structures.
+        self._headers = np.zeros(max_records * _HEADER_WORDS, np.int32)
+        self._words = np.zeros(max_words, np.int32)
+        self._told = native.Popped()
+        self._library.quick.hetero_ring_buffers(
+            self._handle,
+            self._headers.ctypes.data,
+            self._words.ctypes.data,
+            max_records,
+            max_words,
+            ctypes.addressof(self._told),
+        )
+        self._library.quick.hetero_ring_check_drafts(
+            self._handle, Kind.DRAFT, MAX_NODES, vocab_size
+        )
+        self._poll = self._library.quick.hetero_ring_pop
+        self._wait = self._library.waiting.hetero_ring_pop
+
+    def pop(self, timeout_us: int = 0) -> Popped:
+        """Records that are there: OK, or CORRUPT with those that are sound. If nothing is there,
+        EMPTY, or TIMEOUT after waiting so long.
+
+        The GIL is kept without a timeout, and given away while waiting.
+        """
+        assert self._handle is not None, "closed"
+        if timeout_us <= 0:
+            self._poll(self._handle, 0, 0)
+        else:
+            deadline = time.monotonic_ns() + timeout_us * 1000
+            self._wait(self._handle, deadline, self._spin_ns)
+            while self._told.status == _INTERRUPTED:  # Python's handler has run by now
+                self._wait(self._handle, deadline, self._spin_ns)
+        told = self._told
+        count = told.records
+        if count == 0:
+            return Popped(_STATUSES[told.status], _NOTHING)
+        headers = self._headers[: count * _HEADER_WORDS].copy().view(HEADER)
+        return Popped(_STATUSES[told.status], Records(headers, self._words[: told.words].copy()))
+
+
+_NOTHING = Records(np.zeros(0, HEADER), np.zeros(0, np.int32))
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _allocate(size: int) -> int:
+    """A descriptor of so many bytes that are really there: a full /dev/shm is no SIGBUS later.
+
+    Raises:
+        RingError: there are not as many.
+    """
+    try:
+        created = os.memfd_create("hetero-llm-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = _filled(created, size)
+        # A process that shrank it would kill the other one by SIGBUS.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        return fd
+    except OSError as error:
+        last = error
+    logger.warning("there is no memfd (%s): rings lie in files without a name", last.strerror)
+    for folder in _FOLDERS:
+        try:
+            with tempfile.TemporaryFile(prefix="hetero-llm-ring-", dir=folder) as file:
+                return _filled(os.dup(file.fileno()), size)
+        except OSError as error:
+            last = error
+    raise RingError(f"{size} bytes of shared memory cannot be had: {last.strerror}") from last
+
+
+def _filled(fd: int, size: int) -> int:
+    """The descriptor, with memory behind it; closed if there is none."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd

@@ -1,0 +1,401 @@
+"""The engine's copy of the worker's trees: drafts without asking.
+
+The worker tells nodes as it makes them. When tokens have come, `commit` walks them down the tree:
+what stands below is the draft. The worker may be ahead of the engine in its trees and behind it in
+the text, and any record may be late, lost, told twice or nonsense; a draft is still a part of a
+tree that the worker made for exactly this text.
+
+Each tree hangs from an anchor: a place P in the text, and the node that stands for the token before
+it, if the worker made one. At P = L, the text's length, what is stored are the anchor's
+descendants. At P < L nothing is stored, for all that is known is wrong: nodes that come from the
+worker move the anchor as far as they follow the text, and a node that says it is a child of
+position L0 > P takes the anchor there.
+
+Arrays are int32 unless said otherwise; what `caught_up` returns is overwritten by its next call.
+One thread at a time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from hetero_llm.cpu.draft.kinds import NUM_KINDS, Record
+from hetero_llm.cpu.draft.trees import (
+    ID,
+    INT32,
+    KIND,
+    PARENT,
+    TOKEN,
+    UINT8,
+    below,
+    chances_of,
+    find,
+    fit,
+    follow,
+    key_of,
+    number_of,
+    offer,
+    sort_down,
+)
+from hetero_llm.cpu.lookahead.live import FoundArrays
+from hetero_llm.cpu.lookahead.sources import Proposals
+from hetero_llm.cpu.lookahead.trie import BORROWING
+
+CAPACITY = 1024
+"""Nodes of a tree: children of all that the worker can have run, and what it has evicted."""
+TAIL = 64
+"""Tokens of a text behind its anchor that are known; beyond, the anchor lets go of its node."""
+
+STALE, MALFORMED, FULL = range(3)
+"""Why nodes were dropped: for `Mirror.dropped`."""
+
+_LEAST_SURVIVAL = np.float32(0.01)  # of a node of a draft: what does not pay is cut off later
+_NUM_COLUMNS = 4
+# State of a slot: its generation, -1 if it is closed; length of the text; id of the anchor's node,
+# 0 if nobody knows; size of the tail; nodes; last id that came; largest length for which the worker
+# has told the children of the last token. Then the tail: tokens of the text from the anchor on.
+_GENERATION, _LENGTH, _ANCHOR, _TAIL, _COUNT, _LAST, _SEEN = range(7)
+_NUM_NUMBERS = 7
+_CLOSED = -1
+_ONE = np.float32(1.0)
+
+
+class Mirror:
+    """See the module.
+
+    Args:
+        slots: places for sequences, as in the worker.
+        vocab_size: tokens of this or above are dropped.
+        record: what came of earlier nodes: the estimates of drafts.
+        learns: `commit` enters into the record what came of the nodes. Else somebody else does.
+    """
+
+    def __init__(self, slots: int, *, vocab_size: int, record: Record, learns: bool = True) -> None:
+        assert slots > 0
+        self._vocab_size = vocab_size
+        self._nodes = np.zeros((slots, CAPACITY, _NUM_COLUMNS), np.int32)  # see trees.py
+        self._state = np.zeros((slots, _NUM_NUMBERS + TAIL), np.int64)
+        self._state[:, _GENERATION] = _CLOSED
+        self._dropped = np.zeros(3, np.int64)
+        self._table = record.table
+        self._learned = record.table if learns else record.table[:0]
+        # For compiled functions, which allocate nothing.
+        self._heap = np.zeros(CAPACITY, np.uint64)
+        self._floats = np.zeros((3, CAPACITY + 1), np.float32)
+        self._places = np.zeros((2, CAPACITY), np.int64)
+        self._all_depths = np.full(slots, CAPACITY, np.int32)
+        self._caught_up = np.zeros(slots, np.bool_)
+
+    def open(self, slot: int, generation: int, length: int) -> None:
+        """A new text of `length` > 0 tokens. generation >= 0: what the worker is told, too."""
+        assert length > 0 and generation >= 0
+        self._state[slot, :_NUM_NUMBERS] = (generation, length, 0, 0, 0, 0, 0)
+
+    def close(self, slot: int) -> None:
+        """The slot is free for another text; what comes for it is dropped."""
+        self._state[slot, :_NUM_NUMBERS] = (_CLOSED, 0, 0, 0, 0, 0, 0)
+
+    def num_nodes(self, slot: int) -> int:
+        """Nodes below a text."""
+        return int(self._state[slot, _COUNT])
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Nodes that were dropped. Stale: of an earlier text of the slot, told twice, or beside the
+        text; malformed: such as no worker sends; full: beyond the capacity."""
+        counts = self._dropped
+        return {
+            "stale": int(counts[STALE]),
+            "malformed": int(counts[MALFORMED]),
+            "full": int(counts[FULL]),
+        }
+
+    def add(
+        self,
+        slots: np.ndarray,
+        generations: np.ndarray,
+        lengths: np.ndarray,
+        counts: np.ndarray,
+        nodes: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+    ) -> None:
+        """Takes in records of the worker, whatever is in them.
+
+        `commit` must have told every text that the worker was told before: a record that knows more
+        than the engine is malformed.
+
+        Args:
+            slots, generations, lengths, counts: [R], see `growth.Unsent`.
+            nodes: ids, parents, tokens, and kinds (uint8), one record after the other.
+        """
+        ids, parents, tokens, kinds = nodes
+        assert len(ids) == len(parents) == len(tokens) == len(kinds)
+        fine = _add(
+            self._nodes, self._state, self._dropped, self._vocab_size, fit(slots, INT32),
+            fit(generations, INT32),
+            fit(lengths, INT32), fit(counts, INT32), fit(ids, INT32),
+            fit(parents, INT32), fit(tokens, INT32), fit(kinds, UINT8),
+        )  # fmt: skip
+        assert fine, "counts are not those of the nodes"
+
+    def commit(
+        self, slots: np.ndarray, bases: np.ndarray, tokens: np.ndarray, sizes: np.ndarray
+    ) -> None:
+        """New tokens of texts.
+
+        Args:
+            slots: [R] that are open. bases: [R] lengths of the texts so far.
+            tokens: what comes behind them, one text after the other. sizes: [R] of each.
+        """
+        fine = _commit(
+            self._nodes, self._state, self._learned, self._places, fit(slots, INT32),
+            fit(bases, INT32), fit(tokens, INT32), fit(sizes, INT32),
+        )  # fmt: skip
+        assert fine, "a text does not go on where it ended"
+
+    def proposals(
+        self,
+        slots: np.ndarray,
+        limits: np.ndarray,
+        found: Proposals,
+        depths: np.ndarray | None = None,
+    ) -> None:
+        """Fills the rows of `found` with the likeliest nodes below the texts.
+
+        A negative slot has none, nor has a closed one. Kinds are those of `Record`; where `commit`
+        learns already, nobody else is to judge the draft by them.
+
+        Args:
+            slots: [R]. limits: [R] most nodes. depths: [R] most tokens of a path; None: all.
+            found: R rows; the first len(slots) are overwritten.
+        """
+        if depths is None:
+            if len(slots) > len(self._all_depths):
+                self._all_depths = np.full(2 * len(slots), CAPACITY, np.int32)
+            depths = self._all_depths
+        _propose(
+            self._nodes, self._state, self._table, self._heap, self._floats, self._places,
+            fit(slots, INT32), fit(limits, INT32), fit(depths, INT32), found.found,
+        )  # fmt: skip
+
+    def caught_up(self, slots: np.ndarray) -> np.ndarray:
+        """[R] bool: for this text nothing is worth waiting for. The worker has told children of the
+        last token, or that there are none; or the slot is negative or closed."""
+        if len(slots) > len(self._caught_up):
+            self._caught_up = np.zeros(2 * len(slots), np.bool_)
+        _ask(self._state, fit(slots, INT32), self._caught_up)
+        return self._caught_up[: len(slots)]
+
+    @staticmethod
+    def compile() -> None:
+        """Goes once through everything that is compiled at its first use: seconds, the first time
+        on a machine."""
+        mirror = Mirror(1, vocab_size=2, record=Record())
+        mirror.open(0, 0, 1)
+        one = np.ones(1, np.int32)
+        mirror.add(0 * one, 0 * one, one, one, (one, -one, one, one))
+        mirror.commit(0 * one, one, one, one)
+        mirror.proposals(0 * one, one, Proposals.empty(1))
+        mirror.caught_up(0 * one)
+
+
+# -- compiled -------------------------------------------------------------------------------
+
+
+@njit(**BORROWING)
+def _cut_tail(state: np.ndarray, tokens: int) -> None:
+    """The anchor is so many tokens further on."""
+    state[_TAIL] -= tokens
+    for place in range(_NUM_NUMBERS, _NUM_NUMBERS + state[_TAIL]):
+        state[place] = state[place + tokens]
+
+
+@njit(**BORROWING)
+def _add(
+    nodes: np.ndarray,
+    state: np.ndarray,
+    dropped: np.ndarray,
+    vocab_size: int,
+    slots: np.ndarray,
+    generations: np.ndarray,
+    lengths: np.ndarray,
+    counts: np.ndarray,
+    ids: np.ndarray,
+    parents: np.ndarray,
+    tokens: np.ndarray,
+    kinds: np.ndarray,
+) -> bool:
+    """See `Mirror.add`. False, and nothing is changed, if the counts are wrong."""
+    total = 0
+    for count in counts:
+        total += count
+        if count < 0:
+            return False
+    if total != len(ids):
+        return False
+    end = 0
+    for i in range(len(slots)):
+        slot, begin = slots[i], end
+        end += counts[i]
+        if slot < 0 or slot >= len(state):
+            dropped[MALFORMED] += counts[i]
+            continue
+        row = state[slot]
+        if row[_GENERATION] < 0 or row[_GENERATION] != generations[i]:
+            dropped[STALE] += counts[i]
+            continue
+        if lengths[i] < 0 or lengths[i] > row[_LENGTH]:
+            dropped[MALFORMED] += counts[i]
+            continue
+        for node in range(begin, end):
+            token, kind = tokens[node], kinds[node]
+            if ids[node] <= row[_LAST]:
+                dropped[STALE if ids[node] > 0 else MALFORMED] += 1
+                continue
+            row[_LAST] = ids[node]
+            if token < 0 or token >= vocab_size or kind >= NUM_KINDS:
+                dropped[MALFORMED] += 1
+                continue
+            _hang(nodes[slot], row, dropped, ids[node], parents[node], token, kind)
+        row[_SEEN] = max(row[_SEEN], np.int64(lengths[i]))
+    return True
+
+
+@njit(**BORROWING)
+def _hang(
+    nodes: np.ndarray,
+    state: np.ndarray,
+    dropped: np.ndarray,
+    identity: int,
+    above: int,
+    token: int,
+    kind: int,
+) -> None:
+    """Puts a node where it belongs, or drops it."""
+    position, parent = state[_LENGTH] - state[_TAIL], -1
+    if above > 0 and above != state[_ANCHOR]:
+        parent = find(nodes, state[_COUNT], above)
+        if parent < 0:
+            dropped[STALE] += 1
+            return
+    elif above <= 0 and -above != position:
+        if above == 0 or -above > state[_LENGTH]:
+            dropped[MALFORMED] += 1
+            return
+        if -above < position:
+            dropped[STALE] += 1
+            return
+        _cut_tail(state, -above - position)
+        state[_ANCHOR] = 0
+    if state[_TAIL] > 0:
+        if token == state[_NUM_NUMBERS]:
+            _cut_tail(state, 1)
+            state[_ANCHOR] = identity
+        else:
+            dropped[STALE] += 1
+        return
+    node = state[_COUNT]
+    if node == CAPACITY:
+        dropped[FULL] += 1
+        return
+    nodes[node, ID], nodes[node, PARENT] = identity, parent
+    nodes[node, TOKEN], nodes[node, KIND] = token, kind
+    state[_COUNT] += 1
+
+
+@njit(**BORROWING)
+def _commit(
+    trees: np.ndarray,
+    states: np.ndarray,
+    table: np.ndarray,
+    places: np.ndarray,
+    slots: np.ndarray,
+    bases: np.ndarray,
+    tokens: np.ndarray,
+    sizes: np.ndarray,
+) -> bool:
+    """See `Mirror.commit`. False if a base is wrong."""
+    first = 0
+    for i in range(len(slots)):
+        slot, size = slots[i], sizes[i]
+        nodes, state = trees[slot], states[slot]
+        if state[_GENERATION] < 0 or state[_LENGTH] != bases[i]:
+            return False
+        node, followed = follow(nodes, state[_COUNT], tokens, first, first + size, table)
+        if node >= 0:
+            state[_ANCHOR] = nodes[node, ID]
+        kept = 0
+        if followed == size:
+            kept = below(nodes, state[_COUNT], node, places[0])
+            for old in range(state[_COUNT]):
+                new, parent = places[0, old], nodes[old, PARENT]
+                if new >= 0:
+                    for column in range(_NUM_COLUMNS):
+                        nodes[new, column] = nodes[old, column]
+                    nodes[new, PARENT] = places[0, parent] if parent > node else -1
+        state[_COUNT] = kept
+        state[_LENGTH] += size
+        rest = size - followed
+        over = state[_TAIL] + rest - TAIL
+        if over > 0:
+            state[_ANCHOR] = 0
+            _cut_tail(state, min(over, state[_TAIL]))
+            rest = min(rest, TAIL)
+        for token in tokens[first + size - rest : first + size]:
+            state[_NUM_NUMBERS + state[_TAIL]] = token
+            state[_TAIL] += 1
+        first += size
+    return True
+
+
+@njit(**BORROWING)
+def _propose(
+    trees: np.ndarray,
+    states: np.ndarray,
+    table: np.ndarray,
+    heap: np.ndarray,
+    floats: np.ndarray,
+    places: np.ndarray,
+    slots: np.ndarray,
+    limits: np.ndarray,
+    depths: np.ndarray,
+    found: FoundArrays,
+) -> None:
+    """See `Mirror.proposals`."""
+    chances, left, given = floats
+    order, levels = places
+    for i in range(len(slots)):
+        slot = slots[i]
+        found.counts[i] = 0
+        if slot < 0:
+            continue
+        nodes, count = trees[slot], states[slot, _COUNT]
+        chances_of(nodes, count, table, given, chances, left)
+        most, size = min(np.int64(limits[i]), found.tokens.shape[1]), 0
+        for node in range(count):
+            parent = nodes[node, PARENT]
+            depth = levels[parent] + 1 if parent >= 0 else 1
+            levels[node] = depth
+            if depth <= depths[i] and chances[node] >= _LEAST_SURVIVAL:
+                size = offer(heap, size, most, key_of(chances[node], node))
+        sort_down(heap, size)
+        for place in range(size):
+            node = number_of(heap[place])
+            parent = nodes[node, PARENT]
+            order[node] = place
+            found.tokens[i, place] = nodes[node, TOKEN]
+            found.parents[i, place] = order[parent] if parent >= 0 else -1
+            found.survival[i, place] = chances[node]
+            found.kind[i, place] = nodes[node, KIND]
+        found.counts[i] = size
+
+
+@njit(**BORROWING)
+def _ask(state: np.ndarray, slots: np.ndarray, out: np.ndarray) -> None:
+    """See `Mirror.caught_up`."""
+    for i in range(len(slots)):
+        out[i] = True
+        if slots[i] >= 0:
+            row = state[slots[i]]
+            known = row[_COUNT] > 0 or row[_SEEN] == row[_LENGTH]
+            out[i] = row[_GENERATION] < 0 or known

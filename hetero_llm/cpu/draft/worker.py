@@ -1,0 +1,326 @@
+"""The draft worker's process: python -m hetero_llm.cpu.draft.worker SETTINGS
+
+It takes in what the engine tells, runs the likeliest nodes of all trees, tells what it found, and
+begins again. It asks for nothing and is waited for by nobody; when the engine is gone it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hetero_llm.bridge.records import (
+    OPENING,
+    Hello,
+    Kind,
+    Outbox,
+    Records,
+    Refusal,
+    put_beat,
+    put_hello,
+    put_refused,
+)
+from hetero_llm.bridge.rings import Consumer, Producer, RingStatus, attach_ring
+from hetero_llm.core.errors import HeteroLLMError, PromptError
+from hetero_llm.cpu import native
+from hetero_llm.cpu.draft.costs import StepTimes, measure
+from hetero_llm.cpu.draft.forest import Forest
+from hetero_llm.cpu.draft.growth import WINDOW
+from hetero_llm.cpu.draft.kinds import Record
+from hetero_llm.cpu.draft.model import DraftModel, DraftSizes, best_format
+from hetero_llm.cpu.draft.pages import Branches
+from hetero_llm.cpu.draft.protocol import WorkerSettings, put_nodes
+
+logger = logging.getLogger(__name__)
+
+_IDLE_US = 50_000  # between two looks at whether the engine is still there
+_SPIN_US = 200  # of an idle wait, before it sleeps: commits come every few milliseconds
+_BEAT_SECONDS = 0.05
+_MOST_NODES = 64  # of a step
+_CHUNK, _LONG_CHUNK = 64, 512  # pending tokens of a step, beside trees that wait and without any
+_MOST_WAITING = 4096  # records that the engine has not taken: what comes after is not told
+_URGENT_STEPS = 2  # after a miss, in which its tree comes before others
+
+
+class _Opening(NamedTuple):
+    """A text whose tokens are still to come."""
+
+    generation: int
+    depth: int
+    seed: int
+    sample_index: int
+    temperature: float
+    tokens: np.ndarray
+    filled: int
+
+
+class Worker:
+    """The loop and what it works on. One thread.
+
+    Args:
+        model, forest, times: of the same slots.
+        ahead, most_nodes: see `WorkerSettings`.
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        forest: Forest,
+        times: StepTimes,
+        inbox: Consumer,
+        answers: Producer,
+        *,
+        slots: int,
+        ahead: bool,
+        most_nodes: int,
+    ) -> None:
+        self._model, self._forest, self._times = model, forest, times
+        self._inbox, self._answers = inbox, answers
+        self._outbox = Outbox()
+        self._generations = np.full(slots, -1, np.int64)
+        self._opening: dict[int, _Opening] = {}
+        self._urgent = np.zeros(slots, np.int32)
+        self._weights = np.ones(slots, np.float32)
+        self._run = np.zeros(slots, np.int32)  # nodes since the last tokens came
+        self._ahead, self._most_nodes = ahead, most_nodes
+        self._parent = os.getppid()
+        self._beats = 0
+        self._next_beat = 0.0
+        self._stopped = False
+
+    def run(self) -> None:
+        """Until the engine says so, or is gone."""
+        busy = False
+        while not self._stopped:
+            popped = self._inbox.pop(0 if busy else _IDLE_US)
+            if len(popped.records):
+                self._take(popped.records)
+            elif not busy and os.getppid() != self._parent:
+                return
+            busy = self._step()
+            self._beat()
+            self._push()
+
+    # -- what the engine tells --------------------------------------------------------------
+
+    def _take(self, records: Records) -> None:
+        for kind, run in records.runs():
+            if kind == Kind.COMMIT:
+                self._commit(run)
+                continue
+            ends = np.cumsum(run.headers["words"], dtype=np.int64)
+            for header, end in zip(run.headers, ends.tolist(), strict=True):
+                words = run.words[end - int(header["words"]) : end]
+                if kind == Kind.OPEN:
+                    self._open(header, words)
+                elif kind == Kind.PROMPT:
+                    self._fill(header, words)
+                elif kind == Kind.CLOSE:
+                    self._close(int(header["slot"]), int(header["generation"]))
+                elif kind == Kind.STOP:
+                    self._stopped = True
+
+    def _open(self, header: np.void, words: np.ndarray) -> None:
+        slot, length = int(header["slot"]), int(header["base_length"])
+        if slot >= len(self._generations) or words.nbytes != OPENING.itemsize:
+            return
+        self._forget(slot)
+        generation = int(header["generation"])
+        self._generations[slot] = generation
+        if not 0 < length <= self._model.max_positions:
+            self._refuse(slot, Refusal.TOO_LONG)
+            return
+        (opening,) = words.view(OPENING)
+        self._opening[slot] = _Opening(
+            generation, int(header["depth"]), int(opening["seed"]), int(opening["sample_index"]),
+            float(opening["temperature"]), np.empty(length, np.int32), 0,
+        )  # fmt: skip
+
+    def _fill(self, header: np.void, words: np.ndarray) -> None:
+        slot, start = int(header["slot"]), int(header["base_length"])
+        opening = self._opening.get(slot)
+        if opening is None or opening.generation != header["generation"]:
+            return
+        end = start + len(words)
+        if start != opening.filled or end > len(opening.tokens):
+            self._refuse(slot, Refusal.LOST_RECORD)
+            return
+        opening.tokens[start:end] = words
+        if end < len(opening.tokens):
+            self._opening[slot] = opening._replace(filled=end)
+            return
+        del self._opening[slot]
+        try:
+            self._model.open(
+                slot, opening.tokens, temperature=opening.temperature, seed=opening.seed,
+                sample_index=opening.sample_index,
+            )  # fmt: skip
+        except PromptError:
+            self._refuse(slot, Refusal.BAD_TOKEN)
+            return
+        noisy = opening.temperature > 0.0
+        self._forest.open(slot, end, noisy=noisy, max_depth=opening.depth or None)
+        self._restart(slot)
+
+    def _commit(self, records: Records) -> None:
+        """New tokens; a slot that is there twice is taken in twice."""
+        headers = records.headers
+        slots = headers["slot"].astype(np.int64)
+        if len(np.unique(slots)) < len(slots):
+            half = len(slots) // 2
+            which = np.arange(len(slots)) < half
+            self._commit(records.only(which))
+            self._commit(records.only(~which))
+            return
+        fine = slots < len(self._generations)
+        known = np.where(fine, slots, 0)
+        fine &= self._generations[known] == headers["generation"]
+        fits = fine & (self._forest.lengths[known] == headers["base_length"])
+        for slot in slots[fine & ~fits].tolist():
+            self._refuse(slot, Refusal.LOST_RECORD)
+        records = records.only(fits)
+        slots, sizes = slots[fits], records.headers["words"].astype(np.int32)
+        ends = np.cumsum(sizes)
+        wrong = np.zeros(len(slots), np.bool_)
+        for i, (slot, end, size) in enumerate(
+            zip(slots.tolist(), ends.tolist(), sizes.tolist(), strict=True)
+        ):
+            is_longer = size > self._model.room(slot)
+            try:
+                self._model.append(slot, records.words[end - size : end])
+            except PromptError:
+                wrong[i] = True
+                self._refuse(slot, Refusal.TOO_LONG if is_longer else Refusal.BAD_TOKEN)
+        if wrong.any():
+            records = records.only(~wrong)
+            slots, sizes = slots[~wrong], sizes[~wrong]
+        if not len(slots):
+            return
+        moves = self._forest.commit(slots, records.headers["base_length"], records.words, sizes)
+        self._model.keep(slots, moves)
+        for slot in slots[~moves.ready].tolist():
+            self._urgent[slot] = _URGENT_STEPS
+        for slot in slots.tolist():
+            self._restart(slot)
+
+    def _restart(self, slot: int) -> None:
+        self._run[slot], self._weights[slot] = 0, 1.0
+
+    def _close(self, slot: int, generation: int) -> None:
+        if slot < len(self._generations) and self._generations[slot] == generation:
+            self._forget(slot)
+
+    def _refuse(self, slot: int, refusal: Refusal) -> None:
+        put_refused(self._outbox, slot, int(self._generations[slot]), refusal)
+        self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        self._opening.pop(slot, None)
+        self._generations[slot] = -1
+        if self._forest.lengths[slot]:
+            self._forest.close(slot)
+            self._model.close(slot)
+        self._urgent[slot] = 0
+
+    # -- drafting ---------------------------------------------------------------------------
+
+    def _step(self) -> bool:
+        """Runs one step; False if there was nothing to run."""
+        model, forest = self._model, self._forest
+        waits = bool(self._forest.any_ready())
+        trunk = model.plan_trunk(_CHUNK if waits else _LONG_CHUNK)
+        num_trunk = int(trunk.counts.sum())
+        rows = forest.choose(
+            self._times.beside(num_trunk, min(_MOST_NODES, model.most_rows - num_trunk)),
+            weights=self._weights, urgent=self._urgent > 0, gained=float(len(trunk.slots)),
+        )  # fmt: skip
+        num_rows = num_trunk + len(rows.ids)
+        if not num_rows:
+            return False
+        begin = time.perf_counter()
+        found = model.step(trunk, Branches(*rows[:6]))
+        self._times.observe(num_rows, time.perf_counter() - begin)
+        forest.grow(found.ready, rows, found.tokens, found.log_probs)
+        self._urgent[rows.slots] = np.maximum(self._urgent[rows.slots] - 1, 0)
+        if not self._ahead:
+            self._run[rows.slots] += rows.counts
+            self._weights[rows.slots[self._run[rows.slots] >= self._most_nodes]] = 0.0
+        if len(self._outbox) < _MOST_WAITING:
+            put_nodes(self._outbox, forest.unsent(), self._generations)
+        return True
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + _BEAT_SECONDS
+            self._beats += 1
+            put_beat(self._outbox, self._beats)
+
+    def _push(self) -> None:
+        if len(self._outbox) and self._answers.push(self._outbox) is RingStatus.FULL:
+            logger.debug("%d records wait for the engine", len(self._outbox))
+
+
+def load(settings: WorkerSettings) -> tuple[DraftModel, StepTimes]:
+    """The model, and what its steps take.
+
+    Raises:
+        ConfigError, ModelLoadError: see `DraftModel.load`.
+    """
+    sizes = DraftSizes(
+        slots=settings.slots, max_model_len=settings.max_model_len, window=settings.window
+    )
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    folder, weight_format = Path(settings.folder), settings.weight_format
+    if weight_format == "auto":
+        weight_format = best_format(folder, dtype)
+    model = DraftModel.load(
+        folder, sizes, dtype=dtype, weight_format=weight_format,
+        threads=settings.threads, cpus=settings.cpus or None, load_format=settings.load_format,
+    )  # fmt: skip
+    context = max(1, min(settings.window, settings.max_model_len // 2) - 8)
+    return model, measure(model, settings.slots, context)
+
+
+def serve(settings: WorkerSettings) -> None:
+    """The whole life of a worker."""
+    if settings.cpus and native.load() is not None:
+        os.sched_setaffinity(0, settings.cpus[:1])  # the team's others pin themselves
+    with attach_ring(settings.requests) as requests, attach_ring(settings.answers) as answers:
+        model, times = load(settings)
+        Forest.compile()
+        forest = Forest(
+            settings.slots, max_depth=settings.max_depth, max_positions=model.max_positions,
+            vocab_size=model.vocab_size, record=Record(),
+        )  # fmt: skip
+        with Consumer(requests, spin_us=_SPIN_US) as inbox, Producer(answers) as producer:
+            outbox = Outbox()
+            put_hello(outbox, Hello(model.vocab_size, model.max_positions, settings.slots))
+            producer.push(outbox)
+            Worker(
+                model, forest, times, inbox, producer, slots=settings.slots, ahead=settings.ahead,
+                most_nodes=min(settings.most_nodes, WINDOW),
+            ).run()  # fmt: skip
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's to answer
+    logging.basicConfig(level=logging.INFO, format="draft worker: %(message)s")
+    settings = WorkerSettings.from_json(sys.argv[1])
+    try:
+        serve(settings)
+    except HeteroLLMError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""The engine's last report in Prometheus' terms; part of `metrics`."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from hetero_llm.core.errors import EngineDeadError, EngineHungError
+from hetero_llm.core.histogram import Histogram
+from hetero_llm.engine.client import EngineClient
+
+_GAUGES = {
+    "num_requests_running": "Requests in the running batch.",
+    "num_requests_waiting": "Requests that wait for a place.",
+    "kv_cache_usage_perc": "Used part of the KV cache, 0 to 1.",
+}
+_COUNTERS = {
+    "num_preemptions": "Requests put back because the KV cache was full.",
+    "prompt_tokens": "Prompt tokens computed or found in the prefix cache.",
+    "generation_tokens": "Tokens generated.",
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "spec_decode_num_drafts": "Drafts that were verified.",
+    "spec_decode_num_draft_tokens": "Draft tokens that were verified.",
+    "spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
+}
+_OLD_NAMES = {
+    "kv_cache_usage_perc": "gpu_cache_usage_perc",
+    "prefix_cache_queries": "gpu_prefix_cache_queries",
+    "prefix_cache_hits": "gpu_prefix_cache_hits",
+}
+"""What vLLM calls a metric, and what it called it before."""
+_OWN_COUNTERS = ("num_requests_finished", "num_steps")
+_OWN_NAMES = {"hit_rate": "lookahead_hit_rate"}
+_AT_PLACE = "spec_decode_num_accepted_tokens_per_pos_"
+_STEP_SECONDS = "step_seconds/"
+_NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
+_BUSY_SECONDS = 1.0
+"""The least time over which a busy ratio is taken."""
+
+
+class EngineCollector(Collector):
+    """Reads the engine's last report whenever metrics are asked for.
+
+    Args:
+        labels: of every vLLM metric.
+        legacy_names: export also what vLLM has renamed, under its old names.
+    """
+
+    def __init__(
+        self, client: EngineClient, labels: dict[str, str], *, legacy_names: bool = False
+    ) -> None:
+        self._client = client
+        self._labels = labels
+        self._old_names = _OLD_NAMES if legacy_names else {}
+        self._busy = _Busy()
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._client.stats()
+        left = dict(stats.metrics)
+        engine_cpu = left.pop("cpu_seconds") if "cpu_seconds" in left else None
+        for names, make in ((_GAUGES, self._gauge), (_COUNTERS, self._counter)):
+            for name, text in names.items():
+                value = left.pop(name, 0.0)
+                yield make(f"vllm:{name}", text, value)
+                if name in self._old_names:
+                    yield make(f"vllm:{self._old_names[name]}", f"Now {name}.", value)
+        yield self._accepted_at(left)
+        yield self._cache_config()
+        yield from self._histograms(stats.histograms)
+        yield from self._cpu(engine_cpu)
+        for name in _OWN_COUNTERS:
+            if name in left:
+                yield self._counter(f"hetero_llm:{name}", f"The engine's {name}.", left.pop(name))
+        yield self._gauge(
+            "hetero_llm:last_step_timestamp_seconds",
+            "When the engine's last step ended, in Unix time; 0 before the first.",
+            left.pop("last_step_timestamp_seconds", 0.0),
+        )
+        yield self._gauge(
+            "hetero_llm:last_heartbeat_timestamp_seconds",
+            "When the engine last showed life, in Unix time.",
+            time.time() - stats.last_step_age,
+        )
+        yield self._gauge(
+            "hetero_llm:queue", "Requests accepted and not finished.", float(stats.queue)
+        )
+        yield self._gauge(
+            "hetero_llm:engine_up", "1 while the engine is well.", float(self._is_up())
+        )
+        for name, value in sorted(left.items()):
+            safe = _NOT_A_NAME.sub("_", _OWN_NAMES.get(name, name))
+            yield self._gauge(f"hetero_llm:{safe}", f"The engine's {name}.", value)
+
+    def _is_up(self) -> bool:
+        try:
+            self._client.check_health()
+        except (EngineDeadError, EngineHungError):
+            return False
+        return True
+
+    def _accepted_at(self, left: dict[str, float]) -> Metric:
+        """Takes the counts of all places out of `left`."""
+        family = CounterMetricFamily(
+            f"vllm:{_AT_PLACE.removesuffix('_')}",
+            "Draft tokens that were accepted, by their place in the draft.",
+            labels=[*self._labels, "position"],
+        )
+        for name in [name for name in left if name.startswith(_AT_PLACE)]:
+            place = name.removeprefix(_AT_PLACE)
+            family.add_metric([*self._labels.values(), place], left.pop(name))
+        return family
+
+    def _cache_config(self) -> Metric:
+        info = self._client.info
+        labels = self._labels | {
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_blocks),
+            "cache_dtype": info.dtype,
+        }
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "The KV cache's configuration.", labels=list(labels)
+        )
+        family.add_metric(list(labels.values()), 1.0)
+        return family
+
+    def _histograms(self, histograms: Mapping[str, Histogram]) -> Iterator[Metric]:
+        tokens = histograms.get("iteration_tokens_total")
+        if tokens is not None:
+            family = HistogramMetricFamily(
+                "vllm:iteration_tokens_total",
+                "Tokens of a step: of prompts, computed, and generated.",
+                labels=list(self._labels),
+            )
+            family.add_metric(list(self._labels.values()), _buckets(tokens), tokens.total)
+            yield family
+        family = HistogramMetricFamily(
+            "hetero_llm:step_seconds",
+            "Time of a step by what it is spent on.",
+            labels=[*self._labels, "phase"],
+        )
+        for name, kept in histograms.items():
+            if name.startswith(_STEP_SECONDS):
+                phase = name.removeprefix(_STEP_SECONDS)
+                family.add_metric([*self._labels.values(), phase], _buckets(kept), kept.total)
+        yield family
+
+    def _cpu(self, engine_seconds: float | None) -> Iterator[Metric]:
+        """CPU time by role, and the part of this machine's cores that it is."""
+        labels = [*self._labels, "role"]
+        used = CounterMetricFamily(
+            "hetero_llm:cpu_seconds", "CPU time of our processes.", labels=labels
+        )
+        busy = GaugeMetricFamily(
+            "hetero_llm:cpu_busy_ratio",
+            "CPU time of our processes by that of all usable cores, 0 to 1, since it was last "
+            "asked for.",
+            labels=labels,
+        )
+        for role, seconds in (("api", time.process_time()), ("engine", engine_seconds)):
+            if seconds is None:
+                continue
+            values = [*self._labels.values(), role]
+            used.add_metric(values, seconds)
+            ratio = self._busy.ratio(role, seconds, time.monotonic())
+            if ratio is not None:
+                busy.add_metric(values, ratio)
+        yield used
+        yield busy
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        return self._filled(GaugeMetricFamily(name, text, labels=list(self._labels)), value)
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        return self._filled(CounterMetricFamily(name, text, labels=list(self._labels)), value)
+
+    def _filled(self, family: Any, value: float) -> Metric:
+        family.add_metric(list(self._labels.values()), float(value))
+        return family
+
+
+class _Busy:
+    """Ratios of CPU time to what there was of it, over at least `_BUSY_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._cores = len(os.sched_getaffinity(0))
+        self._last: dict[str, tuple[float, float]] = {}
+        self._ratios: dict[str, float] = {}
+
+    def ratio(self, role: str, cpu_seconds: float, now: float) -> float | None:
+        """None until it is known. `now` is of the monotonic clock."""
+        then, before = self._last.setdefault(role, (now, cpu_seconds))
+        if now - then >= _BUSY_SECONDS:
+            self._last[role] = now, cpu_seconds
+            ratio = (cpu_seconds - before) / ((now - then) * self._cores)
+            self._ratios[role] = min(max(ratio, 0.0), 1.0)
+        return self._ratios.get(role)
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Each bound with the values up to it."""
+    bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
+    return list(zip(bounds, accumulate(histogram.counts), strict=True))

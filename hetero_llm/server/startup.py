@@ -1,0 +1,76 @@
+"""What the server says at its start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from hetero_llm.core.config import EngineConfig
+from hetero_llm.engine.client import EngineInfo
+
+
+def plan_table(info: EngineInfo, config: EngineConfig) -> str:
+    """What serves, as lines of a name and a value."""
+    tokens = info.num_blocks * info.block_size
+    rows = [
+        ("model", f"{info.model} ({info.dtype})"),
+        ("device", f"{info.device}, {info.backend}"),
+        ("cores", _cores(info, config)),
+        ("context", f"{info.max_model_len} tokens"),
+        ("KV cache", f"{tokens} tokens in {info.num_blocks} blocks of {info.block_size}"),
+        ("full contexts", f"{tokens / info.max_model_len:.1f} at once"),
+        ("sequences", f"{config.max_num_seqs} at once"),
+        ("drafts", _drafts(config)),
+        ("offload", _offload(config)),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _cores(info: EngineInfo, config: EngineConfig) -> str:
+    usable = len(os.sched_getaffinity(0))
+    if not info.device.startswith("cpu"):
+        return f"{usable} for the server, the scheduler and drafts"
+    threads = config.cpu.threads
+    return f"{usable}, {'all' if threads is None else threads} for the model"
+
+
+def _drafts(config: EngineConfig) -> str:
+    """Who drafts, in words."""
+    speculation = config.speculation
+    if speculation is None:
+        return "none"
+    if speculation.method == "ngram":
+        return f"prompt lookup, {speculation.num_speculative_tokens} tokens"
+    assert speculation.lookahead is not None
+    modes = ("n-grams", "suffix trie", "suffix trie and n-grams", "both merged")
+    return f"lookahead cache on the CPU: {modes[speculation.lookahead.cache_mode]}"
+
+
+def _offload(config: EngineConfig) -> str:
+    """What lies in host memory instead of the device's."""
+    size = config.load.cpu_offload_gb
+    return f"up to {size:g} GiB of weights in host memory" if size else "none"
+
+
+def ready_text(
+    address: tuple[str, int], seconds: Mapping[str, float], args: Mapping[str, Any]
+) -> str:
+    """Where the server answers, how long its start took, and a command to try it with.
+
+    Args:
+        address: that the server listens on.
+        seconds: of the start and its parts, see `EngineInfo`.
+        args: the server's arguments.
+    """
+    host, port = address
+    shown = f"[{host}]" if ":" in host else host
+    url = f"{'https' if args['ssl_certfile'] else 'http'}://{shown}:{port}"
+    parts = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if name != "total")
+    key = ' -H "Authorization: Bearer $API_KEY"' if args["api_key"] else ""
+    return (
+        f"Ready on {url} ({seconds['total']:.1f} s: {parts})\n"
+        f"  curl {url}/v1/completions -H 'Content-Type: application/json'{key} "
+        '-d \'{"prompt": "def add(a, b):", "max_tokens": 16}\''
+    )

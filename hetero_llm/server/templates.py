@@ -1,0 +1,223 @@
+"""Chat templates, rendered in processes that can be killed.
+
+A template is a program of whoever made the checkpoint: it may loop for ever or write without end,
+maybe for some conversations only, and inside of one call of C code no thread can be stopped. So
+long-lived workers render, one conversation at a time; one that takes too long is killed. A normal
+conversation costs two messages over a socket pair, some 0.2 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from hetero_llm.engine.engine_launcher import child_environment
+from hetero_llm.server.errors import busy, invalid, without_paths
+from hetero_llm.server.template_worker import LENGTH, READY, Job, Rendered, Setup
+
+MODULE = "hetero_llm.server.template_worker"
+_MOST_WORKERS = 4
+_PATIENCE = 1.0
+"""Seconds after which one who waits for a worker gets a new one."""
+_QUEUE_SECONDS = 10.0
+_START_SECONDS = 60.0
+_RETRY_SECONDS = 5.0
+_DECODER = msgspec.json.Decoder(Rendered)
+
+
+class ChatTemplate:
+    """One template and the workers that render it, of which the first starts when it is needed.
+
+    Belongs to one event loop, `begin` and `close` excepted.
+
+    Args:
+        text: Jinja, as transformers takes it.
+        special_tokens: of the tokenizer, by the names that templates use.
+        seconds: what one conversation may take.
+    """
+
+    def __init__(self, text: str, special_tokens: Mapping[str, Any], *, seconds: float) -> None:
+        self.text = text
+        self._seconds = seconds
+        plain = {name: _plain(value) for name, value in special_tokens.items()}
+        self._setup = msgspec.json.encode(Setup(text, plain, seconds))
+        self._workers: set[_Worker] = set()
+        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+        self._waiting = 0
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the running workers."""
+        return [worker.pid for worker in self._workers]
+
+    def mentions(self, name: str) -> bool:
+        return name in self.text
+
+    def begin(self) -> None:
+        """Starts a worker, so that the first conversation need not wait for it."""
+        if not self._workers:
+            self._idle.put_nowait(self._start())
+
+    def close(self) -> None:
+        """Ends all workers."""
+        for worker in tuple(self._workers):
+            self._drop(worker)
+
+    async def render(
+        self, messages: Sequence[dict[str, Any]], kwargs: Mapping[str, Any], *, most_chars: int
+    ) -> str:
+        """The conversation as the template writes it.
+
+        Raises:
+            ApiError: 400, the template refuses it, takes too long or writes more than
+                `most_chars`; 503, all workers are busy.
+        """
+        job = msgspec.json.encode(Job(list(messages), dict(kwargs), most_chars))
+        rendered = await self._rendered(job)
+        if rendered is None:  # it may have been killed while it was idle
+            rendered = await self._rendered(job)
+        if rendered is None:
+            raise _refused("the process that renders it died")
+        if rendered.refused is not None:
+            raise _refused(without_paths(rendered.refused))
+        return rendered.text
+
+    async def _rendered(self, job: bytes) -> Rendered | None:
+        """None if the worker died."""
+        worker = await self._take()
+        alive = False
+        try:
+            await worker.ready()
+            async with asyncio.timeout(self._seconds):
+                rendered = await worker.ask(job)
+            alive = not rendered.spent
+        except TimeoutError:
+            raise _refused(f"it did not end within {self._seconds:g} s") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        finally:
+            self._give_back(worker, alive=alive)
+        return rendered
+
+    async def _take(self) -> _Worker:
+        """An idle worker. One that is slow for somebody must not hold up everybody."""
+        if not self._idle.empty():
+            return self._idle.get_nowait()
+        if not self._workers:
+            return self._start()
+        self._waiting += 1
+        try:
+            if len(self._workers) < _MOST_WORKERS:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_PATIENCE):
+                        return await self._idle.get()
+                if len(self._workers) < _MOST_WORKERS:
+                    return self._start()
+            async with asyncio.timeout(_QUEUE_SECONDS):
+                return await self._idle.get()
+        except TimeoutError:
+            raise busy(
+                "overloaded",
+                "all processes that render chat templates are busy; try again later",
+                _RETRY_SECONDS,
+            ) from None
+        finally:
+            self._waiting -= 1
+
+    def _give_back(self, worker: _Worker, *, alive: bool) -> None:
+        """One idle worker is kept; more are for those who wait."""
+        if alive and (self._waiting or self._idle.empty()):
+            self._idle.put_nowait(worker)
+            return
+        self._drop(worker)
+        if self._waiting:
+            self._idle.put_nowait(self._start())
+
+    def _start(self) -> _Worker:
+        worker = _Worker(self._setup)
+        self._workers.add(worker)
+        return worker
+
+    def _drop(self, worker: _Worker) -> None:
+        self._workers.discard(worker)
+        worker.kill()
+
+
+class _Worker:
+    """One process; whoever took it from the queue is alone with it."""
+
+    def __init__(self, setup: bytes) -> None:
+        self._setup = setup
+        self._socket, theirs = socket.socketpair()
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        with theirs:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env={**child_environment(), "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"},
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    async def ready(self) -> None:
+        """Waits for the end of the start.
+
+        Raises:
+            RuntimeError: it does not start.
+        """
+        if self._streams is not None:
+            return
+        self._streams = await asyncio.open_connection(sock=self._socket)
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                self._write(self._setup)
+                assert await self._read() == READY
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+            raise RuntimeError("the process that renders chat templates does not start") from None
+
+    async def ask(self, job: bytes) -> Rendered:
+        """Raises:
+        asyncio.IncompleteReadError, ConnectionError: the process has ended.
+        """
+        self._write(job)
+        return _DECODER.decode(await self._read())
+
+    def kill(self) -> None:
+        self._popen.kill()
+        if self._streams is None:
+            self._socket.close()
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
+                self._streams[1].transport.abort()
+        # Freeing its memory takes a moment, and nobody has to wait for that.
+        threading.Thread(target=self._popen.wait, daemon=True).start()
+
+    def _write(self, message: bytes) -> None:
+        assert self._streams is not None
+        self._streams[1].write(LENGTH.pack(len(message)) + message)
+
+    async def _read(self) -> bytes:
+        assert self._streams is not None
+        reader = self._streams[0]
+        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        return await reader.readexactly(length)
+
+
+def _plain(value: Any) -> Any:
+    """A special token as text; some have several."""
+    return [str(item) for item in value] if isinstance(value, (list, tuple)) else str(value)
+
+
+def _refused(reason: str) -> Exception:
+    return invalid("messages", f"messages: the chat template cannot be applied: {reason}")

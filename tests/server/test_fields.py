@@ -1,0 +1,120 @@
+"""Every field that clients of OpenAI, vLLM and TACO-LLM send: it works, changes nothing as it
+should, or is refused by name. None is unknown, and what is unknown is counted and said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.server.settings import ServerSettings
+from tests.server.fake_engine import FakeEngine
+from tests.server.serving import serving
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "a b"}]
+GOOD: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "a b", "max_tokens": 2},
+    CHAT: {"messages": MESSAGES, "max_tokens": 2},
+}
+BEAMS = {"use_beam_search": True, "n": 2, "temperature": 0}
+SCHEMA = {"type": "object"}
+
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "best_of": {"best_of": 2},
+    "use_beam_search": BEAMS,
+    "length_penalty": BEAMS | {"length_penalty": 0.5},
+    "early_stopping": BEAMS | {"early_stopping": True},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "prompt_logprobs": {"prompt_logprobs": 1},
+    "truncate_prompt_tokens": {"truncate_prompt_tokens": 1},
+    "include_stop_str_in_output": {"include_stop_str_in_output": True},
+    "skip_special_tokens": {"skip_special_tokens": False},
+    "spaces_between_special_tokens": {"spaces_between_special_tokens": False},
+    "ignore_eos": {"ignore_eos": True},
+    "min_tokens": {"min_tokens": 1},
+    "min_p": {"min_p": 0.1},
+    "top_k": {"top_k": 5},
+    "bad_words": {"bad_words": ["no"]},
+    "allowed_token_ids": {"allowed_token_ids": [66]},
+    "cache_salt": {"cache_salt": "s"},
+    "priority": {"priority": 0},
+    "request_id": {"request_id": "r"},
+    "session_id": {"session_id": "s"},
+    "return_token_ids": {"return_token_ids": True},
+    "parallel_tool_calls": {"parallel_tool_calls": False},
+    "stream_options": {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+    "response_format": {"response_format": {"type": "text"}},
+}
+CHAT_ONLY: dict[str, dict[str, Any]] = {
+    "reasoning_effort": {"reasoning_effort": "low"},
+    "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
+    "max_completion_tokens": {"max_tokens": None, "max_completion_tokens": 2},
+    "tool_choice": {"tool_choice": "none", "tools": []},
+    "top_logprobs": {"logprobs": True, "top_logprobs": 2},
+    "name": {"messages": [{"role": "user", "content": "a", "name": "me"}]},
+}
+REFUSED: dict[str, Any] = {
+    "structured_outputs": {"json": SCHEMA},
+    "guided_json": SCHEMA,
+    "guided_regex": "a",
+    "guided_choice": ["a"],
+    "guided_grammar": "root ::= a",
+    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
+}
+CHAT_REFUSED: dict[str, Any] = {
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "auto",
+}
+
+
+@pytest.fixture(scope="module")
+def strict(tokenizer: Tokenizer) -> Any:
+    with serving(FakeEngine(tokenizer), ServerSettings(strict_fields=True)) as served:
+        yield served
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [(path, fields) for path in GOOD for fields in ACCEPTED.values()]
+    + [(CHAT, fields) for fields in CHAT_ONLY.values()],
+    ids=[f"{path}-{name}" for path in GOOD for name in ACCEPTED]
+    + [f"{CHAT}-{name}" for name in CHAT_ONLY],
+)
+def test_accepted(strict: Any, path: str, fields: dict[str, Any]) -> None:
+    answer = strict.post(path, GOOD[path] | fields)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [(path, *item) for path in GOOD for item in REFUSED.items()]
+    + [(CHAT, *item) for item in CHAT_REFUSED.items()],
+)
+def test_refused_by_name(strict: Any, path: str, name: str, value: Any) -> None:
+    answer = strict.post(path, GOOD[path] | {name: value})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert error["message"].endswith("is not available")
+
+
+def test_unknown_names_inside_of_objects(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {
+        "messages": [*MESSAGES, {"role": "assistant", "content": "c", "mood": 1, "tone\n": 2}],
+        "stream": True,
+        "stream_options": {"include_usage": True, "novelty": {}},
+        "frobnicate": None,
+        "max_tokens": 1,
+    }
+    with serving(FakeEngine(tokenizer)) as served:
+        with caplog.at_level("WARNING", "hetero_llm.server"):
+            assert served.post(CHAT, body).status_code == 200
+        assert "hetero_llm:unknown_fields_total 4.0" in served.http.get("/metrics").text
+    (line,) = [r.getMessage() for r in caplog.records if "unknown fields" in r.getMessage()]
+    assert "\n" not in line
+    for name in ("frobnicate", "messages[1].mood", "messages[1].tone", "stream_options.novelty"):
+        assert name in line
