@@ -6,6 +6,9 @@ context, as branches of a draft tree do. Beside it, with as many threads: PyTorc
 module (`F.linear` on plain weights), our torch path (prepacked weights, compiled attention; both
 run branches as a chunk, which is as much work), and a plain read of as many bytes as the step's
 weights have. Medians.
+
+With `--candidates K` also the same step when it looks for the K likeliest tokens of each row and
+their log-probabilities, with `--noisy` among scores with noise, in turns with the greedy one.
 """
 
 from __future__ import annotations
@@ -26,7 +29,15 @@ from bench.common import print_table, write_results
 from bench.cpu_limits import ReadProbe
 from bench.cpu_shapes import CPU_SHAPES, streamed_parameters, write_shape
 from hetero_llm.cpu import native
-from hetero_llm.cpu.executor import GREEDY, Executor, StepDraws, StepRows
+from hetero_llm.cpu.executor import (
+    CANDIDATES,
+    GREEDY,
+    MOST_CANDIDATES,
+    Candidates,
+    Executor,
+    StepDraws,
+    StepRows,
+)
 from hetero_llm.cpu.fused import speed_up
 from hetero_llm.cpu.paged_attention import native_row_kernel
 from hetero_llm.cpu.topology import compute_cpus
@@ -44,6 +55,7 @@ FORMATS = {"bf16": 2, "int8": 1}
 _WARM_UP, _WARM_UP_S = 50, 0.5
 _LEAST_STEPS, _LONGEST_S = 10, 1.5
 _MAX_ROWS = 64  # of one tree
+_NOISY_TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +145,30 @@ def executor_step(executor: Executor, work: Work, num_blocks: int) -> Callable[[
     return step
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Candidates of every row: how many, and the temperature of their noise (0: none)."""
+
+    count: int
+    temperature: float
+
+
+def candidates_step(
+    executor: Executor, work: Work, num_blocks: int, wanted: Wanted
+) -> Callable[[], None]:
+    """One step through prepared arrays, as a draft worker runs it."""
+    rows, draws = step_arrays(work, block_tables(work, num_blocks))
+    draws.modes[:], draws.temperatures[:] = CANDIDATES, wanted.temperature
+    found = Candidates.empty(work.rows, wanted.count)
+    prepared = executor.prepare(rows, draws, np.empty(work.rows, np.int64), found)
+
+    def step() -> None:
+        executor.run(prepared, work.rows, work.sequences, work.rows)
+        rows.token_ids[:] = found.tokens[:, 0]
+
+    return step
+
+
 def torch_step(
     model: CausalLM, attention: TorchPagedAttention, work: Work, num_blocks: int
 ) -> Callable[[], None]:
@@ -165,6 +201,12 @@ def median_ms(step: Callable[[], None], steps: int) -> float:
         step()
         times.append(time.perf_counter() - begin)
     return statistics.median(times) * 1e3
+
+
+def medians_in_turns(steps: dict[str, Callable[[], None]], count: int) -> dict[str, float]:
+    """Medians in milliseconds over three rounds, so that other work on the machine hits all."""
+    rounds = [{name: median_ms(step, count) for name, step in steps.items()} for _ in range(3)]
+    return {name: statistics.median(one[name] for one in rounds) for name in steps}
 
 
 class Bench:
@@ -218,8 +260,25 @@ class Bench:
         }
 
 
+def our_steps(
+    executor: Executor, work: Work, num_blocks: int, wanted: Wanted | None
+) -> dict[str, Callable[[], None]]:
+    """The greedy step, and the one with candidates if any are wanted."""
+    ways = {"ours_ms": executor_step(executor, work, num_blocks)}
+    if wanted is not None:
+        name = "noisy_ms" if wanted.temperature else "candidates_ms"
+        ways[name] = candidates_step(executor, work, num_blocks, wanted)
+    return ways
+
+
 def measure(
-    bench: Bench, works: list[Work], formats: list[str], threads: int, steps: int
+    bench: Bench,
+    works: list[Work],
+    formats: list[str],
+    *,
+    threads: int,
+    steps: int,
+    wanted: Wanted | None,
 ) -> list[dict[str, Any]]:
     """One row per format and work."""
     torch.set_num_threads(threads)
@@ -234,13 +293,15 @@ def measure(
         with ReadProbe(size, threads) as probe:
             for work in works:
                 before = probe.seconds()
-                ours = median_ms(executor_step(executor, work, bench.num_blocks), steps)
+                ways = our_steps(executor, work, bench.num_blocks, wanted)
+                ours = medians_in_turns(ways, steps)
                 read = (before + probe.seconds()) / 2 * 1e3
                 beside = torch_ms[work]
                 table.append(
                     {"weights": weight_format, "threads": threads, "kind": work.kind,
-                     "rows": work.rows, "ours_ms": ours, "read_ms": read,
-                     "ours/read": ours / read, **beside, "eager/ours": beside["eager_ms"] / ours}
+                     "rows": work.rows, **ours, "read_ms": read,
+                     "ours/read": ours["ours_ms"] / read, **beside,
+                     "eager/ours": beside["eager_ms"] / ours["ours_ms"]}
                 )  # fmt: skip
                 print({k: v if not isinstance(v, float) else round(v, 3)
                        for k, v in table[-1].items()}, flush=True)  # fmt: skip
@@ -264,8 +325,19 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument(
+        "--candidates", type=int, metavar="K", help=f"1 to {MOST_CANDIDATES} likeliest tokens"
+    )
+    parser.add_argument("--noisy", action="store_true", help="candidates at temperature 0.7")
     parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
+    if args.noisy and args.candidates is None:
+        parser.error("--noisy needs --candidates")
+    if args.candidates is not None and not 1 <= args.candidates <= MOST_CANDIDATES:
+        parser.error(f"--candidates {args.candidates}: must be 1 to {MOST_CANDIDATES}")
+    wanted = None
+    if args.candidates is not None:
+        wanted = Wanted(args.candidates, _NOISY_TEMPERATURE if args.noisy else 0.0)
     works = [
         Work(kind, rows, args.context)
         for rows in args.rows
@@ -275,13 +347,17 @@ def main() -> None:
     bench = Bench(args.shape, args.rows, args.context)
     table = []
     for threads in args.threads:
-        table += measure(bench, works, args.formats, threads, args.steps)
+        table += measure(
+            bench, works, args.formats, threads=threads, steps=args.steps, wanted=wanted
+        )
     print(f"{args.shape}, context {args.context}, {native.ISA_NAMES[native.isa_level()]}")
     print_table(table)
     results = {
         "shape": args.shape,
         "context": args.context,
         "steps": args.steps,
+        "candidates": args.candidates,
+        "noisy": args.noisy,
         "isa": native.ISA_NAMES[native.isa_level()],
         "rows": table,
     }

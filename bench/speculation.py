@@ -5,6 +5,9 @@ and nothing that followed one. "warm": the hybrid cache holds other held-out tex
 prompt is from. What a drafter keeps from one run to the next are the times of steps, as in an
 engine that has served for a while.
 
+"draft" arms need --draft: the draft model's worker on the CPU, alone or beside the cache. One
+worker serves all of them; it is told of every request anew.
+
 Batches of less than 8 run several times, each time with other prompts.
 
 "tok/s": tokens behind the first one over the time they take, T(N + 1 tokens) - T(1 token), prompts
@@ -19,7 +22,9 @@ step's sums may differ from a decode step's in the last bits.
 from __future__ import annotations
 
 import argparse
+import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,8 +41,9 @@ from hetero_llm.cpu.lookahead.budget import StepCosts
 from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
 from hetero_llm.cpu.lookahead.texts import namespace
 from hetero_llm.demo_models import ALIASES, demo_folder, heldout_prompts
+from hetero_llm.engine.draft_model import DraftModel, prepare_draft_model
 from hetero_llm.engine.drafters import make_drafter
-from hetero_llm.engine.drafting import Drafter
+from hetero_llm.engine.drafting import Drafter, Preparing
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import build_engine
 from hetero_llm.engine.input_processor import parse_prompts
@@ -54,6 +60,9 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "hybrid": {**LOOKAHEAD, "cache_mode": 2},
     "warm": {**LOOKAHEAD, "cache_mode": 2},
     "merged": {**LOOKAHEAD, "cache_mode": 3},
+    "draft": {"method": "draft_model"},
+    "draft + hybrid": {**LOOKAHEAD, "cache_mode": 2, "draft": True},
+    "draft + merged": {**LOOKAHEAD, "cache_mode": 3, "draft": True},
 }  # fmt: skip
 SPAN = 32
 FEW = 8
@@ -106,6 +115,10 @@ class SwitchedDrafter:
     def idle(self) -> bool:
         return self.inner is None or self.inner.idle
 
+    def begin(self, sequences: list[Sequence]) -> None:
+        if isinstance(self.inner, Preparing):
+            self.inner.begin(sequences)
+
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         assert self.inner is not None
         return self.inner.propose(sequences, limits, num_rows)
@@ -136,11 +149,40 @@ class Bench:
         self._sizes = args.batches
         self._switch = SwitchedDrafter()
         config = EngineConfig.from_args(resolve_engine_args(self._given))
+        self._draft, config = self._start_draft(args, config)
         self.engine: Engine = build_engine(config, show_progress=False, drafter=self._switch).engine
         folder = demo_folder(args.model) if args.model in ALIASES else Path(args.model)
         self._model = load_model_config(folder)
         self._known: dict[str, tuple[StepCosts, float]] = {}
         self._runs = 0
+        self.told: dict[str, float] = {}  # by the draft source of the last run
+
+    def _start_draft(
+        self, args: argparse.Namespace, config: EngineConfig
+    ) -> tuple[DraftModel | None, EngineConfig]:
+        """The draft model's worker, and the configuration with the threads that it leaves."""
+        if args.draft is None:
+            return None, config
+        self._draft_args = {
+            "speculative_model": args.draft, "num_speculative_tokens": args.draft_tokens,
+            "cpu_draft_worker": True, "speculative_overlap": args.overlap,
+            "draft_threads": args.draft_threads, "draft_weight_dtype": args.draft_weights,
+        }  # fmt: skip
+        wanted = EngineConfig.from_args(resolve_engine_args({**self._given, **self._draft_args}))
+        config = replace(config, speculation=wanted.speculation)
+        folder = demo_folder(args.model) if args.model in ALIASES else Path(args.model)
+        config, draft = prepare_draft_model(
+            config, load_model_config(folder), None, target_on_cpu=args.device == "cpu",
+            max_model_len=self._given["max_model_len"],
+        )  # fmt: skip
+        assert draft is not None
+        draft.worker.wait_ready()
+        return draft, replace(config, speculation=None)
+
+    def close(self) -> None:
+        """Ends the worker."""
+        if self._draft is not None:
+            self._draft.worker.close()
 
     @property
     def profile(self) -> list[tuple[int, float]]:
@@ -154,9 +196,19 @@ class Bench:
         settings = ARMS[arm]
         if settings is None:
             return
+        source = None
+        if settings.get("draft") or settings.get("method") == "draft_model":
+            if self._draft is None:
+                raise SystemExit(f"arm {arm!r} needs --draft")
+            settings = {key: value for key, value in settings.items() if key != "draft"}
+            source = self._draft.source()
         given = {**self._given, "speculative_config": settings}
+        if settings["method"] == "draft_model":
+            given = {**self._given, **self._draft_args}
         speculation = EngineConfig.from_args(resolve_engine_args(given)).speculation
-        drafter, _ = make_drafter(speculation, self._model, self._given["max_model_len"])
+        drafter, _ = make_drafter(
+            speculation, self._model, self._given["max_model_len"], source=source
+        )
         if isinstance(drafter, LookaheadDrafter):
             if self._switch.profile:
                 drafter.price(self._switch.profile)
@@ -189,6 +241,8 @@ class Bench:
             before = self._figures()
             found, seconds, half = self._generate(prompts, self._tokens + 1)
             counted += self._figures() - before
+            inner = self._switch.inner
+            self.told = inner.metrics() if isinstance(inner, LookaheadDrafter) else {}
             outputs += found
             taken += seconds - first
             until_half += half - first
@@ -201,6 +255,9 @@ class Bench:
             "drafted/token": drafted / generated,
             "accepted of drafted": accepted / max(drafted, 1),
             "steps": steps,
+            "a1": self.told.get("draft_first_accepted", 0.0),
+            "hits": self.told.get("draft_hits", 0.0),
+            "misses": self.told.get("draft_misses", 0.0),
         }
 
     def _figures(self) -> np.ndarray:
@@ -290,11 +347,16 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batches", type=lambda s: [int(w) for w in s.split(",")], default=[1, 8])
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS)[:7])
     parser.add_argument("--prompt", type=int, default=768, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=256, help="behind the first")
     parser.add_argument("--random", type=int, default=4, help="random prompts")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--draft", help="draft model for the draft arms")
+    parser.add_argument("--draft-tokens", type=int, default=6)
+    parser.add_argument("--draft-threads", type=int)
+    parser.add_argument("--draft-weights", default="auto")
+    parser.add_argument("--overlap", default="auto")
     parser.add_argument("--out", help="JSON file")
     parser.add_argument(
         "--no-budget", action="store_true",
@@ -308,12 +370,15 @@ def main() -> None:
         parser.error("the first arm is the baseline: none")
     if len(set(args.batches)) < len(args.batches):
         parser.error("batches of one size would be one row")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     bench = Bench(args)
     profile = [(rows, round(seconds * 1e3, 3)) for rows, seconds in bench.profile]
     print("profile, rows and ms:", *(f"{rows}:{ms}" for rows, ms in profile))
     table = measure(bench, args)
+    bench.close()
     settings = {"model": args.model, "device": args.device, "dtype": args.dtype,
                 "prompt": args.prompt, "tokens": args.tokens, "repeats": args.repeats,
+                "draft": args.draft, "draft_tokens": args.draft_tokens, "overlap": args.overlap,
                 "budget": not args.no_budget, "profile_ms": profile}  # fmt: skip
     write_results(f"speculation.{args.device}", {**settings, "rows": table}, args.out)
 

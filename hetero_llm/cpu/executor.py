@@ -177,9 +177,10 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """Arrays whose addresses are known: see `Executor.prepare`."""
+    """Arrays whose addresses are known: see `Executor.prepare`. Keeps them alive."""
 
     struct: _Step
+    arrays: tuple[object, ...]
 
 
 def logits_after(rows: np.ndarray) -> StepDraws:
@@ -300,13 +301,14 @@ class Executor:
         tokens: np.ndarray,
         candidates: Candidates | None = None,
     ) -> PreparedStep:
-        """For many steps through the same arrays, which have to live on: see `run`.
+        """For many steps through the same arrays: see `run`.
 
         Args:
             tokens: [N] int64, written where a draw is greedy or noisy.
             candidates: of N draws, written where they want candidates; None if none ever does.
         """
-        return PreparedStep(_step(rows, draws, tokens, candidates))
+        step = _step(rows, draws, tokens, candidates)
+        return PreparedStep(step, (rows, draws, tokens, candidates))
 
     def run(self, step: PreparedStep, rows: int, sequences: int, draws: int) -> None:
         """Runs a step of the first entries of the prepared arrays; results lie in those given."""

@@ -228,6 +228,8 @@ class AsyncLLMEngine:
         if request_id in self._keys:
             raise DuplicateRequestError(request_id)
         self._check_load()
+        if not self._streams:
+            self._finishes.clear()  # how long nobody asked says nothing about how fast it goes
         key = str(self._num_requests)
         self._num_requests += 1
         self._keys[request_id] = key

@@ -219,7 +219,7 @@ class Scheduler:
         assert flight.step is step, "steps are updated in the order they were scheduled"
         touched: list[Sequence] = []
         groups: list[Request] = []
-        generated = self.stats.generation_tokens
+        before = self.stats.generation_tokens
         first = 0
         for sequence, epoch, start, count, samples, nodes, produced in zip(
             flight.sequences,
@@ -269,8 +269,7 @@ class Scheduler:
                     touched.extend(members)
         for request in groups:
             touched.extend(self._advance_beams(request))
-        generated = self.stats.generation_tokens - generated
-        self.stats.step_tokens.observe(flight.prompt_tokens + generated)
+        self.stats.step_tokens.observe(flight.prompt_tokens + self.stats.generation_tokens - before)
         return touched
 
     def observe(self, step: SchedulerOutput, seconds: float) -> None:

@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -125,11 +124,7 @@ class Page:
         )
 
     def _can_chat(self) -> bool:
-        tokenizer = self._context.client.tokenizer
-        if tokenizer is None:
-            return False
-        own: Any = getattr(tokenizer.hf, "chat_template", None)
-        return bool(self._context.settings.chat_template or own)
+        return self._context.texts.chat_template is not None
 
 
 def _read(path: Path) -> _File:

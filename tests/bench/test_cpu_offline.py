@@ -223,8 +223,20 @@ def test_rows_of_a_draft_step(kind: str) -> None:
 def test_draft_step_table() -> None:
     bench = draft_step.Bench("tiny", [2], 40)
     works = [draft_step.Work(kind, 2, 40) for kind in draft_step.KINDS]
-    rows = draft_step.measure(bench, works, ["bf16", "int8"], 1, 3)
+    wanted = draft_step.Wanted(3, 0.7)
+    rows = draft_step.measure(bench, works, ["bf16", "int8"], threads=1, steps=3, wanted=wanted)
     assert [(r["weights"], r["kind"]) for r in rows] == [
         (weights, kind) for weights in ("bf16", "int8") for kind in draft_step.KINDS
     ]
     assert all(r["ours_ms"] > 0 and r["eager_ms"] / r["ours_ms"] == r["eager/ours"] for r in rows)
+    assert all(r["noisy_ms"] > 0 for r in rows)
+
+
+def test_a_draft_step_with_candidates() -> None:
+    bench = draft_step.Bench("tiny", [2], 40)
+    work, executor = draft_step.Work("batch", 2, 40), bench.executor("bf16", 1)
+    names = [
+        list(draft_step.our_steps(executor, work, bench.num_blocks, wanted))
+        for wanted in (None, draft_step.Wanted(3, 0.0), draft_step.Wanted(3, 0.7))
+    ]
+    assert names == [["ours_ms"], ["ours_ms", "candidates_ms"], ["ours_ms", "noisy_ms"]]

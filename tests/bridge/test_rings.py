@@ -11,6 +11,8 @@ import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -142,7 +144,7 @@ def test_popped_arrays_are_the_callers_own() -> None:
 
 
 def test_a_timeout_is_waited_for_and_not_much_longer() -> None:
-    for spin_us in (0, 200, 10**6):
+    for spin_us in (0, 200, 10**7):
         with create_ring(8) as ring, Consumer(ring, spin_us=spin_us) as consumer:
             begun = time.monotonic_ns()
             assert consumer.pop(timeout_us=30_000).status == RingStatus.TIMEOUT
@@ -196,19 +198,34 @@ def test_a_sleeper_whose_flag_is_gone_looks_for_itself() -> None:
         assert ends.consumer.counters().missed_wakes == 1
 
 
-def test_a_signal_runs_its_handler_and_the_wait_goes_on() -> None:
-    seen = []
-    old = signal.signal(signal.SIGALRM, lambda *_: seen.append(time.monotonic_ns()))
+@contextmanager
+def alarm_after(seconds: float, handler: Callable[[], None]) -> Iterator[None]:
+    old = signal.signal(signal.SIGALRM, lambda *_: handler())
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        with both_ends() as ends:
-            begun = time.monotonic_ns()
-            signal.setitimer(signal.ITIMER_REAL, 0.02)
-            assert ends.consumer.pop(timeout_us=200_000).status == RingStatus.TIMEOUT
-            assert time.monotonic_ns() - begun >= 200_000_000
-            assert len(seen) == 1
+        yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
+
+
+def test_a_wait_goes_on_after_a_signal() -> None:
+    seen: list[int] = []
+    with both_ends() as ends, alarm_after(0.02, lambda: seen.append(1)):
+        begun = time.monotonic_ns()
+        assert ends.consumer.pop(timeout_us=200_000).status == RingStatus.TIMEOUT
+        assert time.monotonic_ns() - begun >= 200_000_000 and seen == [1]
+
+
+def test_a_signals_handler_can_end_a_wait() -> None:
+    def stop() -> None:
+        raise InterruptedError("enough")
+
+    with both_ends() as ends, alarm_after(0.02, stop):
+        begun = time.monotonic_ns()
+        with pytest.raises(InterruptedError, match="enough"):
+            ends.consumer.pop(timeout_us=20_000_000)
+        assert time.monotonic_ns() - begun < 10_000_000_000
 
 
 def test_each_end_is_opened_once() -> None:

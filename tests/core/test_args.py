@@ -286,7 +286,13 @@ class TestStatus:
         assert refused(tensor_parallel_size=2) == (
             "tensor_parallel_size=2: tensor parallelism is not available yet"
         )
-        assert "a draft model" in refused(cpu_draft_worker=True)
+        assert refused(spec_decoding_acceptance_method="typical_acceptance_sampler") == (
+            "spec_decoding_acceptance_method='typical_acceptance_sampler': typical acceptance "
+            "sampling is not available yet"
+        )
+        assert "tensor parallelism of draft models" in refused(
+            speculative_draft_tensor_parallel_size=2
+        )
         assert "KV offload" in refused(enable_prefix_cache_offload=True)
 
     def test_a_boolean_is_not_the_default_number(self) -> None:

@@ -12,6 +12,7 @@ from hetero_llm.core.args import resolve_engine_args
 from hetero_llm.core.args_features import SPECULATIVE
 from hetero_llm.core.config import EngineConfig, SpeculationConfig
 from hetero_llm.core.draft import MAX_NODES
+from hetero_llm.core.draft_model_config import DraftModelConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.lookahead_config import FILE_NAME, LookaheadConfig
 
@@ -161,13 +162,6 @@ class TestPromptLookup:
     def test_wrong_value(self, given: dict[str, Any], message: str) -> None:
         assert refused(**NGRAM | given) == message
 
-    def test_draft_models_are_not_available_yet(self) -> None:
-        assert refused(speculative_model="demo-draft") == (
-            "speculative_model='demo-draft': a draft model is not available yet; use '[ngram]' or "
-            "the lookahead cache"
-        )
-        assert "a draft model is not available yet" in refused(speculative_model="ngram")
-
 
 class TestOneMethod:
     @pytest.mark.parametrize(
@@ -187,7 +181,8 @@ class TestOneMethod:
     @pytest.mark.parametrize(
         ("given", "needed"),
         [
-            ({"num_speculative_tokens": 3}, "speculative_model='[ngram]' or the lookahead cache"),
+            ({"num_speculative_tokens": 3}, "a draft model, speculative_model='[ngram]' or the "),
+            ({"speculative_disable_by_batch_size": 3}, "drafts of some kind, such as the "),
             ({"ngram_prompt_lookup_max": 3}, "speculative_model='[ngram]'"),
             ({"ngram_prompt_lookup_min": 3}, "speculative_model='[ngram]'"),
             ({"ignore_prompt_for_lookahead_cache": True}, "the lookahead cache (use_lookahead or"),
@@ -201,6 +196,198 @@ class TestOneMethod:
         assert ": needs the lookahead cache" in refused(
             **NGRAM, cpu_decoding_memory_utilization=0.5
         )
+
+
+DRAFT: dict[str, Any] = {
+    "speculative_model": "demo-draft",
+    "num_speculative_tokens": 5,
+    "cpu_draft_worker": True,
+}
+IN_MAPPING: dict[str, Any] = {
+    "cpu_draft_worker": True,
+    "speculative_config": {
+        "method": "draft_model",
+        "model": "demo-draft",
+        "num_speculative_tokens": 5,
+    },
+}
+
+
+def draft(**given: Any) -> DraftModelConfig:
+    config = speculation(**given)
+    assert config is not None and config.method == "draft_model"
+    assert config.num_speculative_tokens is None
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == (0, 0)
+    assert config.draft is not None
+    return config.draft
+
+
+class TestDraftModel:
+    @pytest.mark.parametrize("given", [DRAFT, IN_MAPPING, DRAFT | IN_MAPPING])
+    def test_alone(self, given: dict[str, Any]) -> None:
+        assert draft(**given) == DraftModelConfig(
+            "demo-draft", None, 5, None, None, "auto", "auto", None, False
+        )
+        config = speculation(**given)
+        assert config is not None and config.lookahead is None and config.most_sequences is None
+
+    def test_every_setting(self) -> None:
+        given = DRAFT | {
+            "speculative_max_model_len": 2048,
+            "speculative_disable_by_batch_size": 12,
+            "speculative_overlap": "enumerate",
+            "draft_timeout_ms": 3,
+            "draft_threads": 6,
+            "draft_weight_dtype": "int8",
+            "draft_optional": True,
+        }
+        assert draft(**given) == DraftModelConfig(
+            "demo-draft", None, 5, 2048, 6, "int8", "enumerate", 0.003, True
+        )
+        config = speculation(**given)
+        assert config is not None and config.most_sequences == 12
+
+    def test_settings_of_the_mapping(self) -> None:
+        mapping = {
+            "model": "some/model",
+            "revision": "v2",
+            "num_speculative_tokens": 7,
+            "max_model_len": 100,
+            "disable_by_batch_size": 4,
+        }
+        found = draft(cpu_draft_worker=True, speculative_config=mapping)
+        assert (found.model, found.revision, found.num_tokens) == ("some/model", "v2", 7)
+        assert found.max_model_len == 100
+        config = speculation(cpu_draft_worker=True, speculative_config=mapping)
+        assert config is not None and config.most_sequences == 4
+
+    @pytest.mark.parametrize(
+        ("given", "cache"),
+        [
+            (DRAFT | {"use_lookahead": True}, LookaheadConfig()),
+            (IN_MAPPING | {"use_lookahead": True}, LookaheadConfig()),
+            (
+                {
+                    "cpu_draft_worker": True,
+                    "speculative_config": {
+                        "method": "lookahead",
+                        "model": "demo-draft",
+                        "num_speculative_tokens": 5,
+                        "copy_length": 9,
+                        "decay": 0.1,
+                    },
+                },
+                LookaheadConfig(copy_length=9, decay=0.1),
+            ),
+        ],
+    )
+    def test_beside_the_cache(self, given: dict[str, Any], cache: LookaheadConfig) -> None:
+        """num_speculative_tokens is the draft model's then, copy_length the cache's."""
+        assert draft(**given).num_tokens == 5
+        config = speculation(**given)
+        assert config is not None and config.lookahead == cache
+
+    def test_beside_the_cache_of_a_file(self, folder: str) -> None:
+        config = speculation(**DRAFT, lookahead_cache_config_dir=folder)
+        assert config is not None and config.lookahead is not None and config.draft is not None
+        assert (config.lookahead.copy_length, config.draft.num_tokens) == (9, 5)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            (
+                {"num_speculative_tokens": None},
+                "num_speculative_tokens=None: a draft model needs the number of draft tokens for "
+                "each step",
+            ),
+            ({"num_speculative_tokens": 64}, "num_speculative_tokens=64: must be at most 63"),
+            (
+                {"cpu_draft_worker": False},
+                "cpu_draft_worker=False: a draft model on the GPU is not available yet; set "
+                "cpu_draft_worker=True",
+            ),
+            (
+                {"speculative_model": None, "num_speculative_tokens": None},
+                "cpu_draft_worker=True: needs a draft model (speculative_model)",
+            ),
+            (
+                {"speculative_model": "[ngram]", "ngram_prompt_lookup_max": 3},
+                "cpu_draft_worker=True: needs a draft model (speculative_model)",
+            ),
+            ({"ngram_prompt_lookup_max": 3}, "ngram_prompt_lookup_max=3: needs speculative_model="),
+            ({"cpu_decoding_memory_utilization": 0.5}, "cpu_decoding_memory_utilization=0.5: need"),
+            ({"speculative_overlap": "on"}, "speculative_overlap='on': must be 'auto', 'off' or "),
+            ({"draft_timeout_ms": 0}, "draft_timeout_ms=0.0: must be greater than 0"),
+            ({"draft_threads": 0}, "draft_threads=0: must be at least 1"),
+            ({"draft_weight_dtype": "fp4"}, "draft_weight_dtype='fp4': must be 'auto', 'int8', "),
+            ({"speculative_max_model_len": 0}, "speculative_max_model_len=0: must be at least 1"),
+            (
+                {"speculative_disable_by_batch_size": 0},
+                "speculative_disable_by_batch_size=0: must be at least 1",
+            ),
+            (
+                {"speculative_model_quantization": "fp8"},
+                "speculative_model_quantization='fp8': quantization of draft models is not avail",
+            ),
+        ],
+    )
+    def test_refused(self, changes: dict[str, Any], message: str) -> None:
+        assert refused(**DRAFT | changes).startswith(message)
+
+    @pytest.mark.parametrize("more", [{}, {"use_lookahead": True}])
+    @pytest.mark.parametrize(
+        "setting",
+        [
+            {"cpu_draft_worker": True},
+            {"speculative_overlap": "off"},
+            {"draft_timeout_ms": 1.0},
+            {"draft_threads": 2},
+            {"draft_weight_dtype": "int8"},
+            {"draft_optional": True},
+            {"speculative_max_model_len": 100},
+        ],
+    )
+    def test_settings_without_a_draft_model(
+        self, setting: dict[str, Any], more: dict[str, Any]
+    ) -> None:
+        assert ": needs a draft model (speculative_model)" in refused(**setting, **more)
+
+    @pytest.mark.parametrize(
+        ("mapping", "message"),
+        [
+            ({"model": "a"}, "num_speculative_tokens=None: a draft model needs the number of "),
+            ({"method": "draft_model", "num_speculative_tokens": 3}, "model=None: a draft model "),
+            ({"method": "ngram", "model": "a"}, "method='ngram': contradicts "),
+            ({"method": "draft_model", "model": "[ngram]"}, "method='draft_model': contradicts "),
+            ({"method": "lookahead", "revision": "x"}, "revision='x': needs a draft model"),
+            ({"method": "lookahead", "max_model_len": 9}, "max_model_len=9: needs a draft model"),
+            (
+                {"model": "a", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 2},
+                "draft_tensor_parallel_size=2: is not available yet",
+            ),
+        ],
+    )
+    def test_refused_mapping(self, mapping: dict[str, Any], message: str) -> None:
+        assert refused(cpu_draft_worker=True, speculative_config=mapping).startswith(
+            f"{BOTH}{message}"
+        )
+
+    def test_mapping_without_worker(self) -> None:
+        mapping = IN_MAPPING["speculative_config"]
+        assert refused(speculative_config=mapping).startswith("cpu_draft_worker=False: a draft ")
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            ({"speculative_model": "b"}, f"speculative_model='b': contradicts {BOTH}model='demo"),
+            ({"speculative_max_model_len": 5}, f"speculative_max_model_len=5: contradicts {BOTH}m"),
+            ({"speculative_model": "[ngram]"}, f"{BOTH}model='demo-draft': contradicts "),
+        ],
+    )
+    def test_flags_against_the_mapping(self, flags: dict[str, Any], message: str) -> None:
+        mapping = {**IN_MAPPING["speculative_config"], "max_model_len": 6}
+        given = {"cpu_draft_worker": True, "speculative_config": mapping}
+        assert refused(**given, **flags).startswith(message)
 
 
 class TestMapping:
@@ -245,11 +432,14 @@ class TestMapping:
     @pytest.mark.parametrize(
         ("mapping", "message"),
         [
-            ({}, "method=None: must be 'ngram' or 'lookahead'"),
-            ({"method": "suffix"}, "method='suffix': must be 'ngram', 'lookahead' or '[ngram]'"),
-            ({"method": "draft_model"}, "method='draft_model': is not available yet; use 'ngram',"),
+            ({}, "method=None: must be 'ngram', 'lookahead' or 'draft_model'"),
+            (
+                {"method": "suffix"},
+                "method='suffix': must be 'ngram', 'lookahead', 'draft_model' or '[ngram]'",
+            ),
+            ({"method": "draft_model"}, "model=None: a draft model is a folder or a hub id"),
             ({"method": 3}, "method=3: must be a string"),
-            ({"model": "some/model"}, "model='some/model': a draft model is not available yet"),
+            ({"model": "some/model"}, "num_speculative_tokens=None: a draft model needs the"),
             ({"method": "lookahead", "model": "ngram"}, "method='lookahead': contradicts "),
             ({"method": "ngram"}, "num_speculative_tokens=None: prompt lookup needs"),
             ({"num_speculative_tokens": 3}, "num_speculative_tokens=3: needs "),

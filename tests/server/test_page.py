@@ -167,14 +167,15 @@ def test_running_requests_are_seen(tokenizer: Tokenizer) -> None:
     assert (now["running"], now["queue"]) == (1, 1)
 
 
-def test_a_model_without_a_template_or_tokenizer(tokenizer: Tokenizer) -> None:
+def test_a_model_without_a_template_or_tokenizer(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(FakeEngine(None)) as served:
         model = status(served)["model"]
         assert (model["text"], model["chat"]) == (False, False)
-    without = types.SimpleNamespace(hf=types.SimpleNamespace(chat_template=None))
+    monkeypatch.setattr(tokenizer.hf, "chat_template", None)
     engine = FakeEngine(tokenizer)
     with serving(engine) as served:
-        served.engine._tokenizer = without
         model = status(served)["model"]
         assert (model["text"], model["chat"]) == (True, False)
     with serving(engine, ServerSettings(chat_template="{{ messages }}")) as served:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,7 +34,12 @@ _BACK_OFF, _LONGEST_BACK_OFF = 1.0, 60.0
 _MOST_DEATHS, _DEATHS_WITHIN = 5, 600.0  # then it stays off
 _ANSWER_SLOTS = 1 << 15
 _STOP_SECONDS = 2.0
-_PUSH_ATTEMPTS = 1000  # records that wait because the ring is full: then the worker is no good
+_MOST_SAID = 1 << 14  # bytes
+_MOST_WAITING = 1 << 16  # records that the ring has no room for
+_MOST_POPS = 64  # of a poll that meets nothing but beats: twice what the ring holds
+
+PROGRAM = (sys.executable, "-m", "hetero_llm.cpu.draft.worker")
+"""What is run; the settings follow as JSON."""
 
 
 @dataclass(slots=True)
@@ -67,6 +73,24 @@ class _Process:
             ring.close()
         self.errors.close()
 
+    def said(self) -> list[str]:
+        """The last lines of what it wrote to its standard error."""
+        # It shares the position of the file with us, so that must not move.
+        size = os.fstat(self.errors.fileno()).st_size
+        text = os.pread(self.errors.fileno(), _MOST_SAID, max(size - _MOST_SAID, 0))
+        return text.decode(errors="replace").strip().splitlines()
+
+
+@dataclass(slots=True)
+class _Place:
+    """Holds the process, for a finalizer that must not hold its `DraftWorker`."""
+
+    process: _Process | None = None
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.end()
+
 
 class DraftWorker:
     """One worker at a time. One thread at a time.
@@ -75,6 +99,7 @@ class DraftWorker:
         settings: without tickets.
         vocab_size: of the target; a draft model of another one is refused.
         clock: seconds since some moment.
+        program: see `PROGRAM`.
 
     Attributes:
         is_up: it has said hello and lives. Read only.
@@ -92,18 +117,24 @@ class DraftWorker:
         *,
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
+        program: tuple[str, ...] = PROGRAM,
     ) -> None:
         self._settings, self._vocab_size, self._clock = settings, vocab_size, clock
+        self._program = program
         self.outbox = Outbox()
         self.counters = WorkerCounters()
         self.is_up = False
         self.why_off: str | None = None
+        self._generation = 0
         self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS)
         self._last_life = 0.0
         self._try_at = 0.0
-        self._process: _Process | None = None
+        self._full_since: float | None = None
+        self._place = _Place()
+        # Who forgets `close`, or is interrupted before it, leaves nothing behind either.
+        weakref.finalize(self, self._place.end)
         try:
-            self._process = self._start()
+            self._place.process = self._start()
         except (RingError, OSError) as error:
             raise ConfigError("cpu_draft_worker", True, f"cannot be started: {error}") from error
 
@@ -111,6 +142,15 @@ class DraftWorker:
     def pid(self) -> int | None:
         """Of the process; None if there is none at the moment."""
         return None if self._process is None else self._process.popen.pid
+
+    @property
+    def _process(self) -> _Process | None:
+        return self._place.process
+
+    def next_generation(self) -> int:
+        """A number that no text was told by before, or not for long."""
+        self._generation = self._generation % 0x7FFFFFFF + 1
+        return self._generation
 
     def wait_ready(self, seconds: float = START_SECONDS) -> None:
         """Until the first worker is up.
@@ -137,28 +177,38 @@ class DraftWorker:
         Args:
             timeout_us: how long to wait if nothing is there.
         """
-        process = self._process
-        if process is None:
-            return None
-        popped = process.answers.pop(timeout_us)
-        if popped.status is RingStatus.CORRUPT:
-            self.counters.corrupt += 1
-        records = popped.records
-        if len(records) == 0:
-            return None
-        self._last_life = self._clock()
+        until = time.monotonic() + timeout_us / 1e6
+        for _ in range(_MOST_POPS):
+            process = self._process
+            if process is None:
+                return None
+            popped = process.answers.pop(timeout_us)
+            if popped.status is RingStatus.CORRUPT:
+                self.counters.corrupt += 1
+            if not len(popped.records):
+                return None
+            self._last_life = self._clock()
+            kept = self._keep_own(popped.records)
+            if kept is None or len(kept):
+                return kept
+            # Beats are no reason to stop waiting, nor to leave what may lie behind them.
+            timeout_us = max(int((until - time.monotonic()) * 1e6), 0)
+        return None
+
+    def _keep_own(self, records: Records) -> Records | None:
+        """Records without hellos and beats; None if the worker turned out to be of no use."""
         kinds = records.headers["kind"]
         own = (kinds == Kind.HELLO) | (kinds == Kind.BEAT)
-        if own.any():
-            hellos = records.only(kinds == Kind.HELLO)
-            if len(hellos):
-                try:
-                    self._greet(hellos)
-                except ConfigError as error:
-                    self._give_up(error.reason)
-                    return None
-            records = records.only(~own)
-        return records if len(records) else None
+        if not own.any():
+            return records
+        hellos = records.only(kinds == Kind.HELLO)
+        if len(hellos) and not self.is_up:
+            try:
+                self._greet(hellos)
+            except ConfigError as error:
+                self._give_up(error.reason)
+                return None
+        return records.only(~own)
 
     def push(self) -> None:
         """Tells the worker what waits in `outbox`; what the ring has no room for waits on."""
@@ -166,9 +216,14 @@ class DraftWorker:
         if process is None or not self.is_up:
             self.outbox.clear()
             return
-        if process.requests.push(self.outbox) is RingStatus.FULL and (
-            len(self.outbox) > _PUSH_ATTEMPTS
-        ):
+        waiting = len(self.outbox)
+        if process.requests.push(self.outbox) is not RingStatus.FULL:
+            self._full_since = None
+            return
+        now = self._clock()
+        if self._full_since is None or len(self.outbox) < waiting:
+            self._full_since = now
+        if now - self._full_since > SILENCE or len(self.outbox) > _MOST_WAITING:
             self._lose("does not take what it is told")
 
     def look_after(self) -> None:
@@ -176,7 +231,7 @@ class DraftWorker:
         process, now = self._process, self._clock()
         if process is not None:
             if process.popen.poll() is not None:
-                self._lose(f"ended with {process.popen.returncode}")
+                self._lose(f"ended: {self._last_words()}")
             elif self.is_up and now - self._last_life > SILENCE:
                 self.counters.hangs += 1
                 self._lose("is silent")
@@ -184,25 +239,26 @@ class DraftWorker:
                 self._lose("did not get ready")
         elif self.why_off is None and now >= self._try_at:
             try:
-                self._process = self._start()
+                self._place.process = self._start()
             except (RingError, OSError) as error:
                 self._give_up(str(error))
 
     def close(self) -> None:
         """Ends the worker for good."""
-        process = self._process
-        self._process, self.is_up = None, False
+        process, was_up = self._process, self.is_up
+        self._place.process, self.is_up = None, False
         if self.why_off is None:
             self.why_off = "closed"
         if process is None:
             return
         self.outbox.clear()
         put_stop(self.outbox)
-        process.requests.push(self.outbox)
-        try:
-            process.popen.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            logger.warning("the draft worker did not end by itself")
+        # One that loads its model does not listen yet, nor one that has left the ring full.
+        if was_up and process.requests.push(self.outbox) is RingStatus.OK:
+            try:
+                process.popen.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                logger.warning("the draft worker did not end by itself")
         process.end()
 
     # -- one process ------------------------------------------------------------------------
@@ -215,19 +271,24 @@ class DraftWorker:
             requests.close()
             raise
         settings = replace(
-            self._settings, requests=requests.ticket, answers=answers.ticket
+            self._settings, requests=requests.ticket, answers=answers.ticket, parent=os.getpid()
         ).to_json()
         # A pipe that nobody reads would stop the worker one day.
         errors = tempfile.TemporaryFile()  # noqa: SIM115
         threads = str(self._settings.threads)
-        popen = subprocess.Popen(
-            [sys.executable, "-m", "hetero_llm.cpu.draft.worker", settings],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads},
-            pass_fds=(requests.fd, answers.fd),
-        )  # fmt: skip
+        try:
+            popen = subprocess.Popen(
+                [*self._program, settings],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads},
+                pass_fds=(requests.fd, answers.fd),
+            )  # fmt: skip
+        except OSError:
+            for thing in (requests, answers, errors):
+                thing.close()
+            raise
         self.counters.starts += 1
-        self._last_life = self._clock()
+        self._last_life, self._full_since = self._clock(), None
         self.outbox.clear()
         consumer = Consumer(answers, spin_us=2000, max_records=1024, max_words=1 << 16)
         return _Process(popen, errors, (requests, answers), Producer(requests), consumer)
@@ -243,14 +304,21 @@ class DraftWorker:
             )  # fmt: skip
         self.is_up = True
         self._last_life = self._clock()
+        self._relay()
+
+    def _relay(self) -> None:
+        """What the worker has said of itself so far, into our log."""
+        assert self._process is not None
+        for line in self._process.said():
+            logger.info("%s", line)
 
     def _last_words(self) -> str:
         """The last line of what the process wrote to its standard error."""
         if self._process is None:
             return self.why_off or "it is not running"
-        self._process.errors.seek(0)
-        lines = self._process.errors.read().decode(errors="replace").strip().splitlines()
-        code = self._process.popen.poll()
+        lines, code = self._process.said(), self._process.popen.poll()
+        if code is not None and code < 0:  # it had no time to say why
+            return f"signal {-code}"
         return lines[-1][:500] if lines else f"the draft worker ended with {code}"
 
     def _lose(self, what: str) -> None:
@@ -258,7 +326,7 @@ class DraftWorker:
         assert self._process is not None
         process, now = self._process, self._clock()
         process.end()
-        self._process, self.is_up = None, False
+        self._place.process, self.is_up = None, False
         self.outbox.clear()
         self.counters.deaths += 1
         self._deaths.append(now)
@@ -275,5 +343,6 @@ class DraftWorker:
     def _give_up(self, reason: str) -> None:
         if self._process is not None:
             self._process.end()
-        self._process, self.is_up, self.why_off = None, False, reason
+        self._place.process, self.is_up, self.why_off = None, False, reason
+        self.outbox.clear()
         logger.error("no draft worker any more: %s", reason)

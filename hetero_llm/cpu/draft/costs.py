@@ -62,17 +62,20 @@ def measure(model: DraftModel, slots: int, context: int) -> StepTimes:
     Every row is a text of its own of `context` tokens, or several of one where slots are few.
     """
     sizes, seconds = [], []
-    text = np.arange(context, dtype=np.int32) % model.vocab_size
+    full = np.arange(max(context, SIZES[-1]), dtype=np.int32) % model.vocab_size
     for size in SIZES:
         texts = min(size, slots)
         rows = -(-size // texts)
+        if rows > 1 and (_REPEATS + 1) * rows > model.max_positions:
+            continue  # beyond what is measured it is a straight line
+        text = full[: max(1, min(context, model.max_positions - _REPEATS * rows))]
         for slot in range(texts):
             model.open(slot, text)
             _run(model)
         times = []
         for _ in range(_REPEATS):
             for slot in range(texts):
-                model.append(slot, text[:rows])
+                model.append(slot, full[:rows])
             begin = time.perf_counter()
             _run(model)
             times.append(time.perf_counter() - begin)

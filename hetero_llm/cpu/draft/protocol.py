@@ -29,7 +29,7 @@ class WorkerSettings:
         ahead: whether trees grow on while the engine verifies; else until `most_nodes` were run
             since the last tokens came.
         requests, answers: tickets of the rings.
-        faults: of HETERO_LLM_FAULTS, for tests.
+        parent: process whose end is the worker's, too; 0: whoever started it.
     """
 
     folder: str
@@ -46,6 +46,7 @@ class WorkerSettings:
     most_nodes: int
     requests: str = ""
     answers: str = ""
+    parent: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

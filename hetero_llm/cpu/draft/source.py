@@ -70,7 +70,6 @@ class DraftSource:
         self._lengths = np.zeros(slots, np.int64)
         self._sequences: dict[int, Sequence] = {}
         self._to_open: list[int] = []  # slots that the worker has to be told anew
-        self._last_generation = 0
         self._was_up = True
         self._level = _FIRST_LEVEL
         self._vain = 0
@@ -164,14 +163,14 @@ class DraftSource:
         if len(text) >= self._longest:
             self._generations[row] = _REFUSED
             return
-        self._last_generation = self._last_generation % 0x7FFFFFFF + 1
-        self._generations[row] = self._last_generation
-        self._mirror.open(row, self._last_generation, len(text))
+        generation = self._worker.next_generation()
+        self._generations[row] = generation
+        self._mirror.open(row, generation, len(text))
         request = sequence.request
         put_open(
             self._worker.outbox,
             OpenRequest(
-                row, self._last_generation, text, seed=request.seed, sample_index=sequence.index,
+                row, generation, text, seed=request.seed, sample_index=sequence.index,
                 temperature=request.params.temperature,
             ),
         )  # fmt: skip
@@ -306,6 +305,7 @@ class DraftSource:
             "draft_misses": self._counts["misses"],
             "draft_timeouts": self._counts["timeouts"],
             "draft_wait_seconds": self._waited,
+            "draft_first_accepted": self._first_rate(),
             "draft_rejected_messages": self._counts["rejected"]
             + counters.corrupt
             + dropped["malformed"],

@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -41,12 +42,17 @@ from hetero_llm.cpu.draft.protocol import WorkerSettings, put_nodes
 
 logger = logging.getLogger(__name__)
 
-_IDLE_US = 50_000  # between two looks at whether the engine is still there
+IDLE_US = 50_000
+"""Between two looks at whether the engine is still there."""
+
+_MOST_INDEX = 2**31 - 1
 _SPIN_US = 200  # of an idle wait, before it sleeps: commits come every few milliseconds
 _BEAT_SECONDS = 0.05
 _MOST_NODES = 64  # of a step
 _CHUNK, _LONG_CHUNK = 64, 512  # pending tokens of a step, beside trees that wait and without any
 _MOST_WAITING = 4096  # records that the engine has not taken: what comes after is not told
+_CONTEXT = 256  # tokens, of the steps that are timed at start
+_SHOWN = (1, 2, 4, 8, 16, 32, 64)
 _URGENT_STEPS = 2  # after a miss, in which its tree comes before others
 
 
@@ -67,7 +73,8 @@ class Worker:
 
     Args:
         model, forest, times: of the same slots.
-        ahead, most_nodes: see `WorkerSettings`.
+        ahead, most_nodes, parent: see `WorkerSettings`.
+        clock: seconds since some moment, for beats.
     """
 
     def __init__(
@@ -81,6 +88,8 @@ class Worker:
         slots: int,
         ahead: bool,
         most_nodes: int,
+        parent: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model, self._forest, self._times = model, forest, times
         self._inbox, self._answers = inbox, answers
@@ -91,23 +100,38 @@ class Worker:
         self._weights = np.ones(slots, np.float32)
         self._run = np.zeros(slots, np.int32)  # nodes since the last tokens came
         self._ahead, self._most_nodes = ahead, most_nodes
-        self._parent = os.getppid()
+        self._parent = parent or os.getppid()
+        self._clock = clock
+        self._busy = False
         self._beats = 0
         self._next_beat = 0.0
         self._stopped = False
 
     def run(self) -> None:
         """Until the engine says so, or is gone."""
-        busy = False
-        while not self._stopped:
-            popped = self._inbox.pop(0 if busy else _IDLE_US)
-            if len(popped.records):
-                self._take(popped.records)
-            elif not busy and os.getppid() != self._parent:
-                return
-            busy = self._step()
-            self._beat()
-            self._push()
+        while self.turn():
+            pass
+
+    def turn(self, idle_us: int = IDLE_US) -> bool:
+        """Takes in what was told, runs a step if there is anything to run, tells what was found.
+
+        Args:
+            idle_us: how long to wait for something to do.
+
+        Returns:
+            False when it is to end.
+        """
+        popped = self._inbox.pop(0 if self._busy else idle_us)
+        if len(popped.records):
+            self._take(popped.records)
+        elif not self._busy and os.getppid() != self._parent:
+            return False
+        if self._stopped:
+            return False
+        self._busy = self._step()
+        self._beat()
+        self._push()
+        return True
 
     # -- what the engine tells --------------------------------------------------------------
 
@@ -132,13 +156,16 @@ class Worker:
         slot, length = int(header["slot"]), int(header["base_length"])
         if slot >= len(self._generations) or words.nbytes != OPENING.itemsize:
             return
+        (opening,) = words.view(OPENING)
+        is_fine = 0.0 <= opening["temperature"] < np.inf and opening["sample_index"] <= _MOST_INDEX
+        if not is_fine:
+            return
         self._forget(slot)
         generation = int(header["generation"])
         self._generations[slot] = generation
         if not 0 < length <= self._model.max_positions:
             self._refuse(slot, Refusal.TOO_LONG)
             return
-        (opening,) = words.view(OPENING)
         self._opening[slot] = _Opening(
             generation, int(header["depth"]), int(opening["seed"]), int(opening["sample_index"]),
             float(opening["temperature"]), np.empty(length, np.int32), 0,
@@ -180,10 +207,15 @@ class Worker:
             self._commit(records.only(which))
             self._commit(records.only(~which))
             return
-        fine = slots < len(self._generations)
-        known = np.where(fine, slots, 0)
-        fine &= self._generations[known] == headers["generation"]
-        fits = fine & (self._forest.lengths[known] == headers["base_length"])
+        exists = slots < len(self._generations)
+        known = np.where(exists, slots, 0)
+        fine = exists & (self._generations[known] == headers["generation"])
+        for header in headers[exists & ~fine]:  # its OPEN is lost, or it was refused just now
+            put_refused(
+                self._outbox, int(header["slot"]), int(header["generation"]), Refusal.LOST_RECORD
+            )
+        lengths = self._forest.lengths[known]
+        fits = fine & (lengths > 0) & (lengths == headers["base_length"])
         for slot in slots[fine & ~fits].tolist():
             self._refuse(slot, Refusal.LOST_RECORD)
         records = records.only(fits)
@@ -258,8 +290,9 @@ class Worker:
         return True
 
     def _beat(self) -> None:
-        now = time.monotonic()
-        if now >= self._next_beat:
+        now = self._clock()
+        # What waits tells that it lives, when there is room; nothing piles up in an idle engine.
+        if now >= self._next_beat and not len(self._outbox):
             self._next_beat = now + _BEAT_SECONDS
             self._beats += 1
             put_beat(self._outbox, self._beats)
@@ -286,8 +319,11 @@ def load(settings: WorkerSettings) -> tuple[DraftModel, StepTimes]:
         folder, sizes, dtype=dtype, weight_format=weight_format,
         threads=settings.threads, cpus=settings.cpus or None, load_format=settings.load_format,
     )  # fmt: skip
-    context = max(1, min(settings.window, settings.max_model_len // 2) - 8)
-    return model, measure(model, settings.slots, context)
+    context = max(1, min(_CONTEXT, settings.max_model_len // 2))
+    times = measure(model, settings.slots, context)
+    shown = ", ".join(f"{rows}: {times.of(rows) * 1e3:.2f}" for rows in _SHOWN)
+    logger.info("milliseconds of steps by rows: %s", shown)
+    return model, times
 
 
 def serve(settings: WorkerSettings) -> None:
@@ -307,7 +343,7 @@ def serve(settings: WorkerSettings) -> None:
             producer.push(outbox)
             Worker(
                 model, forest, times, inbox, producer, slots=settings.slots, ahead=settings.ahead,
-                most_nodes=min(settings.most_nodes, WINDOW),
+                most_nodes=min(settings.most_nodes, WINDOW), parent=settings.parent,
             ).run()  # fmt: skip
 
 
@@ -319,7 +355,15 @@ def main() -> None:
         serve(settings)
     except HeteroLLMError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(2)
+        _end(2)
+    _end(0)
+
+
+def _end(code: int) -> NoReturn:
+    """Ends at once: taking an interpreter with torch down can take seconds on busy cores."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

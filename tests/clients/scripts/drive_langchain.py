@@ -14,7 +14,7 @@ def model(setup: Setup, *, small: bool = False, **rest: Any) -> ChatOpenAI:
     url = setup.small_url if small else setup.url
     common = {"model": setup.model, "base_url": f"{url}/v1", "api_key": setup.key}
     settings = {"temperature": 0, "max_retries": 0, "max_tokens": setup.wanted["max_tokens"]}
-    return ChatOpenAI(**common, **{**settings, **rest})
+    return ChatOpenAI(**{**common, **settings, **rest})
 
 
 def messages(setup: Setup) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_llm.cpu.draft import growth
 from hetero_llm.cpu.draft.forest import CAPACITY, WINDOW, Forest
 from hetero_llm.cpu.draft.growth import Chosen, Moves
 from hetero_llm.cpu.draft.kinds import GRAFTED, Record, grafted_kind
@@ -163,6 +164,7 @@ class Rig:
     def compare(self) -> None:
         trees = self.forest._trees
         assert np.array_equal(self.record.table, self.twin.record.table)
+        assert self.forest.any_ready() == any(tree.ready for tree in self.twin.trees.values())
         for slot in range(self.slots):
             tree = self.twin.trees.get(slot)
             if tree is None:
@@ -227,6 +229,19 @@ def test_a_full_tree_loses_what_is_unlikeliest() -> None:
     assert CAPACITY - 64 < most <= CAPACITY
     assert rig.twin.trees[0].next_id > CAPACITY + 64, "nodes have been evicted"
     assert rig.forest.num_run(0) == WINDOW and not len(rig.step(8, []).ids)
+
+
+def test_grafts_find_room_in_a_full_tree() -> None:
+    rig = Rig(3, slots=1, candidates=16, max_positions=60)
+    rig.open(0)
+    rig.step(0, [0])
+    while rig.forest.num_nodes(0) < CAPACITY - 12:
+        rig.step(1, [])
+    for _ in range(8):
+        rig.graft(0)
+        rig.compare()
+    assert any(n.kind >= GRAFTED for n in rig.twin.trees[0].nodes)
+    assert rig.twin.trees[0].next_id > CAPACITY + 1 > rig.forest.num_nodes(0)
 
 
 def test_a_path_of_run_nodes_keeps_its_subtree_and_needs_no_step() -> None:
@@ -325,7 +340,7 @@ def test_grafts_get_ids_and_are_told_and_run() -> None:
     assert sorted(rows.tokens.tolist()) == [0, 9], "a node below one that was not run waits"
 
 
-@pytest.mark.parametrize("wrong", ["twice", "place", "closed", "root"])
+@pytest.mark.parametrize("wrong", ["twice", "place", "closed", "root", "parent"])
 def test_rows_that_were_not_chosen_are_our_bug(wrong: str) -> None:
     forest = grown(1, [np.log([0.6, 0.3]).tolist()])
     rows = forest.choose(np.ones(3))
@@ -334,6 +349,9 @@ def test_rows_that_were_not_chosen_are_our_bug(wrong: str) -> None:
         forest.grow(NOBODY, rows, *found)
     elif wrong == "place":
         rows = rows._replace(places=rows.places + np.int32(1))
+    elif wrong == "parent":
+        forest.graft(0, 3, np.array([-1, 0]), np.array([8, 9]), np.array([0.5, 0.4]))
+        rows = rows._replace(ids=np.array([4, 2], np.int32))
     elif wrong == "closed":
         forest.close(0)
     else:
@@ -356,17 +374,15 @@ def test_scores_that_are_no_numbers_give_no_candidates() -> None:
     assert not len(forest.unsent().slots), "that there are none is told once"
 
 
-def test_any_kind_of_array_will_do() -> None:
-    """Also what a ring's memory gives: read-only, of a wider type, or with gaps."""
+def test_compile_has_met_every_type_of_argument() -> None:
+    """Also those of a ring's memory: read-only, of a wider type, or with gaps."""
+    Forest.compile()
     forest = grown(1, [np.log([0.6, 0.3]).tolist()])
+    forest.graft(0, 3, np.array([-1]), np.array([7]), np.array([0.2]))
+    forest.choose(np.ones(3, np.float32), weights=np.ones(1), urgent=np.ones(1), gained=1)
     base, token = np.frombuffer(b"\3\0\0\0", np.int32), np.arange(4, dtype=np.int64)[::2][:1]
-    before = len(forest_signatures())
     moves = forest.commit([0], base, token, np.ones(1))  # type: ignore[arg-type]
+    forest.unsent()
     assert moves.ready.tolist() == [False]
-    assert len(forest_signatures()) == before
-
-
-def forest_signatures() -> list[object]:
-    from hetero_llm.cpu.draft import growth
-
-    return list(growth.commit.signatures)
+    compiled = growth.commit, growth.choose, growth.grow, growth.graft, growth.unsent
+    assert [len(function.signatures) for function in compiled] == [1] * 5

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_llm.core.draft import MAX_NODES
+from hetero_llm.cpu.draft import mirror as mirror_module
 from hetero_llm.cpu.draft.forest import Forest
 from hetero_llm.cpu.draft.kinds import NUM_KINDS, Record
 from hetero_llm.cpu.draft.mirror import CAPACITY, TAIL, Mirror
@@ -332,6 +333,15 @@ def test_a_tree_that_begins_anew_moves_the_anchor_at_once() -> None:
     assert mirror.dropped["stale"] == 2
 
 
+def test_a_tree_that_begins_anew_forgets_the_old_anchor() -> None:
+    mirror = mirror_of()
+    add(mirror, (0, 1, 3, [(1, -3, 5, 8)]))
+    commit(mirror, 3, 5)
+    commit(mirror, 4, 6)
+    add(mirror, (0, 1, 5, [(2, -5, 7, 8), (3, 1, 8, 8)]))
+    assert paths_of(mirror) == [(7,)] and mirror.dropped["stale"] == 1
+
+
 def test_an_anchor_far_behind_lets_go_of_its_node() -> None:
     mirror = mirror_of()
     add(mirror, (0, 1, 3, [(1, -3, 5, 8)]))
@@ -349,6 +359,8 @@ def test_the_worker_may_have_nothing_to_say() -> None:
     assert not mirror.caught_up(np.zeros(1)).any()
     add(mirror, (0, 1, 3, []))
     assert mirror.caught_up(np.zeros(1)).all() and paths_of(mirror) == []
+    add(mirror, (0, 1, 0, []))
+    assert mirror.caught_up(np.zeros(1)).all(), "what was told once stays told"
     commit(mirror, 3, 5)
     assert mirror.caught_up(np.array([0, 1, -1])).tolist() == [False, True, True]
 
@@ -434,6 +446,13 @@ def test_counts_that_are_not_those_of_the_nodes_are_our_bug() -> None:
         with pytest.raises(AssertionError, match="counts"):
             mirror.add(rows, rows + 1, rows, np.array(counts), (one, -3 * one, one, one))
     assert mirror.num_nodes(0) == 0
+
+
+def test_compile_has_met_every_type_of_argument() -> None:
+    Mirror.compile()
+    test_more_rows_than_slots_can_be_asked_for()
+    compiled = mirror_module._add, mirror_module._commit, mirror_module._propose
+    assert [len(function.signatures) for function in (*compiled, mirror_module._ask)] == [1] * 4
 
 
 def test_more_rows_than_slots_can_be_asked_for() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hetero_llm.core.errors import ConfigError, ModelLoadError, PromptError
 from hetero_llm.cpu import native
 from hetero_llm.cpu.draft import model as draft_model
 from hetero_llm.cpu.draft.forest import Forest
-from hetero_llm.cpu.draft.growth import WINDOW, Moves
+from hetero_llm.cpu.draft.growth import WINDOW
 from hetero_llm.cpu.draft.kinds import Record
 from hetero_llm.cpu.draft.model import DraftModel, DraftSizes, Found, best_format
 from hetero_llm.cpu.draft.pages import Branches, Trunk, no_branches
@@ -26,11 +26,12 @@ from hetero_llm.cpu.draft.torch_path import likeliest
 from hetero_llm.demo_models import demo_folder, heldout_prompts
 from hetero_llm.models.config import load_model_config
 from hetero_llm.models.loader import load_model
-from tests.cpu.draft.draft_twin import Memory, TextTwin, check
+from tests.cpu.draft.draft_twin import Memory, TextTwin
+from tests.cpu.draft.played import Played, keep, numbers, play
 
 VOCAB, POSITIONS, SLOTS = 203, 320, 5
 SIZES = DraftSizes(SLOTS, POSITIONS, window=POSITIONS // 16 * 16, most_rows=96, candidates=5)
-SMALL = DraftSizes(SLOTS, POSITIONS, window=32, most_rows=96, candidates=5)
+SMALL = DraftSizes(SLOTS, POSITIONS, window=16, most_rows=96, candidates=5)
 BACKENDS = ("native", "torch", "torch with our attention")
 NO_TRUNK = Trunk(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
@@ -95,18 +96,6 @@ def tokens_of(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
-def numbers(values: list[int]) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
-def keep(
-    model: DraftModel, slot: int, sources: list[int], targets: list[int], num_path: int
-) -> None:
-    """The moves of one commit."""
-    moves = (sources, targets, [len(sources)], [num_path])
-    model.keep(numbers([slot]), Moves(*map(numbers, moves), np.ones(1, np.bool_)))
-
-
 def run_pending(model: DraftModel, most_rows: int = 96) -> list[Found]:
     """Steps without branches until nothing waits; copies."""
     found = []
@@ -116,126 +105,16 @@ def run_pending(model: DraftModel, most_rows: int = 96) -> list[Found]:
     return found
 
 
-@dataclass
-class Node:
-    token: int
-    depth: int
-    parent: int  # its place, -1: the root
-    bits: int
-
-
-class Played:
-    """A sequence whose tree and commits are drawn at random, in the model and in the twin."""
-
-    def __init__(self, model: DraftModel, slot: int, twin: TextTwin) -> None:
-        self.model, self.slot, self.twin = model, slot, twin
-        self.nodes: list[Node] = []  # by place
-        self.num_kept = 0  # of all commits
-        model.open(
-            slot, numbers(twin.text), temperature=twin.temperature, seed=twin.seed,
-            sample_index=twin.sample_index,
-        )  # fmt: skip
-
-    def grow(self, rng: random.Random) -> list[Node]:
-        """New nodes; parents among those that were run before."""
-        old = len(self.nodes)
-        new = []
-        for _ in range(min(rng.randint(0, 12), WINDOW - old)):
-            parent = rng.randrange(-1, old)
-            above = self.nodes[parent] if parent >= 0 else Node(0, 0, -1, 0)
-            bits = above.bits | 1 << (old + len(new))
-            new.append(Node(rng.randrange(VOCAB), above.depth + 1, parent, bits))
-        self.nodes += new
-        return new
-
-    def commit(self, rng: random.Random) -> None:
-        """Down the tree to one of its first nodes or nowhere, then maybe some tokens off it."""
-        path: list[int] = []
-        at = rng.randint(-1, min(4, len(self.nodes) - 1))
-        while at >= 0:
-            path.insert(0, at)
-            at = self.nodes[at].parent
-        off = rng.choice((0, 0, 0, 1, 3) if path else (1, 2, 40))
-        if path and off == 0:  # the subtree stays
-            staying = [p for p in range(len(self.nodes)) if self._is_below(p, path[-1])]
-        else:
-            staying = []
-        tokens = [self.nodes[p].token for p in path] + [rng.randrange(VOCAB) for _ in range(off)]
-        self.model.append(self.slot, numbers(tokens))
-        self.twin.text += tokens
-        sources = path + staying
-        targets = list(range(len(sources)))
-        keep(self.model, self.slot, sources, targets, len(path))
-        self.twin.keep(sources, targets, len(path))
-        place_of = {p: i for i, p in enumerate(staying)}
-        kept = []
-        for p in staying:
-            node = self.nodes[p]
-            parent = place_of.get(node.parent, -1)
-            bits = (kept[parent].bits if parent >= 0 else 0) | 1 << place_of[p]
-            kept.append(Node(node.token, node.depth - len(path), parent, bits))
-        self.nodes = kept
-        self.num_kept += len(kept)
-
-    def _is_below(self, place: int, top: int) -> bool:
-        while place > top:
-            place = self.nodes[place].parent
-            if place == top:
-                return True
-        return False
-
-
-def play(model: DraftModel, played: list[Played], rng: random.Random) -> None:
-    """One step of everybody, checked; then commits of some."""
-    trunk = model.plan_trunk(rng.choice((7, 20, 48)))
-    waiting = set(trunk.slots.tolist())
-    rows: list[tuple[Played, list[Node]]] = []
-    for one in played:
-        if one.slot not in waiting and model.pending(one.slot) == 0 and (new := one.grow(rng)):
-            rows.append((one, new))
-    flat = [(one, node, len(one.nodes) - len(new) + i) for one, new in rows
-            for i, node in enumerate(new)]  # fmt: skip
-    branches = Branches(
-        numbers([one.slot for one, _ in rows]),
-        numbers([len(new) for _, new in rows]),
-        numbers([node.token for _, node, _ in flat]),
-        numbers([node.depth for _, node, _ in flat]),
-        numbers([place for _, _, place in flat]),
-        np.array([node.bits for _, node, _ in flat], np.uint64),
-    )
-    counts = trunk.counts.tolist()
-    slots = trunk.slots.tolist()
-    found = model.step(trunk, branches)
-    by_slot = {one.slot: one for one in played}
-    expected: list[torch.Tensor] = []
-    ready = []
-    for slot, count in zip(slots, counts, strict=True):
-        scores = by_slot[slot].twin.run_trunk(count)
-        if scores is not None:
-            ready.append(slot)
-            expected.append(scores)
-    assert found.ready.tolist() == ready
-    for one, new in rows:
-        places = list(range(len(one.nodes) - len(new), len(one.nodes)))
-        expected += one.twin.run_nodes(
-            [n.token for n in new], [n.depth for n in new], places, [n.bits for n in new]
-        )
-    assert len(found.tokens) == len(found.log_probs) == len(expected)
-    for tokens, log_probs, scores in zip(found.tokens, found.log_probs, expected, strict=True):
-        check(tokens, log_probs, scores, 1e-4)
-    for one in played:  # texts go on while their prompts are still being run, too
-        chance = 0.3 if model.pending(one.slot) == 0 else 0.05
-        if rng.random() < chance and model.room(one.slot) > 80:
-            one.commit(rng)
+def num_turned(model: DraftModel) -> int:
+    """Slots whose blocks are not in the order that they had at first."""
+    tables = model.pages.tables
+    return int((tables[:, 1:] != np.sort(tables[:, 1:])).any(axis=1).sum())
 
 
 @pytest.mark.parametrize("sizes", [SIZES, SMALL], ids=["all is seen", "blocks are dropped"])
 def test_trees_and_commits_as_the_twin(checkpoint: Path, load: Load, sizes: DraftSizes) -> None:
     model = load(checkpoint, sizes)
-    config = load_model_config(checkpoint)
-    memory = Memory(
-        load_model(checkpoint, config, dtype=torch.float32, device="cpu", show_progress=False)
-    )
+    memory = Memory(_plain_model(checkpoint))
     rng = random.Random(5)
     played = []
     draws = [(0.0, 0, 0), (0.7, 2**63 + 11, 0), (1.4, 3, 2), (0.0, 0, 0), (0.0, 0, 0)]
@@ -247,8 +126,30 @@ def test_trees_and_commits_as_the_twin(checkpoint: Path, load: Load, sizes: Draf
     for _ in range(40):
         play(model, played, rng)
     assert sum(one.num_kept for one in played) > 10
-    dropped = max(len(one.twin.text) - len(one.twin.trunk) for one in played)
-    assert (dropped > 50) == (sizes is SMALL)
+    assert num_turned(model) >= (2 if sizes is SMALL else 0)
+
+
+def test_full_windows(checkpoint: Path, load: Load) -> None:
+    """Trees that use every place, behind trunks that are full, too."""
+    model = load(checkpoint, replace(SMALL, slots=2))
+    memory = Memory(_plain_model(checkpoint))
+    rng = random.Random(3)
+    played = []
+    for slot in range(2):
+        twin = TextTwin(memory, 16, model.pages.capacity, tokens_of(slot, 60 + 9 * slot))
+        played.append(Played(model, slot, twin))
+        played[slot].until, played[slot].most = WINDOW, 0
+    while any(model.pending(slot) for slot in range(2)):
+        play(model, played, rng)
+    for one in played:
+        one.go_on(tokens_of(9, 15))  # to the brim
+        one.most = 30
+    last = set()
+    for _ in range(40):
+        play(model, played, rng)
+        last |= {len(one.twin.trunk) + len(one.nodes) for one in played}
+    assert num_turned(model) == 2
+    assert max(last) > model.pages.capacity + WINDOW - 16, "the last block was used"
 
 
 def test_a_played_model_equals_a_fresh_one(checkpoint: Path, load: Load) -> None:
@@ -294,15 +195,15 @@ def test_long_texts_are_run_in_part(checkpoint: Path, load: Load) -> None:
     """Of a prompt the sink and the last tokens; of a commit beyond the window the last ones."""
     model = load(checkpoint, SMALL)
     model.open(0, numbers(tokens_of(0, 300)))
-    assert model.pending(0) == 16 + 32 and model.pages.length(0) == 300 and model.room(0) == 20
+    assert model.pending(0) == 16 + 16 and model.pages.length(0) == 300 and model.room(0) == 20
     run_pending(model)
     assert model.pending(0) == 0
     model.open(1, numbers(tokens_of(1, 20)))
     run_pending(model)
-    model.append(1, numbers(tokens_of(2, 31)))
-    assert model.pending(1) == 31
-    model.append(1, numbers(tokens_of(3, 31)))
-    assert model.pending(1) == 32
+    model.append(1, numbers(tokens_of(2, 15)))
+    assert model.pending(1) == 15
+    model.append(1, numbers(tokens_of(3, 15)))
+    assert model.pending(1) == 16
 
 
 def test_short_texts_go_first(checkpoint: Path) -> None:
