@@ -22,7 +22,7 @@ IPEX_PYTHON ?= python3.11
 IPEX_VENV := .venv-ipex
 IPEX_STAMP := $(IPEX_VENV)/.installed
 
-.PHONY: install demo test test-native test-ipex test-browser check format docs clean
+.PHONY: install demo test test-native test-faults test-ipex test-browser check format docs clean
 
 install: $(STAMP)
 
@@ -35,14 +35,20 @@ demo: $(STAMP)
 	$(BIN)/hetero-llm demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not faults"
+
+# Real servers and draft workers that are killed, stopped, starved and lied to.
+test-faults: $(STAMP)
+	$(BIN)/python -m pytest -m faults
 
 # The tests of the step executor under AddressSanitizer and UBSan, whose runtime has to be loaded
 # before Python itself. Python and torch leak by design: only our memory errors count.
 test-native: $(STAMP)
 	$(BIN)/python -m hetero_llm.cpu.build --sanitize
+	$(BIN)/python -m hetero_llm.bridge.build --sanitize
 	HETERO_LLM_NATIVE=sanitized ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  LD_PRELOAD=$$(g++ -print-file-name=libasan.so) $(BIN)/python -m pytest tests/cpu/step
+	  LD_PRELOAD=$$(g++ -print-file-name=libasan.so) $(BIN)/python -m pytest tests/cpu/step \
+	  tests/bridge/test_rings.py tests/bridge/test_corruption.py tests/bridge/test_records.py
 
 # cpu_backend="ipex", in an environment of its own; `make test` skips these tests.
 test-ipex: $(IPEX_STAMP)
@@ -63,8 +69,8 @@ test-browser: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy hetero_llm/core hetero_llm/engine hetero_llm/server hetero_llm/bench_client \
-	  hetero_llm/commands
+	$(BIN)/mypy hetero_llm/core hetero_llm/bridge hetero_llm/engine hetero_llm/server \
+	  hetero_llm/bench_client hetero_llm/commands hetero_llm/cpu/draft
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/gen_flags_doc.py --check
 	$(BIN)/python tools/gen_lookahead_doc.py --check

@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="behind the first")
     parser.add_argument("--floor", type=int, default=8, help="batch whose prompts also run alone")
     parser.add_argument("--out", help="JSON file")
-    parser.set_defaults(device="cuda", dtype="bfloat16")
+    parser.set_defaults(temperature=0.0, draft=None, device="cuda", dtype="bfloat16")
     args = parser.parse_args()
     bench = Bench(args)
     groups = batches_of(args.batches, args.prompt)

@@ -1,4 +1,4 @@
-"""Training-free speculation against our own run without, on held-out text, greedy.
+"""Speculation against our own run without, on held-out text, greedy unless a temperature is given.
 
 One engine serves all arms in turn; each run has a new drafter, which has seen no prompt of the run
 and nothing that followed one. "warm": the hybrid cache holds other held-out text, of files that no
@@ -145,11 +145,11 @@ class Bench:
             "max_num_seqs": max(args.batches),
             "max_model_len": args.prompt + args.tokens + 16,
         }  # fmt: skip
-        self._tokens = args.tokens
+        self._tokens, self._temperature = args.tokens, args.temperature
         self._sizes = args.batches
         self._switch = SwitchedDrafter()
         config = EngineConfig.from_args(resolve_engine_args(self._given))
-        self._draft, config = self._start_draft(args, config)
+        self.draft, config = self._start_draft(args, config)
         self.engine: Engine = build_engine(config, show_progress=False, drafter=self._switch).engine
         folder = demo_folder(args.model) if args.model in ALIASES else Path(args.model)
         self._model = load_model_config(folder)
@@ -181,8 +181,8 @@ class Bench:
 
     def close(self) -> None:
         """Ends the worker."""
-        if self._draft is not None:
-            self._draft.worker.close()
+        if self.draft is not None:
+            self.draft.worker.close()
 
     @property
     def profile(self) -> list[tuple[int, float]]:
@@ -198,10 +198,10 @@ class Bench:
             return
         source = None
         if settings.get("draft") or settings.get("method") == "draft_model":
-            if self._draft is None:
+            if self.draft is None:
                 raise SystemExit(f"arm {arm!r} needs --draft")
             settings = {key: value for key, value in settings.items() if key != "draft"}
-            source = self._draft.source()
+            source = self.draft.source()
         given = {**self._given, "speculative_config": settings}
         if settings["method"] == "draft_model":
             given = {**self._given, **self._draft_args}
@@ -269,11 +269,14 @@ class Bench:
     ) -> tuple[list[list[int]], float, float]:
         """Tokens of each prompt; seconds until all and until half of those behind the first ones
         are there."""
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
         engine, stats = self.engine, self.engine._scheduler.stats
         self._runs += 1
         for index, prompt in enumerate(prompts):
             (parsed,) = parse_prompts(None, [prompt])
+            params = SamplingParams(
+                temperature=self._temperature, seed=index, max_tokens=count, ignore_eos=True,
+                detokenize=False,
+            )  # fmt: skip
             engine.add_request(engine.make_request(f"{self._runs}-{index}", parsed, params))
         done: dict[str, list[int]] = {}
         enough = stats.generation_tokens + len(prompts) * (count + 1) // 2
@@ -350,6 +353,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS)[:7])
     parser.add_argument("--prompt", type=int, default=768, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=256, help="behind the first")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--random", type=int, default=4, help="random prompts")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--draft", help="draft model for the draft arms")
@@ -377,7 +381,8 @@ def main() -> None:
     table = measure(bench, args)
     bench.close()
     settings = {"model": args.model, "device": args.device, "dtype": args.dtype,
-                "prompt": args.prompt, "tokens": args.tokens, "repeats": args.repeats,
+                "temperature": args.temperature, "prompt": args.prompt, "tokens": args.tokens,
+                "repeats": args.repeats,
                 "draft": args.draft, "draft_tokens": args.draft_tokens, "overlap": args.overlap,
                 "budget": not args.no_budget, "profile_ms": profile}  # fmt: skip
     write_results(f"speculation.{args.device}", {**settings, "rows": table}, args.out)

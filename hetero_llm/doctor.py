@@ -139,11 +139,25 @@ def _cpu() -> tuple[Facts, list[Missing]]:
         "allowed": f"{host.allowed_cores} cores, {len(host.allowed_cpus)} threads",
         "cgroup quota": quota,
         "usable cores": host.usable_cores,
+        **_core_plans(topology),
     }
     for node in host.numa_nodes:
         memory = f"{node.memory_bytes / _GIB:.1f} GiB"
         facts[f"NUMA node {node.index}"] = f"{len(node.cpus)} threads, {memory}"
     return facts, []
+
+
+def _core_plans(topology: Any) -> dict[str, str]:
+    """Who would compute on which core beside a draft worker."""
+    from hetero_llm.cpu.core_plan import deal_cores
+
+    cpus = topology.compute_cpus(reserve=0)
+    return {
+        f"drafts for a {target}": deal_cores(
+            cpus, target_on_cpu=target == "CPU", draft_threads=None
+        ).words()
+        for target in ("GPU", "CPU")
+    }
 
 
 def _memory() -> tuple[Facts, list[Missing]]:

@@ -74,6 +74,8 @@ def _serve(options: argparse.Namespace, variables: Mapping[str, str]) -> int:
     try:
         from hetero_llm.server.serving import serve
     except ImportError as error:
+        if error.name is None or error.name.startswith("hetero_llm"):
+            raise  # ours: nothing to install
         reason = f"the server needs {error.name}: pip install 'hetero-llm[server]'"
         raise ConfigError("serve", error.name, reason) from None
     return serve(engine_args, checked)

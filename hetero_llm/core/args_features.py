@@ -8,7 +8,6 @@ _BOOL, _INT, _FLOAT, _STR, _JSON = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Ki
 
 _TENSOR_PARALLEL = "tensor parallelism"
 _KV_OFFLOAD = "KV offload"
-_TYPICAL = "typical acceptance sampling"
 _LORA = "LoRA"
 _PROMPT_ADAPTERS = "prompt adapter support"
 _ONE_DEVICE = "the engine runs on one device, without remote workers."
@@ -122,9 +121,8 @@ SPECULATIVE = grouped(
         "speculative_model",
         Kind.PATH,
         None,
-        "Draft model, a folder or a hub id, which needs num_speculative_tokens and "
-        "cpu_draft_worker; or '[ngram]': drafts are looked up in the sequence's own tokens (prompt "
-        "lookup), which needs num_speculative_tokens and ngram_prompt_lookup_max.",
+        "Draft model, a folder or a hub id, which needs num_speculative_tokens; or '[ngram]': "
+        "drafts are looked up in the sequence's own tokens (prompt lookup), which needs num_speculative_tokens and ngram_prompt_lookup_max.",
     ),
     effective(
         "num_speculative_tokens",
@@ -139,7 +137,8 @@ SPECULATIVE = grouped(
         "cpu_draft_worker",
         _BOOL,
         False,
-        "Run the draft model on the CPU, in a process of its own, while the target verifies.",
+        "Run the draft model on the CPU, in a process of its own, while the target verifies; "
+        "without it the draft model runs on the target's device, in turn with the target.",
     ),
     effective(
         "speculative_overlap",
@@ -236,26 +235,31 @@ SPECULATIVE = grouped(
         minimum=1,
         maximum=2**31 - 1,
     ),
-    not_yet(
+    effective(
         "spec_decoding_acceptance_method",
         _STR,
         "rejection_sampler",
-        "How drafts are accepted. The default keeps the target model's distribution.",
-        feature=_TYPICAL,
+        "How drafts are accepted. The default is lossless: drafts change how fast tokens come, "
+        "never which. 'typical_acceptance_sampler' is lossy: where temperature is above 0 it also "
+        "accepts draft tokens that are likely enough without being drawn, so outputs depend on who "
+        "drafts; greedy requests stay exact.",
+        choices=("rejection_sampler", "typical_acceptance_sampler"),
     ),
-    not_yet(
+    effective(
         "typical_acceptance_sampler_posterior_threshold",
         _FLOAT,
         0.09,
-        "Lower bound on the probability of an accepted token.",
-        feature=_TYPICAL,
+        "With the typical_acceptance_sampler: a draft token of higher probability is accepted.",
+        above=0,
+        maximum=1,
     ),
-    not_yet(
+    effective(
         "typical_acceptance_sampler_posterior_alpha",
         _FLOAT,
         0.3,
-        "Scale of the entropy-based threshold.",
-        feature=_TYPICAL,
+        "With the typical_acceptance_sampler: so is one of more than this times exp(-entropy of "
+        "the distribution).",
+        above=0,
     ),
     not_yet(
         "disable_logprobs_during_spec_decoding",

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DraftModelConfig:
-    """A draft model and the worker that runs it on the CPU.
+    """A draft model and what runs it: a worker on the CPU, or the target's own device.
+
+    What concerns the worker has its default on the device.
 
     Attributes:
         model: folder or hub id. revision: of the hub's repository.
@@ -18,6 +20,7 @@ class DraftModelConfig:
         overlap: "auto", "off" or "enumerate".
         timeout: seconds that a step waits at most; None: by what the worker took lately.
         optional: serve without drafts if it cannot be loaded.
+        on_cpu: in a worker's process on the CPU; else beside the target, on its device.
     """
 
     model: str
@@ -29,3 +32,4 @@ class DraftModelConfig:
     overlap: str
     timeout: float | None
     optional: bool
+    on_cpu: bool = True

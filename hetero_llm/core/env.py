@@ -51,6 +51,12 @@ def faults() -> dict[str, float]:
     return found
 
 
+def draft_trace() -> Path | None:
+    """HETERO_LLM_DRAFT_TRACE: where the draft worker writes, at its end, when its steps ran."""
+    chosen = os.environ.get("HETERO_LLM_DRAFT_TRACE")
+    return Path(chosen) if chosen else None
+
+
 def traces_protocol() -> str:
     """How traces are sent, "grpc" or "http/protobuf": OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, else
     OTEL_EXPORTER_OTLP_PROTOCOL, else the first one."""

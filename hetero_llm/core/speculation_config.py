@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hetero_llm.core.acceptance import TypicalAcceptance
 from hetero_llm.core.args_features import LOOKAHEAD_CACHE, SPECULATIVE
 from hetero_llm.core.args_spec import ArgSpec, Kind, checked, effective, one_of
 from hetero_llm.core.draft_model_config import DraftModelConfig
@@ -39,6 +40,7 @@ class SpeculationConfig:
             sizes the cache where `lookahead.cache_size` is None.
         draft: of the draft model; None without one.
         most_sequences: steps of more sequences have no drafts; None: no limit.
+        typical: accept likely draft tokens that were not drawn, too; None: lossless.
     """
 
     method: str
@@ -49,6 +51,7 @@ class SpeculationConfig:
     memory_utilization: float
     draft: DraftModelConfig | None = None
     most_sequences: int | None = None
+    typical: TypicalAcceptance | None = None
 
 
 _NGRAM_NAMES = ("[ngram]", NGRAM)
@@ -56,10 +59,16 @@ _COUNT, _SHORTEST, _LONGEST = "num_speculative_tokens", "prompt_lookup_min", "pr
 _FOLDER, _MEMORY, _MODEL = "config_dir", "cpu_decoding_memory_utilization", "model"
 _LONGEST_TEXT, _MOST_SEQUENCES = "max_model_len", "disable_by_batch_size"
 _REVISION = "revision"
+_ACCEPTANCE, _THRESHOLD, _ALPHA = "acceptance_method", "posterior_threshold", "posterior_alpha"
+_OF_ACCEPTANCE = (_ACCEPTANCE, _THRESHOLD, _ALPHA)
+_TYPICAL = "typical_acceptance_sampler"
 _OF_WORKER = (
     "cpu_draft_worker", "speculative_overlap", "draft_timeout_ms", "draft_threads",
     "draft_weight_dtype", "draft_optional",
 )  # fmt: skip
+_OF_WORKER_ALONE = tuple(
+    name for name in _OF_WORKER if name not in ("cpu_draft_worker", "draft_optional")
+)
 
 _ROWS = {spec.name: spec for spec in (*SPECULATIVE, *LOOKAHEAD_CACHE)}
 _DEFAULT_LOOKUP = 5  # vLLM's, for both ends of the range of lengths
@@ -73,6 +82,9 @@ _FLAGS = {
     "cpu_decoding_memory_utilization": _MEMORY,
     "speculative_max_model_len": _LONGEST_TEXT,
     "speculative_disable_by_batch_size": _MOST_SEQUENCES,
+    "spec_decoding_acceptance_method": _ACCEPTANCE,
+    "typical_acceptance_sampler_posterior_threshold": _THRESHOLD,
+    "typical_acceptance_sampler_posterior_alpha": _ALPHA,
     **{name: name for name in _OF_WORKER},
 }
 """Flags and the names that their values have in `speculative_config`."""
@@ -93,6 +105,9 @@ _MAPPING_ROWS: dict[str, ArgSpec] = {
     _LONGEST_TEXT: _ROWS["speculative_max_model_len"],
     _MOST_SEQUENCES: _ROWS["speculative_disable_by_batch_size"],
     _REVISION: effective(_REVISION, Kind.STR, None, ""),
+    _ACCEPTANCE: _ROWS["spec_decoding_acceptance_method"],
+    _THRESHOLD: _ROWS["typical_acceptance_sampler_posterior_threshold"],
+    _ALPHA: _ROWS["typical_acceptance_sampler_posterior_alpha"],
 }
 """Keys of `speculative_config` beside those of `LookaheadConfig`; None is as good as absent."""
 
@@ -103,7 +118,9 @@ _NEEDED = {
     _COUNT: f"a draft model, speculative_model={_NGRAM_NAMES[0]!r} or the lookahead cache",
     _LONGEST: f"speculative_model={_NGRAM_NAMES[0]!r}",
     _SHORTEST: f"speculative_model={_NGRAM_NAMES[0]!r}",
-    _MOST_SEQUENCES: "drafts of some kind, such as the lookahead cache",
+    **dict.fromkeys(
+        (_MOST_SEQUENCES, *_OF_ACCEPTANCE), "drafts of some kind, such as the lookahead cache"
+    ),
     **dict.fromkeys((*_OF_WORKER, _LONGEST_TEXT, _REVISION), "a draft model (speculative_model)"),
 }
 _NEEDED_ELSE = "the lookahead cache (use_lookahead or lookahead_cache_config_dir)"
@@ -139,16 +156,47 @@ def speculation_from_args(args: Mapping[str, Any]) -> SpeculationConfig | None:
         raise ConfigError("speculative_config: method", None, reason)
     if not chosen:
         return None
-    memory, limit = args[_MEMORY], given.get(_MOST_SEQUENCES)
-    most = None if limit is None else limit.value
+    config = _from_methods(given, args, chosen, in_mapping=mapping is not None)
+    limit = given.get(_MOST_SEQUENCES)
+    return replace(
+        config, most_sequences=None if limit is None else limit.value, typical=_typical(given)
+    )
+
+
+def _from_methods(
+    given: Mapping[str, Given], args: Mapping[str, Any], chosen: frozenset[str], *, in_mapping: bool
+) -> SpeculationConfig:
+    """Without what is true of every method."""
+    memory = args[_MEMORY]
     if NGRAM in chosen:
-        return _prompt_lookup(given, memory, most, in_mapping=mapping is not None)
+        return _prompt_lookup(given, memory, in_mapping=in_mapping)
     draft = (
-        _draft_model(given, args, in_mapping=mapping is not None) if DRAFT_MODEL in chosen else None
+        _draft_model(given, args, in_mapping=in_mapping) if DRAFT_MODEL in chosen else None
     )
     lookahead = _lookahead(given, with_draft=draft is not None) if LOOKAHEAD in chosen else None
+    if lookahead is not None and draft is not None and not draft.on_cpu:
+        reason = (
+            "drafts of the lookahead cache are merged with those of the CPU worker alone; set "
+            "cpu_draft_worker=True, or leave the cache out"
+        )
+        raise ConfigError("cpu_draft_worker", False, reason)
     method = LOOKAHEAD if draft is None else DRAFT_MODEL
-    return SpeculationConfig(method, lookahead, None, 0, 0, memory, draft, most)
+    return SpeculationConfig(method, lookahead, None, 0, 0, memory, draft)
+
+
+def _typical(given: Mapping[str, Given]) -> TypicalAcceptance | None:
+    """Raises for bounds that the lossless method leaves without effect."""
+    method = given.get(_ACCEPTANCE)
+    if method is None or method.value != _TYPICAL:
+        for path, value in (given[name] for name in (_THRESHOLD, _ALPHA) if name in given):
+            reason = f"needs spec_decoding_acceptance_method={_TYPICAL!r}"
+            raise ConfigError(path, value, reason)
+        return None
+    threshold, alpha = (
+        given[name].value if name in given else _MAPPING_ROWS[name].default
+        for name in (_THRESHOLD, _ALPHA)
+    )
+    return TypicalAcceptance(threshold, alpha)
 
 
 def _from_flags(args: Mapping[str, Any]) -> tuple[dict[str, Given], list[tuple[str, Given]]]:
@@ -230,7 +278,7 @@ def _refuse_idle(given: Mapping[str, Given], methods: frozenset[str]) -> None:
     """Raises for a value that the methods, or the lack of any, leave without effect."""
     of_model = (*_OF_WORKER, _LONGEST_TEXT, _REVISION, _MODEL)
     for name, (path, value) in given.items():
-        if name in (_COUNT, _MOST_SEQUENCES):
+        if name in (_COUNT, _MOST_SEQUENCES, *_OF_ACCEPTANCE):
             idle = not methods
         elif name in (_LONGEST, _SHORTEST):
             idle = NGRAM not in methods
@@ -252,9 +300,10 @@ def _draft_model(
     if count is None:
         reason = "a draft model needs the number of draft tokens for each step"
         raise ConfigError(prefix + _COUNT, None, reason)
-    if not args["cpu_draft_worker"]:
-        reason = "a draft model on the GPU is not available yet; set cpu_draft_worker=True"
-        raise ConfigError("cpu_draft_worker", False, reason)
+    on_cpu = args["cpu_draft_worker"]
+    for path, value in (given[name] for name in _OF_WORKER_ALONE if name in given and not on_cpu):
+        reason = "is a setting of the draft worker on the CPU; it needs cpu_draft_worker=True"
+        raise ConfigError(path, value, reason)
     longest, revision = given.get(_LONGEST_TEXT), given.get(_REVISION)
     timeout = args["draft_timeout_ms"]
     return DraftModelConfig(
@@ -267,11 +316,12 @@ def _draft_model(
         overlap=args["speculative_overlap"],
         timeout=None if timeout is None else timeout / 1e3,
         optional=args["draft_optional"],
+        on_cpu=on_cpu,
     )
 
 
 def _prompt_lookup(
-    given: Mapping[str, Given], memory: float, most_sequences: int | None, *, in_mapping: bool
+    given: Mapping[str, Given], memory: float, *, in_mapping: bool
 ) -> SpeculationConfig:
     prefix = "speculative_config: " if in_mapping else ""
     if _COUNT not in given:
@@ -290,7 +340,7 @@ def _prompt_lookup(
         assert high is not None
         raise ConfigError(low.path, least, f"exceeds {high.path} ({most})")
     count = given[_COUNT].value
-    return SpeculationConfig(NGRAM, None, count, least, most, memory, None, most_sequences)
+    return SpeculationConfig(NGRAM, None, count, least, most, memory)
 
 
 def _lookahead(given: Mapping[str, Given], *, with_draft: bool) -> LookaheadConfig:

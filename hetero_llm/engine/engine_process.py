@@ -233,7 +233,7 @@ def _build(link: Link) -> BuiltEngine | int:
         tqdm.monitor_interval = 0  # else a thread of its own stays behind each bar
 
         imported = time.monotonic()
-        built = build_engine(config, show_progress=sys.stderr.isatty())
+        built = build_engine(config, serving=True, show_progress=sys.stderr.isatty())
     except Exception as error:
         if not isinstance(error, HeteroLLMError):
             logger.exception("the engine could not be built")

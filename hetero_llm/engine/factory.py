@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"half": "float16", "float": "float32"}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}  # measured: docs/log.md
+_TOKENS_WHEN_SERVING = 2048  # on a GPU: a prompt's piece is the longest gap in others' streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,16 @@ class BuiltEngine:
 
 
 def build_engine(
-    config: EngineConfig, *, show_progress: bool = True, drafter: Drafter | None = None
+    config: EngineConfig,
+    *,
+    show_progress: bool = True,
+    drafter: Drafter | None = None,
+    serving: bool = False,
 ) -> BuiltEngine:
     """Loads model and tokenizer and sizes the KV cache.
 
-    `drafter` proposes draft trees; None: what the configuration asks for.
+    `drafter` proposes draft trees; None: what the configuration asks for. `serving`: somebody
+    watches the tokens come, so steps are shorter unless the configuration says how long.
 
     Raises:
         ConfigError: arguments that this model or machine cannot serve.
@@ -82,7 +88,7 @@ def build_engine(
     max_model_len = _resolve_max_model_len(config.max_model_len, model_config)
     model_config = dataclasses.replace(model_config, max_model_len=max_model_len)
     dtype_name = _resolve_dtype(load.dtype, model_config.torch_dtype, device)
-    scheduler_config = _scheduler_config(config, max_model_len, device.type)
+    scheduler_config = _scheduler_config(config, max_model_len, device.type, serving=serving)
     tokenizer = _load_tokenizer(config, folder)
     dtype: torch.dtype = getattr(torch, dtype_name)
     draft_model = None
@@ -313,11 +319,14 @@ def _resolve_max_model_len(wanted: int | None, model_config: ModelConfig) -> int
 
 
 def _scheduler_config(
-    config: EngineConfig, max_model_len: int, device_type: str
+    config: EngineConfig, max_model_len: int, device_type: str, *, serving: bool
 ) -> SchedulerConfig:
     tokens = config.max_num_batched_tokens
     if tokens is None:
-        tokens = max(_DEFAULT_BATCHED_TOKENS[device_type], config.max_num_seqs)
+        tokens = _DEFAULT_BATCHED_TOKENS[device_type]
+        if serving:
+            tokens = min(tokens, _TOKENS_WHEN_SERVING)
+        tokens = max(tokens, config.max_num_seqs)
         if not config.enable_chunked_prefill:
             tokens = max(tokens, max_model_len)
     return SchedulerConfig(

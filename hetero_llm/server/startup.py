@@ -30,6 +30,16 @@ def plan_table(info: EngineInfo, config: EngineConfig) -> str:
 
 def _cores(info: EngineInfo, config: EngineConfig) -> str:
     usable = len(os.sched_getaffinity(0))
+    speculation = config.speculation
+    if speculation is not None and speculation.draft is not None and speculation.draft.on_cpu:
+        from hetero_llm.cpu.core_plan import deal_cores
+        from hetero_llm.cpu.topology import compute_cpus
+
+        plan = deal_cores(
+            compute_cpus(reserve=0), target_on_cpu=info.device.startswith("cpu"),
+            draft_threads=speculation.draft.threads,
+        )  # fmt: skip
+        return plan.words()
     if not info.device.startswith("cpu"):
         return f"{usable} for the server, the scheduler and drafts"
     threads = config.cpu.threads
@@ -43,9 +53,14 @@ def _drafts(config: EngineConfig) -> str:
         return "none"
     if speculation.method == "ngram":
         return f"prompt lookup, {speculation.num_speculative_tokens} tokens"
-    assert speculation.lookahead is not None
-    modes = ("n-grams", "suffix trie", "suffix trie and n-grams", "both merged")
-    return f"lookahead cache on the CPU: {modes[speculation.lookahead.cache_mode]}"
+    parts = []
+    if speculation.draft is not None:
+        place = "on the CPU" if speculation.draft.on_cpu else "on the model's device"
+        parts.append(f"{speculation.draft.model} {place}, {speculation.draft.num_tokens} tokens")
+    if speculation.lookahead is not None:
+        modes = ("n-grams", "suffix trie", "suffix trie and n-grams", "both merged")
+        parts.append(f"lookahead cache on the CPU: {modes[speculation.lookahead.cache_mode]}")
+    return "; ".join(parts)
 
 
 def _offload(config: EngineConfig) -> str:

@@ -89,7 +89,7 @@ def small_url(logs: Path) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def drafting_url(logs: Path) -> Iterator[str]:
     """Speculates, and has a short context, so that fuzzing does not wait for long answers."""
-    with server(logs / "drafting", "--use-lookahead", "--max-model-len", "256") as found:
+    with server(logs / "drafting", "--use-lookahead", "--max-model-len", "128") as found:
         yield found
 
 

@@ -15,8 +15,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import IO
+
+import numpy as np
 
 from hetero_llm.bridge.records import Kind, Outbox, Records, put_stop, read_hello
 from hetero_llm.bridge.rings import Consumer, Producer, Ring, RingStatus, create_ring
@@ -27,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
 """In which a worker has to be ready."""
-SILENCE = 1.0
+SILENCE = 5.0
 """Seconds without a beat after which a worker counts as hung."""
 
 _BACK_OFF, _LONGEST_BACK_OFF = 1.0, 60.0
@@ -86,9 +88,11 @@ class _Place:
     """Holds the process, for a finalizer that must not hold its `DraftWorker`."""
 
     process: _Process | None = None
+    owner: int = field(default_factory=os.getpid)
 
     def end(self) -> None:
-        if self.process is not None:
+        # A forked child of the engine's process has this, too, but the worker is not its own.
+        if self.process is not None and os.getpid() == self.owner:
             self.process.end()
 
 
@@ -164,7 +168,7 @@ class DraftWorker:
             if process is None or process.popen.poll() is not None:
                 raise ConfigError("speculative_model", self._settings.folder, self._last_words())
             for kind, run in process.answers.pop(50_000).records.runs():
-                if kind == Kind.HELLO:
+                if kind == Kind.HELLO and not self.is_up:
                     self._greet(run)
             if self._clock() > deadline:
                 self.close()
@@ -294,7 +298,8 @@ class DraftWorker:
         return _Process(popen, errors, (requests, answers), Producer(requests), consumer)
 
     def _greet(self, records: Records) -> None:
-        hello = read_hello(records)
+        """Takes the first hello in; whatever is said later, it has been."""
+        hello = read_hello(records.only(np.arange(len(records)) == 0))
         if hello is None or hello.vocab_size != self._vocab_size:
             size = "unknown" if hello is None else hello.vocab_size
             raise ConfigError(

@@ -129,7 +129,7 @@ class Pages:
     ) -> None:
         assert shape.block_size == BLOCK and window % BLOCK == 0 and window > 0
         self._window, self._max_positions, self._vocab_size = window, max_positions, vocab_size
-        self.capacity = min(2 * BLOCK + window, max_positions)  # a block of spare: drops are rare
+        self.capacity = _capacity(window, max_positions)
         columns = num_columns(window, max_positions)
         self.tables = np.arange(slots * columns, dtype=np.int32).reshape(slots, columns)
         self.cache = PagedKVCache(shape, slots * columns, torch.device("cpu"))
@@ -255,7 +255,12 @@ class Pages:
 
 def num_columns(window: int, max_positions: int) -> int:
     """Blocks of a slot."""
-    return -(-(min(2 * BLOCK + window, max_positions) + WINDOW) // BLOCK)
+    return -(-(_capacity(window, max_positions) + WINDOW) // BLOCK)
+
+
+def _capacity(window: int, max_positions: int) -> int:
+    """Tokens of sink and trunk: with a block of spare, so that `window` are left after a drop."""
+    return min(2 * BLOCK + window, max_positions)
 
 
 def _step_arrays(most_rows: int, slots: int) -> StepArrays:

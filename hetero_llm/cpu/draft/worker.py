@@ -30,6 +30,7 @@ from hetero_llm.bridge.records import (
     put_refused,
 )
 from hetero_llm.bridge.rings import Consumer, Producer, RingStatus, attach_ring
+from hetero_llm.core import env
 from hetero_llm.core.errors import HeteroLLMError, PromptError
 from hetero_llm.cpu import native
 from hetero_llm.cpu.draft.costs import StepTimes, measure
@@ -109,6 +110,15 @@ class Worker:
 
     def run(self) -> None:
         """Until the engine says so, or is gone."""
+        trace = env.draft_trace()
+        if trace is None:
+            self._loop()
+            return
+        self._trace = []
+        self._loop()
+        np.save(trace, np.array(self._trace, np.float64).reshape(-1, 3))
+
+    def _loop(self) -> None:
         while self.turn():
             pass
 
@@ -279,7 +289,10 @@ class Worker:
             return False
         begin = time.perf_counter()
         found = model.step(trunk, Branches(*rows[:6]))
-        self._times.observe(num_rows, time.perf_counter() - begin)
+        end = time.perf_counter()
+        self._times.observe(num_rows, end - begin)
+        if self._trace is not None:
+            self._trace.append((begin, end, num_rows))
         forest.grow(found.ready, rows, found.tokens, found.log_probs)
         self._urgent[rows.slots] = np.maximum(self._urgent[rows.slots] - 1, 0)
         if not self._ahead:

@@ -6,10 +6,10 @@ import http.client
 import json
 import re
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,27 +85,6 @@ def raises(kind: type[Exception], *words: str) -> Iterator[list[Exception]]:
         raise AssertionError(f"no {kind.__name__}")
 
 
-def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What the calls return, each made in a thread of its own."""
-    results: list[Any] = [None] * len(calls)
-
-    def call(index: int) -> None:
-        try:
-            results[index] = calls[index]()
-        except Exception as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=call, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
-
-
 # the server's own view
 
 
@@ -152,15 +131,12 @@ def refused_then_served(setup: Setup, ask: Callable[[], Any]) -> Any:
     ask()  # whatever a first call takes longer for is done
     name, reason = "vllm:admission_rejections_total", 'reason="overloaded"'
     before = metric(setup.small_url, name, reason)
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(ask()), daemon=True)
-    with full(setup):
-        thread.start()
-        until(lambda: metric(setup.small_url, name, reason) > before, "the server refused")
-        assert not results
-    thread.join(PATIENCE)
-    assert results, "the client gave up"
-    return results[0]
+    with ThreadPoolExecutor(1) as pool:
+        with full(setup):
+            answer = pool.submit(ask)
+            until(lambda: metric(setup.small_url, name, reason) > before, "the server refused")
+            assert not answer.done(), f"it gave up: {answer.exception()}"
+        return answer.result(PATIENCE)
 
 
 @contextmanager

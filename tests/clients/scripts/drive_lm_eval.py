@@ -26,7 +26,7 @@ def main() -> None:
             "auth_token": setup["key"],
             "num_concurrent": 4,
             "batch_size": 3,
-            "max_length": 256,
+            "max_length": 128,
         },
         tasks=setup["names"],
         task_manager=TaskManager(include_path=setup["tasks"], include_defaults=False),
