@@ -122,7 +122,8 @@ SPECULATIVE = grouped(
         Kind.PATH,
         None,
         "Draft model, a folder or a hub id, which needs num_speculative_tokens; or '[ngram]': "
-        "drafts are looked up in the sequence's own tokens (prompt lookup), which needs num_speculative_tokens and ngram_prompt_lookup_max.",
+        "drafts are looked up in the sequence's own tokens (prompt lookup), which needs "
+        "num_speculative_tokens and ngram_prompt_lookup_max.",
     ),
     effective(
         "num_speculative_tokens",

@@ -39,11 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"half": "float16", "float": "float32"}
-_DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}  # measured: docs/log.md
-_TOKENS_WHEN_SERVING = 2048  # on a GPU: a prompt's piece is the longest gap in others' streams
-
-
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
     """An engine and what its callers need to know about it.
@@ -81,15 +76,15 @@ def build_engine(
     import torch
 
     load = config.load
-    device = _resolve_device(load.device)
+    device = resolve_device(load.device)
     free_unreachable(device.type)
     _check_offload(config, device)
-    folder, model_config = _find_model(load)
-    max_model_len = _resolve_max_model_len(config.max_model_len, model_config)
+    folder, model_config = find_model(load)
+    max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     model_config = dataclasses.replace(model_config, max_model_len=max_model_len)
-    dtype_name = _resolve_dtype(load.dtype, model_config.torch_dtype, device)
-    scheduler_config = _scheduler_config(config, max_model_len, device.type, serving=serving)
-    tokenizer = _load_tokenizer(config, folder)
+    dtype_name = resolve_dtype(load.dtype, model_config.torch_dtype, device)
+    scheduler_config = scheduler_config(config, max_model_len, device.type, serving=serving)
+    tokenizer = open_tokenizer(config, folder)
     dtype: torch.dtype = getattr(torch, dtype_name)
     draft_model = None
     if drafter is None:
@@ -209,49 +204,6 @@ def free_unreachable(device: str) -> None:
         free()
 
 
-def _find_model(load: LoadConfig) -> tuple[Path, ModelConfig]:
-    """The checkpoint's folder and its configuration."""
-    from hetero_llm.models.config import load_model_config
-    from hetero_llm.models.loader import resolve_model_folder
-
-    folder = resolve_model_folder(
-        resolve_alias(load.model), revision=load.revision, download_dir=load.download_dir
-    )
-    config = load_model_config(
-        folder,
-        rope_scaling=load.rope_scaling,
-        rope_theta=load.rope_theta,
-        disable_sliding_window=load.disable_sliding_window,
-    )
-    return folder, config
-
-
-def open_model(config: EngineConfig) -> tuple[ModelConfig, int, Tokenizer | None]:
-    """A model's configuration, its context length as served, and its tokenizer: all but weights.
-
-    Raises:
-        ConfigError, ModelLoadError: as `build_engine`.
-    """
-    folder, model_config = _find_model(config.load)
-    max_model_len = _resolve_max_model_len(config.max_model_len, model_config)
-    return model_config, max_model_len, _load_tokenizer(config, folder)
-
-
-def resolve_alias(model: str) -> str:
-    """The folder of an embedded model ("demo", "demo-draft"), else the name itself."""
-    return str(demo_folder(model)) if model in ALIASES else model
-
-
-def _resolve_device(name: str) -> torch.device:
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", name, "no CUDA device is visible to torch; use device='cpu'")
-    return torch.device(name)
-
-
 def _check_offload(config: EngineConfig, device: torch.device) -> None:
     wanted = config.load.cpu_offload_gb
     if not wanted:
@@ -292,68 +244,6 @@ def _backend_name(config: EngineConfig, device: torch.device, *, native: bool) -
     if device.type == "cuda":
         return "cuda"
     return "ipex" if config.cpu.backend == "ipex" else "torch"
-
-
-def _resolve_dtype(name: str, stored: str, device: torch.device) -> str:
-    """ "auto": the checkpoint's type, but half precision instead of float32, and bfloat16 instead
-    of float16 on a CPU, which has no fast float16 path."""
-    import torch
-
-    if name != "auto":
-        return _DTYPES.get(name, name)
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        return "float16"
-    return "float16" if stored == "float16" and device.type == "cuda" else "bfloat16"
-
-
-def _resolve_max_model_len(wanted: int | None, model_config: ModelConfig) -> int:
-    if wanted is None:
-        return model_config.max_model_len
-    if wanted > model_config.max_model_len:
-        raise ConfigError(
-            "max_model_len",
-            wanted,
-            f"the model's context length is {model_config.max_model_len}",
-        )
-    return wanted
-
-
-def _scheduler_config(
-    config: EngineConfig, max_model_len: int, device_type: str, *, serving: bool
-) -> SchedulerConfig:
-    tokens = config.max_num_batched_tokens
-    if tokens is None:
-        tokens = _DEFAULT_BATCHED_TOKENS[device_type]
-        if serving:
-            tokens = min(tokens, _TOKENS_WHEN_SERVING)
-        tokens = max(tokens, config.max_num_seqs)
-        if not config.enable_chunked_prefill:
-            tokens = max(tokens, max_model_len)
-    return SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=tokens,
-        max_model_len=max_model_len,
-        enable_chunked_prefill=config.enable_chunked_prefill,
-        block_size=config.cache.block_size,
-    )
-
-
-def _load_tokenizer(config: EngineConfig, model_folder: Path) -> Tokenizer | None:
-    from hetero_llm.models.loader import resolve_model_folder
-
-    load = config.load
-    if load.skip_tokenizer_init:
-        return None
-    folder = model_folder
-    if load.tokenizer != load.model or load.tokenizer_revision != load.revision:
-        folder = resolve_model_folder(
-            resolve_alias(load.tokenizer),
-            revision=load.tokenizer_revision,
-            download_dir=load.download_dir,
-        )
-    return load_tokenizer(
-        folder, mode=load.tokenizer_mode, trust_remote_code=load.trust_remote_code
-    )
 
 
 @dataclass(frozen=True, slots=True)

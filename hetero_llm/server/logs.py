@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TextIO
 
 from hetero_llm.core.log_sink import LineFormatter, Pump, Sink, lost_notice
 from hetero_llm.engine.client import EngineClient, EngineStats
@@ -39,6 +40,14 @@ class Console:
         self._pump.close()
 
 
+def _descriptor(stream: TextIO, usual: int) -> int:
+    """Of a stream, or the usual one where the stream was replaced by something without."""
+    try:
+        return stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return usual
+
+
 @contextmanager
 def server_log(kind: str, *, secrets: Sequence[str] = (), polls: bool = False) -> Iterator[Console]:
     """All loggers write to standard error, through a queue, until the end of the context.
@@ -54,8 +63,8 @@ def server_log(kind: str, *, secrets: Sequence[str] = (), polls: bool = False) -
     before = [(one, one.handlers[:], one.propagate) for one in writers]
     level = ours.level
     formatter = LineFormatter(kind, _ROLE, secrets)
-    sink = Sink(sys.stderr.fileno(), formatter)
-    console = Console(sys.stdout.fileno(), formatter)
+    sink = Sink(_descriptor(sys.stderr, 2), formatter)
+    console = Console(_descriptor(sys.stdout, 1), formatter)
     sys.stdout.flush()
     for one in writers:
         one.handlers[:], one.propagate = [], True

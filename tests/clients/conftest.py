@@ -26,6 +26,14 @@ MESSAGES = [
 ]
 PROMPT = "def add(a, b):\n    return"
 MAX_TOKENS = 24
+_INTRODUCTION = """\
+# Clients
+
+What `make test-clients` found, which wrote this page: each client in an environment of its own
+against `hetero-llm serve demo --dtype float32` on a CPU. An empty field is something that the client
+does not offer. lm_eval's log-probabilities are compared with those of the offline `LLM`;
+schemathesis makes its requests of the server's own `/openapi.json`.
+"""
 _TABLE = pytest.StashKey[Table]()
 
 
@@ -51,10 +59,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.write(table.markdown())
     if not table.complete:
         return
-    for variable, write in (("CLIENTS_JSON", _json), ("CLIENTS_MARKDOWN", Table.markdown)):
+    for variable, write in (("CLIENTS_JSON", _json), ("CLIENTS_MARKDOWN", _page)):
         if path := os.environ.get(variable):
             Path(path).write_text(write(table))
             terminalreporter.write_line(f"written: {path}")
+
+
+def _page(table: Table) -> str:
+    return f"{_INTRODUCTION}\n{table.markdown()}"
 
 
 def _json(table: Table) -> str:

@@ -19,7 +19,7 @@ FEATURES = {
     "parallel": "eight requests at once",
     "errors": "400 and 404 become the client's own errors, with their text",
     "wrong_key": "401 does",
-    "retry": "503 with retry-after is tried again, and then answered",
+    "retry": "503 is tried again, and then answered",
     "abort": "leaving a stream ends the request and frees its KV blocks",
     "tools": "tool calling is refused with a 400 that says so",
     "json_schema": "structured output is refused with a 400 that says so",

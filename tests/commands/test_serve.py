@@ -92,9 +92,9 @@ def test_other_mistakes(tmp_path: Path) -> None:
         resolve_server_args({"lora_modules": ["a=b"]})
 
 
-def test_mistakes_end_the_command_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_end_the_command_with_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "no/such/folder", "--port", "0"]) == 2
-    said = capsys.readouterr().err.strip().splitlines()
+    said = capfd.readouterr().err.strip().splitlines()
     assert len(said) == 1 and "no/such/folder" in said[0]
 
 

@@ -106,6 +106,7 @@ class Worker:
         self._busy = False
         self._beats = 0
         self._next_beat = 0.0
+        self._trace: list[tuple[float, float, int]] | None = None  # begin, end, rows of steps
         self._stopped = False
 
     def run(self) -> None:

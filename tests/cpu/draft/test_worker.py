@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DraftModel:
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=POSITIONS,
-        initializer_range=0.15,
+        initializer_range=0.7,
         tie_word_embeddings=False,
     )
     folder = tmp_path_factory.mktemp("draft")
@@ -167,7 +167,7 @@ def test_a_text_from_its_opening_to_its_end(model: DraftModel, bed: Bed) -> None
     bed.tell()
     bed.turns(20)
     told.hear(bed)
-    assert has_chain(told, 2, text + coming[:3], coming[3:8])
+    assert has_chain(told, 2, text + coming[:3], coming[3:6])
     other = (coming[3] + 1) % VOCAB
     commit(bed, 2, 33, [other])  # maybe not in the tree
     bed.tell()
@@ -219,10 +219,10 @@ def test_noise_is_that_of_the_draw(model: DraftModel, make: Make) -> None:
     firsts = set()
     for seed, index in ((1, 0), (1, 1), (2, 0), (3, 0), (4, 0)):
         bed, told = make(), Told()
-        open_text(bed, 0, text, temperature=1.0, seed=seed, sample_index=index)
+        open_text(bed, 0, text, temperature=5.0, seed=seed, sample_index=index)
         bed.turns(3)
         told.hear(bed)
-        model.open(1, text, temperature=1.0, seed=seed, sample_index=index)
+        model.open(1, text, temperature=5.0, seed=seed, sample_index=index)
         first = int(model.step(model.plan_trunk(64), no_branches()).tokens[0, 0])
         assert (first,) in told.continuations(0, text.tolist())
         firsts.add(first)

@@ -111,7 +111,7 @@ def test_scores_far_apart(library: ctypes.CDLL, order: str, isa: int) -> None:
     np.testing.assert_allclose(log_probs, scores[best] - scores[best[0]])
 
 
-@pytest.mark.parametrize("width", [1, 40, 200])
+@pytest.mark.parametrize("width", [1, 40, 64, 200])
 def test_values_that_are_no_numbers(library: ctypes.CDLL, width: int, isa: int) -> None:
     """-infinity is no candidate; a row with NaN or +infinity has none, wherever it stands."""
     some = np.full(300, -INFINITY, np.float32)

@@ -1,0 +1,126 @@
+"""What a configuration leaves open, found out from model folder and machine: before any weight is
+loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetero_llm.core.config import EngineConfig, LoadConfig, SchedulerConfig
+from hetero_llm.core.errors import ConfigError
+from hetero_llm.demo_models import ALIASES, demo_folder
+from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from hetero_llm.models.config import ModelConfig
+
+_DTYPES = {"half": "float16", "float": "float32"}
+_DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}  # measured: docs/log.md
+_TOKENS_WHEN_SERVING = 2048  # on a GPU: a prompt's piece is the longest gap in others' streams
+
+
+def find_model(load: LoadConfig) -> tuple[Path, ModelConfig]:
+    """The checkpoint's folder and its configuration."""
+    from hetero_llm.models.config import load_model_config
+    from hetero_llm.models.loader import resolve_model_folder
+
+    folder = resolve_model_folder(
+        resolve_alias(load.model), revision=load.revision, download_dir=load.download_dir
+    )
+    config = load_model_config(
+        folder,
+        rope_scaling=load.rope_scaling,
+        rope_theta=load.rope_theta,
+        disable_sliding_window=load.disable_sliding_window,
+    )
+    return folder, config
+
+
+def open_model(config: EngineConfig) -> tuple[ModelConfig, int, Tokenizer | None]:
+    """A model's configuration, its context length as served, and its tokenizer: all but weights.
+
+    Raises:
+        ConfigError, ModelLoadError: as `build_engine`.
+    """
+    folder, model_config = find_model(config.load)
+    max_model_len = resolve_max_model_len(config.max_model_len, model_config)
+    return model_config, max_model_len, open_tokenizer(config, folder)
+
+
+def resolve_alias(model: str) -> str:
+    """The folder of an embedded model ("demo", "demo-draft"), else the name itself."""
+    return str(demo_folder(model)) if model in ALIASES else model
+
+
+def resolve_device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", name, "no CUDA device is visible to torch; use device='cpu'")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, stored: str, device: torch.device) -> str:
+    """ "auto": the checkpoint's type, but half precision instead of float32, and bfloat16 instead
+    of float16 on a CPU, which has no fast float16 path."""
+    import torch
+
+    if name != "auto":
+        return _DTYPES.get(name, name)
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        return "float16"
+    return "float16" if stored == "float16" and device.type == "cuda" else "bfloat16"
+
+
+def resolve_max_model_len(wanted: int | None, model_config: ModelConfig) -> int:
+    if wanted is None:
+        return model_config.max_model_len
+    if wanted > model_config.max_model_len:
+        raise ConfigError(
+            "max_model_len",
+            wanted,
+            f"the model's context length is {model_config.max_model_len}",
+        )
+    return wanted
+
+
+def scheduler_config(
+    config: EngineConfig, max_model_len: int, device_type: str, *, serving: bool
+) -> SchedulerConfig:
+    tokens = config.max_num_batched_tokens
+    if tokens is None:
+        tokens = _DEFAULT_BATCHED_TOKENS[device_type]
+        if serving:
+            tokens = min(tokens, _TOKENS_WHEN_SERVING)
+        tokens = max(tokens, config.max_num_seqs)
+        if not config.enable_chunked_prefill:
+            tokens = max(tokens, max_model_len)
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=tokens,
+        max_model_len=max_model_len,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        block_size=config.cache.block_size,
+    )
+
+
+def open_tokenizer(config: EngineConfig, model_folder: Path) -> Tokenizer | None:
+    from hetero_llm.models.loader import resolve_model_folder
+
+    load = config.load
+    if load.skip_tokenizer_init:
+        return None
+    folder = model_folder
+    if load.tokenizer != load.model or load.tokenizer_revision != load.revision:
+        folder = resolve_model_folder(
+            resolve_alias(load.tokenizer),
+            revision=load.tokenizer_revision,
+            download_dir=load.download_dir,
+        )
+    return load_tokenizer(
+        folder, mode=load.tokenizer_mode, trust_remote_code=load.trust_remote_code
+    )
