@@ -22,7 +22,11 @@ IPEX_PYTHON ?= python3.11
 IPEX_VENV := .venv-ipex
 IPEX_STAMP := $(IPEX_VENV)/.installed
 
-.PHONY: install demo test test-native test-faults test-ipex test-browser check format docs clean
+CLIENT_VENVS := .venv-clients
+CLIENTS := openai2 openai3 langchain litellm lm_eval schemathesis
+CLIENT_STAMPS := $(patsubst %,$(CLIENT_VENVS)/%/.installed,$(CLIENTS))
+
+.PHONY: install demo test test-native test-faults test-clients test-ipex test-browser check format docs clean
 
 install: $(STAMP)
 
@@ -60,6 +64,17 @@ $(IPEX_STAMP): pyproject.toml
 	$(IPEX_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[ipex,test]'
 	touch $@
 
+# Real clients, each in an environment of its own (1.5 GB in all), against a real server.
+test-clients: $(STAMP) $(CLIENT_STAMPS)
+	CLIENTS_JSON=bench/results/clients.json CLIENTS_MARKDOWN=docs/clients.md \
+	  $(BIN)/python -m pytest tests/clients
+
+$(CLIENT_VENVS)/%/.installed: tests/clients/requirements/%.txt tests/clients/requirements/constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir \
+	  -c tests/clients/requirements/constraints.txt -r $<
+	touch $@
+
 # The status page in headless Chromium; makes its picture for the documentation anew.
 test-browser: $(STAMP)
 	@command -v chromium chromium-browser google-chrome >/dev/null || \
@@ -84,4 +99,4 @@ docs: $(STAMP)
 	$(BIN)/python tools/gen_lookahead_doc.py
 
 clean:
-	rm -rf $(VENV) $(IPEX_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(IPEX_VENV) $(CLIENT_VENVS) build dist *.egg-info

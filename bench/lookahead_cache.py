@@ -22,7 +22,6 @@ from hetero_llm.core.lookahead_config import LookaheadConfig
 from hetero_llm.core.request import Sequence
 from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
 from hetero_llm.cpu.lookahead.live import SPACE
-from hetero_llm.cpu.lookahead.sources import Rows
 from hetero_llm.demo_models import heldout_prompts
 
 PROMPT, NEW = 512, 3
@@ -78,12 +77,8 @@ def measure(settings: dict[str, Any], batch: int, args: argparse.Namespace) -> d
         begin = time.perf_counter()
         drafter.propose(sequences, limits, batch)
         proposed.append(time.perf_counter() - begin)
-        live = drafter._live
-        rows = np.array([live._row_of[sequence] for sequence in sequences])
-        where = Rows(*live.where(rows))
-        found, most = drafter._before.rows(batch), np.full(batch, 60, np.int32)
         begin = time.perf_counter()
-        drafter._look_up(where, most, found)
+        drafter._look_up(batch)
         looked.append(time.perf_counter() - begin)
         begin = time.perf_counter()
         drafter.settle()

@@ -55,8 +55,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cpu.lookahead": ("core", "cpu.topology"),
     "engine": ("core", "sampling", "models", "bridge"),
     "demo_models": (),
-    "engine.draft_model": ("core", "models", "cpu.draft", "cpu.core_plan", "cpu.topology")
-    + ("demo_models",),
+    "engine.draft_cores": ("core", "cpu.core_plan", "cpu.topology"),
+    "engine.draft_model": ("core", "models", "cpu.draft", "cpu.core_plan", "demo_models"),
+    "engine.resolve": ("engine", "core", "models", "demo_models"),
     "engine.drafters": ("engine", "core", "models", "cpu.lookahead", "cpu.draft"),
     "engine.factory": (
         "engine",

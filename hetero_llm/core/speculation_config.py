@@ -170,9 +170,7 @@ def _from_methods(
     memory = args[_MEMORY]
     if NGRAM in chosen:
         return _prompt_lookup(given, memory, in_mapping=in_mapping)
-    draft = (
-        _draft_model(given, args, in_mapping=in_mapping) if DRAFT_MODEL in chosen else None
-    )
+    draft = _draft_model(given, args, in_mapping=in_mapping) if DRAFT_MODEL in chosen else None
     lookahead = _lookahead(given, with_draft=draft is not None) if LOOKAHEAD in chosen else None
     if lookahead is not None and draft is not None and not draft.on_cpu:
         reason = (

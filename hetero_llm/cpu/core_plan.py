@@ -30,7 +30,11 @@ class CorePlan:
 
 
 def deal_cores(
-    cpus: tuple[int, ...], *, target_on_cpu: bool, draft_threads: int | None
+    cpus: tuple[int, ...],
+    *,
+    target_on_cpu: bool,
+    draft_threads: int | None,
+    target_threads: int | None = None,
 ) -> CorePlan:
     """Shares cores out.
 
@@ -38,9 +42,10 @@ def deal_cores(
         cpus: of `compute_cpus(reserve=0)`: the engine's come first.
         target_on_cpu: the engine computes, too: it gets three quarters.
         draft_threads: as the user says; None: what the engine leaves.
+        target_threads: of a target on the CPU, as the user says.
 
     Raises:
-        ConfigError: more draft threads than cores.
+        ConfigError: more threads than cores.
     """
     count = len(cpus)
     if count == 1:
@@ -48,15 +53,22 @@ def deal_cores(
             raise ConfigError("draft_threads", draft_threads, "this process may use one core")
         return CorePlan(cpus, cpus, shared=True)
     if draft_threads is None:
-        kept = (
-            max(1, count - count // 4)
-            if target_on_cpu
-            else max(1, min(_MOST_FOR_ENGINE, count // 4))
-        )
+        if target_threads is not None:
+            kept = target_threads
+        elif target_on_cpu:
+            kept = count - count // 4
+        else:
+            kept = max(1, min(_MOST_FOR_ENGINE, count // 4))
         draft_threads = max(1, count - kept)
     if draft_threads >= count:
         reason = f"this process may use {count} cores and the engine needs one of them"
         raise ConfigError("draft_threads", draft_threads, reason)
+    if target_threads is not None and target_threads > count - draft_threads:
+        reason = (
+            f"this process may use {count} cores, of which the draft worker has {draft_threads}: "
+            f"{count - draft_threads} are left"
+        )
+        raise ConfigError("cpu_threads", target_threads, reason)
     return CorePlan(cpus[: count - draft_threads], cpus[count - draft_threads :], shared=False)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from hetero_llm.core.acceptance import TypicalAcceptance
 from hetero_llm.core.step import (
     LAST_DRAWN,
     ModelRunnerOutput,
@@ -64,6 +65,7 @@ class NativeModelRunner:
 
     Attributes:
         profile: rows and seconds of steps, ascending; empty without drafts.
+        typical: see `runner.verify`; to be set before the first step.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class NativeModelRunner:
         drafts: bool = False,
     ) -> None:
         self.profile = profile_executor(executor, cache) if drafts else []
+        self.typical: TypicalAcceptance | None = None
         self._executor = executor
         self._cache = cache
         columns = -(-max_model_len // cache.shape.block_size)
@@ -226,7 +229,7 @@ class NativeModelRunner:
         owners = np.repeat(np.arange(len(counts)), counts)
         within = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
         after = firsts[owners] + within
-        if step.prompt_rows or self._needs_logits(step):
+        if step.prompt_rows or self.typical is not None or self._needs_logits(step):
             logits, prompt_logprobs = self._logits(step, rows, after)
             table = logits.numpy()
 
@@ -234,7 +237,7 @@ class NativeModelRunner:
                 return torch.from_numpy(table[np.searchsorted(after, visited)])
 
             drafted = DraftedStep(step, trees, rows.cache_rows, logits_after, [])
-            output = verify(drafted, self._sampler, self._cache)
+            output = verify(drafted, self._sampler, self._cache, typical=self.typical)
             return replace(output, prompt_logprobs=prompt_logprobs)
         samples = np.where(is_tree, 1, step.num_samples)[owners]
         token_ids = self._draw(step, rows, _DrawnRows(owners, after, samples))

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetero_llm.core.config import EngineConfig
+from hetero_llm.core.config import EngineConfig, SpeculationConfig
 from hetero_llm.core.draft import MAX_NODES
 from hetero_llm.core.draft_model_config import DraftModelConfig
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.demo_models import ALIASES, demo_folder
+from hetero_llm.engine.draft_cores import plan_cores
+from hetero_llm.engine.drafting import Attended, Drafter
 from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
 from hetero_llm.models.config import ModelConfig, load_model_config
 from hetero_llm.models.loader import resolve_model_folder
@@ -61,6 +63,27 @@ class DraftModel:
         )  # fmt: skip
 
 
+class MissingWorker:
+    """In the place of a worker that is asked for, optional, and not there."""
+
+    def metrics(self) -> dict[str, float]:
+        return {"draft_worker_up": 0.0}
+
+    def shut_down(self) -> None:
+        pass
+
+
+def attended_by(drafter: Drafter | None, speculation: SpeculationConfig | None) -> Attended | None:
+    """What an engine has beside it: its drafter, if something of that runs in another process."""
+    found = drafter if isinstance(drafter, Attended) else None
+    wanted = None if speculation is None else speculation.draft
+    if wanted is None or not wanted.on_cpu:
+        return found
+    if found is None or "draft_worker_up" not in found.metrics():
+        return MissingWorker()
+    return found
+
+
 def prepare_draft_model(
     config: EngineConfig,
     target: ModelConfig,
@@ -69,20 +92,17 @@ def prepare_draft_model(
     target_on_cpu: bool,
     max_model_len: int,
 ) -> tuple[EngineConfig, DraftModel | None]:
-    """Starts the draft model that is asked for, if one is; the configuration comes back with the
-    threads that are left to a target on the CPU.
+    """Starts the worker of the draft model that is asked for, if one is; the configuration comes
+    back with the threads that are left to a target on the CPU.
 
     Raises:
         ConfigError, ModelLoadError: see `start_draft_model`.
     """
     wanted = None if config.speculation is None else config.speculation.draft
-    if wanted is None:
+    if wanted is None or not wanted.on_cpu:
         return config, None
-    from hetero_llm.cpu.core_plan import deal_cores
-    from hetero_llm.cpu.topology import compute_cpus
-
-    cpus = compute_cpus(reserve=0)
-    plan = deal_cores(cpus, target_on_cpu=target_on_cpu, draft_threads=wanted.threads)
+    plan = plan_cores(config, target_on_cpu=target_on_cpu)
+    assert plan is not None
     try:
         model = start_draft_model(
             wanted, target, tokenizer, plan=plan, slots=config.max_num_seqs,
@@ -122,10 +142,7 @@ def start_draft_model(
     from hetero_llm.cpu.draft.client import DraftWorker
     from hetero_llm.cpu.draft.protocol import WorkerSettings
 
-    name = str(demo_folder(config.model)) if config.model in ALIASES else config.model
-    folder = resolve_model_folder(name, revision=config.revision, download_dir=None)
-    model = load_model_config(folder)
-    _check_vocabulary(config.model, folder, model, target, tokenizer)
+    folder, model = find_draft_model(config, target, tokenizer)
     longest = min(model.max_model_len, max_model_len, config.max_model_len or max_model_len)
     settings = WorkerSettings(
         folder=str(folder),
@@ -146,6 +163,25 @@ def start_draft_model(
     logger.info("cores: %s", plan.words())
     worker = DraftWorker(settings, vocab_size=target.vocab_size)
     return DraftModel(worker, config, slots, target.vocab_size, longest)
+
+
+def find_draft_model(
+    config: DraftModelConfig, target: ModelConfig, tokenizer: Tokenizer | None
+) -> tuple[Path, ModelConfig]:
+    """The checkpoint's folder and configuration.
+
+    Args:
+        tokenizer: the target's; None: only the sizes of the vocabularies are compared.
+
+    Raises:
+        ConfigError: its tokens are not the target's.
+        ModelLoadError: there is no such model.
+    """
+    name = str(demo_folder(config.model)) if config.model in ALIASES else config.model
+    folder = resolve_model_folder(name, revision=config.revision, download_dir=None)
+    model = load_model_config(folder)
+    _check_vocabulary(config.model, folder, model, target, tokenizer)
+    return folder, model
 
 
 def _check_vocabulary(

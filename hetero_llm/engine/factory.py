@@ -9,24 +9,40 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_llm.core.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
-from hetero_llm.core.errors import ConfigError
-from hetero_llm.demo_models import ALIASES, demo_folder
+from hetero_llm.core.config import CacheConfig, EngineConfig, SchedulerConfig
+from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.engine.block_manager import BlockManager
-from hetero_llm.engine.draft_model import DraftModel, prepare_draft_model
+from hetero_llm.engine.device_draft import DeviceDraft, count_blocks, draft_limits
+from hetero_llm.engine.draft_model import (
+    DraftModel,
+    attended_by,
+    find_draft_model,
+    prepare_draft_model,
+)
 from hetero_llm.engine.drafters import make_drafter
-from hetero_llm.engine.drafting import Attended, Priced
+from hetero_llm.engine.drafting import Priced
 from hetero_llm.engine.engine import Engine, ModelRunner
 from hetero_llm.engine.input_processor import InputProcessor
 from hetero_llm.engine.output_processor import OutputProcessor, holds_stop
 from hetero_llm.engine.prefix_cache import PrefixCache
+from hetero_llm.engine.resolve import (
+    find_model,
+    limit_steps,
+    open_tokenizer,
+    resolve_device,
+    resolve_dtype,
+    resolve_max_model_len,
+)
+from hetero_llm.engine.resolve import open_model as open_model  # for whoever needs no engine
 from hetero_llm.engine.scheduler import Scheduler
 from hetero_llm.engine.speculation_log import make_log
-from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
+from hetero_llm.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
 
+    from hetero_llm.core.acceptance import TypicalAcceptance
+    from hetero_llm.core.draft_model_config import DraftModelConfig
     from hetero_llm.cpu.backend import NativeBackend
     from hetero_llm.cpu.lookahead.store import Store
     from hetero_llm.cpu.model_runner import NativeModelRunner
@@ -38,6 +54,7 @@ if TYPE_CHECKING:
     from hetero_llm.runner.model_runner import TorchModelRunner
 
 logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
@@ -83,7 +100,7 @@ def build_engine(
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     model_config = dataclasses.replace(model_config, max_model_len=max_model_len)
     dtype_name = resolve_dtype(load.dtype, model_config.torch_dtype, device)
-    scheduler_config = scheduler_config(config, max_model_len, device.type, serving=serving)
+    steps = limit_steps(config, max_model_len, device.type, serving=serving)
     tokenizer = open_tokenizer(config, folder)
     dtype: torch.dtype = getattr(torch, dtype_name)
     draft_model = None
@@ -93,8 +110,7 @@ def build_engine(
             target_on_cpu=device.type == "cpu", max_model_len=max_model_len,
         )  # fmt: skip
     inputs = _EngineInputs(
-        folder, model_config, max_model_len, tokenizer, dtype, device, scheduler_config,
-        show_progress,
+        folder, model_config, max_model_len, tokenizer, dtype, device, steps, show_progress
     )  # fmt: skip
     try:
         return _join(config, inputs, drafter, draft_model)
@@ -139,6 +155,7 @@ def _join(
         show_progress=inputs.show_progress,
         backend=backend,
     )
+    device_draft = None if drafter is not None else _load_device_draft(config, inputs, backend)
     runner, num_blocks = _build_runner(
         config,
         inputs.scheduler,
@@ -150,7 +167,9 @@ def _join(
         native=native,
     )
     store = None
-    if drafter is None:
+    if device_draft is not None:
+        drafter = device_draft.drafter()
+    elif drafter is None:
         source = None if draft_model is None else draft_model.source()
         drafter, store = make_drafter(
             config.speculation, model_config, max_model_len, tokenizer, source
@@ -178,7 +197,7 @@ def _join(
         OutputProcessor(tokenizer, scheduler.stop_sequence),
         asynchronous=device.type == "cuda" and not config.batch_invariant,
         speculation_log=make_log(config.speculation),
-        attended=drafter if isinstance(drafter, Attended) else None,
+        attended=attended_by(drafter, config.speculation),
     )
     if not config.disable_log_stats:
         sizes = max_model_len, num_blocks, config.cache.block_size
@@ -187,6 +206,78 @@ def _join(
     return BuiltEngine(
         engine, tokenizer, max_model_len, num_blocks, str(device), dtype_name, backend, store
     )
+
+
+def _load_device_draft(
+    config: EngineConfig, inputs: _EngineInputs, backend: str
+) -> DeviceDraft | None:
+    """The draft model that is to run beside the target, with its KV cache; None without one."""
+    wanted = None if config.speculation is None else config.speculation.draft
+    if wanted is None or wanted.on_cpu:
+        return None
+    try:
+        return _device_draft(config, wanted, inputs, backend)
+    except (ConfigError, ModelLoadError) as error:
+        if not wanted.optional:
+            raise
+        logger.warning("serving without the draft model: %s", error)
+        return None
+
+
+def _device_draft(
+    config: EngineConfig, wanted: DraftModelConfig, inputs: _EngineInputs, backend: str
+) -> DeviceDraft:
+    """As the target is built, but for what is the target's alone: the native executor, weights in
+    host memory, a KV cache out of all memory there is."""
+    folder, model_config = find_draft_model(wanted, inputs.model_config, inputs.tokenizer)
+    limits = draft_limits(wanted, model_config, inputs.scheduler)
+    model_config = dataclasses.replace(model_config, max_model_len=limits.max_model_len)
+    own = dataclasses.replace(
+        config, load=dataclasses.replace(config.load, cpu_offload_gb=0.0), speculation=None
+    )
+    dtype, device = inputs.dtype, inputs.device
+    if backend == "native":
+        logger.warning("the draft model runs on torch; cpu_draft_worker=True is faster on a CPU")
+        backend = "torch"
+    try:
+        model = _load_weights(
+            own, folder, model_config,
+            dtype=dtype, device=device, show_progress=inputs.show_progress, backend=backend,
+        )  # fmt: skip
+        shapes = (
+            _cache_shape(config, of, dtype, device) for of in (model_config, inputs.model_config)
+        )
+        room = _room_for_caches(config, device)
+        blocks = count_blocks(config, wanted.model, limits, room, *shapes)
+        cache = dataclasses.replace(own.cache, num_blocks=blocks, conservative=False)
+        own = dataclasses.replace(own, cache=cache)
+        runner, _ = _build_runner(
+            own, limits, model,
+            model_config=model_config, dtype=dtype, device=device, drafts=False, native=None,
+        )  # fmt: skip
+    except ConfigError as error:
+        if error.field not in ("cpu_offload_gb", "num_gpu_blocks_override"):
+            raise
+        reason = (
+            "it does not fit into the GPU beside the target; take a smaller one, keep weights of "
+            "the target on the host (cpu_offload_gb), or set cpu_draft_worker=True"
+        )
+        raise ConfigError("speculative_model", wanted.model, reason) from error
+    speculation = config.speculation
+    assert speculation is not None
+    return DeviceDraft(runner, limits, blocks, wanted.num_tokens, speculation.most_sequences)
+
+
+def _room_for_caches(config: EngineConfig, device: torch.device) -> int:
+    """Bytes that the KV caches may take, with all weights loaded."""
+    share = config.cache.memory_utilization
+    if device.type == "cuda":
+        from hetero_llm.gpu.memory import memory_left
+
+        return memory_left(share)
+    from hetero_llm.cpu.topology import usable_memory_bytes
+
+    return int(usable_memory_bytes() * share)
 
 
 def _tell_costs(drafter: Drafter | None, runner: Any) -> None:
@@ -260,6 +351,7 @@ class _RunnerInputs:
     enforce_eager: bool
     drafts: bool
     native: NativeBackend | None
+    typical: TypicalAcceptance | None
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -333,19 +425,10 @@ def _build_runner(
     native: NativeBackend | None,
 ) -> tuple[ModelRunner[Any], int]:
     """The runner with its KV cache, and the number of blocks."""
-    from hetero_llm.runner.kv_cache import KVCacheShape
-
-    shape = KVCacheShape(
-        model_config.num_layers,
-        model_config.num_kv_heads,
-        model_config.head_dim,
-        config.cache.block_size,
-        _cache_dtype(config, dtype, device),
-    )
     inputs = _RunnerInputs(
         model,
         model_config,
-        shape,
+        _cache_shape(config, model_config, dtype, device),
         device,
         scheduler_config,
         config.cache,
@@ -353,6 +436,7 @@ def _build_runner(
         config.enforce_eager,
         drafts,
         native,
+        None if config.speculation is None else config.speculation.typical,
     )
     _check_fixed_blocks(inputs)
     return _cuda_runner(inputs) if device.type == "cuda" else _cpu_runner(inputs)
@@ -395,7 +479,7 @@ def _native_runner(
 ) -> NativeModelRunner:
     from hetero_llm.cpu.model_runner import NativeModelRunner
 
-    return NativeModelRunner(
+    runner = NativeModelRunner(
         native.executor(inputs.model, inputs.model_config, cache),
         inputs.model_config,
         cache,
@@ -404,6 +488,8 @@ def _native_runner(
         max_num_batched_tokens=inputs.scheduler.max_num_batched_tokens,
         drafts=inputs.drafts,
     )
+    runner.typical = inputs.typical
+    return runner
 
 
 def _cuda_runner(inputs: _RunnerInputs) -> tuple[ModelRunner[Any], int]:
@@ -415,7 +501,7 @@ def _cuda_runner(inputs: _RunnerInputs) -> tuple[ModelRunner[Any], int]:
         cache = PagedKVCache(inputs.shape, num_blocks, inputs.device)
         if inputs.batch_invariant:
             return _torch_runner(inputs, cache, None)
-        return GpuModelRunner(
+        runner = GpuModelRunner(
             inputs.model,
             inputs.model_config,
             cache,
@@ -425,6 +511,8 @@ def _cuda_runner(inputs: _RunnerInputs) -> tuple[ModelRunner[Any], int]:
             graphs=graphs,
             drafts=inputs.drafts,
         )
+        runner.typical = inputs.typical
+        return runner
 
     room, num_blocks = None, inputs.cache.num_blocks
     if num_blocks is None:
@@ -440,6 +528,20 @@ def _cuda_runner(inputs: _RunnerInputs) -> tuple[ModelRunner[Any], int]:
             raise too_small_error(num_blocks, inputs.scheduler, inputs.shape, room)
     final = partial(runner_with, graphs=not inputs.enforce_eager)
     return build_runner(final, num_blocks, inputs.shape, room), num_blocks
+
+
+def _cache_shape(
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> KVCacheShape:
+    from hetero_llm.runner.kv_cache import KVCacheShape
+
+    return KVCacheShape(
+        model_config.num_layers,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+        config.cache.block_size,
+        _cache_dtype(config, dtype, device),
+    )
 
 
 def _cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -473,7 +575,7 @@ def _torch_runner(
 ) -> TorchModelRunner:
     from hetero_llm.runner.model_runner import TorchModelRunner
 
-    return TorchModelRunner(
+    runner = TorchModelRunner(
         inputs.model,
         inputs.model_config,
         cache,
@@ -483,3 +585,5 @@ def _torch_runner(
         batch_invariant=inputs.batch_invariant,
         row_kernel=row_kernel,
     )
+    runner.typical = inputs.typical
+    return runner

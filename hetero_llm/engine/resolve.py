@@ -55,6 +55,7 @@ def resolve_alias(model: str) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
+    """ "auto": the GPU where there is one."""
     import torch
 
     if name == "auto":
@@ -77,6 +78,7 @@ def resolve_dtype(name: str, stored: str, device: torch.device) -> str:
 
 
 def resolve_max_model_len(wanted: int | None, model_config: ModelConfig) -> int:
+    """None: the model's own. More than that is an error."""
     if wanted is None:
         return model_config.max_model_len
     if wanted > model_config.max_model_len:
@@ -88,9 +90,10 @@ def resolve_max_model_len(wanted: int | None, model_config: ModelConfig) -> int:
     return wanted
 
 
-def scheduler_config(
+def limit_steps(
     config: EngineConfig, max_model_len: int, device_type: str, *, serving: bool
 ) -> SchedulerConfig:
+    """The limits of a step; `serving`: streams of others wait for it."""
     tokens = config.max_num_batched_tokens
     if tokens is None:
         tokens = _DEFAULT_BATCHED_TOKENS[device_type]
@@ -109,6 +112,7 @@ def scheduler_config(
 
 
 def open_tokenizer(config: EngineConfig, model_folder: Path) -> Tokenizer | None:
+    """None if the configuration wants none."""
     from hetero_llm.models.loader import resolve_model_folder
 
     load = config.load

@@ -122,6 +122,13 @@ def measure_room(
     return PoolRoom(total, utilization, total - free, max(taken, 0))
 
 
+def memory_left(utilization: float) -> int:
+    """Bytes of the share `utilization` of the GPU that nothing holds yet; may be negative."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return int(total * utilization) - (total - free)
+
+
 def free_unreachable() -> None:
     """Gives the card the memory of engines that nobody refers to any more. Runners hold themselves
     in cycles through their graphs, so dropping the last name alone frees nothing."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hetero_llm.core.acceptance import TypicalAcceptance
 from hetero_llm.core.draft import DraftBatch
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
 from hetero_llm.gpu.attention_plan import PlanLimits
@@ -115,6 +116,8 @@ class GpuModelRunner:
 
     Attributes:
         profile: rows and seconds of steps, see `gpu.step_profile`; empty without graphs or drafts.
+        typical: see `runner.verify`, which then draws for all draft trees; to be set before the
+            first step.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class GpuModelRunner:
         drafts: bool = False,
     ) -> None:
         check_supported(config, cache.shape.dtype)
+        self.typical: TypicalAcceptance | None = None
         device = cache.data.device
         parameter = next(model.parameters())
         self._model = model
@@ -220,7 +224,9 @@ class GpuModelRunner:
         """Waits for a launched step and returns its results as plain data."""
         if pending.drafted is not None:
             with torch.inference_mode():
-                return verify(pending.drafted, self._sampler, self._cache, self._last_tokens)
+                return verify(
+                    pending.drafted, self._sampler, self._cache, self._last_tokens, self.typical
+                )
         if pending.arrived is not None:
             pending.arrived.synchronize()
         if pending.num_groups:
@@ -230,7 +236,8 @@ class GpuModelRunner:
     def _launch_drafted(
         self, step: SchedulerOutput, drafts: DraftBatch, num_rows: int
     ) -> LaunchedStep:
-        plain = not step.prompt_rows and self._sampler.is_plain(step.slots[step.num_samples > 0])
+        drawn = step.slots[step.num_samples > 0]
+        plain = self.typical is None and not step.prompt_rows and self._sampler.is_plain(drawn)
         is_tree = drafts.counts > 0
         num_samples = int(np.where(is_tree, step.counts, step.num_samples).sum())
         bucket = _bucket(self._graph_rows, num_rows) if self._graphs is not None else None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hetero_llm.core.acceptance import TypicalAcceptance
 from hetero_llm.core.step import (
     LAST_DRAWN,
     ModelRunnerOutput,
@@ -51,6 +52,9 @@ class TorchModelRunner:
         max_model_len: longest sequence, in tokens.
         batch_invariant: attention row by row (the model's products must be invariant, too).
         row_kernel: a faster attention for decoding rows.
+
+    Attributes:
+        typical: see `runner.verify`; to be set before the first step.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class TorchModelRunner:
         batch_invariant: bool = False,
         row_kernel: RowKernel | None = None,
     ) -> None:
+        self.typical: TypicalAcceptance | None = None
         self._model = model
         self._cache = cache
         self._device = device
@@ -114,7 +119,7 @@ class TorchModelRunner:
     def finish(self, pending: PendingStep | DraftedStep) -> ModelRunnerOutput:
         """Waits for a launched step and returns its results as plain data."""
         if isinstance(pending, DraftedStep):
-            return verify(pending, self._sampler, self._cache, self._last_tokens)
+            return verify(pending, self._sampler, self._cache, self._last_tokens, self.typical)
         token_ids = [] if pending.drawn is None else pending.drawn.token_ids.tolist()
         return plain_output(token_ids, pending)
 

@@ -6,6 +6,10 @@ of all sequences are walked side by side, one depth at a time: the visited rows 
 call of the sampler, and those whose token equals a child's go on to that child, whose path the
 sampler is told. Processors run once for each emitted token, in order, as in plain decoding, and as
 noise depends on position and sample alone, the tokens are those of plain decoding.
+
+Unless `TypicalAcceptance` is asked for: then a child that is likely enough is taken in the place of
+a drawn token that no child carries. Which tokens come depends on the drafts then; a greedy sequence
+has no other token than the drawn one that is likely enough.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hetero_llm.core.acceptance import TypicalAcceptance
 from hetero_llm.core.step import ModelRunnerOutput, SampleLogprobs, SchedulerOutput
 from hetero_llm.runner.draft_trees import TreeRows, next_row
 from hetero_llm.runner.kv_cache import PagedKVCache
@@ -56,14 +61,16 @@ def verify(
     sampler: Sampler,
     cache: PagedKVCache,
     last_tokens: torch.Tensor | None = None,
+    typical: TypicalAcceptance | None = None,
 ) -> ModelRunnerOutput:
     """Draws along every tree and after every other row that asks for it; closes the gaps in the KV.
 
     Args:
         sampler: knows the sequences up to their root rows.
         last_tokens: [slots] int64, written.
+        typical: which nodes are accepted without being drawn; None: none.
     """
-    walked = _walk(drafted, sampler)
+    walked = _walk(drafted, sampler, typical)
     _move_accepted(drafted, walked.paths, cache)
     if last_tokens is not None:
         slots = drafted.step.slots.tolist()
@@ -80,7 +87,7 @@ def verify(
     )
 
 
-def _walk(drafted: DraftedStep, sampler: Sampler) -> _Walked:
+def _walk(drafted: DraftedStep, sampler: Sampler, typical: TypicalAcceptance | None) -> _Walked:
     step, trees = drafted.step, drafted.trees
     ends = np.cumsum(step.counts)
     firsts = ends - step.counts
@@ -92,7 +99,16 @@ def _walk(drafted: DraftedStep, sampler: Sampler) -> _Walked:
     while len(visiting):
         slots, visited = step.slots[visiting], rows[visiting]
         positions = trees.positions[visited] + 1
-        result = sampler.sample(drafted.logits_after(visited), slots, positions, samples)
+        settle = None
+        if typical is not None:
+            offered = [
+                _children(int(rows[i] - firsts[i]), own[i], trees.parents[i])
+                if trees.is_tree[i]
+                else []
+                for i in np.repeat(visiting, samples).tolist()
+            ]
+            settle = _Settled(sampler, typical, np.repeat(slots, samples), offered)
+        result = sampler.sample(drafted.logits_after(visited), slots, positions, samples, settle)
         drawn, entries = result.token_ids.tolist(), result.logprob_entries()
         going_on: list[int] = []
         begin = 0
@@ -121,6 +137,52 @@ def _walk(drafted: DraftedStep, sampler: Sampler) -> _Walked:
         visiting = np.array(going_on, np.int64)
         samples = np.ones(len(going_on), np.int32)
     return walked
+
+
+def _children(row: int, token_ids: list[int], parents: list[int]) -> list[int]:
+    """The tokens of a row's children, in order."""
+    return [token_ids[i] for i in range(row + 1, len(parents)) if parents[i] == row]
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """Takes an offered token that is typical where the drawn one is not offered.
+
+    Attributes:
+        slots: [N] of each draw. offered: tokens for each draw; of several the first is taken.
+    """
+
+    sampler: Sampler
+    rule: TypicalAcceptance
+    slots: np.ndarray
+    offered: list[list[int]]
+
+    def __call__(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        drawn = tokens.tolist()
+        random = self.sampler.is_random(self.slots).tolist()
+        asking = [
+            draw
+            for draw, (token, offered) in enumerate(zip(drawn, self.offered, strict=True))
+            if random[draw] and offered and token not in offered
+        ]
+        if not asking:
+            return tokens
+        rows = torch.tensor(asking, device=logits.device)
+        probabilities = self.sampler.probabilities(logits[rows], self.slots[asking])
+        bounds = typical_bounds(probabilities, self.rule)
+        pairs = [(at, token) for at, draw in enumerate(asking) for token in self.offered[draw]]
+        places, candidates = torch.tensor(pairs, device=logits.device).T
+        passing = (probabilities[places, candidates] > bounds[places]).tolist()
+        for (at, token), passes in reversed(list(zip(pairs, passing, strict=True))):
+            if passes:
+                drawn[asking[at]] = token
+        return torch.tensor(drawn, device=tokens.device)
+
+
+def typical_bounds(probabilities: torch.Tensor, rule: TypicalAcceptance) -> torch.Tensor:
+    """[R] what a token's probability has to exceed, under distributions [R, vocab]."""
+    entropy = torch.special.entr(probabilities).sum(dim=-1)
+    return (rule.alpha * torch.exp(-entropy)).clamp(max=rule.threshold)
 
 
 def _move_accepted(drafted: DraftedStep, paths: list[list[int]], cache: PagedKVCache) -> None:

@@ -15,6 +15,9 @@ from hetero_llm.sampling.noise import gumbel_noise, signed_seed
 # (logits [N, vocab] float32, slots [N], positions [N], sample indices [N]) -> tokens [N] int64
 Draw = Callable[[torch.Tensor, np.ndarray, np.ndarray, np.ndarray], torch.Tensor]
 
+# (processed logits [N, vocab] float32, drawn tokens [N] int64) -> the tokens to take [N] int64
+Settle = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 _NO_LOGPROBS = -1
 _TOP_P_OFF = 2.0  # above any cumulative probability, rounding included
 
@@ -176,8 +179,26 @@ class Sampler:
     def has_history(self) -> bool:
         return bool(self._history)
 
+    def is_random(self, slots: np.ndarray) -> np.ndarray:
+        """[R] bool, whether each slot draws by chance: all but greedy ones."""
+        random: np.ndarray = self._temperature[slots] > 0.0
+        return random
+
+    def probabilities(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
+        """[R, vocab] float32, what slots that draw by chance draw from.
+
+        Args:
+            logits: [R, vocab] float32, processed.
+        """
+        return self._scaled(logits, slots).softmax(dim=-1)
+
     def sample(
-        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, samples: np.ndarray
+        self,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        samples: np.ndarray,
+        settle: Settle | None = None,
     ) -> SampleResult:
         """Draws `samples[r]` tokens from row r.
 
@@ -186,6 +207,7 @@ class Sampler:
             slots: [R] slot of each row.
             positions: [R] absolute position of the token to be drawn.
             samples: [R] draws from the row; more than one draw takes sample indices 0, 1, ...
+            settle: has the last word about the drawn tokens.
         """
         logits = logits.float()
         raw = logits
@@ -204,6 +226,8 @@ class Sampler:
             logits = logits[gather]
             raw = logits if untouched else raw[gather]
         tokens = self._draw(logits, slots, positions, indices)
+        if settle is not None:
+            tokens = settle(logits, tokens)
         wanted = np.flatnonzero(self._num_logprobs[slots] != _NO_LOGPROBS)
         logprobs = None
         if len(wanted):
@@ -225,14 +249,7 @@ class Sampler:
             return logits.argmax(dim=-1)
         rows = torch.from_numpy(random).to(self._device)
         chosen = slots[random]
-        scaled = logits[rows] / self._put(self._temperature[chosen]).unsqueeze(1)
-        if self._restricts[chosen].any():
-            scaled = processors.restrict_support(
-                scaled,
-                self._put(self._top_k[chosen]),
-                self._put(self._top_p[chosen]),
-                self._put(self._min_p[chosen]),
-            )
+        scaled = self._scaled(logits[rows], chosen)
         noise = gumbel_noise(
             self._put(self._seed[chosen]),
             self._put(positions[random].astype(np.int64)),
@@ -243,6 +260,18 @@ class Sampler:
         if len(random) == len(slots):
             return drawn
         return logits.argmax(dim=-1).index_copy_(0, rows, drawn)
+
+    def _scaled(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
+        """Logits [R, vocab] with temperature and thresholds applied; no slot is greedy."""
+        scaled = logits / self._put(self._temperature[slots]).unsqueeze(1)
+        if not self._restricts[slots].any():
+            return scaled
+        return processors.restrict_support(
+            scaled,
+            self._put(self._top_k[slots]),
+            self._put(self._top_p[slots]),
+            self._put(self._min_p[slots]),
+        )
 
     def _put(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)

@@ -8,6 +8,7 @@ from typing import Any
 
 from hetero_llm.core.config import EngineConfig
 from hetero_llm.engine.client import EngineInfo
+from hetero_llm.engine.draft_cores import plan_cores
 
 
 def plan_table(info: EngineInfo, config: EngineConfig) -> str:
@@ -30,15 +31,8 @@ def plan_table(info: EngineInfo, config: EngineConfig) -> str:
 
 def _cores(info: EngineInfo, config: EngineConfig) -> str:
     usable = len(os.sched_getaffinity(0))
-    speculation = config.speculation
-    if speculation is not None and speculation.draft is not None and speculation.draft.on_cpu:
-        from hetero_llm.cpu.core_plan import deal_cores
-        from hetero_llm.cpu.topology import compute_cpus
-
-        plan = deal_cores(
-            compute_cpus(reserve=0), target_on_cpu=info.device.startswith("cpu"),
-            draft_threads=speculation.draft.threads,
-        )  # fmt: skip
+    plan = plan_cores(config, target_on_cpu=info.device.startswith("cpu"))
+    if plan is not None:
         return plan.words()
     if not info.device.startswith("cpu"):
         return f"{usable} for the server, the scheduler and drafts"

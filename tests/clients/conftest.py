@@ -30,8 +30,8 @@ _INTRODUCTION = """\
 # Clients
 
 What `make test-clients` found, which wrote this page: each client in an environment of its own
-against `hetero-llm serve demo --dtype float32` on a CPU. An empty field is something that the client
-does not offer. lm_eval's log-probabilities are compared with those of the offline `LLM`;
+against `hetero-llm serve demo --dtype float32` on a CPU. An empty field is something that the
+client does not offer. lm_eval's log-probabilities are compared with those of the offline `LLM`;
 schemathesis makes its requests of the server's own `/openapi.json`.
 """
 _TABLE = pytest.StashKey[Table]()

@@ -286,10 +286,6 @@ class TestStatus:
         assert refused(tensor_parallel_size=2) == (
             "tensor_parallel_size=2: tensor parallelism is not available yet"
         )
-        assert refused(spec_decoding_acceptance_method="typical_acceptance_sampler") == (
-            "spec_decoding_acceptance_method='typical_acceptance_sampler': typical acceptance "
-            "sampling is not available yet"
-        )
         assert "tensor parallelism of draft models" in refused(
             speculative_draft_tensor_parallel_size=2
         )

@@ -302,11 +302,6 @@ class TestDraftModel:
             ),
             ({"num_speculative_tokens": 64}, "num_speculative_tokens=64: must be at most 63"),
             (
-                {"cpu_draft_worker": False},
-                "cpu_draft_worker=False: a draft model on the GPU is not available yet; set "
-                "cpu_draft_worker=True",
-            ),
-            (
                 {"speculative_model": None, "num_speculative_tokens": None},
                 "cpu_draft_worker=True: needs a draft model (speculative_model)",
             ),
@@ -372,9 +367,28 @@ class TestDraftModel:
             f"{BOTH}{message}"
         )
 
-    def test_mapping_without_worker(self) -> None:
-        mapping = IN_MAPPING["speculative_config"]
-        assert refused(speculative_config=mapping).startswith("cpu_draft_worker=False: a draft ")
+    @pytest.mark.parametrize("given", [DRAFT, IN_MAPPING])
+    def test_on_the_device(self, given: dict[str, Any]) -> None:
+        found = draft(**given | {"cpu_draft_worker": False})
+        assert (found.model, found.num_tokens, found.on_cpu) == ("demo-draft", 5, False)
+        assert draft(**given).on_cpu
+
+    def test_on_the_device_there_is_no_cache_beside_it(self) -> None:
+        wrong = refused(**DRAFT | {"cpu_draft_worker": False}, use_lookahead=True)
+        assert wrong.startswith("cpu_draft_worker=False: drafts of the lookahead cache are merged")
+
+    @pytest.mark.parametrize(
+        "setting",
+        [
+            {"speculative_overlap": "off"},
+            {"draft_timeout_ms": 1.0},
+            {"draft_threads": 2},
+            {"draft_weight_dtype": "int8"},
+        ],
+    )
+    def test_settings_of_a_worker_that_is_not_wanted(self, setting: dict[str, Any]) -> None:
+        wrong = refused(**DRAFT | {"cpu_draft_worker": False}, **setting)
+        assert "it needs cpu_draft_worker=True" in wrong
 
     @pytest.mark.parametrize(
         ("flags", "message"),

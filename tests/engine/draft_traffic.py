@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from hetero_llm import SamplingParams
 from hetero_llm.core.args import resolve_engine_args
@@ -131,6 +132,21 @@ def make_model(folder: Path, family: str = "llama", variant: str = "gqa") -> Pat
     """A random model whose output depends on all of its context."""
     make_tiny_checkpoint(folder, family, variant, with_tokenizer=True)
     return rewrite_config(folder, max_position_embeddings=MAX_LEN)
+
+
+def make_draft(target: Path, folder: Path) -> Path:
+    """The target with some noise on its weights: as a draft model it is often right."""
+    folder.mkdir()
+    for file in target.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    noise = torch.Generator().manual_seed(0)
+    noisy = {
+        name: value + 0.1 * value.std() * torch.randn(value.shape, generator=noise)
+        for name, value in weights.items()
+    }
+    save_file(noisy, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def build(folder: Path, batch: int, drafter: Drafter | None, **engine_args: Any) -> Engine:

@@ -62,18 +62,21 @@ def measure(model: DraftModel, slots: int, context: int) -> StepTimes:
     Every row is a text of its own of `context` tokens, or several of one where slots are few.
     """
     sizes, seconds = [], []
+    repeats = min(_REPEATS, model.max_positions - 1)
+    if not repeats:  # a text of one token has no draft
+        return StepTimes([1], [1.0], 8 * WINDOW)
     full = np.arange(max(context, SIZES[-1]), dtype=np.int32) % model.vocab_size
     for size in SIZES:
         texts = min(size, slots)
         rows = -(-size // texts)
-        if rows > 1 and (_REPEATS + 1) * rows > model.max_positions:
+        if rows > 1 and (repeats + 1) * rows > model.max_positions:
             continue  # beyond what is measured it is a straight line
-        text = full[: max(1, min(context, model.max_positions - _REPEATS * rows))]
+        text = full[: max(1, min(context, model.max_positions - repeats * rows))]
         for slot in range(texts):
             model.open(slot, text)
             _run(model)
         times = []
-        for _ in range(_REPEATS):
+        for _ in range(repeats):
             for slot in range(texts):
                 model.append(slot, full[:rows])
             begin = time.perf_counter()

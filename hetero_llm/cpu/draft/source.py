@@ -84,8 +84,8 @@ class DraftSource:
     def commit(
         self,
         rows: NDArray[np.int64],
-        fresh: list[int],
-        sizes: list[int],
+        fresh: NDArray[np.int64],
+        sizes: NDArray[np.int64],
         sequences: list[Sequence],
     ) -> None:
         """Tells the worker new tokens, and whole texts of new rows.

@@ -38,21 +38,24 @@ class StepCosts:
     A step's time depends on its contexts, too, and these change slowly. So a step that ran says
     something about all sizes: what it took beyond the profile is for one part common to all, and
     for the other its size's own, which is forgotten bit by bit unless the size runs again.
+
+    Attributes:
+        edges: sizes that differ, ascending. To be read only.
     """
 
     def __init__(self) -> None:
-        self._edges = _EDGES
+        self.edges = _EDGES
         self._profile = np.zeros(len(_EDGES))
         self._forget()
 
     def _forget(self) -> None:
-        self._seconds = np.zeros(len(self._edges))
-        self._seen = np.zeros(len(self._edges), np.int64)  # number of the last step of each size
+        self._seconds = np.zeros(len(self.edges))
+        self._seen = np.zeros(len(self.edges), np.int64)  # number of the last step of each size
         self._steps = _MEMORY
         self._common = 0.0  # seconds beyond the profile
         self._corrections = 0
-        self._own = np.zeros(len(self._edges))
-        self._fresh = np.zeros(len(self._edges))  # 1 for a size that has just run
+        self._own = np.zeros(len(self.edges))
+        self._fresh = np.zeros(len(self.edges))  # 1 for a size that has just run
         self._table: NDArray[np.float64] | None = None  # of what is known now
 
     def price(self, profile: list[tuple[int, float]]) -> None:
@@ -64,7 +67,7 @@ class StepCosts:
         slope = _UNKNOWN_SLOPE * seconds[-1]
         if len(sizes) > 1:  # more rows do not cost less each than those measured last
             slope = max(slope, (seconds[-1] - seconds[-2]) / (largest - sizes[-2]))
-        self._edges = np.concatenate([sizes, beyond])
+        self.edges = np.concatenate([sizes, beyond])
         self._profile = np.concatenate([seconds, seconds[-1] + slope * (beyond - largest)])
         self._forget()
 
@@ -73,7 +76,7 @@ class StepCosts:
         if num_rows > MOST_ROWS:
             return
         self._table = None
-        at = int(np.searchsorted(self._edges, num_rows))
+        at = int(np.searchsorted(self.edges, num_rows))
         if self._profile[0] > 0.0:
             self._correct(at, seconds)
             return
@@ -112,12 +115,12 @@ class StepCosts:
                 self._table = _corrected(self._profile, self._common, self._own, self._fresh)
             else:
                 known = self._steps - self._seen < _MEMORY
-                self._table = _table(self._seconds, known, self._edges)
+                self._table = _table(self._seconds, known, self.edges)
         return self._table
 
     def of(self, *rows: int) -> list[float]:
         """Seconds of steps of so many rows."""
-        return self.table()[np.searchsorted(self._edges, rows)].tolist()
+        return self.table()[np.searchsorted(self.edges, rows)].tolist()
 
     def choose(
         self,
@@ -141,8 +144,8 @@ class StepCosts:
             most_rows: of the step with drafts.
         """
         kept = np.zeros(len(counts), np.int32)
-        _choose(
-            survival, counts, trust, self.table(), self._edges, num_rows, turn, most_rows, kept
+        choose(
+            survival, counts, trust, self.table(), self.edges, num_rows, turn, most_rows, kept
         )  # fmt: skip
         return kept
 
@@ -186,7 +189,7 @@ def _table(seconds: np.ndarray, fresh: np.ndarray, edges: np.ndarray) -> np.ndar
 
 
 @njit(cache=True, nogil=True)
-def _choose(
+def choose(
     survival: np.ndarray,
     counts: np.ndarray,
     trust: np.ndarray,

@@ -19,28 +19,23 @@ from hetero_llm.core.draft import DraftBatch
 from hetero_llm.core.lookahead_config import LookaheadConfig
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.cpu.draft.source import DraftSource
-from hetero_llm.cpu.lookahead.budget import MOST_ROWS, StepCosts
+from hetero_llm.cpu.lookahead.budget import StepCosts
+from hetero_llm.cpu.lookahead.desk import Desk
 from hetero_llm.cpu.lookahead.history import History
 from hetero_llm.cpu.lookahead.live import (
     CLOSED,
     END,
     FOREIGN,
     HEAD,
-    HITS,
     INDEXED,
-    NO_PROPOSAL,
     SPACE,
     TOLD,
+    Fresh,
     Live,
-    hand_over,
 )
-from hetero_llm.cpu.lookahead.merging import merge
 from hetero_llm.cpu.lookahead.raw import SIGNATURE_TOKENS
-from hetero_llm.cpu.lookahead.sources import MERGED, Proposals, RawSource, Rows, TurboSource
+from hetero_llm.cpu.lookahead.sources import RAW, TURBO, RawSource, Rows, TurboSource
 from hetero_llm.cpu.topology import read_topology
-
-RAW, TURBO = 0, 1
-"""Values of `LookaheadConfig.cache_mode`; 2 is Raw where Turbo has nothing."""
 
 _PART = 16  # sequences for which a further thread pays
 _CHUNK = 64  # tokens of an output that go into the history together
@@ -73,19 +68,17 @@ class LookaheadDrafter:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         assert config.max_seq_len is not None and config.eos_token_id is not None
-        self._config = config
-        self._mode = config.cache_mode
-        self._live = Live(width, config.eos_token_id, config.voc_size, config.max_seq_len)
+        self._live = Live(width)
         self._learn_from = SIGNATURE_TOKENS - 1 if config.ignore_prompt else None
         self._unlearned: list[NDArray[np.int64]] = []  # rows with new tokens
         self._closed: list[int] = []  # rows to be forgotten
-        uses_raw = uses_cache and self._mode != TURBO
-        uses_trie = uses_cache and self._mode != RAW
+        uses_raw = uses_cache and config.cache_mode != TURBO
+        uses_trie = uses_cache and config.cache_mode != RAW
         self._history = History(config, capacity, uses_raw=uses_raw, uses_trie=uses_trie)
         first = TurboSource.NUM_KINDS
         self._record = np.zeros((first + RawSource.NUM_KINDS, 2), np.float32)
         self._turbo = TurboSource(config, self._record[:first]) if uses_trie else None
-        self._raw = RawSource(config, self._record[first:], first) if uses_raw else None
+        self._raw = RawSource(config, self._record[first:]) if uses_raw else None
         self._sources = [s for s in (self._turbo, self._raw) if s is not None]
         self._model = model
         self._most_sequences = most_sequences
@@ -94,9 +87,7 @@ class LookaheadDrafter:
             config.turbo_match_length + config.copy_length - 1,
             config.match_length + SIGNATURE_TOKENS - 1,
         )
-        # What is found is judged by the next call, when its tokens have come.
-        self._found, self._before = Proposals.empty(1), Proposals.empty(1)
-        self._asked = 0  # number of the last proposal
+        self._desk = Desk(config, self._record, uses_cache=uses_cache)
         self._tick = 0
         self._costs = StepCosts()
         self._clock = clock
@@ -111,20 +102,18 @@ class LookaheadDrafter:
 
     def _compile(self) -> None:
         """Goes once through everything that is compiled at its first use."""
-        live, found = self._live, self._found.rows(1)
+        live = self._live
         text = live.texts.open(0)
         live.texts.extend(text, [0, 1, 0])
         new = Rows(*np.array([[1], [0], [0], [0], [3], [text.row]], np.int64))
         known = Rows(*np.array([[1], [0], [0], [3], [3], [text.row]], np.int64))
-        nothing = np.zeros(1, np.int32)
         for source in self._sources:
             source.learn(live.texts.tokens, new, 0)
-            source.propose(live.texts.tokens, known, self._history.shared(), nothing, found)
             source.forget(live.texts.tokens, known)
         live.texts.close(text)
-        if self._mode == MERGED or self._model is not None:
-            merge(*found.arrays, *found.arrays, nothing)
-        self._hand_over(*self._choose([], [], 0))
+        self._propose([], [], 0)
+        if self._model is not None:
+            self._desk.merge(self._desk.found)
 
     @property
     def history(self) -> History:
@@ -156,12 +145,8 @@ class LookaheadDrafter:
         return self._live.texts.num_bytes + local + self._history.num_bytes
 
     def begin(self, sequences: list[Sequence]) -> None:
-        followed = self._live.follow(sequences, self._learn_from)
-        self._unlearned.append(followed[0])
-        if self._model is not None:
-            self._model.commit(*followed, sequences)
-        limits = [0] * len(sequences)
-        self._live.catch_up(followed, limits, NO_PROPOSAL, self._found.found, self._record)
+        fresh = self._follow(sequences, [0] * len(sequences))
+        self._desk.catch_up(self._live, fresh, proposes=False)
 
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         if self._most_sequences is not None and len(sequences) > self._most_sequences:
@@ -169,7 +154,7 @@ class LookaheadDrafter:
             nothing = np.zeros(0, np.int32)
             return DraftBatch(np.zeros(len(sequences), np.int32), nothing, nothing)
         begin = self._finished or self._clock()
-        batch = self._hand_over(*self._choose(sequences, limits, num_rows))
+        batch = self._propose(sequences, limits, num_rows)
         # The device has waited since the last step; nobody knows how long if there was none.
         seconds = self._clock() - begin
         self._turn += 0.1 * (min(seconds, 2 * self._turn + 1e-4) - self._turn)
@@ -185,7 +170,12 @@ class LookaheadDrafter:
         self._finished = self._clock()
 
     def close(self, request: Request) -> None:
-        rows = self._live.close(request, self._found.found, self._record)
+        fresh = self._live.close(request)
+        if fresh is None:
+            return
+        self._desk.catch_up(self._live, fresh, proposes=False)
+        self._live.arrays.numbers[fresh.rows, CLOSED] = 1
+        rows = fresh.rows.tolist()
         self._closed += rows
         if self._model is not None:
             self._model.close(rows)
@@ -205,115 +195,49 @@ class LookaheadDrafter:
 
     # -- proposing --------------------------------------------------------------------------
 
-    def _choose(
-        self, sequences: list[Sequence], limits: list[int], num_rows: int
-    ) -> tuple[NDArray[np.int64], Proposals, NDArray[np.int32]]:
-        """Rows of the sequences, what is found for them, and how many nodes of each to verify."""
-        followed = self._live.follow(sequences, self._learn_from)
-        rows = followed[0]
-        self._unlearned.append(rows)
-        if self._model is not None:  # the worker drafts while the cache is looked up
-            self._model.commit(*followed, sequences)
-        where, most, trust = self._live.catch_up(
-            followed, limits, self._asked, self._found.found, self._record
-        )
-        self._found, self._before = self._before, self._found
-        if len(self._found.counts) < len(rows):
-            self._found = Proposals.empty(2 * len(rows))
-        found = self._found.rows(len(rows))
-        if self._sources:
-            self._look_up(Rows(*where), most, found)
-        if self._model is not None:
-            (seconds,) = self._costs.of(num_rows)
-            drafted = self._model.propose(rows, most, seconds, found)
-            merge(*found.arrays, *drafted.arrays, most)
-        kept = self._keep_what_pays(found, trust, num_rows)
-        if self._mode == RAW:
-            self._keep_to_target(rows, kept)
-        return rows, found, kept
-
-    def _hand_over(
-        self, rows: NDArray[np.int64], found: Proposals, kept: NDArray[np.int32]
-    ) -> DraftBatch:
-        self._asked += 1
-        total = int(kept.sum())
-        tokens, parents = np.empty(total, np.int32), np.empty(total, np.int32)
-        hand_over(self._live.arrays, rows, self._asked, found.found, kept, tokens, parents)
-        return DraftBatch(kept, tokens, parents)
-
-    def _look_up(self, rows: Rows, most: NDArray[np.int32], found: Proposals) -> None:
-        """Turbo's drafts, and Raw's for sequences that have none or beside them."""
-        if self._raw is None or self._turbo is None:
-            self._ask(self._sources[0], rows, most, found)
-            return
-        self._ask(self._turbo, rows, most, found)
-        if self._mode == MERGED:
-            others = Proposals.empty(len(most))
-            self._ask(self._raw, rows, most, others)
-            merge(*found.arrays, *others.arrays, most)
-        elif not found.counts.all():
-            empty = np.flatnonzero(found.counts == 0)
-            others = Proposals.empty(len(empty))
-            self._ask(self._raw, rows.some(empty), most[empty], others)
-            found.put(empty, others)
-
-    def _ask(
-        self,
-        source: RawSource | TurboSource,
-        rows: Rows,
-        most: NDArray[np.int32],
-        found: Proposals,
-    ) -> None:
-        """One source's drafts; large batches are shared by threads."""
-        tokens, shared = self._live.texts.tokens, self._history.shared()
-        parts = min(self._threads, -(-len(most) // _PART))
-        if parts <= 1:
-            source.propose(tokens, rows, shared, most, found)
-            return
-        edges = [len(most) * part // parts for part in range(parts + 1)]
-        pieces = [slice(first, last) for first, last in zip(edges, edges[1:], strict=False)]
-        calls = [
-            self._pool.submit(
-                source.propose, tokens, rows.some(piece), shared, most[piece], found.some(piece)
-            )
-            for piece in pieces[1:]
-        ]
-        piece = pieces[0]
-        source.propose(tokens, rows.some(piece), shared, most[piece], found.some(piece))
-        for call in calls:
-            call.result()
-
-    def _keep_what_pays(
-        self, found: Proposals, trust: NDArray[np.float32], num_rows: int
-    ) -> NDArray[np.int32]:
-        """How many nodes of each draft make tokens come fastest, which may be none. After a while
+    def _propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
+        """Drafts of the nodes that make tokens come fastest, which may be none. After a while
         without any, nobody is asked for some steps: these are launched ahead."""
-        most = MOST_ROWS if self._mode == RAW else self._config.target_parallelism
-        kept = self._costs.choose(found.survival, found.counts, trust, num_rows, self._turn, most)
-        if kept.any():
+        desk, model = self._desk, self._model
+        fresh = self._follow(sequences, limits)
+        desk.catch_up(self._live, fresh, proposes=True)
+        self._look_up(fresh.num_rows)
+        if model is not None:
+            (seconds,) = self._costs.of(num_rows)
+            desk.merge(model.propose(fresh.rows, desk.most, seconds, desk.found))
+        batch, pays = desk.choose(self._costs, num_rows, self._turn)
+        if pays:
             self._in_vain = 0
-            return kept
+            return batch
         self._in_vain += 1
         if self._in_vain >= _PATIENCE:
             self._resting = min(_REST << self._in_vain - _PATIENCE, _LONGEST_REST)
-        return kept
+        return batch
 
-    def _keep_to_target(self, rows: NDArray[np.int64], counts: NDArray[np.int32]) -> None:
-        """TACO's target_parallelism: beyond so many rows in a step, drafts shrink with their hits.
+    def _follow(self, sequences: list[Sequence], limits: list[int]) -> Fresh:
+        """What sequences have got, for whoever wants to know."""
+        fresh = self._live.follow(sequences, limits, self._learn_from)
+        self._unlearned.append(fresh.rows)
+        if self._model is not None:  # the worker drafts while the cache is looked up
+            self._model.commit(fresh.rows, fresh.tokens, fresh.sizes, sequences)
+        return fresh
 
-        Parents come before their children, so the first nodes of a draft are a draft.
-        """
-        target = self._config.target_parallelism
-        if len(rows) + int(counts.sum()) <= target:
+    def _look_up(self, count: int) -> None:
+        """The caches' drafts for so many sequences; large batches are shared by threads."""
+        desk = self._desk
+        desk.bind(self._turbo, self._raw, self._history)
+        parts = min(self._threads, -(-count // _PART))
+        if parts <= 1:
+            desk.look_up(0, count)
             return
-        hits = self._live.arrays.averages[rows, HITS]
-        depth = self._config.copy_length
-        shares = hits / hits.max() if hits.max() > 0 else np.ones(len(rows))
-        capped = np.minimum(counts, np.clip(np.floor(depth * shares), 1, depth)).astype(np.int32)
-        num_rows = len(rows) + int(capped.sum())
-        if num_rows > target:
-            capped = np.floor((capped + 1) * (target / num_rows)) - 1
-        counts[:] = np.maximum(capped, 0)
+        edges = [count * part // parts for part in range(parts + 1)]
+        calls = [
+            self._pool.submit(desk.look_up, first, last)
+            for first, last in zip(edges[1:], edges[2:], strict=False)
+        ]
+        desk.look_up(0, edges[1])
+        for call in calls:
+            call.result()
 
     # -- learning ---------------------------------------------------------------------------
 

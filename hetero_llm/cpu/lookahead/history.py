@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hetero_llm.core.lookahead_config import LookaheadConfig
 from hetero_llm.cpu.lookahead import raw, trie
 from hetero_llm.cpu.lookahead.raw import RawIndex, RawParams
-from hetero_llm.cpu.lookahead.sources import GLOBAL_FREQ, Shared, raw_params, trie_params
+from hetero_llm.cpu.lookahead.sources import GLOBAL_FREQ, raw_params, trie_params
 from hetero_llm.cpu.lookahead.texts import SEPARATOR
 from hetero_llm.cpu.lookahead.trie import CONTINUED, Trie, TrieParams, new_active
 
@@ -203,22 +203,22 @@ class History:
     @property
     def num_bytes(self) -> int:
         """Of memory reserved; the system grants a text's as it fills."""
-        return sum(generation.num_bytes for generation in self._generations)
+        return sum(generation.num_bytes for generation in self.generations)
 
     @property
     def num_tokens(self) -> int:
         """Separators included."""
-        return sum(generation.end for generation in self._generations)
+        return sum(generation.end for generation in self.generations)
 
     @property
     def num_documents(self) -> int:
-        return sum(generation.num_documents for generation in self._generations)
+        return sum(generation.num_documents for generation in self.generations)
 
     @property
     def num_bigrams(self) -> int:
         """Different contexts of min_match_length tokens (two unless configured), those of other
         generations and namespaces apart; 0 without the trie."""
-        return sum(g.trie.num_keys for g in self._generations if g.trie is not None)
+        return sum(g.trie.num_keys for g in self.generations if g.trie is not None)
 
     @property
     def room(self) -> int:
@@ -226,15 +226,9 @@ class History:
         return self.capacity // 2
 
     @property
-    def _generations(self) -> tuple[Generation, Generation, Generation]:
+    def generations(self) -> tuple[Generation, Generation, Generation]:
+        """The young, the old and the static one; to be read until the next `add`."""
         return self._young, self._old, self._static
-
-    def shared(self) -> Shared:
-        """To be read until the next `add`."""
-        generations = self._generations
-        raws = tuple((g.raw.arrays, g.text[: g.end]) for g in generations if g.raw is not None)
-        tries = tuple((g.trie.arrays, g.text[: g.end]) for g in generations if g.trie is not None)
-        return Shared(raw=raws or None, trie=tries or None)
 
     def add(self, tokens: NDArray[np.int32], told: int, space: int, tick: int) -> None:
         """Learns a document under a namespace's salt. One that is larger than a generation is

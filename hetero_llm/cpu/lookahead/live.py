@@ -1,7 +1,7 @@
 """What the lookahead cache remembers of live sequences, in arrays that compiled code works on.
 
-A step's bookkeeping is two compiled calls, however many sequences there are: `catch_up` takes in
-their new tokens and judges their last drafts by them, `hand_over` notes what they got this time.
+A step's bookkeeping is compiled: `catch_up` takes in the sequences' new tokens and judges their
+last drafts by them, `hand_over` notes what they got this time.
 """
 
 from __future__ import annotations
@@ -48,6 +48,34 @@ class LiveArrays(NamedTuple):
     totals: np.ndarray
 
 
+class Fresh(NamedTuple):
+    """New tokens of sequences: see `Live.follow`.
+
+    Attributes:
+        num_rows: S, one for each sequence.
+        batch: [3 * S + tokens] int64: their rows, most nodes of each one's draft, how many tokens
+            each one has got; then these, one sequence after the other.
+    """
+
+    num_rows: int
+    batch: NDArray[np.int64]
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """[S]."""
+        return self.batch[: self.num_rows]
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """[S] new tokens of each."""
+        return self.batch[2 * self.num_rows : 3 * self.num_rows]
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """[sum of sizes]."""
+        return self.batch[3 * self.num_rows :]
+
+
 class FoundArrays(NamedTuple):
     """Drafts: see `Proposals`."""
 
@@ -63,23 +91,17 @@ class Live:
 
     Args:
         width: tokens of the longest sequence.
-        ends: tokens at which a text ends.
-        vocabulary: a sequence with a token of this or above is left alone.
-        longest: tokens beyond which nothing is drafted.
 
     Attributes:
         texts: their tokens.
         arrays: replaced by larger ones by `follow`.
     """
 
-    def __init__(self, width: int, ends: tuple[int, ...], vocabulary: int, longest: int) -> None:
+    def __init__(self, width: int) -> None:
         self.texts = Texts(width)
         self.arrays = LiveArrays(
             np.zeros((0, _NUM_NUMBERS), np.int64), np.zeros((0, 3)), np.array([1.0, 1.0, 0.0])
         )
-        self._ends = np.array(ends, np.int32)
-        self._vocabulary = vocabulary
-        self._longest = longest
         self._row_of: dict[Sequence, int] = {}
         self._of_request: dict[str, list[Sequence]] = {}
         self._copied: list[int] = []  # tokens of each row's sequence that were taken in
@@ -95,83 +117,48 @@ class Live:
         """Of sequences that are not forgotten."""
         return len(self._text_of)
 
-    def follow(
-        self, sequences: list[Sequence], learn_from: int | None
-    ) -> tuple[NDArray[np.int64], list[int], list[int]]:
-        """Rows of sequences, which get one if they have none, and their new tokens.
+    def follow(self, sequences: list[Sequence], limits: list[int], learn_from: int | None) -> Fresh:
+        """Finds out what sequences have got; those that have no row get one.
 
         Args:
+            limits: [S] most nodes of each one's draft.
             learn_from: first token of an output that is to be indexed, counted from its prompt's
                 end; None for the first token of the prompt.
-
-        Returns:
-            rows [S]; the new tokens of all, one after the other; how many each has.
         """
         rows: list[int] = []
         fresh: list[int] = []
         sizes: list[int] = []
-        copied = self._copied
+        copied, row_of = self._copied, self._row_of
         for sequence in sequences:
-            row = self._row_of.get(sequence)
+            row = row_of.get(sequence)
             if row is None:
                 row = self._open(sequence, learn_from)
             tokens = sequence.token_ids
-            before = copied[row]
-            size = len(tokens) - before
+            before, known = copied[row], len(tokens)
             rows.append(row)
-            sizes.append(size)
-            if size == 1:
+            sizes.append(known - before)
+            if known - before == 1:
                 fresh.append(tokens[before])
             else:
                 fresh += tokens[before:]
-            copied[row] = before + size
-        return np.array(rows, np.int64), fresh, sizes
-
-    def catch_up(
-        self,
-        followed: tuple[NDArray[np.int64], list[int], list[int]],
-        limits: list[int],
-        asked: int,
-        found: FoundArrays,
-        record: NDArray[np.float32],
-    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
-        """Takes in what `follow` returned and judges the drafts of proposal `asked` by it.
-
-        Args:
-            limits: [S] most nodes of each draft.
-            found, record: that proposal, and the record of its kinds.
-
-        Returns:
-            where: [6, S] for `Rows`. most: [S] nodes that each draft may have. trust: [S] what to
-            scale its estimates by.
-        """
-        rows, fresh, sizes = followed
-        where = np.empty((6, len(rows)), np.int64)
-        most = np.array(limits, np.int32)
-        trust = np.empty(len(rows), np.float32)
-        _catch_up(
-            self.texts.tokens, self.arrays, rows, np.array(fresh, np.int32),
-            np.array(sizes, np.int64), self._ends, self._vocabulary, self._longest, asked, found,
-            record, where, most, trust,
-        )  # fmt: skip
-        return where, most, trust
+            copied[row] = known
+        return Fresh(len(rows), np.array(rows + limits + sizes + fresh, np.int64))
 
     def where(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """[6, S] for `Rows`."""
         numbers = self.arrays.numbers[rows]
         return np.stack([*numbers[:, [SALT, SPACE, FIRST, INDEXED, END]].T, rows])
 
-    def close(self, request: Request, found: FoundArrays, record: NDArray[np.float32]) -> list[int]:
-        """Takes in the last tokens of an ended request; returns its rows, still to be forgotten."""
+    def close(self, request: Request) -> Fresh | None:
+        """The last tokens of an ended request, whose rows are still to be forgotten; None if it has
+        none. They may be taken in, but no more of theirs is followed."""
         sequences = self._of_request.pop(request.request_id, [])
         if not sequences:
-            return []
-        followed = self.follow(sequences, None)
-        self.catch_up(followed, [0] * len(sequences), NO_PROPOSAL, found, record)
+            return None
+        fresh = self.follow(sequences, [0] * len(sequences), None)
         for sequence in sequences:
             del self._row_of[sequence]
-        self.arrays.numbers[followed[0], CLOSED] = 1
-        return followed[0].tolist()
+        return fresh
 
     def forget(self, row: int) -> None:
         """The row is free for another sequence."""
@@ -218,19 +205,18 @@ def _take_in(
             return False
         for last in ends:
             if token == last:
-                token = np.int32(SEPARATOR)
+                token = SEPARATOR
         tokens[end + index] = token
     tokens[end + len(new)] = SEPARATOR
     return True
 
 
 @njit(cache=True, nogil=True)
-def _catch_up(
+def catch_up(
     tokens: np.ndarray,
     live: LiveArrays,
-    rows: np.ndarray,
-    fresh: np.ndarray,
-    sizes: np.ndarray,
+    batch: np.ndarray,
+    count: int,
     ends: np.ndarray,
     vocabulary: int,
     longest: int,
@@ -241,14 +227,26 @@ def _catch_up(
     most: np.ndarray,
     trust: np.ndarray,
 ) -> None:
-    """See `Live.catch_up`; writes `where`, `most` and `trust`."""
+    """Takes in new tokens and judges the drafts of proposal `asked` by them.
+
+    Args:
+        tokens: of all texts.
+        batch, count: of a `Fresh`.
+        ends: tokens at which a text ends.
+        vocabulary: a sequence with a token of this or above is left alone.
+        longest: tokens beyond which nothing is drafted.
+        found, record: that proposal, and the record of its kinds.
+        where: [6, S] int64, written, for `sources.Rows`.
+        most: [S] int32, written: nodes that each draft may have.
+        trust: [S] float32, written: what to scale the odds of its estimates by.
+    """
     numbers, averages, totals = live
-    first = 0
-    for i in range(len(rows)):
-        row = rows[i]
+    first = 3 * count
+    for i in range(count):
+        row, limit, size = batch[i], batch[count + i], batch[2 * count + i]
         number, average = numbers[row], averages[row]
-        new = fresh[first : first + sizes[i]]
-        first += sizes[i]
+        new = batch[first : first + size]
+        first += size
         if number[FOREIGN] == 0 and len(new) > 0:
             if _take_in(tokens, new, number[END], ends, vocabulary):
                 number[END] += len(new)
@@ -270,7 +268,7 @@ def _catch_up(
         where[0, i], where[1, i], where[2, i] = number[SALT], number[SPACE], number[FIRST]
         where[3, i], where[4, i], where[5, i] = number[INDEXED], number[END], row
         left = longest - (number[END] - number[FIRST])
-        most[i] = max(min(most[i], number[MOST], left), 0) if number[FOREIGN] == 0 else 0
+        most[i] = max(min(limit, number[MOST], left), 0) if number[FOREIGN] == 0 else 0
         trust[i] = min(max(average[HITS] / max(average[_EXPECTED], 1e-6), _FLOOR), _CEILING)
 
 

@@ -496,6 +496,47 @@ def _draft(
 
 
 @njit(cache=True, nogil=True)
+def propose_one(
+    local: RawArrays,
+    text: np.ndarray,
+    first: int,
+    end: int,
+    salt: int,
+    space: int,
+    globals_: tuple[tuple[RawArrays, np.ndarray], ...],
+    params: RawParams,
+    path: np.ndarray,
+    limit: int,
+    rates: np.ndarray,
+    row: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+) -> int:
+    """Drafts for one sequence, see `propose`; returns the number of nodes.
+
+    Args:
+        path: [63] int32, scratch.
+        row: of tokens, parents, survival and kind.
+    """
+    shortest = 1 if params.is_hybrid else params.match_length
+    limit = min(limit, _MAX_NODES)
+    count = 0
+    for size in range(min(params.match_length, end - first), shortest - 1, -1):
+        if count > 0 or limit <= 0:
+            break
+        key = hash_tokens(text, end - size, end, salt)
+        if key == 0:
+            continue
+        count = _draft(local, text, end, key, size, True, path, params, limit, rates, *row)
+        key = hash_tokens(text, end - size, end, space)
+        for arrays, arena in globals_:
+            if count == 0:
+                known = len(arena)
+                count = _draft(
+                    arrays, arena, known, key, size, False, path, params, limit, rates, *row
+                )
+    return count
+
+
+@njit(cache=True, nogil=True)
 def propose(
     local: RawArrays,
     text: np.ndarray,
@@ -532,34 +573,10 @@ def propose(
         survival: [S, 63] float32, written: products of rates, halved for each phrase ranked before.
         counts: [S] int32, written: nodes of each draft.
     """
-    shortest = 1 if params.is_hybrid else params.match_length
     path = np.empty(_MAX_NODES, np.int32)
-    for index in range(len(ends)):
-        first, end = firsts[index], ends[index]
-        limit = min(limits[index], _MAX_NODES)
-        row = tokens[index], parents[index], survival[index], kind[index]
-        size = min(params.match_length, end - first)
-        count = 0
-        while count == 0 and limit > 0 and size >= shortest:
-            key = hash_tokens(text, end - size, end, salts[index])
-            if key != 0:
-                count = _draft(local, text, end, key, size, True, path, params, limit, rates, *row)
-                key = hash_tokens(text, end - size, end, spaces[index])
-                for arrays, arena in globals_:
-                    if count == 0:
-                        end_of = len(arena)
-                        count = _draft(
-                            arrays,
-                            arena,
-                            end_of,
-                            key,
-                            size,
-                            False,
-                            path,
-                            params,
-                            limit,
-                            rates,
-                            *row,
-                        )
-            size -= 1
-        counts[index] = count
+    for i in range(len(ends)):
+        row = tokens[i], parents[i], survival[i], kind[i]
+        counts[i] = propose_one(
+            local, text, firsts[i], ends[i], salts[i], spaces[i], globals_, params, path,
+            limits[i], rates, row,
+        )  # fmt: skip

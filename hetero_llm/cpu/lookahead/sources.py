@@ -10,19 +10,21 @@ from numpy.typing import NDArray
 
 from hetero_llm.core.draft import MAX_NODES, DraftBatch
 from hetero_llm.core.lookahead_config import LookaheadConfig
-from hetero_llm.cpu.lookahead import kinds, raw, trie, turbo
-from hetero_llm.cpu.lookahead.calibration import rates_of, table_of
+from hetero_llm.cpu.lookahead import kinds, raw, trie
+from hetero_llm.cpu.lookahead.calibration import table_of
 from hetero_llm.cpu.lookahead.live import FoundArrays
-from hetero_llm.cpu.lookahead.raw import RawArrays, RawIndex, RawParams
-from hetero_llm.cpu.lookahead.trie import Trie, TrieArrays, TrieParams, new_active
+from hetero_llm.cpu.lookahead.raw import RawIndex, RawParams
+from hetero_llm.cpu.lookahead.trie import Trie, TrieParams, new_active
 from hetero_llm.cpu.lookahead.turbo import TurboParams
 
-MERGED = 3
-"""Value of `LookaheadConfig.cache_mode`: Raw's and Turbo's drafts become one tree."""
+RAW, TURBO, MERGED = 0, 1, 3
+"""Values of `LookaheadConfig.cache_mode`. 2 is Raw where Turbo has nothing; merged: the drafts of
+both become one tree."""
 
 _PRIOR_TRIALS = 8.0
 _LEAST_SURVIVAL = 0.01  # of a node of a tree: what does not pay is cut off later
-_MOST_NODES = 32  # of Turbo's tree
+MOST_TURBO_NODES = 32
+"""Of Turbo's tree."""
 
 GLOBAL_FREQ = 1.0
 """Frequency that an entry of the history begins with; a local one begins with start_freq."""
@@ -39,21 +41,6 @@ class Rows:
     begins: NDArray[np.int64]
     ends: NDArray[np.int64]
     places: NDArray[np.int64]
-
-    def some(self, which: NDArray[np.int64] | slice) -> Rows:
-        return Rows(
-            self.salts[which], self.spaces[which], self.firsts[which], self.begins[which],
-            self.ends[which], self.places[which],
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Shared:
-    """The history as compiled functions take it: (index, its text so far) of the young, the old
-    and the static generation, for each cache; None for one that is not in use."""
-
-    raw: tuple[tuple[RawArrays, NDArray[np.int32]], ...] | None
-    trie: tuple[tuple[TrieArrays, NDArray[np.int32]], ...] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,14 +86,6 @@ class Proposals:
         some = self.some(slice(count))
         some.counts[:] = 0
         return some
-
-    def put(self, rows: NDArray[np.int64], others: Proposals) -> None:
-        """Replaces some rows."""
-        self.tokens[rows] = others.tokens
-        self.parents[rows] = others.parents
-        self.survival[rows] = others.survival
-        self.kind[rows] = others.kind
-        self.counts[rows] = others.counts
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
@@ -174,58 +153,38 @@ class RawSource:
 
     Args:
         record: [NUM_KINDS, 2] view of what came of its drafts; see `calibration`.
-        first_kind: of its kinds among all.
+
+    Attributes:
+        local: their index. To be read only.
     """
 
     NUM_KINDS = raw.NUM_LEVELS * raw.NUM_DEPTHS
 
-    def __init__(
-        self, config: LookaheadConfig, record: NDArray[np.float32], first_kind: int
-    ) -> None:
+    def __init__(self, config: LookaheadConfig, record: NDArray[np.float32]) -> None:
         self._params = raw_params(config)
         self._freq = float(config.start_freq)
-        self._local = RawIndex(self._params)
-        self._first_kind = first_kind
-        self._record = record
+        self.local = RawIndex(self._params)
         rates = np.repeat(raw.FURTHER_RATES[:, None], raw.NUM_DEPTHS, axis=1)
         rates[:, 0] = raw.FIRST_RATES
         record[:] = table_of(rates, _PRIOR_TRIALS).reshape(-1, 2)
 
     @property
     def num_bytes(self) -> int:
-        return self._local.num_bytes
+        return self.local.num_bytes
 
     def learn(self, tokens: NDArray[np.int32], rows: Rows, tick: int) -> None:
         """Enters what is new of live sequences."""
-        self._local.reserve(int((rows.ends - rows.begins).sum()))
+        self.local.reserve(int((rows.ends - rows.begins).sum()))
         raw.insert_all(
-            self._local.arrays, self._params, tokens, rows.salts, rows.firsts, rows.begins,
+            self.local.arrays, self._params, tokens, rows.salts, rows.firsts, rows.begins,
             rows.ends, self._freq, tick,
         )  # fmt: skip
 
     def forget(self, tokens: NDArray[np.int32], rows: Rows) -> None:
         """Takes ended sequences out again."""
         raw.remove_all(
-            self._local.arrays, self._params, tokens, rows.salts, rows.firsts, rows.begins
+            self.local.arrays, self._params, tokens, rows.salts, rows.firsts, rows.begins
         )
-
-    def propose(
-        self,
-        tokens: NDArray[np.int32],
-        rows: Rows,
-        shared: Shared,
-        limits: NDArray[np.int32],
-        found: Proposals,
-    ) -> None:
-        """Fills the rows of `found`."""
-        assert shared.raw is not None
-        rates = rates_of(self._record).reshape(raw.NUM_LEVELS, raw.NUM_DEPTHS)
-        raw.propose(
-            self._local.arrays, tokens, rows.salts, rows.firsts, rows.ends, rows.spaces,
-            shared.raw, self._params, limits, rates, found.tokens, found.parents,
-            found.survival, found.kind, found.counts,
-        )  # fmt: skip
-        np.add(found.kind, self._first_kind, out=found.kind)
 
 
 class TurboSource:
@@ -233,6 +192,9 @@ class TurboSource:
 
     Args:
         record: [NUM_KINDS, 2] view of what came of its drafts, whose kinds are the first.
+
+    Attributes:
+        local: their trie. To be read only.
     """
 
     NUM_KINDS = 2 * kinds.NUM_LENGTHS * kinds.NUM_BUCKETS
@@ -240,14 +202,13 @@ class TurboSource:
     def __init__(self, config: LookaheadConfig, record: NDArray[np.float32]) -> None:
         self._params = trie_params(config)
         self._turbo = turbo_params(config)
-        self._local = Trie(self._params)
+        self.local = Trie(self._params)
         self._actives = np.empty((0, len(new_active(self._params))), np.int32)
-        self._record = record
         record[:] = kinds.initial_calibration().reshape(-1, 2)
 
     @property
     def num_bytes(self) -> int:
-        return self._local.num_bytes
+        return self.local.num_bytes
 
     def learn(self, tokens: NDArray[np.int32], rows: Rows, _: int) -> None:
         """Enters what is new of live sequences."""
@@ -255,10 +216,10 @@ class TurboSource:
         if last >= len(self._actives):
             more = np.tile(new_active(self._params), (2 * last + 1 - len(self._actives), 1))
             self._actives = np.concatenate([self._actives, more])
-        self._local.reserve(int((rows.ends - rows.begins).sum()))
+        self.local.reserve(int((rows.ends - rows.begins).sum()))
         actives = self._actives[rows.places]
         trie.insert_all(
-            self._local.arrays, self._params, tokens, rows.salts, rows.begins, rows.ends, actives,
+            self.local.arrays, self._params, tokens, rows.salts, rows.begins, rows.ends, actives,
             self._turbo.start_freq,
         )  # fmt: skip
         self._actives[rows.places] = actives
@@ -268,23 +229,6 @@ class TurboSource:
         for salt, first, end, place in zip(
             rows.salts, rows.firsts, rows.begins, rows.places, strict=True
         ):
-            trie.remove(self._local.arrays, self._params, tokens, salt, first, end)
+            trie.remove(self.local.arrays, self._params, tokens, salt, first, end)
             if place < len(self._actives):
                 self._actives[place] = new_active(self._params)
-
-    def propose(
-        self,
-        tokens: NDArray[np.int32],
-        rows: Rows,
-        shared: Shared,
-        limits: NDArray[np.int32],
-        found: Proposals,
-    ) -> None:
-        """Fills the rows of `found`."""
-        assert shared.trie is not None
-        record = self._record.reshape(2, kinds.NUM_LENGTHS, kinds.NUM_BUCKETS, 2)
-        turbo.propose(
-            self._local.arrays, tokens, rows.salts, rows.firsts, rows.ends, rows.spaces,
-            shared.trie, self._turbo, record, np.minimum(limits, _MOST_NODES), found.tokens,
-            found.parents, found.survival, found.kind, found.counts,
-        )  # fmt: skip

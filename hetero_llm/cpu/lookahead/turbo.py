@@ -475,8 +475,30 @@ def _grow(
     return count
 
 
+@njit(cache=True, nogil=True)
+def new_work(params: TurboParams, table: np.ndarray, width: int) -> _Work:
+    """Memory for trees of at most `width` nodes.
+
+    Args:
+        table: [cells, 2] float32, accepted and tried nodes of each cell.
+    """
+    # A node is expanded at most once for each length of the context that leads to it.
+    lengths = params.match_length - params.key_length + 1
+    room = lengths * (width + 1) * min(params.token_paths_top_k, params.top_k_in_cell)
+    return _Work(
+        found=np.empty((_NUM_TRIES * MAX_CELL, _PLACES + _NUM_TRIES), np.int32),
+        weights=np.empty((_NUM_TRIES * MAX_CELL, _CHANCE + 1), np.float32),
+        candidates=np.empty((room, _WHERE + _NUM_TRIES), np.int32),
+        chances=np.empty(room, np.float32),
+        heap=np.empty(room, np.int32),
+        depths=np.empty(width, np.int32),
+        places=np.empty(_NUM_TRIES, np.int32),
+        rates=(table[:, 0] + np.float32(1.0)) / (table[:, 1] + np.float32(2.0)),
+    )
+
+
 @njit(**BORROWING)
-def _propose(
+def propose_all(
     local: TrieArrays,
     text: np.ndarray,
     salts: np.ndarray,
@@ -547,22 +569,8 @@ def propose(
             that learns whether the node was accepted if its parent was.
         counts: [S] int32, written: nodes of each draft.
     """
-    width = tokens.shape[1]
-    # A node is expanded at most once for each length of the context that leads to it.
-    lengths = params.match_length - params.key_length + 1
-    room = lengths * (width + 1) * min(params.token_paths_top_k, params.top_k_in_cell)
-    cells = calibration.reshape((-1, 2))
-    work = _Work(
-        found=np.empty((_NUM_TRIES * MAX_CELL, _PLACES + _NUM_TRIES), np.int32),
-        weights=np.empty((_NUM_TRIES * MAX_CELL, _CHANCE + 1), np.float32),
-        candidates=np.empty((room, _WHERE + _NUM_TRIES), np.int32),
-        chances=np.empty(room, np.float32),
-        heap=np.empty(room, np.int32),
-        depths=np.empty(width, np.int32),
-        places=np.empty(_NUM_TRIES, np.int32),
-        rates=(cells[:, 0] + np.float32(1.0)) / (cells[:, 1] + np.float32(2.0)),
-    )
-    _propose(
+    work = new_work(params, calibration.reshape((-1, 2)), tokens.shape[1])
+    propose_all(
         local, text, salts, firsts, ends, spaces, globals_, params, work, limits, tokens, parents,
         survival, kind, counts,
     )  # fmt: skip

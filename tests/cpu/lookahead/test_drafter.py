@@ -221,9 +221,9 @@ def test_nothing_is_left_of_ended_requests(mode: int) -> None:
         for sequence in sequences:
             finish(drafter, sequence)
     if drafter._raw is not None:
-        assert drafter._raw._local.arrays.state[0] == 0, "keys of ended sequences"
+        assert drafter._raw.local.arrays.state[0] == 0, "keys of ended sequences"
     if drafter._turbo is not None:
-        trie = drafter._turbo._local
+        trie = drafter._turbo.local
         assert trie.num_keys == trie.num_nodes == trie.num_entries == 0
     assert_forgotten(drafter)
 
@@ -267,7 +267,7 @@ def test_the_history_keeps_to_its_capacity(sizes: list[int], capacity: int) -> N
     history = History(RAW, capacity, uses_raw=True, uses_trie=True)
     for tick, size in enumerate(sizes):
         history.add(np.arange(size, dtype=np.int32), 0, 5, tick)
-        texts = [text for _, text in history.shared().raw]
+        texts = [part.text[: part.end] for part in history.generations]
         assert sum(map(len, texts)) <= capacity
         if size + 1 <= capacity // 2:
             assert texts[0][-size:].tolist() == [*range(size)]
@@ -282,7 +282,7 @@ def test_turbo_drafts_from_both(mode: int) -> None:
     assert ask(drafter, first) == [PHRASE[2:9]]
     first.token_ids += [50, 51, 52, 53, 54, 55, 56, 57, 58, 59]
     finish(drafter, first)
-    assert drafter._turbo._local.num_nodes == drafter._turbo._local.num_keys == 0
+    assert drafter._turbo.local.num_nodes == drafter._turbo.local.num_keys == 0
     second = make_sequence("b", [9, 9, 50, 51])
     assert ask(drafter, second) == [[52, 53, 54, 55, 56, 57, 58]]
     assert ask(drafter, make_sequence("c", [9, 50, 51], salt="other")) == [[]]
@@ -413,4 +413,4 @@ def test_a_request_that_ends_before_anything_is_learned_leaves_nothing(mode: int
 def test_a_document_larger_than_a_generation_is_left_out(capacity: int) -> None:
     history = History(RAW, capacity, uses_raw=True, uses_trie=True)
     history.add(np.arange(capacity // 2, dtype=np.int32), 0, 5, 0)
-    assert all(len(text) == 0 for _, text in history.shared().raw)
+    assert all(part.end == 0 for part in history.generations)

@@ -1,0 +1,75 @@
+"""Who computes on which core."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetero_llm.core.errors import ConfigError
+from hetero_llm.cpu.core_plan import CorePlan, deal_cores
+
+
+def deal(count: int, **given: Any) -> CorePlan:
+    arguments = {"target_on_cpu": False, "draft_threads": None} | given
+    return deal_cores(tuple(range(count)), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("count", "of_gpu", "of_cpu"),
+    [(2, 1, 1), (3, 1, 2), (4, 1, 3), (8, 2, 6), (16, 4, 12), (64, 4, 48), (192, 4, 144)],
+)
+def test_what_the_engine_keeps(count: int, of_gpu: int, of_cpu: int) -> None:
+    """Of a target on the GPU a few cores, of one that computes itself three quarters."""
+    assert len(deal(count).engine) == of_gpu
+    assert len(deal(count, target_on_cpu=True).engine) == of_cpu
+
+
+def test_nobody_shares_a_core() -> None:
+    for count in range(2, 40):
+        for on_cpu in (False, True):
+            for threads in (None, *range(1, count)):
+                plan = deal(count, target_on_cpu=on_cpu, draft_threads=threads)
+                assert plan.engine + plan.draft == tuple(range(count)) and not plan.shared
+                assert plan.engine and plan.draft
+                assert threads is None or len(plan.draft) == threads
+            for threads in range(1, count):
+                plan = deal(count, target_on_cpu=True, target_threads=threads)
+                assert len(plan.engine) == threads
+
+
+def test_one_core_for_everybody() -> None:
+    plan = deal(1)
+    assert plan == CorePlan((0,), (0,), shared=True) == deal(1, draft_threads=1)
+    assert plan == deal(1, target_on_cpu=True, target_threads=1)
+    assert plan.words() == "one core for engine and draft worker alike"
+    with pytest.raises(ConfigError, match="^draft_threads=2: this process may use one core$"):
+        deal(1, draft_threads=2)
+
+
+@pytest.mark.parametrize("threads", [4, 5, 100])
+def test_more_draft_threads_than_cores(threads: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        deal(4, draft_threads=threads)
+    assert str(caught.value) == (
+        f"draft_threads={threads}: this process may use 4 cores and the engine needs one of them"
+    )
+
+
+@pytest.mark.parametrize(("target", "draft", "left"), [(4, None, 3), (2, 3, 1), (9, 1, 3)])
+def test_more_threads_of_the_target_than_are_left(
+    target: int, draft: int | None, left: int
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        deal(4, target_on_cpu=True, target_threads=target, draft_threads=draft)
+    assert str(caught.value) == (
+        f"cpu_threads={target}: this process may use 4 cores, of which the draft worker has "
+        f"{4 - left}: {left} are left"
+    )
+
+
+def test_words() -> None:
+    assert deal(8, draft_threads=3).words() == "engine 0-4, draft worker 5-7"
+    cpus = (0, 2, 3, 9, 1, 20)
+    plan = deal_cores(cpus, target_on_cpu=False, draft_threads=2)
+    assert plan.words() == "engine 0,2-3,9, draft worker 1,20"

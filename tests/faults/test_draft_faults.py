@@ -1,0 +1,411 @@
+"""Rows 1 to 5 of the fault matrix: a draft worker that dies, hangs, talks nonsense or cannot start,
+beside a whole engine. The tokens are those without drafts, and nothing is leaked.
+
+Steps are counted, not timed; back-off and silence are shortened where a test has to see them end.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from hetero_llm import LLM, SamplingParams
+from hetero_llm.bridge.rings import Ring, create_ring
+from hetero_llm.core.errors import ConfigError, ModelLoadError
+from hetero_llm.core.outputs import RequestOutput
+from hetero_llm.cpu.draft import client
+from hetero_llm.cpu.draft.client import DraftWorker
+from hetero_llm.cpu.draft.source import DraftSource
+from hetero_llm.cpu.lookahead.budget import StepCosts
+from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
+from hetero_llm.engine.engine import Engine
+from hetero_llm.engine.input_processor import Prompt
+from tests.bridge.tools import SLOTS_AT
+from tests.engine.draft_traffic import (
+    EVERYTHING,
+    MAX_LEN,
+    Served,
+    build,
+    differing,
+    make_draft,
+    make_model,
+    make_traffic,
+    serve,
+)
+from tests.models.tiny import make_tiny_checkpoint, rewrite_config
+
+pytestmark = pytest.mark.faults
+
+BATCH = 64
+PATIENCE = 120.0  # seconds until what must come counts as missed
+DRAFTS = {"num_speculative_tokens": 4, "cpu_draft_worker": True, "draft_weight_dtype": "float32"}
+
+
+class Broken:
+    """An engine with a real worker, to which something is done before each step.
+
+    Attributes:
+        hurt: what is done; the number of the step is told.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.hurt: Callable[[int], None] = lambda _: None
+        self._num_steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def step(self) -> list[RequestOutput]:
+        self._num_steps += 1
+        self.hurt(self._num_steps)
+        return self.engine.step()
+
+    @property
+    def source(self) -> DraftSource:
+        drafter = self.engine._attended
+        assert isinstance(drafter, LookaheadDrafter) and drafter._model is not None
+        return drafter._model
+
+    @property
+    def worker(self) -> DraftWorker:
+        return self.source._worker
+
+    @property
+    def rings(self) -> tuple[Ring, Ring]:
+        assert self.worker._process is not None
+        return self.worker._process.rings
+
+    def serve(self, hurt: Callable[[int], None]) -> Served:
+        self.hurt = hurt
+        try:
+            served = serve(self, make_traffic(0, BATCH, EVERYTHING))  # type: ignore[arg-type]
+        finally:
+            self.hurt = lambda _: None
+        self.engine.reset_prefix_cache()
+        return served
+
+    def wait_until_up(self) -> None:
+        """As an engine that goes on stepping, but without steps."""
+        until = time.monotonic() + PATIENCE
+        while not self.metric("draft_worker_up"):
+            self.source.settle()
+            self.worker.poll(5000)
+            assert time.monotonic() < until
+        self.source.settle()
+
+    def metric(self, name: str) -> float:
+        return self.engine.metrics()[name]
+
+    def check_nothing_is_held(self) -> None:
+        self.source.settle()
+        assert self.metric("num_requests_running") == self.metric("num_requests_waiting") == 0
+        assert self.metric("kv_cache_usage_perc") == 0
+        assert not self.source._sequences and (self.source._generations == -1).all()
+        assert len(children()) == (self.worker.pid is not None)
+
+
+def children() -> list[psutil.Process]:
+    """Zombies included."""
+    return psutil.Process().children()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> Iterator[None]:
+    """Drafts at no price, so that there are some; torch on a core that is not the worker's."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepCosts, "observe", lambda *_: None)
+        patch.setattr(StepCosts, "price", lambda *_: None)
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("target") / "model")
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_draft(target, tmp_path_factory.mktemp("draft") / "model")
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> Served:
+    """What comes without drafts."""
+    engine = build(target, BATCH, None, batch_invariant=True)
+    return serve(engine, make_traffic(0, BATCH, EVERYTHING), aborting=False)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new worker starts at once, whatever became of the last ones."""
+    monkeypatch.setattr(client, "_BACK_OFF", 0.0)
+    monkeypatch.setattr(client, "_MOST_DEATHS", 1000)
+
+
+@pytest.fixture(scope="module")
+def broken(target: Path, draft: Path) -> Iterator[Broken]:
+    engine = build(
+        target, BATCH, None, batch_invariant=True, speculative_model=str(draft), **DRAFTS
+    )
+    yield Broken(engine)
+    engine.shut_down()
+    assert children() == []
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def kill(worker: DraftWorker) -> None:
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+
+
+# -- rows 1 and 2 -------------------------------------------------------------------------------
+
+
+def test_no_fault(broken: Broken, plain: Served) -> None:
+    accepted = broken.metric("spec_decode_num_accepted_tokens")
+    assert differing(plain, broken.serve(lambda _: None)) == []
+    assert broken.metric("spec_decode_num_accepted_tokens") > accepted + 100
+    assert broken.metric("draft_worker_up") == 1
+    broken.check_nothing_is_held()
+
+
+def test_killed_under_many_requests(broken: Broken, plain: Served, impatient: None) -> None:
+    broken.wait_until_up()
+    restarts, up = broken.metric("draft_restarts"), []
+
+    def hurt(step: int) -> None:
+        if len(up) == 5:
+            kill(broken.worker)
+        up.append(broken.metric("draft_worker_up"))
+
+    assert differing(plain, broken.serve(hurt)) == []
+    assert up[:6] == [1] * 6 and up[7] == 0
+    broken.check_nothing_is_held()
+    broken.wait_until_up()
+    assert broken.metric("draft_restarts") == restarts + 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_at_random_steps(broken: Broken, plain: Served, impatient: None, seed: int) -> None:
+    """Also while it starts: whenever there is one, it has some steps to live. Drafts come from
+    those in between."""
+    rng, deaths = random.Random(seed), broken.worker.counters.deaths
+    lives = [rng.randrange(1, 30)]
+
+    def hurt(step: int) -> None:
+        lives[0] -= 1
+        if lives[0] <= 0 and broken.worker.pid is not None:
+            kill(broken.worker)
+            lives[0] = rng.randrange(1, 30)
+        elif rng.random() < 0.05 and not broken.worker.is_up:
+            broken.wait_until_up()
+
+    assert differing(plain, broken.serve(hurt)) == []
+    assert broken.worker.counters.deaths >= deaths + 3
+    broken.check_nothing_is_held()
+
+
+def test_the_next_worker_takes_running_requests_up(
+    broken: Broken, plain: Served, impatient: None
+) -> None:
+    broken.wait_until_up()
+    engine = broken.engine
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    for number in range(5):
+        prompt = Prompt(None, [3 + number, 9, 27, 81])
+        engine.add_request(engine.make_request(f"long {number}", prompt, params))
+    for _ in range(4):
+        engine.step()
+    kill(broken.worker)
+    for _ in range(3):
+        engine.step()
+    assert broken.metric("draft_worker_up") == 0
+    broken.wait_until_up()
+    accepted = broken.metric("spec_decode_num_accepted_tokens")
+    while engine.has_unfinished:
+        engine.step()
+    assert broken.metric("spec_decode_num_accepted_tokens") > accepted + 20
+    broken.check_nothing_is_held()
+
+
+def test_stopped(
+    broken: Broken, plain: Served, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps wait for it a few times, then no more; after a while it is replaced."""
+    broken.wait_until_up()
+    before = broken.engine.metrics()
+    worker, clock = broken.worker, broken.worker._clock
+
+    def hurt(step: int) -> None:
+        if len(stopped) == 5:
+            assert worker.pid is not None
+            os.kill(worker.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
+        if len(stopped) == 40:
+            monkeypatch.setattr(worker, "_clock", lambda: clock() + 2 * client.SILENCE)
+        stopped.append(broken.metric("draft_worker_up"))
+
+    stopped: list[float] = []
+    hangs = worker.counters.hangs
+    assert differing(plain, broken.serve(hurt)) == []
+    assert stopped[39] == 1 and stopped[42] == 0
+    assert worker.counters.hangs == hangs + 1
+    timeouts = broken.metric("draft_timeouts") - before["draft_timeouts"]
+    assert 1 <= timeouts <= 50
+    broken.check_nothing_is_held()
+    broken.wait_until_up()
+
+
+# -- rows 3 and 5 -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["requests", "answers"])
+def test_garbage_in_a_ring(broken: Broken, plain: Served, impatient: None, which: int) -> None:
+    broken.wait_until_up()
+    rng = np.random.default_rng(which)
+    rejected, deaths = broken.metric("draft_rejected_messages"), broken.worker.counters.deaths
+    hits: list[float] = []
+
+    def hurt(step: int) -> None:
+        hits.append(broken.metric("draft_hits"))
+        if rng.random() < 0.5 and broken.worker.is_up:
+            memory = np.frombuffer(broken.rings[which].memory, np.uint8)
+            size = int(rng.choice([64, 4096, 1 << 16]))
+            start = SLOTS_AT + int(rng.integers(len(memory) - SLOTS_AT - size))
+            memory[start : start + size] = rng.integers(0, 256, size, np.uint8)
+            memory[SLOTS_AT : SLOTS_AT + (1 << 17)] = rng.integers(0, 256, 1 << 17, np.uint8)
+
+    assert differing(plain, broken.serve(hurt)) == []
+    broken.check_nothing_is_held()
+    assert broken.worker.counters.deaths == deaths
+    assert broken.metric("draft_worker_up") == 1
+    assert which == 0 or broken.metric("draft_rejected_messages") > rejected
+    assert differing(plain, broken.serve(lambda _: None)) == []
+    assert broken.metric("draft_hits") > hits[-1] + 50  # as before
+
+
+def test_damaged_positions_of_a_ring(broken: Broken, plain: Served, impatient: None) -> None:
+    """What the two sides share besides records is put right by whoever owns it."""
+    broken.wait_until_up()
+    rng = np.random.default_rng(3)
+
+    def hurt(step: int) -> None:
+        if rng.random() < 0.3 and broken.worker.is_up:
+            memory = np.frombuffer(broken.rings[step % 2].memory, np.uint8)
+            memory[128:SLOTS_AT] = rng.integers(0, 256, SLOTS_AT - 128, np.uint8)
+
+    assert differing(plain, broken.serve(hurt)) == []
+    broken.check_nothing_is_held()
+    broken.wait_until_up()
+    assert differing(plain, broken.serve(lambda _: None)) == []
+
+
+# -- row 4 --------------------------------------------------------------------------------------
+
+
+def huge(draft: Path, folder: Path) -> Path:
+    """Of a size that no machine has memory for."""
+    folder.mkdir()
+    for file in draft.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return rewrite_config(folder, intermediate_size=1 << 40)
+
+
+def truncated(draft: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for file in draft.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    return folder
+
+
+def other_vocabulary(draft: Path, folder: Path) -> Path:
+    return make_tiny_checkpoint(folder, "llama")
+
+
+FAULTS: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
+    "huge": (huge, "out of memory|bytes are free"),
+    "truncated": (truncated, "model.safetensors"),
+    "vocabulary": (other_vocabulary, "its vocabulary has 96 tokens, the target's 259"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_model_that_cannot_be_loaded(
+    target: Path, draft: Path, tmp_path: Path, fault: str
+) -> None:
+    """An error of one line, or with draft_optional an engine that says it has no worker."""
+    spoil, reason = FAULTS[fault]
+    wrong = spoil(draft, tmp_path / "wrong")
+    given = {
+        "dtype": "float32", "device": "cpu", "batch_invariant": True, "max_num_seqs": 4,
+        "num_gpu_blocks_override": 40, "disable_log_stats": True, "max_model_len": MAX_LEN,
+    }  # fmt: skip
+    wanted = {"speculative_model": str(wrong), **DRAFTS}
+    with pytest.raises((ConfigError, ModelLoadError), match=reason) as caught:
+        LLM(str(target), **given, **wanted)
+    assert "\n" not in str(caught.value) and "Traceback" not in str(caught.value)
+    assert children() == []
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    prompts = [[5, 6, 7], [8, 9]]
+    found = []
+    with LLM(str(target), **given) as llm:
+        found.append(llm.generate(prompt_token_ids=prompts, sampling_params=params))
+    for more in ({}, {"use_lookahead": True}):
+        with LLM(str(target), **given, **wanted, draft_optional=True, **more) as llm:
+            assert children() == []
+            found.append(llm.generate(prompt_token_ids=prompts, sampling_params=params))
+            assert llm.get_metrics()["draft_worker_up"] == 0
+    tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in found]
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_a_server_with_another_vocabulary_ends_with_a_line(target: Path, tmp_path: Path) -> None:
+    wrong = other_vocabulary(target, tmp_path / "wrong")
+    command = [
+        sys.executable, "-m", "hetero_llm.cli", "serve", str(target), "--device", "cpu", "--port",
+        "0", "--speculative-model", str(wrong), "--num-speculative-tokens", "4",
+        "--cpu-draft-worker",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()[-1:]
+    assert "its vocabulary has 96 tokens, the target's 259" in line
+    assert "Traceback" not in done.stderr
+
+
+def test_a_ring_that_is_none(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker finds other memory than it was told of, as after somebody's crash."""
+
+    def stale(*slots: int) -> Ring:
+        ring = create_ring(*slots)
+        np.frombuffer(ring.memory, np.uint8)[:128] = 7
+        return ring
+
+    monkeypatch.setattr(client, "create_ring", stale)
+    with pytest.raises(ConfigError, match="RingError: ticket .* is refused: it is no ring") as e:
+        build(target, 7, None, batch_invariant=True, speculative_model=str(draft), **DRAFTS)
+    assert "\n" not in str(e.value)
+    assert children() == []
