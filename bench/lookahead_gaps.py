@@ -67,8 +67,10 @@ def main() -> None:
         for size, batches in zip(args.batches, groups, strict=True)
         for arm in args.arms
     ]
+    bench.close()
     print_table(table)
-    settings = {"model": args.model, "prompt": args.prompt, "tokens": args.tokens}
+    settings = {"model": args.model, "prompt": args.prompt, "tokens": args.tokens,
+                "draft": args.draft, "overlap": args.overlap}  # fmt: skip
     write_results("lookahead_gaps", {**settings, "rows": table}, args.out)
 
 

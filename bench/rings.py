@@ -1,11 +1,11 @@
 """Microseconds from one process to another through a ring, Python's side included.
 
-Two processes, each pinned to a core of its own. The engine's puts commits of two tokens and asks
-for drafts; the worker's answers with a draft of 7 nodes for each. A way begins before its records
-are put into an outbox and ends when the other process has its arrays: for drafts, checked and read.
-`spin`: the reader waits in its spin; `futex`: it sleeps in the kernel and has to be woken. Beside
-it the same bytes as one datagram of a socket pair, where the reader sleeps as well; `empty`: how
-long the engine's look into an empty ring takes. 50th and 99th percentile.
+Two processes, each pinned to a core of its own. The engine's sends a commit of two tokens for each
+sequence; the worker's, a while later, eight nodes of each one's tree. A way begins before its
+records are put into an outbox and ends when the other process has its arrays. `spin`: the reader
+waits in its spin; `futex`: it sleeps in the kernel and has to be woken. Beside it the commits'
+bytes as one datagram of a socket pair, where the reader sleeps as well; `empty`: how long the
+engine's look into an empty ring takes. 50th and 99th percentile.
 
 The clock is CLOCK_MONOTONIC, which both processes share.
 """
@@ -25,74 +25,56 @@ import numpy as np
 
 from bench.common import print_table, write_results
 from hetero_llm.bridge.records import (
-    NODE,
+    HEADER,
     Kind,
+    Nodes,
     Outbox,
     Records,
     Stamps,
     put_commits,
-    put_drafts,
-    put_requests,
+    put_nodes,
     put_stop,
-    read_drafts,
+    read_nodes,
 )
 from hetero_llm.bridge.rings import Consumer, Producer, RingStatus, attach_ring, create_ring
 
-VOCAB = 32000
-NEW_TOKENS, NODES = 2, 7
+NEW_TOKENS, NODES = 2, 8
 WARM_UP = 200
 PAUSE_US = 300
-"""Between rounds, so that a reader that should sleep does."""
+"""Before each way, so that a reader that should sleep does."""
 SPIN_US = {"spin": 1_000_000, "futex": 0}
 LONG_US = 5_000_000
 _ROOT = Path(__file__).parents[1]
 
 
 def stamps_of(batch: int) -> Stamps:
-    slots = np.arange(batch, dtype=np.uint32)
+    slots = np.arange(batch, dtype=np.int32)
     return Stamps(slots, slots, slots + 100)
 
 
-class Inbox:
-    """Runs of records in order, one at a time: two may come with one pop."""
-
-    def __init__(self, consumer: Consumer) -> None:
-        self.consumer = consumer
-        self._left: list[tuple[int, Records]] = []
-
-    def next(self, kind: Kind) -> Records | None:
-        """The next run, which must be of this kind; None for STOP."""
-        if not self._left:
-            status, records = self.consumer.pop(timeout_us=LONG_US)
-            assert status == RingStatus.OK, status.name
-            self._left = list(records.runs())
-        found, run = self._left.pop(0)
-        assert found in (kind, Kind.STOP), found
-        return run if found == kind else None
-
-
-def draft_nodes(batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Counts and nodes of a chain for each."""
-    nodes = np.zeros((batch, NODES), NODE)
-    nodes["token"], nodes["parent"] = np.arange(NODES), np.arange(-1, NODES - 1)
-    nodes["log_prob"] = -0.5
-    return np.full(batch, NODES), nodes.reshape(-1)
+def next_run(consumer: Consumer, kind: Kind) -> Records | None:
+    """What comes next, which must be of one kind, and of this one; None for STOP."""
+    status, records = consumer.pop(timeout_us=LONG_US)
+    assert status == RingStatus.OK, status.name
+    ((found, run),) = records.runs()
+    assert found in (kind, Kind.STOP), found
+    return run if found == kind else None
 
 
 def worker(tickets: list[str], mode: str, batch: int, cpu: int, fd: int) -> None:
-    """Answers until STOP; then writes when commits came and drafts left, [2, rounds] int64."""
+    """Answers until STOP; then writes when commits came and nodes left, [2, rounds] int64."""
     os.sched_setaffinity(0, {cpu})
     arrived, left = [], []
-    outbox, stamps = Outbox(), stamps_of(batch)
-    counts, nodes = draft_nodes(batch)
-    inbox = Inbox(Consumer(attach_ring(tickets[0]), spin_us=SPIN_US[mode]))
+    outbox, stamps, counts = Outbox(), stamps_of(batch), np.full(batch, NODES, np.int32)
+    ids = np.arange(1, batch * NODES + 1, dtype=np.int32)
+    nodes = ids, ids - 1, ids + 10, (ids % 90).astype(np.uint8)
+    inbox = Consumer(attach_ring(tickets[0]), spin_us=SPIN_US[mode])
     back = Producer(attach_ring(tickets[1]))
-    while inbox.next(Kind.COMMIT) is not None:
+    while next_run(inbox, Kind.COMMIT) is not None:
         arrived.append(time.monotonic_ns())
-        requests = inbox.next(Kind.REQUEST)
-        assert requests is not None
+        pause()
         left.append(time.monotonic_ns())
-        put_drafts(outbox, stamps, requests.headers["round"], counts=counts, nodes=nodes)
+        put_nodes(outbox, stamps, counts, nodes)
         assert back.push(outbox) == RingStatus.OK
     os.write(fd, np.array([arrived, left], np.int64).tobytes())
     os.close(fd)
@@ -116,28 +98,22 @@ def through_rings(mode: str, batch: int, rounds: int, cpus: tuple[int, int]) -> 
     os.close(writing)
     outbox, stamps = Outbox(), stamps_of(batch)
     counts, tokens = np.full(batch, NEW_TOKENS), np.arange(batch * NEW_TOKENS, dtype=np.int32)
-    round_numbers, depths = np.zeros(batch, np.uint32), np.full(batch, NODES)
     sent, received, looks = [], [], []
     with (
         there,
         back,
         Producer(there) as producer,
-        Consumer(back, spin_us=SPIN_US[mode], vocab_size=VOCAB) as consumer,
+        Consumer(back, spin_us=SPIN_US[mode], max_records=1024, max_words=1 << 16) as consumer,
     ):
-        inbox = Inbox(consumer)
         for _ in range(rounds + WARM_UP):
             pause()
             sent.append(time.monotonic_ns())
             put_commits(outbox, stamps, counts, tokens)
             producer.push(outbox)
-            pause()
-            put_requests(outbox, stamps, round_numbers, depths=depths, max_nodes=depths)
-            producer.push(outbox)
-            records = inbox.next(Kind.DRAFT)
-            assert records is not None
-            drafts = read_drafts(records)
+            records = next_run(consumer, Kind.NODES)
+            told: Nodes | None = None if records is None else read_nodes(records)
             received.append(time.monotonic_ns())
-            assert len(drafts.nodes) == batch * NODES and drafts.num_bad == 0
+            assert told is not None and len(told.nodes[0]) == batch * NODES
             consumer.pop()
             looks.append(time.monotonic_ns() - received[-1])
         put_stop(outbox)
@@ -148,7 +124,7 @@ def through_rings(mode: str, batch: int, rounds: int, cpus: tuple[int, int]) -> 
     common = {"batch": batch, "mode": mode}
     return [
         {"way": "commit to worker", **common, **spread(arrived - sent)},
-        {"way": "draft to engine", **common, **spread(received - left)},
+        {"way": "nodes to engine", **common, **spread(received - left)},
         {"way": "empty", **common, **spread(np.array(looks))},
     ]
 
@@ -175,7 +151,7 @@ def through_a_socket(batch: int, rounds: int, cpus: tuple[int, int]) -> dict[str
     fds = (other.fileno(),)
     process = subprocess.Popen([*command, "--fd", str(fds[0])], pass_fds=fds, cwd=_ROOT)
     other.close()
-    message = np.zeros(batch * (8 + NEW_TOKENS), np.int32)
+    message = np.zeros(batch * (HEADER.itemsize // 4 + NEW_TOKENS), np.int32)
     took = []
     with ours:
         for _ in range(rounds + WARM_UP):
@@ -206,17 +182,27 @@ def main() -> None:
     if options.socket:
         socket_worker(options.cpu, options.fd)
         return
-    usable = sorted(os.sched_getaffinity(0))
+    usable = os.sched_getaffinity(0)
     assert len(usable) > 1, "two cores are needed"
-    cpus = tuple(options.cpus or usable[:2])
+    first, second = options.cpus or sorted(usable)[:2]
+    cpus = (first, second)
     rows = []
     for batch in options.batches:
         for mode in SPIN_US:
             rows += through_rings(mode, batch, options.rounds, cpus)
         rows.append(through_a_socket(batch, options.rounds, cpus))
+    os.sched_setaffinity(0, usable)  # what is written tells the machine's cores
     print_table(rows)
     write_results(
-        "rings", {"cpus": list(cpus), "rounds": options.rounds, "rows": rows}, options.out
+        "rings",
+        {
+            "cpus": list(cpus),
+            "rounds": options.rounds,
+            "new_tokens": NEW_TOKENS,
+            "nodes": NODES,
+            "rows": rows,
+        },
+        options.out,
     )
 
 

@@ -6,7 +6,8 @@ prompt is from. What a drafter keeps from one run to the next are the times of s
 engine that has served for a while.
 
 "draft" arms need --draft: the draft model's worker on the CPU, alone or beside the cache. One
-worker serves all of them; it is told of every request anew.
+worker serves all of them; it is told of every request anew. "gpu draft" needs --gpu-draft, too: the
+engine is then built with the same draft model beside the target, on its device, whatever the arm.
 
 Batches of less than 8 run several times, each time with other prompts.
 
@@ -41,6 +42,7 @@ from hetero_llm.cpu.lookahead.budget import StepCosts
 from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
 from hetero_llm.cpu.lookahead.texts import namespace
 from hetero_llm.demo_models import ALIASES, demo_folder, heldout_prompts
+from hetero_llm.engine.chain_drafter import ChainDrafter
 from hetero_llm.engine.draft_model import DraftModel, prepare_draft_model
 from hetero_llm.engine.drafters import make_drafter
 from hetero_llm.engine.drafting import Drafter, Preparing
@@ -51,6 +53,7 @@ from hetero_llm.engine.prefix_cache import root_key
 from hetero_llm.models.config import load_model_config
 
 LOOKAHEAD = {"method": "lookahead", "cache_size": 4 << 20, "token_paths_top_k": 2}
+GPU_DRAFT = "gpu draft"
 ARMS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 2,
@@ -63,6 +66,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "draft": {"method": "draft_model"},
     "draft + hybrid": {**LOOKAHEAD, "cache_mode": 2, "draft": True},
     "draft + merged": {**LOOKAHEAD, "cache_mode": 3, "draft": True},
+    GPU_DRAFT: {},
 }  # fmt: skip
 SPAN = 32
 FEW = 8
@@ -139,7 +143,7 @@ class SwitchedDrafter:
 class Bench:
     """One engine for all arms."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, *, gpu_draft: bool = False) -> None:
         self._given = {
             "model": args.model, "device": args.device, "dtype": args.dtype,
             "max_num_seqs": max(args.batches),
@@ -150,7 +154,8 @@ class Bench:
         self._switch = SwitchedDrafter()
         config = EngineConfig.from_args(resolve_engine_args(self._given))
         self.draft, config = self._start_draft(args, config)
-        self.engine: Engine = build_engine(config, show_progress=False, drafter=self._switch).engine
+        self._chains: ChainDrafter | None = None
+        self.engine = self._build(args, config, gpu_draft=gpu_draft)
         folder = demo_folder(args.model) if args.model in ALIASES else Path(args.model)
         self._model = load_model_config(folder)
         self._known: dict[str, tuple[StepCosts, float]] = {}
@@ -179,6 +184,24 @@ class Bench:
         draft.worker.wait_ready()
         return draft, replace(config, speculation=None)
 
+    def _build(self, args: argparse.Namespace, config: EngineConfig, *, gpu_draft: bool) -> Engine:
+        """The engine; a draft model on the device takes its turn as a drafter among the others."""
+        if not gpu_draft:
+            return build_engine(config, show_progress=False, drafter=self._switch).engine
+        on_device = {
+            "speculative_model": args.draft, "num_speculative_tokens": args.draft_tokens,
+        }  # fmt: skip
+        wanted = EngineConfig.from_args(resolve_engine_args({**self._given, **on_device}))
+        config = replace(config, speculation=wanted.speculation)
+        engine = build_engine(config, show_progress=False).engine
+        scheduler = engine._scheduler
+        assert isinstance(scheduler._drafter, ChainDrafter)
+        self._chains, scheduler._drafter = scheduler._drafter, self._switch
+        profile = getattr(engine._runner, "profile", None)
+        if profile:
+            self._switch.price(profile)
+        return engine
+
     def close(self) -> None:
         """Ends the worker."""
         if self.draft is not None:
@@ -195,6 +218,12 @@ class Bench:
         self._switch.inner = None
         settings = ARMS[arm]
         if settings is None:
+            return
+        if arm == GPU_DRAFT:
+            if self._chains is None:
+                raise SystemExit(f"arm {arm!r} needs --draft and --gpu-draft")
+            self._chains.reset_prefix_cache()
+            self._switch.inner = self._chains
             return
         source = None
         if settings.get("draft") or settings.get("method") == "draft_model":
@@ -233,7 +262,7 @@ class Bench:
         has a drafter of its own."""
         outputs: list[list[int]] = []
         taken = until_half = 0.0
-        counted = np.zeros(3)
+        counted = np.zeros(5)
         for prompts in batches:
             self.use(arm)
             _, first, _ = self._generate(prompts, 1)
@@ -246,7 +275,7 @@ class Bench:
             outputs += found
             taken += seconds - first
             until_half += half - first
-        drafted, accepted, steps = counted.tolist()
+        drafted, accepted, steps, drafts, first = counted.tolist()
         generated = len(outputs) * self._tokens
         return outputs, {
             "tok/s": generated / taken,
@@ -255,14 +284,18 @@ class Bench:
             "drafted/token": drafted / generated,
             "accepted of drafted": accepted / max(drafted, 1),
             "steps": steps,
-            "a1": self.told.get("draft_first_accepted", 0.0),
+            "a1": self.told.get("draft_first_accepted", first / max(drafts, 1)),
             "hits": self.told.get("draft_hits", 0.0),
             "misses": self.told.get("draft_misses", 0.0),
         }
 
     def _figures(self) -> np.ndarray:
         stats = self.engine._scheduler.stats
-        return np.array([stats.num_draft_tokens, stats.num_accepted_tokens, stats.num_steps])
+        first = stats.accepted_at[0] if stats.accepted_at else 0
+        return np.array(
+            [stats.num_draft_tokens, stats.num_accepted_tokens, stats.num_steps,
+             stats.num_drafts, first]
+        )  # fmt: skip
 
     def _generate(
         self, prompts: list[list[int]], count: int
@@ -357,6 +390,9 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=4, help="random prompts")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--draft", help="draft model for the draft arms")
+    parser.add_argument(
+        "--gpu-draft", action="store_true", help="have --draft on the device of --model, too"
+    )
     parser.add_argument("--draft-tokens", type=int, default=6)
     parser.add_argument("--draft-threads", type=int)
     parser.add_argument("--draft-weights", default="auto")
@@ -372,10 +408,12 @@ def main() -> None:
         StepCosts.price = lambda *_: None  # type: ignore[method-assign]
     if args.arms[0] != "none":
         parser.error("the first arm is the baseline: none")
+    if args.gpu_draft and args.draft is None:
+        parser.error("--gpu-draft needs --draft")
     if len(set(args.batches)) < len(args.batches):
         parser.error("batches of one size would be one row")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    bench = Bench(args)
+    bench = Bench(args, gpu_draft=args.gpu_draft)
     profile = [(rows, round(seconds * 1e3, 3)) for rows, seconds in bench.profile]
     print("profile, rows and ms:", *(f"{rows}:{ms}" for rows, ms in profile))
     table = measure(bench, args)

@@ -1,9 +1,9 @@
 """Who may import whom, and what a plain import may load.
 
 The rule: core imports nothing of ours; every other package only those listed here; cpu and gpu
-never each other; `engine/factory.py` alone joins engine and runners, `engine/drafters.py` engine and
-lookahead cache, `engine/draft_model.py` engine and draft worker; the scheduler's modules never load
-torch; importing `hetero_llm` loads nothing heavy.
+never each other; `engine/factory.py` alone joins engine and runners, `engine/drafters.py` engine
+and lookahead cache, `engine/draft_model.py` engine and draft worker; the scheduler's modules never
+load torch; importing `hetero_llm` loads nothing heavy.
 """
 
 from __future__ import annotations

@@ -101,7 +101,6 @@ def _declare(library: ctypes.CDLL) -> None:
         ("hetero_ring_close", None, [_POINTER]),
         ("hetero_ring_push", _INT, [_POINTER] * 3 + [_INT] * 2),
         ("hetero_ring_buffers", None, [_POINTER] * 3 + [_INT] * 2 + [_POINTER]),
-        ("hetero_ring_check_drafts", None, [_POINTER] + [_INT] * 3),
         ("hetero_ring_pop", None, [_POINTER] + [_INT] * 2),
         ("hetero_ring_counters", None, [_POINTER, _POINTER]),
         ("hetero_crc32c", _UINT, [_POINTER, _INT, _UINT, _INT]),

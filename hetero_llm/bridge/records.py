@@ -4,63 +4,54 @@ From the engine:
 - OPEN: a request; base_length: tokens of its prompt; depth; words: `OPENING`.
 - PROMPT: a piece of its prompt; base_length: tokens of it sent before; words: tokens.
 - COMMIT: new tokens; base_length: tokens known before; words: the new ones.
-- REQUEST: asks for drafts; base_length: tokens known; round; depth: most nodes on a path; value:
-  most nodes in all; words: `OUTCOME`s to draft for, none for what is committed.
 - CLOSE: the request has ended. STOP: the worker is to end.
 
 From the worker:
 - HELLO: see `Hello`; value: `PROTOCOL`. BEAT: it lives; value counts up.
-- DRAFT: base_length and round of the REQUEST; value: which outcome; words: `NODE`s.
+- NODES: of a request's tree; base_length: tokens the worker knew; words: see `Nodes`.
 - REFUSED: no drafts for a request; value: `Refusal`.
 
 Slot and generation stamp every record about a request: what was meant for a slot's former request
-is known by its generation, what was drafted for an older text by its base length.
+is known by its generation, what was drafted for an older text by its base length. Whether what a
+record says makes sense is for its reader to find out.
 """
 
 from __future__ import annotations
 
 import enum
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the records; `Hello` tells the worker's."""
 
-MAX_WORDS = 6648
+MAX_WORDS = 6649
 """Most words of one record (csrc/ring.h)."""
 
 PROMPT_CHUNK = 4096
 """Tokens of one PROMPT record."""
 
-AS_COMMITTED = 0xFFFFFFFF
-"""The outcome of a draft that follows what is committed, not one of a request's outcomes."""
-
 HEADER = np.dtype(
-    [("kind", "<u2"), ("flags", "<u2")]
-    + [
+    [
         (name, "<u4")
-        for name in ("slot", "generation", "base_length", "round", "words", "depth", "value")
+        for name in ("kind", "slot", "generation", "base_length", "words", "depth", "value")
     ]
 )
-"""The record's header, as csrc/ring.h has it. `flags` is what the consumer found out."""
-
-SOUND = 1
-"""Flag of a draft that was checked and is one."""
-
-NODE = np.dtype([("token", "<i4"), ("parent", "<i2"), ("unused", "<i2"), ("log_prob", "<f4")])
-"""One node of a draft: parents come first, -1 is the last known token."""
-
-OUTCOME = np.dtype([("accepted", "<i4"), ("token", "<i4")])
-"""What may come of the round being verified: so many nodes accepted, then this token."""
+"""The record's header, as csrc/ring.h has it."""
 
 OPENING = np.dtype([("seed", "<u8"), ("sample_index", "<u4"), ("temperature", "<f4")])
 """What an OPEN record tells beside its header."""
 
-_HELLO = np.dtype(
-    [("tokenizer", "<u8"), ("vocab_size", "<u4"), ("max_context", "<u4"), ("max_slots", "<u4")]
-)
+_HELLO = np.dtype([("vocab_size", "<u4"), ("max_context", "<u4"), ("max_slots", "<u4")])
+_HEADER_WORDS = HEADER.itemsize // 4
+_SLOT, _GENERATION, _BASE_LENGTH, _WORDS = 1, 2, 3, 4  # columns of a header
+_pack_header = struct.Struct("<7I").pack_into
+_NODE_WORDS = 4
+_ODD_KIND = 255  # of a node, in place of one that is no byte
 _FIRST_RECORDS, _FIRST_WORDS = 256, 1 << 14
 
 
@@ -70,14 +61,12 @@ class Kind(enum.IntEnum):
     OPEN = 1
     PROMPT = 2
     COMMIT = 3
-    REQUEST = 4
-    CLOSE = 5
-    STOP = 6
+    CLOSE = 4
+    STOP = 5
     HELLO = 17
     BEAT = 18
-    DRAFT = 19
+    NODES = 19
     REFUSED = 20
-    NODES = 21
 
 
 class Refusal(enum.IntEnum):
@@ -91,7 +80,7 @@ class Refusal(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Records:
-    """Records, oldest first. The arrays are the holder's own.
+    """Records, oldest first.
 
     Attributes:
         headers: [n] `HEADER`.
@@ -107,12 +96,13 @@ class Records:
     def runs(self) -> Iterator[tuple[int, Records]]:
         """The longest stretches of one kind, in order: a kind (maybe an unknown one) and them."""
         kinds = self.headers["kind"]
-        if len(kinds) == 0:
+        listed = kinds.tolist()
+        if not listed:
             return
-        edges = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1 if len(kinds) > 1 else ()
-        if len(edges) == 0:
-            yield int(kinds[0]), self
+        if listed.count(listed[0]) == len(listed):  # as nearly always, and ten times as fast
+            yield listed[0], self
             return
+        edges = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1
         ends = np.concatenate([[0], np.cumsum(self.headers["words"], dtype=np.int64)])
         bounds = [0, *edges, len(kinds)]
         for first, last in zip(bounds[:-1], bounds[1:], strict=True):
@@ -124,9 +114,12 @@ class Records:
         words = self.words[np.repeat(wanted, self.headers["words"])]
         return Records(self.headers[wanted], words)
 
+    def copy(self) -> Records:
+        """The same in memory of its own."""
+        return Records(self.headers.copy(), self.words.copy())
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Stamps:
+
+class Stamps(NamedTuple):
     """Which text of which requests records are about.
 
     Attributes:
@@ -136,6 +129,37 @@ class Stamps:
     slots: np.ndarray
     generations: np.ndarray
     base_lengths: np.ndarray
+
+
+class Nodes(NamedTuple):
+    """What NODES records tell of the trees of several requests: contiguous int32, kinds are uint8.
+
+    A number beyond its type comes as one that no reader takes for good: negative, or kind 255.
+
+    Attributes:
+        slots, generations, lengths, counts: [R] of each record; lengths: tokens the worker knew.
+        nodes: ids, parents, tokens and kinds, [sum of counts] each.
+    """
+
+    slots: np.ndarray
+    generations: np.ndarray
+    lengths: np.ndarray
+    counts: np.ndarray
+    nodes: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+class Waiting(NamedTuple):
+    """What waits in an outbox, as `hetero_ring_push` wants it, until something is put in.
+
+    Attributes:
+        headers_at, words_at: addresses of the oldest header and body.
+        num_records, num_words: how many, and the words of all their bodies.
+    """
+
+    headers_at: int
+    words_at: int
+    num_records: int
+    num_words: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,7 +187,6 @@ class Hello:
     """What a worker says first.
 
     Attributes:
-        tokenizer: hash of it, unsigned 64 bits.
         max_context: most tokens of a request.
         max_slots: requests at a time.
     """
@@ -171,25 +194,7 @@ class Hello:
     vocab_size: int
     max_context: int
     max_slots: int
-    tokenizer: int = 0
     protocol: int = PROTOCOL
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Drafts:
-    """Drafts that a reader can rely on: see `read_drafts`.
-
-    Attributes:
-        headers: [n] `HEADER`.
-        counts: [n] nodes of each.
-        nodes: [sum of counts] `NODE`.
-        num_bad: records left out.
-    """
-
-    headers: np.ndarray
-    counts: np.ndarray
-    nodes: np.ndarray
-    num_bad: int
 
 
 class Outbox:
@@ -214,15 +219,14 @@ class Outbox:
         """Words of all bodies."""
         return self._end_word - self._first_word
 
-    @property
-    def headers_at(self) -> int:
-        """Address of the oldest header, until something is appended."""
-        return self._headers_at + self._first * HEADER.itemsize
-
-    @property
-    def words_at(self) -> int:
-        """Address of the oldest body, until something is appended."""
-        return self._words_at + self._first_word * 4
+    def waiting(self) -> Waiting:
+        """Where it lies, and how much it is."""
+        return Waiting(
+            self._headers_at + self._first * HEADER.itemsize,
+            self._words_at + self._first_word * 4,
+            self._end - self._first,
+            self._end_word - self._first_word,
+        )
 
     def records(self) -> Records:
         """A copy of what waits."""
@@ -251,50 +255,41 @@ class Outbox:
         depth: int = 0,
         value: int = 0,
     ) -> None:
-        """One record, of round 0. `body`: any array whose bytes are whole words."""
+        """One record. `body`: any array whose bytes are whole words."""
         words = 0 if body is None else body.nbytes // 4
         assert words <= MAX_WORDS, words
-        start, used = self._take(1, words)
-        self._headers[start] = (kind, 0, slot, generation, base_length, 0, words, depth, value)
+        at, used = self._take(1, words)
+        _pack_header(
+            self._memory, at * HEADER.itemsize,
+            kind, slot, generation, base_length, words, depth, value,
+        )  # fmt: skip
         if body is not None:
             self._words[used : used + words] = np.ascontiguousarray(body).reshape(-1).view(np.int32)
 
-    def extend(
-        self,
-        kind: Kind,
-        stamps: Stamps,
-        words: np.ndarray,
-        *,
-        bodies: np.ndarray,
-        rounds: np.ndarray | int = 0,
-        depths: np.ndarray | int = 0,
-        values: np.ndarray | int = 0,
-    ) -> None:
+    def extend(self, kind: Kind, stamps: Stamps, words: np.ndarray, total: int) -> np.ndarray:
         """Several records of one kind.
 
         Args:
             words: [n] words of each body, at most `MAX_WORDS`.
-            bodies: the bodies, one after the other, [sum of words] int32.
-            rounds, depths, values: [n], or one for all.
+            total: sum of `words`.
+
+        Returns:
+            [total] int32: the bodies, one after the other, which the caller has to fill in.
         """
-        count = len(stamps.slots)
-        first, used = self._take(count, len(bodies))
-        self._words[used : used + len(bodies)] = bodies
-        if count == 1:  # three times as fast as column by column
-            whose = (stamps.slots[0], stamps.generations[0], stamps.base_lengths[0])
-            rest = (_only(rounds), words[0], _only(depths), _only(values))
-            self._headers[first] = (kind, 0, *whose, *rest)
-            return
-        rows = slice(first, first + count)
-        fields = self._fields
-        fields["kind"][rows] = kind
-        fields["slot"][rows] = stamps.slots
-        fields["generation"][rows] = stamps.generations
-        fields["base_length"][rows] = stamps.base_lengths
-        fields["round"][rows] = rounds
-        fields["words"][rows] = words
-        fields["depth"][rows] = depths
-        fields["value"][rows] = values
+        slots, generations, base_lengths = stamps
+        count = len(slots)
+        at, used = self._take(count, total)
+        if count == 1:  # much faster than column by column
+            whose = slots.item(0), generations.item(0), base_lengths.item(0)
+            _pack_header(self._memory, at * HEADER.itemsize, kind, *whose, words.item(0), 0, 0)
+        else:
+            rows = self._rows[at : at + count]
+            rows[:] = _BLANK[kind]
+            rows[:, _SLOT] = slots
+            rows[:, _GENERATION] = generations
+            rows[:, _BASE_LENGTH] = base_lengths
+            rows[:, _WORDS] = words
+        return self._words[used : used + total]
 
     def _take(self, records: int, words: int) -> tuple[int, int]:
         """Makes room, counts it as used; where it begins."""
@@ -312,12 +307,12 @@ class Outbox:
     def _locate(self) -> None:
         self._headers_at = self._headers.ctypes.data
         self._words_at = self._words.ctypes.data
-        self._fields = {name: self._headers[name] for name in HEADER.names or ()}
+        self._rows = self._headers.view(np.uint32).reshape(-1, _HEADER_WORDS)
+        self._memory = self._rows.data
 
 
-def _only(value: np.ndarray | int) -> int:
-    """The one value."""
-    return value[0] if isinstance(value, np.ndarray) else value
+_BLANK = {kind: np.array([kind, *[0] * (_HEADER_WORDS - 1)], np.uint32) for kind in Kind}
+"""Headers about nothing."""
 
 
 def _moved(waiting: np.ndarray, more: int) -> np.ndarray:
@@ -348,59 +343,26 @@ def put_commits(outbox: Outbox, stamps: Stamps, counts: np.ndarray, token_ids: n
         counts: [n] new tokens of each, at least 1.
         token_ids: [sum of counts] int32.
     """
-    outbox.extend(Kind.COMMIT, stamps, counts, bodies=token_ids)
+    outbox.extend(Kind.COMMIT, stamps, counts, len(token_ids))[:] = token_ids
 
 
-def put_requests(
+def put_nodes(
     outbox: Outbox,
     stamps: Stamps,
-    rounds: np.ndarray,
-    *,
-    depths: np.ndarray,
-    max_nodes: np.ndarray,
-    counts: np.ndarray | None = None,
-    outcomes: np.ndarray | None = None,
-) -> None:
-    """Asks for drafts for several requests.
-
-    Args:
-        rounds: [n] numbers that come back with the drafts.
-        depths, max_nodes: [n] most nodes on a path, and in all.
-        counts: [n] outcomes of each to draft for; None: what is committed only.
-        outcomes: [sum of counts] `OUTCOME`, contiguous.
-    """
-    words = np.zeros(len(rounds), np.int64) if counts is None else counts * 2
-    bodies = _NO_WORDS if outcomes is None else outcomes.view(np.int32)
-    outbox.extend(
-        Kind.REQUEST,
-        stamps,
-        words,
-        bodies=bodies,
-        rounds=rounds,
-        depths=depths,
-        values=max_nodes,
-    )
-
-
-def put_drafts(
-    outbox: Outbox,
-    stamps: Stamps,
-    rounds: np.ndarray,
-    *,
     counts: np.ndarray,
-    nodes: np.ndarray,
-    outcomes: np.ndarray | int = AS_COMMITTED,
+    nodes: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
 ) -> None:
-    """Drafts for several requests.
+    """Nodes of the trees of several requests.
 
     Args:
-        rounds: [n] of the requests that asked.
-        counts: [n] nodes of each.
-        nodes: [sum of counts] `NODE`, contiguous.
-        outcomes: [n] index of the request's outcome that the draft follows.
+        stamps: base lengths: tokens the worker knows.
+        counts: [n] nodes of each, which may be none.
+        nodes: ids, parents, tokens and kinds, [sum of counts] each.
     """
-    bodies = nodes.view(np.int32)
-    outbox.extend(Kind.DRAFT, stamps, counts * 3, bodies=bodies, rounds=rounds, values=outcomes)
+    total = len(nodes[0]) * _NODE_WORDS
+    bodies = outbox.extend(Kind.NODES, stamps, counts * _NODE_WORDS, total)
+    for at, column in enumerate(nodes):
+        bodies[at::_NODE_WORDS] = column
 
 
 def put_close(outbox: Outbox, slot: int, generation: int) -> None:
@@ -415,7 +377,7 @@ def put_stop(outbox: Outbox) -> None:
 
 def put_hello(outbox: Outbox, hello: Hello) -> None:
     """What a worker says first."""
-    sizes = (hello.tokenizer, hello.vocab_size, hello.max_context, hello.max_slots)
+    sizes = (hello.vocab_size, hello.max_context, hello.max_slots)
     outbox.append(Kind.HELLO, np.array([sizes], _HELLO), value=hello.protocol)
 
 
@@ -432,37 +394,20 @@ def put_refused(outbox: Outbox, slot: int, generation: int, refusal: Refusal) ->
 def read_hello(records: Records) -> Hello | None:
     """The last of some HELLO records; None if it is not of the form of `PROTOCOL`."""
     header = records.headers[-1]
-    if header["words"] * 4 != _HELLO.itemsize:
+    if header["words"] * 4 != _HELLO.itemsize or header["value"] != PROTOCOL:
         return None
     told = records.words[-_HELLO.itemsize // 4 :].view(_HELLO)[0]
-    return Hello(
-        vocab_size=int(told["vocab_size"]),
-        max_context=int(told["max_context"]),
-        max_slots=int(told["max_slots"]),
-        tokenizer=int(told["tokenizer"]),
-        protocol=int(header["value"]),
-    )
+    vocab_size, max_context, max_slots = told.tolist()
+    return Hello(vocab_size, max_context, max_slots, protocol=int(header["value"]))
 
 
-def read_outcomes(records: Records) -> tuple[np.ndarray, np.ndarray]:
-    """Of REQUEST records: [n] outcomes of each, and the outcomes, `OUTCOME`."""
-    return records.headers["words"] // 2, records.words.view(OUTCOME)
-
-
-def read_drafts(records: Records) -> Drafts:
-    """Drafts that fit a `DraftTree`, of DRAFT records; the others are counted.
-
-    A `Consumer` that knows the vocabulary has checked them: whole nodes, at most `MAX_NODES`,
-    tokens in the vocabulary, parents before their children, log-probabilities that are numbers.
-    Without such a check none counts as sound. Whether a draft is for the text as it is now is for
-    the reader to compare.
-    """
-    num_records = len(records)
-    flags = records.headers["flags"]
-    if 0 in flags.tolist():
-        records = records.only(flags == SOUND)
-    counts = records.headers["words"] // 3
-    return Drafts(records.headers, counts, records.words.view(NODE), num_records - len(records))
-
-
-_NO_WORDS = np.zeros(0, np.int32)
+def read_nodes(records: Records) -> Nodes | None:
+    """What NODES records tell, in memory of its own; None if one of them has no whole nodes."""
+    rows = records.headers.view(np.int32).reshape(-1, _HEADER_WORDS)
+    slots, generations, lengths, words = rows[:, _SLOT : _WORDS + 1].T.copy()
+    counts = words // _NODE_WORDS
+    if sum(counts.tolist()) * _NODE_WORDS != len(records.words):
+        return None
+    ids, parents, tokens, kinds = records.words.reshape(-1, _NODE_WORDS).T.copy()
+    bytes_ = np.minimum(kinds.view(np.uint32), _ODD_KIND).astype(np.uint8)
+    return Nodes(slots, generations, lengths, counts, (ids, parents, tokens, bytes_))

@@ -28,14 +28,13 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from hetero_llm.bridge import native
-from hetero_llm.bridge.records import HEADER, MAX_WORDS, Kind, Outbox, Records
-from hetero_llm.core.draft import MAX_NODES
+from hetero_llm.bridge.records import HEADER, MAX_WORDS, Outbox, Records
 from hetero_llm.core.errors import RingError
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_SLOTS = 1 << 14
-"""1 MiB: prompts of some 200,000 tokens, or 5,000 drafts of 7 nodes, not popped yet."""
+"""1 MiB: prompts of some 200,000 tokens, or 5,000 records of 8 nodes, not popped yet."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _FOLDERS = ("/dev/shm", None)
@@ -50,7 +49,6 @@ _REFUSALS = {
     6: "it is another ring than the ticket's",
 }
 _INTERRUPTED = 5
-_HEADER_WORDS = HEADER.itemsize // 4
 
 
 class RingStatus(enum.IntEnum):
@@ -235,11 +233,9 @@ class Producer(_End):
         """Pushes what waits, as far as there is room: OK or FULL. What was pushed leaves the
         outbox. Never waits. Takes microseconds, more if the consumer sleeps (it is woken)."""
         assert self._handle is not None, "closed"
-        waiting = len(outbox)
-        pushed = self._push(
-            self._handle, outbox.headers_at, outbox.words_at, waiting, outbox.num_words
-        )
-        if pushed == waiting:
+        waiting = outbox.waiting()
+        pushed = self._push(self._handle, *waiting)
+        if pushed == waiting.num_records:
             outbox.clear()
             return _STATUSES[0]
         assert pushed >= 0, "bodies are as long as their headers say, at most MAX_WORDS"
@@ -259,20 +255,17 @@ class Consumer(_End):
         spin_us: int = 50,
         max_records: int = 256,
         max_words: int = 1 << 15,
-        vocab_size: int = 0,
     ) -> None:
         """Opens the end.
 
         Args:
             spin_us: how long a wait spins before it sleeps.
             max_records, max_words: most that one pop gives.
-            vocab_size: what drafts are checked against; 0: none counts as sound.
         """
         super().__init__(ring)
         assert spin_us >= 0 and max_records > 0 and max_words >= MAX_WORDS
         self._spin_ns = spin_us * 1000
-        # Plain integers are copied much faster than structures.
-        self._headers = np.zeros(max_records * _HEADER_WORDS, np.int32)
+        self._headers = np.zeros(max_records, HEADER)
         self._words = np.zeros(max_words, np.int32)
         self._told = native.Popped()
         self._library.quick.hetero_ring_buffers(
@@ -283,9 +276,6 @@ class Consumer(_End):
             max_words,
             ctypes.addressof(self._told),
         )
-        self._library.quick.hetero_ring_check_drafts(
-            self._handle, Kind.DRAFT, MAX_NODES, vocab_size
-        )
         self._poll = self._library.quick.hetero_ring_pop
         self._wait = self._library.waiting.hetero_ring_pop
 
@@ -293,6 +283,7 @@ class Consumer(_End):
         """Records that are there: OK, or CORRUPT with those that are sound. If nothing is there,
         EMPTY, or TIMEOUT after waiting so long.
 
+        The records lie in this end's own buffers: the next pop overwrites them (`Records.copy`).
         The GIL is kept without a timeout, and given away while waiting.
         """
         assert self._handle is not None, "closed"
@@ -307,8 +298,8 @@ class Consumer(_End):
         count = told.records
         if count == 0:
             return Popped(_STATUSES[told.status], _NOTHING)
-        headers = self._headers[: count * _HEADER_WORDS].copy().view(HEADER)
-        return Popped(_STATUSES[told.status], Records(headers, self._words[: told.words].copy()))
+        records = Records(self._headers[:count], self._words[: told.words])
+        return Popped(_STATUSES[told.status], records)
 
 
 _NOTHING = Records(np.zeros(0, HEADER), np.zeros(0, np.int32))

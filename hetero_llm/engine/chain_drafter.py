@@ -26,7 +26,7 @@ from hetero_llm.engine.engine import ModelRunner
 from hetero_llm.engine.prefix_cache import PrefixCache
 
 _MOST_UNDER_WAY = 2
-"""Steps that no `finish` has followed when another one is launched; more the runners do not bear
+"""Steps without `finish` beside which another one may be launched; more the runners do not bear
 (`gpu.packing.RING`)."""
 _REST = 8  # steps without asking, after a proposal that could not have any draft
 
@@ -281,7 +281,7 @@ class ChainDrafter:
     def _launch(self, step: SchedulerOutput) -> list[list[int]]:
         """Launches a step; returns the tokens of the one that had to be finished for it, if any."""
         finished: list[list[int]] = []
-        if len(self._under_way) >= _MOST_UNDER_WAY:
+        if len(self._under_way) > _MOST_UNDER_WAY:
             finished.append(self._finish())
         self._under_way.append(self._runner.launch(step))
         return finished

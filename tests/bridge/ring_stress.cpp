@@ -42,7 +42,7 @@ void push_all(void* base, uint32_t records) {
         headers.clear();
         words.clear();
         for (uint32_t number = next; number < records && number < next + kBatch; ++number) {
-            headers.push_back({3, 0, 0, number, 0, 0, length_of(number), 0, 0});
+            headers.push_back({3, 0, number, 0, length_of(number), 0, 0});
             for (uint32_t i = 0; i < length_of(number); ++i) words.push_back(number + i);
         }
         next += (uint32_t)hetero_ring_push(end, headers.data(), words.data(),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_llm.bridge.records import Kind, Outbox, put_stop
+from hetero_llm.bridge.records import Outbox, put_stop
 from hetero_llm.bridge.rings import Consumer, Producer, Ring, RingStatus, create_ring
 from hetero_llm.core.native_build import find_compiler
 from tests.bridge.peer import length_of
@@ -172,7 +172,7 @@ def test_a_stopped_producer_is_waited_for_no_longer_than_asked() -> None:
         assert left.status == RingStatus.TIMEOUT
         process.send_signal(signal.SIGCONT)
         status, records = consumer.pop(timeout_us=LONG_US)
-        assert status == RingStatus.OK and (records.headers["kind"] == Kind.COMMIT).all()
+        assert status == RingStatus.OK and len(numbers_of(records)) > 0
 
 
 def test_a_ticket_of_another_ring_is_refused_over_there() -> None:

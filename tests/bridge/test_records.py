@@ -1,4 +1,4 @@
-"""Records through a ring: as they were put, in pieces where long, and drafts that are checked."""
+"""Records through a ring: as they were put, in pieces where long; nodes that are none."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_llm.bridge.prompts import Prompts, RefusedRequest
 from hetero_llm.bridge.records import (
-    AS_COMMITTED,
     MAX_WORDS,
-    NODE,
-    OUTCOME,
+    OPENING,
     PROMPT_CHUNK,
     PROTOCOL,
     Hello,
@@ -25,37 +22,38 @@ from hetero_llm.bridge.records import (
     put_beat,
     put_close,
     put_commits,
-    put_drafts,
     put_hello,
+    put_nodes,
     put_open,
     put_refused,
-    put_requests,
     put_stop,
-    read_drafts,
     read_hello,
-    read_outcomes,
+    read_nodes,
 )
 from hetero_llm.bridge.rings import Consumer, Producer, RingStatus, create_ring
-from hetero_llm.core.draft import MAX_NODES, DraftTree
 from hetero_llm.core.native_build import find_compiler
 from tests.bridge.tools import both_ends
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
 VOCAB = 1000
+MOST_NODES = MAX_WORDS // 4
+INT32 = np.iinfo(np.int32)
 
 
-def through_a_ring(outbox: Outbox, *, vocab_size: int = VOCAB) -> Records:
+def through_a_ring(outbox: Outbox) -> Records:
     """What comes out of a large ring; the outbox must be empty then."""
     with (
         create_ring(1 << 14) as ring,
         Producer(ring) as producer,
-        Consumer(ring, max_words=1 << 18, vocab_size=vocab_size) as consumer,
+        Consumer(ring, max_words=1 << 18) as consumer,
     ):
         assert producer.push(outbox) == RingStatus.OK
         status, records = consumer.pop()
-        assert status == RingStatus.OK and consumer.pop().status == RingStatus.EMPTY
-        return records
+        assert status == RingStatus.OK
+        copied = records.copy()
+        assert consumer.pop().status == RingStatus.EMPTY
+        return copied
 
 
 def stamps(count: int, *, first: int = 0) -> Stamps:
@@ -84,22 +82,34 @@ def test_commits_of_many_requests() -> None:
     np.testing.assert_array_equal(commits.words, tokens)
 
 
-def test_requests_with_and_without_outcomes() -> None:
-    outbox = Outbox()
-    rounds, depths, most = np.array([4, 5, 6]), np.array([7, 8, 9]), np.array([16, 32, 63])
-    counts = np.array([2, 0, 1])
-    outcomes = np.array([(0, 5), (1, 6), (2, 7)], OUTCOME)
-    put_requests(
-        outbox, stamps(3), rounds, depths=depths, max_nodes=most, counts=counts, outcomes=outcomes
-    )
-    put_requests(outbox, stamps(3), rounds + 1, depths=depths, max_nodes=most)
-    ((kind, records),) = through_a_ring(outbox).runs()
-    assert kind == Kind.REQUEST
-    found, read = read_outcomes(records)
-    assert found.tolist() == [2, 0, 1, 0, 0, 0] and read.tolist() == outcomes.tolist()
-    assert records.headers["round"].tolist() == [4, 5, 6, 5, 6, 7]
-    assert records.headers["depth"].tolist() == [7, 8, 9] * 2
-    assert records.headers["value"].tolist() == [16, 32, 63] * 2
+def same(records: Records, other: Records) -> bool:
+    return (records.headers == other.headers).all() and bool((records.words == other.words).all())
+
+
+@given(st.lists(st.integers(0, 40), max_size=20), st.integers(0, 5))
+def test_records_put_together_are_those_put_one_by_one(sizes: list[int], before: int) -> None:
+    """Whatever lay there before, and however much waits already."""
+    together, one_by_one, at_once = Outbox(), Outbox(), Outbox()
+    tokens = np.arange(sum(sizes), dtype=np.int32)
+    for outbox in (together, one_by_one, at_once):
+        for _ in range(30):
+            outbox.append(Kind.REFUSED, -tokens, slot=9, generation=9, depth=9, value=9)
+        outbox.clear()
+        for number in range(before):
+            put_beat(outbox, number)
+    count, end = len(sizes), 0
+    whose = stamps(count, first=3)
+    put_commits(at_once, whose, np.array(sizes, np.int64), tokens)
+    for index, size in enumerate(sizes):
+        part = Stamps(*(column[index : index + 1] for column in whose))
+        body = tokens[end : end + size]
+        end += size
+        put_commits(together, part, np.array([size], np.int32), body)
+        slot, generation, base = (int(column[0]) for column in part)
+        one_by_one.append(Kind.COMMIT, body, slot=slot, generation=generation, base_length=base)
+    assert len(at_once) == before + count
+    assert same(together.records(), one_by_one.records())
+    assert same(at_once.records(), one_by_one.records())
 
 
 def test_kinds_come_in_the_order_they_were_put() -> None:
@@ -129,109 +139,76 @@ def test_kinds_come_in_the_order_they_were_put() -> None:
 
 
 def test_hello() -> None:
-    told = Hello(32000, 2048, 128, tokenizer=2**64 - 3)
+    told = Hello(32000, 2048, 128)
     outbox = Outbox()
     put_hello(outbox, Hello(1, 2, 3))
     put_hello(outbox, told)
     records = through_a_ring(outbox)
     assert read_hello(records) == told and told.protocol == PROTOCOL
-    outbox.append(Kind.HELLO, np.zeros(4, np.int32), value=PROTOCOL + 1)
+    outbox.append(Kind.HELLO, np.zeros(4, np.int32), value=PROTOCOL)
+    assert read_hello(through_a_ring(outbox)) is None
+    put_hello(outbox, Hello(1, 2, 3, protocol=PROTOCOL + 1))
     assert read_hello(through_a_ring(outbox)) is None
 
 
-def random_nodes(rng: np.random.Generator, count: int) -> np.ndarray:
-    nodes = np.zeros(count, NODE)
-    nodes["token"] = rng.integers(0, VOCAB, count)
-    nodes["parent"] = [rng.integers(-1, i) if i else -1 for i in range(count)]
-    nodes["log_prob"] = -rng.random(count)
-    return nodes
-
-
-def test_drafts_of_many_requests() -> None:
-    rng = np.random.default_rng(3)
-    counts = rng.integers(0, MAX_NODES + 1, 128)
-    nodes = np.concatenate([random_nodes(rng, count) for count in counts])
-    outbox = Outbox()
-    put_drafts(
-        outbox, stamps(128), np.arange(128), counts=counts, nodes=nodes, outcomes=np.arange(128) % 3
-    )
-    put_drafts(outbox, stamps(1), np.array([1]), counts=np.array([0]), nodes=nodes[:0])
-    ((kind, records),) = through_a_ring(outbox).runs()
-    drafts = read_drafts(records)
-    assert kind == Kind.DRAFT and drafts.num_bad == 0
-    np.testing.assert_array_equal(drafts.counts, [*counts, 0])
-    np.testing.assert_array_equal(drafts.nodes, nodes)
-    np.testing.assert_array_equal(drafts.headers["round"], [*range(128), 1])
-    np.testing.assert_array_equal(drafts.headers["value"], [*(np.arange(128) % 3), AS_COMMITTED])
-
-
-def is_sound(body: np.ndarray) -> bool:
-    """The twin of the check in C++, on top of what a `DraftTree` asserts."""
-    if body.nbytes % NODE.itemsize or body.nbytes // NODE.itemsize > MAX_NODES:
-        return False
-    nodes = body.view(NODE)
-    try:
-        DraftTree(nodes["token"].astype(np.int32), nodes["parent"].astype(np.int32))
-    except AssertionError:
-        return False
-    log_probs = nodes["log_prob"]
-    good = np.isfinite(log_probs) & (log_probs <= 1e-3) & (log_probs >= -3e38)
-    return bool((good & (nodes["token"] >= 0) & (nodes["token"] < VOCAB)).all())
-
-
-ODD_VALUES = st.sampled_from(
-    [("token", VOCAB), ("token", VOCAB - 1), ("token", -1), ("token", 2**31 - 1), ("token", 0)]
-    + [("parent", value) for value in (-2, -1, 0, 5, 62, 63, 32767, -32768)]
-    + [("log_prob", value) for value in (np.nan, np.inf, -np.inf, 0.5, 1e-4, 0.0, -1e30)]
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, MAX_NODES + 2),
-            st.none() | st.tuples(ODD_VALUES, st.integers(0, 70)),
-            st.sampled_from([0, 0, 0, 1, 2]),
-        ),
-        max_size=8,
-    ),
-    st.integers(0, 9),
-)
-def test_unsound_drafts_are_left_out_and_counted(
-    drawn: list[tuple[int, tuple[tuple[str, float], int] | None, int]], seed: int
-) -> None:
+def random_nodes(seed: int, count: int) -> tuple[np.ndarray, ...]:
     rng = np.random.default_rng(seed)
-    outbox, bodies = Outbox(), []
-    for index, (count, odd, missing) in enumerate(drawn):
-        nodes = random_nodes(rng, count)
-        if odd is not None and count:
-            (name, value), place = odd
-            nodes[name][place % count] = value
-        body = nodes.view(np.int32)
-        bodies.append(body[: len(body) - missing] if len(body) else body)
-        outbox.append(Kind.DRAFT, bodies[-1], slot=index)
-    if not bodies:
-        put_beat(outbox, 1)
+    ids, parents, tokens = rng.integers(INT32.min, INT32.max, (3, count), np.int32, endpoint=True)
+    return ids, parents, tokens, rng.integers(0, 256, count, np.uint8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 20) | st.sampled_from([256, MOST_NODES]), min_size=1, max_size=20),
+    st.integers(0, 99),
+    st.sampled_from([np.int32, np.int64]),
+)
+def test_nodes_come_as_they_were_put(sizes: list[int], seed: int, dtype: type) -> None:
+    outbox, counts = Outbox(), np.array(sizes, dtype)
+    whose = Stamps(*(column.astype(dtype) for column in stamps(len(sizes), first=seed)))
+    nodes = random_nodes(seed, sum(sizes))
+    put_nodes(outbox, whose, counts, nodes)
     ((kind, records),) = through_a_ring(outbox).runs()
-    if kind != Kind.DRAFT:
-        return
-    drafts = read_drafts(records)
-    expected = [index for index, body in enumerate(bodies) if is_sound(body)]
-    assert drafts.headers["slot"].tolist() == expected
-    assert drafts.num_bad == len(bodies) - len(expected)
-    good = [bodies[index].view(NODE) for index in expected]
-    assert drafts.counts.tolist() == [len(nodes) for nodes in good]
-    assert drafts.nodes.tobytes() == b"".join(nodes.tobytes() for nodes in good)
+    told = read_nodes(records)
+    assert kind == Kind.NODES and told is not None
+    for found, expected in zip(told[:4], (*whose, counts), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    for column, expected in zip(told.nodes, nodes, strict=True):
+        np.testing.assert_array_equal(column, expected)
+    arrays = (*told[:4], *told.nodes)
+    assert [array.dtype for array in arrays] == [np.int32] * 7 + [np.uint8]
+    assert all(array.flags.carray and array.base is not records.words for array in arrays)
 
 
-def test_drafts_that_nobody_checked_are_not_sound() -> None:
-    """Whatever their sender says of them."""
+def test_what_is_read_outlives_the_next_pop() -> None:
+    outbox, whose, sizes = Outbox(), stamps(2), np.array([3, 1])
+    with both_ends() as ends:
+        told = []
+        for seed in range(2):
+            put_nodes(outbox, whose, sizes, random_nodes(seed, 4))
+            ends.producer.push(outbox)
+            told.append(read_nodes(ends.consumer.pop().records))
+    for seed, one in enumerate(told):
+        assert one is not None
+        np.testing.assert_array_equal(np.stack(one.nodes), np.stack(random_nodes(seed, 4)))
+
+
+@pytest.mark.parametrize("words", [[1], [4, 3], [2, 2], [8, 5, 4], [3, 1, 4]])
+def test_parts_of_nodes_are_none(words: list[int]) -> None:
     outbox = Outbox()
-    put_drafts(outbox, stamps(1), np.array([1]), counts=np.array([1]), nodes=np.zeros(1, NODE))
-    outbox._headers["flags"] = 1
-    drafts = read_drafts(through_a_ring(outbox, vocab_size=0))
-    assert drafts.num_bad == 1 and len(drafts.nodes) == len(drafts.counts) == 0
+    for size in words:
+        outbox.append(Kind.NODES, np.zeros(size, np.int32))
+    assert read_nodes(through_a_ring(outbox)) is None
+
+
+def test_numbers_beyond_their_types_are_nothing_good() -> None:
+    outbox, kinds = Outbox(), [0, 95, 255, 256, 2**31 - 1, -1, -(2**31)]
+    body = np.zeros((len(kinds), 4), np.int32)
+    body[:, 3] = kinds
+    outbox.append(Kind.NODES, body, slot=2**32 - 1, generation=2**31, base_length=2**32 - 5)
+    told = read_nodes(through_a_ring(outbox))
+    assert told is not None and told.nodes[3].tolist() == [0, 95, 255, 255, 255, 255, 255]
+    assert (told.slots[0], told.generations[0], told.lengths[0]) == (-1, INT32.min, -5)
 
 
 def request(slot: int, length: int, *, generation: int = 1) -> OpenRequest:
@@ -241,88 +218,36 @@ def request(slot: int, length: int, *, generation: int = 1) -> OpenRequest:
     )
 
 
-def assert_same(opened: OpenRequest | RefusedRequest, expected: OpenRequest) -> None:
-    assert isinstance(opened, OpenRequest)
-    for name in ("slot", "generation", "seed", "sample_index", "depth"):
-        assert getattr(opened, name) == getattr(expected, name)
-    assert opened.temperature == np.float32(expected.temperature)
-    np.testing.assert_array_equal(opened.prompt, expected.prompt)
-
-
 @pytest.mark.parametrize("length", [1, 5, PROMPT_CHUNK, PROMPT_CHUNK + 1, 128 * 1024])
 def test_a_prompt_of_any_length_passes_a_small_ring(length: int) -> None:
-    """Other requests go on meanwhile; what has no room waits."""
-    expected = [request(4, length), request(5, 3)]
-    outbox, prompts, opened = Outbox(), Prompts(128 * 1024), []
-    for one in expected:
+    """In pieces that tell where they belong; what has no room waits."""
+    texts = {4: request(4, length), 5: request(5, 3)}
+    outbox, rounds = Outbox(), 0
+    pieces: dict[int, list[np.ndarray]] = {4: [], 5: []}
+    for one in texts.values():
         put_open(outbox, one)
     with both_ends(512) as ends:
-        rounds = 0
         while len(outbox) or rounds == 0:
             assert (ends.producer.push(outbox) == RingStatus.OK) == (len(outbox) == 0)
-            opened += prompts.take(ends.consumer.pop().records)
             rounds += 1
-        assert rounds == 1 or length > PROMPT_CHUNK
-    assert len(opened) == 2 and len(prompts) == 0
-    for one, wanted in zip(opened, expected):
-        assert_same(one, wanted)
-
-
-def pieces(length: int) -> Records:
-    outbox = Outbox()
-    put_open(outbox, request(2, length))
-    return outbox.records()
-
-
-@pytest.mark.parametrize("lost", range(5))
-def test_a_lost_piece_refuses_the_request_once(lost: int) -> None:
-    """Record 0 is its OPEN."""
-    records = pieces(4 * PROMPT_CHUNK)
-    kept = records.only(np.arange(5) != lost)
-    prompts = Prompts(10**6)
-    refused = prompts.take(kept)
-    if lost == 4:
-        assert refused == [] and len(prompts) == 1  # more may come
-        again = pieces(3)
-        (opened,) = prompts.take(again)  # or the slot's next request
-        assert_same(opened, request(2, 3))
-    else:
-        assert refused == [RefusedRequest(2, 1, Refusal.LOST_RECORD)]
-        assert len(prompts) == 0 and prompts.num_dropped == 3 - max(lost, 1) + (lost == 0)
-
-
-def test_a_repeated_piece_refuses_the_request() -> None:
-    records = pieces(3 * PROMPT_CHUNK)
-    prompts = Prompts(10**6)
-    assert prompts.take(records.only(np.arange(4) < 3)) == []
-    refused = prompts.take(records.only(np.arange(4) == 2))
-    assert refused == [RefusedRequest(2, 1, Refusal.LOST_RECORD)]
-
-
-def test_more_tokens_than_announced_refuse_the_request() -> None:
-    records = pieces(10)
-    records.headers["base_length"][0] = 9
-    assert Prompts(100).take(records) == [RefusedRequest(2, 1, Refusal.LOST_RECORD)]
-
-
-def test_a_prompt_beyond_the_context_is_refused_before_memory_is_taken() -> None:
-    records = pieces(2 * PROMPT_CHUNK)
-    records.headers["base_length"][0] = 2**32 - 1
-    prompts = Prompts(10**6)
-    assert prompts.take(records.only(np.arange(3) < 1)) == [RefusedRequest(2, 1, Refusal.TOO_LONG)]
-    assert len(prompts) == 0
-
-
-def test_a_closed_request_is_forgotten_but_not_the_slots_next_one() -> None:
-    prompts = Prompts(10**6)
-    records = pieces(2 * PROMPT_CHUNK)
-    assert prompts.take(records.only(np.arange(3) < 2)) == []
-    outbox = Outbox()
-    put_close(outbox, 2, 77)  # of another generation
-    assert prompts.take(outbox.records()) == [] and len(prompts) == 1
-    put_close(outbox, 2, 1)
-    assert prompts.take(outbox.records()) == [] and len(prompts) == 0
-    assert prompts.take(records.only(np.arange(3) == 2)) == [] and prompts.num_dropped == 1
+            for kind, run in ends.consumer.pop().records.copy().runs():
+                ends_at = np.cumsum(run.headers["words"]).tolist()
+                for header, end in zip(run.headers, ends_at, strict=True):
+                    one = texts[int(header["slot"])]
+                    body = run.words[end - int(header["words"]) : end]
+                    assert header["generation"] == one.generation
+                    if kind == Kind.OPEN:
+                        told = body.view(OPENING).tolist()
+                        temperature = float(np.float32(one.temperature))
+                        assert told == [(one.seed, one.sample_index, temperature)]
+                        assert (header["base_length"], header["depth"]) == (len(one.prompt), 6)
+                    else:
+                        assert kind == Kind.PROMPT and len(body) <= PROMPT_CHUNK
+                        assert header["base_length"] == sum(map(len, pieces[one.slot]))
+                        pieces[one.slot].append(body)
+    assert rounds == 1 or length > PROMPT_CHUNK
+    for slot, one in texts.items():
+        np.testing.assert_array_equal(np.concatenate(pieces[slot]), one.prompt)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 5)), max_size=60))

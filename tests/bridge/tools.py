@@ -13,7 +13,7 @@ from hetero_llm.bridge.rings import Consumer, Producer, Ring, create_ring
 
 SLOTS_AT = 1024
 SLOT_BYTES = 64
-FIRST_WORDS, SLOT_WORDS = 5, 13
+FIRST_WORDS, SLOT_WORDS = 6, 13
 HEAD, TAIL, ASLEEP = 128, 256, 384
 """Where csrc/ring.cpp has what it shares."""
 
@@ -54,10 +54,16 @@ def body_of(number: int, words: int) -> np.ndarray:
     return (np.arange(words, dtype=np.uint32) * 2654435761 + number).view(np.int32)
 
 
+def kind_of(number: int) -> Kind:
+    """To a ring they are all the same."""
+    return Kind.NODES if number % 2 else Kind.COMMIT
+
+
 def put_numbered(outbox: Outbox, number: int, words: int) -> None:
     """A record that `numbers_of` recognises."""
     whose = {"slot": number % 7, "generation": number, "base_length": words}
-    outbox.append(Kind.COMMIT, body_of(number, words), **whose, depth=3, value=number ^ 0xFFFF)
+    body, value = body_of(number, words), number ^ 0xFFFF
+    outbox.append(kind_of(number), body, **whose, depth=3, value=value)
 
 
 def numbers_of(records: Records) -> list[int]:
@@ -66,7 +72,7 @@ def numbers_of(records: Records) -> list[int]:
     for header in records.headers:
         number, words = int(header["generation"]), int(header["words"])
         assert header.tolist() == (
-            *(Kind.COMMIT, 0, number % 7, number, words, 0),
+            *(kind_of(number), number % 7, number, words),
             *(words, 3, number ^ 0xFFFF),
         )
         np.testing.assert_array_equal(records.words[end : end + words], body_of(number, words))

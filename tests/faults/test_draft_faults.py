@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from hetero_llm.cpu.lookahead.budget import StepCosts
 from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.input_processor import Prompt
-from tests.bridge.tools import SLOTS_AT
+from tests.bridge.tools import HEAD, SLOT_BYTES, SLOTS_AT, TAIL
 from tests.engine.draft_traffic import (
     EVERYTHING,
     MAX_LEN,
@@ -106,6 +107,14 @@ class Broken:
             assert time.monotonic() < until
         self.source.settle()
 
+    def wait_for_drafts(self) -> None:
+        """Until the worker has drafted for all texts, on a machine with something to do a while."""
+        for _ in range(100):
+            rows = np.flatnonzero(self.source._generations >= 0)
+            if self.source._mirror.caught_up(rows).all():
+                break
+            self.source._take_in(5000)
+
     def metric(self, name: str) -> float:
         return self.engine.metrics()[name]
 
@@ -119,7 +128,7 @@ class Broken:
 
 def children() -> list[psutil.Process]:
     """Zombies included."""
-    return psutil.Process().children()
+    return sorted(psutil.Process().children(), key=lambda child: child.pid)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -184,7 +193,7 @@ def kill(worker: DraftWorker) -> None:
 
 def test_no_fault(broken: Broken, plain: Served) -> None:
     accepted = broken.metric("spec_decode_num_accepted_tokens")
-    assert differing(plain, broken.serve(lambda _: None)) == []
+    assert differing(plain, broken.serve(lambda _: broken.wait_for_drafts())) == []
     assert broken.metric("spec_decode_num_accepted_tokens") > accepted + 100
     assert broken.metric("draft_worker_up") == 1
     broken.check_nothing_is_held()
@@ -211,14 +220,15 @@ def test_killed_at_random_steps(broken: Broken, plain: Served, impatient: None, 
     """Also while it starts: whenever there is one, it has some steps to live. Drafts come from
     those in between."""
     rng, deaths = random.Random(seed), broken.worker.counters.deaths
-    lives = [rng.randrange(1, 30)]
+    lives, waits = [rng.randrange(1, 30)], [3]
 
     def hurt(step: int) -> None:
         lives[0] -= 1
         if lives[0] <= 0 and broken.worker.pid is not None:
             kill(broken.worker)
             lives[0] = rng.randrange(1, 30)
-        elif rng.random() < 0.05 and not broken.worker.is_up:
+        elif waits[0] and rng.random() < 0.05 and not broken.worker.is_up:
+            waits[0] -= 1
             broken.wait_until_up()
 
     assert differing(plain, broken.serve(hurt)) == []
@@ -244,6 +254,7 @@ def test_the_next_worker_takes_running_requests_up(
     broken.wait_until_up()
     accepted = broken.metric("spec_decode_num_accepted_tokens")
     while engine.has_unfinished:
+        broken.wait_for_drafts()
         engine.step()
     assert broken.metric("spec_decode_num_accepted_tokens") > accepted + 20
     broken.check_nothing_is_held()
@@ -272,7 +283,7 @@ def test_stopped(
     assert stopped[39] == 1 and stopped[42] == 0
     assert worker.counters.hangs == hangs + 1
     timeouts = broken.metric("draft_timeouts") - before["draft_timeouts"]
-    assert 1 <= timeouts <= 50
+    assert timeouts <= 50
     broken.check_nothing_is_held()
     broken.wait_until_up()
 
@@ -280,29 +291,49 @@ def test_stopped(
 # -- rows 3 and 5 -------------------------------------------------------------------------------
 
 
+def damage_unread(ring: Ring, rng: np.random.Generator) -> None:
+    """All that was pushed and not popped."""
+    memory = np.frombuffer(ring.memory, np.uint8)
+    head, tail = (int(memory[at : at + 4].view(np.uint32)[0]) for at in (HEAD, TAIL))
+    places = np.arange(tail, head) % ring.slots
+    slots = memory[SLOTS_AT:].reshape(ring.slots, SLOT_BYTES)
+    slots[places] = rng.integers(0, 256, (len(places), SLOT_BYTES), np.uint8)
+
+
 @pytest.mark.parametrize("which", [0, 1], ids=["requests", "answers"])
 def test_garbage_in_a_ring(broken: Broken, plain: Served, impatient: None, which: int) -> None:
+    """Texts that the worker lost a part of are told anew."""
     broken.wait_until_up()
     rng = np.random.default_rng(which)
-    rejected, deaths = broken.metric("draft_rejected_messages"), broken.worker.counters.deaths
-    hits: list[float] = []
+    rejected, worker = broken.metric("draft_rejected_messages"), broken.worker
+    told, deaths = [worker._generation], worker.counters.deaths
 
     def hurt(step: int) -> None:
-        hits.append(broken.metric("draft_hits"))
-        if rng.random() < 0.5 and broken.worker.is_up:
-            memory = np.frombuffer(broken.rings[which].memory, np.uint8)
-            size = int(rng.choice([64, 4096, 1 << 16]))
-            start = SLOTS_AT + int(rng.integers(len(memory) - SLOTS_AT - size))
-            memory[start : start + size] = rng.integers(0, 256, size, np.uint8)
-            memory[SLOTS_AT : SLOTS_AT + (1 << 17)] = rng.integers(0, 256, 1 << 17, np.uint8)
+        if step % 5 == 0:
+            assert worker.pid is not None
+            os.kill(worker.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
+            if which == 1:  # before the engine hears it
+                damage_unread(broken.rings[1], rng)
+        elif step % 5 == 1 and worker.pid is not None:
+            if which == 0:  # what the engine told meanwhile
+                damage_unread(broken.rings[0], rng)
+            os.kill(worker.pid, signal.SIGCONT)
 
     assert differing(plain, broken.serve(hurt)) == []
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGCONT)
     broken.check_nothing_is_held()
-    assert broken.worker.counters.deaths == deaths
-    assert broken.metric("draft_worker_up") == 1
-    assert which == 0 or broken.metric("draft_rejected_messages") > rejected
-    assert differing(plain, broken.serve(lambda _: None)) == []
-    assert broken.metric("draft_hits") > hits[-1] + 50  # as before
+    told.append(worker._generation)
+    hits = broken.metric("draft_hits")
+    assert differing(plain, broken.serve(lambda _: broken.wait_for_drafts())) == []
+    assert broken.metric("draft_hits") > hits + 50  # as before
+    told.append(worker._generation)
+    assert worker.counters.deaths == deaths and broken.metric("draft_worker_up") == 1
+    if which == 0:
+        assert told[1] - told[0] > told[2] - told[1] + 10
+    else:
+        assert broken.metric("draft_rejected_messages") > rejected
 
 
 def test_damaged_positions_of_a_ring(broken: Broken, plain: Served, impatient: None) -> None:
@@ -357,6 +388,7 @@ def test_a_model_that_cannot_be_loaded(
     target: Path, draft: Path, tmp_path: Path, fault: str
 ) -> None:
     """An error of one line, or with draft_optional an engine that says it has no worker."""
+    before = children()
     spoil, reason = FAULTS[fault]
     wrong = spoil(draft, tmp_path / "wrong")
     given = {
@@ -367,7 +399,7 @@ def test_a_model_that_cannot_be_loaded(
     with pytest.raises((ConfigError, ModelLoadError), match=reason) as caught:
         LLM(str(target), **given, **wanted)
     assert "\n" not in str(caught.value) and "Traceback" not in str(caught.value)
-    assert children() == []
+    assert children() == before
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     prompts = [[5, 6, 7], [8, 9]]
     found = []
@@ -375,7 +407,7 @@ def test_a_model_that_cannot_be_loaded(
         found.append(llm.generate(prompt_token_ids=prompts, sampling_params=params))
     for more in ({}, {"use_lookahead": True}):
         with LLM(str(target), **given, **wanted, draft_optional=True, **more) as llm:
-            assert children() == []
+            assert children() == before
             found.append(llm.generate(prompt_token_ids=prompts, sampling_params=params))
             assert llm.get_metrics()["draft_worker_up"] == 0
     tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in found]
@@ -401,11 +433,11 @@ def test_a_ring_that_is_none(target: Path, draft: Path, monkeypatch: pytest.Monk
 
     def stale(*slots: int) -> Ring:
         ring = create_ring(*slots)
-        np.frombuffer(ring.memory, np.uint8)[:128] = 7
-        return ring
+        return replace(ring, stamp=ring.stamp ^ 1)
 
     monkeypatch.setattr(client, "create_ring", stale)
-    with pytest.raises(ConfigError, match="RingError: ticket .* is refused: it is no ring") as e:
+    before = children()
+    with pytest.raises(ConfigError, match="RingError: .* it is another ring than the ticket") as e:
         build(target, 7, None, batch_invariant=True, speculative_model=str(draft), **DRAFTS)
     assert "\n" not in str(e.value)
-    assert children() == []
+    assert children() == before

@@ -12,13 +12,12 @@
 #include <new>
 
 #include "crc32c.h"
-#include "drafts.h"
 
 namespace hetero::ring {
 namespace {
 
 constexpr uint64_t kMagicNumber = 0x474E49524F544548;  // "HETORING"
-constexpr uint32_t kLayout = 1;
+constexpr uint32_t kLayout = 2;
 constexpr int kSpinsPerClock = 16;
 // A sleeper whose flag was overwritten is not woken, so it looks for itself now and then.
 constexpr int64_t kLongestNapNs = 100'000'000;
@@ -103,7 +102,6 @@ struct End {
     uint32_t* words = nullptr;
     int64_t max_records = 0, max_words = 0;
     Popped* popped = nullptr;
-    DraftLimits drafts{};
 
     std::atomic<uint64_t>& own_word() { return role == kProducer ? shared->head : shared->tail; }
     std::atomic<uint64_t>& other_word() { return role == kProducer ? shared->tail : shared->head; }
@@ -348,10 +346,6 @@ void hetero_ring_buffers(void* handle, RecordHeader* headers, uint32_t* words, i
     end.popped = popped;
 }
 
-void hetero_ring_check_drafts(void* handle, int64_t kind, int64_t most_nodes, int64_t vocab_size) {
-    static_cast<End*>(handle)->drafts = {(uint16_t)kind, (uint32_t)most_nodes, (uint32_t)vocab_size};
-}
-
 void hetero_ring_pop(void* handle, int64_t deadline_ns, int64_t spin_ns) {
     End& end = *static_cast<End*>(handle);
     Popped& popped = *end.popped;
@@ -368,9 +362,6 @@ void hetero_ring_pop(void* handle, int64_t deadline_ns, int64_t spin_ns) {
         if (!end.read(header, end.words + popped.words, room, lost)) break;
         lost_any |= lost;
         if (lost) continue;
-        const bool is_draft = header.kind == end.drafts.kind && end.drafts.vocab_size > 0;
-        const uint32_t* body = end.words + popped.words;
-        header.flags = is_draft && is_sound_draft(body, header.words, end.drafts) ? kSound : 0;
         popped.words += header.words;
         ++popped.records;
     }

@@ -18,14 +18,11 @@ constexpr uint32_t kSlotWords = 13;       // 32-bit words of payload in a slot
 constexpr uint32_t kMaxRecordSlots = 512;
 constexpr int64_t kMinSlots = 8, kMaxSlots = 1 << 20;  // a power of two
 
-// What a record begins with; `words` 32-bit words follow it. What the fields mean is the business
-// of whoever pushes and pops. The ring looks at `words`, and at `kind` to find drafts; whatever was
-// pushed as `flags`, it pops kSound for a draft that has been checked, else 0.
+// What a record begins with; `words` 32-bit words follow it. The ring looks at nothing but `words`:
+// what is in a record is the business of whoever pushes and pops.
 struct RecordHeader {
-    uint16_t kind, flags;
-    uint32_t slot, generation, base_length, round, words, depth, value;
+    uint32_t kind, slot, generation, base_length, words, depth, value;
 };
-constexpr uint16_t kSound = 1;
 constexpr uint32_t kHeaderWords = sizeof(RecordHeader) / 4;
 constexpr uint32_t kFirstWords = kSlotWords - kHeaderWords;  // of the body, in the first slot
 constexpr uint32_t kMaxWords = kFirstWords + (kMaxRecordSlots - 1) * kSlotWords;
@@ -82,9 +79,6 @@ int64_t hetero_ring_push(void* end, const hetero::ring::RecordHeader* headers, c
 // kMaxWords) each time, and what they tell.
 void hetero_ring_buffers(void* end, hetero::ring::RecordHeader* headers, uint32_t* words,
                          int64_t max_records, int64_t max_words, hetero::ring::Popped* popped);
-
-// What the consumer's pops check records of this kind for (drafts.h).
-void hetero_ring_check_drafts(void* end, int64_t kind, int64_t most_nodes, int64_t vocab_size);
 
 // Pops what is there. With nothing there it waits until `deadline_ns` of CLOCK_MONOTONIC (0: not at
 // all): it spins for `spin_ns`, then sleeps. kOk: records came. kEmpty, kTimeout: nothing. kCorrupt:

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import IO
 
@@ -268,34 +269,31 @@ class DraftWorker:
     # -- one process ------------------------------------------------------------------------
 
     def _start(self) -> _Process:
-        requests = create_ring()
-        try:
-            answers = create_ring(_ANSWER_SLOTS)
-        except RingError:
-            requests.close()
-            raise
-        settings = replace(
-            self._settings, requests=requests.ticket, answers=answers.ticket, parent=os.getpid()
-        ).to_json()
-        # A pipe that nobody reads would stop the worker one day.
-        errors = tempfile.TemporaryFile()  # noqa: SIM115
-        threads = str(self._settings.threads)
-        try:
+        with ExitStack() as stack:  # gives all back if one of them cannot be had
+            requests = stack.enter_context(create_ring())
+            answers = stack.enter_context(create_ring(_ANSWER_SLOTS))
+            producer = stack.enter_context(Producer(requests))
+            consumer = stack.enter_context(
+                Consumer(answers, spin_us=2000, max_records=1024, max_words=1 << 16)
+            )
+            # A pipe that nobody reads would stop the worker one day.
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            settings = replace(
+                self._settings, requests=requests.ticket, answers=answers.ticket,
+                parent=os.getpid(),
+            ).to_json()  # fmt: skip
+            threads = str(self._settings.threads)
             popen = subprocess.Popen(
                 [*self._program, settings],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads},
                 pass_fds=(requests.fd, answers.fd),
             )  # fmt: skip
-        except OSError:
-            for thing in (requests, answers, errors):
-                thing.close()
-            raise
+            stack.pop_all()
         self.counters.starts += 1
         self._last_life, self._full_since = self._clock(), None
         self.outbox.clear()
-        consumer = Consumer(answers, spin_us=2000, max_records=1024, max_words=1 << 16)
-        return _Process(popen, errors, (requests, answers), Producer(requests), consumer)
+        return _Process(popen, errors, (requests, answers), producer, consumer)
 
     def _greet(self, records: Records) -> None:
         """Takes the first hello in; whatever is said later, it has been."""

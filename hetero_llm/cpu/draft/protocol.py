@@ -1,17 +1,9 @@
-"""What the draft worker's process is told at its start, and nodes on their way to the engine."""
+"""What the draft worker's process is told at its start."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-
-import numpy as np
-
-from hetero_llm.bridge.records import Kind, Outbox, Records, Stamps
-from hetero_llm.cpu.draft.growth import Unsent
-
-WORDS = 4
-"""Of a node in a NODES record: id, parent, token, kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,33 +47,3 @@ class WorkerSettings:
     def from_json(text: str) -> WorkerSettings:
         given = json.loads(text)
         return WorkerSettings(**{**given, "cpus": tuple(given["cpus"])})
-
-
-def put_nodes(outbox: Outbox, unsent: Unsent, generations: np.ndarray) -> None:
-    """NODES records out of what a forest has to tell.
-
-    Args:
-        generations: [slots] of all slots.
-    """
-    if not len(unsent.slots):
-        return
-    bodies = np.empty((len(unsent.ids), WORDS), np.int32)
-    bodies[:, 0], bodies[:, 1] = unsent.ids, unsent.parents
-    bodies[:, 2], bodies[:, 3] = unsent.tokens, unsent.kinds
-    stamps = Stamps(unsent.slots, generations[unsent.slots], unsent.lengths)
-    outbox.extend(Kind.NODES, stamps, unsent.counts * WORDS, bodies=bodies.reshape(-1))
-
-
-def read_nodes(
-    records: Records,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
-    """slots, generations, lengths, counts and nodes [n, `WORDS`] of NODES records, int32; None if
-    there is one that holds no whole nodes."""
-    words = records.headers["words"]
-    if (words % WORDS).any():
-        return None
-    told = records.headers
-    stamps = (told[name].astype(np.int32) for name in ("slot", "generation", "base_length"))
-    slots, generations, lengths = stamps
-    counts = (words // WORDS).astype(np.int32)
-    return slots, generations, lengths, counts, records.words.reshape(-1, WORDS)

@@ -24,13 +24,13 @@ from hetero_llm.bridge.records import (
     put_close,
     put_commits,
     put_open,
+    read_nodes,
 )
 from hetero_llm.core.draft_model_config import DraftModelConfig
 from hetero_llm.core.request import Sequence
 from hetero_llm.cpu.draft.client import DraftWorker
 from hetero_llm.cpu.draft.kinds import NUM_BUCKETS, NUM_RANKS, Record
 from hetero_llm.cpu.draft.mirror import Mirror
-from hetero_llm.cpu.draft.protocol import read_nodes
 from hetero_llm.cpu.lookahead.sources import Proposals
 
 _CLOSED, _REFUSED = -1, -2  # instead of a generation
@@ -273,11 +273,7 @@ class DraftSource:
                 if told is None:
                     self._counts["rejected"] += len(run)
                     continue
-                slots, generations, lengths, counts, nodes = told
-                self._mirror.add(
-                    slots, generations, lengths, counts,
-                    (nodes[:, 0], nodes[:, 1], nodes[:, 2], nodes[:, 3].astype(np.uint8)),
-                )  # fmt: skip
+                self._mirror.add(*told)
             elif kind == Kind.REFUSED:
                 self._refused(run)
             else:

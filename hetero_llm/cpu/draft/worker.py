@@ -25,8 +25,10 @@ from hetero_llm.bridge.records import (
     Outbox,
     Records,
     Refusal,
+    Stamps,
     put_beat,
     put_hello,
+    put_nodes,
     put_refused,
 )
 from hetero_llm.bridge.rings import Consumer, Producer, RingStatus, attach_ring
@@ -39,7 +41,7 @@ from hetero_llm.cpu.draft.growth import WINDOW
 from hetero_llm.cpu.draft.kinds import Record
 from hetero_llm.cpu.draft.model import DraftModel, DraftSizes, best_format
 from hetero_llm.cpu.draft.pages import Branches
-from hetero_llm.cpu.draft.protocol import WorkerSettings, put_nodes
+from hetero_llm.cpu.draft.protocol import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -300,8 +302,15 @@ class Worker:
             self._run[rows.slots] += rows.counts
             self._weights[rows.slots[self._run[rows.slots] >= self._most_nodes]] = 0.0
         if len(self._outbox) < _MOST_WAITING:
-            put_nodes(self._outbox, forest.unsent(), self._generations)
+            self._tell()
         return True
+
+    def _tell(self) -> None:
+        unsent = self._forest.unsent()
+        slots, counts, lengths = unsent[:3]
+        if len(slots):
+            stamps = Stamps(slots, self._generations[slots], lengths)
+            put_nodes(self._outbox, stamps, counts, unsent[3:])
 
     def _beat(self) -> None:
         now = self._clock()

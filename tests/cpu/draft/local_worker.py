@@ -93,9 +93,9 @@ class Bed:
 
     def hear(self) -> Records:
         """All that it has said and not been heard yet, without beats."""
-        heard = [self.answers.pop().records]
+        heard = [self.answers.pop().records.copy()]
         while len(heard[-1]):
-            heard.append(self.answers.pop().records)
+            heard.append(self.answers.pop().records.copy())
         parts = zip(*((records.headers, records.words) for records in heard))
         records = Records(*map(np.concatenate, parts))
         return records.only(records.headers["kind"] != Kind.BEAT)

@@ -23,8 +23,8 @@ import psutil
 import pytest
 
 from hetero_llm.bridge.records import Kind, Records, Stamps, put_commits
-from hetero_llm.bridge.rings import Consumer, RingStatus
-from hetero_llm.core.errors import ConfigError
+from hetero_llm.bridge.rings import Consumer, Ring, RingStatus, create_ring
+from hetero_llm.core.errors import ConfigError, RingError
 from hetero_llm.cpu.draft import client
 from hetero_llm.cpu.draft.client import PROGRAM, SILENCE, START_SECONDS, DraftWorker
 from hetero_llm.cpu.draft.protocol import WorkerSettings
@@ -121,7 +121,7 @@ def ring_of_answers(one: DraftWorker) -> Consumer:
 def num_pushed(one: DraftWorker) -> int:
     """Slots that the worker has filled since it started."""
     assert one._process is not None
-    (position,) = np.frombuffer(one._process.rings[1].memory, np.uint64, 1, HEAD)
+    (position,) = np.frombuffer(one._process.rings[1].memory, np.uint32, 1, HEAD)
     return int(position)
 
 
@@ -213,6 +213,39 @@ def test_no_program() -> None:
     program = ("/no/such/program",)
     with pytest.raises(ConfigError, match="cpu_draft_worker=True: cannot be started: "):
         DraftWorker(SETTINGS, vocab_size=VOCAB, program=program)
+
+
+def test_rings_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left of what there was already: see `nothing_is_left`."""
+    made = []
+
+    def damaged(*slots: int) -> Ring:
+        ring = create_ring(*slots)
+        made.append(ring.slots)
+        if len(made) % 2 == 0:
+            np.frombuffer(ring.memory, np.uint8)[:SLOTS_AT] = 7
+        return ring
+
+    monkeypatch.setattr(client, "create_ring", damaged)
+    with pytest.raises(ConfigError, match="cpu_draft_worker=True: cannot be started: rings of "):
+        DraftWorker(SETTINGS, vocab_size=VOCAB, program=(sys.executable, SCRIPT, "good"))
+    assert len(made) == 2
+
+
+def test_a_restart_that_fails_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    with worker("good", clock) as one:
+        wait_up(one)
+        kill(one)
+        one.look_after()
+
+        def none(*_: int) -> Ring:
+            raise RingError("no memory")
+
+        monkeypatch.setattr(client, "create_ring", none)
+        clock.now += 2
+        one.look_after()
+        assert one.pid is None and one.why_off is not None and "no memory" in one.why_off
 
 
 def test_generations_are_never_those_of_before() -> None:

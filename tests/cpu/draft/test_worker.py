@@ -24,10 +24,11 @@ from hetero_llm.bridge.records import (
     put_commits,
     put_open,
     put_stop,
+    read_nodes,
 )
 from hetero_llm.cpu.draft.model import DraftModel
 from hetero_llm.cpu.draft.pages import no_branches
-from hetero_llm.cpu.draft.protocol import WorkerSettings, read_nodes
+from hetero_llm.cpu.draft.protocol import WorkerSettings
 from tests.cpu.draft.local_worker import Bed, Setting, load_model
 
 VOCAB, POSITIONS, SLOTS = 203, 160, 4
@@ -107,7 +108,8 @@ class Told:
         nodes = heard.only(heard.headers["kind"] == Kind.NODES)
         told = read_nodes(nodes)
         assert told is not None
-        slots, generations, _, counts, rows = told
+        slots, generations, _, counts, nodes = told
+        rows = np.stack(nodes, 1)
         whose = np.repeat(np.stack([slots, generations], 1), counts, axis=0)
         for (slot, generation), (id_, parent, token, _) in zip(whose.tolist(), rows.tolist()):
             paths = self.paths.setdefault((slot, generation), {})
