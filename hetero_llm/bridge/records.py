@@ -4,6 +4,7 @@ From the engine:
 - OPEN: a request; base_length: tokens of its prompt; depth; words: `OPENING`.
 - PROMPT: a piece of its prompt; base_length: tokens of it sent before; words: tokens.
 - COMMIT: new tokens; base_length: tokens known before; words: the new ones.
+- GRAFT: nodes that the engine knows of and verifies; base_length: tokens known; words: `GRAFTED`.
 - CLOSE: the request has ended. STOP: the worker is to end.
 
 From the worker:
@@ -26,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the records; `Hello` tells the worker's."""
 
 MAX_WORDS = 6649
@@ -34,6 +35,10 @@ MAX_WORDS = 6649
 
 PROMPT_CHUNK = 4096
 """Tokens of one PROMPT record."""
+
+GRAFTED = np.dtype([("token", "<i4"), ("parent", "<i4"), ("chance", "<f4")])
+"""One node of a GRAFT: parents come first, -1 is the last known token; chance that the text goes
+through it."""
 
 HEADER = np.dtype(
     [
@@ -50,6 +55,7 @@ _HELLO = np.dtype([("vocab_size", "<u4"), ("max_context", "<u4"), ("max_slots", 
 _HEADER_WORDS = HEADER.itemsize // 4
 _SLOT, _GENERATION, _BASE_LENGTH, _WORDS = 1, 2, 3, 4  # columns of a header
 _pack_header = struct.Struct("<7I").pack_into
+_GRAFT_WORDS = GRAFTED.itemsize // 4
 _NODE_WORDS = 4
 _ODD_KIND = 255  # of a node, in place of one that is no byte
 _FIRST_RECORDS, _FIRST_WORDS = 256, 1 << 14
@@ -63,6 +69,7 @@ class Kind(enum.IntEnum):
     COMMIT = 3
     CLOSE = 4
     STOP = 5
+    GRAFT = 6
     HELLO = 17
     BEAT = 18
     NODES = 19
@@ -363,6 +370,16 @@ def put_nodes(
     bodies = outbox.extend(Kind.NODES, stamps, counts * _NODE_WORDS, total)
     for at, column in enumerate(nodes):
         bodies[at::_NODE_WORDS] = column
+
+
+def put_grafts(outbox: Outbox, stamps: Stamps, counts: np.ndarray, nodes: np.ndarray) -> None:
+    """Nodes for the trees of several requests.
+
+    Args:
+        counts: [n] nodes of each. nodes: [sum of counts] `GRAFTED`, contiguous.
+    """
+    words = nodes.view(np.int32)
+    outbox.extend(Kind.GRAFT, stamps, counts * _GRAFT_WORDS, len(words))[:] = words
 
 
 def put_close(outbox: Outbox, slot: int, generation: int) -> None:

@@ -470,7 +470,10 @@ def graft(
         ids[i] = -1
         if above < -1 or above >= i or token < 0 or token >= vocab_size:
             continue
-        share = chances[i] / (chances[above] if above >= 0 else _ONE)
+        whole = chances[above] if above >= 0 else _ONE
+        if not whole > 0.0:
+            continue
+        share = chances[i] / whole
         kind = grafted_kind(min(np.float64(share), 1.0))
         wanted = ids[above] if above >= 0 else np.int64(0)
         if state[COUNT] == CAPACITY:

@@ -16,6 +16,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from hetero_llm.bridge.records import (
+    GRAFTED,
     Kind,
     OpenRequest,
     Records,
@@ -23,6 +24,7 @@ from hetero_llm.bridge.records import (
     Stamps,
     put_close,
     put_commits,
+    put_grafts,
     put_open,
     read_nodes,
 )
@@ -39,6 +41,7 @@ _FIRST_LEVEL = 5e-4  # seconds in which the worker finds a tree's next level, be
 _WEIGHT = 0.1  # of a new observation in moving averages
 _FIRST_CHOICES = np.r_[:NUM_BUCKETS, NUM_RANKS * NUM_BUCKETS : (NUM_RANKS + 1) * NUM_BUCKETS]
 """Kinds of the likeliest candidates, without and with noise."""
+_LEAST_TOLD = np.float32(0.02)  # chance of a node that the worker is told of
 _PATIENCE = 3  # waits in vain after which nobody waits until the worker is heard of
 
 
@@ -76,7 +79,10 @@ class DraftSource:
         self._own = Proposals.empty(1)
         self._counts = dict.fromkeys(("hits", "misses", "waits", "timeouts", "rejected"), 0)
         self._waited = 0.0
+        self._yield = 1.0  # tokens of a sequence in a step, lately
         Mirror.compile()
+        grafts = _pack_grafts(*self._own.rows(1).arrays, np.zeros(1, np.int32))
+        assert not len(grafts[1])
         _potentials(*self._own.rows(1).arrays[:3], self._own.counts[:1], np.zeros(1, np.float32))
 
     # -- texts ------------------------------------------------------------------------------
@@ -109,6 +115,7 @@ class DraftSource:
             tokens = tokens[np.repeat(goes_on, count)]
             rows, count = rows[goes_on], count[goes_on]
         if len(rows):
+            self._yield += _WEIGHT * (len(tokens) / len(rows) - self._yield)
             bases = self._lengths[rows]
             self._lengths[rows] = bases + count
             is_open = self._generations[rows] >= 0
@@ -217,6 +224,24 @@ class DraftSource:
         own.kind[:] = -1  # the mirror keeps the record of these
         return own
 
+    def graft(self, rows: NDArray[np.int64], found: Proposals, kept: NDArray[np.int32]) -> None:
+        """Tells the worker of nodes that are verified and not its own, while the device works: what
+        may follow them is worth drafting, too.
+
+        Args:
+            rows: [S] of the last proposal. found: its drafts. kept: [S] first nodes of each that
+                are verified.
+        """
+        used = rows < self._slots
+        is_open = used & (self._generations[np.where(used, rows, 0)] >= 0)
+        counts, nodes = _pack_grafts(*found.arrays, np.where(is_open, kept, 0).astype(np.int32))
+        some = counts > 0
+        if not some.any():
+            return
+        slots = rows[some]
+        stamps = Stamps(slots, self._generations[slots], self._lengths[slots])
+        put_grafts(self._worker.outbox, stamps, counts[some], nodes.reshape(-1).view(GRAFTED))
+
     def _wait(
         self,
         slots: NDArray[np.int64],
@@ -235,12 +260,9 @@ class DraftSource:
         while True:
             potentials = np.where(self._mirror.caught_up(slots), 0.0, 1.0).astype(np.float32)
             _potentials(own.tokens, own.parents, own.survival, own.counts, potentials)
-            # A step in seconds yields a token for each sequence, and what was found for it.
             gain = float(((1.0 - others) * potentials).sum()) * self._first_rate()
-            tokens = len(slots) + float(
-                np.maximum(own.survival[:, 0] * (own.counts > 0), others).sum()
-            )
-            if gain * (seconds + now - begin) <= tokens * self._level:
+            # Tokens a second, with one more level and without.
+            if gain * (seconds + now - begin) <= len(slots) * self._yield * self._level:
                 break
             left = limit - (now - begin)
             if left <= 0:
@@ -310,6 +332,38 @@ class DraftSource:
     def shut_down(self) -> None:
         """Ends the worker."""
         self._worker.close()
+
+
+@njit(cache=True, nogil=True)
+def _pack_grafts(
+    tokens: np.ndarray,
+    parents: np.ndarray,
+    survival: np.ndarray,
+    kind: np.ndarray,
+    counts: np.ndarray,
+    kept: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """[S] nodes of each draft to be told, and those as rows of int32 words, see `GRAFTED`. A draft
+    whose kept nodes all came from the worker is left out."""
+    told = np.zeros(len(counts), np.int32)
+    total = 0
+    for row in range(len(counts)):
+        worth = 0
+        while worth < min(kept[row], counts[row]) and survival[row, worth] >= _LEAST_TOLD:
+            worth += 1
+        for node in range(worth):
+            if kind[row, node] >= 0:
+                told[row] = worth
+        total += told[row]
+    words = np.empty((total, 3), np.int32)
+    chances = words.view(np.float32)
+    at = 0
+    for row in range(len(counts)):
+        for node in range(told[row]):
+            words[at, 0], words[at, 1] = tokens[row, node], parents[row, node]
+            chances[at, 2] = survival[row, node]
+            at += 1
+    return told, words
 
 
 @njit(cache=True, nogil=True)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from hetero_llm.bridge.records import (
+    GRAFTED,
     OPENING,
     Hello,
     Kind,
@@ -33,6 +34,7 @@ from hetero_llm.bridge.records import (
 )
 from hetero_llm.bridge.rings import Consumer, Producer, RingStatus, attach_ring
 from hetero_llm.core import env
+from hetero_llm.core.draft import MAX_NODES
 from hetero_llm.core.errors import HeteroLLMError, PromptError
 from hetero_llm.cpu import native
 from hetero_llm.cpu.draft.costs import StepTimes, measure
@@ -51,6 +53,7 @@ IDLE_US = 50_000
 _MOST_INDEX = 2**31 - 1
 _SPIN_US = 200  # of an idle wait, before it sleeps: commits come every few milliseconds
 _BEAT_SECONDS = 0.05
+_NO_GRAFTS = np.zeros(0, GRAFTED)
 _MOST_NODES = 64  # of a step
 _CHUNK, _LONG_CHUNK = 64, 512  # pending tokens of a step, beside trees that wait and without any
 _MOST_WAITING = 4096  # records that the engine has not taken: what comes after is not told
@@ -160,6 +163,8 @@ class Worker:
                     self._open(header, words)
                 elif kind == Kind.PROMPT:
                     self._fill(header, words)
+                elif kind == Kind.GRAFT:
+                    self._graft(header, words)
                 elif kind == Kind.CLOSE:
                     self._close(int(header["slot"]), int(header["generation"]))
                 elif kind == Kind.STOP:
@@ -255,6 +260,15 @@ class Worker:
             self._urgent[slot] = _URGENT_STEPS
         for slot in slots.tolist():
             self._restart(slot)
+
+    def _graft(self, header: np.void, words: np.ndarray) -> None:
+        """What the engine verifies beside our own nodes: what may follow it is worth drafting."""
+        slot, length = int(header["slot"]), int(header["base_length"])
+        if slot >= len(self._generations) or self._generations[slot] != header["generation"]:
+            return
+        nodes = words.view(GRAFTED) if words.nbytes % GRAFTED.itemsize == 0 else _NO_GRAFTS
+        if self._forest.lengths[slot] == length > 0 and len(nodes) <= MAX_NODES:
+            self._forest.graft(slot, length, nodes["parent"], nodes["token"], nodes["chance"])
 
     def _restart(self, slot: int) -> None:
         self._run[slot], self._weights[slot] = 0, 1.0

@@ -94,6 +94,8 @@ class LookaheadDrafter:
         self._observed: list[tuple[int, float]] = []  # steps that the costs do not know yet
         self._finished = 0.0  # when the last step was; 0 if a proposal has followed
         self._turn = 0.0  # seconds from there to the next proposal, lately
+        # Rows of the last proposal and how much of their drafts is verified, until it is told.
+        self._verified: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None
         self._in_vain = 0  # proposals since the last one that paid
         self._resting = 0  # steps until the next one
         self._threads = min(config.num_threads, read_topology().usable_cores)
@@ -186,6 +188,10 @@ class LookaheadDrafter:
             self._costs.observe(num_rows, seconds)
         self._observed.clear()
         if self._model is not None:
+            if self._verified is not None:
+                rows, kept = self._verified
+                self._model.graft(rows, self._desk.found, kept)
+                self._verified = None
             self._model.settle()
         self._costs.table()  # worked out while nobody waits
         if self._unlearned:
@@ -206,6 +212,7 @@ class LookaheadDrafter:
             (seconds,) = self._costs.of(num_rows)
             desk.merge(model.propose(fresh.rows, desk.most, seconds, desk.found))
         batch, pays = desk.choose(self._costs, num_rows, self._turn)
+        self._verified = (fresh.rows, batch.counts) if pays else None
         if pays:
             self._in_vain = 0
             return batch

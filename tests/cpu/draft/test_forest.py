@@ -386,3 +386,11 @@ def test_compile_has_met_every_type_of_argument() -> None:
     assert moves.ready.tolist() == [False]
     compiled = growth.commit, growth.choose, growth.grow, growth.graft, growth.unsent
     assert [len(function.signatures) for function in compiled] == [1] * 5
+
+
+def test_grafts_below_impossible_nodes_are_left_out() -> None:
+    forest = Forest(1, max_depth=8, max_positions=64, vocab_size=10, record=Record())
+    forest.open(0, 3, noisy=False)
+    chances = np.array([0.0, 0.5, np.nan, 0.5, 0.9, 0.4], np.float32)
+    parents = np.array([-1, 0, -1, 2, -1, 4], np.int32)
+    assert forest.graft(0, 3, parents, np.arange(6, dtype=np.int32), chances) == 2

@@ -1,5 +1,5 @@
-"""A draft model on the GPU runner beside its target on the same: in Triton's interpreter or on a GPU,
-without graphs."""
+"""A draft model on the GPU runner beside its target: in Triton's interpreter or on a GPU, without
+graphs."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def chains(folder: Path, device: torch.device, num_tokens: int) -> ChainDrafter:
 
 def test_the_draft_model_draws_as_the_target(checkpoint: Path, device: torch.device) -> None:
     """It is the target itself, so every draft is accepted: greedy, by chance, of both samples."""
-    greedy = SamplingParams(temperature=0.0, max_tokens=9, detokenize=False, ignore_eos=True)
-    hot = SamplingParams(seed=3, max_tokens=7, detokenize=False, ignore_eos=True, n=2)
-    work: Work = [(list(range(3, 36)), greedy), ([5, 6, 7], hot), (list(range(40, 56)), hot)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=7, detokenize=False, ignore_eos=True)
+    hot = SamplingParams(seed=3, max_tokens=6, detokenize=False, ignore_eos=True, n=2)
+    work: Work = [(list(range(3, 33)), greedy), ([5, 6, 7], hot)]
     expected = run(start(checkpoint, device, ours=False)[0], work)
-    drafter = chains(checkpoint, device, 4)
+    drafter = chains(checkpoint, device, 3)
     engine, scheduler = start(checkpoint, device, ours=True, drafter=drafter)
     assert run(engine, work) == expected
     scheduler.check_integrity()
     drafter._blocks.check_integrity()
     stats = scheduler.stats
-    assert stats.num_draft_tokens > 20 and stats.num_accepted_tokens == stats.num_draft_tokens
+    assert stats.num_draft_tokens >= 12 and stats.num_accepted_tokens == stats.num_draft_tokens
 
 
 def test_typical_tokens_are_walked_by_depth(checkpoint: Path, device: torch.device) -> None:
     """With a rule that every token passes, a chain is accepted whatever the target draws; greedy
     requests take their own tokens all the same."""
-    greedy = SamplingParams(temperature=0.0, max_tokens=6, detokenize=False, ignore_eos=True)
-    hot = SamplingParams(seed=3, max_tokens=8, detokenize=False, ignore_eos=True, temperature=1.5)
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, detokenize=False, ignore_eos=True)
+    hot = SamplingParams(seed=3, max_tokens=6, detokenize=False, ignore_eos=True, temperature=1.5)
     work: Work = [([5, 6, 7], hot), (list(range(40, 50)), greedy)]
     expected = run(start(checkpoint, device, ours=False)[0], work)
     drafter = chains(checkpoint, device, 3)
@@ -76,4 +76,4 @@ def test_typical_tokens_are_walked_by_depth(checkpoint: Path, device: torch.devi
     drafter.propose = shifted  # type: ignore[method-assign, assignment]
     outputs = run(engine, work)
     assert outputs["1"] == expected["1"] and outputs["0"] != expected["0"]
-    assert scheduler.stats.num_accepted_tokens >= 4
+    assert scheduler.stats.num_accepted_tokens >= 3
