@@ -46,11 +46,12 @@ if [ "$part" = main ]; then
     --draft "$models/draft-68m" --out "$out/draft_faults.g.json"
 else
   spec speculation.sampled 70 --model "$target" --batches 1 --arms none draft --temperature 0.7
-  spec speculation.off 70 --model "$target" --batches 1,8 --arms none draft --overlap off
-  spec speculation.enumerate 70 --model "$target" --batches 1,8 --arms none draft \
-    --overlap enumerate
+  spec speculation.gpu_draft 90 --model "$target" --batches 1,8,32 --arms none "gpu draft" --gpu-draft
+  spec speculation.enumerate 70 --model "$target" --batches 1 --arms none draft --overlap enumerate
+  spec speculation.off 70 --model "$target" --batches 1 --arms none draft --overlap off
   rm -rf "$target"
   scaled demo llama-2-13b cuda
-  spec speculation.13b 120 --model "$models/llama-2-13b" --batches 1,8 --arms none draft "draft + merged"
+  spec speculation.13b 120 --model "$models/llama-2-13b" --batches 1,8 \
+    --arms none draft "draft + merged"
 fi
 echo "== done after $SECONDS s"

@@ -10,6 +10,7 @@ cores of its own.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import time
@@ -24,7 +25,8 @@ FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 def timed(bench: Bench, prompts: list[list[int]], tokens: int, fault: str | None) -> float:
-    """Output tokens/s from the first tokens of all sequences to the last one."""
+    """Output tokens/s from the first tokens of all sequences to the last one. After a fault there
+    is a new worker."""
     engine = bench.engine
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     name = f"{fault}-{time.monotonic_ns()}"
@@ -36,24 +38,28 @@ def timed(bench: Bench, prompts: list[list[int]], tokens: int, fault: str | None
     while stats.generation_tokens < enough:
         engine.step()
     done = stats.generation_tokens
+    pid = 0
     if fault is not None:
-        assert bench.draft is not None
+        assert bench.draft is not None and bench.draft.worker.pid is not None
         pid = bench.draft.worker.pid
-        assert pid is not None
         os.kill(pid, FAULTS[fault])
     begin = time.perf_counter()
     while engine.has_unfinished:
         engine.step()
     seconds = time.perf_counter() - begin
     engine.reset_prefix_cache()
+    if fault is not None:
+        with contextlib.suppress(ProcessLookupError):  # the engine may have found out already
+            os.kill(pid, signal.SIGKILL)
+        wait_for_another(bench, pid)
     return (stats.generation_tokens - done) / seconds
 
 
-def wait_for_worker(bench: Bench) -> None:
-    """Until a worker is up again."""
+def wait_for_another(bench: Bench, pid: int) -> None:
+    """Until another worker is up."""
     assert bench.draft is not None
     worker = bench.draft.worker
-    while not worker.is_up:
+    while worker.pid in (None, pid) or not worker.is_up:
         worker.poll(50_000)
         worker.look_after()
 
@@ -86,7 +92,6 @@ def main() -> None:
         bench.use("draft")
         timed(bench, batches[0], args.tokens, None)  # learns times of steps
         for fault in FAULTS:
-            wait_for_worker(bench)
             bench.use("draft")
             rate = timed(bench, batches[0], args.tokens, fault)
             row[f"{fault} tok/s"], row[f"{fault} over none"] = rate, rate / row["none tok/s"]

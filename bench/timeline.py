@@ -31,9 +31,10 @@ _SHOWN = 0.04  # seconds in the picture
 
 
 def overlap(draft: np.ndarray, verify: np.ndarray) -> float:
-    """Share of the time in `draft` [n, 2] that lies in `verify` [m, 2]; both ascend, disjoint."""
+    """Share of the time in `draft` that lies in `verify`: begins and ends in the first two columns,
+    ascending, disjoint."""
     shared, at = 0.0, 0
-    for begin, end in draft.tolist():
+    for begin, end in draft[:, :2].tolist():
         while at < len(verify) and verify[at, 1] <= begin:
             at += 1
         for other in range(at, len(verify)):

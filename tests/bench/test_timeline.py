@@ -20,7 +20,7 @@ def test_overlap_is_the_shared_part_of_the_drafts_time() -> None:
     assert overlap(np.array([[3.0, 6.0]]), VERIFY) == pytest.approx(2 / 3)
     assert overlap(np.array([[-1.0, 15.0]]), VERIFY) == pytest.approx(12 / 16)
     # Steps that a span ends in count for the next span, too.
-    assert overlap(np.array([[3.0, 5.5], [5.5, 8.0]]), VERIFY) == pytest.approx(4 / 5)
+    assert overlap(np.array([[3.0, 5.5, 8], [5.5, 8.0, 4]]), VERIFY) == pytest.approx(4 / 5)
 
 
 def test_a_trace_holds_all_spans(tmp_path: Path) -> None:

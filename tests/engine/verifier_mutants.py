@@ -331,7 +331,9 @@ class Around:
         self.rows = rows
         return self.drafted.logits_after(rows)
 
-    def sample(self, logits: Any, slots: Any, positions: Any, samples: Any) -> Any:
+    def sample(
+        self, logits: Any, slots: Any, positions: Any, samples: Any, settle: None = None
+    ) -> Any:
         result = self.draw(logits, slots, positions, samples)
         self.num_calls += 1
         return result
@@ -357,7 +359,9 @@ class Around:
 
 
 def change_sampler(patch: Patch, kind: type[Around]) -> None:
-    def verify(drafted: verify_module.DraftedStep, sampler: Any, *others: Any) -> Any:
+    def verify(
+        drafted: verify_module.DraftedStep, sampler: Any, *others: Any, typical: None = None
+    ) -> Any:
         around: Any = kind(sampler, drafted)
         drafted = replace(drafted, logits_after=around.logits_after)
         return verify_module.verify(drafted, around, *others)

@@ -17,6 +17,8 @@ One thread at a time.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
@@ -61,6 +63,24 @@ _CLOSED = -1
 _ONE = np.float32(1.0)
 
 
+class MirrorArrays(NamedTuple):
+    """A mirror as compiled functions see it.
+
+    Attributes:
+        nodes: [slots, CAPACITY, 4] int32, see trees.py. state: [slots, columns] int64, see above.
+        learned: [kinds, 2] float32, the record for `commit_all`; maybe empty. table: the record.
+        heap, floats, places: memory to work in, since they allocate nothing.
+    """
+
+    nodes: np.ndarray
+    state: np.ndarray
+    learned: np.ndarray
+    table: np.ndarray
+    heap: np.ndarray
+    floats: np.ndarray
+    places: np.ndarray
+
+
 class Mirror:
     """See the module.
 
@@ -69,21 +89,26 @@ class Mirror:
         vocab_size: tokens of this or above are dropped.
         record: what came of earlier nodes: the estimates of drafts.
         learns: `commit` enters into the record what came of the nodes. Else somebody else does.
+
+    Attributes:
+        arrays: its state, the same as long as it lives.
     """
 
     def __init__(self, slots: int, *, vocab_size: int, record: Record, learns: bool = True) -> None:
         assert slots > 0
         self._vocab_size = vocab_size
-        self._nodes = np.zeros((slots, CAPACITY, _NUM_COLUMNS), np.int32)  # see trees.py
-        self._state = np.zeros((slots, _NUM_NUMBERS + TAIL), np.int64)
+        self.arrays = MirrorArrays(
+            nodes=np.zeros((slots, CAPACITY, _NUM_COLUMNS), np.int32),
+            state=np.zeros((slots, _NUM_NUMBERS + TAIL), np.int64),
+            learned=record.table if learns else record.table[:0],
+            table=record.table,
+            heap=np.zeros(CAPACITY, np.uint64),
+            floats=np.zeros((3, CAPACITY + 1), np.float32),
+            places=np.zeros((2, CAPACITY), np.int64),
+        )
+        self._state = self.arrays.state
         self._state[:, _GENERATION] = _CLOSED
         self._dropped = np.zeros(3, np.int64)
-        self._table = record.table
-        self._learned = record.table if learns else record.table[:0]
-        # For compiled functions, which allocate nothing.
-        self._heap = np.zeros(CAPACITY, np.uint64)
-        self._floats = np.zeros((3, CAPACITY + 1), np.float32)
-        self._places = np.zeros((2, CAPACITY), np.int64)
         self._all_depths = np.full(slots, CAPACITY, np.int32)
         self._caught_up = np.zeros(slots, np.bool_)
 
@@ -131,7 +156,7 @@ class Mirror:
         ids, parents, tokens, kinds = nodes
         assert len(ids) == len(parents) == len(tokens) == len(kinds)
         fine = _add(
-            self._nodes, self._state, self._dropped, self._vocab_size, fit(slots, INT32),
+            self.arrays.nodes, self._state, self._dropped, self._vocab_size, fit(slots, INT32),
             fit(generations, INT32),
             fit(lengths, INT32), fit(counts, INT32), fit(ids, INT32),
             fit(parents, INT32), fit(tokens, INT32), fit(kinds, UINT8),
@@ -147,9 +172,9 @@ class Mirror:
             slots: [R] that are open. bases: [R] lengths of the texts so far.
             tokens: what comes behind them, one text after the other. sizes: [R] of each.
         """
-        fine = _commit(
-            self._nodes, self._state, self._learned, self._places, fit(slots, INT32),
-            fit(bases, INT32), fit(tokens, INT32), fit(sizes, INT32),
+        fine = commit_all(
+            self.arrays, fit(slots, INT32), fit(bases, INT32), fit(tokens, INT32),
+            fit(sizes, INT32),
         )  # fmt: skip
         assert fine, "a text does not go on where it ended"
 
@@ -173,17 +198,16 @@ class Mirror:
             if len(slots) > len(self._all_depths):
                 self._all_depths = np.full(2 * len(slots), CAPACITY, np.int32)
             depths = self._all_depths
-        _propose(
-            self._nodes, self._state, self._table, self._heap, self._floats, self._places,
-            fit(slots, INT32), fit(limits, INT32), fit(depths, INT32), found.found,
-        )  # fmt: skip
+        propose_all(
+            self.arrays, fit(slots, INT32), fit(limits, INT32), fit(depths, INT32), found.found
+        )
 
     def caught_up(self, slots: np.ndarray) -> np.ndarray:
         """[R] bool: for this text nothing is worth waiting for. The worker has told children of the
         last token, or that there are none; or the slot is negative or closed."""
         if len(slots) > len(self._caught_up):
             self._caught_up = np.zeros(2 * len(slots), np.bool_)
-        _ask(self._state, fit(slots, INT32), self._caught_up)
+        ask_all(self._state, fit(slots, INT32), self._caught_up)
         return self._caught_up[: len(slots)]
 
     @staticmethod
@@ -304,21 +328,19 @@ def _hang(
 
 
 @njit(**BORROWING)
-def _commit(
-    trees: np.ndarray,
-    states: np.ndarray,
-    table: np.ndarray,
-    places: np.ndarray,
+def commit_all(
+    mirror: MirrorArrays,
     slots: np.ndarray,
     bases: np.ndarray,
     tokens: np.ndarray,
     sizes: np.ndarray,
 ) -> bool:
-    """See `Mirror.commit`. False if a base is wrong."""
+    """See `Mirror.commit`; all arrays are int32. False if a base is wrong."""
+    table, places = mirror.learned, mirror.places
     first = 0
     for i in range(len(slots)):
         slot, size = slots[i], sizes[i]
-        nodes, state = trees[slot], states[slot]
+        nodes, state = mirror.nodes[slot], mirror.state[slot]
         if state[_GENERATION] < 0 or state[_LENGTH] != bases[i]:
             return False
         node, followed = follow(nodes, state[_COUNT], tokens, first, first + size, table)
@@ -349,27 +371,23 @@ def _commit(
 
 
 @njit(**BORROWING)
-def _propose(
-    trees: np.ndarray,
-    states: np.ndarray,
-    table: np.ndarray,
-    heap: np.ndarray,
-    floats: np.ndarray,
-    places: np.ndarray,
+def propose_all(
+    mirror: MirrorArrays,
     slots: np.ndarray,
     limits: np.ndarray,
     depths: np.ndarray,
     found: FoundArrays,
 ) -> None:
-    """See `Mirror.proposals`."""
-    chances, left, given = floats
-    order, levels = places
+    """See `Mirror.proposals`; the other arrays are int32."""
+    heap, table = mirror.heap, mirror.table
+    chances, left, given = mirror.floats
+    order, levels = mirror.places
     for i in range(len(slots)):
         slot = slots[i]
         found.counts[i] = 0
         if slot < 0:
             continue
-        nodes, count = trees[slot], states[slot, _COUNT]
+        nodes, count = mirror.nodes[slot], mirror.state[slot, _COUNT]
         chances_of(nodes, count, table, given, chances, left)
         most, size = min(np.int64(limits[i]), found.tokens.shape[1]), 0
         for node in range(count):
@@ -391,8 +409,8 @@ def _propose(
 
 
 @njit(**BORROWING)
-def _ask(state: np.ndarray, slots: np.ndarray, out: np.ndarray) -> None:
-    """See `Mirror.caught_up`."""
+def ask_all(state: np.ndarray, slots: np.ndarray, out: np.ndarray) -> None:
+    """See `Mirror.caught_up`; slots is int32, out bool."""
     for i in range(len(slots)):
         out[i] = True
         if slots[i] >= 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -32,7 +33,15 @@ from hetero_llm.core.draft_model_config import DraftModelConfig
 from hetero_llm.core.request import Sequence
 from hetero_llm.cpu.draft.client import DraftWorker
 from hetero_llm.cpu.draft.kinds import NUM_BUCKETS, NUM_RANKS, Record
-from hetero_llm.cpu.draft.mirror import Mirror
+from hetero_llm.cpu.draft.mirror import (
+    Mirror,
+    MirrorArrays,
+    ask_all,
+    commit_all,
+    propose_all,
+)
+from hetero_llm.cpu.lookahead.bound import Bound, cube, matrix, vector
+from hetero_llm.cpu.lookahead.live import FoundArrays
 from hetero_llm.cpu.lookahead.sources import Proposals
 
 _CLOSED, _REFUSED = -1, -2  # instead of a generation
@@ -41,8 +50,30 @@ _FIRST_LEVEL = 5e-4  # seconds in which the worker finds a tree's next level, be
 _WEIGHT = 0.1  # of a new observation in moving averages
 _FIRST_CHOICES = np.r_[:NUM_BUCKETS, NUM_RANKS * NUM_BUCKETS : (NUM_RANKS + 1) * NUM_BUCKETS]
 """Kinds of the likeliest candidates, without and with noise."""
-_LEAST_TOLD = np.float32(0.02)  # chance of a node that the worker is told of
 _PATIENCE = 3  # waits in vain after which nobody waits until the worker is heard of
+_LEAST_TOLD = np.float32(0.02)  # chance of a node that the worker is told of
+_FIRST_SIZE = 16
+
+# Places of `DraftSource._bound`.
+_MIRROR, _LENGTHS, _GENERATIONS, _OWN = 0, 7, 8, 9
+_TOLD, _FRESH, _ASKED, _CAUGHT_UP = range(14, 18)
+_NUM_PLACES = 18
+
+
+class _Buffers(NamedTuple):
+    """What compiled functions write, in the order of the places.
+
+    Attributes:
+        told: [4, S] int32: slots, generations, lengths so far and new tokens of texts that the
+            worker knows. fresh: [N] int32, these tokens.
+        asked: [3, S] int32: slots (-1: not drafted for), most nodes, most tokens of a path.
+        caught_up: [S] bool, see `Mirror.caught_up`.
+    """
+
+    told: NDArray[np.int32]
+    fresh: NDArray[np.int32]
+    asked: NDArray[np.int32]
+    caught_up: NDArray[np.bool_]
 
 
 class DraftSource:
@@ -53,6 +84,9 @@ class DraftSource:
         slots: of the worker; sequences in higher rows are not drafted for.
         vocab_size: of the target and the draft model.
         clock: seconds since some moment.
+
+    Attributes:
+        drafts: of the last proposal, its first rows. Replaced by a larger one by `propose`.
     """
 
     def __init__(
@@ -76,14 +110,33 @@ class DraftSource:
         self._was_up = True
         self._level = _FIRST_LEVEL
         self._vain = 0
-        self._own = Proposals.empty(1)
+        self._bound = Bound(_NUM_PLACES)
+        self._bound.put_all(_MIRROR, self._mirror.arrays)
+        self._bound.put(_LENGTHS, self._lengths)
+        self._bound.put(_GENERATIONS, self._generations)
+        self._make_room(_FIRST_SIZE, _FIRST_SIZE)
         self._counts = dict.fromkeys(("hits", "misses", "waits", "timeouts", "rejected"), 0)
         self._waited = 0.0
         self._yield = 1.0  # tokens of a sequence in a step, lately
         Mirror.compile()
-        grafts = _pack_grafts(*self._own.rows(1).arrays, np.zeros(1, np.int32))
+        nothing = np.zeros(0, np.int64)
+        _go_on(self._bound.table, nothing, nothing, nothing)
+        self._ask(nothing, np.zeros(0, np.int32))
+        grafts = _pack_grafts(self.drafts.found, np.zeros(_FIRST_SIZE, np.int32))
         assert not len(grafts[1])
-        _potentials(*self._own.rows(1).arrays[:3], self._own.counts[:1], np.zeros(1, np.float32))
+        _weigh(self._bound.table, 0, self.drafts.survival, self.drafts.counts)
+
+    def _make_room(self, rows: int, tokens: int) -> None:
+        """For so many texts, and new tokens of them."""
+        self._buffers = _Buffers(
+            told=np.empty((4, rows), np.int32),
+            fresh=np.empty(tokens, np.int32),
+            asked=np.empty((3, rows), np.int32),
+            caught_up=np.empty(rows, np.bool_),
+        )
+        self._bound.put_all(_TOLD, self._buffers)
+        self.drafts = Proposals.empty(rows)
+        self._bound.put_all(_OWN, self.drafts.found)
 
     # -- texts ------------------------------------------------------------------------------
 
@@ -100,32 +153,23 @@ class DraftSource:
             rows: [S]. fresh: new tokens, one sequence after the other. sizes: [S] of each.
         """
         self._take_in()
-        count = np.array(sizes, np.int64)
-        tokens = np.array(fresh, np.int32)
-        used = rows < self._slots
-        known = np.where(used, rows, 0)
-        is_new = used & (self._lengths[known] == 0)
-        if is_new.any():
-            ends = np.cumsum(count)
-            for index in np.flatnonzero(is_new).tolist():
-                text = tokens[ends[index] - count[index] : ends[index]]
-                self._open(int(rows[index]), sequences[index], text)
-        goes_on = used & ~is_new & (count > 0)
-        if not goes_on.all():
-            tokens = tokens[np.repeat(goes_on, count)]
-            rows, count = rows[goes_on], count[goes_on]
-        if len(rows):
-            self._yield += _WEIGHT * (len(tokens) / len(rows) - self._yield)
-            bases = self._lengths[rows]
-            self._lengths[rows] = bases + count
-            is_open = self._generations[rows] >= 0
-            if not is_open.all():
-                tokens = tokens[np.repeat(is_open, count)]
-                rows, count, bases = rows[is_open], count[is_open], bases[is_open]
-        if len(rows):
-            self._mirror.commit(rows, bases, tokens, count)
-            stamps = Stamps(rows, self._generations[rows], bases)
-            put_commits(self._worker.outbox, stamps, count, tokens)
+        fresh, sizes = np.asarray(fresh, np.int64), np.asarray(sizes, np.int64)
+        held, room = len(self._buffers.caught_up), len(self._buffers.fresh)
+        if len(rows) > held or len(fresh) > room:
+            self._make_room(max(held, 2 * len(rows)), max(room, 2 * len(fresh)))
+        count, size, num_new = _go_on(self._bound.table, rows, sizes, fresh)
+        assert count >= 0, "the mirror has the lengths of all texts"
+        if num_new:
+            ends = np.cumsum(sizes)
+            for index, row in enumerate(rows.tolist()):
+                if row < self._slots and self._lengths[row] == 0:
+                    text = fresh[ends[index] - sizes[index] : ends[index]].astype(np.int32)
+                    self._open(row, sequences[index], text)
+        if count:
+            self._yield += _WEIGHT * (size / count - self._yield)
+            slots, generations, bases, counts = self._buffers.told[:, :count]
+            stamps = Stamps(slots, generations, bases)
+            put_commits(self._worker.outbox, stamps, counts, self._buffers.fresh[:size])
         self._worker.push()
 
     def close(self, rows: list[int]) -> None:
@@ -205,24 +249,24 @@ class DraftSource:
             found: what others propose: there it pays less to wait.
         """
         count = len(rows)
-        if len(self._own.counts) < count:
-            self._own = Proposals.empty(2 * count)
-        own = self._own.rows(count)
-        used = rows < self._slots
-        slots = np.where(used & (self._generations[np.where(used, rows, 0)] >= 0), rows, -1)
-        longest = self._longest - self._lengths[np.where(used, rows, 0)]
-        depths = np.minimum(longest, self._config.num_tokens).astype(np.int32)
-        slots[depths < 1] = -1
-        self._take_in()
-        caught_up = self._mirror.caught_up(slots)
-        misses = count - int(caught_up.sum())
+        asked, misses = self._ask(rows, most)
+        if misses and self._take_in():
+            asked, misses = self._ask(rows, most)
         self._counts["misses"] += misses
-        self._counts["hits"] += int((slots >= 0).sum()) - misses
-        self._mirror.proposals(slots, most, own, depths)
+        self._counts["hits"] += asked - misses
         if self._config.overlap != "enumerate" and self._worker.is_up and self._vain < _PATIENCE:
-            self._wait(slots, most, depths, own, seconds, found)
-        own.kind[:] = -1  # the mirror keeps the record of these
-        return own
+            self._wait(rows, most, seconds, found)
+        return self.drafts.some(slice(count))
+
+    def _ask(self, rows: NDArray[np.int64], most: NDArray[np.int32]) -> tuple[int, int]:
+        """Drafts out of the mirror, as it is now. Returns how many texts are drafted for, and how
+        many of these the worker has drafted nothing for yet."""
+        if len(rows) > len(self._buffers.caught_up):
+            self._make_room(2 * len(rows), len(self._buffers.fresh))
+        counts: tuple[int, int] = _ask(
+            self._bound.table, rows, most, self._config.num_tokens, self._longest
+        )
+        return counts
 
     def graft(self, rows: NDArray[np.int64], found: Proposals, kept: NDArray[np.int32]) -> None:
         """Tells the worker of nodes that are verified and not its own, while the device works: what
@@ -234,7 +278,7 @@ class DraftSource:
         """
         used = rows < self._slots
         is_open = used & (self._generations[np.where(used, rows, 0)] >= 0)
-        counts, nodes = _pack_grafts(*found.arrays, np.where(is_open, kept, 0).astype(np.int32))
+        counts, nodes = _pack_grafts(found.found, np.where(is_open, kept, 0).astype(np.int32))
         some = counts > 0
         if not some.any():
             return
@@ -244,10 +288,8 @@ class DraftSource:
 
     def _wait(
         self,
-        slots: NDArray[np.int64],
+        rows: NDArray[np.int64],
         most: NDArray[np.int32],
-        depths: NDArray[np.int32],
-        own: Proposals,
         seconds: float,
         found: Proposals,
     ) -> None:
@@ -256,13 +298,10 @@ class DraftSource:
         if limit is None:
             limit = min(2 * max(self._level, _FIRST_LEVEL) * self._config.num_tokens, _LONGEST_WAIT)
         begin = now = self._clock()
-        others = np.where(found.counts[: len(slots)] > 0, found.survival[: len(slots), 0], 0.0)
         while True:
-            potentials = np.where(self._mirror.caught_up(slots), 0.0, 1.0).astype(np.float32)
-            _potentials(own.tokens, own.parents, own.survival, own.counts, potentials)
-            gain = float(((1.0 - others) * potentials).sum()) * self._first_rate()
+            gain = _weigh(self._bound.table, len(rows), found.survival, found.counts)
             # Tokens a second, with one more level and without.
-            if gain * (seconds + now - begin) <= len(slots) * self._yield * self._level:
+            if gain * (seconds + now - begin) <= len(rows) * self._yield * self._level:
                 break
             left = limit - (now - begin)
             if left <= 0:
@@ -275,13 +314,8 @@ class DraftSource:
                 self._counts["timeouts"] += 1
                 break
             self._level += _WEIGHT * (now - before - self._level)
-            self._mirror.proposals(slots, most, own, depths)
+            self._ask(rows, most)
         self._waited += now - begin
-
-    def _first_rate(self) -> float:
-        """How often the worker's first choice is accepted, lately."""
-        accepted, tried = self._record.table[_FIRST_CHOICES].sum(axis=0)
-        return float((accepted + 1.0) / (tried + 2.0))
 
     def _take_in(self, timeout_us: int = 0) -> bool:
         """Takes in what the worker has told; whether there was anything."""
@@ -323,7 +357,7 @@ class DraftSource:
             "draft_misses": self._counts["misses"],
             "draft_timeouts": self._counts["timeouts"],
             "draft_wait_seconds": self._waited,
-            "draft_first_accepted": self._first_rate(),
+            "draft_first_accepted": _first_rate(self._record.table),
             "draft_rejected_messages": self._counts["rejected"]
             + counters.corrupt
             + dropped["malformed"],
@@ -334,17 +368,146 @@ class DraftSource:
         self._worker.close()
 
 
+# -- compiled -------------------------------------------------------------------------------
+
+
 @njit(cache=True, nogil=True)
-def _pack_grafts(
-    tokens: np.ndarray,
-    parents: np.ndarray,
-    survival: np.ndarray,
-    kind: np.ndarray,
-    counts: np.ndarray,
-    kept: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
+def _mirror_at(table: np.ndarray) -> MirrorArrays:
+    return MirrorArrays(
+        cube(table, _MIRROR, np.int32),
+        matrix(table, _MIRROR + 1, np.int64),
+        matrix(table, _MIRROR + 2, np.float32),
+        matrix(table, _MIRROR + 3, np.float32),
+        vector(table, _MIRROR + 4, np.uint64),
+        matrix(table, _MIRROR + 5, np.float32),
+        matrix(table, _MIRROR + 6, np.int64),
+    )
+
+
+@njit(cache=True, nogil=True)
+def _own_at(table: np.ndarray, count: int) -> FoundArrays:
+    return FoundArrays(
+        matrix(table, _OWN, np.int32)[:count],
+        matrix(table, _OWN + 1, np.int32)[:count],
+        matrix(table, _OWN + 2, np.float32)[:count],
+        matrix(table, _OWN + 3, np.int32)[:count],
+        vector(table, _OWN + 4, np.int32)[:count],
+    )
+
+
+@njit(cache=True, nogil=True)
+def _go_on(
+    table: np.ndarray, rows: np.ndarray, sizes: np.ndarray, tokens: np.ndarray
+) -> tuple[int, int, int]:
+    """Adds new tokens to texts and to the mirror, and notes what the worker is to be told.
+
+    Returns:
+        texts that it is to be told of, -1 if the mirror knows other ones; their new tokens; texts
+        that have just begun, which are left alone.
+    """
+    lengths, generations = vector(table, _LENGTHS, np.int64), vector(table, _GENERATIONS, np.int64)
+    told, fresh = matrix(table, _TOLD, np.int32), vector(table, _FRESH, np.int32)
+    first = count = size = num_new = 0
+    for i in range(len(rows)):
+        row, new = rows[i], tokens[first : first + sizes[i]]
+        first += sizes[i]
+        if row >= len(lengths):
+            continue
+        if lengths[row] == 0:
+            num_new += 1
+            continue
+        if generations[row] >= 0 and len(new) > 0:
+            told[0, count], told[1, count] = row, generations[row]
+            told[2, count], told[3, count] = lengths[row], len(new)
+            fresh[size : size + len(new)] = new
+            count += 1
+            size += len(new)
+        lengths[row] += len(new)
+    fine = commit_all(
+        _mirror_at(table), told[0, :count], told[2, :count], fresh[:size], told[3, :count]
+    )
+    return count if fine else -1, size, num_new
+
+
+@njit(cache=True, nogil=True)
+def _ask(
+    table: np.ndarray, rows: np.ndarray, most: np.ndarray, depth: int, longest: int
+) -> tuple[int, int]:
+    """See `DraftSource._ask`.
+
+    Args:
+        depth: most tokens of a path. longest: positions of the draft model.
+    """
+    count = len(rows)
+    lengths, generations = vector(table, _LENGTHS, np.int64), vector(table, _GENERATIONS, np.int64)
+    asked = matrix(table, _ASKED, np.int32)
+    num_asked = 0
+    for i in range(count):
+        row = rows[i]
+        asked[0, i], asked[1, i], asked[2, i] = -1, most[i], 0
+        if row < len(lengths) and generations[row] >= 0 and lengths[row] < longest:
+            asked[0, i], asked[2, i] = row, min(longest - lengths[row], depth)
+            num_asked += 1
+    mirror, own = _mirror_at(table), _own_at(table, count)
+    caught_up = vector(table, _CAUGHT_UP, np.bool_)
+    ask_all(mirror.state, asked[0, :count], caught_up)
+    propose_all(mirror, asked[0, :count], asked[1, :count], asked[2, :count], own)
+    num_missing = count
+    for i in range(count):
+        num_missing -= caught_up[i]
+        for node in range(own.counts[i]):
+            own.kind[i, node] = -1  # the mirror keeps the record of these
+    return num_asked, num_missing
+
+
+@njit(cache=True, nogil=True)
+def _weigh(table: np.ndarray, count: int, survival: np.ndarray, counts: np.ndarray) -> float:
+    """Tokens that a further level of all drafts adds to a step.
+
+    Args:
+        count: S. survival, counts: [S] what others propose: there it pays less to wait.
+    """
+    own, caught_up = _own_at(table, count), vector(table, _CAUGHT_UP, np.bool_)
+    gain = 0.0
+    for i in range(count):
+        start = 0.0 if caught_up[i] else 1.0
+        if own.counts[i] > 0:
+            start = _likeliest_leaf(own.parents[i], own.survival[i], own.counts[i])
+        other = float(survival[i, 0]) if counts[i] > 0 else 0.0
+        gain += (1.0 - other) * start
+    return gain * _first_rate(matrix(table, _MIRROR + 3, np.float32))
+
+
+@njit(cache=True, nogil=True)
+def _likeliest_leaf(parents: np.ndarray, survival: np.ndarray, count: int) -> float:
+    """Its survival: what a further level starts from."""
+    best = 0.0
+    for node in range(count):
+        is_leaf = True
+        for other in range(node + 1, count):
+            if parents[other] == node:
+                is_leaf = False
+                break
+        if is_leaf:
+            best = max(best, float(survival[node]))
+    return best
+
+
+@njit(cache=True, nogil=True)
+def _first_rate(record: np.ndarray) -> float:
+    """How often the worker's first choice is accepted, lately."""
+    accepted, tried = 1.0, 2.0
+    for kind in _FIRST_CHOICES:
+        accepted += record[kind, 0]
+        tried += record[kind, 1]
+    return accepted / tried
+
+
+@njit(cache=True, nogil=True)
+def _pack_grafts(found: FoundArrays, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[S] nodes of each draft to be told, and those as rows of int32 words, see `GRAFTED`. A draft
     whose kept nodes all came from the worker is left out."""
+    tokens, parents, survival, kind, counts = found
     told = np.zeros(len(counts), np.int32)
     total = 0
     for row in range(len(counts)):
@@ -364,27 +527,3 @@ def _pack_grafts(
             chances[at, 2] = survival[row, node]
             at += 1
     return told, words
-
-
-@njit(cache=True, nogil=True)
-def _potentials(
-    tokens: np.ndarray,
-    parents: np.ndarray,
-    survival: np.ndarray,
-    counts: np.ndarray,
-    potentials: np.ndarray,
-) -> None:
-    """Writes the survival of each draft's likeliest leaf, where it has one: what a further level
-    starts from."""
-    for row in range(len(counts)):
-        best = np.float32(0.0)
-        for node in range(counts[row]):
-            is_leaf = True
-            for other in range(node + 1, counts[row]):
-                if parents[row, other] == node:
-                    is_leaf = False
-                    break
-            if is_leaf:
-                best = max(best, survival[row, node])
-        if counts[row] > 0:
-            potentials[row] = best

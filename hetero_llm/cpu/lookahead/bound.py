@@ -21,16 +21,16 @@ class Bound:
     meanwhile.
 
     Attributes:
-        table: [places, 3] int64 for compiled functions: address, rows and columns of each array.
-            Good as long as this object lives.
+        table: [places, 4] int64 for compiled functions: address and sizes of each array. Good as
+            long as this object lives.
     """
 
     def __init__(self, places: int) -> None:
-        self.table = np.zeros((places, 3), np.int64)
+        self.table = np.zeros((places, 4), np.int64)
         self._held: list[Any] = [None] * places
 
     def put(self, place: int, array: NDArray[Any]) -> None:
-        """Enters an array of one or two dimensions. It costs next to nothing if it is there."""
+        """Enters an array of one to three dimensions. It costs next to nothing if it is there."""
         if self._held[place] is not array:
             self._enter(place, array)
             self._held[place] = array
@@ -48,9 +48,8 @@ class Bound:
         self.table[place, 1] = rows
 
     def _enter(self, place: int, array: NDArray[Any]) -> None:
-        assert array.flags.carray and array.ndim in (1, 2)
-        columns = array.shape[1] if array.ndim == 2 else 1
-        self.table[place] = array.ctypes.data, len(array), columns
+        assert array.flags.carray and 1 <= array.ndim <= 3
+        self.table[place, : array.ndim + 1] = array.ctypes.data, *array.shape
 
 
 @intrinsic
@@ -73,3 +72,10 @@ def vector(table: np.ndarray, place: int, dtype: Any) -> Any:
 def matrix(table: np.ndarray, place: int, dtype: Any) -> Any:
     """The array of two dimensions at this place, whose type the caller knows."""
     return carray(_pointer(table[place, 0]), (table[place, 1], table[place, 2]), dtype)
+
+
+@njit(cache=True, nogil=True)
+def cube(table: np.ndarray, place: int, dtype: Any) -> Any:
+    """The array of three dimensions at this place, whose type the caller knows."""
+    sizes = (table[place, 1], table[place, 2], table[place, 3])
+    return carray(_pointer(table[place, 0]), sizes, dtype)

@@ -42,10 +42,11 @@ _FIRST_SIZE = 16
 
 # Places of `Desk._bound`.
 _TOKENS, _LIVE, _ENDS, _RECORD, _COSTS, _EDGES, _TURBO, _RAW = 0, 1, 4, 5, 6, 7, 8, 9
-_FOUND, _MORE = 10, 20  # two sets of drafts, that of this proposal and the one before; one more
-_WHERE, _MOST, _TRUST, _KEPT, _TOKENS_OUT, _PARENTS_OUT = range(25, 31)
-_LOCAL, _YOUNG, _OLD, _STATIC = 31, 41, 51, 61  # a trie, a Raw index, their text
-_NUM_PLACES = 71
+# Sets of drafts: that of this proposal and the one before, in turn; Raw's; somebody else's.
+_FOUND, _MORE, _THEIRS = 10, 20, 25
+_WHERE, _MOST, _TRUST, _KEPT, _TOKENS_OUT, _PARENTS_OUT = range(30, 36)
+_LOCAL, _YOUNG, _OLD, _STATIC = 36, 46, 56, 66  # a trie, a Raw index, their text
+_NUM_PLACES = 76
 _RAW_INDEX, _TEXT = 5, 9  # places behind the trie's
 
 
@@ -86,6 +87,7 @@ class Desk:
         bound.put(_RECORD, record)
         bound.put(_TURBO, np.array(turbo_params(config), np.float64))
         bound.put(_RAW, np.array(raw_params(config), np.float64))
+        self._theirs: Proposals | None = None
         self._make_room(_FIRST_SIZE)
         self._found = [Proposals.empty(_FIRST_SIZE) for _ in range(2)]
         for which, found in enumerate(self._found):
@@ -132,6 +134,7 @@ class Desk:
     def bind(self, turbo: TurboSource | None, raw: RawSource | None, history: History) -> None:
         """What is looked up next is looked up in these, as they are now."""
         bound = self._bound
+        history.changed = False  # before it is looked at: another thread may set it meanwhile
         if turbo is not None:
             bound.put_all(_LOCAL, turbo.local.arrays)
         if raw is not None:
@@ -143,6 +146,11 @@ class Desk:
                 bound.put_all(place + _RAW_INDEX, part.raw.arrays)
             bound.put(place + _TEXT, part.text)
             bound.cut(place + _TEXT, part.end)
+
+    def price(self, costs: StepCosts) -> None:
+        """Steps take so long from now on."""
+        self._bound.put(_COSTS, costs.table())
+        self._bound.put(_EDGES, costs.edges)
 
     def look_up(self, first: int, last: int) -> None:
         """The caches' drafts for some of the sequences."""
@@ -159,8 +167,15 @@ class Desk:
         return self._found[self._now].some(slice(self._count))
 
     def merge(self, drafts: Proposals) -> None:
-        """Adds drafts of somebody else."""
-        merge(*self.found.arrays, *drafts.arrays, self.most)
+        """Adds drafts of somebody else, who keeps them in the same arrays from call to call.
+
+        Args:
+            drafts: [S or more].
+        """
+        if drafts is not self._theirs:
+            self._theirs = drafts
+            self._bound.put_all(_THEIRS, drafts.found)
+        _merge(self._bound.table, _FOUND + 5 * self._now, _THEIRS, 0, self._count)
 
     def choose(self, costs: StepCosts, num_rows: int, turn: float) -> tuple[DraftBatch, bool]:
         """Chooses the nodes that make tokens come fastest and notes who got which.
@@ -172,16 +187,19 @@ class Desk:
         Returns:
             the drafts, and whether there are nodes that pay.
         """
-        bound, count = self._bound, self._count
-        bound.put(_COSTS, costs.table())
-        bound.put(_EDGES, costs.edges)
+        count, buffers = self._count, self._buffers
+        self.price(costs)
         self._asked += 1
-        worth, size = _choose(
-            bound.table, _FOUND + 5 * self._now, count, self._asked, num_rows, turn,
+        pays, size = _choose(
+            self._bound.table, _FOUND + 5 * self._now, count, self._asked, num_rows, turn,
             self._most_rows, self._target, self._depth,
         )  # fmt: skip
-        _, _, _, kept, tokens, parents = self._buffers
-        return DraftBatch(kept[:count].copy(), tokens[:size].copy(), parents[:size].copy()), worth
+        batch = DraftBatch(
+            buffers.kept[:count].copy(),
+            buffers.tokens[:size].copy(),
+            buffers.parents[:size].copy(),
+        )
+        return batch, pays
 
 
 # -- compiled -------------------------------------------------------------------------------
@@ -275,13 +293,20 @@ def _look_up(table: np.ndarray, mode: int, place: int, first: int, last: int) ->
         more = _found_at(table, _MORE, first, last)
         more.counts[:] = 0
         _ask_raw(table, more, first, last)
-        merge(
-            found.tokens, found.parents, found.survival, found.kind, found.counts,
-            more.tokens, more.parents, more.survival, more.kind, more.counts,
-            vector(table, _MOST, np.int32)[first:last],
-        )  # fmt: skip
+        _merge(table, place, _MORE, first, last)
     elif mode != TURBO:
         _ask_raw(table, found, first, last)
+
+
+@njit(cache=True, nogil=True)
+def _merge(table: np.ndarray, place: int, other: int, first: int, last: int) -> None:
+    """Adds one set's drafts for some of the sequences to another's."""
+    found, more = _found_at(table, place, first, last), _found_at(table, other, first, last)
+    merge(
+        found.tokens, found.parents, found.survival, found.kind, found.counts, more.tokens,
+        more.parents, more.survival, more.kind, more.counts,
+        vector(table, _MOST, np.int32)[first:last],
+    )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)

@@ -114,8 +114,6 @@ class LookaheadDrafter:
             source.forget(live.texts.tokens, known)
         live.texts.close(text)
         self._propose([], [], 0)
-        if self._model is not None:
-            self._desk.merge(self._desk.found)
 
     @property
     def history(self) -> History:
@@ -193,11 +191,13 @@ class LookaheadDrafter:
                 self._model.graft(rows, self._desk.found, kept)
                 self._verified = None
             self._model.settle()
-        self._costs.table()  # worked out while nobody waits
         if self._unlearned:
             self._learn()
         if self._closed:
             self._forget()
+        # Nobody waits now, and for the next proposal these will be as they are.
+        self._desk.price(self._costs)
+        self._desk.bind(self._turbo, self._raw, self._history)
 
     # -- proposing --------------------------------------------------------------------------
 
@@ -210,7 +210,8 @@ class LookaheadDrafter:
         self._look_up(fresh.num_rows)
         if model is not None:
             (seconds,) = self._costs.of(num_rows)
-            desk.merge(model.propose(fresh.rows, desk.most, seconds, desk.found))
+            model.propose(fresh.rows, desk.most, seconds, desk.found)
+            desk.merge(model.drafts)
         batch, pays = desk.choose(self._costs, num_rows, self._turn)
         self._verified = (fresh.rows, batch.counts) if pays else None
         if pays:
@@ -232,7 +233,8 @@ class LookaheadDrafter:
     def _look_up(self, count: int) -> None:
         """The caches' drafts for so many sequences; large batches are shared by threads."""
         desk = self._desk
-        desk.bind(self._turbo, self._raw, self._history)
+        if self._history.changed:
+            desk.bind(self._turbo, self._raw, self._history)
         parts = min(self._threads, -(-count // _PART))
         if parts <= 1:
             desk.look_up(0, count)

@@ -180,12 +180,14 @@ class History:
 
     Attributes:
         capacity: that of the old and the young, and once more of the static generation.
+        changed: set to True whenever a generation is changed or replaced.
     """
 
     def __init__(
         self, config: LookaheadConfig, capacity: int, *, uses_raw: bool, uses_trie: bool
     ) -> None:
         self.capacity = capacity
+        self.changed = True
         self._params = IndexParams(
             raw_params(config) if uses_raw else None, trie_params(config) if uses_trie else None
         )
@@ -245,6 +247,7 @@ class History:
             self._old.clear()
             self._young, self._old = self._old, self._young
         self._young.add(tokens, told, space, self._ticks_before + tick)
+        self.changed = True
 
     def new_static(self) -> Generation:
         """An empty generation to be filled, by any thread, and then put in place by `use`."""
@@ -254,6 +257,7 @@ class History:
         """Puts a static generation in place, from any thread: whoever looks up meanwhile has the
         one before or this one. It is not to be changed any more."""
         self._static = static
+        self.changed = True
 
     def parts(self) -> Parts:
         """Everything it knows, to be read until the next `add`."""
@@ -274,3 +278,4 @@ class History:
         ticks = parts.young.documents[-1:, TICK].tolist()
         self._young, self._old, self._static = young, old, static
         self._ticks_before = ticks[0] + 1 if ticks else 0
+        self.changed = True

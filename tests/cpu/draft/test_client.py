@@ -29,7 +29,7 @@ from hetero_llm.cpu.draft import client
 from hetero_llm.cpu.draft.client import PROGRAM, SILENCE, START_SECONDS, DraftWorker
 from hetero_llm.cpu.draft.protocol import WorkerSettings
 from hetero_llm.demo_models import demo_folder
-from tests.bridge.tools import HEAD, SLOTS_AT
+from tests.bridge.tools import HEAD, SLOTS_AT, TAIL
 from tests.cpu.draft import stand_in
 from tests.cpu.draft.stand_in import LAST_WORDS, VOCAB
 
@@ -122,6 +122,13 @@ def num_pushed(one: DraftWorker) -> int:
     """Slots that the worker has filled since it started."""
     assert one._process is not None
     (position,) = np.frombuffer(one._process.rings[1].memory, np.uint32, 1, HEAD)
+    return int(position)
+
+
+def num_taken(one: DraftWorker) -> int:
+    """Slots that the worker has taken since it started."""
+    assert one._process is not None
+    (position,) = np.frombuffer(one._process.rings[0].memory, np.uint32, 1, TAIL)
     return int(position)
 
 
@@ -384,6 +391,26 @@ def test_slow_is_not_deaf(monkeypatch: pytest.MonkeyPatch) -> None:
                 heard += len(records)
                 slots += records.headers["slot"].tolist()
         assert slots == list(range(count))
+
+
+def test_slow_for_longer_than_silence_is_not_deaf() -> None:
+    """The ring is full at every push, but something of it was taken since the last one."""
+    clock = Clock()
+    with worker("good", clock) as one:
+        wait_up(one)
+        stop(one)
+        tell(one, 3 << 14)
+        assert one.pid is not None
+        taken = num_taken(one)
+        os.kill(one.pid, signal.SIGCONT)
+        wait(lambda: num_taken(one) > taken)
+        stop(one)
+        clock.now += SILENCE + 0.01
+        one.push()
+        assert one.is_up and len(one.outbox) > 0
+        clock.now += SILENCE + 0.01
+        one.push()
+        assert one.pid is None
 
 
 def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

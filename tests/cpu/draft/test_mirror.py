@@ -451,8 +451,8 @@ def test_counts_that_are_not_those_of_the_nodes_are_our_bug() -> None:
 def test_compile_has_met_every_type_of_argument() -> None:
     Mirror.compile()
     test_more_rows_than_slots_can_be_asked_for()
-    compiled = mirror_module._add, mirror_module._commit, mirror_module._propose
-    assert [len(function.signatures) for function in (*compiled, mirror_module._ask)] == [1] * 4
+    compiled = mirror_module._add, mirror_module.commit_all, mirror_module.propose_all
+    assert [len(function.signatures) for function in (*compiled, mirror_module.ask_all)] == [1] * 4
 
 
 def test_more_rows_than_slots_can_be_asked_for() -> None:

@@ -17,7 +17,7 @@ from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
 from hetero_llm.cpu.lookahead.history import History
-from hetero_llm.cpu.lookahead.live import HITS
+from hetero_llm.cpu.lookahead.live import HITS, SPACE
 from hetero_llm.cpu.lookahead.prompt_lookup_drafter import PromptLookupDrafter
 from hetero_llm.cpu.lookahead.texts import Texts
 from hetero_llm.engine.prefix_cache import root_key
@@ -414,3 +414,35 @@ def test_a_document_larger_than_a_generation_is_left_out(capacity: int) -> None:
     history = History(RAW, capacity, uses_raw=True, uses_trie=True)
     history.add(np.arange(capacity // 2, dtype=np.int32), 0, 5, 0)
     assert all(part.end == 0 for part in history.generations)
+
+
+def test_drafts_are_judged_although_the_next_batch_is_much_larger() -> None:
+    drafter = make_drafter(cache_mode=0, capacity=0)
+    sequence = make_sequence("a", [*PHRASE, 7, 8, 9])
+    others = [make_sequence(f"{i}", [500 + i] * 3) for i in range(50)]
+    ask(drafter, sequence)
+    sequence.token_ids += [40, 41]
+    (draft,) = ask(drafter, sequence)
+    before = drafter._record.copy()
+    sequence.token_ids += draft[:3]
+    ask(drafter, *others, sequence)
+    changed = drafter._record - before
+    assert changed[:, 0].sum() == changed[:, 1].sum() == 3
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2, 3])
+def test_what_changes_between_two_steps_is_looked_up_at_once(mode: int) -> None:
+    """Also with arrays that are larger than those of the step before."""
+    drafter = make_drafter(cache_mode=mode)
+    sequence = make_sequence("a", [900, 901])
+    sequence.token_ids += [40]
+    ask(drafter, sequence)
+    space = drafter._live.arrays.numbers[drafter._live._row_of[sequence], SPACE]
+    static = drafter.history.new_static()
+    static.add(np.arange(300, 800, dtype=np.int32), 0, int(space), 0)
+    drafter.history.use(static)
+    sequence.token_ids += [600, 601]
+    assert ask(drafter, sequence)[0][:2] == [602, 603]
+    drafter.history.add(np.arange(100, 200, dtype=np.int32), 0, int(space), 0)
+    sequence.token_ids += [150, 151]
+    assert ask(drafter, sequence)[0][:2] == [152, 153]

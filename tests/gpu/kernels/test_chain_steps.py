@@ -51,7 +51,7 @@ def test_the_draft_model_draws_as_the_target(checkpoint: Path, device: torch.dev
     scheduler.check_integrity()
     drafter._blocks.check_integrity()
     stats = scheduler.stats
-    assert stats.num_draft_tokens >= 12 and stats.num_accepted_tokens == stats.num_draft_tokens
+    assert stats.num_draft_tokens >= 8 and stats.num_accepted_tokens == stats.num_draft_tokens
 
 
 def test_typical_tokens_are_walked_by_depth(checkpoint: Path, device: torch.device) -> None:
