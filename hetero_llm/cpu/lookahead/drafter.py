@@ -71,7 +71,7 @@ class LookaheadDrafter:
         self._live = Live(width)
         self._learn_from = SIGNATURE_TOKENS - 1 if config.ignore_prompt else None
         self._unlearned: list[NDArray[np.int64]] = []  # rows with new tokens
-        self._closed: list[int] = []  # rows to be forgotten
+        self._ended: list[Sequence] = []  # whose last tokens have not been looked at
         uses_raw = uses_cache and config.cache_mode != TURBO
         uses_trie = uses_cache and config.cache_mode != RAW
         self._history = History(config, capacity, uses_raw=uses_raw, uses_trie=uses_trie)
@@ -170,21 +170,14 @@ class LookaheadDrafter:
         self._finished = self._clock()
 
     def close(self, request: Request) -> None:
-        fresh = self._live.close(request)
-        if fresh is None:
-            return
-        self._desk.catch_up(self._live, fresh, proposes=False)
-        self._live.arrays.numbers[fresh.rows, CLOSED] = 1
-        rows = fresh.rows.tolist()
-        self._closed += rows
-        if self._model is not None:
-            self._model.close(rows)
+        self._ended += self._live.close(request)  # the device waits now
 
     def settle(self) -> None:
         self._resting = max(self._resting - 1, 0)
         for num_rows, seconds in self._observed:
             self._costs.observe(num_rows, seconds)
         self._observed.clear()
+        ended = self._end() if self._ended else None
         if self._model is not None:
             if self._verified is not None:
                 rows, kept = self._verified
@@ -193,8 +186,8 @@ class LookaheadDrafter:
             self._model.settle()
         if self._unlearned:
             self._learn()
-        if self._closed:
-            self._forget()
+        if ended is not None:
+            self._forget(ended)
         # Nobody waits now, and for the next proposal these will be as they are.
         self._desk.price(self._costs)
         self._desk.bind(self._turbo, self._raw, self._history)
@@ -270,19 +263,28 @@ class LookaheadDrafter:
             for row in rows[where.ends - numbers[rows, TOLD] >= _CHUNK].tolist():
                 self._tell(row)
 
-    def _forget(self) -> None:
+    def _end(self) -> NDArray[np.int64]:
+        """Takes in the last tokens of ended sequences. Returns their rows, to be forgotten."""
+        fresh = self._live.last(self._ended)
+        self._ended.clear()
+        self._desk.catch_up(self._live, fresh, proposes=False)
+        self._live.arrays.numbers[fresh.rows, CLOSED] = 1
+        if self._model is not None:
+            self._model.close(fresh.rows.tolist())
+        return fresh.rows
+
+    def _forget(self, rows: NDArray[np.int64]) -> None:
         """Ended sequences go into the history and out of everything else."""
         self._tick += 1
-        numbers, rows = self._live.arrays.numbers, np.array(self._closed, np.int64)
-        for row in self._closed:
+        numbers, closed = self._live.arrays.numbers, rows.tolist()
+        for row in closed:
             if not numbers[row, FOREIGN]:
                 self._tell(row)
         numbers[rows, INDEXED] = np.minimum(numbers[rows, INDEXED], numbers[rows, END])
         for source in self._sources:
             source.forget(self._live.texts.tokens, Rows(*self._live.where(rows)))
-        for row in self._closed:
+        for row in closed:
             self._live.forget(row)
-        self._closed.clear()
 
     def _tell(self, row: int) -> None:
         """Gives the history what it has not got of an output, with some context before it."""

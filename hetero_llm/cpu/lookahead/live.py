@@ -149,12 +149,13 @@ class Live:
         numbers = self.arrays.numbers[rows]
         return np.stack([*numbers[:, [SALT, SPACE, FIRST, INDEXED, END]].T, rows])
 
-    def close(self, request: Request) -> Fresh | None:
-        """The last tokens of an ended request, whose rows are still to be forgotten; None if it has
-        none. They may be taken in, but no more of theirs is followed."""
-        sequences = self._of_request.pop(request.request_id, [])
-        if not sequences:
-            return None
+    def close(self, request: Request) -> list[Sequence]:
+        """The sequences of an ended request, for `last`."""
+        return self._of_request.pop(request.request_id, [])
+
+    def last(self, sequences: list[Sequence]) -> Fresh:
+        """The last tokens of sequences, of which no more are followed. Their rows are still to be
+        forgotten."""
         fresh = self.follow(sequences, [0] * len(sequences), None)
         for sequence in sequences:
             del self._row_of[sequence]

@@ -202,7 +202,7 @@ def test_target_parallelism_favours_those_that_hit() -> None:
 def assert_forgotten(drafter: LookaheadDrafter) -> None:
     live = drafter._live
     assert live.num_rows == 0 and not live._row_of and not live._of_request
-    assert not drafter._unlearned and not drafter._closed
+    assert not drafter._unlearned and not drafter._ended
     assert len(live.texts._free) == live.texts._rows
 
 
