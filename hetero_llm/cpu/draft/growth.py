@@ -483,11 +483,10 @@ def graft(
         if kind < 0 or wanted < 0 or (wanted > 0 and parent < 0):
             continue
         node = child(nodes, state[COUNT], parent, token)
-        if node >= 0:
-            trees.given[slot, node] = max(trees.given[slot, node], min(share, _ONE))
-        else:
+        if node < 0:
             node = state[COUNT]
             _add(trees, slot, parent, token, kind, np.float32(0.0))
+        trees.given[slot, node] = max(trees.given[slot, node], min(share, _ONE))
         ids[i] = nodes[node, ID]
         taken += 1
     state[_GRAFTS] = 1

@@ -125,8 +125,9 @@ def chances_of(
 ) -> None:
     """Chances that a text goes through the nodes.
 
-    A node is as likely as its parent times the rate of its kind, or `given` if that is more;
-    siblings together are no likelier than their parent, the first ones come first.
+    A node is as likely as its parent times the rate of its kind, and siblings together are no
+    likelier than their parent, the first ones come first. A node is no less likely than `given`,
+    whatever its siblings are: somebody knows more about it.
 
     Args:
         table: see `Record`.
@@ -138,8 +139,8 @@ def chances_of(
     for node in range(count):
         parent, kind = nodes[node, PARENT], nodes[node, KIND]
         rate = (table[kind, 0] + _ONE) / (table[kind, 1] + np.float32(2.0))
-        rate = min(max(rate, given[node]), left[parent + 1])
-        left[parent + 1] -= rate
+        rate = max(min(rate, left[parent + 1]), given[node])
+        left[parent + 1] = max(left[parent + 1] - rate, np.float32(0.0))
         left[node + 1] = _ONE
         chances[node] = rate * (chances[parent] if parent >= 0 else _ONE)
 

@@ -216,7 +216,10 @@ class Twin:
             places.append(None)
             if above < -1 or above >= i or not 0 <= token < self.vocab_size:
                 continue
-            share = F(chance / (nodes[above][2] if above >= 0 else F(1)))
+            whole = nodes[above][2] if above >= 0 else F(1)
+            if not whole > 0:
+                continue
+            share = F(chance / whole)
             kind = grafted_kind(min(float(share), 1.0))
             parent = places[above] if above >= 0 else None
             if len(tree.nodes) == CAPACITY:
@@ -225,11 +228,9 @@ class Twin:
             if kind < 0 or (above >= 0 and (parent is None or parent not in tree.nodes)):
                 continue
             same = [node for node in tree.children(parent) if node.token == token]
-            if same:
-                places[i] = same[-1]
-                same[-1].given = max(same[-1].given, min(share, F(1)))
-            else:
-                places[i] = self._add(tree, parent, token, kind)
+            node = same[-1] if same else self._add(tree, parent, token, kind)
+            node.given = max(node.given, min(share, F(1)))
+            places[i] = node
             taken += 1
         tree.has_grafts = True
         self._rate(tree)
@@ -266,9 +267,9 @@ class Twin:
     def _rate(self, tree: Tree) -> None:
         left: dict[Node | None, np.float32] = {}
         for node in tree.nodes:
-            rate = max(rate_of(self.record, node.kind), node.given)
-            rate = min(rate, left.get(node.parent, F(1)))
-            left[node.parent] = F(left.get(node.parent, F(1)) - rate)
+            before = left.get(node.parent, F(1))
+            rate = max(min(rate_of(self.record, node.kind), before), node.given)
+            left[node.parent] = max(F(before - rate), F(0))
             node.chance = F(rate * (node.parent.chance if node.parent else F(1)))
 
     def _judge(self, kind: int, hit: bool) -> None:

@@ -401,3 +401,52 @@ def test_a_wait_ends_in_time(worker: LocalWorker) -> None:
     texts.propose([0])
     assert now[0] - begin <= 0.006
     assert max(asked) <= 5001
+
+
+# -- nodes of somebody else ----------------------------------------------------------------------
+
+
+def verified(
+    nodes: list[tuple[int, int, float]], *, ours: bool = False
+) -> tuple[Proposals, np.ndarray]:
+    """A proposal of one row with these nodes (token, parent, chance), all verified."""
+    found = Proposals.empty(1)
+    for place, (token, parent, chance) in enumerate(nodes):
+        found.tokens[0, place], found.parents[0, place] = token, parent
+        found.survival[0, place], found.kind[0, place] = chance, -1 if ours else 3
+    found.counts[0] = len(nodes)
+    return found, np.array([len(nodes)], np.int32)
+
+
+def test_what_follows_verified_nodes_is_drafted_ahead(model: DraftModel, texts: Texts) -> None:
+    text = text_of(7, 20)
+    expected = greedy(model, text, 1)[0]
+    strange = (expected + 1 + np.arange(2)) % VOCAB  # not what the model would say
+    after = greedy(model, [*text, *strange.tolist()], 2)
+    texts.open(0, text)
+    wait_for_drafts(texts, [0])
+    found, kept = verified([(int(strange[0]), -1, 0.95), (int(strange[1]), 0, 0.9)])
+    texts.source.graft(np.array([0]), found, kept)
+    texts.settle(8)
+    texts.commit({0: strange.tolist()})
+    (draft,) = texts.propose([0])
+    assert tuple(after[:1]) in paths(draft)  # there at once, though the text left the model's tree
+
+
+def test_only_what_the_worker_cannot_know_is_told(texts: Texts) -> None:
+    texts.open(0, text_of(7, 20))
+    texts.settle()
+    outbox = texts.worker.outbox
+
+    def told(nodes: list[tuple[int, int, float]], *, ours: bool = False, row: int = 0) -> int:
+        texts.source.graft(np.array([row]), *verified(nodes, ours=ours))
+        words = outbox.num_words
+        outbox.clear()
+        return words // 3
+
+    assert told([(1, -1, 0.9), (2, 0, 0.5)]) == 2
+    assert told([(1, -1, 0.9), (2, 0, 0.5)], ours=True) == 0
+    assert told([(1, -1, 0.9), (2, 0, 0.01), (3, 1, 0.0)]) == 1  # hopeless ones are left out
+    assert told([(1, -1, 0.0)]) == 0
+    assert told([(1, -1, 0.9)], row=1) == 0  # a text that is not open
+    assert told([(1, -1, 0.9)], row=SLOTS) == 0

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from hetero_llm.bridge.records import (
+    GRAFTED,
     OPENING,
     Kind,
     OpenRequest,
@@ -22,6 +23,7 @@ from hetero_llm.bridge.records import (
     Stamps,
     put_close,
     put_commits,
+    put_grafts,
     put_open,
     put_stop,
     read_nodes,
@@ -532,3 +534,35 @@ def test_settings_come_through_the_command_line() -> None:
         most_nodes=17, requests="3:64:ab", answers="4:64:cd", parent=77,
     )  # fmt: skip
     assert WorkerSettings.from_json(settings.to_json()) == settings
+
+
+def graft(bed: Bed, slot: int, base: int, nodes: list[tuple[int, int, float]], at: int = 1) -> None:
+    stamps = Stamps(*(np.array([value]) for value in (slot, at, base)))
+    put_grafts(bed.outbox, stamps, np.array([len(nodes)]), np.array(nodes, GRAFTED))
+    bed.tell()
+
+
+def test_grafts(model: DraftModel, bed: Bed) -> None:
+    text = text_of(3, 12)
+    open_text(bed, 0, text)
+    assert bed.turns(3)
+    other = (greedy(model, text.tolist(), 1)[0] + 1) % VOCAB
+    graft(bed, 0, 11, [(other, -1, 0.9)])  # of an earlier text
+    graft(bed, 0, 12, [(other, -1, 0.9)], at=2)  # of another request
+    graft(bed, 1, 12, [(other, -1, 0.9)])  # of nobody
+    graft(bed, SLOTS, 12, [(other, -1, 0.9)])
+    graft(bed, 0, 12, [(VOCAB, -1, 0.9), (other, 5, 0.9), (other, -1, float("nan"))])
+    bed.outbox.append(Kind.GRAFT, np.zeros(4, np.int32), slot=0, generation=1, base_length=12)
+    bed.tell()
+    told = Told()
+    assert bed.turns(6)
+    told.hear(bed)
+    assert (other,) not in told.continuations(0, text.tolist())
+    # Of another text, whose window is not full yet.
+    open_text(bed, 2, text, generation=5)
+    assert bed.turns(1)
+    graft(bed, 2, 12, [(other, -1, 0.9)], at=5)
+    assert bed.turns(3)
+    told.hear(bed)
+    after = greedy(model, [*text.tolist(), other], 1)
+    assert (other, *after) in told.continuations(2, text.tolist(), 5)
