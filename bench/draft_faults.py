@@ -14,6 +14,7 @@ import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from bench.common import print_table, write_results
@@ -99,7 +100,9 @@ def main() -> None:
     bench.close()
     print_table(table)
     write_results(
-        "draft_faults", {"model": args.model, "draft": args.draft, "rows": table}, args.out
+        "draft_faults",
+        {"model": Path(args.model).name, "draft": Path(args.draft).name, "rows": table},
+        args.out,
     )
 
 

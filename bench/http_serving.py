@@ -19,6 +19,7 @@ import sys
 import time
 import urllib.request
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -198,7 +199,9 @@ def main() -> None:
                           "offline first": engine.get("first p50", 0.0),
                           **dict(zip(names, row.vllm, strict=True))})  # fmt: skip
         print_table(table)
-    write_results(f"http_serving.{args.device}", {"model": args.model, "rows": table}, args.out)
+    write_results(
+        f"http_serving.{args.device}", {"model": Path(args.model).name, "rows": table}, args.out
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ without drafts.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,8 +70,8 @@ def main() -> None:
     ]
     bench.close()
     print_table(table)
-    settings = {"model": args.model, "prompt": args.prompt, "tokens": args.tokens,
-                "draft": args.draft, "overlap": args.overlap}  # fmt: skip
+    settings = {"model": Path(args.model).name, "prompt": args.prompt, "tokens": args.tokens,
+                "draft": args.draft and Path(args.draft).name, "overlap": args.overlap}  # fmt: skip
     write_results("lookahead_gaps", {**settings, "rows": table}, args.out)
 
 

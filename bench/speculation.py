@@ -418,10 +418,11 @@ def main() -> None:
     print("profile, rows and ms:", *(f"{rows}:{ms}" for rows, ms in profile))
     table = measure(bench, args)
     bench.close()
-    settings = {"model": args.model, "device": args.device, "dtype": args.dtype,
+    settings = {"model": Path(args.model).name, "device": args.device, "dtype": args.dtype,
                 "temperature": args.temperature, "prompt": args.prompt, "tokens": args.tokens,
                 "repeats": args.repeats,
-                "draft": args.draft, "draft_tokens": args.draft_tokens, "overlap": args.overlap,
+                "draft": args.draft and Path(args.draft).name, "draft_tokens": args.draft_tokens,
+                "overlap": args.overlap,
                 "budget": not args.no_budget, "profile_ms": profile}  # fmt: skip
     write_results(f"speculation.{args.device}", {**settings, "rows": table}, args.out)
 
