@@ -145,6 +145,8 @@ class LookaheadDrafter:
         return self._live.texts.num_bytes + local + self._history.num_bytes
 
     def begin(self, sequences: list[Sequence]) -> None:
+        if self._ended:  # their rows are free then: the worker has slots for so many only
+            self._tidy()
         fresh = self._follow(sequences, [0] * len(sequences))
         self._desk.catch_up(self._live, fresh, proposes=False)
 
@@ -177,17 +179,9 @@ class LookaheadDrafter:
         for num_rows, seconds in self._observed:
             self._costs.observe(num_rows, seconds)
         self._observed.clear()
-        ended = self._end() if self._ended else None
+        self._tidy()
         if self._model is not None:
-            if self._verified is not None:
-                rows, kept = self._verified
-                self._model.graft(rows, self._desk.found, kept)
-                self._verified = None
             self._model.settle()
-        if self._unlearned:
-            self._learn()
-        if ended is not None:
-            self._forget(ended)
         # Nobody waits now, and for the next proposal these will be as they are.
         self._desk.price(self._costs)
         self._desk.bind(self._turbo, self._raw, self._history)
@@ -242,6 +236,19 @@ class LookaheadDrafter:
             call.result()
 
     # -- learning ---------------------------------------------------------------------------
+
+    def _tidy(self) -> None:
+        """What waits for the device to work: the worker is told what is verified, new tokens are
+        learned, ended sequences forgotten."""
+        if self._model is not None and self._verified is not None:
+            rows, kept = self._verified
+            self._model.graft(rows, self._desk.found, kept)
+        self._verified = None
+        ended = self._end() if self._ended else None
+        if self._unlearned:
+            self._learn()
+        if ended is not None:
+            self._forget(ended)
 
     def _learn(self) -> None:
         """Enters new tokens into the local indexes, and outputs in chunks into the history."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +65,7 @@ class Texts:
 
     def __init__(self, width: int) -> None:
         self._width = width + 1  # a separator follows
-        self._free = list(range(_FIRST_ROWS - 1, -1, -1))
+        self._free = list(range(_FIRST_ROWS))  # a heap: low rows first, so that rows stay few
         self._rows = _FIRST_ROWS
         self._next_salt = 1
         self.tokens: NDArray[np.int32] = np.empty(_FIRST_ROWS * self._width, np.int32)
@@ -77,12 +78,12 @@ class Texts:
     def open(self, space: int) -> Text:
         """A row without tokens."""
         if not self._free:
-            self._free = list(range(2 * self._rows - 1, self._rows - 1, -1))
+            self._free = list(range(self._rows, 2 * self._rows))
             self._rows *= 2
             larger = np.empty(self._rows * self._width, np.int32)
             larger[: len(self.tokens)] = self.tokens
             self.tokens = larger
-        row = self._free.pop()
+        row = heappop(self._free)
         first = row * self._width
         text = Text(row, self._next_salt, space, first, first, first, first)
         self._next_salt += 1
@@ -101,4 +102,4 @@ class Texts:
 
     def close(self, text: Text) -> None:
         """The row is free for another sequence."""
-        self._free.append(text.row)
+        heappush(self._free, text.row)
