@@ -81,6 +81,8 @@ class Sequence:
             not reached the host.
         epoch: how often the sequence has lost its slot; results of an earlier epoch are void.
         earlier_sums: `cumulative_logprob` before each token that the last step added.
+        skips_host: its next prefix is not loaded from host memory, since a load failed.
+        kv_counted: what the block manager counted of it in its earlier slots.
     """
 
     request: Request
@@ -96,6 +98,8 @@ class Sequence:
     logprobs: list[SampleLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    skips_host: bool = False
+    kv_counted: tuple[int, int] = (0, 0)
 
     @property
     def output_ids(self) -> list[int]:

@@ -111,6 +111,8 @@ class SchedulerOutput:
             the sequence's rows; its root is the row before, the sequence's last token. Row i of a
             drafted sequence has cache index start + i and position start + depth. When the step is
             done, the KV of the accepted nodes lies behind the root's without gaps.
+        loads: tickets (`core.host_tier`) whose KV this step reads and which may still be on its
+            way: no layer's attention runs before that layer has landed. Such a step has no drafts.
     """
 
     slots: np.ndarray
@@ -123,6 +125,7 @@ class SchedulerOutput:
     table_writes: np.ndarray
     block_copies: np.ndarray
     drafts: DraftBatch | None = None
+    loads: tuple[int, ...] = ()
 
     @property
     def has_chunks(self) -> bool:
@@ -158,6 +161,8 @@ class ModelRunnerOutput:
             is reported by the next step, if the tokens before do not end the sequence.
         num_tokens: [S] tokens of each scheduled sequence; None: `num_samples[i]`. A drafted
             sequence has one more than accepted nodes.
+        loads_timed_out: the step gave up waiting for one of its `loads`: what it drew for their
+            sequences, and the KV it wrote for them, mean nothing.
     """
 
     token_ids: list[int]
@@ -165,3 +170,4 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[int, list[SampleLogprobs]]
     errors: dict[int, str]
     num_tokens: list[int] | None = None
+    loads_timed_out: bool = False

@@ -1,4 +1,4 @@
-"""What a request needs to run at all: slots and KV blocks.
+"""What a request needs to run at all, slots and KV blocks, and what it begins with.
 
 Part of the scheduler, which alone calls it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hetero_llm.core.config import SchedulerConfig
 from hetero_llm.core.errors import PromptError, SamplingError
-from hetero_llm.core.request import Request
+from hetero_llm.core.request import Request, Sequence
 from hetero_llm.engine.block_manager import BlockManager
 
 
@@ -27,6 +27,19 @@ def check_fits(request: Request, config: SchedulerConfig, blocks: BlockManager) 
             f"needs {needed} KV blocks with its output, the cache has {blocks.num_blocks}; lower "
             "max_tokens or best_of",
         )
+
+
+def first_sequence(request: Request) -> Sequence:
+    """Makes a request's first sequence, and its own lists ready for results."""
+    prompt = request.prompt_token_ids
+    sequence = Sequence(request, 0, list(prompt), len(prompt))
+    if request.params.logprobs is not None:
+        sequence.logprobs = []
+    request.sequences = [sequence]
+    request.live = 1
+    if request.params.prompt_logprobs is not None:
+        request.prompt_logprobs = [None]
+    return sequence
 
 
 def forks_to_come(request: Request) -> int:

@@ -130,6 +130,7 @@ class AsyncLLMEngine:
             device=ready.device,
             dtype=ready.dtype,
             backend=ready.backend,
+            offload=ready.offload,
             started_seconds={**ready.seconds, "total": time.monotonic() - begun},
         )
         self._inputs = InputProcessor(

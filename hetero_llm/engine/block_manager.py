@@ -4,14 +4,20 @@ A block is free (reference count 0), or held by one or more tables. Free blocks 
 order, oldest first; those that still hold a published prefix keep it until they are handed out, so
 a later request can take them back. Tables share blocks after a prefix hit or a fork; a shared
 block is never written: `grow` gives the writer a copy first (copy-on-write).
+
+With host memory behind the cache (`block_moves`) a block without readers may also be moving: it is
+not free before its copy is over.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from hetero_llm.core.host_tier import HostHit, HostTier
+from hetero_llm.engine.block_moves import BlockMoves, OffloadLimits
+from hetero_llm.engine.offload_log import HitCounter
 from hetero_llm.engine.prefix_cache import PrefixCache, block_contents
 
 
@@ -21,6 +27,12 @@ class _Table:
     keys: list[bytes]  # of the leading blocks that are full and hashed
     root: bytes
     maybe_shared: bool = False  # forked: blocks still to be written may have other readers
+    found: int = 0  # leading blocks that were on the device when the table was opened
+    loaded: int = 0  # blocks behind them that come from host memory
+    tickets: set[int] = field(default_factory=set)  # loads that fill some of its blocks
+    counted: int = 0  # leading blocks that `hits` knows of, in this life of the sequence or another
+    used: int = 0  # leading keys whose use was noted
+    admitted: bool = False
 
 
 @dataclass(slots=True)
@@ -41,13 +53,21 @@ class BlockManager:
         num_blocks: Blocks in the pool.
         block_size: Tokens in a block.
         prefix_cache: None turns prefix caching off.
+        tier: host memory for blocks that leave the prefix cache; `limits`: when they go there.
 
     Attributes:
         room: of each open table, how many leading positions `grow` need not be asked for.
+        hits: where the blocks of all tables came from.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, prefix_cache: PrefixCache | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_cache: PrefixCache | None = None,
+        *,
+        tier: HostTier | None = None,
+        limits: OffloadLimits | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -57,6 +77,15 @@ class BlockManager:
         self._tables: dict[int, _Table] = {}
         self.room: dict[int, int] = {}
         self._changes = TableChanges()
+        self.hits = HitCounter()
+        self._moves: BlockMoves | None = None
+        if tier is not None:
+            assert prefix_cache is not None, "host memory holds what the prefix cache knows"
+            limits = limits or OffloadLimits(num_blocks)
+            self._moves = BlockMoves(tier, prefix_cache, limits)
+        self._steps = 0  # made so far
+        self._freed_at = [0] * num_blocks  # last step that may touch a free block
+        self._copied: set[int] = set()  # by the copies of the step that is being made
 
     @property
     def num_free(self) -> int:
@@ -88,17 +117,157 @@ class BlockManager:
         contents = block_contents(token_ids, size, 0, len(token_ids) // size)
         blocks, entry.keys = self._prefix.match(root, contents)
         refs, free = self._refs, self._free
+        if (
+            self._moves is not None
+            and len(blocks) * size == len(token_ids)
+            and self._moves.tickets_of(blocks[-1:])
+        ):  # what is still to come cannot be copied yet
+            del blocks[-1:], entry.keys[-1:]
         for block in blocks:
             if not refs[block]:
-                del free[block]
+                free.pop(block, None)  # it may be moving
+                if self._moves is not None:
+                    self._moves.taken(block)
             refs[block] += 1
         self._append(table, entry, blocks)
+        entry.found = len(blocks)
+        if self._moves is not None:
+            self._join(entry, self._moves.tickets_of(blocks))
         if len(blocks) * size < len(token_ids):
             return len(blocks) * size
         entry.keys.pop()  # of the block that will be a private copy
         entry.maybe_shared = True
         self.room[table] = 0
         return len(token_ids) - 1
+
+    def load(
+        self, table: int, token_ids: Sequence[int], compute: Callable[[int, int], float]
+    ) -> int | None:
+        """Lets the blocks behind an opened table's come from host memory, as far as they are there
+        and are worth it. To be called right after `open`.
+
+        Args:
+            compute: seconds that so many rows take that begin at a position.
+
+        Returns:
+            Number of tokens in the table's blocks now, loading or loaded; None if there are not
+            enough free blocks for the whole prompt, then nothing has changed.
+        """
+        entry, moves, size = self._tables[table], self._moves, self.block_size
+        first, last = len(entry.blocks), (len(token_ids) - 1) // size
+        held = min(first * size, len(token_ids) - 1)
+        if moves is None or first >= last:
+            return held
+        parent = entry.keys[-1] if entry.keys else entry.root
+        hit = moves.tier.match(parent, block_contents(token_ids, size, first, last))
+        count = 0
+        if hit.slots:
+            rest = len(token_ids) - (first + len(hit.slots)) * size
+            count = moves.tier.worth_loading(hit, held, rest)
+        if count < len(hit.slots):
+            moves.tier.release(HostHit(hit.slots[count:], hit.sources[count:], hit.keys[count:]))
+            hit = hit.first(count)
+        if not count:
+            return held
+        if self.blocks_for(len(token_ids)) - first > len(self._free):
+            moves.tier.release(hit)
+            return None
+        blocks = self._pop_for_load(count)
+        if blocks is None:
+            moves.tier.release(hit)
+            return held
+        after = max(self._freed_at[block] for block in blocks)
+        end = (first + count) * size
+        ticket = moves.load(hit, blocks, after, compute(end, len(token_ids) - end))
+        self._join(entry, {ticket})
+        entry.keys += hit.keys
+        entry.loaded = count
+        self._append(table, entry, blocks)
+        return end
+
+    def pending(self, table: int) -> set[int]:
+        """Loads under way that fill some of a table's blocks."""
+        entry = self._tables[table]
+        if self._moves is None or not entry.tickets:
+            return set()
+        return self._moves.under_way(entry.tickets)
+
+    def readers(self, tickets: Iterable[int]) -> set[int]:
+        """Tables that these loads filled, or were to fill, in part."""
+        wanted = set(tickets)
+        return {table for table, entry in self._tables.items() if entry.tickets & wanted}
+
+    def seconds_left(self, table: int) -> float:
+        """Until all of a table's blocks are filled; 0.0 if they are."""
+        pending = self.pending(table)
+        return self._moves.tier.seconds_left(pending) if pending and self._moves else 0.0
+
+    def wait(self, seconds: float) -> None:
+        """Sleeps until a copy ends, at most so long."""
+        assert self._moves is not None
+        self._moves.tier.wait(seconds)
+
+    def poll(self, over: Iterable[int] = ()) -> list[int]:
+        """Applies what has ended between device and host memory.
+
+        Args:
+            over: tickets of the loads that a finished step waited for.
+
+        Returns:
+            Tables with blocks that will never be filled: to be closed.
+        """
+        if self._moves is None:
+            return []
+        result = self._moves.poll(over)
+        for block in result.void:
+            self._prefix_or_fail().evict(block)
+        free, published = self._free, []
+        for block in reversed(result.back):
+            if self._refs[block]:
+                continue
+            free[block] = None
+            free.move_to_end(block, last=False)
+            if self._prefix_or_fail().holds(block):
+                published.append(block)
+        self._moves.returned(published)
+        if result.back:
+            self._keep_limit()
+        if not result.failed:
+            return []
+        return [t for t, entry in self._tables.items() if entry.tickets & result.failed]
+
+    def offload(self) -> None:
+        """Starts to store blocks that are to be handed out soon. Never waits, and the free list
+        stays long enough for most: to be called while the device works."""
+        if self._moves is not None:
+            for block in self._moves.store(len(self._free)):
+                del self._free[block]
+            self._keep_limit()
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether any block is on its way."""
+        return self._moves is not None and bool(self._moves.moving)
+
+    def admit(self, table: int, counted: tuple[int, int] = (0, 0)) -> None:
+        """A table's sequence begins to run: its blocks count as hits or misses, once.
+
+        Args:
+            counted: what `counted` told when the sequence lost its earlier table.
+        """
+        entry = self._tables[table]
+        entry.counted, entry.used = counted
+        entry.admitted = True
+        if not entry.counted:
+            self.hits.add(entry.found, entry.loaded, 0)
+            entry.counted = entry.found + entry.loaded
+        self._count_grown(entry)
+        self._note_use(entry)
+
+    def counted(self, table: int) -> tuple[int, int]:
+        """Blocks and keys of a table that were counted, for the sequence's next `admit`."""
+        entry = self._tables[table]
+        return entry.counted, entry.used
 
     def grow(self, table: int, num_computed: int, num_tokens: int) -> bool:
         """Makes positions `num_computed .. num_tokens - 1` writable.
@@ -138,12 +307,17 @@ class BlockManager:
             parent = entry.keys[-1] if entry.keys else entry.root
             contents = block_contents(token_ids, self.block_size, first, last)
             entry.keys += self._prefix.publish(parent, contents, entry.blocks[first:last])
+            if self._moves is not None:
+                self._note_use(entry)
+                self._moves.published(entry.keys[first:last], entry.blocks[first:last])
 
     def fork(self, source: int, table: int) -> None:
         """Starts `table` as a reader of all of `source`'s blocks."""
         assert table not in self._tables
         origin = self._tables[source]
         copy = _Table([], list(origin.keys), origin.root, maybe_shared=True)
+        copy.counted, copy.used = len(origin.blocks), len(origin.keys)
+        copy.admitted = True
         self._tables[table] = copy
         origin.maybe_shared = True
         self.room[source] = 0
@@ -163,20 +337,43 @@ class BlockManager:
             assert refs[block] >= 0, "a block was freed twice"
             if not refs[block]:
                 freed.append(block)
+        moves = self._moves
+        if moves is not None:
+            moves.leave(entry.tickets)
+            freed = [block for block in freed if not moves.is_moving(block)]
+            self._note_touch(freed)
         for block in freed:
             self._free[block] = None
-        for block in freed if self._prefix is None else self._prefix.unpublished(freed):
+        unpublished = freed if self._prefix is None else self._prefix.unpublished(freed)
+        for block in unpublished:
             self._free.move_to_end(block, last=False)
+        if moves is not None:
+            gone = set(unpublished)
+            moves.freed(block for block in freed if block not in gone)
+            self._keep_limit()
 
     def take_changes(self) -> TableChanges:
         """Everything the runner has to apply before the next step; forgotten here afterwards."""
         changes, self._changes = self._changes, TableChanges()
+        self._steps += 1
+        self._copied.clear()
         return changes
+
+    def launched(self) -> None:
+        """The step of the last `take_changes` is on the device's stream."""
+        if self._moves is not None:
+            self._moves.tier.step_launched(self._steps)
+
+    def tier_metrics(self) -> dict[str, float]:
+        """Counters of the memory behind the cache, flat."""
+        return {} if self._moves is None else self._moves.tier.metrics()
 
     def reset_prefix_cache(self) -> None:
         """Forgets all published prefixes; running tables keep their blocks."""
         if self._prefix is not None:
             self._prefix.clear()
+        if self._moves is not None:
+            self._moves.forget_published()
 
     def check_integrity(self) -> None:
         """Asserts that every block is either free or counted exactly by its tables."""
@@ -186,6 +383,9 @@ class BlockManager:
                 counted[block] += 1
         assert counted == self._refs, "reference counts differ from the tables"
         free = {block for block, refs in enumerate(counted) if refs == 0}
+        if self._moves is not None:
+            self._moves.check_integrity(self._free)
+            free -= self._moves.moving
         assert free == set(self._free), "the free list differs from the reference counts"
         for table, entry in self._tables.items():
             held = 0 if entry.maybe_shared else len(entry.blocks) * self.block_size
@@ -199,6 +399,8 @@ class BlockManager:
     def _pop_free(self) -> int:
         block, _ = self._free.popitem(last=False)
         if self._prefix is not None:
+            if self._moves is not None and self._prefix.holds(block):
+                self._moves.evicted(block)
             self._prefix.evict(block)
         self._refs[block] = 1
         return block
@@ -211,6 +413,8 @@ class BlockManager:
         changes.tables.extend([table] * len(blocks))
         changes.columns.extend(range(first, len(entry.blocks)))
         changes.blocks.extend(blocks)
+        if entry.admitted:
+            self._count_grown(entry)
 
     def _copy_on_write(self, table: int, entry: _Table, column: int) -> None:
         old = entry.blocks[column]
@@ -218,9 +422,66 @@ class BlockManager:
         self._refs[old] -= 1
         if not self._refs[old]:  # nobody but the prefix cache: it may be handed out in this very
             self._free[old] = None  # step, whose copies come before its rows
+            if self._moves is not None:
+                self._freed_at[old] = self._steps + 1
+                self._moves.freed([old])
+        self._copied.update((old, new))
         entry.blocks[column] = new
         self._changes.tables.append(table)
         self._changes.columns.append(column)
         self._changes.blocks.append(new)
         self._changes.copy_from.append(old)
         self._changes.copy_to.append(new)
+
+    # -- host memory ------------------------------------------------------------------------
+
+    def _prefix_or_fail(self) -> PrefixCache:
+        assert self._prefix is not None
+        return self._prefix
+
+    def _join(self, entry: _Table, tickets: set[int]) -> None:
+        assert self._moves is not None
+        entry.tickets |= tickets
+        self._moves.join(tickets)
+
+    def _pop_for_load(self, count: int) -> list[int] | None:
+        """Free blocks that no step still to be launched touches, in ascending order, so that
+        neighbours can be copied together; None if there are not as many."""
+        aside: list[int] = []
+        blocks: list[int] = []
+        for block in self._free:
+            if len(blocks) == count:
+                break
+            (blocks if self._freed_at[block] <= self._steps else aside).append(block)
+        if len(blocks) < count:
+            return None
+        for block in aside:
+            self._free.move_to_end(block)
+        for _ in blocks:
+            self._pop_free()
+        return sorted(blocks)
+
+    def _note_touch(self, blocks: Iterable[int]) -> None:
+        """The last step made may still touch these; the next one if it copies them."""
+        for block in blocks:
+            self._freed_at[block] = self._steps + (block in self._copied)
+
+    def _keep_limit(self) -> None:
+        """Free blocks beyond the limit lose their prefix and are handed out first."""
+        assert self._moves is not None and self._prefix is not None
+        for block in self._moves.beyond_limit():
+            self._moves.evicted(block)
+            self._prefix.evict(block)
+            self._free.move_to_end(block, last=False)
+
+    def _count_grown(self, entry: _Table) -> None:
+        grown = len(entry.blocks) - entry.counted
+        if grown > 0:
+            self.hits.add(0, 0, grown)
+            entry.counted = len(entry.blocks)
+
+    def _note_use(self, entry: _Table) -> None:
+        """One more request uses the blocks of these keys."""
+        if self._moves is not None and entry.admitted and len(entry.keys) > entry.used:
+            self._moves.tier.note_use(entry.keys[entry.used :])
+            entry.used = len(entry.keys)

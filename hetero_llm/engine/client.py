@@ -23,7 +23,8 @@ class EngineInfo:
     """What an engine is, known once it is ready.
 
     `max_model_len` and `block_size` are in tokens. `backend` is "cuda", or on a CPU "native",
-    "torch" or "ipex". `started_seconds` holds how long the parts of the start took.
+    "torch" or "ipex". `started_seconds` holds how long the parts of the start took. `offload` says
+    where the prefix cache lives on in host memory, in words; empty if it does not.
     """
 
     model: str
@@ -36,6 +37,7 @@ class EngineInfo:
     dtype: str
     backend: str
     started_seconds: dict[str, float] = field(default_factory=dict)
+    offload: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Which cores the draft worker gets, for who starts it and who tells of it. Imports no torch."""
+"""Which cores the draft worker and the thread that copies KV get, for who starts them and who tells
+of them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,18 +12,24 @@ if TYPE_CHECKING:
 
 
 def plan_cores(config: EngineConfig, *, target_on_cpu: bool) -> CorePlan | None:
-    """Shares out the cores of this process; None if no draft worker is asked for.
+    """Shares out the cores of this process; None if nobody needs one of their own: no draft worker
+    and no thread that copies KV is asked for.
 
     Raises:
         ConfigError: there are not as many as are asked for.
     """
     draft = None if config.speculation is None else config.speculation.draft
-    if draft is None or not draft.on_cpu:
+    copies = config.offload is not None and not target_on_cpu
+    drafts = draft is not None and draft.on_cpu
+    if not drafts and not copies:
         return None
-    from hetero_llm.cpu.core_plan import deal_cores
+    from hetero_llm.cpu.core_plan import deal_cores, deal_to_engine
     from hetero_llm.cpu.topology import compute_cpus
 
+    cpus = compute_cpus(reserve=0)
+    if draft is None or not drafts:
+        return deal_to_engine(cpus)
     return deal_cores(
-        compute_cpus(reserve=0), target_on_cpu=target_on_cpu, draft_threads=draft.threads,
-        target_threads=config.cpu.threads if target_on_cpu else None,
+        cpus, target_on_cpu=target_on_cpu, draft_threads=draft.threads,
+        target_threads=config.cpu.threads if target_on_cpu else None, copies=copies,
     )  # fmt: skip

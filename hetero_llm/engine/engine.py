@@ -112,6 +112,7 @@ class Engine:
         try:
             pending = self._pending or self._launch(self._scheduler.schedule())
             if pending is None:
+                self._scheduler.await_loads()
                 return []
             if self._asynchronous:
                 self._pending = self._launch(self._scheduler.schedule_ahead())
@@ -158,6 +159,7 @@ class Engine:
                 for place, count in enumerate(stats.accepted_at)
             },
             "last_step_timestamp_seconds": self._clock.last_step,
+            **({} if self._scheduler.loads is None else self._scheduler.loads.metrics()),
             **(speculation_metrics(stats) if stats.num_drafts else {}),
             **({} if self._attended is None else self._attended.metrics()),
         }
@@ -168,6 +170,12 @@ class Engine:
             "iteration_tokens_total": self._scheduler.stats.step_tokens,
             **self._clock.histograms(),
         }
+
+    def tend(self) -> bool:
+        """Lets copies to host memory go on while there is nothing to run; whether more is to come.
+        To be called now and then when idle."""
+        self._check_alive()
+        return self._scheduler.tend()
 
     def shut_down(self) -> None:
         """Ends what runs beside this process; the engine is not to be used afterwards."""

@@ -243,8 +243,9 @@ def _build(link: Link) -> BuiltEngine | int:
     gc.freeze()  # or collections in mid-stream walk through all that was loaded, again and again
     seconds = {"import": imported - begun, "load": time.monotonic() - imported}
     ready = messages.Ready(
-        built.max_model_len, built.num_blocks, built.device, built.dtype, built.backend, seconds
-    )
+        built.max_model_len, built.num_blocks, built.device, built.dtype, built.backend, seconds,
+        built.offload,
+    )  # fmt: skip
     link.send(messages.encode(ready))
     return built
 

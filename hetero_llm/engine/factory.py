@@ -61,7 +61,7 @@ class BuiltEngine:
     """An engine and what its callers need to know about it.
 
     `backend` is what runs the model: "cuda", or on a CPU "native" (our executor), "torch" or
-    "ipex". `store` is there with the lookahead cache only.
+    "ipex". `store` is there with the lookahead cache only. `offload`: see `EngineInfo`.
     """
 
     engine: Engine
@@ -72,6 +72,7 @@ class BuiltEngine:
     dtype: str
     backend: str
     store: Store | None
+    offload: str = ""
 
 
 def build_engine(

@@ -39,14 +39,15 @@ def pack(
     counts: list[int],
     admitted: tuple[SlotState, ...],
     changes: TableChanges,
-    *,
     drafts: DraftBatch | None = None,
+    loads: tuple[int, ...] = (),
 ) -> InFlight:
     """Makes a step of the next `counts[i]` rows of each sequence, and takes them as computed:
     rows of a later step come after these.
 
     Args:
         drafts: of each sequence, for rows after its one row, which are not taken as computed.
+        loads: tickets that the step waits for.
     """
     token_ids: list[int] = []
     starts: list[int] = []
@@ -101,6 +102,7 @@ def pack(
         if not changes.copy_to
         else np.array((changes.copy_from, changes.copy_to), np.int32),
         drafts=drafts,
+        loads=loads,
     )
     return InFlight(step, sequences, epochs, starts, counts, samples, nodes, prompt_tokens)
 

@@ -92,6 +92,7 @@ class Ready(Message):
     dtype: str
     backend: str
     seconds: dict[str, float]
+    offload: str = ""
 
 
 class StartFailed(Message):

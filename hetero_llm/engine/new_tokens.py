@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from hetero_llm.core.request import Sequence
+from hetero_llm.core.request import FinishReason, Sequence
 from hetero_llm.core.step import SampleLogprobs
 
 
@@ -31,3 +31,28 @@ def drop_tokens(sequence: Sequence, count: int) -> None:
         sequence.cumulative_logprob = sequence.earlier_sums[-count]
         if sequence.logprobs is not None:
             del sequence.logprobs[-count:]
+
+
+def copy_of(parent: Sequence, index: int) -> Sequence:
+    """The `index`-th sequence of a request, with all that `parent` has by now, but no slot yet."""
+    return Sequence(
+        parent.request,
+        index,
+        list(parent.token_ids),
+        parent.num_prompt,
+        num_computed=parent.num_computed,
+        cumulative_logprob=parent.cumulative_logprob,
+        logprobs=None if parent.logprobs is None else list(parent.logprobs),
+    )
+
+
+def end_of(sequence: Sequence, token: int) -> tuple[FinishReason, int | None] | None:
+    """Why a sequence is over, if its last token, `token`, or its length says so, and the token that
+    a user named for it."""
+    request = sequence.request
+    length = len(sequence.token_ids)
+    if token in request.end_ids and sequence.may_end(length):
+        return FinishReason.STOP, None if token in request.eos_ids else token
+    if length >= request.max_total_tokens:
+        return FinishReason.LENGTH, None
+    return None

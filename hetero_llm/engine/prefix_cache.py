@@ -112,6 +112,22 @@ class PrefixCache:
             keys.append(parent)
         return keys
 
+    def adopt(self, sources: Iterable[bytes], keys: Iterable[bytes], blocks: Iterable[int]) -> None:
+        """Publishes blocks whose entries are known: what `entry` told of them once.
+
+        A block whose prefix another block already holds stays unpublished.
+        """
+        for source, key, block in zip(sources, keys, blocks, strict=True):
+            if source not in self._block_of:
+                assert block not in self._key_of, "a block is published once"
+                self._block_of[source] = block
+                self._source_of[block] = source
+                self._key_of[block] = key
+
+    def entry(self, block: int) -> tuple[bytes, bytes]:
+        """What a published block is found by (parent key + token bytes), and its key."""
+        return self._source_of[block], self._key_of[block]
+
     def evict(self, block: int) -> None:
         """Forgets `block` before it is written anew; harmless if it was never published."""
         if self._key_of.pop(block, None) is not None:

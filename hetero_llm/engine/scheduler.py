@@ -17,15 +17,27 @@ from hetero_llm.core.config import SchedulerConfig
 from hetero_llm.core.draft import DraftBatch
 from hetero_llm.core.request import FinishReason, Request, Sequence
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
-from hetero_llm.engine.admission import check_fits, forks_to_come
+from hetero_llm.engine.admission import check_fits, first_sequence, forks_to_come
 from hetero_llm.engine.beam import BeamGroup
 from hetero_llm.engine.block_manager import BlockManager
 from hetero_llm.engine.drafting import Drafter, Preparing, choose_drafts, num_before_end
 from hetero_llm.engine.in_flight import InFlight, pack, slot_state
-from hetero_llm.engine.new_tokens import append_tokens, drop_tokens
-from hetero_llm.engine.scheduler_beams import HoldsStop, best_sequences, grow_beams, open_group
+from hetero_llm.engine.integrity import check_in_flight, check_members
+from hetero_llm.engine.new_tokens import append_tokens, copy_of, drop_tokens, end_of
+from hetero_llm.engine.scheduler_beams import (
+    HoldsStop,
+    best_sequences,
+    continue_beams,
+    grow_beams,
+    open_group,
+    unchosen,
+)
+from hetero_llm.engine.scheduler_loads import Loading, Loads
+from hetero_llm.engine.scheduler_rows import running_rows
 from hetero_llm.engine.scheduler_stats import SchedulerStats
+from hetero_llm.engine.slots import Slots
 from hetero_llm.engine.upkeep import Publisher, grow_ahead
+from hetero_llm.engine.waiting import WaitingQueue
 
 
 class Scheduler:
@@ -46,6 +58,7 @@ class Scheduler:
             strings.
         drafter: asked for draft trees, which only the runners that verify them understand. While
             it is not idle no step is made ahead.
+        loads: keeps the sequences whose prefix comes from host memory, if `blocks` has any.
     """
 
     def __init__(
@@ -55,19 +68,18 @@ class Scheduler:
         holds_stop: HoldsStop | None = None,
         *,
         drafter: Drafter | None = None,
+        loads: Loads | None = None,
     ) -> None:
+        self.loads = loads
         self.stats = SchedulerStats()
         self._config = config
         self._blocks = blocks
         self._holds_stop = holds_stop
         self._drafter = drafter
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._slots = Slots(config.max_num_seqs)
         self._requests: dict[str, Request] = {}
-        self._arrival: dict[str, int] = {}
-        self._num_arrived = 0
-        self._reserved: dict[str, list[int]] = {}  # slots of forks that are still to come
         self._beams: dict[str, BeamGroup] = {}
         self._admitted: list[SlotState] = []
         self._in_flight: deque[InFlight] = deque()
@@ -87,7 +99,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Without a slot, or with a prefix that is still on its way."""
+        return len(self._waiting) + (0 if self.loads is None else len(self.loads))
 
     @property
     def kv_cache_usage(self) -> float:
@@ -104,21 +117,11 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Queues a request that `check_request` accepts."""
         assert request.request_id not in self._requests
-        sequence = Sequence(
-            request, 0, list(request.prompt_token_ids), len(request.prompt_token_ids)
-        )
-        if request.params.logprobs is not None:
-            sequence.logprobs = []
-        request.sequences = [sequence]
-        request.live = 1
-        if request.params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None]
+        sequence = first_sequence(request)
         if request.params.use_beam_search:
             self._beams[request.request_id] = open_group(request)
         self._requests[request.request_id] = request
-        self._arrival[request.request_id] = self._num_arrived
-        self._num_arrived += 1
-        self._waiting.append(sequence)
+        self._waiting.arrive(sequence)
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request now; None if it is not (or no longer) here."""
@@ -157,16 +160,19 @@ class Scheduler:
         assert not self._in_flight, "with a step in flight only schedule_ahead may be called"
         sequences: list[Sequence] = []
         counts: list[int] = []
+        self._collect_moves()
         preemptions = self.stats.num_preemptions
         budget = self._schedule_running(sequences, counts)
         assert budget is not None
         drafts = None
         if preemptions == self.stats.num_preemptions:
+            budget = self._schedule_loading(sequences, counts, budget)
             budget = self._schedule_waiting(sequences, counts, budget)
-            if self._drafter is not None and not self._drafter.idle:
+            waits = self.loads is not None and self.loads.any_joined
+            if self._drafter is not None and not self._drafter.idle and not waits:
                 drafts = choose_drafts(self._drafter, sequences, counts, self._blocks, budget)
         if not sequences:
-            if not self._running:
+            if not self._running or self.loads:
                 return None
             # Only beams that wait for siblings are left, and those do not fit: let the oldest
             # group have the whole pool.
@@ -193,14 +199,16 @@ class Scheduler:
             return None
         if self._drafter is not None and not self._drafter.idle:
             return None
-        first = self._waiting[0].request if self._waiting else None
-        if first is not None and first.synchronous and self._has_slots_for(first):
+        first = self._waiting.first
+        if first is not None and first.request.synchronous and self._has_slots_for(first.request):
             return None
+        self._collect_moves()
         sequences: list[Sequence] = []
         counts: list[int] = []
         budget = self._schedule_running(sequences, counts)
         if budget is None:
             return None
+        budget = self._schedule_loading(sequences, counts, budget)
         self._schedule_waiting(sequences, counts, budget)
         return self._take_off(sequences, counts) if sequences else None
 
@@ -217,6 +225,8 @@ class Scheduler:
         size = self._config.block_size
         flight = self._in_flight.popleft()
         assert flight.step is step, "steps are updated in the order they were scheduled"
+        if step.loads:
+            self._collect_moves(step.loads, in_vain=output.loads_timed_out)
         touched: list[Sequence] = []
         groups: list[Request] = []
         before = self.stats.generation_tokens
@@ -238,7 +248,7 @@ class Scheduler:
             request = sequence.request
             failed = bool(output.errors) and sequence.slot in output.errors
             if nodes and not failed:
-                self._note_time(request, now, samples)
+                self.stats.note_time(request, now, samples)
                 self._accept(sequence, output, slice(place, first), nodes=nodes, start=start)
                 touched.append(sequence)
                 continue
@@ -253,7 +263,7 @@ class Scheduler:
                 self._end_request(request, FinishReason.ERROR)
                 touched.extend(request.sequences)
             elif samples:
-                self._note_time(request, now, samples)
+                self.stats.note_time(request, now, samples)
                 group = self._beams.get(request.request_id) if self._beams else None
                 if group is not None:
                     assert output.logprobs is not None
@@ -273,12 +283,15 @@ class Scheduler:
         return touched
 
     def observe(self, step: SchedulerOutput, seconds: float) -> None:
-        """Tells whoever drafts how long a step without prompts took."""
+        """Tells whoever predicts times how long a step took; those who draft, without prompts."""
+        if self.loads is not None:
+            self.loads.observe(step, seconds)
         if self._drafter is not None and not step.has_chunks:
             self._drafter.observe(int(step.counts.sum()), seconds)
 
     def prepare(self) -> None:
-        """Tells whoever drafts of prompts that have begun: to be called while the device works."""
+        """What follows a launch: whoever drafts is told of prompts that have begun."""
+        self._blocks.launched()
         newcomers, self._newcomers = self._newcomers, []
         if newcomers and isinstance(self._drafter, Preparing):
             self._drafter.begin(newcomers)
@@ -290,83 +303,112 @@ class Scheduler:
             grow_ahead(self._in_flight[-1], self._blocks)
         if self._drafter is not None:
             self._drafter.settle()
+        self._blocks.offload()
+
+    def await_loads(self) -> None:
+        """Sleeps a little (at most a millisecond) if loads are all there is to wait for."""
+        if self.loads and not self._in_flight:
+            self.loads.nap()
+
+    def tend(self) -> bool:
+        """Upkeep of host memory while nothing runs: whether there is more to come."""
+        self._collect_moves()
+        self._blocks.offload()
+        return self._blocks.is_moving
 
     # -- choosing rows ----------------------------------------------------------------------
 
     def _schedule_running(self, sequences: list[Sequence], counts: list[int]) -> int | None:
         """Returns the budget that is left; None if blocks ran out with a step in flight."""
         budget = self._config.max_num_batched_tokens
-        running = self._running
-        room = self._blocks.room
-        index = 0
-        while index < len(running) and budget > 0:
-            sequence = running[index]
-            computed = sequence.num_computed
-            known = len(sequence.token_ids)
-            unknown = sequence.num_unknown
-            count = known + unknown - computed
-            if count > budget:
-                count = budget
-            # No row for a beam whose siblings are not done yet, nor while a step in flight forks
-            # the sequence or draws its last token.
-            if count == 0 or (
-                unknown and (unknown > 1 or known + unknown >= sequence.request.max_total_tokens)
-            ):
-                index += 1
-                continue
-            slot, end = sequence.slot, computed + count
-            if room[slot] >= end or self._blocks.grow(slot, computed, end):
-                sequences.append(sequence)
-                counts.append(count)
-                budget -= count
-                index += 1
-                continue
-            if self._in_flight:
-                return None  # blocks taken above stay with their tables, which need them next
-            self._preempt(running[-1])
-            # A preempted beam takes its whole group along, members already chosen included.
-            kept = [(s, c) for s, c in zip(sequences, counts, strict=True) if s.slot >= 0]
-            sequences[:] = [s for s, _ in kept]
-            counts[:] = [c for _, c in kept]
-            budget = self._config.max_num_batched_tokens - sum(counts)
-            chosen = set(map(id, sequences))
-            index = next((i for i, s in enumerate(running) if id(s) not in chosen), len(running))
-        return budget
+        preempt = None if self._in_flight else self._preempt
+        return running_rows(self._running, self._blocks, budget, sequences, counts, preempt)
 
     def _schedule_waiting(self, sequences: list[Sequence], counts: list[int], budget: int) -> int:
         """Returns the budget that is left."""
         if self._waiting:
             self._publisher.publish()
-        while self._waiting and budget > 0:
-            sequence = self._waiting[0]
+        while budget > 0:
+            sequence = self._waiting.first
+            if sequence is None:
+                break
             request = sequence.request
             if not self._has_slots_for(request) or (self._in_flight and request.synchronous):
                 break
             forks = forks_to_come(request)
-            slot = self._free_slots.pop()
+            slot = self._slots.take()
             wants_prompt = request.prompt_logprobs is not None and (
                 len(request.prompt_logprobs) < sequence.num_prompt
             )
             # A cached block has no logits, so wanted prompt log-probabilities are computed.
             cached = self._blocks.open(slot, sequence.token_ids, request.root, not wants_prompt)
+            if self.loads is not None and not wants_prompt:
+                loading = self.loads.begin(sequence, slot, cached, alone=not self._running)
+                if loading is None:
+                    self._blocks.close(slot)
+                    self._slots.give(slot)
+                    break
+                if loading.under_way:
+                    self._waiting.take_first()
+                    self._slots.reserve(request, forks)
+                    budget = self._schedule_loading(sequences, counts, budget, loading)
+                    continue
+                cached = loading.cached
             missing = len(sequence.token_ids) - cached
             count = min(missing, budget)
             whole = count == missing or self._config.enable_chunked_prefill
             if not whole or not self._blocks.grow(slot, cached, cached + count):
                 self._blocks.close(slot)
-                self._free_slots.append(slot)
+                self._slots.give(slot)
                 break
-            self._waiting.popleft()
-            if forks:
-                self._reserved[request.request_id] = [self._free_slots.pop() for _ in range(forks)]
+            self._waiting.take_first()
+            self._slots.reserve(request, forks)
             self._admit(sequence, slot, cached)
             sequences.append(sequence)
             counts.append(count)
             budget -= count
         return budget
 
+    def _schedule_loading(
+        self, sequences: list[Sequence], counts: list[int], budget: int, new: Loading | None = None
+    ) -> int:
+        """Lets sequences run whose prefix has come, or comes in time: `new`, or any. Returns the
+        budget left."""
+        if not self.loads:
+            return budget
+        for loading in (new,) if new else self.loads.all():
+            sequence = loading.sequence
+            if budget <= 0 or (self._in_flight and sequence.request.synchronous):
+                continue
+            alone = len(self._running) == len(sequences) and not self._in_flight
+            count = self.loads.join(loading, sum(counts), budget, alone=alone)
+            if count:
+                self._admit(sequence, sequence.slot, loading.cached)
+                sequences.append(sequence)
+                counts.append(count)
+                budget -= count
+        if new is None and not self._running and (starved := self.loads.starved):
+            self._give_up(starved)
+        return budget
+
+    def _collect_moves(self, over: tuple[int, ...] = (), *, in_vain: bool = False) -> None:
+        """Takes note of copies that ended. Sequences that wait for one that failed start anew."""
+        if self.loads is None:
+            return
+        for sequence in self.loads.collect(self._running, over, in_vain=in_vain):
+            if sequence in self.loads:
+                self._give_up(sequence)
+            elif sequence.slot >= 0:  # else a sibling took it along
+                self._preempt(sequence)
+
+    def _give_up(self, sequence: Sequence) -> None:
+        """A loading sequence waits again."""
+        self._slots.give(self._release(sequence))
+        self._waiting.come_back(sequence)
+        self._slots.give_reserved(sequence.request)
+
     def _has_slots_for(self, request: Request) -> bool:
-        return len(self._free_slots) > forks_to_come(request)
+        return self._slots.num_free > forks_to_come(request)
 
     def _admit(self, sequence: Sequence, slot: int, cached: int) -> None:
         request = sequence.request
@@ -379,6 +421,9 @@ class Scheduler:
             request.metrics.first_scheduled_time = time.monotonic()
             self.stats.prompt_tokens += sequence.num_prompt
         sequence.num_computed = cached
+        if self.loads is not None:
+            self._blocks.admit(slot, sequence.kv_counted)
+            sequence.skips_host = False
         self._running.append(sequence)
         self._bind(sequence, slot)
 
@@ -393,19 +438,16 @@ class Scheduler:
         members = [victim]
         if request.request_id in self._beams:
             members = [s for s in self._running if s.request is request]
+            for loading in () if self.loads is None else self.loads.all():
+                if loading.sequence.request is request:
+                    self._give_up(loading.sequence)
             self._beams[request.request_id].pending.clear()
         for sequence in reversed(members):
-            self._free_slots.append(self._release(sequence))
+            self._slots.give(self._release(sequence))
             sequence.num_computed = 0
             self.stats.num_preemptions += 1
-            arrival = self._arrival[request.request_id]
-            position = 0
-            for other in self._waiting:
-                if self._arrival[other.request.request_id] >= arrival:
-                    break
-                position += 1
-            self._waiting.insert(position, sequence)
-        self._return_reserved(request)
+            self._waiting.come_back(sequence)
+        self._slots.give_reserved(request)
 
     def _take_off(
         self,
@@ -415,20 +457,14 @@ class Scheduler:
     ) -> SchedulerOutput:
         """Makes the step and notes it as in flight."""
         changes = self._blocks.take_changes()
-        flight = pack(sequences, counts, tuple(self._admitted), changes, drafts=drafts)
+        loads = () if self.loads is None else self.loads.take_joined()
+        flight = pack(sequences, counts, tuple(self._admitted), changes, drafts, loads)
         self._admitted.clear()
         self._in_flight.append(flight)
         self.stats.num_steps += 1
         return flight.step
 
     # -- applying results -------------------------------------------------------------------
-
-    def _note_time(self, request: Request, now: float, samples: int) -> None:
-        request.metrics.last_token_time = now
-        if request.metrics.first_token_time is None:
-            request.metrics.first_token_time = now
-            self.stats.num_requests_begun += 1
-            self.stats.num_first_tokens += samples
 
     def _accept(
         self, sequence: Sequence, output: ModelRunnerOutput, drawn: slice, *, nodes: int, start: int
@@ -460,17 +496,13 @@ class Scheduler:
 
     def _end_if_over(self, sequence: Sequence, token: int) -> None:
         """Ends a sequence whose last token, `token`, or whose length says so."""
-        request = sequence.request
-        length = len(sequence.token_ids)
-        if token in request.end_ids and sequence.may_end(length):
-            self._finish(sequence, FinishReason.STOP, None if token in request.eos_ids else token)
-        elif length >= request.max_total_tokens:
-            self._finish(sequence, FinishReason.LENGTH, None)
+        if (end := end_of(sequence, token)) is not None:
+            self._finish(sequence, *end)
 
     def _fork_samples(self, sequence: Sequence, samples: int) -> list[Sequence]:
         """Turns a prompt's one sequence into `samples` that share its KV."""
         request = sequence.request
-        slots = self._reserved.pop(request.request_id)
+        slots = self._slots.take_reserved(request)
         for index in range(1, samples):
             self._fork(sequence, index, slots.pop())
         assert not slots
@@ -479,15 +511,7 @@ class Scheduler:
     def _fork(self, parent: Sequence, index: int, slot: int) -> Sequence:
         self._publisher.publish()
         request = parent.request
-        child = Sequence(
-            request,
-            index,
-            list(parent.token_ids),
-            parent.num_prompt,
-            num_computed=parent.num_computed,
-            cumulative_logprob=parent.cumulative_logprob,
-            logprobs=None if parent.logprobs is None else list(parent.logprobs),
-        )
+        child = copy_of(parent, index)
         request.sequences.append(child)
         request.live += 1
         self._blocks.fork(parent.slot, slot)
@@ -505,29 +529,15 @@ class Scheduler:
             request.sequences = finished
             return finished
         self.stats.generation_tokens += len(chosen)
-        slots = self._reserved.pop(request.request_id, [])
-        parents = {item.parent for item in chosen}
-        for index, beam in enumerate(beams):
-            if index not in parents:
-                slots.append(self._release(beam))
-                request.sequences.remove(beam)
-                request.live -= 1
-        used = {beams[parent].index for parent in parents}
-        spare = [i for i in range(group.width) if i not in used]
-        grown: list[Sequence] = []
-        seen: set[int] = set()
-        for item in chosen:
-            beam = beams[item.parent]
-            if item.parent in seen:
-                beam = self._fork(beam, spare.pop(0), slots.pop())
-            seen.add(item.parent)
-            grown.append(beam)
-        for beam, item in zip(grown, chosen, strict=True):  # after all forks: those copy the parent
-            beam.token_ids.append(item.token)
-            beam.cumulative_logprob = item.score
-            beam.logprobs = item.logprobs
-        if slots:
-            self._reserved[request.request_id] = slots
+        slots = self._slots.take_reserved(request)
+        for beam in unchosen(beams, chosen):
+            slots.append(self._release(beam))
+            request.sequences.remove(beam)
+            request.live -= 1
+        grown = continue_beams(
+            beams, chosen, group.width, lambda beam, index: self._fork(beam, index, slots.pop())
+        )
+        self._slots.reserve_these(request, slots)
         return grown
 
     # -- ending -----------------------------------------------------------------------------
@@ -538,7 +548,7 @@ class Scheduler:
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
         if sequence.slot >= 0:
-            self._free_slots.append(self._release(sequence))
+            self._slots.give(self._release(sequence))
         else:  # preempted: perhaps after the token that ends it, whose text was looked at later
             self._waiting.remove(sequence)
         request = sequence.request
@@ -554,47 +564,37 @@ class Scheduler:
     def _forget(self, request: Request) -> None:
         if self._drafter is not None:
             self._drafter.close(request)
-        self._return_reserved(request)
+        self._slots.give_reserved(request)
         self._beams.pop(request.request_id, None)
         del self._requests[request.request_id]
-        del self._arrival[request.request_id]
+        self._waiting.forget(request)
         request.metrics.finished_time = time.monotonic()
         self.stats.num_requests_finished += 1
-
-    def _return_reserved(self, request: Request) -> None:
-        self._free_slots.extend(self._reserved.pop(request.request_id, ()))
 
     def _release(self, sequence: Sequence) -> int:
         """Gives the blocks back and leaves the running list; returns the slot, now unused."""
         self._publisher.publish()
         slot = sequence.slot
+        loads = self.loads
+        if loads is not None:
+            sequence.kv_counted = self._blocks.counted(slot)
         self._blocks.close(slot)
-        self._num_synchronous -= sequence.request.synchronous
+        if loads is not None and sequence in loads:
+            loads.end(sequence)
+        else:
+            self._num_synchronous -= sequence.request.synchronous
+            self._running.remove(sequence)
         sequence.slot = -1
         sequence.epoch += 1
         sequence.num_unknown = 0
-        self._running.remove(sequence)
         return slot
 
     def check_integrity(self) -> None:
         """Asserts that slots, queues and requests agree; for tests and when idle."""
         self._blocks.check_integrity()
-        held = [s.slot for s in self._running]
-        reserved = [slot for slots in self._reserved.values() for slot in slots]
-        everything = sorted(held + reserved + self._free_slots)
-        assert everything == list(range(self._config.max_num_seqs)), "a slot was lost or doubled"
+        loading = [] if self.loads is None else [entry.sequence for entry in self.loads.all()]
+        held = [s.slot for s in (*self._running, *loading)]
+        self._slots.check_integrity(held)
         assert self._num_synchronous == sum(s.request.synchronous for s in self._running)
-        expected: dict[int, int] = {}
-        for flight in self._in_flight:
-            for s, epoch, samples in zip(
-                flight.sequences, flight.epochs, flight.samples, strict=True
-            ):
-                if s.epoch == epoch:
-                    expected[id(s)] = expected.get(id(s), 0) + samples
-        assert all(s.num_unknown == expected.get(id(s), 0) for s in self._running)
-        assert all(s.num_unknown == 0 for s in self._waiting)
-        live = [s for r in self._requests.values() for s in r.sequences if not s.finished]
-        assert {id(s) for s in live} == {id(s) for s in (*self._running, *self._waiting)}
-        assert all(
-            r.live == sum(not s.finished for s in r.sequences) for r in self._requests.values()
-        )
+        check_in_flight(self._in_flight, self._running, (*self._waiting, *loading))
+        check_members(self._requests.values(), (*self._running, *self._waiting, *loading))

@@ -1,6 +1,6 @@
 """The scheduler's side of beam search: between a request's sequences and `engine/beam.py`.
 
-Nothing here changes a sequence, a slot or a block; the scheduler acts on what is returned.
+Nothing here changes a slot or a block; the scheduler acts on what is returned.
 """
 
 from __future__ import annotations
@@ -110,3 +110,34 @@ def best_sequences(request: Request, group: BeamGroup, beams: list[Sequence]) ->
             )
         )
     return finished
+
+
+def unchosen(beams: list[Sequence], chosen: list[GrownBeam]) -> list[Sequence]:
+    """Beams that nobody goes on with."""
+    parents = {item.parent for item in chosen}
+    return [beam for index, beam in enumerate(beams) if index not in parents]
+
+
+def continue_beams(
+    beams: list[Sequence],
+    chosen: list[GrownBeam],
+    width: int,
+    fork: Callable[[Sequence, int], Sequence],
+) -> list[Sequence]:
+    """Gives each chosen continuation a sequence: the parent's own, or one that `fork` makes of it
+    with an index that is free."""
+    used = {beams[item.parent].index for item in chosen}
+    spare = [index for index in range(width) if index not in used]
+    grown: list[Sequence] = []
+    seen: set[int] = set()
+    for item in chosen:
+        beam = beams[item.parent]
+        if item.parent in seen:
+            beam = fork(beam, spare.pop(0))
+        seen.add(item.parent)
+        grown.append(beam)
+    for beam, item in zip(grown, chosen, strict=True):  # after all forks: those copy the parent
+        beam.token_ids.append(item.token)
+        beam.cumulative_logprob = item.score
+        beam.logprobs = item.logprobs
+    return grown

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hetero_llm.core.histogram import Histogram
+from hetero_llm.core.request import Request
 
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
@@ -38,6 +39,14 @@ class SchedulerStats:
     num_hit_drafts: int = 0
     accepted_at: list[int] = field(default_factory=list)
     step_tokens: Histogram = field(default_factory=lambda: Histogram.empty(_STEP_TOKENS))
+
+    def note_time(self, request: Request, now: float, samples: int) -> None:
+        """A request got tokens; `samples` were drawn at once."""
+        request.metrics.last_token_time = now
+        if request.metrics.first_token_time is None:
+            request.metrics.first_token_time = now
+            self.num_requests_begun += 1
+            self.num_first_tokens += samples
 
     def count_draft(self, nodes: int, accepted: int) -> None:
         self.num_drafts += 1

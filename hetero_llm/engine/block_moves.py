@@ -1,0 +1,227 @@
+"""Which blocks of the device are being copied to or from host memory.
+
+Part of the block manager, which alone calls it. A block that is not referenced is in the free list
+or moving, never both: so nothing writes to a block whose copy is under way, and nothing reads one
+before it is filled but steps that wait for its ticket.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from hetero_llm.core.host_tier import HostHit, HostTier, Victim
+from hetero_llm.engine.prefix_cache import PrefixCache
+
+_MOST_AT_ONCE = 512
+"""Blocks whose stores may be under way: nobody can have them meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadLimits:
+    """
+    Attributes:
+        reserve: free blocks that are kept ready to be handed out without loss, if need be by
+            storing others that come next.
+        cached: most free blocks that keep a published prefix; None: no limit.
+        write_through: store blocks as soon as they are published.
+    """
+
+    reserve: int
+    cached: int | None = None
+    write_through: bool = False
+
+
+@dataclass(slots=True)
+class MovesOver:
+    """What became of moves: blocks whose content is void, blocks that may be free again (to be
+    handed out first), tickets that failed."""
+
+    void: list[int] = field(default_factory=list)
+    back: list[int] = field(default_factory=list)
+    failed: set[int] = field(default_factory=set)
+
+
+class BlockMoves:
+    """Loads, stores, and which free blocks are still to be stored."""
+
+    def __init__(self, tier: HostTier, prefix: PrefixCache, limits: OffloadLimits) -> None:
+        self.tier = tier
+        self._prefix = prefix
+        self._limits = limits
+        self._loading: dict[int, int] = {}  # block to ticket
+        self._loads: dict[int, list[int]] = {}
+        self._readers: dict[int, int] = {}  # ticket to tables that wait for it
+        self._storing: dict[int, int] = {}
+        self._stores: dict[int, list[int]] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # free and published, oldest first
+        self._unsaved: OrderedDict[int, None] = OrderedDict()  # those of them not yet looked at
+
+    # -- blocks -----------------------------------------------------------------------------
+
+    def is_moving(self, block: int) -> bool:
+        return block in self._loading or block in self._storing
+
+    @property
+    def moving(self) -> set[int]:
+        return {*self._loading, *self._storing}
+
+    def taken(self, block: int) -> None:
+        """A free block has readers again."""
+        self._cached.pop(block, None)
+        self._unsaved.pop(block, None)
+
+    def evicted(self, block: int) -> None:
+        """A free block is handed out for new content; to be called while it is published."""
+        self.taken(block)
+        source, key = self._prefix.entry(block)
+        if not self.tier.holds(source):
+            self.tier.lost(key)
+
+    def freed(self, blocks: Iterable[int]) -> None:
+        """Published blocks that are free now, in the order in which they are to be handed out."""
+        for block in blocks:
+            self._cached[block] = None
+            self._unsaved[block] = None
+
+    def returned(self, blocks: Iterable[int]) -> None:
+        """Published blocks that are free again and to be handed out before all others, the last
+        one first."""
+        for block in blocks:
+            self._cached[block] = None
+            self._cached.move_to_end(block, last=False)
+
+    def published(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Blocks that a running sequence has filled."""
+        if self._limits.write_through:
+            held = [b for b in blocks if self._prefix.holds(b) and b not in self._storing]
+            victims = [Victim(b, *self._prefix.entry(b)) for b in held]
+            self._store([v for v in victims if self._is_to_store(v)])
+
+    def forget_published(self) -> None:
+        """The prefix cache was cleared."""
+        self._cached.clear()
+        self._unsaved.clear()
+        self.tier.clear()
+
+    # -- loads ------------------------------------------------------------------------------
+
+    def load(self, hit: HostHit, blocks: list[int], after_step: int, compute: float) -> int:
+        """Starts a load into blocks that nobody else has. They are published at once: who finds
+        them waits for the ticket, which is returned, as the one who asked does."""
+        ticket = self.tier.load(hit, blocks, after_step, compute)
+        self._loads[ticket] = blocks
+        self._loading.update(dict.fromkeys(blocks, ticket))
+        self._readers[ticket] = 0
+        self._prefix.adopt(hit.sources, hit.keys, blocks)
+        return ticket
+
+    def tickets_of(self, blocks: Iterable[int]) -> set[int]:
+        """Loads under way that fill one of these blocks."""
+        if not self._loading:
+            return set()
+        loading = self._loading
+        return {loading[block] for block in blocks if block in loading}
+
+    def under_way(self, tickets: Iterable[int]) -> set[int]:
+        return {ticket for ticket in tickets if ticket in self._loads}
+
+    def join(self, tickets: Iterable[int]) -> None:
+        for ticket in tickets:
+            self._readers[ticket] += 1
+
+    def leave(self, tickets: Iterable[int]) -> None:
+        """A table ends. A load without readers is aborted and found by nobody any more."""
+        for ticket in tickets:
+            if ticket not in self._loads:
+                continue
+            self._readers[ticket] -= 1
+            if not self._readers[ticket]:
+                for block in self._loads[ticket]:
+                    self._prefix.evict(block)
+                self.tier.abort(ticket)
+
+    # -- both -------------------------------------------------------------------------------
+
+    def poll(self, over: Iterable[int]) -> MovesOver:
+        """What has ended since the last call; see `HostTier.poll`."""
+        events = self.tier.poll(over)
+        result = MovesOver(failed=set(events.failed))
+        for ticket in (*events.loaded, *events.failed):
+            blocks = self._loads.pop(ticket)
+            del self._readers[ticket]
+            for block in blocks:
+                del self._loading[block]
+            if ticket in result.failed:
+                result.void += blocks
+            result.back += blocks
+        for ticket in events.stored:
+            blocks = self._stores.pop(ticket)
+            for block in blocks:
+                del self._storing[block]
+            result.back += blocks
+        return result
+
+    def store(self, num_free: int) -> list[int]:
+        """Stores blocks that are about to be handed out, or are beyond the limit.
+
+        Args:
+            num_free: blocks in the free list.
+
+        Returns:
+            Blocks whose stores have begun: no longer free.
+        """
+        clean = num_free - len(self._unsaved)
+        wanted = self._limits.reserve - clean
+        if self._limits.cached is not None:
+            wanted = max(wanted, len(self._cached) - self._limits.cached)
+        room = min(max(1, num_free // 4), _MOST_AT_ONCE) - len(self._storing)
+        victims: list[Victim] = []
+        for block in list(self._unsaved)[: max(0, wanted)] if wanted > 0 < room else ():
+            victim = Victim(block, *self._prefix.entry(block))
+            if self._is_to_store(victim):
+                victims.append(victim)
+                if len(victims) == room:
+                    break
+            else:
+                del self._unsaved[block]
+        taken = self._store(victims)
+        for block in taken:
+            self.taken(block)
+        return [block for block in taken if block in self._storing]
+
+    def beyond_limit(self) -> list[int]:
+        """Free blocks that lose their prefix for the limit's sake: the oldest, as far as they are
+        stored or not to be."""
+        limit = self._limits.cached
+        if limit is None or len(self._cached) <= limit:
+            return []
+        surplus = list(self._cached)[: len(self._cached) - limit]
+        return [block for block in surplus if block not in self._unsaved]
+
+    def _is_to_store(self, victim: Victim) -> bool:
+        return self.tier.wants(victim.key) and not self.tier.holds(victim.source)
+
+    def _store(self, victims: list[Victim]) -> list[int]:
+        if not victims:
+            return []
+        count, ticket = self.tier.store(victims)
+        blocks = [victim.block for victim in victims[:count]]
+        if ticket:
+            self._stores[ticket] = blocks
+            self._storing.update(dict.fromkeys(blocks, ticket))
+        return blocks
+
+    def check_integrity(self, free: Iterable[int]) -> None:
+        """Asserts that every moving block belongs to one ticket."""
+        by_load = sorted(block for blocks in self._loads.values() for block in blocks)
+        by_store = sorted(block for blocks in self._stores.values() for block in blocks)
+        assert by_load == sorted(self._loading), "a loading block was lost or doubled"
+        assert by_store == sorted(self._storing), "a storing block was lost or doubled"
+        assert not self._loading.keys() & self._storing.keys(), "a block moves both ways"
+        assert self._readers.keys() == self._loads.keys()
+        free = set(free)
+        assert not free & self.moving, "a moving block is free"
+        assert self._unsaved.keys() <= self._cached.keys() <= free
+        assert all(self._prefix.holds(block) for block in self._cached)
