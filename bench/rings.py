@@ -2,7 +2,8 @@
 
 Two processes, each pinned to a core of its own. The engine's sends a commit of two tokens for each
 sequence; the worker's, a while later, eight nodes of each one's tree. A way begins before its
-records are put into an outbox and ends when the other process has its arrays. `spin`: the reader
+records are put into an outbox. It ends when the worker has its arrays, or when the nodes stand in
+the engine's mirror of the trees, where the next proposal finds them. `spin`: the reader
 waits in its spin; `futex`: it sleeps in the kernel and has to be woken. Beside it the commits'
 bytes as one datagram of a socket pair, where the reader sleeps as well; `empty`: how long the
 engine's look into an empty ring takes. 50th and 99th percentile.
@@ -26,17 +27,18 @@ import numpy as np
 from bench.common import print_table, write_results
 from hetero_llm.bridge.records import (
     HEADER,
+    NODE_WORDS,
     Kind,
-    Nodes,
     Outbox,
     Records,
     Stamps,
     put_commits,
     put_nodes,
     put_stop,
-    read_nodes,
 )
 from hetero_llm.bridge.rings import Consumer, Producer, RingStatus, attach_ring, create_ring
+from hetero_llm.cpu.draft.kinds import Record
+from hetero_llm.cpu.draft.mirror import Mirror
 
 NEW_TOKENS, NODES = 2, 8
 WARM_UP = 200
@@ -50,6 +52,16 @@ _ROOT = Path(__file__).parents[1]
 def stamps_of(batch: int) -> Stamps:
     slots = np.arange(batch, dtype=np.int32)
     return Stamps(slots, slots, slots + 100)
+
+
+def nodes_of(stamps: Stamps) -> np.ndarray:
+    """[batch * NODES, NODE_WORDS]: chains below the texts."""
+    nodes = np.zeros((len(stamps.slots), NODES, NODE_WORDS), np.int32)
+    nodes[:, :, 0] = np.arange(1, NODES + 1)
+    nodes[:, :, 1] = np.arange(NODES)
+    nodes[:, 0, 1] = -stamps.base_lengths
+    nodes[:, :, 2:] = 7
+    return nodes.reshape(-1, NODE_WORDS)
 
 
 def next_run(consumer: Consumer, kind: Kind) -> Records | None:
@@ -66,8 +78,7 @@ def worker(tickets: list[str], mode: str, batch: int, cpu: int, fd: int) -> None
     os.sched_setaffinity(0, {cpu})
     arrived, left = [], []
     outbox, stamps, counts = Outbox(), stamps_of(batch), np.full(batch, NODES, np.int32)
-    ids = np.arange(1, batch * NODES + 1, dtype=np.int32)
-    nodes = ids, ids - 1, ids + 10, (ids % 90).astype(np.uint8)
+    nodes = nodes_of(stamps)
     inbox = Consumer(attach_ring(tickets[0]), spin_us=SPIN_US[mode])
     back = Producer(attach_ring(tickets[1]))
     while next_run(inbox, Kind.COMMIT) is not None:
@@ -99,6 +110,8 @@ def through_rings(mode: str, batch: int, rounds: int, cpus: tuple[int, int]) -> 
     outbox, stamps = Outbox(), stamps_of(batch)
     counts, tokens = np.full(batch, NEW_TOKENS), np.arange(batch * NEW_TOKENS, dtype=np.int32)
     sent, received, looks = [], [], []
+    Mirror.compile()
+    mirror = Mirror(batch, vocab_size=1000, record=Record())
     with (
         there,
         back,
@@ -106,16 +119,19 @@ def through_rings(mode: str, batch: int, rounds: int, cpus: tuple[int, int]) -> 
         Consumer(back, spin_us=SPIN_US[mode], max_records=1024, max_words=1 << 16) as consumer,
     ):
         for _ in range(rounds + WARM_UP):
+            for stamp in zip(*(column.tolist() for column in stamps), strict=True):
+                mirror.open(*stamp)
             pause()
             sent.append(time.monotonic_ns())
             put_commits(outbox, stamps, counts, tokens)
             producer.push(outbox)
             records = next_run(consumer, Kind.NODES)
-            told: Nodes | None = None if records is None else read_nodes(records)
+            assert records is not None and mirror.add(records)
             received.append(time.monotonic_ns())
-            assert told is not None and len(told.nodes[0]) == batch * NODES
+            begun = time.monotonic_ns()
             consumer.pop()
-            looks.append(time.monotonic_ns() - received[-1])
+            looks.append(time.monotonic_ns() - begun)
+            assert all(mirror.num_nodes(slot) == NODES for slot in range(batch))
         put_stop(outbox)
         producer.push(outbox)
         with os.fdopen(reading, "rb") as file:

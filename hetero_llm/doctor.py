@@ -42,6 +42,8 @@ SUPPORTED_PYTHON = ((3, 11), (3, 13))
 
 _PACKAGE_FOLDER = Path(__file__).parent
 _GIB = 1 << 30
+_USUAL_ROW = 2 << 20  # bytes of a KV block of 16 tokens of an 8B model
+_PINNED_ROWS = 32
 
 Facts = dict[str, Any]
 
@@ -78,6 +80,7 @@ def examine() -> Report:
         ("CPU", _cpu),
         ("Memory", _memory),
         ("GPU", _gpu),
+        ("Prefix cache offload", _offload),
         ("Packages", _packages),
         ("Demo models", _demo_models),
         ("Tools", _tools),
@@ -95,7 +98,11 @@ def as_text(report: Report) -> str:
     for title, facts in report.sections.items():
         width = max((len(name) for name in facts), default=0)
         lines.append(title)
-        lines.extend(f"  {name:<{width}}  {value}" for name, value in facts.items())
+        behind = "\n" + " " * (width + 4)  # of a value's further lines
+        lines.extend(
+            f"  {name:<{width}}  {str(value).replace(chr(10), behind)}"
+            for name, value in facts.items()
+        )
     lines.append("Missing")
     for thing in report.missing:
         kind = "needed" if thing.needed else "optional"
@@ -148,15 +155,20 @@ def _cpu() -> tuple[Facts, list[Missing]]:
 
 
 def _core_plans(topology: Any) -> dict[str, str]:
-    """Who would compute on which core beside a draft worker."""
-    from hetero_llm.cpu.core_plan import deal_cores
+    """Who would compute on which core beside a draft worker, or a thread that copies KV."""
+    from hetero_llm.cpu.core_plan import deal_cores, deal_to_engine
 
     cpus = topology.compute_cpus(reserve=0)
+
+    def with_drafts(target: str, *, copies: bool = False) -> str:
+        on_cpu = target == "CPU"
+        return deal_cores(cpus, target_on_cpu=on_cpu, draft_threads=None, copies=copies).words()
+
     return {
-        f"drafts for a {target}": deal_cores(
-            cpus, target_on_cpu=target == "CPU", draft_threads=None
-        ).words()
-        for target in ("GPU", "CPU")
+        "drafts for a GPU": with_drafts("GPU"),
+        "drafts for a CPU": with_drafts("CPU"),
+        "offload for a GPU": deal_to_engine(cpus).words(),
+        "drafts and offload": with_drafts("GPU", copies=True),
     }
 
 
@@ -199,6 +211,83 @@ def _gpu() -> tuple[Facts, list[Missing]]:
             fix = "pip install --force-reinstall torch  (a build for CUDA)"
             return facts, [Missing("torch for CUDA, to use the GPU", fix, needed=False)]
     return facts, []
+
+
+def _offload() -> tuple[Facts, list[Missing]]:
+    """What enable_prefix_cache_offload would find here."""
+    facts: Facts = {"host memory": _pool_words()}
+    try:
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    except Exception:  # reported with the GPU
+        count = 0
+    if not count:
+        facts["copies"] = "none: without a GPU it has no effect"
+        return facts, []
+    from hetero_llm.gpu import place
+
+    for index in range(count):
+        node = place.numa_node(index)
+        facts[f"NUMA node of device {index}"] = "not known" if node is None else node
+    facts["pinned memory"] = _pinning()
+    facts["copies"] = _calibration()
+    return facts, []
+
+
+def _pool_words() -> str:
+    """How much of the host's memory the defaults would take."""
+    topology = _import_topology()
+    if topology is None:
+        return "unknown: psutil is missing"
+    from hetero_llm.bridge.kv.sizing import pool_size
+    from hetero_llm.core.args import spec_of
+    from hetero_llm.core.errors import ConfigError
+
+    spec = spec_of("cpu_prefill_memory_utilization")
+    assert spec is not None
+    host = topology.read_topology()
+    limit = host.memory_limit
+    try:
+        return pool_size(
+            spec.default,
+            total_bytes=host.total_memory,
+            available_bytes=host.available_memory,
+            headroom_bytes=None if limit is None else limit.headroom_bytes,
+            row_bytes=_USUAL_ROW,
+        ).sentence
+    except ConfigError as error:
+        return str(error)
+
+
+def _pinning() -> str:
+    """Whether a little memory can be pinned for the first GPU."""
+    try:
+        import torch
+
+        from hetero_llm.bridge.kv.pinned_pool import PinnedPool
+
+        torch.zeros(1, device="cuda")  # memory is pinned for the current context
+        pool = PinnedPool(_USUAL_ROW, _PINNED_ROWS)
+        try:
+            failure = pool.failure
+            return f"does not work: {failure}" if failure else f"works, {pool.placement}"
+        finally:
+            pool.close()
+    except Exception as error:
+        return f"does not work: {_first(error)}"
+
+
+def _calibration() -> str:
+    """What the copies of the first GPU are found to do, measured now."""
+    try:
+        from hetero_llm.bridge.kv.calibration import calibrate_device
+    except ImportError as error:
+        return f"not available: {_first(error)}"
+    try:
+        return str(calibrate_device().table())
+    except Exception as error:
+        return f"cannot be measured: {_first(error)}"
 
 
 def _packages() -> tuple[Facts, list[Missing]]:

@@ -35,6 +35,13 @@ SCHEDULING = tuple(
         "admission",
         "request_queue",
         "beam",
+        "offload_log",
+        "block_moves",
+        "scheduler_loads",
+        "scheduler_rows",
+        "slots",
+        "waiting",
+        "integrity",
     )
 )
 
@@ -57,9 +64,21 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "demo_models": (),
     "engine.draft_cores": ("core", "cpu.core_plan", "cpu.topology"),
     "engine.draft_model": ("core", "models", "cpu.draft", "cpu.core_plan", "demo_models"),
+    "engine.offload": ("engine", "core", "models", "bridge", "runner", "cpu.topology"),
     "engine.resolve": ("engine", "core", "models", "demo_models"),
     "engine.drafters": ("engine", "core", "models", "cpu.lookahead", "cpu.draft"),
     "engine.factory": (
+        "engine",
+        "core",
+        "sampling",
+        "models",
+        "bridge",
+        "runner",
+        "cpu",
+        "gpu",
+        "demo_models",
+    ),
+    "engine.runners": (
         "engine",
         "core",
         "sampling",

@@ -1,8 +1,10 @@
-"""The small kernels around a captured step, on a CUDA device: packet in, inputs, results out, and
-the join of two parts of a context.
+"""The small kernels around a captured step, on a CUDA device: packet in, inputs, results out, the
+join of two parts of a context, and the gates in front of attention.
 
 Kernel-only figures: a call's share of a CUDA graph of 100. `copy_us` is what the transfers would
-take as memory copies captured in such a graph; for the join, torch doing the same by operators.
+take as memory copies captured in such a graph; for the join, torch doing the same by operators; for
+open gates, torch adding 1 to a number. Of gates `rows` is how many loads they look at. "a look" is
+one round of a gate that stays shut, by the time it takes to give up.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from typing import Any
 import torch
 
 from bench.common import print_table, write_results
-from bench.gpu_timing import graph_ms
+from bench.gpu_timing import event_ms, graph_ms
 from hetero_llm.gpu.kernels.exchange import fetch_packet, send_results
 from hetero_llm.gpu.kernels.join_parts import join_parts, join_parts_reference
+from hetero_llm.gpu.kernels.load_gate import ARMED_WORDS, PLACES, wait_for_loads
 from hetero_llm.gpu.kernels.step_inputs import apply_step_inputs
 
 CALLS = 100
+LOOKS = 1 << 16
 RING = 4
 DEVICE = torch.device("cuda")
 
@@ -83,12 +87,47 @@ def join(rows: int) -> dict[str, Any]:
     }
 
 
+def gates(count: int) -> dict[str, Any]:
+    """`count` loads whose layer has landed."""
+    flags, armed, number = on_device(PLACES), on_device(ARMED_WORDS), on_device(1)
+    errors = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    flags[:count] = 5
+    armed[PLACES : PLACES + count] = 1
+    row = {
+        "kernel": "wait_for_loads",
+        "rows": count,
+        "ours_us": microseconds(lambda: wait_for_loads(flags, armed, errors, layer=4)),
+        "copy_us": microseconds(lambda: number.add_(1)),
+    }
+    assert not errors.item()
+    return row
+
+
+def look() -> dict[str, Any]:
+    """A gate that nobody opens."""
+    flags, armed = on_device(PLACES), on_device(ARMED_WORDS)
+    errors = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    shut = torch.zeros(ARMED_WORDS, dtype=torch.int32, device=DEVICE)
+    shut[PLACES] = 1
+
+    def wait() -> None:
+        armed.copy_(shut)
+        wait_for_loads(flags, armed, errors, layer=0, most_looks=LOOKS)
+
+    wait()
+    us = event_ms(wait) * 1e3 / LOOKS
+    assert errors.item() == 1
+    return {"kernel": "a look", "rows": 1, "ours_us": us, "copy_us": None}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     rows = [row for count in (8, 64, 512) for row in transfers(count)]
     rows += [join(count) for count in (16, 1024, 16384)]
+    rows += [gates(count) for count in (0, 1, PLACES)]
+    rows.append(look())
     print_table(rows)
     write_results("kernels_step_parts", {"rows": rows, "calls": CALLS}, args.out)
 

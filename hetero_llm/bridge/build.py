@@ -1,4 +1,5 @@
-"""Builds the library of the rings ahead of its first use: `python -m hetero_llm.bridge.build`."""
+"""Builds the libraries of the bridge, the rings' and the KV copier's, ahead of their first use:
+`python -m hetero_llm.bridge.build`."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ import argparse
 import subprocess
 import sys
 
-from hetero_llm.bridge.native import recipe
+from hetero_llm.bridge import native as rings
+from hetero_llm.bridge.kv import native as copier
 from hetero_llm.core.native_build import build_library, reason
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Builds, and says where the library is.
+    """Builds, and says where the libraries are.
 
     Returns:
         The exit code: 1 if there is no compiler or it fails.
@@ -22,14 +24,15 @@ def main(arguments: list[str] | None = None) -> int:
         "--sanitize", action="store_true", help="also one with AddressSanitizer and UBSan"
     )
     options = parser.parse_args(arguments)
-    try:
-        print(f"library: {build_library(recipe(), force=options.force)}")
-        if options.sanitize:
-            path = build_library(recipe(sanitize=True), force=options.force)
-            print(f"with sanitizers: {path}")
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        print(f"the library of the rings cannot be built: {reason(error)}", file=sys.stderr)
-        return 1
+    for name, recipe in (("rings", rings.recipe), ("KV copier", copier.recipe)):
+        try:
+            print(f"{name}: {build_library(recipe(), force=options.force)}")
+            if options.sanitize:
+                path = build_library(recipe(sanitize=True), force=options.force)
+                print(f"{name} with sanitizers: {path}")
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            print(f"the library of the {name} cannot be built: {reason(error)}", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -9,7 +9,8 @@ From the engine:
 
 From the worker:
 - HELLO: see `Hello`; value: `PROTOCOL`. BEAT: it lives; value counts up.
-- NODES: of a request's tree; base_length: tokens the worker knew; words: see `Nodes`.
+- NODES: of a request's tree; base_length: tokens the worker knew; words: `NODE_WORDS` of each node:
+  id, parent, token and kind.
 - REFUSED: no drafts for a request; value: `Refusal`.
 
 Slot and generation stamp every record about a request: what was meant for a slot's former request
@@ -48,16 +49,20 @@ HEADER = np.dtype(
 )
 """The record's header, as csrc/ring.h has it."""
 
+NODE_WORDS = 4
+"""Words of a node in a NODES record: its reader makes sure that a record has whole ones."""
+
+HEADER_WORDS = HEADER.itemsize // 4
+SLOT, GENERATION, BASE_LENGTH, WORDS = 1, 2, 3, 4
+"""Columns of a header as a row of `HEADER_WORDS` words."""
+
 OPENING = np.dtype([("seed", "<u8"), ("sample_index", "<u4"), ("temperature", "<f4")])
 """What an OPEN record tells beside its header."""
 
 _HELLO = np.dtype([("vocab_size", "<u4"), ("max_context", "<u4"), ("max_slots", "<u4")])
-_HEADER_WORDS = HEADER.itemsize // 4
-_SLOT, _GENERATION, _BASE_LENGTH, _WORDS = 1, 2, 3, 4  # columns of a header
+_HEADER_BYTES = HEADER.itemsize
 _pack_header = struct.Struct("<7I").pack_into
 _GRAFT_WORDS = GRAFTED.itemsize // 4
-_NODE_WORDS = 4
-_ODD_KIND = 255  # of a node, in place of one that is no byte
 _FIRST_RECORDS, _FIRST_WORDS = 256, 1 << 14
 
 
@@ -85,9 +90,9 @@ class Refusal(enum.IntEnum):
     BAD_TOKEN = 4  # a token id that the draft model does not have
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # a frozen one takes three times as long to make
 class Records:
-    """Records, oldest first.
+    """Records, oldest first. Nobody changes them.
 
     Attributes:
         headers: [n] `HEADER`.
@@ -136,37 +141,6 @@ class Stamps(NamedTuple):
     slots: np.ndarray
     generations: np.ndarray
     base_lengths: np.ndarray
-
-
-class Nodes(NamedTuple):
-    """What NODES records tell of the trees of several requests: contiguous int32, kinds are uint8.
-
-    A number beyond its type comes as one that no reader takes for good: negative, or kind 255.
-
-    Attributes:
-        slots, generations, lengths, counts: [R] of each record; lengths: tokens the worker knew.
-        nodes: ids, parents, tokens and kinds, [sum of counts] each.
-    """
-
-    slots: np.ndarray
-    generations: np.ndarray
-    lengths: np.ndarray
-    counts: np.ndarray
-    nodes: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-
-
-class Waiting(NamedTuple):
-    """What waits in an outbox, as `hetero_ring_push` wants it, until something is put in.
-
-    Attributes:
-        headers_at, words_at: addresses of the oldest header and body.
-        num_records, num_words: how many, and the words of all their bodies.
-    """
-
-    headers_at: int
-    words_at: int
-    num_records: int
-    num_words: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,10 +200,11 @@ class Outbox:
         """Words of all bodies."""
         return self._end_word - self._first_word
 
-    def waiting(self) -> Waiting:
-        """Where it lies, and how much it is."""
-        return Waiting(
-            self._headers_at + self._first * HEADER.itemsize,
+    def waiting(self) -> tuple[int, int, int, int]:
+        """What waits, as `hetero_ring_push` wants it, until something is put in: addresses of the
+        oldest header and body, how many records, and the words of all their bodies."""
+        return (
+            self._headers_at + self._first * _HEADER_BYTES,
             self._words_at + self._first_word * 4,
             self._end - self._first,
             self._end_word - self._first_word,
@@ -267,36 +242,40 @@ class Outbox:
         assert words <= MAX_WORDS, words
         at, used = self._take(1, words)
         _pack_header(
-            self._memory, at * HEADER.itemsize,
+            self._memory, at * _HEADER_BYTES,
             kind, slot, generation, base_length, words, depth, value,
         )  # fmt: skip
         if body is not None:
             self._words[used : used + words] = np.ascontiguousarray(body).reshape(-1).view(np.int32)
 
-    def extend(self, kind: Kind, stamps: Stamps, words: np.ndarray, total: int) -> np.ndarray:
+    def extend(
+        self, kind: Kind, stamps: Stamps, counts: np.ndarray, body: np.ndarray, width: int = 1
+    ) -> None:
         """Several records of one kind.
 
         Args:
-            words: [n] words of each body, at most `MAX_WORDS`.
-            total: sum of `words`.
-
-        Returns:
-            [total] int32: the bodies, one after the other, which the caller has to fill in.
+            counts: [n] items of each body; together at most `MAX_WORDS` words.
+            body: [sum of counts * width] int32, the bodies one after the other.
+            width: words of an item.
         """
         slots, generations, base_lengths = stamps
-        count = len(slots)
+        count, total = len(slots), len(body)
         at, used = self._take(count, total)
         if count == 1:  # much faster than column by column
-            whose = slots.item(0), generations.item(0), base_lengths.item(0)
-            _pack_header(self._memory, at * HEADER.itemsize, kind, *whose, words.item(0), 0, 0)
+            _pack_header(
+                self._memory, at * _HEADER_BYTES, kind, slots.item(0), generations.item(0),
+                base_lengths.item(0), total, 0, 0,
+            )  # fmt: skip
         else:
             rows = self._rows[at : at + count]
             rows[:] = _BLANK[kind]
-            rows[:, _SLOT] = slots
-            rows[:, _GENERATION] = generations
-            rows[:, _BASE_LENGTH] = base_lengths
-            rows[:, _WORDS] = words
-        return self._words[used : used + total]
+            rows[:, SLOT] = slots
+            rows[:, GENERATION] = generations
+            rows[:, BASE_LENGTH] = base_lengths
+            rows[:, WORDS] = counts
+            if width > 1:
+                rows[:, WORDS] *= width
+        self._words[used : used + total] = body
 
     def _take(self, records: int, words: int) -> tuple[int, int]:
         """Makes room, counts it as used; where it begins."""
@@ -314,11 +293,11 @@ class Outbox:
     def _locate(self) -> None:
         self._headers_at = self._headers.ctypes.data
         self._words_at = self._words.ctypes.data
-        self._rows = self._headers.view(np.uint32).reshape(-1, _HEADER_WORDS)
+        self._rows = self._headers.view(np.uint32).reshape(-1, HEADER_WORDS)
         self._memory = self._rows.data
 
 
-_BLANK = {kind: np.array([kind, *[0] * (_HEADER_WORDS - 1)], np.uint32) for kind in Kind}
+_BLANK = {kind: np.array([kind, *[0] * (HEADER_WORDS - 1)], np.uint32) for kind in Kind}
 """Headers about nothing."""
 
 
@@ -350,26 +329,18 @@ def put_commits(outbox: Outbox, stamps: Stamps, counts: np.ndarray, token_ids: n
         counts: [n] new tokens of each, at least 1.
         token_ids: [sum of counts] int32.
     """
-    outbox.extend(Kind.COMMIT, stamps, counts, len(token_ids))[:] = token_ids
+    outbox.extend(Kind.COMMIT, stamps, counts, token_ids)
 
 
-def put_nodes(
-    outbox: Outbox,
-    stamps: Stamps,
-    counts: np.ndarray,
-    nodes: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
-) -> None:
+def put_nodes(outbox: Outbox, stamps: Stamps, counts: np.ndarray, nodes: np.ndarray) -> None:
     """Nodes of the trees of several requests.
 
     Args:
         stamps: base lengths: tokens the worker knows.
         counts: [n] nodes of each, which may be none.
-        nodes: ids, parents, tokens and kinds, [sum of counts] each.
+        nodes: [sum of counts, NODE_WORDS] int32, contiguous: id, parent, token and kind.
     """
-    total = len(nodes[0]) * _NODE_WORDS
-    bodies = outbox.extend(Kind.NODES, stamps, counts * _NODE_WORDS, total)
-    for at, column in enumerate(nodes):
-        bodies[at::_NODE_WORDS] = column
+    outbox.extend(Kind.NODES, stamps, counts, nodes.reshape(-1), NODE_WORDS)
 
 
 def put_grafts(outbox: Outbox, stamps: Stamps, counts: np.ndarray, nodes: np.ndarray) -> None:
@@ -378,8 +349,7 @@ def put_grafts(outbox: Outbox, stamps: Stamps, counts: np.ndarray, nodes: np.nda
     Args:
         counts: [n] nodes of each. nodes: [sum of counts] `GRAFTED`, contiguous.
     """
-    words = nodes.view(np.int32)
-    outbox.extend(Kind.GRAFT, stamps, counts * _GRAFT_WORDS, len(words))[:] = words
+    outbox.extend(Kind.GRAFT, stamps, counts, nodes.view(np.int32), _GRAFT_WORDS)
 
 
 def put_close(outbox: Outbox, slot: int, generation: int) -> None:
@@ -416,15 +386,3 @@ def read_hello(records: Records) -> Hello | None:
     told = records.words[-_HELLO.itemsize // 4 :].view(_HELLO)[0]
     vocab_size, max_context, max_slots = told.tolist()
     return Hello(vocab_size, max_context, max_slots, protocol=int(header["value"]))
-
-
-def read_nodes(records: Records) -> Nodes | None:
-    """What NODES records tell, in memory of its own; None if one of them has no whole nodes."""
-    rows = records.headers.view(np.int32).reshape(-1, _HEADER_WORDS)
-    slots, generations, lengths, words = rows[:, _SLOT : _WORDS + 1].T.copy()
-    counts = words // _NODE_WORDS
-    if sum(counts.tolist()) * _NODE_WORDS != len(records.words):
-        return None
-    ids, parents, tokens, kinds = records.words.reshape(-1, _NODE_WORDS).T.copy()
-    bytes_ = np.minimum(kinds.view(np.uint32), _ODD_KIND).astype(np.uint8)
-    return Nodes(slots, generations, lengths, counts, (ids, parents, tokens, bytes_))

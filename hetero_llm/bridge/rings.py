@@ -235,7 +235,7 @@ class Producer(_End):
         assert self._handle is not None, "closed"
         waiting = outbox.waiting()
         pushed = self._push(self._handle, *waiting)
-        if pushed == waiting.num_records:
+        if pushed == waiting[2]:
             outbox.clear()
             return _STATUSES[0]
         assert pushed >= 0, "bodies are as long as their headers say, at most MAX_WORDS"

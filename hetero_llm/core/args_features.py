@@ -5,56 +5,108 @@ from __future__ import annotations
 from hetero_llm.core.args_spec import Kind, effective, grouped, not_yet, obsolete
 
 _BOOL, _INT, _FLOAT, _STR, _JSON = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Kind.JSON
+_LARGEST = 2**31 - 1
 
 _TENSOR_PARALLEL = "tensor parallelism"
-_KV_OFFLOAD = "KV offload"
 _LORA = "LoRA"
 _PROMPT_ADAPTERS = "prompt adapter support"
 _ONE_DEVICE = "the engine runs on one device, without remote workers."
 
 OFFLOAD = grouped(
     "Prefix cache offload",
-    not_yet(
+    effective(
         "enable_prefix_cache_offload",
         _BOOL,
         False,
-        "Keep evicted blocks of the prefix cache in host memory.",
-        feature=_KV_OFFLOAD,
+        "Keep evicted blocks of the prefix cache in pinned host memory and load them back, layer "
+        "by layer, when a prompt wants them. Needs a GPU to have an effect.",
     ),
-    not_yet(
+    effective(
         "cpu_prefill_memory_utilization",
         _FLOAT,
         0.3,
-        "Share of the host's memory for offloaded blocks.",
-        feature=_KV_OFFLOAD,
+        "Share of the host's total memory for offloaded blocks, in (0, 1]; what is not available "
+        "is not taken, and the log says so.",
+        above=0,
+        maximum=1,
     ),
-    not_yet(
+    effective(
         "apc_offload_not_lazy",
         _BOOL,
         False,
-        "Load all layers at once instead of layer by layer; for debugging.",
-        feature=_KV_OFFLOAD,
+        "Submit all layers of a load at once instead of a few at a time; for debugging.",
     ),
-    not_yet(
+    effective(
         "apc_offload_min_access_threshold",
         _INT,
         1,
-        "Uses of a block before it is worth offloading; 1 offloads all.",
-        feature=_KV_OFFLOAD,
+        "Requests that must have used a block before it is worth offloading; 1 offloads all.",
+        minimum=1,
     ),
-    not_yet(
+    effective(
         "apc_offload_enable_hit_cnt",
         _BOOL,
         False,
-        "Log how many blocks were found on the GPU, on the CPU or nowhere.",
-        feature=_KV_OFFLOAD,
+        "Log how many blocks were found on the GPU, on the CPU or nowhere, every 100 blocks.",
     ),
-    not_yet(
+    effective(
         "apc_offload_gpu_evictor_limit",
         _INT,
         -1,
-        "Most cached blocks kept on the GPU; -1 for no limit. For debugging.",
-        feature=_KV_OFFLOAD,
+        "Most unused blocks that stay cached on the GPU; -1 for no limit. For debugging.",
+        minimum=-1,
+        maximum=_LARGEST,
+    ),
+    effective(
+        "apc_offload_lookahead",
+        _INT,
+        2,
+        "Groups of layers of one load that are submitted ahead of the copies. Not in the manual.",
+        minimum=1,
+        maximum=_LARGEST,
+    ),
+    effective(
+        "apc_offload_max_inflight_mb",
+        _INT,
+        32,
+        "Most MiB of loads that are submitted and not yet copied: so long may another copy to the "
+        "GPU have to wait. Not in the manual.",
+        minimum=1,
+        maximum=1 << 20,
+    ),
+    effective(
+        "apc_offload_write_policy",
+        _STR,
+        "victim",
+        "When a block is copied to host memory: 'victim' when it is about to leave the GPU, "
+        "'write_through' as soon as it is full. Not in the manual.",
+        choices=("victim", "write_through"),
+    ),
+    effective(
+        "apc_offload_host_policy",
+        _STR,
+        "slru",
+        "Which block leaves host memory when it is full: 'lru' the one unused for longest, 'slru' "
+        "the same, but those used once before those used again, 'cost' the one that is cheapest "
+        "to compute for how often it is used. Never one before those that follow it. Not in the "
+        "manual.",
+        choices=("lru", "slru", "cost"),
+    ),
+    effective(
+        "apc_offload_load_min_tokens",
+        _INT,
+        None,
+        "Shorter hits in host memory are computed again; by default a hit is loaded where that is "
+        "faster. Not in the manual.",
+        minimum=0,
+        maximum=_LARGEST,
+    ),
+    effective(
+        "apc_offload_background_pin",
+        _BOOL,
+        True,
+        "Serve while the host memory is still being pinned: the pool grows in the background. Not "
+        "in the manual.",
     ),
 )
 
@@ -226,7 +278,7 @@ SPECULATIVE = grouped(
         None,
         "Longest match for drafts looked up in the sequence's own tokens.",
         minimum=1,
-        maximum=2**31 - 1,
+        maximum=_LARGEST,
     ),
     effective(
         "ngram_prompt_lookup_min",
@@ -234,7 +286,7 @@ SPECULATIVE = grouped(
         None,
         "Shortest match for drafts looked up in the sequence's own tokens; 1 unless given.",
         minimum=1,
-        maximum=2**31 - 1,
+        maximum=_LARGEST,
     ),
     effective(
         "spec_decoding_acceptance_method",

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_llm.core.errors import ConfigError
+from hetero_llm.core.offload_config import OffloadConfig as OffloadConfig
+from hetero_llm.core.offload_config import offload_from_args
 from hetero_llm.core.speculation_config import SpeculationConfig as SpeculationConfig
 from hetero_llm.core.speculation_config import speculation_from_args
 
@@ -90,7 +92,7 @@ class SchedulerConfig:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything a user chose, checked. None means "decided at start-up from the machine"; no
-    `speculation` means no drafts."""
+    `speculation` means no drafts, no `offload` no prefix cache in host memory."""
 
     load: LoadConfig
     cache: CacheConfig
@@ -105,6 +107,7 @@ class EngineConfig:
     disable_log_stats: bool
     seed: int
     speculation: SpeculationConfig | None
+    offload: OffloadConfig | None
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> EngineConfig:
@@ -158,4 +161,5 @@ class EngineConfig:
             disable_log_stats=args["disable_log_stats"],
             seed=args["seed"],
             speculation=speculation_from_args(args),
+            offload=offload_from_args(args),
         )

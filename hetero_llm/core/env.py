@@ -95,8 +95,11 @@ ANGEL_NAMES = {
     "GPU_MEMORY_UTILIZATION": "gpu_memory_utilization",
     "ENFORCE_EAGER": "enforce_eager",
     "TRUST_REMOTE_CODE": "trust_remote_code",
+    "ENABLE_CACHE_OFFLOAD": "enable_prefix_cache_offload",
+    "ENABLE_HIT_CNT": "apc_offload_enable_hit_cnt",
 }
-"""Variables of Angel-vLLM's `run`, and the arguments that they stand for."""
+"""Variables of Angel-vLLM's `run`, with two switches of TACO-LLM's bench script, and the arguments
+that they stand for."""
 
 
 def angel_variables() -> dict[str, str]:

@@ -368,6 +368,11 @@ class BlockManager:
         """Counters of the memory behind the cache, flat."""
         return {} if self._moves is None else self._moves.tier.metrics()
 
+    def shut_down(self) -> None:
+        """Ends all copies and gives the memory behind the cache back."""
+        if self._moves is not None:
+            self._moves.tier.shut_down()
+
     def reset_prefix_cache(self) -> None:
         """Forgets all published prefixes; running tables keep their blocks."""
         if self._prefix is not None:
@@ -420,11 +425,14 @@ class BlockManager:
         old = entry.blocks[column]
         new = self._pop_free()
         self._refs[old] -= 1
-        if not self._refs[old]:  # nobody but the prefix cache: it may be handed out in this very
-            self._free[old] = None  # step, whose copies come before its rows
-            if self._moves is not None:
-                self._freed_at[old] = self._steps + 1
-                self._moves.freed([old])
+        moves = self._moves
+        if not self._refs[old] and not (moves is not None and moves.is_moving(old)):
+            # Nobody but the prefix cache: it may be handed out in this very step, whose copies
+            # come before its rows.
+            self._free[old] = None
+            if moves is not None and self._prefix_or_fail().holds(old):
+                moves.freed([old])
+        self._freed_at[old] = self._steps + 1
         self._copied.update((old, new))
         entry.blocks[column] = new
         self._changes.tables.append(table)

@@ -17,6 +17,7 @@ from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine.drafting import Attended
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
+from hetero_llm.engine.offload_log import HitLog
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.scheduler import Scheduler
 from hetero_llm.engine.speculation_log import SpeculationLog, speculation_metrics
@@ -49,6 +50,7 @@ class Engine:
             the requests and the scheduler's drafter allow it. Tokens are the same; a sequence that
             ends by a stop token or string costs one row more.
         attended: the drafter, if something of it runs beside this process.
+        hit_log: told of every step, to log where blocks were found.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Engine:
         asynchronous: bool = False,
         speculation_log: SpeculationLog | None = None,
         attended: Attended | None = None,
+        hit_log: HitLog | None = None,
     ) -> None:
         self._input_processor = input_processor
         self._scheduler = scheduler
@@ -69,6 +72,7 @@ class Engine:
         self._asynchronous = asynchronous
         self._speculation_log = speculation_log
         self._attended = attended
+        self._hit_log = hit_log
         self._pending: tuple[SchedulerOutput, Any, float] | None = None  # launched, not finished
         self._clock = StepClock()
         self._finished = 0.0  # when the last step was
@@ -128,6 +132,8 @@ class Engine:
             self._scheduler.settle()
             if self._speculation_log is not None:
                 self._speculation_log.note(self._scheduler.stats)
+            if self._hit_log is not None:
+                self._hit_log.note()
             clock.lap("update")
             outputs = self._output_processor.process(touched)
             clock.lap("output")
@@ -181,6 +187,10 @@ class Engine:
         """Ends what runs beside this process; the engine is not to be used afterwards."""
         if self._attended is not None:
             self._attended.shut_down()
+        if self._hit_log is not None:
+            self._hit_log.close()
+        if self._scheduler.loads is not None:
+            self._scheduler.loads.shut_down()
 
     def reset_prefix_cache(self) -> None:
         self._scheduler.reset_prefix_cache()

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_llm.core.config import CacheConfig, EngineConfig, SchedulerConfig
+from hetero_llm.core.config import EngineConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError, ModelLoadError
+from hetero_llm.core.offload_config import no_effect_on_cpu
 from hetero_llm.engine.block_manager import BlockManager
 from hetero_llm.engine.device_draft import DeviceDraft, count_blocks, draft_limits
 from hetero_llm.engine.draft_model import (
@@ -21,8 +22,15 @@ from hetero_llm.engine.draft_model import (
 )
 from hetero_llm.engine.drafters import make_drafter
 from hetero_llm.engine.drafting import Priced
-from hetero_llm.engine.engine import Engine, ModelRunner
+from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.input_processor import InputProcessor
+from hetero_llm.engine.offload import (
+    HostPlatform,
+    offload_limits,
+    open_host_memory,
+    step_times,
+)
+from hetero_llm.engine.offload_log import HitLog
 from hetero_llm.engine.output_processor import OutputProcessor, holds_stop
 from hetero_llm.engine.prefix_cache import PrefixCache
 from hetero_llm.engine.resolve import (
@@ -34,24 +42,21 @@ from hetero_llm.engine.resolve import (
     resolve_max_model_len,
 )
 from hetero_llm.engine.resolve import open_model as open_model  # for whoever needs no engine
+from hetero_llm.engine.runners import build_runner, cache_shape
 from hetero_llm.engine.scheduler import Scheduler
+from hetero_llm.engine.scheduler_loads import Loads
 from hetero_llm.engine.speculation_log import make_log
 from hetero_llm.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
 
-    from hetero_llm.core.acceptance import TypicalAcceptance
     from hetero_llm.core.draft_model_config import DraftModelConfig
     from hetero_llm.cpu.backend import NativeBackend
     from hetero_llm.cpu.lookahead.store import Store
-    from hetero_llm.cpu.model_runner import NativeModelRunner
     from hetero_llm.engine.drafting import Drafter
     from hetero_llm.models.config import ModelConfig
     from hetero_llm.models.layers import CausalLM
-    from hetero_llm.runner.attention import RowKernel
-    from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
-    from hetero_llm.runner.model_runner import TorchModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +86,13 @@ def build_engine(
     show_progress: bool = True,
     drafter: Drafter | None = None,
     serving: bool = False,
+    platform: HostPlatform | None = None,
 ) -> BuiltEngine:
     """Loads model and tokenizer and sizes the KV cache.
 
     `drafter` proposes draft trees; None: what the configuration asks for. `serving`: somebody
     watches the tokens come, so steps are shorter unless the configuration says how long.
+    `platform`: how KV is copied to and from host memory; None: as the device's driver does.
 
     Raises:
         ConfigError: arguments that this model or machine cannot serve.
@@ -111,7 +118,8 @@ def build_engine(
             target_on_cpu=device.type == "cpu", max_model_len=max_model_len,
         )  # fmt: skip
     inputs = _EngineInputs(
-        folder, model_config, max_model_len, tokenizer, dtype, device, steps, show_progress
+        folder, model_config, max_model_len, tokenizer, dtype, device, steps, show_progress,
+        platform or _platform(config, device),
     )  # fmt: skip
     try:
         return _join(config, inputs, drafter, draft_model)
@@ -133,6 +141,7 @@ class _EngineInputs:
     device: torch.device
     scheduler: SchedulerConfig
     show_progress: bool
+    platform: HostPlatform | None
 
 
 def _join(
@@ -157,7 +166,9 @@ def _join(
         backend=backend,
     )
     device_draft = None if drafter is not None else _load_device_draft(config, inputs, backend)
-    runner, num_blocks = _build_runner(
+    shape = cache_shape(config, model_config, dtype, device)
+    host = open_host_memory(config.offload, inputs.platform, shape, inputs.scheduler)
+    built = build_runner(
         config,
         inputs.scheduler,
         model,
@@ -166,7 +177,9 @@ def _join(
         device=device,
         drafts=drafter is not None or config.speculation is not None,
         native=native,
+        gates=None if host is None else host.gates,
     )
+    runner, num_blocks = built.runner, built.cache.num_blocks
     store = None
     if device_draft is not None:
         drafter = device_draft.drafter()
@@ -177,12 +190,20 @@ def _join(
         )
     _tell_costs(drafter, runner)
     prefix_cache = PrefixCache() if config.cache.enable_prefix_caching else None
-    blocks = BlockManager(num_blocks, config.cache.block_size, prefix_cache)
+    times = step_times(model_config, sum(p.numel() for p in model.parameters()))
+    tier = None if host is None else host.join(built.cache, times)
+    offload = None if tier is None or host is None else host
+    blocks = BlockManager(
+        num_blocks, config.cache.block_size, prefix_cache, tier=tier,
+        limits=None if offload is None else offload_limits(offload.config, inputs.scheduler),
+    )  # fmt: skip
+    chunked = inputs.scheduler.enable_chunked_prefill
     scheduler = Scheduler(
         inputs.scheduler,
         blocks,
         None if tokenizer is None else partial(holds_stop, tokenizer),
         drafter=drafter,
+        loads=None if tier is None else Loads(blocks, shape.num_layers, times, chunked=chunked),
     )
     engine = Engine(
         InputProcessor(
@@ -199,14 +220,16 @@ def _join(
         asynchronous=device.type == "cuda" and not config.batch_invariant,
         speculation_log=make_log(config.speculation),
         attended=attended_by(drafter, config.speculation),
+        hit_log=HitLog(blocks.hits) if offload is not None and offload.config.hit_count else None,
     )
     if not config.disable_log_stats:
         sizes = max_model_len, num_blocks, config.cache.block_size
         message = "%s on %s in %s: context %d, %d KV blocks of %d tokens"
         logger.info(message, load.model, device, dtype_name, *sizes)
     return BuiltEngine(
-        engine, tokenizer, max_model_len, num_blocks, str(device), dtype_name, backend, store
-    )
+        engine, tokenizer, max_model_len, num_blocks, str(device), dtype_name, backend, store,
+        "" if offload is None else offload.words(),
+    )  # fmt: skip
 
 
 def _load_device_draft(
@@ -234,7 +257,10 @@ def _device_draft(
     limits = draft_limits(wanted, model_config, inputs.scheduler)
     model_config = dataclasses.replace(model_config, max_model_len=limits.max_model_len)
     own = dataclasses.replace(
-        config, load=dataclasses.replace(config.load, cpu_offload_gb=0.0), speculation=None
+        config,
+        load=dataclasses.replace(config.load, cpu_offload_gb=0.0),
+        speculation=None,
+        offload=None,
     )
     dtype, device = inputs.dtype, inputs.device
     if backend == "native":
@@ -246,16 +272,16 @@ def _device_draft(
             dtype=dtype, device=device, show_progress=inputs.show_progress, backend=backend,
         )  # fmt: skip
         shapes = (
-            _cache_shape(config, of, dtype, device) for of in (model_config, inputs.model_config)
+            cache_shape(config, of, dtype, device) for of in (model_config, inputs.model_config)
         )
         room = _room_for_caches(config, device)
         blocks = count_blocks(config, wanted.model, limits, room, *shapes)
         cache = dataclasses.replace(own.cache, num_blocks=blocks, conservative=False)
         own = dataclasses.replace(own, cache=cache)
-        runner, _ = _build_runner(
+        runner = build_runner(
             own, limits, model,
             model_config=model_config, dtype=dtype, device=device, drafts=False, native=None,
-        )  # fmt: skip
+        ).runner  # fmt: skip
     except ConfigError as error:
         if error.field not in ("cpu_offload_gb", "num_gpu_blocks_override"):
             raise
@@ -294,6 +320,29 @@ def free_unreachable(device: str) -> None:
         from hetero_llm.gpu.memory import free_unreachable as free
 
         free()
+
+
+def _platform(config: EngineConfig, device: torch.device) -> HostPlatform | None:
+    """How offloaded KV moves here; None if none does."""
+    if config.offload is None:
+        return None
+    if device.type == "cpu":
+        logger.warning("%s", no_effect_on_cpu())
+        return None
+    import torch
+
+    from hetero_llm.engine.draft_cores import plan_cores
+    from hetero_llm.gpu.load_gates import DeviceGates
+    from hetero_llm.gpu.place import numa_node
+
+    plan = plan_cores(config, target_on_cpu=False)
+    return HostPlatform(
+        libcuda="libcuda.so.1",
+        current_stream=lambda: torch.cuda.current_stream(device).cuda_stream,
+        make_gates=lambda: DeviceGates(device, lambda ticket: None),
+        node=numa_node(device.index or 0),
+        core=None if plan is None else plan.copy,
+    )
 
 
 def _check_offload(config: EngineConfig, device: torch.device) -> None:
@@ -336,28 +385,6 @@ def _backend_name(config: EngineConfig, device: torch.device, *, native: bool) -
     if device.type == "cuda":
         return "cuda"
     return "ipex" if config.cpu.backend == "ipex" else "torch"
-
-
-@dataclass(frozen=True, slots=True)
-class _RunnerInputs:
-    """What a runner is built from, on any device."""
-
-    model: CausalLM
-    model_config: ModelConfig
-    shape: KVCacheShape
-    device: torch.device
-    scheduler: SchedulerConfig
-    cache: CacheConfig
-    batch_invariant: bool
-    enforce_eager: bool
-    drafts: bool
-    native: NativeBackend | None
-    typical: TypicalAcceptance | None
-
-    @property
-    def blocks_per_sequence(self) -> int:
-        """Of one sequence of max_model_len."""
-        return -(-self.scheduler.max_model_len // self.cache.block_size)
 
 
 def _load_weights(
@@ -412,179 +439,3 @@ def _load_weights(
 
         speed_up(model)
     return model
-
-
-def _build_runner(
-    config: EngineConfig,
-    scheduler_config: SchedulerConfig,
-    model: CausalLM,
-    *,
-    model_config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    drafts: bool,
-    native: NativeBackend | None,
-) -> tuple[ModelRunner[Any], int]:
-    """The runner with its KV cache, and the number of blocks."""
-    inputs = _RunnerInputs(
-        model,
-        model_config,
-        _cache_shape(config, model_config, dtype, device),
-        device,
-        scheduler_config,
-        config.cache,
-        config.batch_invariant,
-        config.enforce_eager,
-        drafts,
-        native,
-        None if config.speculation is None else config.speculation.typical,
-    )
-    _check_fixed_blocks(inputs)
-    return _cuda_runner(inputs) if device.type == "cuda" else _cpu_runner(inputs)
-
-
-def _cpu_runner(inputs: _RunnerInputs) -> tuple[ModelRunner[Any], int]:
-    from hetero_llm.cpu.topology import usable_memory_bytes
-    from hetero_llm.runner.kv_cache import PagedKVCache
-
-    if inputs.cache.conservative:
-        logger.warning("conservative_dry_run has no effect on a CPU: there is no profile run")
-    needed, num_blocks = inputs.blocks_per_sequence, inputs.cache.num_blocks
-    if num_blocks is None:
-        share = inputs.cache.memory_utilization
-        num_blocks = int(usable_memory_bytes() * share) // inputs.shape.block_bytes
-        # host memory beyond what sequences can fill is left alone
-        num_blocks = min(num_blocks, needed * inputs.scheduler.max_num_seqs)
-        if num_blocks < needed:
-            raise ConfigError(
-                "gpu_memory_utilization",
-                share,
-                f"gives {num_blocks} KV blocks of the free host memory, one sequence of "
-                f"max_model_len ({inputs.scheduler.max_model_len}) needs {needed}; lower "
-                f"max_model_len or raise gpu_memory_utilization",
-            )
-    cache = PagedKVCache(inputs.shape, num_blocks, inputs.device)
-    if inputs.native is not None:
-        return _native_runner(inputs, inputs.native, cache), num_blocks
-    row_kernel = None
-    if not inputs.batch_invariant:
-        from hetero_llm.cpu.paged_attention import native_row_kernel
-
-        config = inputs.model_config
-        row_kernel = native_row_kernel(cache, config.num_heads, config.attn_scale)
-    return _torch_runner(inputs, cache, row_kernel), num_blocks
-
-
-def _native_runner(
-    inputs: _RunnerInputs, native: NativeBackend, cache: PagedKVCache
-) -> NativeModelRunner:
-    from hetero_llm.cpu.model_runner import NativeModelRunner
-
-    runner = NativeModelRunner(
-        native.executor(inputs.model, inputs.model_config, cache),
-        inputs.model_config,
-        cache,
-        max_num_seqs=inputs.scheduler.max_num_seqs,
-        max_model_len=inputs.scheduler.max_model_len,
-        max_num_batched_tokens=inputs.scheduler.max_num_batched_tokens,
-        drafts=inputs.drafts,
-    )
-    runner.typical = inputs.typical
-    return runner
-
-
-def _cuda_runner(inputs: _RunnerInputs) -> tuple[ModelRunner[Any], int]:
-    from hetero_llm.gpu.memory import build_runner, measure_room, too_small_error
-    from hetero_llm.gpu.model_runner import GpuModelRunner
-    from hetero_llm.runner.kv_cache import PagedKVCache
-
-    def runner_with(num_blocks: int, graphs: bool) -> ModelRunner[Any]:
-        cache = PagedKVCache(inputs.shape, num_blocks, inputs.device)
-        if inputs.batch_invariant:
-            return _torch_runner(inputs, cache, None)
-        runner = GpuModelRunner(
-            inputs.model,
-            inputs.model_config,
-            cache,
-            max_num_seqs=inputs.scheduler.max_num_seqs,
-            max_model_len=inputs.scheduler.max_model_len,
-            max_num_batched_tokens=inputs.scheduler.max_num_batched_tokens,
-            graphs=graphs,
-            drafts=inputs.drafts,
-        )
-        runner.typical = inputs.typical
-        return runner
-
-    room, num_blocks = None, inputs.cache.num_blocks
-    if num_blocks is None:
-        room = measure_room(
-            partial(runner_with, graphs=False),
-            inputs.scheduler,
-            inputs.shape,
-            utilization=inputs.cache.memory_utilization,
-            conservative=inputs.cache.conservative,
-        )
-        num_blocks = room.pool_bytes // inputs.shape.block_bytes
-        if num_blocks < inputs.blocks_per_sequence:
-            raise too_small_error(num_blocks, inputs.scheduler, inputs.shape, room)
-    final = partial(runner_with, graphs=not inputs.enforce_eager)
-    return build_runner(final, num_blocks, inputs.shape, room), num_blocks
-
-
-def _cache_shape(
-    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> KVCacheShape:
-    from hetero_llm.runner.kv_cache import KVCacheShape
-
-    return KVCacheShape(
-        model_config.num_layers,
-        model_config.num_kv_heads,
-        model_config.head_dim,
-        config.cache.block_size,
-        _cache_dtype(config, dtype, device),
-    )
-
-
-def _cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    import torch
-
-    wanted = config.cache.dtype
-    if wanted == "auto":
-        return dtype
-    if device.type == "cpu":
-        raise ConfigError("kv_cache_dtype", wanted, "needs a GPU; use auto on a CPU")
-    if config.batch_invariant:
-        raise ConfigError(
-            "kv_cache_dtype", wanted, "cannot be combined with batch_invariant: use one of them"
-        )
-    return torch.float8_e4m3fn
-
-
-def _check_fixed_blocks(inputs: _RunnerInputs) -> None:
-    fixed, needed = inputs.cache.num_blocks, inputs.blocks_per_sequence
-    if fixed is not None and fixed < needed:
-        raise ConfigError(
-            "num_gpu_blocks_override",
-            fixed,
-            f"one sequence of max_model_len ({inputs.scheduler.max_model_len}) needs {needed}; "
-            "lower max_model_len or raise num_gpu_blocks_override",
-        )
-
-
-def _torch_runner(
-    inputs: _RunnerInputs, cache: PagedKVCache, row_kernel: RowKernel | None
-) -> TorchModelRunner:
-    from hetero_llm.runner.model_runner import TorchModelRunner
-
-    runner = TorchModelRunner(
-        inputs.model,
-        inputs.model_config,
-        cache,
-        max_num_seqs=inputs.scheduler.max_num_seqs,
-        max_model_len=inputs.scheduler.max_model_len,
-        device=inputs.device,
-        batch_invariant=inputs.batch_invariant,
-        row_kernel=row_kernel,
-    )
-    runner.typical = inputs.typical
-    return runner

@@ -99,6 +99,7 @@ class Loads:
     ) -> None:
         self.wait_whole = False
         self.exposed_seconds = 0.0
+        self._queried = self._hit = 0  # tokens
         self._blocks = blocks
         self._times = times
         self._chunked = chunked
@@ -132,6 +133,8 @@ class Loads:
         if not sequence.skips_host:
             reached = self._blocks.load(slot, sequence.token_ids, self._times.predict)
             if reached is not None:
+                self._queried += len(sequence.token_ids) - cached
+                self._hit += reached - cached
                 cached = reached
             elif self._loading or not alone:
                 return None  # else nobody will make room: it has to be computed
@@ -232,10 +235,16 @@ class Loads:
             **counters,
             "kv_offload_exposed_seconds_total": self.exposed_seconds,
             "kv_offload_hidden_seconds_total": max(0.0, seconds - self.exposed_seconds),
+            "external_prefix_cache_queries": self._queried,
+            "external_prefix_cache_hits": self._hit,
             "prefix_blocks_total": hits.total,
             "prefix_blocks_gpu": hits.gpu,
             "prefix_blocks_cpu": hits.cpu,
         }
+
+    def shut_down(self) -> None:
+        """Ends all copies. Nothing is to be scheduled afterwards."""
+        self._blocks.shut_down()
 
     # -- times ------------------------------------------------------------------------------
 

@@ -24,6 +24,14 @@ def row_buckets(limit: int) -> tuple[int, ...]:
     return tuple(buckets[: enough + 1])
 
 
+def gated_buckets(buckets: tuple[int, ...]) -> tuple[int, ...]:
+    """Those that steps with loads under way use. Up to 128 rows a step takes about as long as
+    reading the weights takes, and such a step seldom less than its load: a few sizes serve, and the
+    larger ones are kept, where padding would cost time. The last is always there."""
+    few = (8, 32, 64, 128)
+    return tuple(b for b in buckets if b in few or b > few[-1] or b == buckets[-1])
+
+
 class GraphSet(Generic[K]):
     """Graphs by key, in one memory pool: only one of them runs at a time."""
 

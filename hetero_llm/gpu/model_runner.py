@@ -9,10 +9,14 @@ more than temperature and thresholds (log-probabilities, penalties, users' proce
 the torch sampler after a "rows" graph, which draws with the same kernel. Beside draft trees they
 come after a "verify" graph whose own walk is told of no tree: `finish` walks by depth then
 (`runner.verify`).
+
+Steps that read KV still on its way from host memory replay "gated rows" in place of "decode" and
+"rows": the same model, whose attention waits on the device. No other graph ever waits.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,14 +25,14 @@ import torch
 from hetero_llm.core.acceptance import TypicalAcceptance
 from hetero_llm.core.draft import DraftBatch
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
-from hetero_llm.gpu.attention_plan import PlanLimits
-from hetero_llm.gpu.graphs import MAX_GRAPH_ROWS, GraphSet, row_buckets
+from hetero_llm.gpu.graphs import MAX_GRAPH_ROWS, GraphSet, gated_buckets, row_buckets
 from hetero_llm.gpu.kernels.compact import compact_kv
 from hetero_llm.gpu.kernels.exchange import fetch_packet, send_results
 from hetero_llm.gpu.kernels.paged_attention import TileShape
 from hetero_llm.gpu.kernels.pick import PickRows, make_pick_workspace, pick_tokens
 from hetero_llm.gpu.kernels.step_inputs import apply_step_inputs
 from hetero_llm.gpu.kernels.walk import make_walk_result, walk_trees
+from hetero_llm.gpu.load_gates import DeviceGates
 from hetero_llm.gpu.packing import RING, StepPacker, verified_output
 from hetero_llm.gpu.paged_attention import (
     AttentionContext,
@@ -37,14 +41,17 @@ from hetero_llm.gpu.paged_attention import (
     StepAttention,
     check_supported,
 )
-from hetero_llm.gpu.step_inputs import PacketLayout, StepInputs, packet_views
+from hetero_llm.gpu.step_inputs import StepInputs
+from hetero_llm.gpu.step_packets import Packet, StepPackets
 from hetero_llm.gpu.step_profile import profile_graphs
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.layers import CausalLM
+from hetero_llm.models.layers import Attend, CausalLM
 from hetero_llm.runner.draft_trees import tree_rows
+from hetero_llm.runner.gates import GatedAttention
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.model_runner import (
     PendingStep,
+    arm_gates,
     drafted_step,
     draw_step,
     observe_inputs,
@@ -53,8 +60,6 @@ from hetero_llm.runner.model_runner import (
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import Sampler
 
-_MOST_WRITES = 4096
-"""Block-table writes in a packet; a longer prefix hit (65,536 tokens) uploads them apart."""
 _ARRIVALS = 4
 
 
@@ -69,15 +74,6 @@ class LaunchedStep:
     arrived: torch.cuda.Event | None
     num_groups: int = 0
     drafted: DraftedStep | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Packet:
-    """How a kind of step is planned and packed, and where its packet goes on the device."""
-
-    layout: PacketLayout
-    limits: PlanLimits
-    target: torch.Tensor
 
 
 class _Arrivals:
@@ -113,6 +109,7 @@ class GpuModelRunner:
         max_num_batched_tokens: most rows of a step.
         graphs: capture graphs now (seconds) and replay them.
         drafts: there will be steps with draft trees.
+        gates: what steps with `loads` wait at; None: there will be none.
 
     Attributes:
         profile: rows and seconds of steps, see `gpu.step_profile`; empty without graphs or drafts.
@@ -131,9 +128,11 @@ class GpuModelRunner:
         max_num_batched_tokens: int,
         graphs: bool,
         drafts: bool = False,
+        gates: DeviceGates | None = None,
     ) -> None:
         check_supported(config, cache.shape.dtype)
         self.typical: TypicalAcceptance | None = None
+        self._gates = gates
         device = cache.data.device
         parameter = next(model.parameters())
         self._model = model
@@ -146,16 +145,19 @@ class GpuModelRunner:
         self._library = LibraryPlanner(self._context, parameter.dtype)
         self._graph_rows = row_buckets(min(MAX_GRAPH_ROWS, max_num_batched_tokens))
         self._decode_rows = row_buckets(min(MAX_GRAPH_ROWS, max_num_seqs))
+        self._gated_rows = gated_buckets(self._graph_rows)
         most_rows, captured = max_num_batched_tokens, self._graph_rows[-1]
-        if drafts:
-            largest = self._layout(most_rows, most_rows, _MOST_WRITES, groups=max_num_seqs)
-        else:
-            largest = self._layout(most_rows, max_num_seqs, _MOST_WRITES)
-        layouts = (largest, self._rows_layout(captured), self._verify_layout(captured))
-        words = max(layout.words for layout in layouts)
+        self._packets = StepPackets(
+            self._context,
+            max_num_seqs=max_num_seqs,
+            most_rows=most_rows,
+            captured=captured,
+            decoded=self._decode_rows[-1],
+            drafts=drafts,
+        )
         pin = device.type == "cuda"  # else Triton's interpreter: for tests
         self._packer = StepPacker(
-            words,
+            self._packets.words,
             max_num_seqs=max_num_seqs,
             columns=columns,
             block_size=cache.shape.block_size,
@@ -163,7 +165,6 @@ class GpuModelRunner:
             windows=self._context.windows,
             pin=pin,
         )
-        self._packet = torch.zeros(words, dtype=torch.int32, device=device)
         most_rows = max(most_rows, captured, self._decode_rows[-1])
         self._input_ids = torch.zeros(most_rows, dtype=torch.int32, device=device)
         most_drawn = max(max_num_seqs, captured, self._decode_rows[-1], most_rows if drafts else 0)
@@ -178,7 +179,7 @@ class GpuModelRunner:
         )
         self._sampler = Sampler(max_num_seqs, config.vocab_size, device, self._draw_processed)
         self._prompts: dict[int, SlotState] = {}  # of slots that want prompt_logprobs
-        self._captured: dict[tuple[str, int], _Packet] = {}
+        self._captured: dict[tuple[str, int], Packet] = {}
         self._graphs: GraphSet[tuple[str, int]] | None = None
         self.profile: list[tuple[int, float]] = []
         if graphs:
@@ -190,17 +191,27 @@ class GpuModelRunner:
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Issues all device work of a step."""
+        if step.loads:
+            arm_gates(self._gates, step)
         self._admit(step)
         num_rows = int(step.counts.sum())
         if step.drafts is not None:
             return self._launch_drafted(step, step.drafts, num_rows)
+        launched = self._launch_plain(step, num_rows)
+        if step.loads:
+            assert self._gates is not None
+            launched.results.turn = self._gates.turn
+        return launched
+
+    def _launch_plain(self, step: SchedulerOutput, num_rows: int) -> LaunchedStep:
+        """A step without drafts."""
         plain = not step.prompt_rows and self._sampler.is_plain(step.slots)
         graphs = self._graphs
         drawn = int(step.num_samples.sum())
         if graphs is None or num_rows > self._graph_rows[-1] or drawn > self._decode_rows[-1]:
             return self._launch_eager(step, num_rows, plain)
         single = len(step.slots) == num_rows
-        if single and plain and bool((step.num_samples == 1).all()):
+        if single and plain and not step.loads and bool((step.num_samples == 1).all()):
             bucket = _bucket(self._decode_rows, num_rows)
             if bucket is not None:
                 short = self._context.is_short(step.starts + 1)
@@ -208,10 +219,11 @@ class GpuModelRunner:
                 self._pack(step, self._captured[key])
                 graphs.replay(key)
                 return self._sent_by_graph(step, num_rows)
-        bucket = _bucket(self._graph_rows, num_rows)
+        bucket = _bucket(self._gated_rows if step.loads else self._graph_rows, num_rows)
         assert bucket is not None
-        self._pack(step, self._captured["rows", bucket])
-        graphs.replay(("rows", bucket))
+        key = ("gated rows" if step.loads else "rows", bucket)
+        self._pack(step, self._captured[key])
+        graphs.replay(key)
         if not plain:
             return self._draw_by_torch(step, self._hidden[:num_rows])
         if drawn:
@@ -231,7 +243,12 @@ class GpuModelRunner:
             pending.arrived.synchronize()
         if pending.num_groups:
             return verified_output(pending.results.step, pending.tokens, pending.num_groups)
-        return plain_output(pending.tokens.tolist(), pending.results)
+        output = plain_output(pending.tokens.tolist(), pending.results)
+        turn = pending.results.turn
+        if turn is None:
+            return output
+        assert self._gates is not None
+        return dataclasses.replace(output, loads_timed_out=self._gates.take_error(turn))
 
     def _launch_drafted(
         self, step: SchedulerOutput, drafts: DraftBatch, num_rows: int
@@ -255,10 +272,10 @@ class GpuModelRunner:
         else:
             num_groups = int(np.where(is_tree, 1, step.num_samples).sum())
             tile = self._context.tree_tile(bucket or num_rows, short=short)
-            layout = self._exact_layout(step, tile, num_samples, num_groups)
-            packet = self._packet_of(layout, tile, cut=not short)
+            layout = self._packets.exact(step, tile, num_samples, num_groups)
+            packet = self._packets.packet(layout, tile, cut=not short)
             any_cut = self._pack(step, packet)
-            inputs = packet_views(self._packet, packet.layout)
+            inputs = self._packets.views(packet.layout)
             attention = StepAttention(self._context, inputs, tile, any_cut=any_cut)
             hidden = self._run_model(packet, inputs, attention)
             if plain:
@@ -300,10 +317,12 @@ class GpuModelRunner:
         else:
             tile = self._context.tile_for(num_rows, single=False)
         drawn = int(step.num_samples.sum())
-        packet = self._packet_of(self._exact_layout(step, tile, drawn, 0), tile, cut=not short)
+        packet = self._packets.packet(
+            self._packets.exact(step, tile, drawn, 0), tile, cut=not short
+        )
         any_cut = self._pack(step, packet, planned)
-        inputs = packet_views(self._packet, packet.layout)
-        attention = StepAttention(
+        inputs = self._packets.views(packet.layout)
+        attention: Attend = StepAttention(
             self._context,
             inputs,
             tile,
@@ -311,6 +330,8 @@ class GpuModelRunner:
             library=library,
             planned=planned is None or bool(planned.any()),
         )
+        if step.loads:
+            attention = self._gated(attention)
         hidden = self._run_model(packet, inputs, attention)
         if not plain:
             return self._draw_by_torch(step, hidden)
@@ -329,55 +350,14 @@ class GpuModelRunner:
         self._packer.write_tables(step)
         copies = step.block_copies
         if copies.shape[1]:
+            if step.loads and self._gates is not None:
+                self._gates.wait(self._cache.shape.num_layers - 1)  # one of them may be loading
             self._cache.copy_blocks(list(zip(*copies.tolist(), strict=True)))
 
     # -- its parts --------------------------------------------------------------------------
 
-    def _layout(self, rows: int, samples: int, writes: int, groups: int = 0) -> PacketLayout:
-        """Of a bucket, with room for any step of so many rows."""
-        return PacketLayout(
-            rows,
-            samples,
-            rows + self._context.max_pieces,
-            rows,
-            writes,
-            len(self._context.windows),
-            groups,
-        )
-
-    def _decode_layout(self, bucket: int) -> PacketLayout:
-        return self._layout(bucket, bucket, max(256, 2 * bucket))
-
-    def _verify_layout(self, bucket: int) -> PacketLayout:
-        """Of a "verify" graph: any row may be drawn from, and be a group of its own."""
-        return self._layout(bucket, bucket, max(256, 2 * bucket), groups=bucket)
-
-    def _rows_layout(self, bucket: int) -> PacketLayout:
-        """Of a "rows" graph: the part that "head" graphs read lies at the same place in all."""
-        return self._layout(bucket, self._decode_rows[-1], _MOST_WRITES)
-
-    def _exact_layout(
-        self, step: SchedulerOutput, tile: TileShape, samples: int, groups: int
-    ) -> PacketLayout:
-        """Of an uncaptured step."""
-        num_rows = int(step.counts.sum())
-        return PacketLayout(
-            num_rows,
-            samples,
-            self._context.limits(tile).most_items(step.counts),
-            num_rows,
-            min(step.table_writes.shape[1], _MOST_WRITES),
-            len(self._context.windows),
-            groups,
-        )
-
-    def _packet_of(self, layout: PacketLayout, tile: TileShape, *, cut: bool = True) -> _Packet:
-        """Of steps whose attention runs with `tile`; `cut`: it may be cut into pieces."""
-        limits = self._context.limits(tile, cut=cut)
-        return _Packet(layout, limits, self._packet[: layout.words])
-
     def _pack(
-        self, step: SchedulerOutput, packet: _Packet, chosen: np.ndarray | None = None
+        self, step: SchedulerOutput, packet: Packet, chosen: np.ndarray | None = None
     ) -> bool:
         """Plans and packs a step, for `_run_model`; whether attention is cut into pieces.
 
@@ -396,8 +376,12 @@ class GpuModelRunner:
             return self._context.short_tile(bucket)
         return self._context.tile_for(bucket, single=True)
 
+    def _gated(self, attention: Attend) -> GatedAttention:
+        assert self._gates is not None
+        return GatedAttention(attention, self._gates)
+
     def _run_model(
-        self, packet: _Packet, inputs: StepInputs[torch.Tensor], attention: StepAttention
+        self, packet: Packet, inputs: StepInputs[torch.Tensor], attention: Attend
     ) -> torch.Tensor:
         """[T, hidden] after the final norm, of the step whose packet's turn it is."""
         fetch_packet(self._packer.ring, self._turns[:1], out=packet.target)
@@ -506,8 +490,10 @@ class GpuModelRunner:
         for bucket in reversed(self._decode_rows):
             self._capture_decode(graphs, bucket)
         for bucket in reversed(self._graph_rows):
-            self._capture_rows(graphs, bucket)
-        inputs = packet_views(self._packet, self._rows_layout(self._graph_rows[-1]))
+            self._capture_rows(graphs, "rows", bucket)
+        for bucket in reversed(self._gated_rows if self._gates is not None else ()):
+            self._capture_rows(graphs, "gated rows", bucket)
+        inputs = self._packets.views(self._packets.rows(self._graph_rows[-1]))
         for bucket in reversed(self._decode_rows):
             self._capture_head(graphs, bucket, inputs)
         for bucket in reversed(self._graph_rows if drafts else ()):
@@ -519,31 +505,33 @@ class GpuModelRunner:
         torch.cuda.synchronize()
 
     def _capture_decode(self, graphs: GraphSet[tuple[str, int]], bucket: int) -> None:
-        layout = self._decode_layout(bucket)
-        inputs = packet_views(self._packet, layout)
+        layout = self._packets.decode(bucket)
+        inputs = self._packets.views(layout)
         for name, short in (("decode", False), ("short decode", True)):
             tile = self._decode_tile(bucket, short)
-            packet = self._packet_of(layout, tile, cut=not short)
+            packet = self._packets.packet(layout, tile, cut=not short)
             self._captured[name, bucket] = packet
             attention = StepAttention(self._context, inputs, tile, any_cut=not short)
 
-            def body(packet: _Packet = packet, attention: StepAttention = attention) -> None:
+            def body(packet: Packet = packet, attention: StepAttention = attention) -> None:
                 self._pick_from(inputs, self._run_model(packet, inputs, attention))
                 send_results(self._tokens[:bucket], self._turns[1:], ring=self._sent.ring)
 
             graphs.capture((name, bucket), body)
 
-    def _capture_rows(self, graphs: GraphSet[tuple[str, int]], bucket: int) -> None:
-        layout = self._rows_layout(bucket)
-        inputs = packet_views(self._packet, layout)
+    def _capture_rows(self, graphs: GraphSet[tuple[str, int]], name: str, bucket: int) -> None:
+        layout = self._packets.rows(bucket)
+        inputs = self._packets.views(layout)
         tile = self._context.tile_for(bucket, single=False)
-        packet = self._captured["rows", bucket] = self._packet_of(layout, tile)
-        attention = StepAttention(self._context, inputs, tile, any_cut=True)
+        packet = self._captured[name, bucket] = self._packets.packet(layout, tile)
+        attention: Attend = StepAttention(self._context, inputs, tile, any_cut=True)
+        if name == "gated rows":
+            attention = self._gated(attention)
 
         def body() -> None:
             self._hidden[:bucket].copy_(self._run_model(packet, inputs, attention))
 
-        graphs.capture(("rows", bucket), body)
+        graphs.capture((name, bucket), body)
 
     def _capture_head(
         self, graphs: GraphSet[tuple[str, int]], bucket: int, inputs: StepInputs[torch.Tensor]
@@ -554,16 +542,16 @@ class GpuModelRunner:
         graphs.capture(("head", bucket), body)
 
     def _capture_verify(self, graphs: GraphSet[tuple[str, int]], bucket: int) -> None:
-        layout = self._verify_layout(bucket)
-        inputs = packet_views(self._packet, layout)
+        layout = self._packets.verify(bucket)
+        inputs = self._packets.views(layout)
         results = self._walked.packed[: layout.groups + layout.samples]
         for name, short in (("verify", False), ("short verify", True)):
             tile = self._context.tree_tile(bucket, short=short)
-            packet = self._packet_of(layout, tile, cut=not short)
+            packet = self._packets.packet(layout, tile, cut=not short)
             self._captured[name, bucket] = packet
             attention = StepAttention(self._context, inputs, tile, any_cut=not short)
 
-            def body(packet: _Packet = packet, attention: StepAttention = attention) -> None:
+            def body(packet: Packet = packet, attention: StepAttention = attention) -> None:
                 hidden = self._run_model(packet, inputs, attention)
                 self._hidden[:bucket].copy_(hidden)  # for draws by depth
                 self._verify(inputs, hidden)

@@ -7,7 +7,9 @@ trees come in `finish`, one depth after the other.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -21,9 +23,10 @@ from hetero_llm.core.step import (
     SlotState,
 )
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.layers import CausalLM
+from hetero_llm.models.layers import Attend, CausalLM
 from hetero_llm.runner.attention import RowKernel, TorchPagedAttention
 from hetero_llm.runner.draft_trees import TreeRows, row_places, tree_rows
+from hetero_llm.runner.gates import GatedAttention, Gates
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import LogprobTensors, Sampler, SampleResult, token_logprobs
@@ -32,13 +35,27 @@ _PROMPT_LOGPROB_ROWS = 256
 """Rows of full-vocabulary logits held at once for prompt_logprobs."""
 
 
+@runtime_checkable
+class TimedGates(Gates, Protocol):
+    """Gates that give up after a while. `turn` names the step armed last."""
+
+    turn: int
+
+    def take_error(self, turn: int) -> bool:
+        """Whether a gate of that step gave up; to be asked once, when the step is over."""
+        ...
+
+
 @dataclass(slots=True)
 class PendingStep:
-    """A launched step, its results still on the device."""
+    """A launched step, its results still on the device. `turn` is its gates', if they may give up;
+    `over` then happens when it is over (None: it is already)."""
 
     step: SchedulerOutput
     drawn: SampleResult | None
     prompt_logprobs: list[tuple[int, LogprobTensors]]
+    turn: int | None = None
+    over: torch.cuda.Event | None = None
 
 
 class TorchModelRunner:
@@ -55,6 +72,7 @@ class TorchModelRunner:
 
     Attributes:
         typical: see `runner.verify`; to be set before the first step.
+        gates: what steps with `loads` wait at; to be set before the first one.
     """
 
     def __init__(
@@ -70,6 +88,7 @@ class TorchModelRunner:
         row_kernel: RowKernel | None = None,
     ) -> None:
         self.typical: TypicalAcceptance | None = None
+        self.gates: Gates | None = None
         self._model = model
         self._cache = cache
         self._device = device
@@ -85,6 +104,8 @@ class TorchModelRunner:
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> PendingStep | DraftedStep:
         """Issues all device work of a step, but for the draws of one with drafts."""
+        if step.loads:
+            arm_gates(self.gates, step)
         self._apply_changes(step)
         trees = None if step.drafts is None else tree_rows(step, step.drafts)
         sequence_of = np.repeat(np.arange(len(step.slots)), step.counts)
@@ -94,7 +115,12 @@ class TorchModelRunner:
         size = self._cache.shape.block_size
         tables = self._tables[step.slots]
         blocks = tables[sequence_of, places // size]
-        attend = self._attention.plan(step.starts, step.counts, tables, places, blocks, trees)
+        attend: Attend = self._attention.plan(
+            step.starts, step.counts, tables, places, blocks, trees
+        )
+        if step.loads:
+            assert self.gates is not None
+            attend = GatedAttention(attend, self.gates)
         hidden = self._model(
             self._input_tokens(step, sequence_of)
             if trees is None
@@ -103,9 +129,15 @@ class TorchModelRunner:
             attend,
         )
         if trees is None:
-            return draw_step(
+            pending = draw_step(
                 self._model, hidden, step, self._sampler, self._last_tokens, self._prompts
             )
+            if step.loads and isinstance(self.gates, TimedGates):
+                pending.turn = self.gates.turn
+                if self._device.type == "cuda":
+                    pending.over = torch.cuda.Event()
+                    pending.over.record()
+            return pending
         return drafted_step(
             self._model,
             hidden,
@@ -121,7 +153,13 @@ class TorchModelRunner:
         if isinstance(pending, DraftedStep):
             return verify(pending, self._sampler, self._cache, self._last_tokens, self.typical)
         token_ids = [] if pending.drawn is None else pending.drawn.token_ids.tolist()
-        return plain_output(token_ids, pending)
+        output = plain_output(token_ids, pending)
+        if pending.turn is None:
+            return output
+        if pending.over is not None:
+            pending.over.synchronize()
+        assert isinstance(self.gates, TimedGates)
+        return dataclasses.replace(output, loads_timed_out=self.gates.take_error(pending.turn))
 
     def _apply_changes(self, step: SchedulerOutput) -> None:
         for state in step.admitted:
@@ -133,6 +171,8 @@ class TorchModelRunner:
             self._tables[writes[0], writes[1]] = writes[2]
         copies = step.block_copies
         if copies.shape[1]:
+            if step.loads and self.gates is not None:
+                self.gates.wait(self._cache.shape.num_layers - 1)  # one of them may be loading
             self._cache.copy_blocks(list(zip(*copies.tolist(), strict=True)))
 
     def _input_tokens(self, step: SchedulerOutput, sequence_of: np.ndarray) -> torch.Tensor:
@@ -145,6 +185,13 @@ class TorchModelRunner:
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def arm_gates(gates: Gates | None, step: SchedulerOutput) -> None:
+    """Before anything of a step with `loads` is launched."""
+    assert gates is not None, "a step waits for loads, but nothing loads"
+    assert step.drafts is None, "a step with loads has drafts"
+    gates.arm(step.loads)
 
 
 def draw_step(

@@ -37,13 +37,60 @@ _COUNTERS = {
     "spec_decode_num_draft_tokens": "Draft tokens that were verified.",
     "spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
 }
+_OFFLOAD_COUNTERS = {
+    "external_prefix_cache_queries": "Prompt tokens looked up in host memory.",
+    "external_prefix_cache_hits": "Prompt tokens found in host memory.",
+    "kv_offload_load_bytes": "Bytes of KV loaded from host memory to the GPU.",
+    "kv_offload_store_bytes": "Bytes of KV stored from the GPU to host memory.",
+    "kv_offload_load_time": "Seconds in which KV was being loaded.",
+    "kv_offload_store_time": "Seconds in which KV was being stored.",
+}
+"""As `_COUNTERS`, but there only where the prefix cache is offloaded."""
+_ENGINE_NAMES = {
+    "kv_offload_load_bytes": "kv_offload_bytes_h2d",
+    "kv_offload_store_bytes": "kv_offload_bytes_d2h",
+    "kv_offload_load_time": "kv_offload_h2d_busy_seconds_total",
+    "kv_offload_store_time": "kv_offload_d2h_busy_seconds_total",
+}
+"""What vLLM calls a metric, and what the engine calls it."""
+_OLD_TRANSFERS = {
+    "kv_offload_total_bytes": ("kv_offload_load_bytes", "kv_offload_store_bytes"),
+    "kv_offload_total_time": ("kv_offload_load_time", "kv_offload_store_time"),
+}
+"""What vLLM had in one metric, with the direction as a label: loads, stores."""
+_DIRECTIONS = ("CPU_to_GPU", "GPU_to_CPU")
 _OLD_NAMES = {
     "kv_cache_usage_perc": "gpu_cache_usage_perc",
     "prefix_cache_queries": "gpu_prefix_cache_queries",
     "prefix_cache_hits": "gpu_prefix_cache_hits",
 }
 """What vLLM calls a metric, and what it called it before."""
-_OWN_COUNTERS = ("num_requests_finished", "num_steps")
+_OWN_COUNTERS = {
+    "num_requests_finished": "The engine's num_requests_finished.",
+    "num_steps": "The engine's num_steps.",
+    "prefix_blocks_total": "KV blocks given to sequences.",
+    "prefix_blocks_gpu": "KV blocks of sequences that were found on the GPU.",
+    "prefix_blocks_cpu": "KV blocks of sequences that were found in host memory.",
+    "kv_offload_loads": "Loads of KV from host memory that came to their end.",
+    "kv_offload_failed_loads": "Loads of KV of which some bytes never came.",
+    "kv_offload_aborted_loads": "Loads of KV that nobody wanted any more.",
+    "kv_offload_loaded_blocks": "KV blocks loaded from host memory.",
+    "kv_offload_stores": "Stores of KV to host memory that came to their end.",
+    "kv_offload_failed_stores": "Stores of KV of which some bytes never came.",
+    "kv_offload_dropped_stores": "KV blocks for which host memory had no room.",
+    "kv_offload_stored_blocks": "KV blocks stored to host memory.",
+    "kv_offload_host_evictions": "KV blocks that left host memory for others.",
+    "kv_offload_driver_errors": "Calls for copies that the driver refused.",
+    "kv_offload_copy_thread_cpu_seconds_total": "CPU time of the thread that submits copies.",
+    "kv_offload_load_seconds_total": "Time of all loads, each from its beginning to its end.",
+    "kv_offload_hidden_seconds_total": "Part of the loads' time in which something was computed.",
+    "kv_offload_exposed_seconds_total": "Part of the loads' time that was waited for.",
+}
+_OWN_GAUGES = {
+    "kv_offload_host_slots": "KV blocks that host memory has room for by now.",
+    "kv_offload_host_slots_used": "KV blocks that are in host memory.",
+    "kv_offload_broken": "1 once offloading has switched itself off after an error.",
+}
 _OWN_NAMES = {"hit_rate": "lookahead_hit_rate"}
 _AT_PLACE = "spec_decode_num_accepted_tokens_per_pos_"
 _STEP_SECONDS = "step_seconds/"
@@ -82,12 +129,14 @@ class EngineCollector(Collector):
                 if name in self._old_names:
                     yield make(f"vllm:{self._old_names[name]}", f"Now {name}.", value)
         yield self._accepted_at(left)
+        yield from self._offload(left)
         yield self._cache_config()
         yield from self._histograms(stats.histograms)
         yield from self._cpu(engine_cpu)
-        for name in _OWN_COUNTERS:
-            if name in left:
-                yield self._counter(f"hetero_llm:{name}", f"The engine's {name}.", left.pop(name))
+        for own, make in ((_OWN_COUNTERS, self._counter), (_OWN_GAUGES, self._gauge)):
+            for name, text in own.items():
+                if name in left:
+                    yield make(f"hetero_llm:{name}", text, left.pop(name))
         yield self._gauge(
             "hetero_llm:last_step_timestamp_seconds",
             "When the engine's last step ended, in Unix time; 0 before the first.",
@@ -126,6 +175,27 @@ class EngineCollector(Collector):
             place = name.removeprefix(_AT_PLACE)
             family.add_metric([*self._labels.values(), place], left.pop(name))
         return family
+
+    def _offload(self, left: dict[str, float]) -> Iterator[Metric]:
+        """What vLLM has names for; takes it out of `left`."""
+        found = {
+            name: left.pop(_ENGINE_NAMES.get(name, name))
+            for name in _OFFLOAD_COUNTERS
+            if _ENGINE_NAMES.get(name, name) in left
+        }
+        for name, value in found.items():
+            yield self._counter(f"vllm:{name}", _OFFLOAD_COUNTERS[name], value)
+        for old, names in _OLD_TRANSFERS.items() if self._old_names else ():
+            if not all(name in found for name in names):
+                continue
+            family = CounterMetricFamily(
+                f"vllm:{old}",
+                f"Now {' and '.join(names)}.",
+                labels=[*self._labels, "transfer_type"],
+            )
+            for name, direction in zip(names, _DIRECTIONS, strict=True):
+                family.add_metric([*self._labels.values(), direction], found[name])
+            yield family
 
     def _cache_config(self) -> Metric:
         info = self._client.info

@@ -23,7 +23,7 @@ def plan_table(info: EngineInfo, config: EngineConfig) -> str:
         ("full contexts", f"{tokens / info.max_model_len:.1f} at once"),
         ("sequences", f"{config.max_num_seqs} at once"),
         ("drafts", _drafts(config)),
-        ("offload", _offload(config)),
+        ("offload", _offload(info, config)),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
@@ -57,10 +57,18 @@ def _drafts(config: EngineConfig) -> str:
     return "; ".join(parts)
 
 
-def _offload(config: EngineConfig) -> str:
+def _offload(info: EngineInfo, config: EngineConfig) -> str:
     """What lies in host memory instead of the device's."""
-    size = config.load.cpu_offload_gb
-    return f"up to {size:g} GiB of weights in host memory" if size else "none"
+    parts = []
+    if config.load.cpu_offload_gb:
+        parts.append(f"up to {config.load.cpu_offload_gb:g} GiB of weights in host memory")
+    if info.offload:
+        parts.append(info.offload)
+    elif config.offload is not None:
+        on_cpu = info.device.startswith("cpu")
+        why = "it is in host memory already" if on_cpu else "see the log"
+        parts.append(f"not of the prefix cache: {why}")
+    return "; ".join(parts) or "off"
 
 
 def ready_text(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -123,7 +123,15 @@ def seen(output: RequestOutput) -> list[tuple]:
 
 def serve(traffic: list[tuple], asynchronous: bool, **limits: Any) -> tuple[dict, dict, Served]:
     """All last outputs by request and all counters that must not depend on stepping."""
-    served = make_engine(asynchronous, max_model_len=MAX_LEN, block_size=4, **limits)
+    return serve_on(
+        make_engine(asynchronous, max_model_len=MAX_LEN, block_size=4, **limits), traffic
+    )
+
+
+def serve_on(
+    served: Served, traffic: list[tuple], settle: Callable[[], None] = lambda: None
+) -> tuple[dict, dict, Served]:
+    """The same on a given engine; `settle` ends what goes on when the engine is idle."""
     engine = served.engine
     arrivals = []
     abort_at: dict[str, int] = {}
@@ -157,6 +165,7 @@ def serve(traffic: list[tuple], asynchronous: bool, **limits: Any) -> tuple[dict
         served.scheduler.check_integrity()
     else:
         raise AssertionError("no end in sight")
+    settle()
     check_idle(served)
     metrics = engine.metrics()
     names = ("num_requests_finished", "prompt_tokens", "generation_tokens")

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hetero_llm.bridge.records import NODE_WORDS
 from hetero_llm.core.draft import MAX_NODES
 from hetero_llm.cpu.draft import growth
 from hetero_llm.cpu.draft.growth import CAPACITY, MOST_CANDIDATES, WINDOW, Chosen, Moves, Unsent
@@ -73,9 +74,8 @@ class Forest:
         )  # fmt: skip
         nodes = slots * CAPACITY
         self._unsent = Unsent(
-            _ints(slots), _ints(slots), _ints(slots), _ints(nodes), _ints(nodes), _ints(nodes),
-            np.zeros(nodes, np.uint8),
-        )  # fmt: skip
+            _ints(slots), _ints(slots), _ints(slots), np.zeros((nodes, NODE_WORDS), np.int32)
+        )
         self._same_weights = np.ones(slots, np.float32)
         self._nobody = np.zeros(slots, np.bool_)
 
@@ -221,9 +221,8 @@ class Forest:
         out = self._unsent
         groups, rows = growth.unsent(self._trees, out)
         return Unsent(
-            out.slots[:groups], out.counts[:groups], out.lengths[:groups], out.ids[:rows],
-            out.parents[:rows], out.tokens[:rows], out.kinds[:rows],
-        )  # fmt: skip
+            out.slots[:groups], out.counts[:groups], out.lengths[:groups], out.nodes[:rows]
+        )
 
     @staticmethod
     def compile() -> None:

@@ -126,18 +126,14 @@ class Unsent(NamedTuple):
         slots, counts: [G] nodes of each slot, which may be none.
         lengths: [G] of the text, once all children of its last token are in this record or an
             earlier one; 0 before.
-        ids, parents, tokens: [N]; children after their parents. -L as a parent stands for the last
-            token of a text of L tokens.
-        kinds: [N] uint8.
+        nodes: [N, 4] id, parent, token and kind, as records tell them; children after their
+            parents. -L as a parent stands for the last token of a text of L tokens.
     """
 
     slots: np.ndarray
     counts: np.ndarray
     lengths: np.ndarray
-    ids: np.ndarray
-    parents: np.ndarray
-    tokens: np.ndarray
-    kinds: np.ndarray
+    nodes: np.ndarray
 
 
 @njit(**BORROWING)
@@ -513,9 +509,10 @@ def unsent(trees: Trees, out: Unsent) -> tuple[int, int]:
         groups += 1
         for node in range(first, count):
             parent = nodes[node, PARENT]
-            out.ids[rows] = nodes[node, ID]
-            out.parents[rows] = nodes[parent, ID] if parent >= 0 else -state[LENGTH]
-            out.tokens[rows], out.kinds[rows] = nodes[node, TOKEN], nodes[node, KIND]
+            told = out.nodes[rows]
+            told[ID], told[TOKEN] = nodes[node, ID], nodes[node, TOKEN]
+            told[PARENT] = nodes[parent, ID] if parent >= 0 else -state[LENGTH]
+            told[KIND] = nodes[node, KIND]
             rows += 1
         if count > 0:
             state[_TOLD] = nodes[count - 1, ID]

@@ -22,6 +22,17 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from hetero_llm.bridge.records import (
+    BASE_LENGTH,
+    GENERATION,
+    HEADER,
+    HEADER_WORDS,
+    NODE_WORDS,
+    SLOT,
+    WORDS,
+    Kind,
+    Records,
+)
 from hetero_llm.cpu.draft.kinds import NUM_KINDS, Record
 from hetero_llm.cpu.draft.trees import (
     ID,
@@ -29,7 +40,6 @@ from hetero_llm.cpu.draft.trees import (
     KIND,
     PARENT,
     TOKEN,
-    UINT8,
     below,
     chances_of,
     find,
@@ -40,6 +50,7 @@ from hetero_llm.cpu.draft.trees import (
     offer,
     sort_down,
 )
+from hetero_llm.cpu.lookahead.bound import Bound, cube, matrix, vector
 from hetero_llm.cpu.lookahead.live import FoundArrays
 from hetero_llm.cpu.lookahead.sources import Proposals
 from hetero_llm.cpu.lookahead.trie import BORROWING
@@ -109,6 +120,8 @@ class Mirror:
         self._state = self.arrays.state
         self._state[:, _GENERATION] = _CLOSED
         self._dropped = np.zeros(3, np.int64)
+        self._bound = Bound(3)
+        self._bound.put_all(0, (self.arrays.nodes, self._state, self._dropped))
         self._all_depths = np.full(slots, CAPACITY, np.int32)
         self._caught_up = np.zeros(slots, np.bool_)
 
@@ -136,32 +149,17 @@ class Mirror:
             "full": int(counts[FULL]),
         }
 
-    def add(
-        self,
-        slots: np.ndarray,
-        generations: np.ndarray,
-        lengths: np.ndarray,
-        counts: np.ndarray,
-        nodes: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
-    ) -> None:
-        """Takes in records of the worker, whatever is in them.
+    def add(self, records: Records) -> bool:
+        """Takes in NODES records of the worker, whatever is in them.
 
         `commit` must have told every text that the worker was told before: a record that knows more
         than the engine is malformed.
 
-        Args:
-            slots, generations, lengths, counts: [R], see `growth.Unsent`.
-            nodes: ids, parents, tokens, and kinds (uint8), one record after the other.
+        Returns:
+            False, and nothing is changed, if one of them has no whole nodes.
         """
-        ids, parents, tokens, kinds = nodes
-        assert len(ids) == len(parents) == len(tokens) == len(kinds)
-        fine = _add(
-            self.arrays.nodes, self._state, self._dropped, self._vocab_size, fit(slots, INT32),
-            fit(generations, INT32),
-            fit(lengths, INT32), fit(counts, INT32), fit(ids, INT32),
-            fit(parents, INT32), fit(tokens, INT32), fit(kinds, UINT8),
-        )  # fmt: skip
-        assert fine, "counts are not those of the nodes"
+        headers = records.headers.view(INT32)
+        return bool(_add_bound(self._bound.table, self._vocab_size, headers, records.words))
 
     def commit(
         self, slots: np.ndarray, bases: np.ndarray, tokens: np.ndarray, sizes: np.ndarray
@@ -217,7 +215,8 @@ class Mirror:
         mirror = Mirror(1, vocab_size=2, record=Record())
         mirror.open(0, 0, 1)
         one = np.ones(1, np.int32)
-        mirror.add(0 * one, 0 * one, one, one, (one, -one, one, one))
+        header = np.array([(Kind.NODES, 0, 0, 1, NODE_WORDS, 0, 0)], HEADER)
+        mirror.add(Records(header, np.array([1, -1, 1, 1], np.int32)))
         mirror.commit(0 * one, one, one, one)
         mirror.proposals(0 * one, one, Proposals.empty(1))
         mirror.caught_up(0 * one)
@@ -234,54 +233,57 @@ def _cut_tail(state: np.ndarray, tokens: int) -> None:
         state[place] = state[place + tokens]
 
 
+@njit(cache=True, nogil=True)
+def _add_bound(table: np.ndarray, vocab_size: int, headers: np.ndarray, words: np.ndarray) -> bool:
+    """See `Mirror.add`."""
+    nodes, state = cube(table, 0, np.int32), matrix(table, 1, np.int64)
+    return _add(nodes, state, vector(table, 2, np.int64), vocab_size, headers, words)
+
+
 @njit(**BORROWING)
 def _add(
     nodes: np.ndarray,
     state: np.ndarray,
     dropped: np.ndarray,
     vocab_size: int,
-    slots: np.ndarray,
-    generations: np.ndarray,
-    lengths: np.ndarray,
-    counts: np.ndarray,
-    ids: np.ndarray,
-    parents: np.ndarray,
-    tokens: np.ndarray,
-    kinds: np.ndarray,
+    headers: np.ndarray,
+    words: np.ndarray,
 ) -> bool:
-    """See `Mirror.add`. False, and nothing is changed, if the counts are wrong."""
+    """The records are int32: what is beyond comes as negative numbers."""
     total = 0
-    for count in counts:
-        total += count
-        if count < 0:
+    for first in range(0, len(headers), HEADER_WORDS):
+        size = headers[first + WORDS]
+        if size < 0 or size % NODE_WORDS != 0:
             return False
-    if total != len(ids):
+        total += size
+    if total != len(words):
         return False
     end = 0
-    for i in range(len(slots)):
-        slot, begin = slots[i], end
-        end += counts[i]
+    for first in range(0, len(headers), HEADER_WORDS):
+        slot, length = headers[first + SLOT], headers[first + BASE_LENGTH]
+        begin, end = end, end + headers[first + WORDS]
+        count = (end - begin) // NODE_WORDS
         if slot < 0 or slot >= len(state):
-            dropped[MALFORMED] += counts[i]
+            dropped[MALFORMED] += count
             continue
         row = state[slot]
-        if row[_GENERATION] < 0 or row[_GENERATION] != generations[i]:
-            dropped[STALE] += counts[i]
+        if row[_GENERATION] < 0 or row[_GENERATION] != headers[first + GENERATION]:
+            dropped[STALE] += count
             continue
-        if lengths[i] < 0 or lengths[i] > row[_LENGTH]:
-            dropped[MALFORMED] += counts[i]
+        if length < 0 or length > row[_LENGTH]:
+            dropped[MALFORMED] += count
             continue
-        for node in range(begin, end):
-            token, kind = tokens[node], kinds[node]
-            if ids[node] <= row[_LAST]:
-                dropped[STALE if ids[node] > 0 else MALFORMED] += 1
+        for at in range(begin, end, NODE_WORDS):
+            identity, token, kind = words[at + ID], words[at + TOKEN], words[at + KIND]
+            if identity <= row[_LAST]:
+                dropped[STALE if identity > 0 else MALFORMED] += 1
                 continue
-            row[_LAST] = ids[node]
-            if token < 0 or token >= vocab_size or kind >= NUM_KINDS:
+            row[_LAST] = identity
+            if token < 0 or token >= vocab_size or kind < 0 or kind >= NUM_KINDS:
                 dropped[MALFORMED] += 1
                 continue
-            _hang(nodes[slot], row, dropped, ids[node], parents[node], token, kind)
-        row[_SEEN] = max(row[_SEEN], np.int64(lengths[i]))
+            _hang(nodes[slot], row, dropped, identity, words[at + PARENT], token, kind)
+        row[_SEEN] = max(row[_SEEN], np.int64(length))
     return True
 
 

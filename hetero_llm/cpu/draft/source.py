@@ -27,7 +27,6 @@ from hetero_llm.bridge.records import (
     put_commits,
     put_grafts,
     put_open,
-    read_nodes,
 )
 from hetero_llm.core.draft_model_config import DraftModelConfig
 from hetero_llm.core.request import Sequence
@@ -325,11 +324,8 @@ class DraftSource:
         self._vain = 0
         for kind, run in records.runs():
             if kind == Kind.NODES:
-                told = read_nodes(run)
-                if told is None:
+                if not self._mirror.add(run):
                     self._counts["rejected"] += len(run)
-                    continue
-                self._mirror.add(*told)
             elif kind == Kind.REFUSED:
                 self._refused(run)
             else:

@@ -19,8 +19,8 @@ from hetero_llm.cpu.lookahead.trie import BORROWING
 ID, PARENT, TOKEN, KIND = range(4)
 """Columns of a node; PARENT is its row."""
 
-BOOL, UINT8, INT32, FLOAT32, FLOAT64 = (
-    np.dtype(kind) for kind in (np.bool_, np.uint8, np.int32, np.float32, np.float64)
+BOOL, INT32, FLOAT32, FLOAT64 = (
+    np.dtype(kind) for kind in (np.bool_, np.int32, np.float32, np.float64)
 )
 _ONE = np.float32(1.0)
 

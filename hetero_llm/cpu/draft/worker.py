@@ -320,11 +320,10 @@ class Worker:
         return True
 
     def _tell(self) -> None:
-        unsent = self._forest.unsent()
-        slots, counts, lengths = unsent[:3]
+        slots, counts, lengths, nodes = self._forest.unsent()
         if len(slots):
             stamps = Stamps(slots, self._generations[slots], lengths)
-            put_nodes(self._outbox, stamps, counts, unsent[3:])
+            put_nodes(self._outbox, stamps, counts, nodes)
 
     def _beat(self) -> None:
         now = self._clock()

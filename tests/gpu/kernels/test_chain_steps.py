@@ -23,7 +23,8 @@ from tests.models.tiny import make_tiny_checkpoint
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("llama"), "llama", "heads_of_16")
+    folder = tmp_path_factory.mktemp("llama")
+    return make_tiny_checkpoint(folder, "llama", "heads_of_16", layers=2)
 
 
 def chains(folder: Path, device: torch.device, num_tokens: int) -> ChainDrafter:

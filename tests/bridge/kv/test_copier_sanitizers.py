@@ -1,0 +1,66 @@
+"""The copy thread and its caller under ThreadSanitizer, in a program of its own over the fake
+driver."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hetero_llm.bridge.kv import native
+from hetero_llm.core.native_build import PORTABLE, find_compiler
+from tests.bridge.kv.conftest import FAKE_SOURCE
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+
+SOURCES = Path(native.__file__).parent / "csrc"
+STRESS = Path(__file__).with_name("copier_stress.cpp")
+ROUNDS = "300"
+FLAGS = ("-O0", "-g", "-fsanitize=thread", "-fno-builtin-memcpy", "-pthread")
+
+
+def build(*arguments: str) -> None:
+    command = [str(find_compiler()), *FLAGS, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "cannot find -l" in done.stderr:
+        pytest.skip("the compiler has no thread sanitizer")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fake") / "fake.so"
+    build("-std=c++17", "-fPIC", "-shared", str(FAKE_SOURCE), "-o", str(path))
+    return path
+
+
+def run(folder: Path, fake: Path, copier: str) -> subprocess.CompletedProcess[str]:
+    """The stress program with this source of the copier."""
+    source, program = folder / "copier.cpp", folder / "stress"
+    source.write_text(copier)
+    others = [str(path) for path in SOURCES.glob("*.cpp") if path.name != source.name]
+    sources = (str(STRESS), str(source), *others)
+    build(*PORTABLE, *sources, f"-I{SOURCES}", "-ldl", "-o", str(program))
+    done = subprocess.run(
+        [str(program), str(fake), ROUNDS], capture_output=True, text=True, timeout=300
+    )
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("ThreadSanitizer does not run on this kernel")
+    return done
+
+
+def test_the_copy_thread(tmp_path: Path, fake: Path) -> None:
+    done = run(tmp_path, fake, (SOURCES / "copier.cpp").read_text())
+    assert (done.returncode, done.stdout) == (0, f"{ROUNDS} over, 0 wrong\n"), done.stderr
+    assert done.stderr == ""
+
+
+def test_the_thread_sanitizer_would_tell(tmp_path: Path, fake: Path) -> None:
+    """The thread counts what has landed without the lock: that is found out."""
+    source = (SOURCES / "copier.cpp").read_text()
+    land = re.search(r"^bool Copier::land\(.*?^}", source, re.MULTILINE | re.DOTALL)
+    assert land is not None and "    Held held(mutex_);\n" in land[0]
+    changed = source.replace(land[0], land[0].replace("    Held held(mutex_);\n", ""))
+    assert "data race" in run(tmp_path, fake, changed).stderr

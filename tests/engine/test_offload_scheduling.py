@@ -1,0 +1,191 @@
+"""Scheduler and block manager with host memory behind the prefix cache, without a device."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_llm.core.config import SchedulerConfig
+from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.engine.block_manager import BlockManager
+from hetero_llm.engine.block_moves import OffloadLimits
+from hetero_llm.engine.engine import Engine
+from hetero_llm.engine.offload_log import hit_line
+from hetero_llm.engine.output_processor import OutputProcessor, holds_stop
+from hetero_llm.engine.prefix_cache import PrefixCache
+from hetero_llm.engine.scheduler import Scheduler
+from hetero_llm.engine.scheduler_loads import Loads, StepTimes
+from tests.engine.harness import expected_output, make_request
+from tests.engine.host_memory import FakeTier, LoadingRunner
+from tests.engine.traffic import TRAFFIC, LetterTokenizer, Served, run_all, serve, serve_on
+
+ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+
+
+def make_served(
+    asynchronous: bool,
+    *,
+    num_blocks: int = 24,
+    block_size: int = 4,
+    max_num_seqs: int = 6,
+    max_num_batched_tokens: int = 32,
+    max_model_len: int = 72,
+    seed: int = 0,
+    cached: int | None = None,
+    write_through: bool = False,
+    **tier_args: Any,
+) -> tuple[Served, FakeTier]:
+    config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, True, block_size)
+    runner = LoadingRunner(num_blocks, block_size, max_num_seqs, -(-max_model_len // block_size))
+    tier = FakeTier(runner, seed, **tier_args)
+    limits = OffloadLimits(num_blocks, cached, write_through)
+    blocks = BlockManager(num_blocks, block_size, PrefixCache(), tier=tier, limits=limits)
+    tokenizer: Any = LetterTokenizer()
+    loads = Loads(blocks, 4, StepTimes(0.0))
+    scheduler = Scheduler(config, blocks, partial(holds_stop, tokenizer), loads=loads)
+    outputs = OutputProcessor(tokenizer, scheduler.stop_sequence)
+    inputs: Any = None
+    engine = Engine(inputs, scheduler, runner, outputs, asynchronous=asynchronous)
+    return Served(engine, scheduler, blocks, runner), tier
+
+
+def settle(served: Served) -> None:
+    """Until nothing moves any more."""
+    for _ in range(1000):
+        if not served.engine.tend():
+            return
+    raise AssertionError("something moves for ever")
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    TRAFFIC, st.booleans(), st.integers(0, 2**16), st.sampled_from([0.0, 0.3]), st.booleans(),
+    st.sampled_from([None, 0, 4]), st.sampled_from([14, 20, 40]), st.sampled_from([0.0, 0.2]),
+)  # fmt: skip
+def test_host_memory_changes_no_output(
+    traffic: list[tuple],
+    asynchronous: bool,
+    seed: int,
+    fail: float,
+    write_through: bool,
+    cached: int | None,
+    num_blocks: int,
+    time_out: float,
+) -> None:
+    """Whatever loads and stores do, and whenever: the same tokens, and every block comes back.
+    The prompts come twice, so that the second ones find what the first ones left."""
+    traffic = traffic + [(*entry[:4], entry[4] + 40, entry[5]) for entry in traffic]
+    limits: dict[str, Any] = {"num_blocks": num_blocks, "max_num_seqs": 6}
+    plain, counters, _ = serve(traffic, False, **limits)
+    served, tier = make_served(
+        asynchronous, **limits, seed=seed, fail=fail, write_through=write_through, cached=cached,
+        time_out=time_out,
+    )  # fmt: skip
+    with_host, with_counters, _ = serve_on(served, traffic, settle=partial(settle, served))
+    assert with_host.keys() == plain.keys()
+    for name, outputs in plain.items():
+        if outputs[0][3] != "abort":  # what is visible when it is aborted depends on the steps
+            assert with_host[name] == outputs
+    settle(served)
+    assert not any(tier.pinned.values()), "a slot stays pinned"
+    assert not tier.loads and not tier.stores
+
+
+def prompts(count: int, length: int = 161) -> list[list[int]]:
+    return [[(7 * p + i * i + i * p) % 50 for i in range(length)] for p in range(count)]
+
+
+def run_one(served: Served, name: str, prompt: list[int]) -> list[int]:
+    out = run_all(served, [make_request(name, prompt, ONE, 200)])[name].outputs[0].token_ids
+    settle(served)
+    return list(out)
+
+
+def golden(**tier_args: Any) -> tuple[Served, FakeTier, list[list[int]]]:
+    served, tier = make_served(
+        False, num_blocks=100, block_size=16, max_model_len=200, max_num_batched_tokens=200,
+        num_slots=200, **tier_args,
+    )  # fmt: skip
+    return served, tier, prompts(11)
+
+
+def test_the_manuals_example() -> None:
+    served, tier, texts = golden(seed=1)
+    tier.worth_loading = lambda hit, start, rest: len(hit.slots)  # type: ignore[method-assign]
+    for number, prompt in enumerate([*texts, texts[0]]):
+        assert run_one(served, str(number), prompt) == expected_output(prompt, ONE)
+    assert hit_line(served.blocks.hits) == (
+        "[HIT CNT] total: 132, gpu: 0 (0.00%) cpu: 10 (7.58%) not hit: 122 (92.42%)"
+    )
+    assert tier.num_loads == 1
+
+
+def test_without_uses_enough_nothing_is_stored() -> None:
+    served, tier, texts = golden(seed=1, min_uses=2)
+    for number, prompt in enumerate(texts[:10]):
+        run_one(served, str(number), prompt)
+    assert tier.num_stored == 0
+    run_one(served, "again", texts[9])
+    run_one(served, "more", texts[10])
+    for number, prompt in enumerate(texts[:5]):  # push it out
+        run_one(served, f"once more {number}", prompt)
+    assert tier.num_stored >= 10
+
+
+def test_the_limit_empties_the_devices_cache() -> None:
+    served, tier, texts = golden(seed=2, cached=0)
+    tier.worth_loading = lambda hit, start, rest: len(hit.slots)  # type: ignore[method-assign]
+    for number, prompt in enumerate([texts[0], texts[0], texts[0]]):
+        run_one(served, str(number), prompt)
+    hits = served.blocks.hits
+    assert (hits.gpu, hits.cpu, hits.total) == (0, 20, 33)
+
+
+def test_requests_with_one_prefix_share_one_load() -> None:
+    served, tier, texts = golden(seed=3, cached=0, dawdle=0.9)
+    tier.worth_loading = lambda hit, start, rest: len(hit.slots)  # type: ignore[method-assign]
+    run_one(served, "first", texts[0])
+    many = [make_request(str(i), [*texts[0][:160], i], ONE, 200) for i in range(5)]
+    outputs = run_all(served, many)
+    assert tier.num_loads == 1
+    for request in many:
+        expected = expected_output(request.prompt_token_ids, ONE)
+        assert list(outputs[request.request_id].outputs[0].token_ids) == expected
+
+
+def test_a_failed_load_is_computed_and_not_tried_again() -> None:
+    served, tier, texts = golden(seed=4, cached=0)
+    tier.worth_loading = lambda hit, start, rest: len(hit.slots)  # type: ignore[method-assign]
+    run_one(served, "first", texts[0])
+    tier.fail = 1.0
+    assert run_one(served, "second", texts[0]) == expected_output(texts[0], ONE)
+    assert tier.num_loads == tier.num_failed == 1
+    assert served.blocks.hits.total == 22, "blocks count once, however often they are computed"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_abort_in_the_middle_of_a_load(asynchronous: bool) -> None:
+    served, tier = make_served(
+        asynchronous, num_blocks=100, block_size=16, max_model_len=200, seed=5, cached=0,
+        max_num_batched_tokens=200, num_slots=200, dawdle=1.0,
+    )  # fmt: skip
+    tier.worth_loading = lambda hit, start, rest: len(hit.slots)  # type: ignore[method-assign]
+    tier.dawdle = 0.0
+    (prompt,) = prompts(1)
+    run_one(served, "first", prompt)
+    tier.dawdle = 1.0
+    tier.seconds_left = lambda tickets: 1.0  # type: ignore[method-assign]
+    served.engine.add_request(make_request("second", prompt, ONE, 200))
+    assert served.engine.step() == [] and tier.num_loads == 1
+    assert served.scheduler.num_waiting == 1
+    (load,) = tier.loads.values()
+    served.engine.abort("second")
+    served.scheduler.check_integrity()
+    assert served.blocks.num_free == 100 - len(load.blocks), "a copy to them is under way"
+    tier.dawdle = 0.0
+    settle(served)
+    assert served.blocks.num_free == 100
