@@ -25,12 +25,13 @@ from hetero_llm.engine.drafting import Priced
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.input_processor import InputProcessor
 from hetero_llm.engine.offload import (
+    HostMemory,
     HostPlatform,
     offload_limits,
     open_host_memory,
     step_times,
 )
-from hetero_llm.engine.offload_log import HitLog
+from hetero_llm.engine.offload_log import HitCounter, HitLog
 from hetero_llm.engine.output_processor import OutputProcessor, holds_stop
 from hetero_llm.engine.prefix_cache import PrefixCache
 from hetero_llm.engine.resolve import (
@@ -42,9 +43,9 @@ from hetero_llm.engine.resolve import (
     resolve_max_model_len,
 )
 from hetero_llm.engine.resolve import open_model as open_model  # for whoever needs no engine
-from hetero_llm.engine.runners import build_runner, cache_shape
+from hetero_llm.engine.runners import BuiltRunner, build_runner, cache_shape
 from hetero_llm.engine.scheduler import Scheduler
-from hetero_llm.engine.scheduler_loads import Loads
+from hetero_llm.engine.scheduler_loads import Loads, StepTimes
 from hetero_llm.engine.speculation_log import make_log
 from hetero_llm.engine.tokenizer import Tokenizer
 
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     import torch
 
     from hetero_llm.core.draft_model_config import DraftModelConfig
+    from hetero_llm.core.host_tier import HostTier
     from hetero_llm.cpu.backend import NativeBackend
     from hetero_llm.cpu.lookahead.store import Store
     from hetero_llm.engine.drafting import Drafter
@@ -189,22 +191,10 @@ def _join(
             config.speculation, model_config, max_model_len, tokenizer, source
         )
     _tell_costs(drafter, runner)
-    prefix_cache = PrefixCache() if config.cache.enable_prefix_caching else None
     times = step_times(model_config, sum(p.numel() for p in model.parameters()))
     tier = None if host is None else host.join(built.cache, times)
     offload = None if tier is None or host is None else host
-    blocks = BlockManager(
-        num_blocks, config.cache.block_size, prefix_cache, tier=tier,
-        limits=None if offload is None else offload_limits(offload.config, inputs.scheduler),
-    )  # fmt: skip
-    chunked = inputs.scheduler.enable_chunked_prefill
-    scheduler = Scheduler(
-        inputs.scheduler,
-        blocks,
-        None if tokenizer is None else partial(holds_stop, tokenizer),
-        drafter=drafter,
-        loads=None if tier is None else Loads(blocks, shape.num_layers, times, chunked=chunked),
-    )
+    scheduler, hits = _scheduler(config, inputs, built, drafter, (tier, offload, times))
     engine = Engine(
         InputProcessor(
             tokenizer,
@@ -220,7 +210,7 @@ def _join(
         asynchronous=device.type == "cuda" and not config.batch_invariant,
         speculation_log=make_log(config.speculation),
         attended=attended_by(drafter, config.speculation),
-        hit_log=HitLog(blocks.hits) if offload is not None and offload.config.hit_count else None,
+        hit_log=HitLog(hits) if offload is not None and offload.config.hit_count else None,
     )
     if not config.disable_log_stats:
         sizes = max_model_len, num_blocks, config.cache.block_size
@@ -230,6 +220,36 @@ def _join(
         engine, tokenizer, max_model_len, num_blocks, str(device), dtype_name, backend, store,
         "" if offload is None else offload.words(),
     )  # fmt: skip
+
+
+def _scheduler(
+    config: EngineConfig,
+    inputs: _EngineInputs,
+    built: BuiltRunner,
+    drafter: Drafter | None,
+    memory: tuple[HostTier | None, HostMemory | None, StepTimes],
+) -> tuple[Scheduler, HitCounter]:
+    """The scheduler with its blocks, and what counts where those come from.
+
+    Args:
+        memory: behind the prefix cache, if any.
+    """
+    tier, host, times = memory
+    shape, tokenizer = built.cache.shape, inputs.tokenizer
+    prefix_cache = PrefixCache() if config.cache.enable_prefix_caching else None
+    blocks = BlockManager(
+        built.cache.num_blocks, shape.block_size, prefix_cache, tier=tier,
+        limits=None if host is None else offload_limits(host.config, inputs.scheduler),
+    )  # fmt: skip
+    chunked = inputs.scheduler.enable_chunked_prefill
+    scheduler = Scheduler(
+        inputs.scheduler,
+        blocks,
+        None if tokenizer is None else partial(holds_stop, tokenizer),
+        drafter=drafter,
+        loads=None if tier is None else Loads(blocks, shape.num_layers, times, chunked=chunked),
+    )
+    return scheduler, blocks.hits
 
 
 def _load_device_draft(

@@ -9,7 +9,7 @@
 namespace hetero::kv {
 namespace {
 
-constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
+constexpr unsigned kNonBlocking = 1;       // CU_STREAM_NON_BLOCKING
 constexpr int64_t kPauseNs = 8'000;        // between looks at copies under way
 constexpr int64_t kStepPauseNs = 50'000;   // between looks at steps that copies are held back for
 constexpr int kBadQueries = 8;             // of one event in a row: it will never tell
@@ -420,8 +420,8 @@ void Copier::fly(Lane& lane, Ticket& ticket, int64_t bytes, bool ends_group) {
     }
 }
 
-// The load that goes next, if any may: the one whose layers are the smallest. As long as it has more
-// to come, others get no more of the link than keeps it busy.
+// The load that goes next, if any may: the one whose layers are the smallest. As long as it has
+// more to come, others get no more of the link than keeps it busy.
 Ticket* Copier::next_load() {
     Ticket *first = nullptr, *chosen = nullptr;
     const auto goes_before = [](const Ticket* one, const Ticket* other) {

@@ -1,8 +1,8 @@
 // Copies of KV blocks between page-locked host memory and the device, submitted by one native
 // thread on two streams of its own: loads, layer by layer, on one, stores on the other.
 //
-// A row is one block: `num_layers` pieces of equal size. A load goes in groups of layers, a group in
-// parts of at most `part_bytes`. Behind each group its stream writes how many layers have landed to
+// A row is one block: `num_layers` pieces of equal size. A load goes in groups of layers, a group
+// in parts of at most `part_bytes`. Behind each group its stream writes how many layers have landed to
 // the load's flag on the device, so the flag is never ahead of the bytes. All loads share one
 // stream, so no two writes of one load are ever out of order.
 //
@@ -95,8 +95,8 @@ void hetero_copier_totals(void* copier, hetero::kv::Totals* totals);
 // The first error that the driver told; returns its length, 0: none.
 int64_t hetero_copier_trouble(void* copier, char* text, int64_t size);
 
-// Waits for what is submitted, fails the rest, ends the thread. Only poll, totals and trouble may be
-// called after it, and free at last.
+// Waits for what is submitted, fails the rest, ends the thread. Only poll, totals and trouble may
+// be called after it, and free at last.
 void hetero_copier_close(void* copier);
 void hetero_copier_free(void* copier);
 

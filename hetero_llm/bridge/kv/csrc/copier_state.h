@@ -1,5 +1,5 @@
-// What the copier consists of; copier.h tells what it does. Who calls is in copier.cpp's first half,
-// the thread in its second one, the single copies in copies.cpp.
+// What the copier consists of; copier.h tells what it does. What callers run is in the first half
+// of copier.cpp, what the thread runs in the second one, the single copies in copies.cpp.
 
 #pragma once
 
