@@ -41,7 +41,8 @@ def test_required_packages_are_those_of_the_project() -> None:
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
-    for heading in ("System", "CPU", "Memory", "GPU", "Packages", "Demo models", "Tools"):
+    for heading in ("System", "CPU", "Memory", "GPU", "Prefix cache offload", "Packages",
+                    "Demo models", "Tools"):  # fmt: skip
         assert f"{heading}\n  " in text
     assert "\nMissing\n" in text
     assert text.endswith("The engine can run here.\n")
@@ -117,6 +118,120 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts["device 1"] == "Two, 8.0 GiB"
     assert facts["torch built for"] == "CUDA 13.0"
     assert not missing
+
+
+class FakePool:
+    """Memory that is pinned, or not."""
+
+    failure = ""
+    placement = "NUMA node 1 preferred"
+    closed = 0
+
+    def __init__(self, row_bytes: int, num_rows: int) -> None:
+        assert row_bytes * num_rows <= 64 << 20
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module that stands for torch, and what a pool and a calibration would say."""
+    from hetero_llm.bridge.kv import calibration, pinned_pool
+    from hetero_llm.gpu import place
+
+    torch = fake_torch("One", "Two", cuda="13.0")
+    torch.zeros = lambda size, device: None
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(pinned_pool, "PinnedPool", FakePool)
+    monkeypatch.setattr(FakePool, "closed", 0)
+    monkeypatch.setattr(place, "numa_node", lambda index: 1 if index == 0 else None)
+    table = SimpleNamespace(table=lambda: "piece   64 KiB\nbatch     50.0")
+    monkeypatch.setattr(calibration, "calibrate_device", lambda: table)
+    return torch
+
+
+def test_offload(two_gpus: Any) -> None:
+    facts, missing = doctor._offload()
+    assert facts.pop("host memory").startswith("cpu_prefill_memory_utilization=0.3")
+    assert facts == {
+        "NUMA node of device 0": 1,
+        "NUMA node of device 1": "not known",
+        "pinned memory": "works, NUMA node 1 preferred",
+        "copies": "piece   64 KiB\nbatch     50.0",
+    }
+    assert not missing and FakePool.closed == 1
+    text = doctor.as_text(Report({"Offload": facts}, ()))
+    assert (
+        "  copies                 piece   64 KiB\n                         batch     50.0\n" in text
+    )
+
+
+def test_offload_that_would_not_work(two_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of memory\nand more")
+
+    monkeypatch.setattr("hetero_llm.bridge.kv.calibration.calibrate_device", fail)
+    monkeypatch.setattr(FakePool, "failure", "refused; 0.00 GiB of 0.06 GiB can be used")
+    facts, _ = doctor._offload()
+    assert facts["pinned memory"] == "does not work: refused; 0.00 GiB of 0.06 GiB can be used"
+    assert facts["copies"] == "cannot be measured: out of memory" and FakePool.closed == 1
+    two_gpus.zeros = fail
+    monkeypatch.setitem(sys.modules, "hetero_llm.bridge.kv.calibration", None)
+    facts, _ = doctor._offload()
+    assert facts["pinned memory"] == "does not work: out of memory" and FakePool.closed == 1
+    assert facts["copies"].startswith("not available: ")
+
+
+def test_offload_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    facts, missing = doctor._offload()
+    assert list(facts) == ["host memory", "copies"] and not missing
+    assert facts["copies"] == "none: without a GPU it has no effect"
+    host = SimpleNamespace(total_memory=8 << 30, available_memory=1 << 20, memory_limit=None)
+    topology = SimpleNamespace(read_topology=lambda: host)
+    monkeypatch.setattr(doctor, "_import_topology", lambda: topology)
+    assert "room for 0 blocks" in doctor._offload()[0]["host memory"]
+    monkeypatch.setattr(doctor, "_import_topology", lambda: None)
+    assert doctor._offload()[0]["host memory"] == "unknown: psutil is missing"
+
+
+class FakeDriver:
+    """The driver's three calls; `failing` answers with an error."""
+
+    def __init__(self, failing: str = "") -> None:
+        self._failing = failing
+
+    def cuInit(self, flags: int) -> int:
+        return int(self._failing == "cuInit")
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        device._obj.value = 40 + ordinal
+        return int(self._failing == "cuDeviceGet")
+
+    def cuDeviceGetPCIBusId(self, address: Any, size: int, device: Any) -> int:
+        assert size == len(address)
+        address.value = f"0000:9C:00.{device.value - 40}".encode()
+        return int(self._failing == "cuDeviceGetPCIBusId")
+
+
+def test_where_a_gpu_sits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from hetero_llm.gpu import place
+
+    monkeypatch.setattr(place.ctypes, "CDLL", lambda name: FakeDriver())
+    assert place.pci_address(1) == "0000:9c:00.1"
+    for call in ("cuInit", "cuDeviceGet", "cuDeviceGetPCIBusId"):
+        monkeypatch.setattr(place.ctypes, "CDLL", lambda name, call=call: FakeDriver(call))
+        assert place.pci_address(1) is None and place.numa_node(1) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(place, "_DRIVER", str(tmp_path / "none.so"))
+    assert place.pci_address(0) is None
+    folder = tmp_path / "sys/bus/pci/devices/0000:9c:00.1"
+    folder.mkdir(parents=True)
+    for text, node in (("1\n", 1), ("0\n", 0), ("-1\n", None), ("", None)):
+        (folder / "numa_node").write_text(text)
+        assert place.numa_node_at("0000:9c:00.1", tmp_path) == node
+    assert place.numa_node_at("0000:00:00.0", tmp_path) is None
 
 
 def test_gpu_without_a_torch_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,8 +114,7 @@ class BlockManager:
         if self._prefix is None or not reuse:
             return 0
         size = self.block_size
-        contents = block_contents(token_ids, size, 0, len(token_ids) // size)
-        blocks, entry.keys = self._prefix.match(root, contents)
+        blocks, entry.keys = self._prefix.find(root, token_ids, size)
         refs, free = self._refs, self._free
         if (
             self._moves is not None
@@ -340,8 +339,8 @@ class BlockManager:
         moves = self._moves
         if moves is not None:
             moves.leave(entry.tickets)
-            freed = [block for block in freed if not moves.is_moving(block)]
             self._note_touch(freed)
+            freed = [block for block in freed if not moves.is_moving(block)]
         for block in freed:
             self._free[block] = None
         unpublished = freed if self._prefix is None else self._prefix.unpublished(freed)
@@ -491,5 +490,5 @@ class BlockManager:
     def _note_use(self, entry: _Table) -> None:
         """One more request uses the blocks of these keys."""
         if self._moves is not None and entry.admitted and len(entry.keys) > entry.used:
-            self._moves.tier.note_use(entry.keys[entry.used :])
+            self._moves.note_use(entry.keys[entry.used :])
             entry.used = len(entry.keys)

@@ -55,6 +55,7 @@ class BlockMoves:
         self._readers: dict[int, int] = {}  # ticket to tables that wait for it
         self._storing: dict[int, int] = {}
         self._stores: dict[int, list[int]] = {}
+        self._used: list[Sequence[bytes]] = []  # keys whose uses the tier has not been told of
         self._cached: OrderedDict[int, None] = OrderedDict()  # free and published, oldest first
         self._unsaved: OrderedDict[int, None] = OrderedDict()  # those of them not yet looked at
 
@@ -92,9 +93,19 @@ class BlockMoves:
             self._cached[block] = None
             self._cached.move_to_end(block, last=False)
 
+    def note_use(self, keys: Sequence[bytes]) -> None:
+        """One more request uses these blocks. The tier is told when there is time, or need."""
+        self._used.append(keys)
+
+    def tell_uses(self) -> None:
+        for keys in self._used:
+            self.tier.note_use(keys)
+        self._used.clear()
+
     def published(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Blocks that a running sequence has filled."""
         if self._limits.write_through:
+            self.tell_uses()
             held = [b for b in blocks if self._prefix.holds(b) and b not in self._storing]
             victims = [Victim(b, *self._prefix.entry(b)) for b in held]
             self._store([v for v in victims if self._is_to_store(v)])
@@ -172,6 +183,7 @@ class BlockMoves:
         Returns:
             Blocks whose stores have begun: no longer free.
         """
+        self.tell_uses()
         clean = num_free - len(self._unsaved)
         wanted = self._limits.reserve - clean
         if self._limits.cached is not None:

@@ -120,6 +120,7 @@ class Engine:
                 return []
             if self._asynchronous:
                 self._pending = self._launch(self._scheduler.schedule_ahead())
+                self._scheduler.settle()
             step, launched, begun = pending
             output = self._runner.finish(launched)
             now = clock.lap("wait")
@@ -129,7 +130,8 @@ class Engine:
             clock.lap("update")
             if self._asynchronous and self._pending is None:
                 self._pending = self._launch(self._scheduler.schedule())
-            self._scheduler.settle()
+            if not self._asynchronous:  # what is drafted next may depend on it
+                self._scheduler.settle()
             if self._speculation_log is not None:
                 self._speculation_log.note(self._scheduler.stats)
             if self._hit_log is not None:

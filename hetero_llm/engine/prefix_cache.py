@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 
 _TOKENS_AT_ONCE = 2048
@@ -49,6 +50,17 @@ def block_contents(
             yield content[at : at + width]
 
 
+@dataclass(slots=True)
+class _LastFound:
+    """What was found last, good as long as nothing has been evicted since."""
+
+    root: bytes
+    token_ids: Sequence[int]
+    blocks: list[int]
+    keys: list[bytes]
+    evictions: int
+
+
 class PrefixCache:
     """Map between prefixes and blocks, both ways. Says nothing about who uses a block.
 
@@ -59,6 +71,33 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}  # by parent key + token bytes
         self._source_of: dict[int, bytes] = {}  # block to its entry in `_block_of`
         self._key_of: dict[int, bytes] = {}
+        self._evictions = 0
+        self._last: _LastFound | None = None
+
+    def find(
+        self, root: bytes, token_ids: Sequence[int], block_size: int
+    ) -> tuple[list[int], list[bytes]]:
+        """`match` of a sequence's full blocks. Requests with one long prefix come in bursts, so
+        what begins like the sequence before is compared with that, which is much faster.
+
+        Args:
+            token_ids: not to be changed as far as they are matched, as long as they are kept here.
+        """
+        last = self._last
+        blocks: list[int] = []
+        keys: list[bytes] = []
+        parent = root
+        if last is not None and last.evictions == self._evictions and last.root == root:
+            known = len(last.blocks) * block_size
+            if token_ids[:known] == last.token_ids[:known]:
+                blocks, keys = last.blocks.copy(), last.keys.copy()
+                parent = keys[-1] if keys else root
+        contents = block_contents(token_ids, block_size, len(blocks), len(token_ids) // block_size)
+        more, more_keys = self.match(parent, contents)
+        blocks += more
+        keys += more_keys
+        self._last = _LastFound(root, token_ids, blocks.copy(), keys.copy(), self._evictions)
+        return blocks, keys
 
     def match(self, root: bytes, contents: Iterable[bytes]) -> tuple[list[int], list[bytes]]:
         """Looks up the leading blocks of a sequence, up to the first that is not published.
@@ -131,6 +170,7 @@ class PrefixCache:
     def evict(self, block: int) -> None:
         """Forgets `block` before it is written anew; harmless if it was never published."""
         if self._key_of.pop(block, None) is not None:
+            self._evictions += 1
             del self._block_of[self._source_of.pop(block)]
 
     def holds(self, block: int) -> bool:
@@ -142,6 +182,7 @@ class PrefixCache:
         return [block for block in blocks if block not in self._key_of]
 
     def clear(self) -> None:
+        self._evictions += 1
         self._block_of.clear()
         self._source_of.clear()
         self._key_of.clear()

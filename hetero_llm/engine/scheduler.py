@@ -143,6 +143,7 @@ class Scheduler:
         surplus = len(sequence.token_ids) - num_tokens
         if surplus and not sequence.request.params.use_beam_search:  # beams end by their own search
             drop_tokens(sequence, surplus)
+            self._publisher.cap(sequence)
             self.stats.generation_tokens -= surplus
         if sequence.finished:
             sequence.finish_reason = FinishReason.STOP
@@ -383,10 +384,10 @@ class Scheduler:
             alone = len(self._running) == len(sequences) and not self._in_flight
             count = self.loads.join(loading, sum(counts), budget, alone=alone)
             if count:
+                budget -= count
                 self._admit(sequence, sequence.slot, loading.cached)
                 sequences.append(sequence)
                 counts.append(count)
-                budget -= count
         if new is None and not self._running and (starved := self.loads.starved):
             self._give_up(starved)
         return budget
@@ -593,8 +594,7 @@ class Scheduler:
         """Asserts that slots, queues and requests agree; for tests and when idle."""
         self._blocks.check_integrity()
         loading = [] if self.loads is None else [entry.sequence for entry in self.loads.all()]
-        held = [s.slot for s in (*self._running, *loading)]
-        self._slots.check_integrity(held)
+        self._slots.check_integrity([s.slot for s in (*self._running, *loading)])
         assert self._num_synchronous == sum(s.request.synchronous for s in self._running)
         check_in_flight(self._in_flight, self._running, (*self._waiting, *loading))
         check_members(self._requests.values(), (*self._running, *self._waiting, *loading))

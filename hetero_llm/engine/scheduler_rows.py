@@ -31,6 +31,7 @@ def running_rows(
     budget = most
     room = blocks.room
     index = 0
+    chosen: set[Sequence] = set()  # when somebody was preempted last
     while index < len(running) and budget > 0:
         sequence = running[index]
         computed = sequence.num_computed
@@ -41,8 +42,10 @@ def running_rows(
             count = budget
         # No row for a beam whose siblings are not done yet, nor while a step in flight forks
         # the sequence or draws its last token.
-        if count == 0 or (
-            unknown and (unknown > 1 or known + unknown >= sequence.request.max_total_tokens)
+        if (
+            count == 0
+            or (unknown and (unknown > 1 or known + unknown >= sequence.request.max_total_tokens))
+            or sequence in chosen
         ):
             index += 1
             continue
@@ -61,6 +64,6 @@ def running_rows(
         sequences[:] = [s for s, _ in kept]
         counts[:] = [c for _, c in kept]
         budget = most - sum(counts)
-        chosen = set(map(id, sequences))
-        index = next((i for i, s in enumerate(running) if id(s) not in chosen), len(running))
+        chosen = set(sequences)
+        index = 0
     return budget

@@ -24,6 +24,11 @@ class Publisher:
         """The first `num_confirmed` tokens of a running sequence will stay, and have their KV."""
         self._full[sequence] = num_confirmed
 
+    def cap(self, sequence: Sequence) -> None:
+        """Tokens at the end of a sequence were taken back."""
+        if sequence in self._full:
+            self._full[sequence] = min(self._full[sequence], len(sequence.token_ids))
+
     def publish(self) -> None:
         """To be called before anyone looks for a prefix, and before a sequence leaves its slot."""
         for sequence, num_confirmed in self._full.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
@@ -32,6 +34,18 @@ def gated_buckets(buckets: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(b for b in buckets if b in few or b > few[-1] or b == buckets[-1])
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Graphs of an earlier engine must not be destroyed while a stream is captured."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class GraphSet(Generic[K]):
     """Graphs by key, in one memory pool: only one of them runs at a time."""
 
@@ -43,14 +57,20 @@ class GraphSet(Generic[K]):
     def capture(self, key: K, body: Callable[[], None]) -> None:
         """Runs `body` once so that its kernels are compiled and loaded, then captures it.
 
-        `body` must read its inputs and leave its results in tensors that live on.
+        `body` must read its inputs and leave its results in tensors that live on. Other threads may
+        use the device meanwhile: host memory may still be being pinned.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             body()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with (
+            _no_collection(),
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ),
+        ):
             body()
         self._graphs[key] = graph
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hetero_llm.bridge.records import (
     MAX_WORDS,
+    NODE_WORDS,
     OPENING,
     PROMPT_CHUNK,
     PROTOCOL,
@@ -28,7 +29,6 @@ from hetero_llm.bridge.records import (
     put_refused,
     put_stop,
     read_hello,
-    read_nodes,
 )
 from hetero_llm.bridge.rings import Consumer, Producer, RingStatus, create_ring
 from hetero_llm.core.native_build import find_compiler
@@ -37,7 +37,7 @@ from tests.bridge.tools import both_ends
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
 VOCAB = 1000
-MOST_NODES = MAX_WORDS // 4
+MOST_NODES = MAX_WORDS // NODE_WORDS
 INT32 = np.iinfo(np.int32)
 
 
@@ -151,10 +151,9 @@ def test_hello() -> None:
     assert read_hello(through_a_ring(outbox)) is None
 
 
-def random_nodes(seed: int, count: int) -> tuple[np.ndarray, ...]:
+def random_nodes(seed: int, count: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    ids, parents, tokens = rng.integers(INT32.min, INT32.max, (3, count), np.int32, endpoint=True)
-    return ids, parents, tokens, rng.integers(0, 256, count, np.uint8)
+    return rng.integers(INT32.min, INT32.max, (count, NODE_WORDS), np.int32, endpoint=True)
 
 
 @settings(max_examples=60, deadline=None)
@@ -169,46 +168,11 @@ def test_nodes_come_as_they_were_put(sizes: list[int], seed: int, dtype: type) -
     nodes = random_nodes(seed, sum(sizes))
     put_nodes(outbox, whose, counts, nodes)
     ((kind, records),) = through_a_ring(outbox).runs()
-    told = read_nodes(records)
-    assert kind == Kind.NODES and told is not None
-    for found, expected in zip(told[:4], (*whose, counts), strict=True):
-        np.testing.assert_array_equal(found, expected)
-    for column, expected in zip(told.nodes, nodes, strict=True):
-        np.testing.assert_array_equal(column, expected)
-    arrays = (*told[:4], *told.nodes)
-    assert [array.dtype for array in arrays] == [np.int32] * 7 + [np.uint8]
-    assert all(array.flags.carray and array.base is not records.words for array in arrays)
-
-
-def test_what_is_read_outlives_the_next_pop() -> None:
-    outbox, whose, sizes = Outbox(), stamps(2), np.array([3, 1])
-    with both_ends() as ends:
-        told = []
-        for seed in range(2):
-            put_nodes(outbox, whose, sizes, random_nodes(seed, 4))
-            ends.producer.push(outbox)
-            told.append(read_nodes(ends.consumer.pop().records))
-    for seed, one in enumerate(told):
-        assert one is not None
-        np.testing.assert_array_equal(np.stack(one.nodes), np.stack(random_nodes(seed, 4)))
-
-
-@pytest.mark.parametrize("words", [[1], [4, 3], [2, 2], [8, 5, 4], [3, 1, 4]])
-def test_parts_of_nodes_are_none(words: list[int]) -> None:
-    outbox = Outbox()
-    for size in words:
-        outbox.append(Kind.NODES, np.zeros(size, np.int32))
-    assert read_nodes(through_a_ring(outbox)) is None
-
-
-def test_numbers_beyond_their_types_are_nothing_good() -> None:
-    outbox, kinds = Outbox(), [0, 95, 255, 256, 2**31 - 1, -1, -(2**31)]
-    body = np.zeros((len(kinds), 4), np.int32)
-    body[:, 3] = kinds
-    outbox.append(Kind.NODES, body, slot=2**32 - 1, generation=2**31, base_length=2**32 - 5)
-    told = read_nodes(through_a_ring(outbox))
-    assert told is not None and told.nodes[3].tolist() == [0, 95, 255, 255, 255, 255, 255]
-    assert (told.slots[0], told.generations[0], told.lengths[0]) == (-1, INT32.min, -5)
+    assert kind == Kind.NODES
+    assert_stamped(records, whose)
+    np.testing.assert_array_equal(records.headers["words"], counts * NODE_WORDS)
+    np.testing.assert_array_equal(records.words.reshape(-1, NODE_WORDS), nodes)
+    assert records.words.flags.carray and records.headers.flags.carray
 
 
 def request(slot: int, length: int, *, generation: int = 1) -> OpenRequest:

@@ -387,10 +387,12 @@ def test_build_command(
     monkeypatch.setenv("HETERO_LLM_CACHE_DIR", str(tmp_path))
     assert build.main(["--sanitize"]) == 0
     lines = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
-    plain, sanitized = Path(lines["library"]), Path(lines["with sanitizers"])
-    assert b"__asan_init" in sanitized.read_bytes()
-    assert b"__asan_init" not in plain.read_bytes()
-    assert sorted(tmp_path.iterdir()) == sorted([plain, sanitized])
+    built = {Path(path) for path in lines.values()}
+    assert len(built) == 4 and set(tmp_path.iterdir()) == built
+    for name in ("rings", "KV copier"):
+        plain, sanitized = Path(lines[name]), Path(lines[f"{name} with sanitizers"])
+        assert b"__asan_init" in sanitized.read_bytes()
+        assert b"__asan_init" not in plain.read_bytes()
 
 
 @given(st.binary(max_size=200), st.integers(0, 2**32 - 1))

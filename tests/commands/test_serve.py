@@ -107,6 +107,8 @@ def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         "USE_LOOKAHEAD": "1",
         "TRUST_REMOTE_CODE": "false",
         "GPU_MEMORY_UTILIZATION": "0.5",
+        "ENABLE_CACHE_OFFLOAD": "true",
+        "ENABLE_HIT_CNT": "false",
     }.items():
         monkeypatch.setenv(name, value)
     ours = env.flag_variables()
@@ -115,6 +117,8 @@ def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["model"] == "angel"
     assert found["use_lookahead"] is True and found["trust_remote_code"] is False
     assert found["gpu_memory_utilization"] == 0.5
+    assert found["enable_prefix_cache_offload"] is True
+    assert found["apc_offload_enable_hit_cnt"] is False
 
 
 def test_every_angel_name_is_an_argument() -> None:

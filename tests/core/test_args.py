@@ -289,7 +289,7 @@ class TestStatus:
         assert "tensor parallelism of draft models" in refused(
             speculative_draft_tensor_parallel_size=2
         )
-        assert "KV offload" in refused(enable_prefix_cache_offload=True)
+        assert "LoRA" in refused(enable_lora=True)
 
     def test_a_boolean_is_not_the_default_number(self) -> None:
         assert "tensor parallelism" in refused(tensor_parallel_size=True)

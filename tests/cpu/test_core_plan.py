@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_llm.core.errors import ConfigError
-from hetero_llm.cpu.core_plan import CorePlan, deal_cores
+from hetero_llm.cpu.core_plan import CorePlan, deal_cores, deal_to_engine
 
 
 def deal(count: int, **given: Any) -> CorePlan:
@@ -68,8 +68,29 @@ def test_more_threads_of_the_target_than_are_left(
     )
 
 
+def test_copies_get_a_core_of_the_engines() -> None:
+    for count in range(1, 40):
+        for threads in (None, *range(1, count)):
+            plan = deal(count, copies=True, draft_threads=threads)
+            if count == 1:
+                assert plan == CorePlan((0,), (0,), shared=True)
+                continue
+            assert plan.copy in plan.engine and plan.copy not in plan.draft
+            assert plan.copy != plan.engine[0] or len(plan.engine) == 1
+            if threads is None and count > 2:
+                assert len(plan.engine) >= 2
+        alone = deal_to_engine(tuple(range(count)))
+        assert alone.engine == tuple(range(count)) and not alone.draft and not alone.shared
+        assert alone.copy == min(count, 4) - 1
+    assert deal(16, copies=True) == CorePlan((0, 1, 2, 3), tuple(range(4, 16)), False, 3)
+    assert deal(16).copy is None
+
+
 def test_words() -> None:
     assert deal(8, draft_threads=3).words() == "engine 0-4, draft worker 5-7"
+    copies = deal(8, draft_threads=3, copies=True)
+    assert copies.words() == "engine 0-4 (KV copies on 3), draft worker 5-7"
+    assert deal_to_engine((0, 1)).words() == "engine 0-1 (KV copies on 1)"
     cpus = (0, 2, 3, 9, 1, 20)
     plan = deal_cores(cpus, target_on_cpu=False, draft_threads=2)
     assert plan.words() == "engine 0,2-3,9, draft worker 1,20"

@@ -50,6 +50,7 @@ def stamp(path: Path) -> tuple[int, int]:
 def test_every_source_and_header_counts(sources: Path) -> None:
     first = native.build()
     before = stamp(first)
+    assert first.parent == cache_dir() == sources.parent / "cache"
     assert native.build() == first and stamp(first) == before
     assert native.build(force=True) == first and stamp(first) != before
     names = {first.name}

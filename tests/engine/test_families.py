@@ -169,7 +169,7 @@ def test_preemption(family: Family, attention: dict[str, bool]) -> None:
     ) as llm:
         params = dataclasses.replace(PARAMS, max_tokens=max_model_len - 17)
         # One after the other, as memory has room for little more than one.
-        outputs = generate(llm, [p[:16] for p in family.prompts()[1:4]], params)
+        outputs = generate(llm, [p[:16] for p in family.prompts()[2:5]], params)
         assert llm.get_metrics()["num_preemptions"] > 0
     assert [len(o.outputs[0].token_ids) for o in outputs] == [params.max_tokens] * len(outputs)
     assert_equals_transformers(family.reference, outputs)

@@ -209,7 +209,8 @@ def heavy_engine(heavy: Path, **engine_args: Any) -> Iterator[LLM]:
     """Loads take milliseconds and layers a fraction of one. Sequences join as soon as their loads
     have begun, and free blocks hold what earlier prompts left there."""
     with start_with_host(
-        heavy, 400, apc_offload_gpu_evictor_limit=0, **LONG, **engine_args
+        heavy, 400, apc_offload_gpu_evictor_limit=0, apc_offload_host_policy="lru", **LONG,
+        **engine_args,
     ) as llm:  # fmt: skip
         traffic.join_at_once(engine_of(llm))
         traffic.load_always(engine_of(llm))

@@ -159,6 +159,7 @@ def make_tiny_checkpoint(
     max_shard_size: str = "5GB",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    layers: int | None = None,
 ) -> Path:
     """Saves a random model of `family` with transformers and returns its folder.
 
@@ -172,9 +173,12 @@ def make_tiny_checkpoint(
         max_shard_size: "20KB", for example, gives several shards and an index.
         dtype: Stored type.
         seed: Of the weights; all of them, biases and norms included, are random.
+        layers: If not as many as the variant has.
     """
     prefix, suffix, variants = _FAMILIES[family]
     settings = variants[variant] if variant else next(iter(variants.values()))
+    if layers is not None:
+        settings = {**settings, "num_hidden_layers": layers}
     if with_tokenizer:
         vocab_size = max(vocab_size, 259)
     config = getattr(transformers, prefix + "Config")(vocab_size=vocab_size, **settings)

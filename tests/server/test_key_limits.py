@@ -26,7 +26,8 @@ BODY: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
 def test_too_many_at_once(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(tokenizer)
     engine.gate.clear()
-    settings = ServerSettings(api_keys=KEYS, max_requests_per_key=1)
+    # Only a comment begins an answer that has nothing to say yet.
+    settings = ServerSettings(api_keys=KEYS, max_requests_per_key=1, keep_alive_seconds=0.05)
     with serving(engine, settings) as served:
         body = BODY | {"stream": True}
         with served.http.stream("POST", COMPLETIONS, json=body, headers=ONE) as running:

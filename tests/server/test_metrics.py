@@ -188,6 +188,58 @@ def test_histograms_of_the_engine(tokenizer: Tokenizer) -> None:
     assert ("hetero_llm:hit_rate", frozenset(LABELS.items())) not in found
 
 
+OFFLOAD_COUNTERS = ("loads", "failed_loads", "aborted_loads", "loaded_blocks", "stores",
+                    "failed_stores", "dropped_stores", "stored_blocks", "host_evictions",
+                    "driver_errors")  # fmt: skip
+OFFLOAD_SECONDS = ("load_seconds", "hidden_seconds", "exposed_seconds", "copy_thread_cpu_seconds")
+OFFLOAD_GAUGES = ("host_slots", "host_slots_used", "broken")
+OFFLOAD: dict[str, float] = {
+    "external_prefix_cache_queries": 900, "external_prefix_cache_hits": 160,
+    "prefix_blocks_total": 132, "prefix_blocks_gpu": 3, "prefix_blocks_cpu": 10,
+    "kv_offload_bytes_h2d": 2048, "kv_offload_bytes_d2h": 4096,
+    "kv_offload_h2d_busy_seconds_total": 1.5, "kv_offload_d2h_busy_seconds_total": 2.5,
+    "kv_offload_open_loads": 7,
+    **{f"kv_offload_{name}": i + 20 for i, name in enumerate(OFFLOAD_COUNTERS)},
+    **{f"kv_offload_{name}_total": i + 0.5 for i, name in enumerate(OFFLOAD_SECONDS)},
+    **{f"kv_offload_{name}": i + 40 for i, name in enumerate(OFFLOAD_GAUGES)},
+}  # fmt: skip
+"""What an engine says that offloads; a figure that is not listed is a gauge."""
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_offloaded_prefixes(tokenizer: Tokenizer, legacy: bool) -> None:
+    engine = Reporting(tokenizer)
+    engine.histograms, engine.more = {}, OFFLOAD
+    with serving(engine, ServerSettings(legacy_metric_names=legacy)) as served:
+        text = served.http.get("/metrics").text
+        found = samples(served)
+    types = {family.name: family.type for family in text_string_to_metric_families(text)}
+    assert vllm(found, "external_prefix_cache_queries_total") == 900
+    assert vllm(found, "external_prefix_cache_hits_total") == 160
+    assert vllm(found, "kv_offload_load_bytes_total") == 2048
+    assert vllm(found, "kv_offload_store_bytes_total") == 4096
+    assert vllm(found, "kv_offload_load_time_total") == 1.5
+    assert vllm(found, "kv_offload_store_time_total") == 2.5
+    for i, place in enumerate(("total", "gpu_total", "cpu_total")):
+        assert own(found, f"prefix_blocks_{place}", **LABELS) == (132, 3, 10)[i]
+    for i, name in enumerate(OFFLOAD_COUNTERS):
+        assert own(found, f"kv_offload_{name}_total", **LABELS) == i + 20
+    for i, name in enumerate(OFFLOAD_SECONDS):
+        assert own(found, f"kv_offload_{name}_total", **LABELS) == i + 0.5
+    for i, name in enumerate(OFFLOAD_GAUGES):
+        assert own(found, f"kv_offload_{name}", **LABELS) == i + 40
+        assert types[f"hetero_llm:kv_offload_{name}"] == "gauge"
+    for name in (*OFFLOAD_COUNTERS, *OFFLOAD_SECONDS):
+        assert types[f"hetero_llm:kv_offload_{name}"] == "counter"
+    assert own(found, "kv_offload_open_loads", **LABELS) == 7
+    assert "h2d" not in text and "d2h" not in text
+    old = {"CPU_to_GPU": (2048, 1.5), "GPU_to_CPU": (4096, 2.5)}
+    for kind, (num_bytes, seconds) in old.items() if legacy else ():
+        assert vllm(found, "kv_offload_total_bytes_total", transfer_type=kind) == num_bytes
+        assert vllm(found, "kv_offload_total_time_total", transfer_type=kind) == seconds
+    assert ("kv_offload_total_bytes" in text) is ("kv_offload_total_time" in text) is legacy
+
+
 def test_old_names_are_there_if_wanted(tokenizer: Tokenizer) -> None:
     settings = ServerSettings(legacy_metric_names=True)
     with serving(FakeEngine(tokenizer), settings) as served:

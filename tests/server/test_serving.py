@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,35 @@ def test_the_plan_names_what_serves() -> None:
         line.split(maxsplit=1) for line in plan_table(FakeEngine(None).info, config).splitlines()
     )
     assert "8192 tokens in 512 blocks of 16" in rows["KV"] and rows["drafts"] == "none"
-    assert rows["cores"].endswith(", 3 for the model") and rows["offload"] == "none"
+    assert rows["cores"].endswith(", 3 for the model") and rows["offload"] == "off"
+
+
+def test_the_plan_tells_of_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero_llm.cpu.topology.compute_cpus", lambda reserve: (0, 1, 2, 3, 4))
+
+    def rows(device: str, offload: str, **given: Any) -> dict[str, str]:
+        config = EngineConfig.from_args(resolve_engine_args({"model": "demo", **given}))
+        info = replace(FakeEngine(None).info, device=device, offload=offload)
+        lines = plan_table(info, config).splitlines()
+        return {line.split()[0]: line.strip().partition("  ")[2].strip() for line in lines}
+
+    on = {"enable_prefix_cache_offload": True}
+    words = "38.0 GiB of pinned host memory for the prefix cache, batched copies"
+    both = rows("cuda:0", words, **on, cpu_offload_gb=2)
+    assert both["offload"] == f"up to 2 GiB of weights in host memory; {words}"
+    assert both["cores"] == "engine 0-4 (KV copies on 3)"
+    assert rows("cuda:0", words, **on)["offload"] == words
+    assert rows("cuda:0", "", **on)["offload"] == "not of the prefix cache: see the log"
+    on_cpu = rows("cpu", "", **on)
+    assert on_cpu["offload"] == "not of the prefix cache: it is in host memory already"
+    assert "KV copies" not in on_cpu["cores"]
+    drafts = {"speculative_model": "demo-draft", "num_speculative_tokens": 4,
+              "cpu_draft_worker": True}  # fmt: skip
+    assert rows("cuda:0", words, **on, **drafts)["cores"] == (
+        "engine 0-1 (KV copies on 1), draft worker 2-4"
+    )
+    assert rows("cuda:0", "", **drafts)["cores"] == "engine 0, draft worker 1-4"
+    assert rows("cpu", "", **on, **drafts)["cores"] == "engine 0-3, draft worker 4"
 
 
 def test_middleware_is_imported_or_refused() -> None:

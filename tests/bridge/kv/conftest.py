@@ -52,9 +52,6 @@ class FakeCuda:
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
-
     def new_stream(self) -> int:
         stream = ctypes.c_void_p()
         assert self.library.cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0) == 0

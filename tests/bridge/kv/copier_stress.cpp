@@ -1,5 +1,5 @@
-// The copier over the fake driver, for sanitizers: `copier_stress FAKE_DRIVER ROUNDS`. Loads, stores,
-// steps and aborts in turn; exits with 0 if what succeeded is there.
+// The copier over the fake driver, for sanitizers: `copier_stress FAKE_DRIVER ROUNDS`. Loads,
+// stores, steps and aborts in turn; exits with 0 if what succeeded is there.
 
 #include "copier.h"
 
@@ -28,7 +28,8 @@ int main(int, char** arguments) {
     void* fake = dlopen(arguments[1], RTLD_NOW);
     if (fake == nullptr) return 2;
     const auto reset = (void (*)(unsigned, int))dlsym(fake, "fake_reset");
-    const auto new_stream = (int (*)(void**, unsigned, int))dlsym(fake, "cuStreamCreateWithPriority");
+    const auto new_stream =
+        (int (*)(void**, unsigned, int))dlsym(fake, "cuStreamCreateWithPriority");
     reset(1, 30);
     std::vector<char> device(kRows * kRowBytes), host(kRows * kRowBytes);
     for (size_t i = 0; i < host.size(); ++i) host[i] = (char)(i * 7 + i / 251);
@@ -72,9 +73,10 @@ int main(int, char** arguments) {
         over += count;
         for (int64_t i = 0; i < count; ++i) {
             const Open& own = open[(size_t)done[i].ticket];
-            for (int64_t k = 0; k < kCount && done[i].ok; ++k) {
-                wrong += memcmp(&host[(size_t)(own.slots[(size_t)k] * kRowBytes)],
-                                &device[(size_t)(own.blocks[(size_t)k] * kRowBytes)], kRowBytes) != 0;
+            for (size_t k = 0; k < (size_t)kCount && done[i].ok; ++k) {
+                const char* slot = &host[(size_t)(own.slots[k] * kRowBytes)];
+                const char* block = &device[(size_t)(own.blocks[k] * kRowBytes)];
+                wrong += memcmp(slot, block, kRowBytes) != 0;
             }
             wrong += !done[i].ok && done[i].ticket % 7 != 1;
         }

@@ -137,13 +137,12 @@ class Rig:
         assert told.lengths.tolist() == [length for _, length, _ in twin]
         for i, (slot, _, nodes) in enumerate(twin):
             end = at + int(told.counts[i])
-            columns = told.ids, told.parents, told.tokens, told.kinds
-            assert [*zip(*(c[at:end].tolist() for c in columns), strict=True)] == nodes
+            assert [*map(tuple, told.nodes[at:end].tolist())] == nodes
             for number, parent, _, _ in nodes:
                 assert parent < number and number > self.sent[slot]
                 self.sent[slot] = number
             at = end
-        assert at == len(told.ids)
+        assert at == len(told.nodes)
 
     def likely(self, slot: int, most: int) -> list[int]:
         """Some tokens to come, mostly down the tree."""
@@ -326,16 +325,17 @@ def test_no_node_is_run_beyond_the_depth_or_the_longest_text() -> None:
 
 def test_grafts_get_ids_and_are_told_and_run() -> None:
     forest = grown(1, [np.log([0.3, 0.01]).tolist()])
-    first = forest.unsent().ids.tolist()
+    first = forest.unsent().nodes[:, ID].tolist()
     parents, tokens = np.array([-1, 0, -1, 0]), np.array([9, 8, 0, 99])
     chances = np.array([0.5, 0.4, 0.45, 0.1], np.float32)
     assert forest.graft(0, 4, parents, tokens, chances) == 0, "of another text"
     assert forest.graft(0, 3, parents, tokens, chances) == 3, "one is beyond the vocabulary"
     told = forest.unsent()
-    assert told.ids.tolist() == [first[-1] + 1, first[-1] + 2]
-    assert told.parents.tolist() == [-3, first[-1] + 1] and told.tokens.tolist() == [9, 8]
-    assert told.kinds.tolist() == [grafted_kind(0.5), grafted_kind(0.8)]
-    assert min(told.kinds) >= GRAFTED
+    ids, parents_told, tokens_told, kinds = told.nodes.T.tolist()
+    assert ids == [first[-1] + 1, first[-1] + 2]
+    assert parents_told == [-3, first[-1] + 1] and tokens_told == [9, 8]
+    assert kinds == [grafted_kind(0.5), grafted_kind(0.8)]
+    assert min(kinds) >= GRAFTED
     rows = forest.choose(np.ones(4))
     assert sorted(rows.tokens.tolist()) == [0, 9], "a node below one that was not run waits"
 

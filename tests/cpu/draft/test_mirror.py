@@ -10,6 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_llm.bridge.records import (
+    HEADER,
+    HEADER_WORDS,
+    NODE_WORDS,
+    WORDS,
+    Kind,
+    Outbox,
+    Records,
+)
 from hetero_llm.core.draft import MAX_NODES
 from hetero_llm.cpu.draft import mirror as mirror_module
 from hetero_llm.cpu.draft.forest import Forest
@@ -26,10 +35,17 @@ Told = tuple[int, int, int, list[Record4]]
 
 
 def add(mirror: Mirror, *records: Told) -> None:
-    nodes = [node for *_, nodes in records for node in nodes]
-    columns = np.array(nodes, np.int64).reshape(-1, 4).T
-    heads = [(slot, generation, length, len(told)) for slot, generation, length, told in records]
-    mirror.add(*np.array(heads, np.int32).reshape(-1, 4).T, tuple(columns))  # type: ignore[arg-type]
+    assert mirror.add(records_of(*records))
+
+
+def records_of(*told: Told) -> Records:
+    nodes = [node for *_, nodes in told for node in nodes]
+    heads = [
+        (Kind.NODES, slot, generation, length, NODE_WORDS * len(nodes), 0, 0)
+        for slot, generation, length, nodes in told
+    ]
+    headers = np.array(heads, np.int32).reshape(-1, HEADER_WORDS).view(HEADER).reshape(-1)
+    return Records(headers, np.array(nodes, np.int32).reshape(-1))
 
 
 def drafts(found: Proposals, row: int) -> list[tuple[Path, np.float32, int]]:
@@ -104,8 +120,7 @@ class Worker:
         for slot, count, length in zip(
             out.slots.tolist(), out.counts.tolist(), out.lengths.tolist()
         ):
-            columns = out.ids, out.parents, out.tokens, out.kinds
-            nodes = [*zip(*(column[at : at + count].tolist() for column in columns))]
+            nodes = [*map(tuple, out.nodes[at : at + count].tolist())]
             records.append((slot, self.generations[slot], length, nodes))
             at += count
         return records
@@ -439,19 +454,44 @@ def test_closed_and_reopened_slots_begin_empty() -> None:
     assert paths_of(mirror) == [(6,)]
 
 
-def test_counts_that_are_not_those_of_the_nodes_are_our_bug() -> None:
-    mirror, one = mirror_of(), np.ones(1, np.int32)
-    for counts in ([2], [-1, 2]):
-        rows = np.zeros(len(counts), np.int32)
-        with pytest.raises(AssertionError, match="counts"):
-            mirror.add(rows, rows + 1, rows, np.array(counts), (one, -3 * one, one, one))
+@pytest.mark.parametrize("words", [[1], [4, 3], [2, 2], [8, 5, 4], [3, 1, 4]])
+def test_parts_of_nodes_are_none(words: list[int]) -> None:
+    mirror = mirror_of()
+    outbox = Outbox()
+    for size in words:
+        body = np.tile(np.array([1, -3, 5, 8], np.int32), 3)[:size]
+        outbox.append(Kind.NODES, body, slot=0, generation=1, base_length=3)
+    assert not mirror.add(outbox.records())
+    assert mirror.num_nodes(0) == 0 and not sum(mirror.dropped.values())
+    assert not mirror.caught_up(np.zeros(1))[0]
+
+
+@pytest.mark.parametrize("words", [[8], [-4, 8], [4, 4]])
+def test_bodies_that_are_not_as_long_as_headers_say_are_none(words: list[int]) -> None:
+    mirror, records = mirror_of(), records_of(*[(0, 1, 3, [])] * len(words))
+    records.headers.view(np.int32).reshape(-1, HEADER_WORDS)[:, WORDS] = words
+    assert not mirror.add(Records(records.headers, np.array([1, -3, 5, 8], np.int32)))
     assert mirror.num_nodes(0) == 0
+
+
+def test_numbers_beyond_their_types_are_nothing_good() -> None:
+    mirror, kinds = mirror_of(), [0, 95, NUM_KINDS, 255, 256, 2**31 - 1, -1, -(2**31)]
+    add(mirror, (0, 1, 3, [(i + 1, -3, i, kind) for i, kind in enumerate(kinds)]))
+    assert mirror.num_nodes(0) == 2
+    assert mirror.dropped == {"stale": 0, "malformed": len(kinds) - 2, "full": 0}
+    outbox, node = Outbox(), np.array([9, -3, 5, 8], np.int32)
+    outbox.append(Kind.NODES, node, slot=2**32 - 1, generation=1, base_length=3)
+    outbox.append(Kind.NODES, node, slot=0, generation=1, base_length=2**32 - 5)
+    outbox.append(Kind.NODES, node, slot=0, generation=2**31, base_length=3)
+    assert mirror.add(outbox.records())
+    assert mirror.dropped == {"stale": 1, "malformed": len(kinds), "full": 0}
+    assert mirror.num_nodes(0) == 2
 
 
 def test_compile_has_met_every_type_of_argument() -> None:
     Mirror.compile()
     test_more_rows_than_slots_can_be_asked_for()
-    compiled = mirror_module._add, mirror_module.commit_all, mirror_module.propose_all
+    compiled = mirror_module._add_bound, mirror_module.commit_all, mirror_module.propose_all
     assert [len(function.signatures) for function in (*compiled, mirror_module.ask_all)] == [1] * 4
 
 

@@ -426,9 +426,7 @@ class Told:
     def hear(self, forest: Forest) -> None:
         told = forest.unsent()
         owners = np.repeat(told.slots, told.counts).tolist()
-        for slot, node, parent, token in zip(
-            owners, told.ids.tolist(), told.parents.tolist(), told.tokens.tolist(), strict=True
-        ):
+        for slot, (node, parent, token, _) in zip(owners, told.nodes.tolist(), strict=True):
             self._nodes[slot, node] = parent, token
 
     def text_to(self, slot: int, node: int, text: list[int]) -> list[int]:

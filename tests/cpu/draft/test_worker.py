@@ -15,6 +15,7 @@ import transformers
 
 from hetero_llm.bridge.records import (
     GRAFTED,
+    NODE_WORDS,
     OPENING,
     Kind,
     OpenRequest,
@@ -26,7 +27,6 @@ from hetero_llm.bridge.records import (
     put_grafts,
     put_open,
     put_stop,
-    read_nodes,
 )
 from hetero_llm.cpu.draft.model import DraftModel
 from hetero_llm.cpu.draft.pages import no_branches
@@ -108,12 +108,11 @@ class Told:
         """Takes in what there is, and checks its form; returns all of it."""
         heard = bed.hear()
         nodes = heard.only(heard.headers["kind"] == Kind.NODES)
-        told = read_nodes(nodes)
-        assert told is not None
-        slots, generations, _, counts, nodes = told
-        rows = np.stack(nodes, 1)
-        whose = np.repeat(np.stack([slots, generations], 1), counts, axis=0)
-        for (slot, generation), (id_, parent, token, _) in zip(whose.tolist(), rows.tolist()):
+        counts, rest = np.divmod(nodes.headers["words"], NODE_WORDS)
+        assert not rest.any()
+        rows = nodes.words.reshape(-1, NODE_WORDS).tolist()
+        whose = np.repeat(nodes.headers[["slot", "generation"]], counts).tolist()
+        for (slot, generation), (id_, parent, token, _) in zip(whose, rows, strict=True):
             paths = self.paths.setdefault((slot, generation), {})
             ids = self.ids.setdefault((slot, generation), [])
             assert id_ > (ids[-1] if ids else 0)
