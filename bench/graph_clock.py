@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+import numpy as np
 import torch
 
 from hetero_llm.gpu.model_runner import GpuModelRunner
@@ -12,15 +13,19 @@ _ROW = 16  # a multiple of the packets' and results' rings
 
 
 class GraphClock:
-    """Events around every replayed graph of a runner, until it is stopped."""
+    """Events around every replayed graph of a runner, until it is stopped.
 
-    def __init__(self, runner: GpuModelRunner) -> None:
+    Args:
+        keeps: the packet of the last verify step, for `alone`. Costs some microseconds a step.
+    """
+
+    def __init__(self, runner: GpuModelRunner, *, keeps: bool = False) -> None:
         graphs = runner._graphs
         assert graphs is not None
         self._graphs = graphs
         self._replay = graphs.replay
-        self._packer = runner._packer
-        self._kept: tuple[tuple[str, int], torch.Tensor] | None = None  # a verify step's packet
+        self._packer, self._keeps = runner._packer, keeps
+        self._kept: tuple[tuple[str, int], np.ndarray] | None = None  # a verify step's packet
         self.events: list[tuple[tuple[str, int], torch.cuda.Event, torch.cuda.Event]] = []
         graphs.replay = self._timed  # type: ignore[method-assign]
 
@@ -28,9 +33,10 @@ class GraphClock:
         self._graphs.replay = self._replay  # type: ignore[method-assign]
 
     def _timed(self, key: tuple[str, int]) -> None:
-        if "verify" in key[0] and (self._kept is None or self._kept[0] != key):
+        if self._keeps and "verify" in key[0] and (self._kept is None or self._kept[0] != key):
             place = (self._packer._next - 1) % len(self._packer.ring)
-            self._kept = key, self._packer.ring[place].clone()
+            # Not torch's: its threads would wake up, on cores that others spin on.
+            self._kept = key, self._packer.ring[place].numpy().copy()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         self._replay(key)
@@ -42,7 +48,7 @@ class GraphClock:
         assert self._kept is not None
         key, packet = self._kept
         torch.cuda.synchronize()
-        self._packer.ring[:] = packet
+        self._packer.ring[:] = torch.from_numpy(packet)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._replay(key)
         begin.record()

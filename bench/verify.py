@@ -86,7 +86,7 @@ def measure(engine: Engine, drafter: SwitchedDrafter, shape: str, batch: int) ->
     runner = engine._runner
     assert isinstance(runner, GpuModelRunner)
     prompts = Prompts(shape, seed=batch).draw(batch, _PROMPT)
-    clock = GraphClock(runner)
+    clock = GraphClock(runner, keeps=True)
     drafter.inner = None
     run(engine, prompts, f"warm-{batch}")
     clock.events.clear()

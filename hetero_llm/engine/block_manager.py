@@ -229,24 +229,26 @@ class BlockManager:
             if self._prefix_or_fail().holds(block):
                 published.append(block)
         self._moves.returned(published)
-        if result.back:
-            self._keep_limit()
         if not result.failed:
             return []
         return [t for t, entry in self._tables.items() if entry.tickets & result.failed]
 
-    def offload(self) -> None:
+    def offload(self, most: int) -> None:
         """Starts to store blocks that are to be handed out soon. Never waits, and the free list
-        stays long enough for most: to be called while the device works."""
+        stays long enough for most: to be called while the device works.
+
+        Args:
+            most: blocks to look at; some microseconds each.
+        """
         if self._moves is not None:
-            for block in self._moves.store(len(self._free)):
+            for block in self._moves.store(len(self._free), most):
                 del self._free[block]
-            self._keep_limit()
+            self._keep_limit(most)
 
     @property
     def is_moving(self) -> bool:
-        """Whether any block is on its way."""
-        return self._moves is not None and bool(self._moves.moving)
+        """Whether any block is on its way, or is going to be."""
+        return self._moves is not None and bool(self._moves.moving or self._moves.num_wanted > 0)
 
     def admit(self, table: int, counted: tuple[int, int] = (0, 0)) -> None:
         """A table's sequence begins to run: its blocks count as hits or misses, once.
@@ -349,7 +351,6 @@ class BlockManager:
         if moves is not None:
             gone = set(unpublished)
             moves.freed(block for block in freed if block not in gone)
-            self._keep_limit()
 
     def take_changes(self) -> TableChanges:
         """Everything the runner has to apply before the next step; forgotten here afterwards."""
@@ -473,10 +474,10 @@ class BlockManager:
         for block in blocks:
             self._freed_at[block] = self._steps + (block in self._copied)
 
-    def _keep_limit(self) -> None:
+    def _keep_limit(self, most: int) -> None:
         """Free blocks beyond the limit lose their prefix and are handed out first."""
         assert self._moves is not None and self._prefix is not None
-        for block in self._moves.beyond_limit():
+        for block in self._moves.beyond_limit(most):
             self._moves.evicted(block)
             self._prefix.evict(block)
             self._free.move_to_end(block, last=False)

@@ -7,15 +7,18 @@ before it is filled but steps that wait for its ticket.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from hetero_llm.core.host_tier import HostHit, HostTier, Victim
 from hetero_llm.engine.prefix_cache import PrefixCache
 
-_MOST_AT_ONCE = 512
+_MOST_AT_ONCE = 2048
 """Blocks whose stores may be under way: nobody can have them meanwhile."""
+_LONG_QUEUE = 8192
+"""Uses that have not been told: from here on all are told at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class BlockMoves:
         self._readers: dict[int, int] = {}  # ticket to tables that wait for it
         self._storing: dict[int, int] = {}
         self._stores: dict[int, list[int]] = {}
-        self._used: list[Sequence[bytes]] = []  # keys whose uses the tier has not been told of
+        self._used: deque[bytes] = deque()  # keys whose uses the tier has not been told of
         self._cached: OrderedDict[int, None] = OrderedDict()  # free and published, oldest first
         self._unsaved: OrderedDict[int, None] = OrderedDict()  # those of them not yet looked at
 
@@ -95,17 +98,20 @@ class BlockMoves:
 
     def note_use(self, keys: Sequence[bytes]) -> None:
         """One more request uses these blocks. The tier is told when there is time, or need."""
-        self._used.append(keys)
+        self._used.extend(keys)
 
-    def tell_uses(self) -> None:
-        for keys in self._used:
-            self.tier.note_use(keys)
-        self._used.clear()
+    def tell_uses(self, most: int) -> bool:
+        """Tells the tier of so many; whether that was all."""
+        used = self._used
+        if len(used) > _LONG_QUEUE:
+            most = len(used)
+        self.tier.note_use([used.popleft() for _ in range(min(most, len(used)))])
+        return not used
 
     def published(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Blocks that a running sequence has filled."""
         if self._limits.write_through:
-            self.tell_uses()
+            self.tell_uses(len(self._used))
             held = [b for b in blocks if self._prefix.holds(b) and b not in self._storing]
             victims = [Victim(b, *self._prefix.entry(b)) for b in held]
             self._store([v for v in victims if self._is_to_store(v)])
@@ -174,23 +180,29 @@ class BlockMoves:
             result.back += blocks
         return result
 
-    def store(self, num_free: int) -> list[int]:
+    @property
+    def num_wanted(self) -> int:
+        """Blocks beyond the limit that are still to be looked at, or stored."""
+        limit = self._limits.cached
+        return 0 if limit is None else min(len(self._unsaved), len(self._cached) - limit)
+
+    def store(self, num_free: int, most: int) -> list[int]:
         """Stores blocks that are about to be handed out, or are beyond the limit.
 
         Args:
             num_free: blocks in the free list.
+            most: blocks to look at.
 
         Returns:
             Blocks whose stores have begun: no longer free.
         """
-        self.tell_uses()
+        if not self.tell_uses(2 * most):
+            return []
         clean = num_free - len(self._unsaved)
-        wanted = self._limits.reserve - clean
-        if self._limits.cached is not None:
-            wanted = max(wanted, len(self._cached) - self._limits.cached)
+        wanted = min(max(self._limits.reserve - clean, self.num_wanted), most)
         room = min(max(1, num_free // 4), _MOST_AT_ONCE) - len(self._storing)
         victims: list[Victim] = []
-        for block in list(self._unsaved)[: max(0, wanted)] if wanted > 0 < room else ():
+        for block in list(islice(self._unsaved, wanted)) if wanted > 0 < room else ():
             victim = Victim(block, *self._prefix.entry(block))
             if self._is_to_store(victim):
                 victims.append(victim)
@@ -203,13 +215,13 @@ class BlockMoves:
             self.taken(block)
         return [block for block in taken if block in self._storing]
 
-    def beyond_limit(self) -> list[int]:
-        """Free blocks that lose their prefix for the limit's sake: the oldest, as far as they are
-        stored or not to be."""
+    def beyond_limit(self, most: int) -> list[int]:
+        """So many free blocks that lose their prefix for the limit's sake: the oldest, as far as
+        they are stored or not to be."""
         limit = self._limits.cached
         if limit is None or len(self._cached) <= limit:
             return []
-        surplus = list(self._cached)[: len(self._cached) - limit]
+        surplus = list(islice(self._cached, min(len(self._cached) - limit, most)))
         return [block for block in surplus if block not in self._unsaved]
 
     def _is_to_store(self, victim: Victim) -> bool:

@@ -116,7 +116,8 @@ class Engine:
         try:
             pending = self._pending or self._launch(self._scheduler.schedule())
             if pending is None:
-                self._scheduler.await_loads()
+                if self._scheduler.loads:  # they are all there is to wait for
+                    self._scheduler.loads.nap()
                 return []
             if self._asynchronous:
                 self._pending = self._launch(self._scheduler.schedule_ahead())

@@ -47,6 +47,8 @@ class LLM:
 
     def __init__(self, model: str, **engine_args: Any) -> None:
         config = EngineConfig.from_args(resolve_engine_args({"model": model, **engine_args}))
+        # Steps give the GIL away now and then; a busy thread of the caller's gives it back so late.
+        sys.setswitchinterval(min(sys.getswitchinterval(), 1e-4))
         self._built: BuiltEngine | None = build_engine(config, show_progress=sys.stderr.isatty())
         self._num_requests = 0
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # of open streams

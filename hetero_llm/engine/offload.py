@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _TOUCHING_THREADS = 16
 _CALIBRATED_ROWS = 64
 _NAP_S = 0.05
+_RESERVED_STEPS = 8
 
 
 class LoadGates(Protocol):
@@ -174,9 +175,9 @@ def _open_copier(host: HostMemory, cache: PagedKVCache) -> NativeCopier | None:
 
 
 def offload_limits(config: OffloadConfig, scheduler: SchedulerConfig) -> OffloadLimits:
-    """When blocks are stored: so many blocks as two of the largest steps may take stay ready to be
-    handed out without loss."""
-    reserve = 2 * -(-scheduler.max_num_batched_tokens // scheduler.block_size)
+    """When blocks are stored: so many blocks as several of the largest steps may take stay ready to
+    be handed out without loss, since prompts come faster than they can be stored."""
+    reserve = _RESERVED_STEPS * -(-scheduler.max_num_batched_tokens // scheduler.block_size)
     return OffloadLimits(
         reserve, config.gpu_evictor_limit, write_through=config.write_policy == "write_through"
     )

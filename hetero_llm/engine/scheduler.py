@@ -32,11 +32,11 @@ from hetero_llm.engine.scheduler_beams import (
     open_group,
     unchosen,
 )
-from hetero_llm.engine.scheduler_loads import Loading, Loads
+from hetero_llm.engine.scheduler_loads import Loads
 from hetero_llm.engine.scheduler_rows import running_rows
 from hetero_llm.engine.scheduler_stats import SchedulerStats
 from hetero_llm.engine.slots import Slots
-from hetero_llm.engine.upkeep import Publisher, grow_ahead
+from hetero_llm.engine.upkeep import FEW_BLOCKS, MANY_BLOCKS, Publisher, grow_ahead
 from hetero_llm.engine.waiting import WaitingQueue
 
 
@@ -304,17 +304,13 @@ class Scheduler:
             grow_ahead(self._in_flight[-1], self._blocks)
         if self._drafter is not None:
             self._drafter.settle()
-        self._blocks.offload()
-
-    def await_loads(self) -> None:
-        """Sleeps a little (at most a millisecond) if loads are all there is to wait for."""
-        if self.loads and not self._in_flight:
-            self.loads.nap()
+        short = self._in_flight and not self._in_flight[0].prompt_tokens
+        self._blocks.offload(FEW_BLOCKS if short else MANY_BLOCKS)
 
     def tend(self) -> bool:
         """Upkeep of host memory while nothing runs: whether there is more to come."""
         self._collect_moves()
-        self._blocks.offload()
+        self._blocks.offload(MANY_BLOCKS)
         return self._blocks.is_moving
 
     # -- choosing rows ----------------------------------------------------------------------
@@ -329,6 +325,7 @@ class Scheduler:
         """Returns the budget that is left."""
         if self._waiting:
             self._publisher.publish()
+        begun = False
         while budget > 0:
             sequence = self._waiting.first
             if sequence is None:
@@ -352,7 +349,7 @@ class Scheduler:
                 if loading.under_way:
                     self._waiting.take_first()
                     self._slots.reserve(request, forks)
-                    budget = self._schedule_loading(sequences, counts, budget, loading)
+                    begun = True
                     continue
                 cached = loading.cached
             missing = len(sequence.token_ids) - cached
@@ -368,27 +365,26 @@ class Scheduler:
             sequences.append(sequence)
             counts.append(count)
             budget -= count
-        return budget
+        return self._schedule_loading(sequences, counts, budget) if begun else budget
 
-    def _schedule_loading(
-        self, sequences: list[Sequence], counts: list[int], budget: int, new: Loading | None = None
-    ) -> int:
-        """Lets sequences run whose prefix has come, or comes in time: `new`, or any. Returns the
-        budget left."""
+    def _schedule_loading(self, sequences: list[Sequence], counts: list[int], budget: int) -> int:
+        """Lets sequences run whose prefix has come, or comes in time. Returns the budget left."""
         if not self.loads:
             return budget
-        for loading in (new,) if new else self.loads.all():
+        more = self.loads.rows
+        for loading in self.loads.all():
             sequence = loading.sequence
             if budget <= 0 or (self._in_flight and sequence.request.synchronous):
                 continue
             alone = len(self._running) == len(sequences) and not self._in_flight
-            count = self.loads.join(loading, sum(counts), budget, alone=alone)
+            rows = sum(counts) + min(more, budget)
+            count = self.loads.join(loading, rows, budget, alone=alone)
             if count:
-                budget -= count
+                budget, more = budget - count, more - count
                 self._admit(sequence, sequence.slot, loading.cached)
                 sequences.append(sequence)
                 counts.append(count)
-        if new is None and not self._running and (starved := self.loads.starved):
+        if not self._running and (starved := self.loads.starved):
             self._give_up(starved)
         return budget
 

@@ -114,6 +114,11 @@ class Loads:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._loading
 
+    @property
+    def rows(self) -> int:
+        """What all who are loading would add to a step: those with one prefix join together."""
+        return sum(len(s.token_ids) - entry.cached for s, entry in self._loading.items())
+
     def all(self) -> list[Loading]:
         return list(self._loading.values())
 
@@ -152,14 +157,14 @@ class Loads:
         is loading no more, and has blocks for them; 0 if not.
 
         Args:
-            rows: of the step so far. budget: most rows for this one.
+            rows: of the step, should all who are loading join it. budget: most rows for this one.
             alone: nobody else runs.
         """
         sequence, cached = loading.sequence, loading.cached
         missing = len(sequence.token_ids) - cached
         count = min(missing, budget)
         left = self._blocks.seconds_left(sequence.slot)
-        if not self._is_time(left, rows + count, cached, alone=alone):
+        if not self._is_time(left, rows, cached, alone=alone):
             return 0
         if count < missing and not self._chunked:
             return 0
@@ -272,5 +277,5 @@ class Loads:
         left = self._blocks.seconds_left(sequence.slot)
         if self.wait_whole:
             return left
-        rows = len(sequence.token_ids) - cached
+        rows = self.rows
         return left - self._hidden(rows, cached) * _ALONE

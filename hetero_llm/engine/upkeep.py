@@ -9,6 +9,8 @@ from hetero_llm.core.request import Sequence
 from hetero_llm.engine.block_manager import BlockManager
 from hetero_llm.engine.in_flight import InFlight
 
+FEW_BLOCKS, MANY_BLOCKS = 128, 4096
+"""Blocks to look at for host memory beside a short step, and beside one with prompts."""
 _PLENTY = 4
 """Free blocks per sequence from which on some are handed out before they are needed."""
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from hetero_llm import LLM, SamplingParams
+from hetero_llm.bridge.kv.native import Method
 from hetero_llm.engine.engine import Engine
 from hetero_llm.models.config import load_model_config
 from hetero_llm.runner.kv_cache import KVCacheShape
@@ -133,7 +134,7 @@ def test_failing_copies_change_no_token(folder: Path, plain: LLM) -> None:
         engine = engine_of(llm)
         traffic.join_at_once(engine)
         copier = traffic.spoil(engine, 1, 0.3)
-        for seed in range(10, 14):
+        for seed in range(10, 18):
             compare(engine, plain, seed)
         traffic.check_over(engine)
         metrics = engine.metrics()
@@ -269,6 +270,7 @@ def test_steps_that_do_not_wait_go_wrong(heavy: Path) -> None:
     with heavy_engine(heavy, enforce_eager=True) as llm:
         runner = runner_of(llm)
         runner._gates = traffic.OpenGates(runner._gates)
+        engine_of(llm)._scheduler._blocks._moves.tier._copier.force = (Method.PLAIN, 1)  # slow
         assert found_in_host(llm) != expected, "no step was early: the test above shows nothing"
         traffic.check_over(engine_of(llm))
 
@@ -297,4 +299,4 @@ def test_soak(folder: Path, plain: LLM) -> None:
             totals = {name: total + metrics[name] for name, total in totals.items()}
         rounds += 1
     print(f"soak: {seed - 1000} rounds of traffic on {rounds} engines, {tokens} tokens, {totals}")
-    assert all(totals.values()), totals
+    assert all(totals.values()) or SOAK_SECONDS < 20, totals

@@ -26,7 +26,8 @@ NUM_KINDS = GRAFTED + NUM_BUCKETS
 """All kinds: 0 .. NUM_KINDS - 1, in eight bits."""
 
 _FIRST_EDGE, _WIDTH = -5.0, 0.75  # log-odds between the buckets: from 0.7% to 99.6%
-_PRIOR_TRIALS = 16.0
+PRIOR_TRIALS = 16.0
+"""Weight of what is expected of a kind that has not been tried."""
 
 
 def prior_rates() -> NDArray[np.float32]:
@@ -55,9 +56,9 @@ class Record:
     def __init__(self, table: NDArray[np.float32] | None = None) -> None:
         self.table = np.empty((NUM_KINDS, 2), np.float32) if table is None else table
         assert self.table.shape == (NUM_KINDS, 2) and self.table.dtype == np.float32
-        self.table[:, 1] = _PRIOR_TRIALS
+        self.table[:, 1] = PRIOR_TRIALS
         # (accepted + 1) / (tried + 2) is to be the rate.
-        self.table[:, 0] = prior_rates() * (_PRIOR_TRIALS + 2.0) - 1.0
+        self.table[:, 0] = prior_rates() * (PRIOR_TRIALS + 2.0) - 1.0
 
     def rates(self) -> NDArray[np.float32]:
         """[NUM_KINDS] chance of a node of each kind, given its parent."""

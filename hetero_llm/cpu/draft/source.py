@@ -28,10 +28,11 @@ from hetero_llm.bridge.records import (
     put_grafts,
     put_open,
 )
+from hetero_llm.core.draft import MAX_NODES
 from hetero_llm.core.draft_model_config import DraftModelConfig
 from hetero_llm.core.request import Sequence
 from hetero_llm.cpu.draft.client import DraftWorker
-from hetero_llm.cpu.draft.kinds import NUM_BUCKETS, NUM_RANKS, Record
+from hetero_llm.cpu.draft.kinds import NUM_BUCKETS, NUM_RANKS, PRIOR_TRIALS, Record
 from hetero_llm.cpu.draft.mirror import (
     Mirror,
     MirrorArrays,
@@ -51,6 +52,7 @@ _FIRST_CHOICES = np.r_[:NUM_BUCKETS, NUM_RANKS * NUM_BUCKETS : (NUM_RANKS + 1) *
 """Kinds of the likeliest candidates, without and with noise."""
 _PATIENCE = 3  # waits in vain after which nobody waits until the worker is heard of
 _LEAST_TOLD = np.float32(0.02)  # chance of a node that the worker is told of
+_EXTENDED = 4  # leaves of a draft that the worker's next step goes on from, about
 _FIRST_SIZE = 16
 
 # Places of `DraftSource._bound`.
@@ -464,29 +466,35 @@ def _weigh(table: np.ndarray, count: int, survival: np.ndarray, counts: np.ndarr
         count: S. survival, counts: [S] what others propose: there it pays less to wait.
     """
     own, caught_up = _own_at(table, count), vector(table, _CAUGHT_UP, np.bool_)
+    deepest = matrix(table, _ASKED, np.int32)[2]
     gain = 0.0
     for i in range(count):
         start = 0.0 if caught_up[i] else 1.0
         if own.counts[i] > 0:
-            start = _likeliest_leaf(own.parents[i], own.survival[i], own.counts[i])
+            start = _open_leaves(own.parents[i], own.survival[i], own.counts[i], deepest[i])
         other = float(survival[i, 0]) if counts[i] > 0 else 0.0
         gain += (1.0 - other) * start
     return gain * _first_rate(matrix(table, _MIRROR + 3, np.float32))
 
 
 @njit(cache=True, nogil=True)
-def _likeliest_leaf(parents: np.ndarray, survival: np.ndarray, count: int) -> float:
-    """Its survival: what a further level starts from."""
-    best = 0.0
+def _open_leaves(parents: np.ndarray, survival: np.ndarray, count: int, deepest: int) -> float:
+    """What a further level starts from: the survival of the first `_EXTENDED` leaves, which are the
+    likeliest. A leaf as deep as a draft may be is none: nothing below it would be proposed."""
+    depths = np.empty(MAX_NODES, np.int32)
+    is_leaf = np.ones(MAX_NODES, np.bool_)
     for node in range(count):
-        is_leaf = True
-        for other in range(node + 1, count):
-            if parents[other] == node:
-                is_leaf = False
-                break
-        if is_leaf:
-            best = max(best, float(survival[node]))
-    return best
+        parent = parents[node]
+        depths[node] = 1
+        if parent >= 0:
+            depths[node] = depths[parent] + 1
+            is_leaf[parent] = False
+    total, left = 0.0, _EXTENDED
+    for node in range(count):
+        if left > 0 and is_leaf[node] and depths[node] < deepest:
+            total += survival[node]
+            left -= 1
+    return total
 
 
 @njit(cache=True, nogil=True)
@@ -494,8 +502,9 @@ def _first_rate(record: np.ndarray) -> float:
     """How often the worker's first choice is accepted, lately."""
     accepted, tried = 1.0, 2.0
     for kind in _FIRST_CHOICES:
-        accepted += record[kind, 0]
-        tried += record[kind, 1]
+        if record[kind, 1] > PRIOR_TRIALS:  # what is expected of the others is no experience
+            accepted += record[kind, 0]
+            tried += record[kind, 1]
     return accepted / tried
 
 

@@ -44,6 +44,7 @@ from hetero_llm.cpu.draft.kinds import Record
 from hetero_llm.cpu.draft.model import DraftModel, DraftSizes, best_format
 from hetero_llm.cpu.draft.pages import Branches
 from hetero_llm.cpu.draft.protocol import WorkerSettings
+from hetero_llm.cpu.draft.trees import ID
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,8 @@ class Worker:
         self._busy = False
         self._beats = 0
         self._next_beat = 0.0
-        self._trace: list[tuple[float, float, int]] | None = None  # begin, end, rows of steps
+        # Begin, end and rows of steps; generation, first and last id of the nodes told behind them.
+        self._trace: list[tuple[float, float, int, int, int, int]] | None = None
         self._stopped = False
 
     def run(self) -> None:
@@ -122,7 +124,7 @@ class Worker:
             return
         self._trace = []
         self._loop()
-        np.save(trace, np.array(self._trace, np.float64).reshape(-1, 3))
+        np.save(trace, np.array(self._trace, np.float64).reshape(-1, 6))
 
     def _loop(self) -> None:
         while self.turn():
@@ -309,7 +311,7 @@ class Worker:
         end = time.perf_counter()
         self._times.observe(num_rows, end - begin)
         if self._trace is not None:
-            self._trace.append((begin, end, num_rows))
+            self._trace.append((begin, end, num_rows, -1, 0, -1))
         forest.grow(found.ready, rows, found.tokens, found.log_probs)
         self._urgent[rows.slots] = np.maximum(self._urgent[rows.slots] - 1, 0)
         if not self._ahead:
@@ -324,6 +326,9 @@ class Worker:
         if len(slots):
             stamps = Stamps(slots, self._generations[slots], lengths)
             put_nodes(self._outbox, stamps, counts, nodes)
+            if self._trace is not None and len(slots) == 1 and len(nodes):
+                ids = int(nodes[0, ID]), int(nodes[-1, ID])
+                self._trace[-1] = (*self._trace[-1][:3], int(self._generations[slots[0]]), *ids)
 
     def _beat(self) -> None:
         now = self._clock()

@@ -15,6 +15,7 @@ import transformers
 
 from hetero_llm.bridge.records import Kind, Refusal, put_refused
 from hetero_llm.core.draft_model_config import DraftModelConfig
+from hetero_llm.cpu.draft import source as source_module
 from hetero_llm.cpu.draft.model import DraftModel
 from hetero_llm.cpu.draft.pages import no_branches
 from hetero_llm.cpu.draft.source import DraftSource
@@ -401,6 +402,46 @@ def test_a_wait_ends_in_time(worker: LocalWorker) -> None:
     texts.propose([0])
     assert now[0] - begin <= 0.006
     assert max(asked) <= 5001
+
+
+def test_nobody_waits_for_what_no_draft_may_hold(worker: LocalWorker) -> None:
+    """All leaves are as deep as a draft may be: a further level would be of no use."""
+    texts = Texts(worker, num_tokens=1)
+    texts.open(0, text_of(0, 20))
+    wait_for_drafts(texts, [0])
+    worker.stands_still = True
+    before = texts.source._counts["waits"]
+    for _ in range(10):
+        assert texts.propose([0])[0][0]
+    assert texts.source._counts["waits"] == before
+
+
+def test_leaves_that_a_level_starts_from() -> None:
+    #      0        1
+    #     / \\     / \\
+    #    2   5   3   6
+    #    4
+    parents = np.array([-1, -1, 0, 1, 2, 0, 1], np.int32)
+    survival = np.array([0.5, 0.4, 0.3, 0.25, 0.2, 0.1, 0.05], np.float32)
+    leaves = source_module._open_leaves
+    assert leaves(parents, survival, 7, 9) == pytest.approx(0.25 + 0.2 + 0.1 + 0.05)
+    assert leaves(parents, survival, 7, 3) == pytest.approx(0.25 + 0.1 + 0.05)
+    assert leaves(parents, survival, 7, 2) == 0.0
+    assert leaves(parents, survival, 2, 2) == pytest.approx(0.5 + 0.4)
+    assert leaves(parents, survival, 0, 9) == 0.0
+    many = np.full(9, -1, np.int32), np.linspace(0.1, 0.02, 9, dtype=np.float32)
+    assert leaves(*many, 9, 2) == pytest.approx(many[1][: source_module._EXTENDED].sum())
+
+
+def test_the_rate_of_first_choices_is_what_came_of_them(texts: Texts) -> None:
+    """What is expected of kinds that were never tried does not count."""
+    record = texts.source._record.table
+    assert texts.metric("draft_first_accepted") == 0.5
+    first = source_module._FIRST_CHOICES[9]
+    record[first] += 180.0, 200.0
+    assert texts.metric("draft_first_accepted") == pytest.approx(0.9, abs=0.06)
+    record[first] += 1800.0, 2000.0
+    assert texts.metric("draft_first_accepted") == pytest.approx(0.9, abs=0.01)
 
 
 # -- nodes of somebody else ----------------------------------------------------------------------
