@@ -52,7 +52,9 @@ test-native: $(STAMP)
 	$(BIN)/python -m hetero_llm.bridge.build --sanitize
 	HETERO_LLM_NATIVE=sanitized ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  LD_PRELOAD=$$(g++ -print-file-name=libasan.so) $(BIN)/python -m pytest tests/cpu/step \
-	  tests/bridge/test_rings.py tests/bridge/test_corruption.py tests/bridge/test_records.py
+	  tests/bridge/test_rings.py tests/bridge/test_corruption.py tests/bridge/test_records.py \
+	  tests/bridge/kv/test_copier.py tests/bridge/kv/test_copier_failures.py \
+	  tests/bridge/kv/test_copier_calibration.py tests/bridge/kv/test_pinned_pool.py
 
 # cpu_backend="ipex", in an environment of its own; `make test` skips these tests.
 test-ipex: $(IPEX_STAMP)

@@ -19,8 +19,8 @@ Parts, each with a table and a JSON file of its own as soon as it is done:
 
 Which tier served is read from the engine's counters in every run; a part that measured something
 else fails. `--model` is a shape of `bench.shapes`, with random weights, or a folder. All blocks
-that nobody uses leave the GPU at once (apc_offload_gpu_evictor_limit=0), but in "stores" and
-"trace", where they leave when their place is needed.
+that nobody uses leave the GPU at once (apc_offload_gpu_evictor_limit=0), but in "trace", where they
+leave when their place is needed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PARTS = {
     "shared": _part(offload_load.shared, 5, "lazy"),
     "behind": _part(offload_load.behind, 12, "lazy"),
     "decode": _part(offload_load.decode, 12, "lazy"),
-    "stores": _part(offload_load.stores, 25, "off", "victims"),
+    "stores": _part(offload_load.stores, 25, "off", "lazy"),
     "trace": _part(offload_trace.trace, 40, "off", "victims"),
     "spec": _part(offload_trace.spec, 80),
 }

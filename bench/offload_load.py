@@ -177,7 +177,7 @@ def decode(engines: Engines, settings: Settings) -> dict[str, Any]:
         intervals["loads"] += _turn(served, _STEPS, loaders)
     found = served.since(before)
     blocks = len(loaders.times) * LOADED // BLOCK
-    if found.h2d != blocks * served.block_bytes or found.loads != len(loaders.times):
+    if found.h2d < 0.98 * blocks * served.block_bytes or found.loads != len(loaders.times):
         raise WrongTier(f"{len(loaders.times)} prefixes of {LOADED} tokens: got {found}")
     for row in rows:
         served.engine.abort(row.request_id)
@@ -218,9 +218,9 @@ def _turn(served: Served, count: int, loaders: _Loaders | None) -> list[float]:
 
 def stores(engines: Engines, settings: Settings) -> dict[str, Any]:
     """64 requests of 1024 tokens in and 128 out, in rounds. With a host tier every round's blocks
-    are stored while the next one takes their places; nothing is ever found again."""
+    are stored and leave the GPU; nothing is ever found again."""
     ids = settings.ids("stores")
-    off, on = engines.get("off"), engines.get("victims")
+    off, on = engines.get("off"), engines.get("lazy")
     requests, prompt, tokens = CLOSED
     params = params_for(tokens, sampling=False)
     times: dict[str, list[float]] = {"off": [], "on": []}

@@ -463,10 +463,17 @@ class BlockManager:
             (blocks if self._freed_at[block] <= self._steps else aside).append(block)
         if len(blocks) < count:
             return None
+        assert self._moves is not None
+        free, refs, prefix = self._free, self._refs, self._prefix_or_fail()
+        published = set(blocks).difference(prefix.unpublished(blocks))
+        for block in blocks:
+            del free[block]
+            refs[block] = 1
+        for block in published:
+            self._moves.evicted(block)
+            prefix.evict(block)
         for block in aside:
-            self._free.move_to_end(block)
-        for _ in blocks:
-            self._pop_free()
+            free.move_to_end(block)
         return sorted(blocks)
 
     def _note_touch(self, blocks: Iterable[int]) -> None:

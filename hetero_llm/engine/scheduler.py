@@ -36,7 +36,7 @@ from hetero_llm.engine.scheduler_loads import Loads
 from hetero_llm.engine.scheduler_rows import running_rows
 from hetero_llm.engine.scheduler_stats import SchedulerStats
 from hetero_llm.engine.slots import Slots
-from hetero_llm.engine.upkeep import FEW_BLOCKS, MANY_BLOCKS, Publisher, grow_ahead
+from hetero_llm.engine.upkeep import FEW_BLOCKS, MANY_BLOCKS, ROWS_PER_BLOCK, Publisher, grow_ahead
 from hetero_llm.engine.waiting import WaitingQueue
 
 
@@ -304,8 +304,8 @@ class Scheduler:
             grow_ahead(self._in_flight[-1], self._blocks)
         if self._drafter is not None:
             self._drafter.settle()
-        short = self._in_flight and not self._in_flight[0].prompt_tokens
-        self._blocks.offload(FEW_BLOCKS if short else MANY_BLOCKS)
+        rows = self._in_flight[0].prompt_tokens if self._in_flight else 0
+        self._blocks.offload(max(FEW_BLOCKS, rows // ROWS_PER_BLOCK))
 
     def tend(self) -> bool:
         """Upkeep of host memory while nothing runs: whether there is more to come."""

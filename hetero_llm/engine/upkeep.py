@@ -10,7 +10,9 @@ from hetero_llm.engine.block_manager import BlockManager
 from hetero_llm.engine.in_flight import InFlight
 
 FEW_BLOCKS, MANY_BLOCKS = 128, 4096
-"""Blocks to look at for host memory beside a short step, and beside one with prompts."""
+"""Blocks to look at for host memory beside a short step, and while nothing runs."""
+ROWS_PER_BLOCK = 4
+"""Looking at one takes some 5 microseconds, computing so many rows of an 8B model 100."""
 _PLENTY = 4
 """Free blocks per sequence from which on some are handed out before they are needed."""
 

@@ -20,7 +20,7 @@ from hetero_llm.demo_models import heldout_prompts
 from hetero_llm.engine.scheduler_stats import SchedulerStats
 from hetero_llm.engine.speculation_log import SpeculationLog, speculation_metrics
 
-GREEDY = SamplingParams(temperature=0, max_tokens=40)
+GREEDY = SamplingParams(temperature=0, max_tokens=60)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.95, seed=3)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
 RAW = {"method": "lookahead", "cache_mode": 0}

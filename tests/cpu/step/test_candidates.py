@@ -188,9 +188,9 @@ def test_a_steps_candidates_are_those_of_its_logits(
     draft: Path, weight_format: str, isa: int
 ) -> None:
     served = Served(draft, weight_format, isa, 2, blocks=4)
-    part = Part(3, 0, np.random.default_rng(0).integers(0, 4096, 40).tolist())
+    part = Part(3, 0, np.random.default_rng(0).integers(0, 4096, 60).tolist())
     logits = served.logits([part])
-    for rows in (np.array([39]), np.arange(3), np.arange(40)):  # above 32 in larger tiles
+    for rows in (np.array([59]), np.arange(3), np.arange(60)):  # above 32 in larger tiles
         for temperature in (0.0, 0.8):
             heat = np.full(len(rows), temperature)
             draws = draws_of(rows, np.full(len(rows), CANDIDATES), heat)
