@@ -21,6 +21,7 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,7 +143,7 @@ def main() -> None:
             table.append({"batch": size, "drafts": arm, **clock.figures()})
     bench.close()
     print_table(table)
-    settings = {"model": args.model, "device": args.device, "prompt": args.prompt,
+    settings = {"model": Path(args.model).name, "device": args.device, "prompt": args.prompt,
                 "tokens": args.tokens, "clock": args.clock, "draft": args.draft,
                 "overlap": args.overlap}  # fmt: skip
     write_results("host_gap", {**settings, "rows": table}, args.out)

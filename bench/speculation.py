@@ -263,6 +263,7 @@ class Bench:
         outputs: list[list[int]] = []
         taken = until_half = 0.0
         counted = np.zeros(5)
+        firsts: list[float] = []
         for prompts in batches:
             self.use(arm)
             _, first, _ = self._generate(prompts, 1)
@@ -272,6 +273,8 @@ class Bench:
             counted += self._figures() - before
             inner = self._switch.inner
             self.told = inner.metrics() if isinstance(inner, LookaheadDrafter) else {}
+            if "draft_first_accepted" in self.told:
+                firsts.append(self.told["draft_first_accepted"])
             outputs += found
             taken += seconds - first
             until_half += half - first
@@ -284,7 +287,7 @@ class Bench:
             "drafted/token": drafted / generated,
             "accepted of drafted": accepted / max(drafted, 1),
             "steps": steps,
-            "a1": self.told.get("draft_first_accepted", first / max(drafts, 1)),
+            "a1": float(np.mean(firsts)) if firsts else first / max(drafts, 1),
             "hits": self.told.get("draft_hits", 0.0),
             "misses": self.told.get("draft_misses", 0.0),
         }
