@@ -45,6 +45,7 @@ HEARTBEAT_SECONDS = 0.1
 _MOST_UNSENT = 64 << 20
 """Bytes. Steps pause while the API process leaves more than this unread."""
 _SECONDS_TO_FLUSH = 1.0
+_SECONDS_TO_TEND = 0.005  # between looks at copies that go on while nothing runs
 _PR_SET_PDEATHSIG = 1
 
 
@@ -83,6 +84,8 @@ class EngineLoop:
         unsent = self._link.num_unsent
         if not self._engine.has_unfinished or unsent >= _MOST_UNSENT:
             wait = self._last_beat + HEARTBEAT_SECONDS - time.monotonic()
+            if not self._engine.has_unfinished and self._engine.tend():
+                wait = min(wait, _SECONDS_TO_TEND)
             self._poll.register(self._link, select.POLLIN | (select.POLLOUT if unsent else 0))
             self._poll.poll(max(wait, 0.0) * 1e3 + 1.0)
         if unsent:
@@ -207,6 +210,8 @@ def main(arguments: list[str]) -> int:
     link = Link(socket.socket(fileno=link_end))
     built = _build(link)
     code = built if isinstance(built, int) else EngineLoop(link, built).run()
+    if not isinstance(built, int) and built.offload and not code:
+        built.engine.shut_down()  # unpins host memory, which takes the kernel long at a kill
     _flush(link)
     return code
 
