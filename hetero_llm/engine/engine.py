@@ -131,7 +131,8 @@ class Engine:
             clock.lap("update")
             if self._asynchronous and self._pending is None:
                 self._pending = self._launch(self._scheduler.schedule())
-            if not self._asynchronous:  # what is drafted next may depend on it
+            if not self._asynchronous or not self.has_unfinished:
+                # What is drafted next may depend on it, or there is no next step to do it in.
                 self._scheduler.settle()
             if self._speculation_log is not None:
                 self._speculation_log.note(self._scheduler.stats)

@@ -84,6 +84,7 @@ class HostCache:
         self._min_uses = min_uses
         self._ghost_keys = ghost_keys
         self._free = FreeRuns()
+        self._found: list[list[int]] = []  # slots of hits whose use has not been noted
         # Found by; these dictionaries hold bytes and integers alone: nothing for the collector.
         self._slot_of: dict[bytes, int] = {}  # by source
         self._slot_of_key: dict[bytes, int] = {}
@@ -153,7 +154,7 @@ class HostCache:
             sources.append(source)
             keys.append(parent)
         if slots:
-            self._touch(slots)
+            self._found.append(slots)  # who is found waits for its load: the order can wait, too
         return HostHit(tuple(slots), tuple(sources), tuple(keys))
 
     def unpin(self, slots: Iterable[int]) -> None:
@@ -176,6 +177,7 @@ class HostCache:
         Blocks that are here already get none. Neither they nor the parents of newcomers are given
         up to make room.
         """
+        self._note_found()
         slot_of = self._slot_of
         new: dict[bytes, int] = {}  # source to position in `victims`
         held: list[tuple[int, int]] = []  # position, slot
@@ -233,6 +235,7 @@ class HostCache:
 
     def note_use(self, keys: Iterable[bytes]) -> None:
         """One request uses these blocks, wherever they are."""
+        self._note_found()
         slot_of_key, uses, simple = self._slot_of_key, self._uses, self._policy == "lru"
         for key in keys:
             slot = slot_of_key.get(key, _NONE)
@@ -280,6 +283,7 @@ class HostCache:
         for found in (self._slot_of, self._slot_of_key, self._first_child):
             found.clear()
         self._ghosts.clear()
+        self._found.clear()
         self._protected.clear()
         self._heap.clear()
         state, pins = self._state, self._pins
@@ -407,6 +411,11 @@ class HostCache:
     def _tick(self, blocks: int) -> None:
         self._clock += blocks
         self._age += blocks / self.num_slots
+
+    def _note_found(self) -> None:
+        for slots in self._found:
+            self._touch([slot for slot in slots if self._source[slot]])
+        self._found.clear()
 
     def _touch(self, slots: Sequence[int]) -> None:
         """These are used now. (What they cost changes with requests only: see `note_use`.)"""

@@ -83,6 +83,7 @@ class KvOffload:
         self._free_memory = free_memory
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, list[int]] = {}  # slots
+        self._over: list[tuple[int, ...]] = []  # slots of loads that are over, still pinned
         self._refused: list[int] = []  # loads that could not begin, to be told as failed
         self._tickets = 0
         self._last_step = 0
@@ -142,6 +143,7 @@ class KvOffload:
     def store(self, victims: Sequence[Victim]) -> tuple[int, int]:
         if self._off or self._shut:
             return 0, 0
+        self._unpin()
         reserved = self._cache.reserve(victims)
         self._counts["dropped_stores"] += len(victims) - reserved.taken
         if not reserved.slots:
@@ -163,6 +165,7 @@ class KvOffload:
         return not self._off and self._cache.wants(key)
 
     def note_use(self, keys: Iterable[bytes]) -> None:
+        self._unpin()
         self._cache.note_use(keys)
 
     def lost(self, key: bytes) -> None:
@@ -227,6 +230,7 @@ class KvOffload:
             self._copier.wait(seconds)
 
     def clear(self) -> None:
+        self._unpin()
         self._cache.clear()
 
     def metrics(self) -> dict[str, float]:
@@ -260,11 +264,17 @@ class KvOffload:
     def check_integrity(self) -> None:
         """Asserts that pins and states of slots are exactly those of open loads and stores, hits
         that are neither loaded nor released yet aside; slow."""
+        self._unpin()
         self._cache.check_integrity()
         self._cache.check_busy(
             [slot for load in self._loads.values() for slot in load.slots],
             [slot for slots in self._stores.values() for slot in slots],
         )
+
+    def _unpin(self) -> None:
+        for slots in self._over:
+            self._cache.unpin(slots)
+        self._over.clear()
 
     def _new_ticket(self) -> int:
         self._tickets += 1
@@ -298,7 +308,7 @@ class KvOffload:
 
     def _end_load(self, done: Done, events: TierEvents) -> None:
         load = self._loads.pop(done.ticket)
-        self._cache.unpin(load.slots)
+        self._over.append(load.slots)  # its readers wait for their tokens, nobody for its slots
         if done.ok:
             events.loaded.append(done.ticket)
             self._counts["loads"] += 1
