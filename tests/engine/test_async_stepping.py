@@ -41,7 +41,7 @@ def launched_ahead(events: list[str]) -> list[int]:
 # -- random traffic -----------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     traffic=TRAFFIC,
     num_blocks=st.integers(18, 60),

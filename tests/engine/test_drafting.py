@@ -137,7 +137,7 @@ def record_steps(runner: Any) -> list[SchedulerOutput]:
 # -- random traffic -----------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     traffic=TRAFFIC,
     num_blocks=st.integers(18, 60),

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ com
 
 SOURCES = Path(native.__file__).parent / "csrc"
 STRESS = Path(__file__).with_name("copier_stress.cpp")
-ROUNDS = "300"
+ROUNDS = "120"
 FLAGS = ("-O0", "-g", "-fsanitize=thread", "-fno-builtin-memcpy", "-pthread")
 
 
