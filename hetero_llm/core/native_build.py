@@ -13,12 +13,13 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from hetero_llm.core.env import cache_dir
+from hetero_llm.core.env import cache_dir, native_choice
 
 PORTABLE = ("-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti", "-Wall", "-Wextra", "-Wno-psabi")
 FAST = ("-O3",)
@@ -111,6 +112,50 @@ def open_library(recipe: Recipe) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError:
         return ctypes.CDLL(str(build_library(recipe, force=True)))
+
+
+class NativeMissingError(Exception):
+    """A compiled library is not available; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallableLibrary:
+    """The same functions called in two ways.
+
+    Attributes:
+        waiting: gives the GIL away during a call, for what may wait.
+        quick: keeps it, for what takes microseconds: who gives it away may get it back late.
+    """
+
+    waiting: ctypes.CDLL
+    quick: ctypes.PyDLL
+
+
+def open_both_ways(
+    what: str, recipe: Callable[..., Recipe], functions: Iterable[tuple[str, Any, list[Any]]]
+) -> CallableLibrary:
+    """Opens the library that `recipe(sanitize=...)` describes, as HETERO_LLM_NATIVE says.
+
+    Args:
+        what: the library is, in a message.
+        functions: name, result and arguments of each, as ctypes has them.
+
+    Raises:
+        NativeMissingError: there is no compiler, it fails, or HETERO_LLM_NATIVE is 0.
+    """
+    choice = native_choice()
+    if choice == "0":
+        raise NativeMissingError(f"HETERO_LLM_NATIVE=0 leaves the {what} out")
+    try:
+        library = open_library(recipe(sanitize=choice == "sanitized"))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        raise NativeMissingError(f"the {what} is not available: {reason(error)}") from error
+    quick = ctypes.PyDLL(library._name)
+    for name, result, arguments in functions:
+        for dll in (library, quick):
+            function = getattr(dll, name)
+            function.restype, function.argtypes = result, arguments
+    return CallableLibrary(library, quick)
 
 
 def _digest(recipe: Recipe, files: list[Path], version: str) -> str:

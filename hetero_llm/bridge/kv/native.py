@@ -6,21 +6,21 @@ from __future__ import annotations
 import ctypes
 import enum
 import re
-import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from hetero_llm.core.env import native_choice
 from hetero_llm.core.errors import HeteroLLMError
 from hetero_llm.core.native_build import (
     FAST,
     PORTABLE,
     SANITIZED,
     SANITIZERS,
+    CallableLibrary,
+    NativeMissingError,
     Recipe,
-    open_library,
+    open_both_ways,
     reason,
 )
 
@@ -100,19 +100,6 @@ class Totals(ctypes.Structure):
     _fields_ = [*((name, _INT) for name in COUNTERS), ("rate", ctypes.c_double)]
 
 
-@dataclass(frozen=True, slots=True)
-class CopierLibrary:
-    """The same functions called in two ways.
-
-    Attributes:
-        waiting: gives the GIL away during a call, for what may wait.
-        quick: keeps it, for what takes microseconds.
-    """
-
-    waiting: ctypes.CDLL
-    quick: ctypes.PyDLL
-
-
 def recipe(*, sanitize: bool = False) -> Recipe:
     """How the library is built; `sanitize`: with AddressSanitizer and UBSan."""
     return Recipe(
@@ -124,27 +111,41 @@ def recipe(*, sanitize: bool = False) -> Recipe:
     )
 
 
+_FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
+    ("open", _POINTER, [_TEXT, _POINTER, _TEXT, _INT]),
+    ("methods", _INT, [_POINTER]),
+    ("add_kernel", _INT, [_POINTER, _TEXT, _TEXT, _INT]),
+    ("load", None, [_POINTER] * 4 + [_INT]),
+    ("store", None, [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT]),
+    ("abort", None, [_POINTER, _INT]),
+    ("step_launched", None, [_POINTER, _INT, _POINTER]),
+    ("step_done", _INT, [_POINTER, _INT]),
+    ("ahead", _INT, [_POINTER, _INT]),
+    ("poll", _INT, [_POINTER, _POINTER, _INT]),
+    ("wait", _INT, [_POINTER, _INT]),
+    ("set_rate", None, [_POINTER, ctypes.c_double]),
+    ("totals", None, [_POINTER, _POINTER]),
+    ("trouble", _INT, [_POINTER, _TEXT, _INT]),
+    ("close", None, [_POINTER]),
+    ("free", None, [_POINTER]),
+)
+
+
 @lru_cache(maxsize=1)
-def load() -> CopierLibrary:
+def load() -> CallableLibrary:
     """The library, compiled if need be.
 
     Raises:
         CopierError: there is no compiler, it fails, or HETERO_LLM_NATIVE is 0.
     """
-    choice = native_choice()
-    if choice == "0":
-        raise CopierError("HETERO_LLM_NATIVE=0 leaves the compiled copier out")
     try:
-        library = open_library(recipe(sanitize=choice == "sanitized"))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        raise CopierError(f"the compiled copier is not available: {reason(error)}") from error
-    quick = ctypes.PyDLL(library._name)
-    _declare(library)
-    _declare(quick)
-    return CopierLibrary(library, quick)
+        functions = [(f"hetero_copier_{name}", *types) for name, *types in _FUNCTIONS]
+        return open_both_ways("compiled copier", recipe, functions)
+    except NativeMissingError as error:
+        raise CopierError(str(error)) from error
 
 
-def open_copier(library: CopierLibrary, libcuda: str, setup: Setup) -> tuple[int, str]:
+def open_copier(library: CallableLibrary, libcuda: str, setup: Setup) -> tuple[int, str]:
     """A copier's handle for the context that is current in this thread, and a warning or "".
 
     Raises:
@@ -160,7 +161,7 @@ def open_copier(library: CopierLibrary, libcuda: str, setup: Setup) -> tuple[int
     return handle, text
 
 
-def add_kernel(library: CopierLibrary, handle: int, image: bytes) -> None:
+def add_kernel(library: CallableLibrary, handle: int, image: bytes) -> None:
     """Raises:
     CopierError: the driver refuses it, or the rows are not at multiples of 16 bytes.
     """
@@ -170,7 +171,7 @@ def add_kernel(library: CopierLibrary, handle: int, image: bytes) -> None:
         raise CopierError(f"the copy kernel cannot be used: {text}")
 
 
-def trouble(library: CopierLibrary, handle: int) -> str:
+def trouble(library: CallableLibrary, handle: int) -> str:
     """The first error that the driver told, "" if none."""
     message = ctypes.create_string_buffer(_MESSAGE_BYTES)
     library.quick.hetero_copier_trouble(handle, message, len(message))
@@ -244,26 +245,3 @@ def _nvrtc_paths() -> Iterator[str]:
     for path, major in sorted({(path, major) for path, name, major in found if name == "cudart"}):
         folder, file = Path(path).parent, f"libnvrtc.so.{major}"
         yield from (str(folder / file), str(folder.parents[1] / "cuda_nvrtc/lib" / file), file)
-
-
-def _declare(library: ctypes.CDLL) -> None:
-    for name, result, arguments in (
-        ("open", _POINTER, [_TEXT, _POINTER, _TEXT, _INT]),
-        ("methods", _INT, [_POINTER]),
-        ("add_kernel", _INT, [_POINTER, _TEXT, _TEXT, _INT]),
-        ("load", None, [_POINTER] * 4 + [_INT]),
-        ("store", None, [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT]),
-        ("abort", None, [_POINTER, _INT]),
-        ("step_launched", None, [_POINTER, _INT, _POINTER]),
-        ("step_done", _INT, [_POINTER, _INT]),
-        ("ahead", _INT, [_POINTER, _INT]),
-        ("poll", _INT, [_POINTER, _POINTER, _INT]),
-        ("wait", _INT, [_POINTER, _INT]),
-        ("set_rate", None, [_POINTER, ctypes.c_double]),
-        ("totals", None, [_POINTER, _POINTER]),
-        ("trouble", _INT, [_POINTER, _TEXT, _INT]),
-        ("close", None, [_POINTER]),
-        ("free", None, [_POINTER]),
-    ):
-        function = getattr(library, f"hetero_copier_{name}")
-        function.restype, function.argtypes = result, arguments

@@ -11,20 +11,20 @@ import logging
 import math
 import mmap
 import os
-import subprocess
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from hetero_llm.core.env import native_choice
 from hetero_llm.core.errors import HeteroLLMError
 from hetero_llm.core.native_build import (
     FAST,
     PORTABLE,
     SANITIZED,
     SANITIZERS,
+    CallableLibrary,
+    NativeMissingError,
     Recipe,
-    open_library,
-    reason,
+    open_both_ways,
 )
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,8 @@ class PinnedPool:
         self.chunk_rows = _chunk_rows(row_bytes, chunk_bytes)
         self._node = node
         self._told = False
-        self._waiting, self._quick = _load()
+        library = _load()
+        self._waiting, self._quick = library.waiting, library.quick
         path = None if libcuda is None else os.fsencode(libcuda)
         options = _Options(
             row_bytes,
@@ -217,26 +218,20 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.2f} GiB"
 
 
+_FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
+    ("hetero_pool_open", _POINTER, [_POINTER, _POINTER]),
+    ("hetero_pool_state", None, [_POINTER, _POINTER]),
+    ("hetero_pool_ready", _INT, [_POINTER]),
+    ("hetero_pool_wait", _INT, [_POINTER, _DOUBLE]),
+    ("hetero_pool_failure", None, [_POINTER, _POINTER, _INT]),
+    ("hetero_pool_close", None, [_POINTER]),
+)
+
+
 @lru_cache(maxsize=1)
-def _load() -> tuple[ctypes.CDLL, ctypes.PyDLL]:
-    """The library, compiled if need be: with the GIL given away during calls, and kept."""
-    choice = native_choice()
-    if choice == "0":
-        raise PoolError("HETERO_LLM_NATIVE=0 leaves the compiled pool of host memory out")
+def _load() -> CallableLibrary:
+    """The library, compiled if need be."""
     try:
-        library = open_library(recipe(sanitize=choice == "sanitized"))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        raise PoolError(f"the compiled pool of host memory: {reason(error)}") from error
-    quick = ctypes.PyDLL(library._name)
-    for dll in (library, quick):
-        for name, result, arguments in (
-            ("hetero_pool_open", _POINTER, [_POINTER, _POINTER]),
-            ("hetero_pool_state", None, [_POINTER, _POINTER]),
-            ("hetero_pool_ready", _INT, [_POINTER]),
-            ("hetero_pool_wait", _INT, [_POINTER, _DOUBLE]),
-            ("hetero_pool_failure", None, [_POINTER, _POINTER, _INT]),
-            ("hetero_pool_close", None, [_POINTER]),
-        ):
-            function = getattr(dll, name)
-            function.restype, function.argtypes = result, arguments
-    return library, quick
+        return open_both_ways("compiled pool of host memory", recipe, _FUNCTIONS)
+    except NativeMissingError as error:
+        raise PoolError(str(error)) from error
