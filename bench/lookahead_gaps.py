@@ -70,8 +70,7 @@ def main() -> None:
     ]
     bench.close()
     print_table(table)
-    settings = {"model": Path(args.model).name, "prompt": args.prompt, "tokens": args.tokens,
-                "draft": args.draft and Path(args.draft).name, "overlap": args.overlap}  # fmt: skip
+    settings = {"model": Path(args.model).name, "prompt": args.prompt, "tokens": args.tokens}
     write_results("lookahead_gaps", {**settings, "rows": table}, args.out)
 
 

@@ -161,7 +161,8 @@ def decode(engines: Engines, settings: Settings) -> dict[str, Any]:
     """Steps of 32 decoding rows while prefixes of 16K tokens arrive one after the other, against
     none; only steps without a row of a prompt. Turns alternate, as contexts grow."""
     ids, served = settings.ids("decode"), engines.get("lazy")
-    heads = [ids.draw(LOADED) for _ in range(4)]  # one has left the GPU when its turn comes again
+    served.engine.reset_prefix_cache()  # prefixes of earlier parts would keep these out of the pool
+    heads = [ids.draw(LOADED) for _ in range(6)]  # more than the GPU has room for
     for head in heads:
         served.keep(head)
     rows = [served.request(ids.draw(_ROW_PROMPT), 4096) for _ in range(ROWS)]

@@ -119,7 +119,11 @@ def trace(engines: Engines, settings: Settings) -> dict[str, Any]:
         served = engines.get(name)
         served.rest()
         conversations = plan_trace(GPU_BLOCKS * BLOCK, settings.ids("trace"))
-        row = {"tier": "GPU only" if name == "off" else "GPU and host"}
+        row = {
+            "tier": "GPU only" if name == "off" else "GPU and host",
+            "gpu_blocks": GPU_BLOCKS,
+            "host_blocks": int(served.counters().get("kv_offload_host_slots", 0)),
+        }
         rows.append({**row, **run_trace(served, conversations)})
         print(rows[-1]["hits"], flush=True)
     off, on = rows

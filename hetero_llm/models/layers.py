@@ -5,7 +5,8 @@ Rows of all sequences are flattened: a hidden state is [T, hidden], whatever the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,6 +20,10 @@ from hetero_llm.models.rotary import RotaryRows, apply_rotary
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # (x [T, size], residual [T, size] or None, weight [size], eps) -> norm, sum
 AddNorm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
+# The same with weight [size] or None and bias [size] or None before eps
+AddLayerNormFunction = Callable[
+    [Tensor, Tensor | None, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor]
+]
 
 
 class Attend(Protocol):
@@ -26,7 +31,8 @@ class Attend(Protocol):
 
     Stores `k` and `v` of these rows, then attends each row to its sequence: causal, limited to
     `config.sliding_windows[layer]` (a query at position p sees keys in (p - window, p]), scores
-    multiplied by `config.attn_scale`. The inputs may be strided views (last dim contiguous).
+    multiplied by `config.attn_scale`, then `config.attn_softcap` and `config.alibi_slopes`. The
+    inputs may be strided views (last dim contiguous).
     """
 
     def __call__(
@@ -69,7 +75,12 @@ class QKNorm(nn.Module):
 
 
 class RotaryHeads(nn.Module):
-    """From a fused projection to normed and rotated heads."""
+    """From a fused projection to normed and rotated heads.
+
+    The first `rope.rotary_dim` entries of a head are rotated, entry i with entry i + half. Families
+    that rotate neighbours (GPT-J, ChatGLM) load their projections reordered instead: scores do not
+    depend on the order of a head's entries.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -85,8 +96,36 @@ class RotaryHeads(nn.Module):
         qk, v = heads.split((queries + keys, keys), dim=1)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        q, k = apply_rotary(qk, *rows.factors).split((queries, keys), dim=1)
+        rotated = rows.table.shape[1]
+        if rotated < self.head_dim:
+            turned, rest = qk.split((rotated, self.head_dim - rotated), dim=-1)
+            qk = torch.cat((apply_rotary(turned, *rows.factors), rest), dim=-1)
+        else:
+            qk = apply_rotary(qk, *rows.factors)
+        q, k = qk.split((queries, keys), dim=1)
         return q, k, v
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a stored tensor goes if its shape is not that of the view.
+
+    Attributes:
+        view: Of our parameter.
+        shape: The stored tensor's.
+        arrange: Stored tensor, already in the parameter's dtype, on its own device -> tensor of the
+            view's shape, perhaps a view of it; None: `reshape`.
+    """
+
+    view: Tensor
+    shape: tuple[int, ...]
+    arrange: Callable[[Tensor], Tensor] | None = None
+
+    def fill(self, stored: Tensor) -> None:
+        """Copies a tensor of `shape` into the view."""
+        stored = stored.to(self.view.dtype)
+        arranged = stored.reshape(self.view.shape) if self.arrange is None else self.arrange(stored)
+        self.view.copy_(arranged)
 
 
 class CausalLM(nn.Module):
@@ -111,10 +150,11 @@ class CausalLM(nn.Module):
         """[R, hidden] -> [R, vocab], in the parameters' dtype."""
         raise NotImplementedError
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
+    def checkpoint_tensors(self) -> Mapping[str, Tensor | Place]:
         """Checkpoint name -> view of our parameter to copy the tensor into.
 
-        Fused projections appear as one view per checkpoint tensor, transposed ones as `.t()`.
+        Fused projections appear as one view per checkpoint tensor, transposed ones as `.t()`,
+        anything else as a `Place`.
         """
         raise NotImplementedError
 
@@ -200,6 +240,32 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
 
 
+class AddLayerNorm(nn.Module):
+    """Layer norm of a sum, which stays for the next residual; as `RMSNorm`.
+
+    `function` may be replaced on the instance by a fused one.
+    """
+
+    def __init__(self, size: int, eps: float, *, affine: bool = True, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size)) if affine else None
+        self.bias = nn.Parameter(torch.empty(size)) if affine and bias else None
+        self.eps = eps
+        self.function: AddLayerNormFunction = add_layer_norm
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Norm of `x + residual`, and that sum; arguments and result as of `RMSNorm.forward`."""
+        return self.function(x, residual, self.weight, self.bias, self.eps)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `AddLayerNorm.forward`."""
+    total = x if residual is None else residual.add_(x)
+    return F.layer_norm(total, total.shape[-1:], weight, bias, eps), total
+
+
 class Embedding(nn.Module):
     """Rows of a table by index: [T] int64 -> [T, size]."""
 
@@ -215,6 +281,10 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 class Activation(nn.Module):
     """An elementwise function by its name in config.json.
 
@@ -226,8 +296,10 @@ class Activation(nn.Module):
         functions: dict[str, Callable[[Tensor], Tensor]] = {
             "silu": F.silu,
             "relu": F.relu,
+            "relu2": _relu_squared,
             "gelu": F.gelu,
             "gelu_new": _gelu_tanh,
+            "gelu_fast": _gelu_tanh,
             "gelu_pytorch_tanh": _gelu_tanh,
         }
         self.function = functions[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError, shown
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.layers import CausalLM
+from hetero_llm.models.layers import CausalLM, Place
 from hetero_llm.models.registry import model_class
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -176,14 +176,21 @@ def _fill_from_files(model: CausalLM, folder: Path, files: list[Path], show_prog
                         tensor = tensors.get_tensor(name)
                     except SafetensorError as error:
                         raise ModelLoadError(f"{file}: {name}: damaged: {error}") from error
-                    targets[ours].copy_(tensor)
+                    _fill(targets[ours], tensor)
                     read += tensor.nbytes
                     bar.update(tensor.nbytes)
             bar.update(file.stat().st_size - read)  # the header and what was skipped
 
 
+def _fill(target: Tensor | Place, stored: Tensor) -> None:
+    if isinstance(target, Place):
+        target.fill(stored)
+    else:
+        target.copy_(stored)
+
+
 def _checked_headers(
-    model: CausalLM, targets: dict[str, Tensor], folder: Path, files: list[Path]
+    model: CausalLM, targets: Mapping[str, Tensor | Place], folder: Path, files: list[Path]
 ) -> dict[Path, list[tuple[str, str]]]:
     """Per file, (stored name, our name) of the tensors to load; each target exactly once."""
     stored: dict[Path, list[tuple[str, str]]] = {}

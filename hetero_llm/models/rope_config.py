@@ -45,7 +45,7 @@ class RopeConfig:
 
     Attributes:
         theta: Base of the frequencies.
-        rotary_dim: Rotated entries of each head; `head_dim` in all supported families.
+        rotary_dim: Rotated entries of each head, the first ones.
         scaling_type: "default", "linear", "dynamic", "yarn" or "llama3".
         original_max_position: Context length in tokens before scaling.
         factor: Ratio of the scaled to the original context; 1.0 for "default".
@@ -75,6 +75,7 @@ def parse_rope(
     max_position: int,
     rope_scaling: Mapping[str, Any] | None,
     rope_theta: float | None,
+    rotary_factor: float = 1.0,
 ) -> RopeConfig:
     """Reads the rotary embedding of a config.json.
 
@@ -85,6 +86,7 @@ def parse_rope(
         max_position: `max_position_embeddings`.
         rope_scaling: The user's replacement for the file's scaling, or None.
         rope_theta: The user's replacement for the file's base, or None.
+        rotary_factor: Share of each head that is rotated, unless the file says.
     """
     if rope_theta is not None and not (_is_number(rope_theta) and rope_theta > 0):
         raise ConfigError("rope_theta", rope_theta, "a number above 0 is needed")
@@ -100,7 +102,8 @@ def parse_rope(
     if rope_theta is not None:
         theta = rope_theta
     params["rope_theta"] = _DEFAULT_THETA if theta is None else theta
-    params.setdefault("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if params.get("partial_rotary_factor") is None:
+        params["partial_rotary_factor"] = raw.get("partial_rotary_factor", rotary_factor)
     try:
         return _rope_from_dict(params, where, head_dim, max_position)
     except ModelLoadError as error:
@@ -168,10 +171,15 @@ def _rope_from_dict(
     unknown = sorted(k for k, v in params.items() if k not in allowed and v is not None)
     if unknown:
         raise bad(unknown[0], f"not supported with rope_type={scaling_type!r}")
-    if params.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise bad("partial_rotary_factor", "only full rotary embeddings (1.0) are supported")
-    if head_dim % 2 or head_dim < 4:
-        raise ModelLoadError(f"{where}: head_dim={head_dim}: rotary embeddings need 4, 6, 8, ...")
+    share = number("partial_rotary_factor", 1.0)
+    if share > 1:
+        raise bad("partial_rotary_factor", "at most 1 is needed")
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2 or rotary_dim < 4:
+        raise ModelLoadError(
+            f"{where}: {rotary_dim} of head_dim={head_dim} entries are rotated: rotary embeddings "
+            "need 4, 6, 8, ..."
+        )
     original = int(number("original_max_position_embeddings", max_position))
     if scaling_type in ("default", "linear", "dynamic") and original != max_position:
         # transformers takes max_position_embeddings for these and never looks at this key.
@@ -182,7 +190,7 @@ def _rope_from_dict(
         )
     rope = RopeConfig(
         theta=number("rope_theta"),
-        rotary_dim=head_dim,
+        rotary_dim=rotary_dim,
         scaling_type=scaling_type,
         original_max_position=original,
     )

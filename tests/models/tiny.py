@@ -13,135 +13,15 @@ from torch import Tensor
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import RotaryHeads
 from hetero_llm.models.rotary import RotaryRows
+from tests.models import tiny_basic, tiny_gated, tiny_layer_norm, tiny_moe
 
 VOCAB_SIZE = 96
 
-_SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "max_position_embeddings": 64}
-_GATED = {
-    **_SIZES,
-    "intermediate_size": 52,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_OPT = {**_SIZES, "num_attention_heads": 4, "ffn_dim": 48, "pad_token_id": 1}
-_GPT2 = {
-    "n_embd": 32,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def _rope(rope_type: str, **scaling: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 500.0, **scaling}}
-
-
-_LLAMA3 = _rope(
-    "llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=32,
-)
-_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-
-# family -> (transformers class prefix, class suffix, variant -> configuration)
-_FAMILIES: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
-    "llama": (
-        "Llama",
-        "ForCausalLM",
-        {
-            "gqa": _GATED,
-            "mha": {**_GATED, "num_key_value_heads": 4},
-            "mqa": {**_GATED, "num_key_value_heads": 1},
-            "wide_heads": {**_GATED, "head_dim": 12},
-            "heads_of_16": {**_GATED, "head_dim": 16},
-            "biases": {**_GATED, "attention_bias": True, "mlp_bias": True},
-            "tied": {**_GATED, "tie_word_embeddings": True},
-            "llama3": {**_GATED, **_LLAMA3},
-            "linear": {**_GATED, **_rope("linear", factor=4.0)},
-            "yarn": {
-                **_GATED,
-                **_rope("yarn", factor=4.0, original_max_position_embeddings=16),
-            },
-            "yarn_mscale": {
-                **_GATED,
-                **_rope(
-                    "yarn",
-                    factor=4.0,
-                    original_max_position_embeddings=16,
-                    mscale=0.8,
-                    mscale_all_dim=0.5,
-                    beta_fast=16.0,
-                    beta_slow=2.0,
-                    truncate=False,
-                ),
-            },
-            "dynamic": {
-                **_GATED,
-                "max_position_embeddings": 24,
-                **_rope("dynamic", factor=2.0),
-            },
-        },
-    ),
-    "mistral": (
-        "Mistral",
-        "ForCausalLM",
-        {
-            "window": {**_GATED, "sliding_window": 5},
-            "full": {**_GATED, "sliding_window": None},
-        },
-    ),
-    "qwen2": (
-        "Qwen2",
-        "ForCausalLM",
-        {
-            "full": {k: v for k, v in _GATED.items() if k != "head_dim"},
-            "window_mix": {**_GATED, **_WINDOW},
-            "layer_types": {
-                **_GATED,
-                **_WINDOW,
-                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-                "tie_word_embeddings": True,
-            },
-        },
-    ),
-    "qwen3": (
-        "Qwen3",
-        "ForCausalLM",
-        {
-            "full": {**_GATED, "head_dim": 16},
-            "window_mix": {**_GATED, **_WINDOW},
-            "tied_biases": {**_GATED, "attention_bias": True, "tie_word_embeddings": True},
-        },
-    ),
-    "opt": (
-        "OPT",
-        "ForCausalLM",
-        {
-            "pre_norm": _OPT,
-            "heads_of_16": {**_OPT, "hidden_size": 64, "word_embed_proj_dim": 64},
-            "post_norm": {**_OPT, "do_layer_norm_before": False},
-            "projections": {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 20},
-            "no_final_norm": {**_OPT, "_remove_final_layer_norm": True},
-            "bare": {**_OPT, "enable_bias": False, "layer_norm_elementwise_affine": False},
-            "untied_gelu": {**_OPT, "tie_word_embeddings": False, "activation_function": "gelu"},
-        },
-    ),
-    "gpt2": (
-        "GPT2",
-        "LMHeadModel",
-        {
-            "tied": _GPT2,
-            "untied_inner": {**_GPT2, "tie_word_embeddings": False, "n_inner": 40},
-            "unscaled": {**_GPT2, "scale_attn_weights": False},
-        },
-    ),
+_FAMILIES = {
+    **tiny_basic.FAMILIES,
+    **tiny_layer_norm.FAMILIES,
+    **tiny_gated.FAMILIES,
+    **tiny_moe.FAMILIES,
 }
 
 VARIANTS: list[tuple[str, str]] = [
@@ -165,7 +45,7 @@ def make_tiny_checkpoint(
 
     Args:
         folder: Created; the checkpoint goes right into it.
-        family: "llama", "mistral", "qwen2", "qwen3", "opt" or "gpt2".
+        family: A key of one of the `tiny_*` files.
         variant: Of `VARIANTS`; empty for the family's first.
         with_tokenizer: Adds a byte-level tokenizer (256 bytes and 3 specials), which raises
             `vocab_size` to 259 at least.
@@ -250,6 +130,11 @@ class DenseAttend:
                 keys = k[start + first : start + i + 1].float().repeat_interleave(group, dim=1)
                 values = v[start + first : start + i + 1].float().repeat_interleave(group, dim=1)
                 scores = (keys * q[start + i].float()).sum(-1) * config.attn_scale
+                if config.attn_softcap is not None:
+                    scores = config.attn_softcap * (scores / config.attn_softcap).tanh()
+                if config.alibi_slopes is not None:
+                    distance = torch.arange(first, i + 1).unsqueeze(1) - i
+                    scores = scores + distance * torch.tensor(config.alibi_slopes)
                 weights = scores.softmax(0)
                 out[start + i] = (weights.unsqueeze(-1) * values).sum(0).to(q.dtype)
             start += length

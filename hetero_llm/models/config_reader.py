@@ -1,0 +1,148 @@
+"""Typed access to config.json and generation_config.json, for the readers of `models.configs`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_llm.core.errors import ModelLoadError, shown
+from hetero_llm.models.rope_config import RopeConfig, parse_rope
+
+_DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS = ("silu", "relu", "relu2", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+"""Names that `layers.Activation` computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Typed access to one JSON object; `where` names the file in messages."""
+
+    raw: Mapping[str, Any]
+    where: str
+
+    def bad(self, key: str, reason: str) -> ModelLoadError:
+        return ModelLoadError(f"{self.where}: {key}={shown(self.raw.get(key))}: {reason}")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer; required without a default, null counts as absent."""
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ModelLoadError(f"{self.where}: the key {key!r} is missing")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.bad(key, "a positive integer is needed")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.raw.get(key, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+            raise self.bad(key, "a number above 0 is needed")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.bad(key, "true or false is needed")
+        return value
+
+    def activation(self, key: str, default: str) -> str:
+        value = self.raw.get(key) or default
+        if value not in ACTIVATIONS:
+            raise self.bad(key, "supported are " + ", ".join(ACTIVATIONS))
+        return value
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """An id, a list of ids or null."""
+        value = self.raw.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
+            raise self.bad(key, "a token id or a list of token ids is needed")
+        return tuple(ids)
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{path}: no such file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error}") from error
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path}: a JSON object is needed, not {shown(value)}")
+    return value
+
+
+def torch_dtype(reader: Reader) -> str:
+    """transformers 5 writes `dtype`, older versions `torch_dtype`; absent means float32."""
+    key = "dtype" if reader.raw.get("dtype") is not None else "torch_dtype"
+    value = reader.raw.get(key)
+    name = "float32" if value is None else str(value).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise reader.bad(key, "supported are " + ", ".join(_DTYPES))
+    return name
+
+
+def eos_and_bos(reader: Reader, generation: Reader) -> tuple[tuple[int, ...], int | None]:
+    eos = reader.token_ids("eos_token_id") + generation.token_ids("eos_token_id")
+    bos = reader.token_ids("bos_token_id") + generation.token_ids("bos_token_id")
+    return tuple(dict.fromkeys(eos)), bos[0] if bos else None
+
+
+def heads_of(reader: Reader, heads_key: str, hidden_key: str) -> tuple[int, int, int]:
+    """hidden_size, number of heads and their quotient (0 if it is none)."""
+    hidden, heads = reader.integer(hidden_key), reader.integer(heads_key)
+    return hidden, heads, 0 if hidden % heads else hidden // heads
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigSource:
+    """What a reader of `models.configs` gets: both files and the user's changes.
+
+    Attributes:
+        config, generation: config.json; generation_config.json, empty if there is none.
+        architecture: The entry of `architectures` that was taken.
+        rope_scaling, rope_theta, disable_sliding_window: See `load_model_config`.
+    """
+
+    config: Reader
+    generation: Reader
+    architecture: str
+    rope_scaling: Mapping[str, Any] | None = None
+    rope_theta: float | None = None
+    disable_sliding_window: bool = False
+
+    def refuse(self, *keys: str) -> None:
+        """Raises ModelLoadError for keys that are set: what they ask for is not computed."""
+        for key in keys:
+            if self.config.raw.get(key) not in (None, False, [], {}):
+                raise self.config.bad(key, f"not supported with {self.architecture}")
+
+    def rope(self, head_dim: int, max_position: int, *, rotary_factor: float = 1.0) -> RopeConfig:
+        """The rotary embedding; `rotary_factor`: the family's share of a head that is rotated,
+        where neither file nor user names one."""
+        return parse_rope(
+            self.config.raw,
+            where=self.config.where,
+            head_dim=head_dim,
+            max_position=max_position,
+            rope_scaling=self.rope_scaling,
+            rope_theta=self.rope_theta,
+            rotary_factor=rotary_factor,
+        )
+
+    def served_windows(
+        self, windows: tuple[int | None, ...], max_model_len: int
+    ) -> tuple[tuple[int | None, ...], int]:
+        """Windows and context as served: see `disable_sliding_window`."""
+        if not self.disable_sliding_window:
+            return windows, max_model_len
+        shortest = min([max_model_len, *(w for w in windows if w is not None)])
+        return (None,) * len(windows), shortest
