@@ -239,9 +239,9 @@ SPECULATIVE = grouped(
         _JSON,
         None,
         "vLLM's mapping instead of single flags: method 'ngram' with num_speculative_tokens, "
-        "prompt_lookup_max and prompt_lookup_min (5 and 5; one alone stands for both), or method "
-        "'lookahead' with config_dir and the keys of lookahead_cache_config.json. Not in the "
-        "manual.",
+        "prompt_lookup_max and prompt_lookup_min (5 and 5; one alone stands for both), method "
+        "'lookahead' with config_dir and the keys of lookahead_cache_config.json, or method "
+        "'draft_model' with model and num_speculative_tokens. Not in the manual.",
     ),
     not_yet(
         "speculative_model_quantization",

@@ -8,7 +8,7 @@ launch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -107,8 +107,8 @@ class HostTier(Protocol):
         """Whether a block was used often enough to be kept when it leaves the device."""
         ...
 
-    def note_use(self, keys: Iterable[bytes]) -> None:
-        """A request begins that uses these blocks, once for each request."""
+    def note_use(self, uses: Mapping[bytes, int]) -> None:
+        """How many requests have begun that use these blocks, since it was told last."""
         ...
 
     def lost(self, key: bytes) -> None:

@@ -7,7 +7,7 @@ before it is filled but steps that wait for its ticket.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,7 +18,7 @@ from hetero_llm.engine.prefix_cache import PrefixCache
 _MOST_AT_ONCE = 2048
 """Blocks whose stores may be under way: nobody can have them meanwhile."""
 _LONG_QUEUE = 8192
-"""Uses that have not been told: from here on all are told at once."""
+"""Blocks whose uses have not been told: beyond it more are told at once, and nothing waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class BlockMoves:
         self._readers: dict[int, int] = {}  # ticket to tables that wait for it
         self._storing: dict[int, int] = {}
         self._stores: dict[int, list[int]] = {}
-        self._used: deque[bytes] = deque()  # keys whose uses the tier has not been told of
+        self._used: Counter[bytes] = Counter()  # uses that the tier has not been told of
         self._cached: OrderedDict[int, None] = OrderedDict()  # free and published, oldest first
         self._unsaved: OrderedDict[int, None] = OrderedDict()  # those of them not yet looked at
 
@@ -98,15 +98,22 @@ class BlockMoves:
 
     def note_use(self, keys: Sequence[bytes]) -> None:
         """One more request uses these blocks. The tier is told when there is time, or need."""
-        self._used.extend(keys)
+        self._used.update(keys)
 
     def tell_uses(self, most: int) -> bool:
-        """Tells the tier of so many; whether that was all."""
+        """Tells the tier of so many blocks, those used first; whether stores may go by what it
+        knows now: it knows all, or will not for a while."""
         used = self._used
+        if not used:
+            return True
         if len(used) > _LONG_QUEUE:
-            most = len(used)
-        self.tier.note_use([used.popleft() for _ in range(min(most, len(used)))])
-        return not used
+            most = max(most, len(used) // 8)
+        if len(used) <= most:
+            self.tier.note_use(used)
+            self._used = Counter()
+            return True
+        self.tier.note_use({key: used.pop(key) for key in list(islice(used, most))})
+        return len(used) > _LONG_QUEUE
 
     def published(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Blocks that a running sequence has filled."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -225,9 +225,9 @@ class FakeTier:
     def wants(self, key: bytes) -> bool:
         return self.uses.get(key, 0) >= self.min_uses
 
-    def note_use(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self.uses[key] = self.uses.get(key, 0) + 1
+    def note_use(self, uses: Mapping[bytes, int]) -> None:
+        for key, times in uses.items():
+            self.uses[key] = self.uses.get(key, 0) + times
 
     def lost(self, key: bytes) -> None:
         pass

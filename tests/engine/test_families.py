@@ -16,9 +16,17 @@ import transformers
 from hetero_llm import LLM, RequestError, RequestOutput, SamplingParams
 from hetero_llm.models.config import load_model_config
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
-from tests.models.tiny import VARIANTS, VOCAB_SIZE, make_tiny_checkpoint
+from tests.models import tiny_moe
+from tests.models.tiny import (
+    VARIANTS,
+    VOCAB_SIZE,
+    make_tiny_checkpoint,
+    reference_attention,
+)
 
-TOLERANCE = 1e-4
+TOLERANCE = 1e-4  # of log-probabilities
+EXPERTS_TOLERANCE = 1e-3
+GREEDY_TOKENS = 32
 BLOCK_SIZES = (8, 16, 32)
 NEW_TOKENS = 8
 PARAMS = SamplingParams(
@@ -46,6 +54,7 @@ class Family:
     folder: Path
     reference: Any
     number: int
+    tolerance: float
     max_model_len: int | None
     longest_prompt: int
 
@@ -61,6 +70,11 @@ class Family:
             torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
             for length in (longest // 2, 1, longest, 9, 3, longest - 5)
         ]
+
+    def log_probs(self, tokens: list[int]) -> torch.Tensor:
+        """[tokens, vocab] by transformers."""
+        with torch.no_grad():
+            return self.reference(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
 
     def llm(self, **engine_args: Any) -> LLM:
         engine_args = {"max_model_len": self.max_model_len, **engine_args}
@@ -80,24 +94,24 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     name, variant = VARIANTS[request.param]
     folder = make_tiny_checkpoint(tmp_path_factory.mktemp("family") / "model", name, variant)
     reference = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation=reference_attention(folder)
     )
     # transformers changes dynamic frequencies when a sequence outgrows the original context (24).
     limit, longest = (24, 16) if variant == "dynamic" else (None, 40)
-    return Family(folder, reference, request.param, limit, longest)
+    tolerance = EXPERTS_TOLERANCE if name in tiny_moe.FAMILIES else TOLERANCE
+    return Family(folder, reference, request.param, tolerance, limit, longest)
 
 
 def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
     return llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
 
 
-def assert_equals_transformers(reference: Any, outputs: list[RequestOutput]) -> None:
+def assert_equals_transformers(family: Family, outputs: list[RequestOutput]) -> None:
     """Teacher-forced on the engine's own tokens, so sampling cannot hide a difference."""
     for output in outputs:
         (completion,) = output.outputs
         tokens = output.prompt_token_ids + completion.token_ids
-        with torch.no_grad():
-            expected = reference(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        expected = family.log_probs(tokens)
         assert len(completion.logprobs) == len(completion.token_ids)
         entries = list(zip(range(len(output.prompt_token_ids), len(tokens)), completion.logprobs))
         if output.prompt_logprobs is not None:
@@ -109,7 +123,7 @@ def assert_equals_transformers(reference: Any, outputs: list[RequestOutput]) -> 
         ours = torch.tensor([e.logprob for _, entry in entries for e in entry.values()])
         assert all(tokens[position] in entry for position, entry in entries)
         assert all(len(entry) >= 20 for _, entry in entries)
-        torch.testing.assert_close(ours, expected[rows, columns], atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(ours, expected[rows, columns], atol=family.tolerance, rtol=0)
 
 
 @pytest.fixture(params=["native", "torch", "row_by_row"])
@@ -125,7 +139,7 @@ def test_one_shot(family: Family, attention: dict[str, bool]) -> None:
     with family.llm(block_size=family.block_size(0), **attention) as llm:
         outputs = generate(llm, family.prompts(), PARAMS)
         assert llm.get_metrics()["num_steps"] == NEW_TOKENS  # the first one took all prompts
-    assert_equals_transformers(family.reference, outputs)
+    assert_equals_transformers(family, outputs)
 
 
 def test_chunked_prefill(family: Family) -> None:
@@ -135,7 +149,7 @@ def test_chunked_prefill(family: Family) -> None:
         outputs = generate(llm, family.prompts(), PARAMS)
         rows = sum(len(o.prompt_token_ids) + NEW_TOKENS - 1 for o in outputs)
         assert llm.get_metrics()["num_steps"] >= rows / 5
-    assert_equals_transformers(family.reference, outputs)
+    assert_equals_transformers(family, outputs)
 
 
 def test_prefix_hits(family: Family) -> None:
@@ -153,7 +167,23 @@ def test_prefix_hits(family: Family) -> None:
     ]
     assert [o.num_cached_tokens for o in warm] == wanted
     assert min(o.num_cached_tokens for o in extended) > 0
-    assert_equals_transformers(family.reference, cold + warm + extended)
+    assert_equals_transformers(family, cold + warm + extended)
+
+
+def test_greedy_texts_of_a_batch_are_those_of_transformers(family: Family) -> None:
+    context = family.max_model_len or 64
+    prompts = [p[: context // 2] for p in family.prompts()[:4]]
+    count = min(GREEDY_TOKENS, context - context // 2)
+    params = dataclasses.replace(WITHOUT_PROMPT, temperature=0.0, max_tokens=count, logprobs=None)
+    with family.llm(batch_invariant=True, block_size=8) as llm:
+        outputs = generate(llm, prompts, params)
+    for output in outputs:
+        tokens = output.outputs[0].token_ids
+        assert len(tokens) == count
+        # Each the likeliest after those before it: what transformers' own greedy search gives.
+        expected = family.log_probs(output.prompt_token_ids + tokens)
+        rows = expected[len(output.prompt_token_ids) - 1 : -1]
+        assert rows.argmax(-1).tolist() == tokens
 
 
 def test_preemption(family: Family, attention: dict[str, bool]) -> None:
@@ -172,7 +202,7 @@ def test_preemption(family: Family, attention: dict[str, bool]) -> None:
         outputs = generate(llm, [p[:16] for p in family.prompts()[2:5]], params)
         assert llm.get_metrics()["num_preemptions"] > 0
     assert [len(o.outputs[0].token_ids) for o in outputs] == [params.max_tokens] * len(outputs)
-    assert_equals_transformers(family.reference, outputs)
+    assert_equals_transformers(family, outputs)
 
 
 @pytest.mark.parametrize(("name", "variant"), [("mistral", "window"), ("qwen2", "window_mix")])
@@ -187,12 +217,12 @@ def test_dynamic_rope_over_the_whole_context(tmp_path: Path) -> None:
     """Its frequencies are those that transformers has for a sequence of full length."""
     folder = make_tiny_checkpoint(tmp_path, "llama", "dynamic")
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    family = Family(folder, reference, 0, None, 40)
+    family = Family(folder, reference, 0, TOLERANCE, None, 40)
     with family.llm(block_size=8, max_num_batched_tokens=9, max_num_seqs=4) as llm:
         params = dataclasses.replace(PARAMS, max_tokens=None)
         outputs = generate(llm, family.prompts()[:1] * 2, params)
     assert [len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs] == [48, 48]
-    assert_equals_transformers(reference, outputs)
+    assert_equals_transformers(family, outputs)
 
 
 def test_cache_memory_starts_as_zeros() -> None:

@@ -15,7 +15,7 @@ top: using a slot writes a number and leaves the heap alone.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 from math import exp2, log2
@@ -233,20 +233,20 @@ class HostCache:
         slot = self._slot_of_key.get(key, _NONE)
         return self._ghosts.get(key, 0) if slot < 0 else self._uses[slot]
 
-    def note_use(self, keys: Iterable[bytes]) -> None:
-        """One request uses these blocks, wherever they are."""
+    def note_use(self, new: Mapping[bytes, int]) -> None:
+        """So many more requests use these blocks, wherever they are."""
         self._note_found()
         slot_of_key, uses, simple = self._slot_of_key, self._uses, self._policy == "lru"
-        for key in keys:
+        for key, times in new.items():
             slot = slot_of_key.get(key, _NONE)
             if slot < 0:
-                self._remember(key, self._ghosts.pop(key, 0) + 1)
+                self._remember(key, self._ghosts.pop(key, 0) + times)
                 continue
-            uses[slot] += 1
+            uses[slot] += times
             if simple:
                 continue
             if self._policy == "cost":
-                self._fading[slot] = _log_add(self._fading[slot], self._age)
+                self._fading[slot] = _log_add(self._fading[slot], self._age + log2(times))
                 self._set_cost(slot)
             elif uses[slot] >= _PROTECTED_USES:
                 self._protect(slot)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,9 +164,9 @@ class KvOffload:
     def wants(self, key: bytes) -> bool:
         return not self._off and self._cache.wants(key)
 
-    def note_use(self, keys: Iterable[bytes]) -> None:
+    def note_use(self, uses: Mapping[bytes, int]) -> None:
         self._unpin()
-        self._cache.note_use(keys)
+        self._cache.note_use(uses)
 
     def lost(self, key: bytes) -> None:
         self._cache.lost(key)

@@ -6,6 +6,7 @@ progress."""
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -45,7 +46,7 @@ def find(cache: HostCache, path: Path, salt: str = "") -> HostHit:
 def use(cache: HostCache, path: Path) -> int:
     """A request uses a prompt; how many blocks of it are here."""
     hit = find(cache, path)
-    cache.note_use(key_of(path[:length]) for length in range(1, len(path) + 1))
+    cache.note_use({key_of(path[:length]): 1 for length in range(1, len(path) + 1)})
     cache.unpin(hit.slots)
     return len(hit.slots)
 
@@ -220,15 +221,15 @@ def test_uses_are_counted_and_remembered() -> None:
     cache = HostCache(1, min_uses=2, ghost_keys=3)
     key = key_of((0,))
     assert not cache.wants(key)
-    cache.note_use([key])
+    cache.note_use({key: 1})
     assert not cache.wants(key)
-    cache.note_use([key])
+    cache.note_use({key: 1})
     assert cache.wants(key)
     put(cache, (0,))
     assert cache.uses(key) == 2
     put(cache, (1,))  # the other one is given up, its uses are not
     assert cache.uses(key) == 2
-    cache.note_use([key_of((token,)) for token in (3, 4, 5)])
+    cache.note_use({key_of((token,)): 1 for token in (3, 4, 5)})
     assert cache.uses(key) == 0, "only so many are remembered"
     assert HostCache(1).wants(key)
 
@@ -266,7 +267,7 @@ def test_clearing_leaves_nothing_readable() -> None:
     put(cache, (0,), (1,))
     hit = find(cache, (0,))
     reserved = cache.reserve([victim((2,))])
-    cache.note_use([key_of((5,))])
+    cache.note_use({key_of((5,)): 1})
     cache.clear()
     assert cache.num_used == 2 and cache.uses(key_of((5,))) == 0
     for path in ((0,), (1,), (2,)):
@@ -377,7 +378,7 @@ class Slots(RuleBasedStateMachine):
 
     @rule(names=st.lists(st.sampled_from(PATHS), max_size=3))
     def note_use(self, names: list[tuple[str, Path]]) -> None:
-        self.cache.note_use([key_of(path, salt) for salt, path in names])
+        self.cache.note_use(Counter(key_of(path, salt) for salt, path in names))
 
     @rule(name=st.sampled_from(PATHS))
     def lost(self, name: tuple[str, Path]) -> None:

@@ -449,7 +449,7 @@ class Traffic(RuleBasedStateMachine):
         self.reads.append([(b, self.copier.device[b].tobytes()) for b in readable[:2]])
         self.writes.append(writes)
         self.cached.update(writes)
-        self.tier.note_use([key_of(path)])
+        self.tier.note_use({key_of(path): 1})
         self.tier.step_launched(self.copier.last_launched + 1)
 
     @precondition(lambda self: self.cached)
