@@ -295,15 +295,18 @@ class Settings:
         return _SCALE_UP_VOCAB if shape is None else int(shape["vocab_size"])
 
 
-_POOL_GIB = {"lazy": 20, "not lazy": 14, "victims": 32}
+_POOL_GIB = {"lazy": 20, "not lazy": 14, "victims": 32, "wide": 20}
 _OFFLOAD: dict[str, dict[str, Any]] = {
     "off": {},
     "lazy": {"apc_offload_gpu_evictor_limit": 0},
     "not lazy": {"apc_offload_gpu_evictor_limit": 0, "apc_offload_not_lazy": True},
     "victims": {},
+    "wide": {"apc_offload_gpu_evictor_limit": 0, "num_gpu_blocks_override": 2 * GPU_BLOCKS},
 }
 """Engines by name. "lazy" and "not lazy": every block leaves the GPU as soon as nobody uses it.
-"victims": blocks leave when others need their place, as in service. "off": no host tier."""
+"victims": blocks leave when others need their place, as in service. "wide": as "lazy", with room
+for what is being stored beside what runs; who has less loses blocks, as stores hold nobody up.
+"off": no host tier."""
 
 
 class Engines:

@@ -41,7 +41,7 @@ from hetero_llm.cpu.draft.trees import ID, PARENT, TOKEN
 from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
 from hetero_llm.gpu.model_runner import GpuModelRunner
 
-_SHOWN = 0.04  # seconds in the picture
+_SHOWN = 0.03  # seconds in the picture
 
 
 def overlap(draft: np.ndarray, verify: np.ndarray) -> float:
@@ -88,7 +88,9 @@ def spans_of(trace: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def title_of(mode: str, share: float) -> str:
-    return f"{mode}, batch 1: the GPU verifies in {share:.0%} of the worker's busy time"
+    return (
+        f"batch 1, '{mode}': {share:.0%} of the worker's computing lies under a step of the target"
+    )
 
 
 def draw(path: Path, draft: np.ndarray, verify: np.ndarray, title: str) -> None:
@@ -99,17 +101,29 @@ def draw(path: Path, draft: np.ndarray, verify: np.ndarray, title: str) -> None:
     from matplotlib import pyplot
 
     origin = verify[len(verify) // 2, 0]
-    figure, axes = pyplot.subplots(figsize=(11, 2.6))
-    lanes = (("draft worker (CPU)", draft, "#c2571a"), ("verify (GPU)", verify, "#1f6f8b"))
-    for lane, (_, spans, colour) in enumerate(lanes):
+    figure, axes = pyplot.subplots(figsize=(10, 2.9))
+    lanes = (("draft worker\n(CPU)", draft, "#c2571a"), ("target\n(GPU)", verify, "#1f6f8b"))
+    bars = {}
+    for name, spans, _ in lanes:
         seen = spans[(spans[:, 1] > origin) & (spans[:, 0] < origin + _SHOWN)]
-        bars = [((a - origin) * 1e3, (b - a) * 1e3) for a, b in seen[:, :2].tolist()]
+        bars[name] = [((a - origin) * 1e3, (b - a) * 1e3) for a, b in seen[:, :2].tolist()]
+    for begin, width in bars[lanes[1][0]]:  # what lies below a step of the target
+        axes.axvspan(begin, begin + width, color="#1f6f8b", alpha=0.13, linewidth=0)
+    for lane, (name, _, colour) in enumerate(lanes):
         axes.broken_barh(
-            bars, (lane - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.6
+            bars[name], (lane - 0.36, 0.72), facecolors=colour, edgecolors="white", linewidth=0.8
         )
+    for begin, width in bars[lanes[1][0]]:
+        if begin >= 0 and begin + width <= _SHOWN * 1e3:
+            axes.text(
+                begin + width / 2, 1, f"{width:.1f} ms",
+                color="white", ha="center", va="center", fontsize=9,
+            )  # fmt: skip
     axes.set_yticks(range(len(lanes)), [name for name, _, _ in lanes])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(-0.55, 1.55)
     axes.set_xlim(0, _SHOWN * 1e3)
-    axes.set_xlabel("milliseconds")
+    axes.set_xlabel("milliseconds; white: the GPU waits")
     axes.set_title(title, fontsize=10)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
