@@ -87,10 +87,11 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy hetero_llm/core hetero_llm/bridge hetero_llm/engine hetero_llm/server \
-	  hetero_llm/bench_client hetero_llm/commands hetero_llm/cpu/draft
+	  hetero_llm/bench_client hetero_llm/commands hetero_llm/cpu/draft hetero_llm/models
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/gen_flags_doc.py --check
 	$(BIN)/python tools/gen_lookahead_doc.py --check
+	$(BIN)/python -m tools.gen_models_doc --check
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -99,6 +100,7 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python tools/gen_flags_doc.py
 	$(BIN)/python tools/gen_lookahead_doc.py
+	$(BIN)/python -m tools.gen_models_doc
 
 clean:
 	rm -rf $(VENV) $(IPEX_VENV) $(CLIENT_VENVS) build dist *.egg-info

@@ -1,8 +1,9 @@
 """Paged attention alone on a CUDA device: KV layouts, tile shapes, contexts, trees.
 
-    python -m bench.attention [--parts layouts,tiles,contexts,trees,prefill] [--out FILE]
+    python -m bench.attention [--parts layouts,tiles,trees,prefill,variants] [--out FILE]
 
-Shape of one Llama-3.1-8B layer: 32 query heads, 8 KV heads of 128, bf16. Every figure is a
+Shape of one Llama-3.1-8B layer unless a row says otherwise: 32 query heads, 8 KV heads of 128,
+bf16. Every figure is a
 captured graph over `LAYERS` layers with their own K and V, in random blocks. Bandwidth is the
 bytes of K and V over the time; the copy's (read plus written) is the yardstick.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from hetero_llm.gpu.kernels.paged_attention import (
     make_workspace,
     paged_attention,
 )
+from hetero_llm.gpu.paged_attention import AttentionContext
 
 HEADS, KV_HEADS, DIM, BLOCK, LAYERS = 32, 8, 128, 16, 6
 GROUP = HEADS // KV_HEADS
@@ -42,6 +45,20 @@ LAYOUTS = (
 DEFAULT = TileShape(16, 128, 4, 3, 2)
 
 
+@dataclass(frozen=True)
+class Heads:
+    """What one layer attends with. alibi: with a slope for each query head."""
+
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
+    dim: int = DIM
+    softcap: float | None = None
+    alibi: bool = False
+
+
+LLAMA = Heads()
+
+
 @dataclass
 class Cache:
     """K and V views [blocks, BLOCK, KV_HEADS, DIM] of each layer."""
@@ -50,8 +67,11 @@ class Cache:
     values: list[torch.Tensor]
 
 
-def make_cache(layout: str, blocks: int, dtype: torch.dtype = torch.bfloat16) -> Cache:
-    inner = (KV_HEADS, BLOCK, DIM) if "head-major" in layout else (BLOCK, KV_HEADS, DIM)
+def make_cache(
+    layout: str, blocks: int, dtype: torch.dtype = torch.bfloat16, of: Heads = LLAMA
+) -> Cache:
+    head_major = "head-major" in layout
+    inner = (of.kv_heads, BLOCK, of.dim) if head_major else (BLOCK, of.kv_heads, of.dim)
     sizes = (blocks, LAYERS, 2, *inner) if "block" in layout else (LAYERS, 2, blocks, *inner)
     data = torch.empty(sizes, dtype=torch.bfloat16, device=DEVICE).normal_().to(dtype)
     if "block" in layout:
@@ -62,7 +82,13 @@ def make_cache(layout: str, blocks: int, dtype: torch.dtype = torch.bfloat16) ->
 
 
 def attention_ms(
-    cache: Cache, batch: int, context: int, tile: TileShape, nodes: int = 1, tree: bool = False
+    cache: Cache,
+    batch: int,
+    context: int,
+    tile: TileShape,
+    nodes: int = 1,
+    tree: bool = False,
+    of: Heads = LLAMA,
 ) -> float:
     """Milliseconds of one layer: `batch` sequences of `nodes` rows, `context` keys in all."""
     rng = np.random.default_rng(0)
@@ -73,8 +99,10 @@ def attention_ms(
     starts = np.full(batch, context - nodes, np.int32)
     counts = np.full(batch, nodes, np.int32)
     slots = np.arange(batch, dtype=np.int32)
-    parallel = num_multiprocessors(DEVICE) * tile.programs // KV_HEADS
-    limits = PlanLimits(tile.rows // GROUP, tile.keys, parallel, 4 * parallel, 2 * tile.keys)
+    parallel = num_multiprocessors(DEVICE) * tile.programs // of.kv_heads
+    limits = PlanLimits(
+        tile.rows * of.kv_heads // of.heads, tile.keys, parallel, 4 * parallel, 2 * tile.keys
+    )
     items, cut_rows = plan_work(
         slots, starts, counts, np.ones(batch, bool) if tree else None, None, limits
     )
@@ -92,8 +120,9 @@ def attention_ms(
         torch.from_numpy(cut_rows).to(DEVICE),
         torch.tensor([len(items), len(cut_rows)], dtype=torch.int32, device=DEVICE),
     )
-    workspace = make_workspace(4 * parallel, KV_HEADS, tile.rows, DIM, DEVICE)
-    q = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, device=DEVICE)
+    workspace = make_workspace(4 * parallel, of.kv_heads, tile.rows, of.dim, DEVICE)
+    slopes = torch.rand(of.heads, device=DEVICE) if of.alibi else None
+    q = torch.randn(rows, of.heads, of.dim, dtype=torch.bfloat16, device=DEVICE)
     out = torch.empty_like(q)
     device_tables = torch.from_numpy(tables).to(DEVICE)
 
@@ -101,14 +130,15 @@ def attention_ms(
         for keys, values in zip(cache.keys, cache.values, strict=True):
             paged_attention(
                 q, keys, values, device_tables, masks, work, workspace, tile,
-                scale=DIM**-0.5, out=out,
+                scale=of.dim**-0.5, softcap=of.softcap, slopes=slopes, out=out,
             )  # fmt: skip
 
     return graph_ms(body) / LAYERS
 
 
-def bandwidth(batch: int, context: int, ms: float, element: int = 2) -> float:
-    return batch * context * KV_HEADS * DIM * 2 * element / ms / 1e9
+def bandwidth(batch: int, context: int, ms: float, of: Heads = LLAMA) -> float:
+    """TB/s of bf16 K and V."""
+    return batch * context * of.kv_heads * of.dim * 4 / ms / 1e9
 
 
 def layouts(copy: float) -> list[dict[str, Any]]:
@@ -182,6 +212,51 @@ def trees() -> list[dict[str, Any]]:
     return rows
 
 
+def variants(copy: float) -> list[dict[str, Any]]:
+    """Other families' heads and scores, with the tiles that the engine gives them."""
+    rows = []
+    for name, of in (
+        ("Llama-3.1-8B", LLAMA),
+        ("the same with a soft cap", Heads(softcap=50.0)),
+        ("the same with ALiBi", Heads(alibi=True)),
+        ("Bloom-7B1, ALiBi", Heads(32, 32, 128, alibi=True)),
+        ("Gemma-2-9B, soft cap", Heads(16, 8, 256, softcap=50.0)),
+        ("Phi-2, heads of 80", Heads(32, 32, 80)),
+        ("Falcon-7B, 71 heads on one", Heads(71, 1, 64)),
+        ("StarCoder, 48 heads on one", Heads(48, 1, 128)),
+    ):
+        config: Any = SimpleNamespace(
+            num_heads=of.heads,
+            num_kv_heads=of.kv_heads,
+            head_dim=of.dim,
+            num_layers=0,
+            sliding_windows=(),
+            alibi_slopes=None,
+        )
+        context = AttentionContext(
+            config,
+            SimpleNamespace(),  # type: ignore[arg-type]
+            torch.zeros(1, 1, device=DEVICE),
+            torch.bfloat16,
+        )
+        cache = make_cache(LAYOUTS[0], 32 * 4096 // BLOCK, of=of)
+        row: dict[str, Any] = {"heads": name}
+        for batch in (1, 32):
+            ms = attention_ms(cache, batch, 4096, context.tile_for(batch, single=True), of=of)
+            row[f"{batch} x 4K us"] = ms * 1e3
+            row[f"{batch} x 4K of copy"] = bandwidth(batch, 4096, ms, of) / copy
+        for nodes in (8, 64):
+            tile = context.tree_tile(nodes, short=False)
+            ms = attention_ms(cache, 1, 4096, tile, nodes, tree=True, of=of)
+            row[f"tree of {nodes} us"] = ms * 1e3
+        ms = attention_ms(cache, 1, 4096, context.tile_for(4096, single=False), 4096, of=of)
+        row["4K prompt TFLOP/s"] = 2 * 4096 * 4097 * of.heads * of.dim / ms / 1e9
+        rows.append(row)
+        del cache
+        torch.cuda.empty_cache()
+    return rows
+
+
 def prefill() -> list[dict[str, Any]]:
     """Library attention on contiguous K and V against our kernel: TFLOP/s."""
     rows = []
@@ -246,7 +321,7 @@ def _library(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", default="layouts,tiles,trees,prefill")
+    parser.add_argument("--parts", default="layouts,tiles,trees,prefill,variants")
     parser.add_argument("--out")
     args = parser.parse_args()
     copy = copy_bandwidth()
@@ -257,6 +332,7 @@ def main() -> None:
             "layouts": lambda: layouts(copy),
             "tiles": lambda: tiles(copy),
             "trees": trees,
+            "variants": lambda: variants(copy),
             "prefill": prefill,
         }[part]
         results[part] = function()

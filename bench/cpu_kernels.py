@@ -52,7 +52,11 @@ def attention_row() -> dict[str, Any]:
     cache = PagedKVCache(shape, len(order), torch.device("cpu"))
     cache.data.normal_()
     config = SimpleNamespace(
-        sliding_windows=(None,) * LAYERS, num_kv_heads=KV_HEADS, attn_scale=DIM**-0.5
+        sliding_windows=(None,) * LAYERS,
+        num_kv_heads=KV_HEADS,
+        attn_scale=DIM**-0.5,
+        attn_softcap=None,
+        alibi_slopes=None,
     )
     q = torch.randn(16, HEADS, DIM).bfloat16()
     kv = torch.randn(16, KV_HEADS, DIM).bfloat16()
@@ -80,7 +84,11 @@ def chunk_row(rows: int, start: int) -> dict[str, Any]:
     cache = PagedKVCache(shape, len(table), torch.device("cpu"))
     cache.data.normal_()
     config = SimpleNamespace(
-        sliding_windows=(None,) * LAYERS, num_kv_heads=KV_HEADS, attn_scale=DIM**-0.5
+        sliding_windows=(None,) * LAYERS,
+        num_kv_heads=KV_HEADS,
+        attn_scale=DIM**-0.5,
+        attn_softcap=None,
+        alibi_slopes=None,
     )
     q = torch.randn(rows, HEADS, DIM).bfloat16()
     kv = torch.randn(rows, KV_HEADS, DIM).bfloat16()

@@ -46,6 +46,7 @@ from hetero_llm.models.layers import CausalLM
 from hetero_llm.models.loader import load_model
 from hetero_llm.runner.attention import TorchPagedAttention
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
+from hetero_llm.runner.scored_attention import Scoring
 
 BLOCK = 16
 KINDS = ("batch", "branches")
@@ -247,7 +248,7 @@ class Bench:
     def torch_steps(self, work: Work) -> dict[str, Callable[[], None]]:
         """ "eager" and our "torch path"."""
         config, cache = self._config, self._cache
-        kernel = native_row_kernel(cache, config.num_heads, config.attn_scale)
+        kernel = native_row_kernel(cache, config.num_heads, Scoring.of(config))
         ways = {"eager_ms": (self._plain, None), "torch_path_ms": (self._fast, kernel)}
         return {
             name: torch_step(

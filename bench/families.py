@@ -80,7 +80,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": _of("Phi3ForCausalLM", "phi3", _GATED, original_max_position_embeddings=CONTEXT),
     "internlm2": _of("InternLM2ForCausalLM", "internlm2", _GATED, bias=False),
     "internlm": _of("InternLMForCausalLM", "internlm", {**_GATED, "num_key_value_heads": HEADS}),
-    "baichuan-7b": _of("BaichuanForCausalLM", "baichuan", _GATED),
+    "baichuan-7b": _of("BaichuanForCausalLM", "baichuan", {**_MODERN, "intermediate_size": INNER}),
     "xverse": _of("XverseForCausalLM", "xverse", {**_GATED, "num_key_value_heads": HEADS}),
     "qwen": _of(
         "QWenLMHeadModel", "qwen", {**_MODERN, "intermediate_size": 2 * INNER},

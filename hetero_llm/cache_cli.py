@@ -163,7 +163,7 @@ def _open(options: argparse.Namespace) -> tuple[Place, Tokenizer]:
     from hetero_llm.engine.drafters import fit_to_model, place_for
     from hetero_llm.engine.factory import open_model
 
-    model, max_model_len, tokenizer = open_model(config)
+    model, max_model_len, tokenizer, _ = open_model(config)
     speculation = config.speculation
     assert speculation is not None and speculation.lookahead is not None and tokenizer is not None
     settings = fit_to_model(speculation.lookahead, model, max_model_len)

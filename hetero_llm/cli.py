@@ -111,6 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("chat", later("chat", "add_chat", _finish), "talk with a model, served or run here"),
         ("complete", later("chat", "add_complete", _finish), "continue a prompt, served or here"),
         ("bench", later("bench", "add_bench", _finish), "measure a server, or the engine here"),
+        ("manifest", later("manifest", "add_manifest", _finish), "write a model's checksums"),
         ("doctor", _add_doctor, "show what this machine offers and what is missing"),
     ):
         add(

@@ -46,7 +46,7 @@ DEVIATIONS = """\
   **bfloat16** on the CPU and on GPUs that have it (the manual: float16), and that float16
   checkpoints become bfloat16 on the CPU, which has no fast float16 path.
 - `host` is **127.0.0.1**: a server is reachable from other machines only when told to be.
-- `trust_remote_code` stays off, and reaches the tokenizer only: code of models never runs.
+- `trust_remote_code` stays off; with it, code that comes with a model or its tokenizer may run.
 - `enable_chunked_prefill` is on unless switched off; there is no separate prefill phase.
 - `gpu_memory_utilization` also limits, on the CPU, the share of free host memory for the KV cache.
 - `seed` of the engine seeds every request without a seed of its own, in order of arrival.

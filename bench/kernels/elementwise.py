@@ -1,4 +1,4 @@
-"""Norm, gate, rotary embedding with KV store, and KV compaction beside plain torch, on the device.
+"""Norms, gate, rotary embedding with KV store, and KV compaction beside plain torch, on the device.
 
 Kernel-only figures, each call's share of a CUDA graph of many. Shapes of Llama-3.1-8B, bfloat16.
 Few rows: inputs lie in the L2 cache, as after the product before them; many rows: the buffers
@@ -17,7 +17,7 @@ import torch
 from bench.common import print_table, write_results
 from hetero_llm.gpu.kernels.activation import silu_mul
 from hetero_llm.gpu.kernels.compact import compact_kv
-from hetero_llm.gpu.kernels.norm import add_rms_norm
+from hetero_llm.gpu.kernels.norm import add_gemma_rms_norm, add_layer_norm, add_rms_norm
 from hetero_llm.gpu.kernels.rope_store import rope_store, store
 from hetero_llm.models import layers
 from hetero_llm.models.rotary import apply_rotary
@@ -70,14 +70,19 @@ def row(name: str, rows: int, bytes_: int, ours: Any, plain: Any, make: Any) -> 
 
 
 def norm_rows() -> list[dict[str, Any]]:
-    def make(rows: int) -> tuple[Any, ...]:
+    def make(rows: int, parameters: int) -> tuple[Any, ...]:
         x, residual = torch.randn(2, rows, HIDDEN, device=DEVICE, dtype=BF16)
-        return x, residual, torch.randn(HIDDEN, device=DEVICE, dtype=BF16), 1e-5
+        return x, residual, *torch.randn(parameters, HIDDEN, device=DEVICE, dtype=BF16), 1e-5
 
     return [
-        row("add + RMS norm", rows, 8 * rows * HIDDEN, add_rms_norm, layers.add_rms_norm,
-            lambda rows=rows: make(rows))
-        for rows in (*FEW, MANY)
+        row(f"add + {name}", rows, 8 * rows * HIDDEN, ours, plain,
+            lambda rows=rows, parameters=parameters: make(rows, parameters))
+        for name, parameters, ours, plain, counts in (
+            ("RMS norm", 1, add_rms_norm, layers.add_rms_norm, (*FEW, MANY)),
+            ("Gemma's norm", 1, add_gemma_rms_norm, layers.add_gemma_rms_norm, (1, 128, MANY)),
+            ("layer norm", 2, add_layer_norm, layers.add_layer_norm, (1, 128, MANY)),
+        )
+        for rows in counts
     ]  # fmt: skip
 
 

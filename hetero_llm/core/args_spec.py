@@ -52,6 +52,8 @@ class Kind(Enum):
     """A mapping; a JSON object on the command line."""
     LIST = "list"
     """A string or a sequence of strings; becomes a tuple. Repeatable on the command line."""
+    COUNTS = "counts"
+    """A mapping of names to counts, or text such as `image=2,video=0`; becomes the mapping."""
     PYTHON = "python"
     """A Python object, which no command line can hold."""
 
@@ -250,6 +252,15 @@ def _as_json(spec: ArgSpec, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def _as_counts(spec: ArgSpec, value: Any) -> dict[str, int]:
+    if isinstance(value, str):
+        value = _parse_counts(spec, value)
+    named = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+    if not named or any(type(count) is not int or count < 0 for count in value.values()):
+        _must_be(spec, value, "counts by name, such as image=2")
+    return dict(value)
+
+
 def _as_list(spec: ArgSpec, value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         return (_as_str(spec, value),)
@@ -267,6 +278,7 @@ _CONVERTERS: dict[Kind, Callable[[ArgSpec, Any], Any]] = {
     Kind.DTYPE: _as_dtype,
     Kind.JSON: _as_json,
     Kind.LIST: _as_list,
+    Kind.COUNTS: _as_counts,
 }
 
 
@@ -313,9 +325,23 @@ def _parse_json(spec: ArgSpec, text: str) -> Any:
         raise ConfigError(spec.name, text, f"is not valid JSON: {error}") from None
 
 
+def _parse_counts(spec: ArgSpec, text: str) -> Any:
+    """`image=2,video=0`, or a JSON object as in later vLLM."""
+    if text.lstrip().startswith("{"):
+        return _parse_json(spec, text)
+    counts = {}
+    for item in text.split(","):
+        name, _, count = item.partition("=")
+        if not name.strip() or not (count.strip().isascii() and count.strip().isdecimal()):
+            _must_be(spec, text, "counts by name, such as image=2")
+        counts[name.strip()] = int(count)
+    return counts
+
+
 _PARSERS: dict[Kind, Callable[[ArgSpec, str], Any]] = {
     Kind.BOOL: _parse_bool,
     Kind.INT: _parse_int,
     Kind.FLOAT: _parse_float,
     Kind.JSON: _parse_json,
+    Kind.COUNTS: _parse_counts,
 }

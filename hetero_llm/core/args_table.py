@@ -40,19 +40,43 @@ _MODEL = grouped(
         "trust_remote_code",
         _BOOL,
         False,
-        "Let the tokenizer run code from its repository. Code of models never runs.",
+        "Let code run that comes with the model or its tokenizer.",
+    ),
+    effective(
+        "model_impl",
+        _STR,
+        "auto",
+        "What computes the model: 'native' is our implementation, 'transformers' the class of that "
+        "library with our attention; 'auto' is the first where there is one. Not in the manual.",
+        choices=("auto", "native", "transformers"),
     ),
     effective("download_dir", Kind.PATH, None, "Where to download; default: Hugging Face cache."),
     effective(
         "load_format",
         _STR,
         "auto",
-        "How weights are stored; 'dummy' makes random ones, for profiling.",
-        choices=("auto", "safetensors", "dummy"),
+        "How weights are stored: 'auto' is safetensors, 'pt' is pickled files (needs "
+        "allow_pickle_weights); 'dummy' makes random ones, for profiling.",
+        choices=("auto", "safetensors", "pt", "dummy"),
         later_choices=(
-            *("pt", "npcache", "tensorizer", "sharded_state"),
+            *("npcache", "tensorizer", "sharded_state"),
             *("gguf", "bitsandbytes", "mistral"),
         ),
+    ),
+    effective(
+        "allow_pickle_weights",
+        _BOOL,
+        False,
+        "Read pickled weights (*.bin, *.pt) where there are no safetensors files. Nothing but "
+        "tensors is unpickled, but the format invites attacks. Not in the manual.",
+    ),
+    effective(
+        "model_sha256",
+        Kind.PATH,
+        None,
+        "Manifest of the model's files, as sha256sum writes it, or the SHA-256 of the file "
+        "SHA256SUMS in the model's folder: nothing else is served. `hetero-llm manifest` writes "
+        "one. Not in the manual.",
     ),
     effective(
         "config_format",
@@ -119,12 +143,11 @@ _MODEL = grouped(
         False,
         "Attend to everything, and cap the context length at the model's window.",
     ),
-    not_yet(
+    effective(
         "limit_mm_per_prompt",
-        _STR,
+        Kind.COUNTS,
         None,
-        "Images, videos ... allowed in each prompt, as image=16,video=2.",
-        feature="multimodal input",
+        "Images allowed in each prompt, as image=16; default: one.",
     ),
 )
 

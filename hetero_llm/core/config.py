@@ -17,7 +17,8 @@ from hetero_llm.core.speculation_config import speculation_from_args
 
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
-    """Where the model and tokenizer come from. `dtype` and `device` may be "auto".
+    """Where the model and tokenizer come from. `dtype` and `device` may be "auto"; `model_impl` is
+    "auto", "native" or "transformers".
     `cpu_offload_gb` is GiB of weights that stay in host memory."""
 
     model: str
@@ -29,6 +30,8 @@ class LoadConfig:
     tokenizer_revision: str | None
     download_dir: str | None
     load_format: str
+    allow_pickle_weights: bool
+    model_sha256: str | None
     dtype: str
     device: str
     rope_scaling: Mapping[str, Any] | None
@@ -36,6 +39,7 @@ class LoadConfig:
     disable_sliding_window: bool
     cpu_offload_gb: float
     seed: int
+    model_impl: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,8 @@ class SchedulerConfig:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything a user chose, checked. None means "decided at start-up from the machine"; no
-    `speculation` means no drafts, no `offload` no prefix cache in host memory."""
+    `speculation` means no drafts, no `offload` no prefix cache in host memory. `max_images` is
+    of a prompt."""
 
     load: LoadConfig
     cache: CacheConfig
@@ -108,6 +113,7 @@ class EngineConfig:
     seed: int
     speculation: SpeculationConfig | None
     offload: OffloadConfig | None
+    max_images: int | None = None
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> EngineConfig:
@@ -127,6 +133,8 @@ class EngineConfig:
             or (args["revision"] if args["tokenizer"] in (None, model) else None),
             download_dir=args["download_dir"],
             load_format=args["load_format"],
+            allow_pickle_weights=args["allow_pickle_weights"],
+            model_sha256=args["model_sha256"],
             dtype=args["dtype"],
             device=args["device"],
             rope_scaling=args["rope_scaling"],
@@ -134,6 +142,7 @@ class EngineConfig:
             disable_sliding_window=args["disable_sliding_window"],
             cpu_offload_gb=args["cpu_offload_gb"],
             seed=args["seed"],
+            model_impl=args["model_impl"],
         )
         cache = CacheConfig(
             block_size=args["block_size"],
@@ -162,4 +171,14 @@ class EngineConfig:
             seed=args["seed"],
             speculation=speculation_from_args(args),
             offload=offload_from_args(args),
+            max_images=_max_images(args["limit_mm_per_prompt"]),
         )
+
+
+def _max_images(limits: Mapping[str, int] | None) -> int | None:
+    """None if it was not given."""
+    for name in limits or ():
+        if name != "image":
+            reason = "input other than text and images is not available yet"
+            raise ConfigError("limit_mm_per_prompt", name, reason)
+    return None if limits is None else limits.get("image")

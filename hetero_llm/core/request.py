@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from hetero_llm.core.images import PromptImages
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import SampleLogprobs, looks_back
@@ -31,6 +32,7 @@ class Request:
         bad_word_ids: token sequences of `params.bad_words`.
         prompt_logprobs: one entry per prompt token computed so far, the first is None.
         live: sequences not finished; `sequences` has all, finished ones included.
+        images: of its prompt, whose tokens `prompt_token_ids` holds; None without any.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; -1 before.
         synchronous: every token must be known on the host before the next step is made.
         may_draft: its sequences can be drafted for: all but beams, which a draw does not continue.
@@ -55,6 +57,7 @@ class Request:
     live: int = 0
     num_cached_tokens: int = -1
     error: str | None = None
+    images: PromptImages | None = None
     synchronous: bool = field(init=False)
     may_draft: bool = field(init=False)
     num_first_draws: int = field(init=False)

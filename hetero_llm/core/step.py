@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero_llm.core.draft import DraftBatch
+from hetero_llm.core.images import PromptImages
 from hetero_llm.core.sampling_params import SamplingParams
 
 LAST_DRAWN = -1
@@ -59,7 +60,7 @@ class SlotState:
     `sample_index` fix every later draw. `num_logprobs` is how many of the most likely tokens to
     report with each draw (None: no log-probabilities at all), `num_prompt_logprobs` the same for
     prompt rows. `end_ids` are the tokens that end the sequence, which `min_tokens` forbids for a
-    while; `bad_word_ids` are the token sequences of `bad_words`.
+    while; `bad_word_ids` are the token sequences of `bad_words`; `images` are those of its prompt.
     """
 
     slot: int
@@ -72,6 +73,7 @@ class SlotState:
     num_prompt_logprobs: int = 0
     end_ids: tuple[int, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,7 +193,8 @@ def logits_after(rows: np.ndarray) -> StepDraws:
 
 def unsupported_reason(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """Why the executor cannot run such a model, in one line; None if it can."""
-    if not issubclass(model_class(config.architecture), LlamaForCausalLM):
+    family = model_class(config.architecture)
+    if not issubclass(family, LlamaForCausalLM):
         return f"{config.architecture} is not one of its families"
     if dtype not in _DTYPES:
         return f"{str(dtype).removeprefix('torch.')} is not one of its types"
@@ -203,7 +204,27 @@ def unsupported_reason(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return f"{config.hidden_act} is not one of its activations"
     if config.mlp_bias:
         return "it has no biases in the MLP"
-    return None
+    if config.attn_softcap is not None:
+        return "it has no soft cap of attention scores"
+    if config.alibi_slopes is not None:
+        return "it has no ALiBi"
+    own = _own_arithmetic(family, config)
+    return None if own is None else f"{config.architecture} has {own} of its own"
+
+
+def _own_arithmetic(family: type[LlamaForCausalLM], config: ModelConfig) -> str | None:
+    """What a family computes in another way than Llama; names and layout of its checkpoints may
+    differ, they do not matter once it is loaded."""
+    layer = family.layer_class(config)
+    if layer.norm_class is not LlamaLayer.norm_class:
+        return "norms"
+    if layer.attention is not LlamaLayer.attention or config.rope is None:
+        return "attention"
+    if layer.forward is not LlamaLayer.forward:
+        return "layers"
+    if family.logits is not LlamaForCausalLM.logits:
+        return "logits"
+    return None if family.forward is LlamaForCausalLM.forward else "embeddings"
 
 
 def native_format(dtype: torch.dtype, weight_dtype: str) -> str:

@@ -85,7 +85,7 @@ def declare(library: ctypes.CDLL) -> None:
     library.hetero_store_kv.argtypes = [_POINTER] * 4 + [_INT] * 7
     library.hetero_attend_rows.restype = None
     library.hetero_attend_rows.argtypes = (
-        [_POINTER] * 6 + [_INT] * 10 + [_FLOAT, _POINTER, _INT, _INT]
+        [_POINTER] * 6 + [_INT] * 10 + [_FLOAT, _FLOAT, _POINTER, _POINTER, _INT, _INT]
     )
     library.hetero_can_attend_chunk.restype = _INT
     library.hetero_attend_chunk.restype = None

@@ -15,6 +15,7 @@ import torch
 from hetero_llm.cpu import native
 from hetero_llm.cpu.topology import read_topology
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
+from hetero_llm.runner.scored_attention import Scoring
 
 _MAX_HEAD_DIM = 256
 _LANES = 16
@@ -49,25 +50,31 @@ class ChunkPlan:
 
 class NativeRowKernel:
     """Attends rows that are alone in their sequence (plain decoding) and, where the CPU has bf16
-    dot products, chunks of rows of one sequence. A row's result depends on its own context only:
-    neither on the batch nor on the number of threads."""
+    dot products and scores are only scaled, chunks of rows of one sequence. A row's result depends
+    on its own context only: neither on the batch nor on the number of threads."""
 
     def __init__(
         self,
         library: ctypes.CDLL,
         cache: PagedKVCache,
         num_heads: int,
-        scale: float,
+        scoring: Scoring,
         *,
         chunks: bool,
     ) -> None:
         self._library = library
         self._cache = cache
         self._num_heads = num_heads
-        self._scale = scale
+        self._scoring = scoring
+        self._scale = scoring.scale
+        self._slopes = None
+        if scoring.slopes is not None:
+            assert len(scoring.slopes) == num_heads
+            self._slopes = np.array(scoring.slopes, np.float32)
         self._chunk = int(library.hetero_attention_chunk())
         self._supports_chunks = (
             chunks
+            and scoring.is_plain
             and cache.shape.dtype == torch.bfloat16
             and cache.shape.head_dim % _CHUNK_LANES == 0
             and bool(library.hetero_can_attend_chunk())
@@ -77,6 +84,10 @@ class NativeRowKernel:
     def supports_chunks(self) -> bool:
         """Whether `plan_chunk` and `attend_chunk` may be called."""
         return self._supports_chunks
+
+    @property
+    def scoring(self) -> Scoring:
+        return self._scoring
 
     def plan(self, contexts: np.ndarray, pieces: np.ndarray, window: int | None) -> RowPlan:
         """Prepares B rows.
@@ -130,6 +141,8 @@ class NativeRowKernel:
             q.stride(1),
             2 * layer,
             self._scale,
+            self._scoring.softcap or 0.0,
+            None if self._slopes is None else self._slopes.ctypes.data,
             plan.partial.data_ptr(),
             int(shape.dtype == torch.bfloat16),
             torch.get_num_threads(),
@@ -197,14 +210,20 @@ class NativeRowKernel:
 
 
 def native_row_kernel(
-    cache: PagedKVCache, num_heads: int, scale: float, *, chunks: bool | None = None
+    cache: PagedKVCache,
+    num_heads: int,
+    scoring: float | Scoring,
+    *,
+    chunks: bool | None = None,
 ) -> NativeRowKernel | None:
     """The kernel for this cache; None where the library or the shape does not allow it.
 
     Args:
+        scoring: what becomes of the scores; a number is their scale alone.
         chunks: also attend chunks; None decides by the CPU. With AMX, torch's attention runs on
             tiles and is faster from about 30 rows up (docs/log.md).
     """
+    scoring = scoring if isinstance(scoring, Scoring) else Scoring(scoring)
     if not supports(cache.shape) or cache.data.device.type != "cpu":
         return None
     library = native.load()
@@ -212,7 +231,7 @@ def native_row_kernel(
         return None
     if chunks is None:
         chunks = "amx_bf16" not in read_topology().isa
-    return NativeRowKernel(library, cache, num_heads, scale, chunks=chunks)
+    return NativeRowKernel(library, cache, num_heads, scoring, chunks=chunks)
 
 
 def supports(shape: KVCacheShape) -> bool:

@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from hetero_llm.core.args import ENGINE_ARGS, Status, resolve_engine_args
@@ -37,6 +38,7 @@ from hetero_llm.engine import messages
 from hetero_llm.engine.client import EngineInfo, EngineStats
 from hetero_llm.engine.engine_launcher import EngineProcess, launch
 from hetero_llm.engine.factory import open_model
+from hetero_llm.engine.images import ImageInputs
 from hetero_llm.engine.input_processor import InputProcessor, Prompt, parse_prompts
 from hetero_llm.engine.output_stream import Assembler, OutputStream
 from hetero_llm.engine.tokenizer import Tokenizer
@@ -91,6 +93,7 @@ class AsyncLLMEngine:
 
     info: EngineInfo
     tokenizer: Tokenizer | None
+    images: ImageInputs | None
 
     def __init__(
         self,
@@ -115,7 +118,8 @@ class AsyncLLMEngine:
         self._link = self._process.link
         weakref.finalize(self, EngineProcess.kill, self._process)
         try:
-            model, _, self.tokenizer = open_model(config)  # while the process does the same
+            # While the process does the same.
+            model, _, self.tokenizer, self.images = open_model(config)
             ready = self._process.wait_until_ready()
         except BaseException:
             self._process.kill()
@@ -140,6 +144,7 @@ class AsyncLLMEngine:
             eos_ids=model.eos_token_ids,
             max_logprobs=config.max_logprobs,
             seed=0,  # the engine derives the seeds
+            images=self.images,
         )
         self._max_running = config.max_num_seqs
         self._max_queued = max_queued_requests
@@ -268,7 +273,8 @@ class AsyncLLMEngine:
         """The request as the engine will make it, for its token ids and its mistakes."""
         make = self._inputs.make_request
         text, ids = prompt.text or "", prompt.token_ids or ()
-        if len(ids) <= _SHORT_IDS and (ids or len(text) <= _SHORT_TEXT):
+        short = len(ids) <= _SHORT_IDS and (ids or len(text) <= _SHORT_TEXT)
+        if short and not prompt.images:
             return make("", prompt, params)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, make, "", prompt, params)
@@ -280,7 +286,17 @@ class AsyncLLMEngine:
         params = messages.params_to_wire(request.params, kind)
         if self._failure is not None:
             raise EngineDeadError(self._failure)
-        self._post(messages.AddRequest(stream.key, request.prompt_token_ids, salt, params))
+        images = request.images
+        self._post(
+            messages.AddRequest(
+                stream.key,
+                request.prompt_token_ids,
+                salt,
+                params,
+                messages.images_to_wire(images),
+                "" if images is None else images.key,
+            )
+        )
         stream.sent = True
         if stream.abort_wanted:
             self._post(messages.Abort(stream.key))
@@ -469,7 +485,8 @@ def _as_prompt(prompt: Any) -> Prompt:
     if isinstance(prompt, Prompt):
         fields = ("prompt", prompt.text), ("prompt_token_ids", prompt.token_ids)
         salted = *fields, ("cache_salt", prompt.cache_salt)
-        prompt = {name: value for name, value in salted if value is not None}
+        parsed = _as_prompt({name: value for name, value in salted if value is not None})
+        return replace(parsed, images=prompt.images, prepared=prompt.prepared)
     if not isinstance(prompt, (str, Mapping)):
         raise PromptError("prompt", prompt, "must be a Prompt, a string or a mapping")
     (parsed,) = parse_prompts(prompt)

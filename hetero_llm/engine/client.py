@@ -14,6 +14,7 @@ from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from hetero_llm.engine.images import ImageInputs
     from hetero_llm.engine.input_processor import Prompt
     from hetero_llm.engine.tokenizer import Tokenizer
 
@@ -68,6 +69,10 @@ class EngineClient(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """In this process; None if the engine was started without one."""
+
+    @property
+    def images(self) -> ImageInputs | None:
+        """What prepares images in this process; None if the model takes none."""
 
     def generate(
         self, request_id: str, prompt: Prompt, params: SamplingParams

@@ -16,7 +16,7 @@ from hetero_llm.engine.draft_cores import plan_cores
 from hetero_llm.engine.drafting import Attended, Drafter
 from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
 from hetero_llm.models.config import ModelConfig, load_model_config
-from hetero_llm.models.loader import resolve_model_folder
+from hetero_llm.models.folders import resolve_model_folder
 
 if TYPE_CHECKING:
     from hetero_llm.cpu.core_plan import CorePlan
@@ -106,7 +106,8 @@ def prepare_draft_model(
     try:
         model = start_draft_model(
             wanted, target, tokenizer, plan=plan, slots=config.max_num_seqs,
-            max_model_len=max_model_len, load_format=config.load.load_format,
+            max_model_len=max_model_len, load_format=own_load_format(config.load.load_format),
+            allow_pickle=config.load.allow_pickle_weights,
         )  # fmt: skip
     except (ConfigError, ModelLoadError) as error:
         if not wanted.optional:
@@ -127,13 +128,14 @@ def start_draft_model(
     slots: int,
     max_model_len: int,
     load_format: str,
+    allow_pickle: bool = False,
 ) -> DraftModel:
     """Starts loading in a process of its own.
 
     Args:
         tokenizer: the target's; None: only the sizes of the vocabularies are compared.
         slots: sequences that run at a time.
-        load_format: the target's: dummy weights go with dummy weights.
+        load_format: of `own_load_format`. allow_pickle: whether its weights may be pickled.
 
     Raises:
         ConfigError: the models do not fit each other, or no worker can be started.
@@ -142,11 +144,14 @@ def start_draft_model(
     from hetero_llm.cpu.draft.client import DraftWorker
     from hetero_llm.cpu.draft.protocol import WorkerSettings
 
-    folder, model = find_draft_model(config, target, tokenizer)
+    folder, model = find_draft_model(
+        config, target, tokenizer, load_format=load_format, allow_pickle=allow_pickle
+    )
     longest = min(model.max_model_len, max_model_len, config.max_model_len or max_model_len)
     settings = WorkerSettings(
         folder=str(folder),
         load_format=load_format,
+        allow_pickle=allow_pickle,
         dtype="float32" if config.weight_dtype == "float32" else "bfloat16",
         weight_format={"bfloat16": "bf16", "float32": "float"}.get(
             config.weight_dtype, config.weight_dtype
@@ -165,20 +170,34 @@ def start_draft_model(
     return DraftModel(worker, config, slots, target.vocab_size, longest)
 
 
+def own_load_format(target: str) -> str:
+    """A draft model's load format: dummy weights go with dummy weights, else it may be stored in
+    another way than the target."""
+    return "dummy" if target == "dummy" else "auto"
+
+
 def find_draft_model(
-    config: DraftModelConfig, target: ModelConfig, tokenizer: Tokenizer | None
+    config: DraftModelConfig,
+    target: ModelConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    load_format: str,
+    allow_pickle: bool,
 ) -> tuple[Path, ModelConfig]:
     """The checkpoint's folder and configuration.
 
     Args:
         tokenizer: the target's; None: only the sizes of the vocabularies are compared.
+        load_format, allow_pickle: as `start_draft_model`.
 
     Raises:
         ConfigError: its tokens are not the target's.
         ModelLoadError: there is no such model.
     """
     name = str(demo_folder(config.model)) if config.model in ALIASES else config.model
-    folder = resolve_model_folder(name, revision=config.revision, download_dir=None)
+    folder = resolve_model_folder(
+        name, revision=config.revision, load_format=load_format, allow_pickle=allow_pickle
+    )
     model = load_model_config(folder)
     _check_vocabulary(config.model, folder, model, target, tokenizer)
     return folder, model

@@ -109,8 +109,9 @@ class EngineLoop:
     def _add(self, message: messages.AddRequest) -> None:
         from hetero_llm.engine.input_processor import Prompt
 
-        prompt = Prompt(token_ids=message.token_ids, cache_salt=message.cache_salt)
         try:
+            images = messages.images_from_wire(message.images, message.images_key)
+            prompt = Prompt(None, message.token_ids, message.cache_salt, prepared=images)
             params = messages.params_from_wire(message.params)
             request = self._engine.make_request(message.key, prompt, params)
         except Exception as error:  # nothing has been started: the engine is as it was

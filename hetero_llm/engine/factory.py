@@ -18,11 +18,13 @@ from hetero_llm.engine.draft_model import (
     DraftModel,
     attended_by,
     find_draft_model,
+    own_load_format,
     prepare_draft_model,
 )
 from hetero_llm.engine.drafters import make_drafter
 from hetero_llm.engine.drafting import Priced
 from hetero_llm.engine.engine import Engine
+from hetero_llm.engine.images import ImageInputs, open_images
 from hetero_llm.engine.input_processor import InputProcessor
 from hetero_llm.engine.offload import (
     HostMemory,
@@ -48,6 +50,7 @@ from hetero_llm.engine.scheduler import Scheduler
 from hetero_llm.engine.scheduler_loads import Loads, StepTimes
 from hetero_llm.engine.speculation_log import make_log
 from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.models.vision_config import ImageModelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +71,8 @@ class BuiltEngine:
     """An engine and what its callers need to know about it.
 
     `backend` is what runs the model: "cuda", or on a CPU "native" (our executor), "torch" or
-    "ipex". `store` is there with the lookahead cache only. `offload`: see `EngineInfo`.
+    "ipex". `store` is there with the lookahead cache only. `offload`: see `EngineInfo`. `images`:
+    see `InputProcessor`.
     """
 
     engine: Engine
@@ -80,6 +84,7 @@ class BuiltEngine:
     backend: str
     store: Store | None
     offload: str = ""
+    images: ImageInputs | None = None
 
 
 def build_engine(
@@ -112,6 +117,7 @@ def build_engine(
     dtype_name = resolve_dtype(load.dtype, model_config.torch_dtype, device)
     steps = limit_steps(config, max_model_len, device.type, serving=serving)
     tokenizer = open_tokenizer(config, folder)
+    images = open_images(folder, model_config, config.max_images)
     dtype: torch.dtype = getattr(torch, dtype_name)
     draft_model = None
     if drafter is None:
@@ -121,7 +127,7 @@ def build_engine(
         )  # fmt: skip
     inputs = _EngineInputs(
         folder, model_config, max_model_len, tokenizer, dtype, device, steps, show_progress,
-        platform or _platform(config, device),
+        platform or _platform(config, device), images,
     )  # fmt: skip
     try:
         return _join(config, inputs, drafter, draft_model)
@@ -144,6 +150,7 @@ class _EngineInputs:
     scheduler: SchedulerConfig
     show_progress: bool
     platform: HostPlatform | None
+    images: ImageInputs | None
 
 
 def _join(
@@ -203,11 +210,12 @@ def _join(
             eos_ids=model_config.eos_token_ids,
             max_logprobs=config.max_logprobs,
             seed=config.seed,
+            images=inputs.images,
         ),
         scheduler,
         runner,
         OutputProcessor(tokenizer, scheduler.stop_sequence),
-        asynchronous=device.type == "cuda" and not config.batch_invariant,
+        asynchronous=device.type == "cuda" and not _on_torch(config, model_config),
         speculation_log=make_log(config.speculation),
         attended=attended_by(drafter, config.speculation),
         hit_log=HitLog(hits) if offload is not None and offload.config.hit_count else None,
@@ -218,7 +226,7 @@ def _join(
         logger.info(message, load.model, device, dtype_name, *sizes)
     return BuiltEngine(
         engine, tokenizer, max_model_len, num_blocks, str(device), dtype_name, backend, store,
-        "" if offload is None else offload.words(),
+        "" if offload is None else offload.words(), inputs.images,
     )  # fmt: skip
 
 
@@ -273,12 +281,16 @@ def _device_draft(
 ) -> DeviceDraft:
     """As the target is built, but for what is the target's alone: the native executor, weights in
     host memory, a KV cache out of all memory there is."""
-    folder, model_config = find_draft_model(wanted, inputs.model_config, inputs.tokenizer)
+    load_format = own_load_format(config.load.load_format)
+    folder, model_config = find_draft_model(
+        wanted, inputs.model_config, inputs.tokenizer,
+        load_format=load_format, allow_pickle=config.load.allow_pickle_weights,
+    )  # fmt: skip
     limits = draft_limits(wanted, model_config, inputs.scheduler)
     model_config = dataclasses.replace(model_config, max_model_len=limits.max_model_len)
     own = dataclasses.replace(
         config,
-        load=dataclasses.replace(config.load, cpu_offload_gb=0.0),
+        load=dataclasses.replace(config.load, cpu_offload_gb=0.0, load_format=load_format),
         speculation=None,
         offload=None,
     )
@@ -379,6 +391,11 @@ def _check_offload(config: EngineConfig, device: torch.device) -> None:
         )
 
 
+def _on_torch(config: EngineConfig, model_config: ModelConfig) -> bool:
+    """Whether the device-agnostic runner serves, on a GPU too."""
+    return config.batch_invariant or isinstance(model_config, ImageModelConfig)
+
+
 def _native_backend(
     config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> NativeBackend | None:
@@ -432,6 +449,7 @@ def _load_weights(
         device=device,
         show_progress=show_progress,
         load_format=config.load.load_format,
+        allow_pickle=config.load.allow_pickle_weights,
         seed=config.load.seed,
     )
     if device.type == "cuda":
@@ -458,4 +476,5 @@ def _load_weights(
         from hetero_llm.cpu.fused import speed_up
 
         speed_up(model)
+    model.finish_loading(batch_invariant=config.batch_invariant)
     return model

@@ -121,6 +121,7 @@ def slot_state(sequence: Sequence) -> SlotState:
         request.num_prompt_logprobs,
         tuple(request.end_ids),
         request.bad_word_ids,
+        request.images,
     )
 
 

@@ -5,37 +5,46 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from hetero_llm.core.errors import PromptError, RequestError, SamplingError
+from hetero_llm.core.images import PromptImages
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams, is_text
 from hetero_llm.engine.beam import candidates_needed
+from hetero_llm.engine.images import FIELD, ImageInputs, given_images
 from hetero_llm.engine.prefix_cache import root_key, token_bytes
 from hetero_llm.engine.tokenizer import Tokenizer
 
-_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
+_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data"})
 _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt as given: text, or token ids, and an optional prefix-cache namespace."""
+    """One prompt as given: text, or token ids, and an optional prefix-cache namespace.
+
+    `images` are those of its image tokens, one each, as users give them; or `prepared` are, and
+    `token_ids` has all their tokens.
+    """
 
     text: str | None = None
     token_ids: list[int] | None = None
     cache_salt: str | None = None
+    images: tuple[Any, ...] = ()
+    prepared: PromptImages | None = None
 
 
 def parse_prompts(prompts: Any, prompt_token_ids: Any = None) -> list[Prompt]:
     """Normalises the forms that `LLM.generate` accepts.
 
     A string, a dict (`{"prompt": ...}` or `{"prompt_token_ids": ...}`, both with an optional
-    "cache_salt"), or a list of those; or `prompt_token_ids=` as a list of ids or of such lists.
+    "cache_salt" and "multi_modal_data"), or a list of those; or `prompt_token_ids=` as a list of
+    ids or of such lists.
 
     Raises:
         PromptError: anything else, naming the prompt's index in a list.
@@ -65,7 +74,7 @@ def parse_prompts(prompts: Any, prompt_token_ids: Any = None) -> list[Prompt]:
             "prompt_token_ids", f"{len(given)} lists", f"there are {len(parsed)} prompts"
         )
     return [
-        Prompt(text.text, ids.token_ids, text.cache_salt)
+        Prompt(text.text, ids.token_ids, text.cache_salt, text.images)
         for text, ids in zip(parsed, given, strict=True)
     ]
 
@@ -90,7 +99,11 @@ def _parse_one(item: Any, index: int | None) -> Prompt:
             if not isinstance(ids, Sequence) or isinstance(ids, str):
                 raise PromptError("prompt_token_ids", ids, "must be a list", prompt_index=index)
             ids = list(ids)
-        return Prompt(text, ids, salt)
+        try:
+            images = given_images(item.get("multi_modal_data"))
+        except PromptError as error:
+            raise (error if index is None else error.at_prompt(index)) from None
+        return Prompt(text, ids, salt, images)
     raise PromptError("prompt", item, "must be a string or a dict", prompt_index=index)
 
 
@@ -104,6 +117,7 @@ class InputProcessor:
         eos_ids: end-of-sequence tokens of the model.
         max_logprobs: most log-probabilities a request may ask for; -1 is no limit.
         seed: seed of the engine, from which unseeded requests derive theirs.
+        images: prepares those of prompts; None if the model takes none.
     """
 
     def __init__(
@@ -115,6 +129,7 @@ class InputProcessor:
         eos_ids: tuple[int, ...],
         max_logprobs: int,
         seed: int,
+        images: ImageInputs | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -122,6 +137,7 @@ class InputProcessor:
         self._eos_ids = frozenset(eos_ids)
         self._max_logprobs = max_logprobs
         self._seed = seed
+        self._images = images
         self._num_requests = 0
 
     def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
@@ -136,7 +152,7 @@ class InputProcessor:
         for field, text in (("prompt", prompt.text), ("cache_salt", prompt.cache_salt)):
             if text is not None and not is_text(text):
                 raise PromptError(field, text, "holds half a surrogate pair, which is no text")
-        token_ids = self._token_ids(prompt, params)
+        token_ids, images = self._tokens_and_images(prompt, params)
         end_ids = frozenset() if params.ignore_eos else self._eos_ids
         end_ids |= frozenset(params.stop_token_ids or ())
         limit = self._max_model_len
@@ -148,6 +164,9 @@ class InputProcessor:
         if params.use_beam_search:
             needed = candidates_needed(params.width, len(end_ids))
             num_logprobs = min(max(needed, num_logprobs or 0), self._vocab_size)
+        extras: tuple[str, ...] = () if prompt.cache_salt is None else ("salt", prompt.cache_salt)
+        if images is not None:
+            extras += ("images", images.key)
         self._num_requests += 1
         return Request(
             request_id=request_id,
@@ -158,14 +177,59 @@ class InputProcessor:
             end_ids=end_ids,
             eos_ids=self._eos_ids - frozenset(params.stop_token_ids or ()),
             max_total_tokens=limit,
-            root=root_key(() if prompt.cache_salt is None else ("salt", prompt.cache_salt)),
+            root=root_key(extras),
             metrics=RequestMetrics(time.monotonic()),
             num_logprobs=num_logprobs,
             num_prompt_logprobs=self._count(params.prompt_logprobs) or 0,
             bad_word_ids=self._bad_word_ids(params),
+            images=images,
         )
 
-    def _token_ids(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+    def prepare_images(self, prompt: Prompt) -> Prompt:
+        """The prompt with its images processed and their tokens in `token_ids`.
+
+        Raises:
+            PromptError: the model takes no images, one of them is none, or there is no place for
+                each in the prompt.
+        """
+        images, count = self._images, len(prompt.images)
+        if images is None:
+            raise PromptError(FIELD, f"{count} images", "this model takes no images")
+        token_ids, prepared = images.prepare(self._encoded(prompt), prompt.images)
+        return replace(prompt, token_ids=token_ids, images=(), prepared=prepared)
+
+    def _tokens_and_images(
+        self, prompt: Prompt, params: SamplingParams
+    ) -> tuple[list[int], PromptImages | None]:
+        if prompt.images:
+            prompt = self.prepare_images(prompt)
+        prepared = prompt.prepared
+        token_ids = self._encoded(prompt)
+        if self._images is not None:
+            found = token_ids.count(self._images.token_id)
+            placed = 0 if prepared is None else sum(one.count for one in prepared.items)
+            if found != placed:
+                raise PromptError(
+                    "prompt",
+                    f"{found} image tokens",
+                    f"its images have {placed}; pass the images as {FIELD}",
+                )
+        cut = params.truncate_prompt_tokens
+        if cut is not None:
+            if prepared is not None and cut < len(token_ids):
+                raise SamplingError(
+                    "truncate_prompt_tokens", cut, "a prompt with images cannot be cut"
+                )
+            token_ids = token_ids[-cut:]
+        if len(token_ids) >= self._max_model_len:
+            raise PromptError(
+                "prompt",
+                f"{len(token_ids)} tokens",
+                f"with one token to generate it exceeds max_model_len ({self._max_model_len})",
+            )
+        return token_ids, prepared
+
+    def _encoded(self, prompt: Prompt) -> list[int]:
         if prompt.token_ids is not None:
             token_ids = prompt.token_ids
             if not _all_plain_ids(token_ids, self._vocab_size):
@@ -183,14 +247,6 @@ class InputProcessor:
             field = "prompt" if prompt.token_ids is None else "prompt_token_ids"
             value = prompt.text if prompt.token_ids is None else prompt.token_ids
             raise PromptError(field, value, "is empty (no tokens)")
-        if params.truncate_prompt_tokens is not None:
-            token_ids = token_ids[-params.truncate_prompt_tokens :]
-        if len(token_ids) >= self._max_model_len:
-            raise PromptError(
-                "prompt",
-                f"{len(token_ids)} tokens",
-                f"with one token to generate it exceeds max_model_len ({self._max_model_len})",
-            )
         return token_ids
 
     def _check_one_by_one(self, token_ids: list[int]) -> None:

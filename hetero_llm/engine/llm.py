@@ -23,6 +23,7 @@ from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.engine.factory import BuiltEngine, build_engine, free_unreachable
+from hetero_llm.engine.image_uri import chat_images
 from hetero_llm.engine.input_processor import Prompt, pair_params, parse_prompts
 
 if TYPE_CHECKING:
@@ -85,8 +86,8 @@ class LLM:
         """Continues prompts; all of them run together as far as memory allows.
 
         Args:
-            prompts: a string, a dict with "prompt" or "prompt_token_ids" (and "cache_salt"), or a
-                list of those.
+            prompts: a string, a dict with "prompt" or "prompt_token_ids" (and "cache_salt", and
+                "multi_modal_data": {"image": one or a list}), or a list of those.
             sampling_params: one for all prompts or one each; default `SamplingParams()`.
             prompt_token_ids: token ids instead of, or along with, text.
             use_tqdm: show progress and tokens per second.
@@ -122,7 +123,9 @@ class LLM:
         """Answers one conversation, or a list of conversations, through the chat template.
 
         Args:
-            messages: dicts with "role" and "content".
+            messages: dicts with "role" and "content"; a model that takes images has contents as
+                lists of parts, too: {"type": "text", "text": ...}, {"type": "image", "image": ...},
+                and {"type": "image_url", "image_url": {"url": "data:image/..."}}.
             chat_template: a Jinja template instead of the tokenizer's own.
             add_generation_prompt: open the assistant's turn.
 
@@ -130,7 +133,7 @@ class LLM:
             RequestError: no tokenizer, no template, or a conversation it refuses.
         """
         _refuse("lora_request", lora_request, "LoRA")
-        tokenizer = self._engine_parts().tokenizer
+        tokenizer, takes_images = self._engine_parts().tokenizer, self._engine_parts().images
         if tokenizer is None:
             raise RequestError("messages", messages, "chat needs a tokenizer")
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
@@ -139,7 +142,10 @@ class LLM:
         conversations: Sequence[Any] = messages if several else [messages]
         prompts = []
         for index, conversation in enumerate(conversations):
+            images: tuple[Any, ...] = ()
             try:
+                if takes_images is not None:
+                    conversation, images = chat_images(conversation)
                 token_ids = tokenizer.apply_chat_template(
                     conversation,
                     chat_template=chat_template,
@@ -148,7 +154,7 @@ class LLM:
             except RequestError as error:
                 raise (error.at_prompt(index) if several else error) from None
             text = tokenizer.decode(token_ids, skip_special_tokens=False)
-            prompts.append(Prompt(text, token_ids))
+            prompts.append(Prompt(text, token_ids, images=images))
         params = pair_params(sampling_params, len(prompts))
         return self._run(self._make_requests(prompts, params, several), use_tqdm)
 

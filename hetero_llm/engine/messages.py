@@ -6,11 +6,12 @@ Nothing here can carry code: an object is decoded into the type that its place h
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from hetero_llm.core.errors import (
     ConfigError,
@@ -24,6 +25,7 @@ from hetero_llm.core.errors import (
     shown,
 )
 from hetero_llm.core.histogram import Histogram
+from hetero_llm.core.images import PromptImage, PromptImages
 from hetero_llm.core.outputs import CompletionOutput, RequestMetrics, TokenLogprobs
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 
@@ -55,13 +57,33 @@ class Start(Message):
     log_format: str = "text"
 
 
+class Array(msgspec.Struct, array_like=True):
+    """A numpy array; `dtype` is one of `_ARRAY_DTYPES`."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
+class Image(msgspec.Struct, array_like=True):
+    """See `PromptImage`."""
+
+    start: int
+    count: int
+    grid: tuple[int, int] | None
+    arrays: dict[str, Array]
+
+
 class AddRequest(Message):
-    """`key` names the request between the two processes: it is used once, unlike users' ids."""
+    """`key` names the request between the two processes: it is used once, unlike users' ids.
+    `images` are prepared, `images_key` is theirs."""
 
     key: str
     token_ids: list[int]
     cache_salt: str | None
     params: dict[str, Any]
+    images: list[Image] = []
+    images_key: str = ""
 
 
 class Abort(Message):
@@ -210,6 +232,60 @@ def params_to_wire(params: SamplingParams, kind: RequestOutputKind) -> dict[str,
 def params_from_wire(fields: dict[str, Any]) -> SamplingParams:
     """Raises SamplingError: as `SamplingParams` does."""
     return SamplingParams(**{**fields, "output_kind": RequestOutputKind(fields["output_kind"])})
+
+
+# -- images ---------------------------------------------------------------------------------
+
+_ARRAY_DTYPES = ("<f4", "<i8")
+_MOST_IMAGE_BYTES = 1 << 30
+"""Of one request: `engine.images` makes no more."""
+
+
+def images_to_wire(images: PromptImages | None) -> list[Image]:
+    """Copies the arrays' bytes."""
+    if images is None:
+        return []
+    return [
+        Image(
+            one.start,
+            one.count,
+            one.grid,
+            {
+                name: Array(array.dtype.str, list(array.shape), array.tobytes())
+                for name, array in one.arrays.items()
+            },
+        )
+        for one in images.items
+    ]
+
+
+def images_from_wire(images: Sequence[Image], key: str) -> PromptImages | None:
+    """The arrays are views of the message's bytes.
+
+    Raises:
+        ValueError: an array is of a type or a size that no image has.
+    """
+    if not images:
+        return None
+    size = sum(len(array.data) for image in images for array in image.arrays.values())
+    if size > _MOST_IMAGE_BYTES:
+        raise ValueError(f"images of {size} bytes")
+    items = (
+        PromptImage(
+            image.start,
+            image.count,
+            image.grid,
+            {name: _array(array) for name, array in image.arrays.items()},
+        )
+        for image in images
+    )
+    return PromptImages(tuple(items), key)
+
+
+def _array(array: Array) -> np.ndarray:
+    if array.dtype not in _ARRAY_DTYPES:
+        raise ValueError(f"an array of {array.dtype!r}")
+    return np.frombuffer(array.data, array.dtype).reshape(array.shape)
 
 
 # -- errors ---------------------------------------------------------------------------------

@@ -3,50 +3,117 @@ loaded."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero_llm.core.config import EngineConfig, LoadConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.demo_models import ALIASES, demo_folder
+from hetero_llm.engine.images import ImageInputs, open_images
 from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
+from hetero_llm.models.vision_config import ImageModelConfig
 
 if TYPE_CHECKING:
     import torch
 
     from hetero_llm.models.config import ModelConfig
 
+logger = logging.getLogger(__name__)
+
 _DTYPES = {"half": "float16", "float": "float32"}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}  # measured: docs/log.md
 _TOKENS_WHEN_SERVING = 2048  # on a GPU: a prompt's piece is the longest gap in others' streams
 
 
-def find_model(load: LoadConfig) -> tuple[Path, ModelConfig]:
-    """The checkpoint's folder and its configuration."""
+def find_model(load: LoadConfig, *, weights: bool = True) -> tuple[Path, ModelConfig]:
+    """The checkpoint's folder and its configuration.
+
+    Args:
+        weights: whether they are needed, too.
+
+    Raises:
+        ConfigError: an argument that the model does not know.
+        ModelLoadError: the model folder is missing, damaged, not supported, or not as its manifest
+            says.
+    """
     from hetero_llm.models.config import load_model_config
-    from hetero_llm.models.loader import resolve_model_folder
+    from hetero_llm.models.folders import resolve_model_folder
+    from hetero_llm.models.manifest import check_model
 
     folder = resolve_model_folder(
-        resolve_alias(load.model), revision=load.revision, download_dir=load.download_dir
+        resolve_alias(load.model),
+        revision=load.revision,
+        download_dir=load.download_dir,
+        load_format=load.load_format if weights else "dummy",
+        allow_pickle=load.allow_pickle_weights,
     )
+    if load.model_sha256 is not None:
+        check_model(folder, load.model_sha256, weights=weights and load.load_format != "dummy")
+    if _through_transformers(folder, load.model_impl):
+        return folder, _transformers_config(folder, load)
     config = load_model_config(
         folder,
         rope_scaling=load.rope_scaling,
         rope_theta=load.rope_theta,
         disable_sliding_window=load.disable_sliding_window,
     )
+    if load.cpu_offload_gb and isinstance(config, ImageModelConfig):
+        reason = f"needs a native implementation, and {config.class_name} runs on transformers"
+        raise ConfigError("cpu_offload_gb", load.cpu_offload_gb, reason)
     return folder, config
 
 
-def open_model(config: EngineConfig) -> tuple[ModelConfig, int, Tokenizer | None]:
-    """A model's configuration, its context length as served, and its tokenizer: all but weights.
+def _through_transformers(folder: Path, model_impl: str) -> bool:
+    """Whether a class of transformers computes the model; the log says so if it was not asked
+    for."""
+    from hetero_llm.models.config_reader import read_json
+    from hetero_llm.models.registry import FAMILIES, REFUSED
+
+    names = read_json(folder / "config.json").get("architectures")
+    if model_impl == "native" or not isinstance(names, list) or not names:
+        return False
+    families = [FAMILIES[name] for name in names if name in FAMILIES]
+    if model_impl == "transformers":  # whose readers are those of ours that run on it anyway
+        return not any(family.module.startswith("transformers") for family in families)
+    if families or any(name in REFUSED for name in names):
+        return False
+    logger.info("%s has no native implementation: its class of transformers runs it", names[0])
+    return True
+
+
+def _transformers_config(folder: Path, load: LoadConfig) -> ModelConfig:
+    from hetero_llm.models.configs.transformers import load_transformers_config
+
+    config = load_transformers_config(
+        folder,
+        trust_remote_code=load.trust_remote_code,
+        disable_sliding_window=load.disable_sliding_window,
+    )
+    for field, value in (
+        ("rope_scaling", load.rope_scaling),
+        ("rope_theta", load.rope_theta),
+        ("cpu_offload_gb", load.cpu_offload_gb or None),
+    ):
+        if value is not None:
+            reason = f"needs a native implementation, and {config.class_name} runs on transformers"
+            raise ConfigError(field, value, reason)
+    return config
+
+
+def open_model(
+    config: EngineConfig,
+) -> tuple[ModelConfig, int, Tokenizer | None, ImageInputs | None]:
+    """A model's configuration, its context length as served, its tokenizer, and what prepares
+    images for it: all but weights.
 
     Raises:
         ConfigError, ModelLoadError: as `build_engine`.
     """
-    folder, model_config = find_model(config.load)
+    folder, model_config = find_model(config.load, weights=False)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
-    return model_config, max_model_len, open_tokenizer(config, folder)
+    images = open_images(folder, model_config, config.max_images)
+    return model_config, max_model_len, open_tokenizer(config, folder), images
 
 
 def resolve_alias(model: str) -> str:
@@ -113,7 +180,7 @@ def limit_steps(
 
 def open_tokenizer(config: EngineConfig, model_folder: Path) -> Tokenizer | None:
     """None if the configuration wants none."""
-    from hetero_llm.models.loader import resolve_model_folder
+    from hetero_llm.models.folders import resolve_model_folder
 
     load = config.load
     if load.skip_tokenizer_init:
@@ -124,6 +191,7 @@ def open_tokenizer(config: EngineConfig, model_folder: Path) -> Tokenizer | None
             resolve_alias(load.tokenizer),
             revision=load.tokenizer_revision,
             download_dir=load.download_dir,
+            load_format="dummy",  # no weights
         )
     return load_tokenizer(
         folder, mode=load.tokenizer_mode, trust_remote_code=load.trust_remote_code

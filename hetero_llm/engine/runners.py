@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from hetero_llm.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.engine.engine import ModelRunner
+from hetero_llm.models.vision_config import ImageModelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -126,9 +127,10 @@ def _cpu_runner(inputs: RunnerInputs) -> BuiltRunner:
     row_kernel = None
     if not inputs.batch_invariant:
         from hetero_llm.cpu.paged_attention import native_row_kernel
+        from hetero_llm.runner.scored_attention import Scoring
 
         config = inputs.model_config
-        row_kernel = native_row_kernel(cache, config.num_heads, config.attn_scale)
+        row_kernel = native_row_kernel(cache, config.num_heads, Scoring.of(config))
     return BuiltRunner(_torch_runner(inputs, cache, row_kernel), cache)
 
 
@@ -156,9 +158,13 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
     from hetero_llm.gpu.model_runner import GpuModelRunner
     from hetero_llm.runner.kv_cache import PagedKVCache
 
+    takes_images = isinstance(inputs.model_config, ImageModelConfig)
+    if takes_images:
+        logger.info("a model with images runs without CUDA graphs")
+
     def runner_with(num_blocks: int, graphs: bool) -> BuiltRunner:
         cache = PagedKVCache(inputs.shape, num_blocks, inputs.device)
-        if inputs.batch_invariant:
+        if inputs.batch_invariant or takes_images:
             return BuiltRunner(_torch_runner(inputs, cache, None), cache)
         runner = GpuModelRunner(
             inputs.model,
@@ -195,6 +201,8 @@ def cache_shape(
 ) -> KVCacheShape:
     from hetero_llm.runner.kv_cache import KVCacheShape
 
+    if config.cache.dtype != "auto" and isinstance(model_config, ImageModelConfig):
+        raise ConfigError("kv_cache_dtype", config.cache.dtype, "a model with images needs auto")
     return KVCacheShape(
         model_config.num_layers,
         model_config.num_kv_heads,

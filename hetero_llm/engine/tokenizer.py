@@ -17,6 +17,7 @@ from hetero_llm.core.errors import ModelLoadError, RequestError
 _PRIMING_TOKENS = 4
 """Prompt tokens fed to a decode stream first, so that a leading space of the continuation is kept
 by tokenizers that strip it at the start of a text."""
+_PROCESSOR_TEMPLATE = "chat_template.json"
 _LONGEST_CHARACTER = 4
 """Most byte tokens of one character, in UTF-8."""
 
@@ -181,4 +182,18 @@ def load_tokenizer(folder: Path, *, mode: str, trust_remote_code: bool) -> Token
                 "ids alone with --skip-tokenizer-init"
             )
         raise ModelLoadError(f"{folder}: no usable tokenizer: {reason}") from error
+    beside = folder / _PROCESSOR_TEMPLATE
+    if not getattr(hf_tokenizer, "chat_template", None) and beside.is_file():
+        hf_tokenizer.chat_template = _processor_template(beside)
     return Tokenizer(hf_tokenizer)
+
+
+def _processor_template(path: Path) -> str:
+    """The template of a folder that has it for its processor alone (LLaVA)."""
+    try:
+        template = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelLoadError(f"{path}: no usable chat template: {error!r}") from error
+    if not isinstance(template, str):
+        raise ModelLoadError(f"{path}: chat_template must be a text")
+    return template

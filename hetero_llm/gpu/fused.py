@@ -4,19 +4,38 @@ from __future__ import annotations
 
 from functools import partial
 
+from hetero_llm.gpu.experts import speed_up_experts
 from hetero_llm.gpu.kernels.activation import gated_activation
-from hetero_llm.gpu.kernels.norm import add_rms_norm
+from hetero_llm.gpu.kernels.norm import (
+    MAX_NORM_SIZE,
+    add_gemma_rms_norm,
+    add_layer_norm,
+    add_rms_norm,
+)
 from hetero_llm.gpu.kernels.small_linear import linear
-from hetero_llm.models.layers import CausalLM, GatedActivation, Linear, RMSNorm
+from hetero_llm.models.layers import (
+    AddLayerNorm,
+    CausalLM,
+    GatedActivation,
+    GemmaRMSNorm,
+    Linear,
+    RMSNorm,
+)
 
 
 def speed_up(model: CausalLM) -> None:
     """Replaces what can be replaced, in place. Weights that wait in host memory keep their
-    product, which stages them."""
+    product, which stages them, and rows too long for one program their norms."""
+    fused_norms = model.config.hidden_size <= MAX_NORM_SIZE
     for module in model.modules():
-        if isinstance(module, RMSNorm):
+        if isinstance(module, RMSNorm) and fused_norms:
             module.function = add_rms_norm
+        elif isinstance(module, GemmaRMSNorm) and fused_norms:
+            module.function = add_gemma_rms_norm
+        elif isinstance(module, AddLayerNorm) and fused_norms:
+            module.function = add_layer_norm
         elif isinstance(module, GatedActivation):
             module.function = partial(gated_activation, name=module.name)
         elif isinstance(module, Linear) and module.weight.device.type == "cuda":
             module.product = linear
+    speed_up_experts(model)

@@ -17,6 +17,7 @@ from hetero_llm.core.errors import ConfigError
 from hetero_llm.gpu.attention_plan import PlanLimits
 from hetero_llm.gpu.kernels.launch import num_multiprocessors
 from hetero_llm.gpu.kernels.paged_attention import (
+    MAX_GROUP,
     MAX_HEAD_DIM,
     MIN_HEAD_DIM,
     RowMasks,
@@ -40,11 +41,16 @@ from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import RotaryHeads
 from hetero_llm.models.rotary import RotaryRows
 from hetero_llm.runner.kv_cache import PagedKVCache
+from hetero_llm.runner.scored_attention import Scoring
 
 _PIECES_PER_SM = 8
 _FEW_ROWS = 8
 _MANY_ROWS = 64
 _SHORT_CONTEXT = 384
+_WIDE_TILES = {64: (64, 4, 3, 2), 128: (64, 8, 3, 1)}
+"""By rows, keys, warps, stages and programs of tiles that one row's group fills: StarCoder has 48
+heads of 128 on one KV head, Falcon-7B 71 of 64. Not timed: what fits registers and shared memory
+of Hopper."""
 _RAGGED_ROWS = 32
 """Chunks of at least so many rows of an uncaptured step go through FlashAttention."""
 _LONG_ROWS, _LONG_ROWS_ALONE = 4096, 1024
@@ -59,6 +65,14 @@ def check_supported(config: ModelConfig, cache_dtype: torch.dtype) -> None:
             "model",
             f"head size {dim}",
             f"the GPU kernels serve multiples of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}; "
+            f"batch_invariant=True or device='cpu' runs it through torch",
+        )
+    group = config.num_heads // config.num_kv_heads
+    if group > MAX_GROUP:
+        raise ConfigError(
+            "model",
+            f"{group} query heads on each KV head",
+            f"the GPU kernels serve {MAX_GROUP} at most; "
             f"batch_invariant=True or device='cpu' runs it through torch",
         )
     if cache_dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability() < (8, 9):
@@ -85,6 +99,10 @@ class AttentionContext:
         self.cache = cache
         self.tables = tables
         self.windows = tuple(dict.fromkeys(config.sliding_windows))
+        self.slopes = None
+        if config.alibi_slopes is not None:
+            device = tables.device
+            self.slopes = torch.tensor(config.alibi_slopes, dtype=torch.float32, device=device)
         self._group = config.num_heads // config.num_kv_heads
         self._dtype = dtype
         self._workspaces: dict[int, Workspace] = {}
@@ -100,7 +118,9 @@ class AttentionContext:
     def short_tile(self, num_rows: int) -> TileShape:
         """Of decode steps whose sequences are short, or enough to fill the chip uncut."""
         tile = self._tile(16, 64, 4, 4, 3)
-        return tile if num_rows < _MANY_ROWS else dataclasses.replace(tile, num_warps=2, programs=4)
+        if num_rows < _MANY_ROWS or tile.rows in _WIDE_TILES:
+            return tile
+        return dataclasses.replace(tile, num_warps=2, programs=4)
 
     def is_short(self, contexts: np.ndarray) -> bool:
         """Whether a step without chunks needs no tile cut: [S] keys of each sequence."""
@@ -130,11 +150,15 @@ class AttentionContext:
         return self._tile(32, 128, 4, 5, 1) if num_rows <= 64 else self._tile(32, 64, 4, 5, 2)
 
     def _tile(self, rows: int, keys: int, warps: int, stages: int, programs: int) -> TileShape:
-        """A shape measured for heads of 256 bytes; fewer keys where heads take more."""
+        """A shape measured for heads of 256 bytes; fewer keys where heads take more, and more rows
+        where groups are larger: a tile holds whole groups."""
+        least = triton.next_power_of_2(self._group)
+        if least > rows:
+            rows = least
+            keys, warps, stages, programs = _WIDE_TILES.get(rows, (keys, warps, stages, programs))
         row_bytes = triton.next_power_of_2(self.config.head_dim) * self._dtype.itemsize
         keys = max(16, keys * 256 // max(row_bytes, 256))
-        least = triton.next_power_of_2(self._group)
-        return TileShape(max(rows, least), keys, warps, stages, programs)
+        return TileShape(rows, keys, warps, stages, programs)
 
     def limits(self, tile: TileShape, *, cut: bool = True) -> PlanLimits:
         """What the plan of a step with this tile has to respect; `cut`: tiles may be cut."""
@@ -244,6 +268,8 @@ class StepAttention:
                 self._tile,
                 scale=scale,
                 window=window,
+                softcap=config.attn_softcap,
+                slopes=self._context.slopes,
                 any_cut=self._any_cut,
                 out=out,
             )
@@ -269,7 +295,8 @@ class LibraryPlanner:
     """Decides which chunks of an uncaptured step go through a library.
 
     Measured (docs/log.md): one chunk is fastest through cuDNN from a thousand rows on; a call for
-    each of many shorter ones costs more than FlashAttention's single call for all.
+    each of many shorter ones costs more than FlashAttention's single call for all. Neither is
+    given soft caps or ALiBi.
     """
 
     def __init__(self, context: AttentionContext, dtype: torch.dtype) -> None:
@@ -277,8 +304,9 @@ class LibraryPlanner:
         device = context.tables.device
         shape = (dtype, config.num_heads, config.num_kv_heads, config.head_dim, device)
         self._context = context
-        self._cudnn = cudnn_works(*shape)
-        self._flash = flash_works(*shape)
+        plain = Scoring.of(config).is_plain
+        self._cudnn = plain and cudnn_works(*shape)
+        self._flash = plain and flash_works(*shape)
         self._has_windows = any(w is not None for w in context.windows)
 
     def plan(

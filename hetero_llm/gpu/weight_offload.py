@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.experts import Experts
 from hetero_llm.models.layers import CausalLM, Linear, Product
 from hetero_llm.models.loader import default_dtype
 from hetero_llm.models.registry import model_class
@@ -63,7 +64,8 @@ def plan_offload(config: ModelConfig, dtype: torch.dtype, offload_gb: float) -> 
     it would need, and the embedding is read by rows.
 
     Raises:
-        ConfigError: the budget is above 0 and saves nothing.
+        ConfigError: the budget is above 0 and saves nothing, or asks for experts as well, which
+            are no `Linear` and stay on the device.
     """
     created: list[Linear] = []
     record = _on_linear_weight(lambda linear, _: created.append(linear))
@@ -87,6 +89,12 @@ def plan_offload(config: ModelConfig, dtype: torch.dtype, offload_gb: float) -> 
         movable,
         sum(p.nbytes for p in model.parameters()),
     )
+    if budget > movable and any(isinstance(module, Experts) for module in model.modules()):
+        reason = (
+            f"experts stay on the GPU: at most {movable / GIB:.3f} GiB, the weights of other "
+            "layers, can stay in host memory"
+        )
+        raise ConfigError("cpu_offload_gb", offload_gb, reason)
     if offload_gb > 0 and plan.freed_bytes <= 0:
         raise ConfigError(
             "cpu_offload_gb",

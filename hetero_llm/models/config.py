@@ -15,7 +15,7 @@ from typing import Any
 
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.models.config_reader import ConfigSource, Reader, read_json
-from hetero_llm.models.registry import FAMILIES, supported_architectures
+from hetero_llm.models.registry import FAMILIES, REFUSED, supported_architectures
 from hetero_llm.models.rope_config import RopeConfig
 
 __all__ = ["ModelConfig", "RopeConfig", "load_model_config"]
@@ -124,4 +124,6 @@ def _architecture(reader: Reader) -> str:
         for name in names:
             if name in FAMILIES:
                 return name
+            if name in REFUSED:
+                raise reader.bad("architectures", f"not supported, {REFUSED[name]}")
     raise reader.bad("architectures", "supported are " + ", ".join(supported_architectures()))

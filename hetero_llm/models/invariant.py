@@ -12,17 +12,22 @@ Elementwise functions with an exponential (silu, gelu) have the same trouble on 
 body and the scalar tail of a loop round differently, and batch size and thread count move the
 tail. They go row by row. Norms, embeddings, sums and products of tensors are row-independent as
 they are (tests/models/test_invariant.py holds them to it).
+
+Experts are matrix products too: which rows share a tile depends on where the others are sent, which
+a row's bits then do not. Their outputs are added up in the order of the experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetero_llm.models.layers import Activation, CausalLM, Linear
+from hetero_llm.models.experts import Experts
+from hetero_llm.models.layers import Activation, CausalLM, Linear, Product
 
 TILE_ROWS = 16
 _CHECKED_PLACEMENTS = 3
@@ -39,6 +44,8 @@ def make_batch_invariant(model: CausalLM) -> None:
         if isinstance(module, Linear):
             tiled = _rows_are_independent(module.weight, module.bias)
             module.product = product_of_tiles if tiled else product_of_rows
+        elif isinstance(module, Experts):
+            module.function = partial(module.by_products, product=_product_of_experts(module))
         elif isinstance(module, Activation) and _device_of(model).type == "cpu":
             module.function = _by_row(module.function)
 
@@ -63,6 +70,13 @@ def _in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tens
         tile[: part.shape[0]] = part
         out[start : start + rows] = F.linear(tile, weight, bias)[: part.shape[0]]
     return out
+
+
+def _product_of_experts(experts: Experts) -> Product:
+    """One for all of them: they have the same shapes."""
+    matrices = (matrix for weight in (experts.gate_up, experts.down) for matrix in weight)
+    tiled = all(_rows_are_independent(matrix, None) for matrix in matrices)
+    return product_of_tiles if tiled else product_of_rows
 
 
 def _by_row(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -162,6 +162,16 @@ class CausalLM(nn.Module):
         """The name `checkpoint_tensors` uses for a stored tensor; None if it is to be skipped."""
         raise NotImplementedError
 
+    def finish_loading(self, *, batch_invariant: bool) -> None:
+        """Called once before serving, with all weights and all faster parts in their places.
+
+        Args:
+            batch_invariant: The model's products and activations are those of `invariant.py`.
+
+        Raises:
+            ModelLoadError, ConfigError: The model cannot be served (so).
+        """
+
 
 class Linear(nn.Module):
     """Every matrix product of every family, the head included.
@@ -223,6 +233,33 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
     # transformers rounds to the low precision before it multiplies by the weight.
     return F.rms_norm(x, weight.shape, None, eps).mul_(weight)
+
+
+class GemmaRMSNorm(nn.Module):
+    """RMS norm of Gemma's: the weight is stored less one and multiplied in float32, and only the
+    product is rounded. Arguments and result as of `RMSNorm`.
+
+    `function` may be replaced on the instance by a fused one.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+        self.function: AddNorm = add_gemma_rms_norm
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Norm of `x + residual`, and that sum; see `RMSNorm.forward`."""
+        return self.function(x, residual, self.weight, self.eps)
+
+
+def add_gemma_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `GemmaRMSNorm`."""
+    total = x if residual is None else residual.add_(x)
+    norm = F.rms_norm(total.float(), weight.shape, None, eps)
+    return norm.mul_(1.0 + weight.float()).to(x.dtype), total
 
 
 class LayerNorm(nn.Module):
@@ -301,6 +338,8 @@ class Activation(nn.Module):
             "gelu_new": _gelu_tanh,
             "gelu_fast": _gelu_tanh,
             "gelu_pytorch_tanh": _gelu_tanh,
+            "sigmoid": torch.sigmoid,  # gates of shared experts; no name of config.json
+            "tanh": torch.tanh,  # soft caps of logits; no name of config.json
         }
         self.function = functions[name]
 

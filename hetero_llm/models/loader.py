@@ -1,57 +1,39 @@
-"""From a model name to a module with weights: find the folder, build, stream safetensors in."""
+"""From a model's folder to a module with weights: build it, match names and shapes, fill it.
+
+`folders.py` finds the folder, `weight_files.py` the files, `weight_reader.py` moves the bytes.
+"""
 
 from __future__ import annotations
 
-import json
-import re
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from hetero_llm.core.errors import ConfigError, ModelLoadError, shown
+from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.folders import LOAD_FORMATS, resolve_model_folder
 from hetero_llm.models.layers import CausalLM, Place
 from hetero_llm.models.registry import model_class
+from hetero_llm.models.weight_files import StoredTensor, WeightFile, find_weight_files
+from hetero_llm.models.weight_reader import Piece, ReadAhead, copy_pieces, pieces_of
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+__all__ = ["LOAD_FORMATS", "default_dtype", "load_model", "resolve_model_folder"]
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_INDEX_FILE = "model.safetensors.index.json"
-_PICKLED_PATTERNS = ("*.bin", "*.pt", "*.pth")
-# What a folder needs to be served: weights, configuration, tokenizer, chat template.
-_HUB_PATTERNS = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
-# Second copies of the weights in the authors' own layout.
-_HUB_IGNORED = ("original/*", "consolidated*")
+logger = logging.getLogger(__name__)
+
 _DUMMY_STD = 0.02
 _NAMES_SHOWN = 5
-
-
-def resolve_model_folder(
-    model: str, *, revision: str | None = None, download_dir: str | None = None
-) -> Path:
-    """The local folder of a model, downloaded from the hub if it is not one already.
-
-    Args:
-        model: A folder, or a hub id such as "org/name".
-        revision: Branch, tag or commit on the hub; has no meaning for a local folder.
-        download_dir: Cache folder of the downloads; None is huggingface_hub's own.
-
-    Raises:
-        ModelLoadError: No such folder, or the hub did not deliver.
-    """
-    folder = Path(model).expanduser()
-    if model and folder.is_dir():
-        return folder
-    if model and folder.exists():
-        raise ModelLoadError(f"model={shown(model)}: a file, where a model folder is needed")
-    if not _HUB_ID.fullmatch(model) or "--" in model or ".." in model:
-        raise ModelLoadError(f"model={shown(model)}: no such folder")
-    return _download(model, revision, download_dir)
+_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight", "output_layer.weight")
+"""Last parts of the names under which families store their head."""
+_SAMPLES, _SAMPLE_BYTES = 64, 1024
 
 
 def load_model(
@@ -62,12 +44,13 @@ def load_model(
     device: torch.device | str,
     show_progress: bool,
     load_format: str = "auto",
+    allow_pickle: bool = False,
     seed: int = 0,
 ) -> CausalLM:
-    """Builds the model of `config` and fills it from the folder's safetensors files.
+    """Builds the model of `config` and fills it from the folder's weight files.
 
-    Tensors are copied one by one from memory-mapped files into their place, so the peak is the
-    model itself plus pages the kernel can drop.
+    The peak is the model itself and what `weight_reader` reads ahead: at most a 20th of it, or
+    8 MiB; with a `Place`, also one stored tensor.
 
     Args:
         folder: Of `resolve_model_folder`.
@@ -75,19 +58,24 @@ def load_model(
         dtype: Of every parameter; stored tensors are converted.
         device: Where the parameters live.
         show_progress: A progress bar in bytes on stderr.
-        load_format: "auto" and "safetensors" read the files; "dummy" draws random weights.
+        load_format: Of `LOAD_FORMATS`.
+        allow_pickle: Whether pickled files may be read; never anything but tensors from them.
         seed: Of the random weights.
 
     Returns:
         The model in eval mode, parameters without gradients.
 
     Raises:
+        ConfigError: `load_format` is none, or needs `allow_pickle`.
         ModelLoadError: Files missing, damaged, or not those of `config`; the message names them.
+            Weights that are no finite numbers are a warning.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError("load_format", load_format, "one of " + ", ".join(LOAD_FORMATS))
     folder = Path(folder)
-    files = [] if load_format == "dummy" else _weight_files(folder)
+    files: tuple[WeightFile, ...] = ()
+    if load_format != "dummy":
+        files = find_weight_files(folder, load_format, allow_pickle=allow_pickle)
     with default_dtype(dtype), torch.device(device):
         model = model_class(config.architecture)(config)
     model.eval().requires_grad_(False)
@@ -109,131 +97,169 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _download(model: str, revision: str | None, download_dir: str | None) -> Path:
-    # Lazy: the hub client takes a while to import and local folders do not need it.
-    from huggingface_hub import snapshot_download
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """A stored tensor and where it goes."""
 
-    try:
-        path = snapshot_download(
-            model,
-            revision=revision,
-            cache_dir=download_dir,
-            allow_patterns=list(_HUB_PATTERNS),
-            ignore_patterns=list(_HUB_IGNORED),
-        )
-    except Exception as error:  # the hub client raises its own, httpx', OS and value errors
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ModelLoadError(
-            f"model={shown(model)}: no such folder, and the hub did not deliver it "
-            f"(revision={revision!r}): {reason}"
-        ) from error
-    return Path(path)
+    file: WeightFile
+    stored: StoredTensor
+    target: Tensor | Place
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, those of the index if there is one."""
-    index = folder / _INDEX_FILE
-    if index.exists():
-        return _indexed_files(index)
-    files = sorted(p for p in folder.glob("*.safetensors") if not p.match("consolidated*"))
-    if files:
-        return files
-    if any(True for pattern in _PICKLED_PATTERNS for _ in folder.glob(pattern)):
-        raise ModelLoadError(
-            f"{folder}: only pickled weights; safetensors files are needed "
-            "(save_pretrained(..., safe_serialization=True) converts them)"
-        )
-    raise ModelLoadError(f"{folder}: no *.safetensors file")
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{index}: not a weight index: {error!r}") from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ModelLoadError(f"{index}: {shown(name)} is not a file name")
-        if not (index.parent / name).is_file():
-            raise ModelLoadError(f"{index}: names the shard {name}, which is missing")
-    return [index.parent / name for name in names]
-
-
-def _fill_from_files(model: CausalLM, folder: Path, files: list[Path], show_progress: bool) -> None:
+def _fill_from_files(
+    model: CausalLM, folder: Path, files: tuple[WeightFile, ...], show_progress: bool
+) -> None:
     """Checks names and shapes of all files first, so that a wrong folder fails at once."""
-    targets = model.checkpoint_tensors()
-    stored = _checked_headers(model, targets, folder, files)
-    total = sum(file.stat().st_size for file in files)
+    matches = _matches(model, folder, files)
+    total = sum(match.stored.nbytes for match in matches)
+    ahead = ReadAhead.of(total)
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="loading weights", disable=not show_progress
     ) as bar:
-        for file in files:
-            read = 0
-            with _open(file) as tensors:
-                for name, ours in stored[file]:
-                    try:
-                        tensor = tensors.get_tensor(name)
-                    except SafetensorError as error:
-                        raise ModelLoadError(f"{file}: {name}: damaged: {error}") from error
-                    _fill(targets[ours], tensor)
-                    read += tensor.nbytes
-                    bar.update(tensor.nbytes)
-            bar.update(file.stat().st_size - read)  # the header and what was skipped
+        not_finite = copy_pieces(
+            (piece for match in matches for piece in _pieces(match, ahead.piece_bytes)),
+            ahead,
+            lambda piece: bar.update(piece.nbytes),
+        )
+    if not_finite:
+        logger.warning(
+            "%s: weights that are no finite numbers (NaN, or infinite as %s): %s",
+            folder, str(next(model.parameters()).dtype).removeprefix("torch."), _some(not_finite),
+        )  # fmt: skip
 
 
-def _fill(target: Tensor | Place, stored: Tensor) -> None:
-    if isinstance(target, Place):
-        target.fill(stored)
-    else:
-        target.copy_(stored)
+def _pieces(match: _Match, piece_bytes: int) -> Iterator[Piece]:
+    stored, target = match.stored, match.target
+    if isinstance(target, Tensor):
+        dtype = target.dtype
+        yield from pieces_of(match.file, stored, target, dtype=dtype, piece_bytes=piece_bytes)
+        return
+    # On the parameter's device, so that it is arranged there.
+    dtype, device = target.view.dtype, target.view.device
+    whole = torch.empty(target.shape, dtype=stored.dtype, device=device)
+    *pieces, last = pieces_of(match.file, stored, whole, dtype=dtype, piece_bytes=piece_bytes)
+    yield from pieces
+    yield replace(last, then=partial(target.fill, whole))
 
 
-def _checked_headers(
-    model: CausalLM, targets: Mapping[str, Tensor | Place], folder: Path, files: list[Path]
-) -> dict[Path, list[tuple[str, str]]]:
-    """Per file, (stored name, our name) of the tensors to load; each target exactly once."""
-    stored: dict[Path, list[tuple[str, str]]] = {}
-    place: dict[str, Path] = {}
+def _matches(model: CausalLM, folder: Path, files: tuple[WeightFile, ...]) -> list[_Match]:
+    """Each tensor of the model exactly once, in the order of the files' bytes."""
+    targets = model.checkpoint_tensors()
+    found: dict[str, _Match] = {}
+    skipped: list[tuple[WeightFile, StoredTensor]] = []
     unexpected: list[str] = []
-    wrong: list[str] = []
     for file in files:
-        stored[file] = []
-        with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - safe_open is no dict
-                ours = model.checkpoint_name(name)
-                if ours is None:
-                    continue
-                if ours not in targets:
-                    unexpected.append(name)
-                    continue
-                if ours in place:
-                    raise ModelLoadError(
-                        f"{folder}: {ours} is stored twice, in {place[ours].name} and {file.name}"
-                    )
-                place[ours] = file
-                shape, needed = tensors.get_slice(name).get_shape(), list(targets[ours].shape)
-                if shape != needed:
-                    wrong.append(f"{name} is {shape}, config.json says {needed}")
-                stored[file].append((name, ours))
+        for stored in file.tensors:
+            ours = model.checkpoint_name(stored.name)
+            if ours is None:
+                skipped.append((file, stored))
+            elif ours not in targets:
+                unexpected.append(stored.name)
+            elif ours in found:
+                first = found[ours].file.path.name
+                raise ModelLoadError(
+                    f"{folder}: {ours} is stored twice, in {first} and {file.path.name}"
+                )
+            else:
+                found[ours] = _Match(file, stored, targets[ours])
+    _use_tied_head(model, targets, found, skipped)
     problems = {
-        "missing": [name for name in targets if name not in place],
+        "missing": [name for name in targets if name not in found],
         "unexpected": unexpected,
-        "of wrong shape": wrong,
+        "of wrong shape": _wrong_shapes(found, model.config),
+        "of a type that cannot be loaded": [
+            f"{match.stored.name} ({match.stored.type_name})"
+            for match in found.values()
+            if match.stored.dtype is None
+        ],
     }
     lines = [f"tensors {kind}: {_some(names)}" for kind, names in problems.items() if names]
     if lines:
         raise ModelLoadError(f"{folder}: " + "; ".join(lines))
-    return stored
+    place = {id(file): index for index, file in enumerate(files)}
+    return sorted(found.values(), key=lambda match: (place[id(match.file)], match.stored.start))
 
 
-def _open(file: Path) -> safe_open:
+def _use_tied_head(
+    model: CausalLM,
+    targets: Mapping[str, Tensor | Place],
+    found: dict[str, _Match],
+    skipped: list[tuple[WeightFile, StoredTensor]],
+) -> None:
+    """A model whose head is its embedding may be stored under the name of either, or of both."""
+    name = _tied_embedding(model, targets)
+    if name is None:
+        return
+    shape = tuple(targets[name].shape)
+    heads = [
+        (file, stored)
+        for file, stored in skipped
+        if stored.name.endswith(_HEADS) and stored.shape == shape
+    ]
+    if not heads:
+        return
+    file, head = heads[0]
+    if name not in found:
+        found[name] = _Match(file, head, targets[name])
+    elif _differ(found[name], file, head):
+        logger.warning(
+            "%s: %s is not %s, but config.json ties them and the second one serves as both; "
+            "tie_word_embeddings=false there keeps them apart",
+            file.path, head.name, found[name].stored.name,
+        )  # fmt: skip
+
+
+def _tied_embedding(model: CausalLM, targets: Mapping[str, Tensor | Place]) -> str | None:
+    """The name of the embedding that is the head, too; None if there is none."""
+    head = getattr(getattr(model, "lm_head", None), "weight", None)
+    if not isinstance(head, Tensor) or not model.config.tie_word_embeddings:
+        return None
+    for name, target in targets.items():
+        view = target.view if isinstance(target, Place) else target
+        if view.shape == head.shape and view.data_ptr() == head.data_ptr():
+            return name
+    return None
+
+
+def _differ(embedding: _Match, file: WeightFile, head: StoredTensor) -> bool:
+    """Whether two stored tensors are visibly not the same, by samples all over them."""
+    stored = embedding.stored
+    if stored.dtype is None or (stored.dtype, stored.shape) != (head.dtype, head.shape):
+        return False  # said elsewhere, or not comparable byte by byte
+    size = min(_SAMPLE_BYTES, stored.nbytes)
+    ours, theirs = np.empty(size, np.uint8), np.empty(size, np.uint8)
+    opened = {id(one): one for one in (embedding.file, file)}.values()
     try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise ModelLoadError(
-            f"{file}: not a readable safetensors file, copy or download it again: {error}"
-        ) from error
+        for one in opened:
+            one.open()
+        for offset in np.linspace(0, stored.nbytes - size, _SAMPLES, dtype=np.int64).tolist():
+            embedding.file.read(stored, offset, ours)
+            file.read(head, offset, theirs)
+            if not np.array_equal(ours, theirs):
+                return True
+    finally:
+        for one in opened:
+            one.close()
+    return False
+
+
+def _wrong_shapes(found: Mapping[str, _Match], config: ModelConfig) -> list[str]:
+    wrong = []
+    for match in found.values():
+        stored, needed = match.stored, tuple(match.target.shape)
+        if stored.shape == needed:
+            continue
+        if needed[:1] == (config.vocab_size,) and stored.shape[1:] == needed[1:]:
+            # Not cut or padded: the ids of added tokens, or what the padding computes, would be
+            # a guess. vLLM refuses both, too.
+            rows = stored.shape[0] if stored.shape else 0
+            wrong.append(
+                f"{stored.name} has {rows} rows, config.json says vocab_size={config.vocab_size}"
+            )
+        else:
+            shape = list(stored.shape)
+            wrong.append(f"{stored.name} is {shape}, config.json says {list(needed)}")
+    return wrong
 
 
 def _some(names: list[str]) -> str:

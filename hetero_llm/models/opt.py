@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from hetero_llm.models.blocks import FusedAttention, PlainMLP, Tensors
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import (
-    Activation,
+    AddLayerNorm,
     Attend,
     CausalLM,
     Embedding,
-    LayerNorm,
     Linear,
+    Place,
     checkpoint_views,
-    split_views,
 )
 
 # OPT was trained with two rows kept for padding in front of position 0.
@@ -25,28 +25,27 @@ class OPTLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.layer = layer
         self.pre_norm = config.pre_norm
-        self.head_shape = (-1, 3 * config.num_heads, config.head_dim)
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.attention_norm = LayerNorm(hidden, config.norm_eps, affine=config.norm_affine)
-        self.qkv_proj = Linear(hidden, 3 * hidden, bias=config.qkv_bias)
-        self.out_proj = Linear(hidden, hidden, bias=config.out_bias)
-        self.mlp_norm = LayerNorm(hidden, config.norm_eps, affine=config.norm_affine)
-        self.fc1 = Linear(hidden, inner, bias=config.mlp_bias)
-        self.activation = Activation(config.hidden_act)
-        self.fc2 = Linear(inner, hidden, bias=config.mlp_bias)
+        size, eps, affine = config.hidden_size, config.norm_eps, config.norm_affine
+        self.attention_norm = AddLayerNorm(size, eps, affine=affine)
+        self.attention = FusedAttention(config, layer)
+        self.mlp_norm = AddLayerNorm(size, eps, affine=affine)
+        self.mlp = PlainMLP(config)
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        normed = self.attention_norm(x) if self.pre_norm else x
-        q, k, v = self.qkv_proj(normed).view(self.head_shape).chunk(3, dim=1)
-        x = self.out_proj(attend(self.layer, q, k, v).flatten(1)).add_(x)
-        if not self.pre_norm:
-            x = self.attention_norm(x)
-        normed = self.mlp_norm(x) if self.pre_norm else x
-        x = self.fc2(self.activation(self.fc1(normed))).add_(x)
-        return x if self.pre_norm else self.mlp_norm(x)
+    def forward(
+        self,
+        x: Tensor,  # [T, hidden], overwritten
+        residual: Tensor | None,  # [T, hidden], overwritten; None with norms after
+        attend: Attend,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output; with norms before it is still to be added to the residual, which follows."""
+        if self.pre_norm:
+            x, residual = self.attention_norm(x, residual)
+            x, residual = self.mlp_norm(self.attention(x, None, attend), residual)
+            return self.mlp(x), residual
+        x, _ = self.attention_norm(self.attention(x, None, attend), x)
+        x, _ = self.mlp_norm(self.mlp(x), x)
+        return x, None
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
         """See `CausalLM.checkpoint_tensors`."""
@@ -54,14 +53,9 @@ class OPTLayer(nn.Module):
         return {
             **checkpoint_views(f"{prefix}.self_attn_layer_norm", self.attention_norm),
             **checkpoint_views(f"{prefix}.final_layer_norm", self.mlp_norm),
-            **split_views(
-                self.qkv_proj,
-                [f"{attention}.{name}_proj" for name in "qkv"],
-                [self.out_proj.weight.shape[0]] * 3,
-            ),
-            **checkpoint_views(f"{attention}.out_proj", self.out_proj),
-            **checkpoint_views(f"{prefix}.fc1", self.fc1),
-            **checkpoint_views(f"{prefix}.fc2", self.fc2),
+            **self.attention.split_tensors([f"{attention}.{name}_proj" for name in "qkv"]),
+            **checkpoint_views(f"{attention}.out_proj", self.attention.out_proj),
+            **self.mlp.tensors(f"{prefix}.fc1", f"{prefix}.fc2"),
         }
 
 
@@ -73,12 +67,12 @@ class OPTForCausalLM(CausalLM):
         self.config = config
         hidden, word = config.hidden_size, config.word_embed_size
         self.embed_tokens = Embedding(config.vocab_size, word)
-        self.embed_positions = Embedding(config.max_position_embeddings + _POSITION_OFFSET, hidden)
+        self.embed_positions = Embedding(config.max_position_embeddings, hidden)
         projects = word != hidden
         self.project_in = Linear(word, hidden, bias=False) if projects else None
         self.layers = nn.ModuleList(OPTLayer(config, i) for i in range(config.num_layers))
         self.final_norm = (
-            LayerNorm(hidden, config.norm_eps, affine=config.norm_affine)
+            AddLayerNorm(hidden, config.norm_eps, affine=config.norm_affine)
             if config.final_norm
             else None
         )
@@ -91,25 +85,30 @@ class OPTForCausalLM(CausalLM):
         x = self.embed_tokens(input_ids)
         if self.project_in is not None:
             x = self.project_in(x)
-        x = x + self.embed_positions(positions + _POSITION_OFFSET)
+        x = x + self.embed_positions(positions)
+        residual: Tensor | None = None
         for layer in self.layers:
-            x = layer(x, attend)
-        return x if self.final_norm is None else self.final_norm(x)
+            x, residual = layer(x, residual, attend)
+        if self.final_norm is not None:
+            return self.final_norm(x, residual)[0]
+        return x if residual is None else residual.add_(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self.project_out is not None:
             hidden = self.project_out(hidden)
         return self.lm_head(hidden)
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
+    def checkpoint_tensors(self) -> Tensors:
         decoder = "model.decoder"
-        tensors: dict[str, Tensor] = {}
-        for name in (
-            "embed_tokens",
-            "embed_positions",
-            "project_in",
-            "project_out",
-        ):
+        positions = self.embed_positions.weight
+        stored_shape = (positions.shape[0] + _POSITION_OFFSET, positions.shape[1])
+        tensors: Tensors = {
+            **checkpoint_views(f"{decoder}.embed_tokens", self.embed_tokens),
+            f"{decoder}.embed_positions.weight": Place(
+                positions, stored_shape, lambda stored: stored[_POSITION_OFFSET:]
+            ),
+        }
+        for name in ("project_in", "project_out"):
             module = getattr(self, name)
             if module is not None:
                 tensors.update(checkpoint_views(f"{decoder}.{name}", module))

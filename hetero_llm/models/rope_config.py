@@ -36,7 +36,20 @@ _KEYS_OF_TYPE: Mapping[str, frozenset[str]] = {
             "finetuned",
         }
     ),
+    "longrope": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "short_factor",
+            "long_factor",
+            "short_mscale",
+            "long_mscale",
+        }
+    ),
 }
+# Those that start from another context than max_position_embeddings.
+_TYPES_WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +59,16 @@ class RopeConfig:
     Attributes:
         theta: Base of the frequencies.
         rotary_dim: Rotated entries of each head, the first ones.
-        scaling_type: "default", "linear", "dynamic", "yarn" or "llama3".
+        scaling_type: "default", "linear", "dynamic", "yarn", "llama3", "longrope" ("LongRoPE", Ding
+            et al. 2024) or "qwen_ntk" (the first QWen's `use_dynamic_ntk`).
         original_max_position: Context length in tokens before scaling.
         factor: Ratio of the scaled to the original context; 1.0 for "default".
-        attention_factor: Multiplies cos and sin ("yarn"; 1.0 otherwise).
+        attention_factor: Multiplies cos and sin ("yarn" and "longrope"; 1.0 otherwise).
         low_freq_factor, high_freq_factor: "llama3" only.
         beta_fast, beta_slow, truncate: "yarn" only.
+        short_factors, long_factors: "longrope" only: each frequency's divisor where the served
+            context fits the original one, and where it does not.
+        long_attention_factor: "longrope" only: as `attention_factor`, with the long factors.
     """
 
     theta: float
@@ -65,6 +82,9 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    long_attention_factor: float = 1.0
 
 
 def parse_rope(
@@ -95,10 +115,12 @@ def parse_rope(
     if rope_scaling is not None:
         params = dict(rope_scaling)
         theta = params.get("rope_theta", theta)
-    elif raw.get("original_max_position_embeddings") is not None:
-        # Beside the dict it takes precedence, as in transformers.
+    elif _type_of(params) in _TYPES_WITH_ORIGINAL:
+        # Beside the dict it takes precedence, and the other types do not look at it, as in
+        # transformers (whose Phi3Config always writes it).
         key = "original_max_position_embeddings"
-        params[key] = raw[key]
+        if raw.get(key) is not None:
+            params[key] = raw[key]
     if rope_theta is not None:
         theta = rope_theta
     params["rope_theta"] = _DEFAULT_THETA if theta is None else theta
@@ -115,10 +137,11 @@ def parse_rope(
 def scaled_max_position(rope: RopeConfig, max_position: int) -> int:
     """Context length after scaling, as vLLM derives it.
 
-    `max_position_embeddings` of llama3 checkpoints already holds the scaled length; for linear and
-    dynamic it is the length before scaling; yarn states the original length on its own.
+    `max_position_embeddings` of llama3 and longrope checkpoints already holds the scaled length;
+    for linear and dynamic it is the length before scaling; yarn states the original length on its
+    own.
     """
-    if rope.scaling_type in ("default", "llama3"):
+    if rope.scaling_type in ("default", "llama3", "longrope"):
         return max_position
     if rope.scaling_type == "yarn":
         return int(rope.original_max_position * rope.factor)
@@ -146,77 +169,132 @@ def _rope_dict(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {}
 
 
-def _rope_from_dict(
-    params: Mapping[str, Any], where: str, head_dim: int, max_position: int
-) -> RopeConfig:
-    def bad(key: str, reason: str) -> ModelLoadError:
-        return ModelLoadError(f"{where}: rope {key}={shown(params.get(key))}: {reason}")
+@dataclass(frozen=True, slots=True)
+class _Params:
+    """Typed access to the dict of rotary parameters; `where` names the file in messages."""
 
-    def number(key: str, default: float | None = None) -> float:
-        value = params.get(key)
+    raw: Mapping[str, Any]
+    where: str
+
+    def bad(self, key: str, reason: str) -> ModelLoadError:
+        return ModelLoadError(f"{self.where}: rope {key}={shown(self.raw.get(key))}: {reason}")
+
+    def missing(self, key: str) -> ModelLoadError:
+        name = _type_of(self.raw)
+        return ModelLoadError(f"{self.where}: rope_type={name!r} needs the key {key!r}")
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Above 0; required without a default, null counts as absent."""
+        value = self.raw.get(key)
         value = default if value is None else value
         if value is None:
-            raise ModelLoadError(f"{where}: rope_type={scaling_type!r} needs the key {key!r}")
+            raise self.missing(key)
         if not _is_number(value) or value <= 0:
-            raise bad(key, "a number above 0 is needed")
+            raise self.bad(key, "a number above 0 is needed")
         return float(value)
 
-    scaling_type = params.get("rope_type") or params.get("type") or "default"
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """So many numbers above 0."""
+        values = self.raw.get(key)
+        if values is None:
+            raise self.missing(key)
+        if (
+            not isinstance(values, list)
+            or len(values) != count
+            or not all(_is_number(value) and value > 0 for value in values)
+        ):
+            raise self.bad(key, f"{count} numbers above 0 are needed")
+        return tuple(float(value) for value in values)
+
+
+def _type_of(params: Mapping[str, Any]) -> Any:
+    return params.get("rope_type") or params.get("type") or "default"
+
+
+def _rope_from_dict(
+    raw: Mapping[str, Any], where: str, head_dim: int, max_position: int
+) -> RopeConfig:
+    params = _Params(raw, where)
+    scaling_type = _type_of(raw)
     if not isinstance(scaling_type, str) or scaling_type not in _KEYS_OF_TYPE:
         raise ModelLoadError(
             f"{where}: rope_type={shown(scaling_type)} is not supported; supported are "
             + ", ".join(_KEYS_OF_TYPE)
         )
     allowed = _KEYS_OF_TYPE[scaling_type] | _COMMON_KEYS
-    unknown = sorted(k for k, v in params.items() if k not in allowed and v is not None)
+    unknown = sorted(k for k, v in raw.items() if k not in allowed and v is not None)
     if unknown:
-        raise bad(unknown[0], f"not supported with rope_type={scaling_type!r}")
-    share = number("partial_rotary_factor", 1.0)
+        raise params.bad(unknown[0], f"not supported with rope_type={scaling_type!r}")
+    share = params.number("partial_rotary_factor", 1.0)
     if share > 1:
-        raise bad("partial_rotary_factor", "at most 1 is needed")
+        raise params.bad("partial_rotary_factor", "at most 1 is needed")
     rotary_dim = int(head_dim * share)
     if rotary_dim % 2 or rotary_dim < 4:
         raise ModelLoadError(
             f"{where}: {rotary_dim} of head_dim={head_dim} entries are rotated: rotary embeddings "
             "need 4, 6, 8, ..."
         )
-    original = int(number("original_max_position_embeddings", max_position))
-    if scaling_type in ("default", "linear", "dynamic") and original != max_position:
+    original = int(params.number("original_max_position_embeddings", max_position))
+    if scaling_type not in _TYPES_WITH_ORIGINAL and original != max_position:
         # transformers takes max_position_embeddings for these and never looks at this key.
-        raise bad(
+        raise params.bad(
             "original_max_position_embeddings",
             f"differs from max_position_embeddings={max_position}, which "
             f"rope_type={scaling_type!r} starts from",
         )
     rope = RopeConfig(
-        theta=number("rope_theta"),
+        theta=params.number("rope_theta"),
         rotary_dim=rotary_dim,
         scaling_type=scaling_type,
         original_max_position=original,
     )
-    if scaling_type == "default":
-        return rope
-    from_ratio = max_position / original if "factor" in params and scaling_type == "yarn" else None
-    factor = number("factor", from_ratio)
+    return rope if scaling_type == "default" else _scaled(params, rope, max_position)
+
+
+def _scaled(params: _Params, rope: RopeConfig, max_position: int) -> RopeConfig:
+    """The rotary embedding with the factors of its type."""
+    raw, scaling_type = params.raw, rope.scaling_type
+    ratio = max_position / rope.original_max_position
+    if scaling_type == "longrope":
+        return _longrope(params, rope, ratio)
+    factor = params.number("factor", ratio if "factor" in raw and scaling_type == "yarn" else None)
     if factor < 1:
-        raise bad("factor", "at least 1 is needed")
+        raise params.bad("factor", "at least 1 is needed")
     if scaling_type == "llama3":
-        low, high = number("low_freq_factor"), number("high_freq_factor")
+        low, high = params.number("low_freq_factor"), params.number("high_freq_factor")
         if high <= low:
-            raise bad("high_freq_factor", f"must exceed low_freq_factor={low}")
+            raise params.bad("high_freq_factor", f"must exceed low_freq_factor={low}")
         return replace(rope, factor=factor, low_freq_factor=low, high_freq_factor=high)
     if scaling_type == "yarn":
-        if params.get("truncate") not in (None, True, False):
-            raise bad("truncate", "true or false is needed")
+        if raw.get("truncate") not in (None, True, False):
+            raise params.bad("truncate", "true or false is needed")
+        attention_factor = params.number("attention_factor", _yarn_attention_factor(raw, factor))
         return replace(
             rope,
             factor=factor,
-            attention_factor=number("attention_factor", _yarn_attention_factor(params, factor)),
-            beta_fast=number("beta_fast", 32.0),
-            beta_slow=number("beta_slow", 1.0),
-            truncate=params.get("truncate") is not False,
+            attention_factor=attention_factor,
+            beta_fast=params.number("beta_fast", 32.0),
+            beta_slow=params.number("beta_slow", 1.0),
+            truncate=raw.get("truncate") is not False,
         )
     return replace(rope, factor=factor)
+
+
+def _longrope(params: _Params, rope: RopeConfig, ratio: float) -> RopeConfig:
+    """`short_mscale` and `long_mscale` are the attention factors of PhiMoE."""
+    factor = params.number("factor", ratio)
+    default = 1.0
+    if factor > 1:
+        default = math.sqrt(1 + math.log(factor) / math.log(rope.original_max_position))
+    attention_factor = params.number("attention_factor", default)
+    return replace(
+        rope,
+        factor=factor,
+        attention_factor=params.number("short_mscale", attention_factor),
+        long_attention_factor=params.number("long_mscale", attention_factor),
+        short_factors=params.numbers("short_factor", rope.rotary_dim // 2),
+        long_factors=params.numbers("long_factor", rope.rotary_dim // 2),
+    )
 
 
 def _yarn_attention_factor(params: Mapping[str, Any], factor: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 
 import torch
@@ -10,19 +11,23 @@ from torch import Tensor, nn
 
 from hetero_llm.models.rope_config import RopeConfig
 
+logger = logging.getLogger(__name__)
+
+_BY_LENGTH = ("dynamic", "longrope", "qwen_ntk")
+"""Scaling types with other frequencies for long contexts, see `inverse_frequencies`."""
+
 
 class RotaryEmbedding(nn.Module):
     """Table of cos and sin, indexed by positions once per forward.
 
     The table is [max_model_len, rotary_dim] fp32, cos in the first half of a row and sin in the
-    second; it is computed in fp32 whatever the default dtype.
+    second; it is computed in fp32 whatever the default dtype. Without a `rope` it is empty: for
+    layers that never ask for it (ALiBi).
     """
 
-    def __init__(self, rope: RopeConfig, max_model_len: int) -> None:
+    def __init__(self, rope: RopeConfig | None, max_model_len: int) -> None:
         super().__init__()
-        positions = torch.arange(max_model_len, dtype=torch.float32)
-        angles = torch.outer(positions, inverse_frequencies(rope, max_model_len))
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
+        table = torch.empty(0, 0) if rope is None else _table(rope, max_model_len)
         self.register_buffer("table", table, persistent=False)
         self.table: Tensor
 
@@ -46,14 +51,14 @@ class RotaryRows:
 
     def __init__(self, embedding: RotaryEmbedding, positions: Tensor, dtype: torch.dtype) -> None:
         self.table = embedding.table
+        self.positions = positions  # [T] int64
         self._embedding = embedding
-        self._positions = positions
         self._dtype = dtype
 
     @functools.cached_property
     def factors(self) -> tuple[Tensor, Tensor]:
         """See `RotaryEmbedding.factors`."""
-        return self._embedding.factors(self._positions, self._dtype)
+        return self._embedding.factors(self.positions, self._dtype)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
@@ -70,14 +75,16 @@ def apply_rotary(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> Tensor:
     """[rotary_dim / 2] fp32, scaled as transformers' `modeling_rope_utils` does.
 
-    "dynamic": transformers keeps the plain base while a sequence is no longer than the original
-    context and raises the base with the length beyond it, which would rotate cached keys anew.
-    Here the base is fixed: plain if `max_model_len` fits the original context, else the base for
-    `max_model_len`.
+    With a type of `_BY_LENGTH` the models' authors keep the plain (or short) frequencies while a
+    sequence is no longer than the original context and change them with the length beyond it,
+    which would rotate cached keys anew. Here they are fixed, as in vLLM: plain if `max_model_len`
+    fits the original context, else those for `max_model_len`.
     """
     theta = rope.theta
     if rope.scaling_type == "dynamic":
         theta = _ntk_theta(rope, max_model_len)
+    if rope.scaling_type == "qwen_ntk":
+        theta = _qwen_theta(rope, max_model_len)
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     periods = theta**exponents
     if rope.scaling_type == "linear":
@@ -86,12 +93,49 @@ def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> Tensor:
         return _llama3(rope, 1.0 / periods)
     if rope.scaling_type == "yarn":
         return _yarn(rope, periods)
+    if rope.scaling_type == "longrope":
+        factors = rope.long_factors if _is_long(rope, max_model_len) else rope.short_factors
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * periods)
     return 1.0 / periods
+
+
+def half_split_order(head_dim: int, rotary_dim: int) -> Tensor:
+    """[head_dim] int64: where each entry of a head comes from if the projection of a family that
+    rotates neighbours (GPT-J, ChatGLM) is loaded for `apply_rotary`, which pairs halves."""
+    rotated = torch.arange(rotary_dim, device="cpu")
+    rest = torch.arange(rotary_dim, head_dim, device="cpu")
+    return torch.cat((rotated[0::2], rotated[1::2], rest))
+
+
+def _table(rope: RopeConfig, max_model_len: int) -> Tensor:
+    if rope.scaling_type in _BY_LENGTH and _is_long(rope, max_model_len):
+        logger.info(
+            "rotary frequencies for contexts of %d tokens (%s); max_model_len up to %d keeps those "
+            "of the original context",
+            *(max_model_len, rope.scaling_type, rope.original_max_position),
+        )
+    positions = torch.arange(max_model_len, dtype=torch.float32)
+    angles = torch.outer(positions, inverse_frequencies(rope, max_model_len))
+    scale = rope.attention_factor
+    if rope.scaling_type == "longrope" and _is_long(rope, max_model_len):
+        scale = rope.long_attention_factor
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
+
+
+def _is_long(rope: RopeConfig, max_model_len: int) -> bool:
+    return max_model_len > rope.original_max_position
 
 
 def _ntk_theta(rope: RopeConfig, max_model_len: int) -> float:
     ratio = max(max_model_len, rope.original_max_position) / rope.original_max_position
     stretch = rope.factor * ratio - (rope.factor - 1)
+    return rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
+
+
+def _qwen_theta(rope: RopeConfig, max_model_len: int) -> float:
+    """The base grows in steps: times 1, 3, 7, ... for contexts up to 1, 2, 4, ... originals."""
+    doublings = math.ceil(math.log2(max(1.0, max_model_len / rope.original_max_position)))
+    stretch = 2 ** (doublings + 1) - 1
     return rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
 
 

@@ -6,6 +6,9 @@ step's K and V and attends. A row at position p sees the keys at 0..p of its seq
 
 Shapes: T rows, H query heads in groups of G per KV head (H = N * G), head size D. Groups become
 rows of one matrix, so K and V are never repeated in memory.
+
+Models with a soft cap or ALiBi go through `scored_attention`; everything else through torch's
+attention.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from hetero_llm.models.layers import RotaryHeads
 from hetero_llm.models.rotary import RotaryRows
 from hetero_llm.runner.draft_trees import TreeRows
 from hetero_llm.runner.kv_cache import PagedKVCache
+from hetero_llm.runner.scored_attention import Reach, ScoredAttention, Scoring
 
 
 class RowKernel(Protocol):
@@ -30,6 +34,9 @@ class RowKernel(Protocol):
 
     @property
     def supports_chunks(self) -> bool: ...
+
+    @property
+    def scoring(self) -> Scoring: ...
 
     def plan(self, contexts: np.ndarray, pieces: np.ndarray, window: int | None) -> Any: ...
 
@@ -76,7 +83,7 @@ class _Group:
     plans: by window, the row kernel's plan; pieces and masks are not needed then.
     pieces: [B * blocks] index of the K piece of layer 0. masks: by window, [B * N, 1, count,
     context] added to the scores (None: plain causal over a context that starts empty).
-    tree: the sequence's rows are a draft tree.
+    tree: the sequence's rows are a draft tree. reach: for `ScoredAttention`, instead of masks.
     """
 
     rows: slice
@@ -88,6 +95,7 @@ class _Group:
     masks: dict[int | None, torch.Tensor | None]
     plans: dict[int | None, Any] | None = None
     tree: _Tree | None = None
+    reach: Reach | None = None
 
 
 _NO_PIECES = torch.empty(0, dtype=torch.int64)
@@ -108,6 +116,11 @@ class TorchPagedAttention:
         self._config = config
         self._cache = cache
         self._row_by_row = row_by_row
+        scoring = Scoring.of(config)
+        assert row_kernel is None or row_kernel.scoring == scoring
+        self._scored = None
+        if not scoring.is_plain:
+            self._scored = ScoredAttention(scoring, cache.data.device)
         self._row_kernel = None if row_by_row else row_kernel
         self._windows = tuple(dict.fromkeys(config.sliding_windows))
 
@@ -142,6 +155,7 @@ class TorchPagedAttention:
             groups,
             self._row_by_row,
             self._row_kernel,
+            self._scored,
         )
 
     def _groups(
@@ -186,7 +200,14 @@ class TorchPagedAttention:
             plans = {w: kernel.plan_chunk(start, count, pieces[0], w) for w in self._windows}
         if plans is not None:
             return _Group(rows, len(starts), count, 0, context, _NO_PIECES, {}, plans)
-        masks = {w: self._mask(starts, count, context, w, tree) for w in self._windows}
+        masks: dict[int | None, torch.Tensor | None] = {}
+        reach = None
+        if self._row_by_row:
+            pass  # each row is given what it sees
+        elif self._scored is not None:
+            reach = self._reach(starts, count, context, tree)
+        else:
+            masks = {w: self._mask(starts, count, context, w, tree) for w in self._windows}
         return _Group(
             rows,
             len(starts),
@@ -196,7 +217,18 @@ class TorchPagedAttention:
             torch.from_numpy(pieces.reshape(-1)).to(device),
             masks,
             tree=tree,
+            reach=reach,
         )
+
+    def _reach(self, starts: np.ndarray, count: int, context: int, tree: _Tree | None) -> Reach:
+        keys, sees = np.arange(context), None
+        rows = starts[:, None] + np.arange(count)
+        device = self._cache.data.device
+        if tree is not None:
+            keys, rows = tree.positions, tree.positions[None, -count:]
+            sees = torch.from_numpy(tree.sees).to(device)
+        own, all_keys = (torch.from_numpy(p.astype(np.float32)).to(device) for p in (rows, keys))
+        return Reach(own, all_keys, sees)
 
     def _mask(
         self,
@@ -206,8 +238,6 @@ class TorchPagedAttention:
         window: int | None,
         tree: _Tree | None,
     ) -> torch.Tensor | None:
-        if self._row_by_row:
-            return None
         device = self._cache.data.device
         if tree is not None:
             hidden = torch.from_numpy(tree.hidden(window)).to(device).unsqueeze(0)
@@ -245,8 +275,10 @@ class PlannedAttention:
         groups: list[_Group],
         row_by_row: bool,
         row_kernel: RowKernel | None,
+        scored: ScoredAttention | None,
     ) -> None:
         self._row_kernel = row_kernel
+        self._scored = scored
         self._config = config
         self._cache = cache
         self._token_rows = token_rows
@@ -295,6 +327,8 @@ class PlannedAttention:
             return self._row_kernel.attend_chunk(plan, layer, q)
         if self._row_by_row:
             return self._attend_rows(group, layer, window, q)
+        if self._scored is not None:
+            return self._attend_scored(self._scored, group, layer, window, q, k, v)
         heads, dim = q.shape[1:]
         kv_heads = k.shape[1]
         mask = group.masks[window]
@@ -326,10 +360,33 @@ class PlannedAttention:
         out = out.view(batch, kv_heads, heads // kv_heads, count, dim)
         return out.permute(0, 3, 1, 2, 4).reshape(batch * count, heads, dim)
 
+    def _attend_scored(
+        self,
+        scored: ScoredAttention,
+        group: _Group,
+        layer: int,
+        window: int | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        if group.batch == 1 and group.count == group.context:  # all keys are in this step's rows
+            keys, values = k.unsqueeze(0), v.unsqueeze(0)
+        else:
+            keys, values = self._gather(group, layer)
+        assert group.reach is not None
+        return scored(
+            q.view(group.batch, group.count, *q.shape[1:]),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            group.reach,
+            window,
+        ).flatten(0, 1)
+
     def _attend_rows(
         self, group: _Group, layer: int, window: int | None, q: torch.Tensor
     ) -> torch.Tensor:
-        """One call per row, over exactly the keys it sees."""
+        """One call per row, over exactly the keys it sees. These are at consecutive positions."""
         keys, values = (piece[0].transpose(0, 1) for piece in self._gather(group, layer))
         kv_heads, _, dim = keys.shape
         out = torch.empty_like(q)
@@ -340,13 +397,18 @@ class PlannedAttention:
                 seen = slice(0 if window is None else max(0, last - window), last)
             else:
                 seen = torch.from_numpy(group.tree.keys(row, window)).to(q.device)
-            query = q[row].view(1, kv_heads, -1, dim)
-            attended = scaled_dot_product_attention(
-                query,
-                keys[None, :, seen].contiguous(),
-                values[None, :, seen].contiguous(),
-                scale=self._config.attn_scale,
-            )
+            own_keys, own_values = (t[None, :, seen].contiguous() for t in (keys, values))
+            if self._scored is None:
+                query = q[row].view(1, kv_heads, -1, dim)
+                attended = scaled_dot_product_attention(
+                    query, own_keys, own_values, scale=self._config.attn_scale
+                )
+            else:
+                places = torch.arange(own_keys.shape[2], dtype=torch.float32, device=q.device)
+                reach = Reach(places[None, -1:], places)
+                attended = self._scored.attend(
+                    q[row][None, None], own_keys, own_values, reach, None
+                )
             out[row] = attended.reshape(-1, dim)
         return out
 

@@ -24,9 +24,11 @@ from hetero_llm.core.step import (
 )
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import Attend, CausalLM
+from hetero_llm.models.multimodal import ImageCausalLM
 from hetero_llm.runner.attention import RowKernel, TorchPagedAttention
 from hetero_llm.runner.draft_trees import TreeRows, row_places, tree_rows
 from hetero_llm.runner.gates import GatedAttention, Gates
+from hetero_llm.runner.image_rows import SlotImages
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import LogprobTensors, Sampler, SampleResult, token_logprobs
@@ -100,6 +102,7 @@ class TorchModelRunner:
         self._sampler = Sampler(max_num_seqs, config.vocab_size, device)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._prompts: dict[int, SlotState] = {}  # of slots that want prompt_logprobs
+        self._images = SlotImages(model, device) if isinstance(model, ImageCausalLM) else None
 
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> PendingStep | DraftedStep:
@@ -121,11 +124,12 @@ class TorchModelRunner:
         if step.loads:
             assert self.gates is not None
             attend = GatedAttention(attend, self.gates)
-        hidden = self._model(
+        hidden = self._forward(
+            step,
             self._input_tokens(step, sequence_of)
             if trees is None
             else self._to_device(trees.token_ids.astype(np.int64)),
-            self._to_device((places if trees is None else trees.positions).astype(np.int64)),
+            places if trees is None else trees.positions,
             attend,
         )
         if trees is None:
@@ -161,9 +165,21 @@ class TorchModelRunner:
         assert isinstance(self.gates, TimedGates)
         return dataclasses.replace(output, loads_timed_out=self.gates.take_error(pending.turn))
 
+    def _forward(
+        self, step: SchedulerOutput, token_ids: torch.Tensor, places: np.ndarray, attend: Attend
+    ) -> torch.Tensor:
+        """[T, hidden] of the rows with these tokens at these positions of their sequences."""
+        positions = self._to_device(places.astype(np.int64))
+        images = None if self._images is None else self._images.rows(step, places)
+        if images is None:
+            return self._model(token_ids, positions, attend)
+        return self._model(token_ids, positions, attend, images)
+
     def _apply_changes(self, step: SchedulerOutput) -> None:
         for state in step.admitted:
             self._sampler.admit(state)
+            if self._images is not None:
+                self._images.admit(state)
             if state.params.prompt_logprobs is not None:
                 self._prompts[state.slot] = state
         writes = step.table_writes

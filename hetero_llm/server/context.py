@@ -40,6 +40,7 @@ class Context:
         self.names = settings.served_names or info.served_names or (info.model,)
         self.texts = Texts(
             client.tokenizer,
+            images=client.images,
             max_model_len=info.max_model_len,
             chat_template=settings.chat_template,
             template_seconds=settings.limits.template_seconds,

@@ -7,6 +7,7 @@ themselves are another matter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -14,20 +15,35 @@ import msgspec
 from hetero_llm.core.errors import shown
 from hetero_llm.server.body import decode_json
 from hetero_llm.server.errors import ApiError, invalid, unsupported
-from hetero_llm.server.protocol import Message, ToolCall
+from hetero_llm.server.protocol import ContentPart, ImageUrl, Message, ToolCall
 from hetero_llm.server.settings import Limits
 from hetero_llm.server.templates import ChatTemplate
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """An image of a conversation: its URI, and where in the request that is."""
+
+    uri: str
+    where: str
+
+
 def checked_messages(
-    messages: Sequence[Message] | None, limits: Limits, template: ChatTemplate
+    messages: Sequence[Message] | None,
+    limits: Limits,
+    template: ChatTemplate,
+    images: list[ImagePart] | None = None,
 ) -> list[dict[str, Any]]:
-    """The messages as the template takes them: their contents are texts.
+    """The messages as the template takes them. Their contents are texts, or, for templates with a
+    place for images, lists of parts.
+
+    Args:
+        images: the conversation's are appended; None if the model takes none.
 
     Raises:
-        ApiError: a message is not one that text models take, or that this template knows.
+        ApiError: a message is not one that the model takes, or that this template knows.
     """
     if messages is None:
         raise invalid("messages", "messages is required", "missing_required_parameter")
@@ -38,7 +54,7 @@ def checked_messages(
             "messages", f"messages: {len(messages)}, at most {limits.messages} are accepted"
         )
     return [
-        _checked(message, f"messages[{index}]", limits, template)
+        _checked(message, f"messages[{index}]", limits, template, images)
         for index, message in enumerate(messages)
     ]
 
@@ -68,7 +84,11 @@ def with_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _checked(
-    message: Message, where: str, limits: Limits, template: ChatTemplate
+    message: Message,
+    where: str,
+    limits: Limits,
+    template: ChatTemplate,
+    images: list[ImagePart] | None,
 ) -> dict[str, Any]:
     role = message.role
     if role is None:
@@ -90,7 +110,10 @@ def _checked(
         checked["tool_call_id"] = _tool_call_id(message, where, template)
     if message.tool_calls:
         checked["tool_calls"] = _tool_calls(message, where, limits, template)
-    checked["content"] = _content(message, where)
+    if images is None:
+        checked["content"] = _content(message, where)
+    else:
+        checked["content"] = _parts(message, where, template, images)
     if message.name is not None:
         checked["name"] = message.name
     thoughts = message.reasoning_content or message.reasoning
@@ -107,6 +130,7 @@ def _content(message: Message, where: str) -> str:
         if message.tool_calls:
             return ""
         raise _required(f"{where}.content")
+    texts = []
     for index, part in enumerate(content):
         name = f"{where}.content[{index}]"
         if part.type != "text":
@@ -115,9 +139,52 @@ def _content(message: Message, where: str) -> str:
                 f"{name}: type {shown(part.type)} is not available, only 'text' is",
                 "unsupported_parameter",
             )
-        if part.text is None:
-            raise invalid(name, f"{name}.text is required", "missing_required_parameter")
-    return "\n".join(part.text or "" for part in content)
+        texts.append(_text_of(part, name))
+    return "\n".join(texts)
+
+
+def _text_of(part: ContentPart, where: str) -> str:
+    if part.text is None:
+        raise invalid(where, f"{where}.text is required", "missing_required_parameter")
+    return part.text
+
+
+def _parts(
+    message: Message, where: str, template: ChatTemplate, images: list[ImagePart]
+) -> str | list[dict[str, str]]:
+    """The content for a model that takes images. A template that knows of them goes through lists
+    of parts, and may know nothing else; others write texts."""
+    content = message.content
+    if not template.mentions("image"):
+        if isinstance(content, list) and any(part.type == "image_url" for part in content):
+            raise unsupported(f"{where}.content", "an image in this model's chat template")
+        return _content(message, where)
+    if isinstance(content, str) or not content:
+        return [{"type": "text", "text": _content(message, where)}]
+    parts: list[dict[str, str]] = []
+    for index, part in enumerate(content):
+        name = f"{where}.content[{index}]"
+        if part.type == "image_url":
+            images.append(ImagePart(_uri(part, name), f"{name}.image_url"))
+            parts.append({"type": "image"})
+        elif part.type == "text":
+            parts.append({"type": "text", "text": _text_of(part, name)})
+        else:
+            raise invalid(
+                name,
+                f"{name}: type {shown(part.type)} is not available, only 'text' and 'image_url' "
+                "are",
+                "unsupported_parameter",
+            )
+    return parts
+
+
+def _uri(part: ContentPart, where: str) -> str:
+    given = part.image_url
+    uri = given.url if isinstance(given, ImageUrl) else given
+    if not uri:
+        raise _required(f"{where}.image_url.url")
+    return uri
 
 
 def _tool_call_id(message: Message, where: str, template: ChatTemplate) -> str:

@@ -40,6 +40,18 @@ _OPTIONS_NEED_STREAM: Schema = {
 }
 _SEED_SHOWN = (MAX_SEED + 1) // 2  # limits are written as floats, and MAX_SEED would round up
 _SPOKEN_ROLES = ["system", "developer", "user", "assistant"]
+_IMAGE_PART: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "image_url"},
+        "image_url": {
+            "type": "object",
+            "properties": {"url": {"type": "string", "pattern": "^data:image/"}},
+            "required": ["url"],
+        },
+    },
+    "required": ["type", "image_url"],
+}
 
 
 def request_schema(
@@ -130,7 +142,8 @@ def _wholes(context: Context) -> dict[str, Schema]:
         "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
         "required": ["type", "text"],
     }
-    content = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": part}]}
+    items = part if context.client.images is None else {"anyOf": [part, _IMAGE_PART]}
+    content = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": items}]}
     message = {
         "type": "object",
         "properties": {

@@ -6,8 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from hetero_llm.core.errors import shown
+from hetero_llm.engine.image_uri import picture_of_uri
 from hetero_llm.engine.input_processor import Prompt
-from hetero_llm.server.conversations import checked_messages, texts_in, with_texts
+from hetero_llm.server.conversations import (
+    ImagePart,
+    checked_messages,
+    texts_in,
+    with_texts,
+)
 from hetero_llm.server.errors import invalid
 from hetero_llm.server.protocol import (
     CompletionRequest,
@@ -119,7 +125,13 @@ async def chat_prompt(
             "messages: the model has no chat template; use completions, or let the server's "
             "operator set one",
         )
-    messages = checked_messages(request.messages, settings.limits, template)
+    found: list[ImagePart] | None = None if texts.images is None else []
+    messages = checked_messages(request.messages, settings.limits, template, found)
+    if found and cut is not None:
+        raise invalid(
+            "truncate_prompt_tokens",
+            f"truncate_prompt_tokens={cut}: a conversation with images cannot be cut",
+        )
     kwargs = _template_kwargs(request, settings) | _openings(request)
     user_texts = [*texts_in(messages), *filter(_is_text, kwargs.values())]
     truncated = cut is not None
@@ -142,7 +154,49 @@ async def chat_prompt(
     text, ids = await texts.in_thread(encode, size=len(text))
     if not ids:
         raise invalid("messages", "messages: the chat template makes no tokens of them")
+    if found:
+        return await _with_images(Prompt(text, ids), found, texts, settings.limits)
     return Prompt(text, last_tokens(ids, cut))
+
+
+async def _with_images(
+    prompt: Prompt, parts: Sequence[ImagePart], texts: Texts, limits: Limits
+) -> Prompt:
+    """The prompt with its images prepared, and with all their tokens.
+
+    Raises:
+        ApiError: there are too many images, or not one place for each.
+        PromptError: an image is none, or too large.
+    """
+    images = texts.images
+    assert images is not None
+    if len(parts) > images.limit:
+        raise invalid(
+            parts[images.limit].where,
+            f"messages: {len(parts)} images, at most {images.limit} are accepted",
+        )
+    ids = prompt.token_ids or []
+    places = ids.count(images.token_id)
+    if places != len(parts):
+        raise invalid(
+            "messages",
+            f"messages: the chat template makes {places} places for {len(parts)} images",
+        )
+
+    def prepare() -> Prompt:
+        pictures = [
+            picture_of_uri(
+                part.uri,
+                part.where,
+                most_bytes=limits.image_bytes,
+                most_pixels=limits.image_pixels,
+            )
+            for part in parts
+        ]
+        token_ids, prepared = images.prepare(ids, pictures)
+        return Prompt(prompt.text, token_ids, prepared=prepared)
+
+    return await texts.in_image_thread(prepare)
 
 
 def _is_text(value: Any) -> bool:

@@ -100,9 +100,17 @@ class CompletionRequest(Generation, kw_only=True):
     suffix: str | None = None
 
 
+class ImageUrl(msgspec.Struct, kw_only=True):
+    """`detail` is a hint: the model's own processor decides on the resolution."""
+
+    url: str | None = None
+    detail: str | None = None
+
+
 class ContentPart(msgspec.Struct, kw_only=True):
     type: str | None = None
     text: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hetero_llm.core.errors import ConfigError
+from hetero_llm.engine.image_uri import MOST_BYTES, MOST_PIXELS
 
 TEMPLATE_KWARGS = ("enable_thinking", "thinking", "thinking_budget", "date_string")
 
@@ -14,8 +15,9 @@ class Limits:
     """What one request may ask for. Each excess is an error that names its limit.
 
     Counts unless the name says bytes, chars or seconds. `sequences` bounds prompts times the
-    sequences of each. `write_seconds` is how long a client may take no byte of a stream,
-    `template_seconds` what rendering a conversation may take.
+    sequences of each, `image_bytes` and `image_pixels` are those of one image. `write_seconds` is
+    how long a client may take no byte of a stream, `template_seconds` what rendering a
+    conversation may take.
     """
 
     body_bytes: int = 32 << 20
@@ -40,6 +42,8 @@ class Limits:
     bad_word_chars: int = 256
     logit_bias: int = 1024
     logprobs: int = 20
+    image_bytes: int = MOST_BYTES
+    image_pixels: int = MOST_PIXELS
     salt_chars: int = 128
     request_id_chars: int = 128
     temperature: float = 2.0

@@ -15,6 +15,7 @@ from hetero_llm.server.errors import context_exceeded, invalid
 from hetero_llm.server.templates import ChatTemplate
 
 if TYPE_CHECKING:
+    from hetero_llm.engine.images import ImageInputs
     from hetero_llm.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class Texts:
         max_model_len: in tokens.
         chat_template: Jinja text instead of the tokenizer's own template.
         template_seconds: what rendering one conversation may take.
+        images: prepares those of conversations; None if the model takes none.
     """
 
     def __init__(
@@ -46,13 +48,16 @@ class Texts:
         max_model_len: int,
         chat_template: str | None = None,
         template_seconds: float = 5.0,
+        images: ImageInputs | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self.images = images
         self.max_model_len = max_model_len
         self.chat_template = None
         if tokenizer is not None:
             self.chat_template = _template(tokenizer.hf, chat_template, template_seconds)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
+        self._image_pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="images")
 
     def begin(self) -> None:
         """Starts what the first conversation would have to wait for."""
@@ -62,6 +67,7 @@ class Texts:
     def close(self) -> None:
         """Ends the threads and processes; nothing more can be asked."""
         self._pool.shutdown(wait=False)
+        self._image_pool.shutdown(wait=False)
         if self.chat_template is not None:
             self.chat_template.close()
 
@@ -80,6 +86,10 @@ class Texts:
                 param, f"{param}: the server runs without a tokenizer; send a prompt of token ids"
             )
         return self._tokenizer
+
+    async def in_image_thread(self, work: Callable[[], T]) -> T:
+        """Runs `work` on images, apart from those of others' texts."""
+        return await asyncio.get_running_loop().run_in_executor(self._image_pool, work)
 
     async def in_thread(self, work: Callable[[], T], *, size: int) -> T:
         """Runs `work` on `size` characters or tokens; on few of them here, since a thread would
@@ -143,7 +153,8 @@ class Texts:
         if self._tokenizer is None:
             return {}
         added = self._tokenizer.added_tokens
-        return {added[index]: index for index in self._tokenizer.special_ids if index in added}
+        ids = self._tokenizer.special_ids | ({self.images.token_id} if self.images else set())
+        return {added[index]: index for index in ids if index in added}
 
     @cached_property
     def _longest_token(self) -> int:

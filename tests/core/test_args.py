@@ -192,7 +192,7 @@ class TestResolve:
             ("dtype", "int8", "must be 'auto', 'half',"),
             ("dtype", "", "must not be empty"),
             ("device", "tpu", "must be 'auto', 'cpu' or 'cuda'"),
-            ("load_format", "gguf", "is not available yet; use 'auto', 'safetensors' or 'dummy'"),
+            ("load_format", "gguf", "is not available yet; use 'auto', 'safetensors', 'pt' or"),
             ("tokenizer_mode", "mistral", "is not available yet; use 'auto' or 'slow'"),
             ("config_format", "mistral", "is not available yet"),
             ("rope_scaling", "linear", "must be a mapping"),
@@ -387,4 +387,6 @@ class TestCommandLine:
 def _a_word(spec: ArgSpec) -> str:
     if spec.choices:
         return str(spec.choices[0])
-    return {Kind.INT: "1", Kind.FLOAT: "0.5", Kind.JSON: "{}"}.get(spec.kind, "word")
+    return {Kind.INT: "1", Kind.FLOAT: "0.5", Kind.JSON: "{}", Kind.COUNTS: "image=1"}.get(
+        spec.kind, "word"
+    )

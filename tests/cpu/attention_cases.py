@@ -11,6 +11,7 @@ import torch
 from hetero_llm.cpu.paged_attention import native_row_kernel
 from hetero_llm.runner.attention import TorchPagedAttention
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
+from hetero_llm.runner.scored_attention import Scoring
 
 LAYERS = 3
 CONTEXTS = (1, 5, 255, 256, 257, 700, 1033)
@@ -23,6 +24,8 @@ class AttentionCase:
     dim: int
     window: int | None
     block_size: int
+    softcap: float | None = None
+    alibi: bool = False
 
 
 def attend_both(
@@ -64,8 +67,11 @@ def attend_all(
         sliding_windows=(case.window,) * LAYERS,
         num_kv_heads=case.kv_heads,
         attn_scale=case.dim**-0.5,
+        attn_softcap=case.softcap,
+        alibi_slopes=slopes_of(case),
     )
-    kernel = native_row_kernel(cache, case.heads, config.attn_scale, chunks=True)
+    scoring = Scoring(config.attn_scale, config.attn_softcap, config.alibi_slopes)
+    kernel = native_row_kernel(cache, case.heads, scoring, chunks=True)
     assert kernel is not None
     results = []
     for chosen in (None, kernel):
@@ -84,6 +90,11 @@ def attend_all(
     return twin, ours, exact, torch.equal(twin_cache, our_cache)
 
 
+def slopes_of(case: AttentionCase) -> tuple[float, ...] | None:
+    """Steeper and flatter ones."""
+    return tuple(0.9 ** (i + 1) for i in range(case.heads)) if case.alibi else None
+
+
 def _attend_exactly(
     q: torch.Tensor, keys_values: torch.Tensor, case: AttentionCase, start: int
 ) -> torch.Tensor:
@@ -96,5 +107,10 @@ def _attend_exactly(
     if case.window is not None:
         hidden |= keys <= last - case.window
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * case.dim**-0.5
+    if case.softcap is not None:
+        scores = case.softcap * (scores / case.softcap).tanh()
+    slopes = slopes_of(case)
+    if slopes is not None:
+        scores = scores + torch.tensor(slopes, dtype=torch.float64).view(-1, 1, 1) * (keys - last)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, v)

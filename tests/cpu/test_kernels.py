@@ -18,6 +18,7 @@ from hetero_llm.cpu.fused import native_add_rms_norm, native_silu_mul
 from hetero_llm.cpu.paged_attention import NativeRowKernel, native_row_kernel
 from hetero_llm.models.layers import GatedActivation, add_rms_norm
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
+from hetero_llm.runner.scored_attention import Scoring
 from tests.cpu.attention_cases import AttentionCase, attend_all, attend_both
 
 CPU = torch.device("cpu")
@@ -47,14 +48,18 @@ def two_threads() -> Iterator[None]:
         AttentionCase(heads=14, kv_heads=2, dim=128, window=None, block_size=32),
         AttentionCase(heads=12, kv_heads=4, dim=256, window=300, block_size=16),
         AttentionCase(heads=3, kv_heads=3, dim=16, window=1, block_size=16),
+        AttentionCase(heads=7, kv_heads=1, dim=64, window=None, block_size=16, softcap=0.7),
+        AttentionCase(heads=4, kv_heads=4, dim=80, window=300, block_size=16, alibi=True),
+        AttentionCase(8, 2, dim=64, window=None, block_size=8, softcap=0.7, alibi=True),
     ],
     ids=str,
 )
 def test_row_attention_equals_its_twin(case: AttentionCase, dtype: torch.dtype) -> None:
-    twin, ours, same_cache = attend_both(case, dtype)
+    twin, ours, exact, same_cache = attend_all(case, dtype)
     assert same_cache, "K and V were stored differently"
     tolerance = 2e-6 if dtype is torch.float32 else 1e-2
     torch.testing.assert_close(ours, twin, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=tolerance)
 
 
 def test_a_rows_result_does_not_depend_on_batch_or_threads() -> None:
@@ -183,13 +188,23 @@ def test_a_chunks_scores_far_apart_neither_overflow_nor_vanish() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "dtype"), [(80, torch.bfloat16), (16, torch.bfloat16), (64, torch.float32)]
+    ("dim", "dtype", "scoring"),
+    [
+        (80, torch.bfloat16, Scoring(1.0)),
+        (16, torch.bfloat16, Scoring(1.0)),
+        (64, torch.float32, Scoring(1.0)),
+        (64, torch.bfloat16, Scoring(1.0, softcap=9.0)),
+        (64, torch.bfloat16, Scoring(1.0, slopes=(0.5,))),
+    ],
 )
-def test_chunks_the_kernel_cannot_do_stay_on_torch(dim: int, dtype: torch.dtype) -> None:
+def test_chunks_the_kernel_cannot_do_stay_on_torch(
+    dim: int, dtype: torch.dtype, scoring: Scoring
+) -> None:
     cache = PagedKVCache(KVCacheShape(1, 1, dim, 16, dtype), 2, CPU)
-    kernel = native_row_kernel(cache, 1, 1.0, chunks=True)
+    kernel = native_row_kernel(cache, 1, scoring, chunks=True)
     assert kernel is not None and not kernel.supports_chunks
-    case = AttentionCase(heads=2, kv_heads=1, dim=dim, window=None, block_size=16)
+    alibi = scoring.slopes is not None
+    case = AttentionCase(2, 1, dim, None, 16, softcap=scoring.softcap, alibi=alibi)
     twin, ours, _ = attend_both(case, dtype, [20, 3], [7, 1])
     assert torch.equal(twin[:7], ours[:7])
 

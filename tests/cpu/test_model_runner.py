@@ -369,6 +369,20 @@ def test_reasons(tmp_path: Path, name: str, variant: str, dtype: torch.dtype, re
     assert unsupported_reason(config, dtype) == reason
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"attn_softcap": 50.0}, "it has no soft cap of attention scores"),
+        ({"alibi_slopes": (0.5,) * 4}, "it has no ALiBi"),
+    ],
+)
+def test_scores_that_change_are_left_to_torch(
+    llama: Path, change: dict[str, Any], reason: str
+) -> None:
+    config = dataclasses.replace(load_model_config(llama), **change)
+    assert unsupported_reason(config, torch.float32) == reason
+
+
 def test_activations(llama: Path) -> None:
     config = load_model_config(llama)
     relu = dataclasses.replace(config, hidden_act="relu")

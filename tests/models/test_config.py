@@ -185,7 +185,7 @@ MIXED_LAYERS = ["sliding_attention"] + ["full_attention"] * 3
     [
         *((without(LLAMA, key), key) for key in LLAMA if key != "model_type"),
         (without(MISTRAL, "num_key_value_heads"), "num_key_value_heads"),
-        ({**LLAMA, "architectures": ["FalconForCausalLM"]}, "FalconForCausalLM"),
+        ({**LLAMA, "architectures": ["NoSuchForCausalLM"]}, "NoSuchForCausalLM"),
         ({**LLAMA, "architectures": None}, "architectures"),
         ({**LLAMA, "hidden_size": "32"}, "hidden_size"),
         ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers"),
@@ -243,11 +243,11 @@ def test_mistakes_are_named(tmp_path: Path, raw: dict[str, Any], named: str) -> 
 
 def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError) as caught:
-        load(tmp_path, {**LLAMA, "architectures": ["BloomForCausalLM"]})
+        load(tmp_path, {**LLAMA, "architectures": ["NoSuchForCausalLM"]})
     for name in supported_architectures():
         assert name in str(caught.value)
-    with pytest.raises(ModelLoadError, match="BloomForCausalLM"):
-        model_class("BloomForCausalLM")
+    with pytest.raises(ModelLoadError, match="NoSuchForCausalLM"):
+        model_class("NoSuchForCausalLM")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\xff"])

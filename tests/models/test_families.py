@@ -13,7 +13,13 @@ from transformers import AutoModelForCausalLM
 from hetero_llm.models.config import load_model_config
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.models.loader import load_model
-from tests.models.tiny import VARIANTS, VOCAB_SIZE, DenseAttend, make_tiny_checkpoint
+from tests.models.tiny import (
+    VARIANTS,
+    VOCAB_SIZE,
+    DenseAttend,
+    make_tiny_checkpoint,
+    reference_attention,
+)
 
 LENGTH = 24
 TOLERANCE = 3e-5  # of log-probabilities down to about -20, in fp32
@@ -33,7 +39,9 @@ def log_probs(model: CausalLM, sequences: list[Tensor]) -> list[Tensor]:
 
 
 def reference_log_probs(folder: Path, sequences: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=reference_attention(folder)
+    )
     with torch.no_grad():
         return [model(s[None]).logits[0].float().log_softmax(-1) for s in sequences]
 
@@ -72,7 +80,7 @@ def test_window_is_shorter_than_the_test_sequences(tmp_path: Path) -> None:
     assert max(w or 0 for w in config.sliding_windows) < LENGTH
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "opt", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt", "gpt2", "gemma", "gemma2"])
 def test_bfloat16_stays_close_to_transformers(tmp_path: Path, family: str) -> None:
     folder = make_tiny_checkpoint(tmp_path, family, dtype=torch.bfloat16)
     config = load_model_config(folder)

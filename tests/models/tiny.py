@@ -75,6 +75,13 @@ def make_tiny_checkpoint(
     return Path(folder)
 
 
+def reference_attention(folder: Path) -> str:
+    """The name of transformers' attention to compare with. Its eager Falcon adds ALiBi twice, once
+    in the mask."""
+    model_type = json.loads((Path(folder) / "config.json").read_text())["model_type"]
+    return "sdpa" if model_type == "falcon" else "eager"
+
+
 def rewrite_config(folder: Path, *, remove: tuple[str, ...] = (), **changes: Any) -> Path:
     """Edits config.json of a checkpoint in place."""
     path = Path(folder) / "config.json"

@@ -4,5 +4,72 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.models.tiny_basic import GATED, rope
+
+# transformers' grouped products need rows of 16 bytes in bfloat16.
+_GATED = {**GATED, "intermediate_size": 56}
+_NO_HEAD_DIM = {k: v for k, v in _GATED.items() if k != "head_dim"}
+_MIXTRAL = {**_GATED, "num_local_experts": 4}
+_QWEN = {
+    **_NO_HEAD_DIM,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 28,
+}
+_PHI = {**_NO_HEAD_DIM, "num_local_experts": 5}
+# The context fits the original one, so it is the short factors that count.
+_LONGROPE = rope(
+    "longrope",
+    short_factor=[1.0, 1.3, 2.0, 3.5],
+    long_factor=[1.5, 2.5, 4.0, 9.0],
+    short_mscale=1.2,
+    long_mscale=1.3,
+    original_max_position_embeddings=64,
+)
+
 # family -> (transformers class prefix, class suffix, variant -> configuration)
-FAMILIES: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {}
+FAMILIES: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
+    "mixtral": (
+        "Mixtral",
+        "ForCausalLM",
+        {
+            "full": _MIXTRAL,
+            "window_tied": {**_MIXTRAL, "sliding_window": 5, "tie_word_embeddings": True},
+            "heads_of_16": {**_MIXTRAL, "head_dim": 16, "hidden_act": "gelu_pytorch_tanh"},
+            "three_of_seven": {
+                **_MIXTRAL,
+                "num_local_experts": 7,
+                "num_experts_per_tok": 3,
+                **rope("linear", factor=4.0),
+            },
+        },
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        "ForCausalLM",
+        {
+            "full": _QWEN,
+            "renormalized": {**_QWEN, "norm_topk_prob": True, "qkv_bias": False},
+            "every_second": {**_QWEN, "decoder_sparse_step": 2, "tie_word_embeddings": True},
+            "dense_first": {**_QWEN, "mlp_only_layers": [0], "intermediate_size": 36},
+            "windows": {
+                **_QWEN,
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "max_window_layers": 3,
+            },
+        },
+    ),
+    "phimoe": (
+        "Phimoe",
+        "ForCausalLM",
+        {
+            "full": {**_PHI, "attention_bias": True, "lm_head_bias": True},
+            # Much jitter: several experts near the best one.
+            "bare": {**_PHI, "sliding_window": 5, "router_jitter_noise": 0.3},
+            "tied": {**_PHI, "lm_head_bias": True, "tie_word_embeddings": True},
+            "longrope": {**_PHI, **_LONGROPE},
+        },
+    ),
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,21 @@ from hetero_llm.cpu.paged_attention import native_row_kernel
 from hetero_llm.runner.attention import TorchPagedAttention
 from hetero_llm.runner.draft_trees import TreeRows, tree_rows
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
+from hetero_llm.runner.scored_attention import Reach, ScoredAttention, Scoring
 
 LAYERS, HEADS, KV_HEADS, DIM, BLOCK = 2, 6, 2, 16, 8
 STARTS, COUNTS = [0, 30, 7, 19, 64], [11, 1, 9, 1, 24]
+
+
+def config_of(*windows: int | None, softcap: float | None = None, alibi: bool = False) -> Any:
+    slopes = tuple(0.5 ** (i + 1) for i in range(HEADS))
+    return SimpleNamespace(
+        sliding_windows=windows,
+        num_kv_heads=KV_HEADS,
+        attn_scale=0.3,
+        attn_softcap=softcap,
+        alibi_slopes=slopes if alibi else None,
+    )
 
 
 def filled_cache() -> tuple[PagedKVCache, np.ndarray]:
@@ -31,30 +44,53 @@ def filled_cache() -> tuple[PagedKVCache, np.ndarray]:
     return cache, tables
 
 
-@pytest.mark.parametrize("window", [None, 5, 100])
+def attended(
+    config: Any, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, distance: list[int]
+) -> torch.Tensor:
+    """One row in float64: q [H, D], keys and values [seen, N, D], and where the keys are, counted
+    from the row."""
+    group = len(q) // keys.shape[1]
+    keys, values = (t.double().repeat_interleave(group, 1) for t in (keys, values))
+    scores = torch.einsum("hd,khd->hk", q.double(), keys) * config.attn_scale
+    if config.attn_softcap is not None:
+        scores = config.attn_softcap * (scores / config.attn_softcap).tanh()
+    if config.alibi_slopes is not None:
+        slopes = torch.tensor(config.alibi_slopes, dtype=torch.float64)
+        scores = scores + slopes[:, None] * torch.tensor(distance)
+    return torch.einsum("hk,khd->hd", scores.softmax(-1), values)
+
+
+SCORINGS = [
+    (None, None, False), (5, None, False), (100, None, False),
+    (5, 0.7, False), (None, None, True), (100, 0.7, True),
+]  # fmt: skip
+SCORED = pytest.mark.parametrize(("window", "softcap", "alibi"), SCORINGS)
+
+
 @pytest.mark.parametrize("row_by_row", [False, True])
-def test_equals_softmax_over_the_context(window: int | None, row_by_row: bool) -> None:
+@SCORED
+def test_equals_softmax_over_the_context(
+    window: int | None, row_by_row: bool, softcap: float | None, alibi: bool
+) -> None:
     torch.manual_seed(0)
     cache, tables = filled_cache()
     starts, counts = np.array(STARTS), np.array(COUNTS)
     owner = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - starts, counts)
     blocks = tables[owner, positions // BLOCK]
-    config = SimpleNamespace(sliding_windows=(None, window), num_kv_heads=KV_HEADS, attn_scale=0.3)
-    attention = TorchPagedAttention(config, cache, row_by_row)  # type: ignore[arg-type]
-    q = torch.randn(len(owner), HEADS, DIM)
+    config = config_of(None, window, softcap=softcap, alibi=alibi)
+    attention = TorchPagedAttention(config, cache, row_by_row)
+    q = 3 * torch.randn(len(owner), HEADS, DIM)
     k, v = torch.randn(2, len(owner), KV_HEADS, DIM)
     out = attention.plan(starts, counts, tables, positions, blocks)(1, q, k, v)
     for row, (sequence, position) in enumerate(zip(owner, positions, strict=True)):
         ids = torch.from_numpy(tables[sequence].astype(np.int64))
         context = cache.data[ids, 1].double()  # [columns, 2, BLOCK, kv_heads, dim]
-        keys, values = (context[:, i].flatten(0, 1)[: position + 1] for i in (0, 1))
         low = 0 if window is None else max(0, position + 1 - window)
-        for head in range(HEADS):
-            group = head // (HEADS // KV_HEADS)
-            scores = keys[low:, group] @ q[row, head].double() * 0.3
-            expected = scores.softmax(0) @ values[low:, group]
-            torch.testing.assert_close(out[row, head].double(), expected, rtol=1e-5, atol=1e-5)
+        keys, values = (context[:, i].flatten(0, 1)[low : position + 1] for i in (0, 1))
+        distance = [place - int(position) for place in range(low, position + 1)]
+        expected = attended(config, q[row], keys, values, distance)
+        torch.testing.assert_close(out[row].double(), expected, rtol=1e-5, atol=1e-5)
         at = position // BLOCK, position % BLOCK
         stored = cache.data[tables[sequence, at[0]], 1, :, at[1]]
         assert torch.equal(stored, torch.stack((k[row], v[row])))
@@ -77,9 +113,11 @@ def drafted(starts: list[int], chunks: list[int], nodes: list[list[int]]) -> Tre
     return tree_rows(step, drafts)
 
 
-@pytest.mark.parametrize("window", [None, 3, 100])
 @pytest.mark.parametrize("kind", ["masks", "row by row", "row kernel"])
-def test_nodes_see_their_own_path(window: int | None, kind: str) -> None:
+@SCORED
+def test_nodes_see_their_own_path(
+    window: int | None, kind: str, softcap: float | None, alibi: bool
+) -> None:
     """Trees beside a chunk and single rows; one tree's root is the first token of all."""
     torch.manual_seed(0)
     cache, tables = filled_cache()
@@ -89,9 +127,9 @@ def test_nodes_see_their_own_path(window: int | None, kind: str) -> None:
     trees = drafted(starts.tolist(), chunks.tolist(), nodes)
     owner = np.repeat(np.arange(5), counts)
     blocks = tables[owner, trees.places // BLOCK]
-    config = SimpleNamespace(sliding_windows=(None, window), num_kv_heads=KV_HEADS, attn_scale=0.3)
-    kernel = native_row_kernel(cache, HEADS, 0.3) if kind == "row kernel" else None
-    attention = TorchPagedAttention(config, cache, kind == "row by row", kernel)  # type: ignore[arg-type]
+    config = config_of(None, window, softcap=softcap, alibi=alibi)
+    kernel = native_row_kernel(cache, HEADS, Scoring.of(config)) if kind == "row kernel" else None
+    attention = TorchPagedAttention(config, cache, kind == "row by row", kernel)
     q = torch.randn(len(owner), HEADS, DIM)
     k, v = torch.randn(2, len(owner), KV_HEADS, DIM)
     out = attention.plan(starts, counts, tables, trees.places, blocks, trees)(1, q, k, v)
@@ -105,18 +143,18 @@ def test_nodes_see_their_own_path(window: int | None, kind: str) -> None:
         seen = [*range(start), *(start + p for p in path)][-(window or 0) :]
         context = cache.data[torch.from_numpy(tables[sequence].astype(np.int64)), 1].double()
         keys, values = (context[:, i].flatten(0, 1)[seen] for i in (0, 1))
-        for head in range(HEADS):
-            group = head // (HEADS // KV_HEADS)
-            weights = (keys[:, group] @ q[row, head].double() * 0.3).softmax(0)
-            expected = weights @ values[:, group]
-            torch.testing.assert_close(out[row, head].double(), expected, rtol=1e-5, atol=1e-5)
+        distance = [place - len(seen) + 1 for place in range(len(seen))]
+        expected = attended(config, q[row], keys, values, distance)
+        torch.testing.assert_close(out[row].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_row_by_row_a_node_gets_the_bits_of_a_plain_row(window: int | None) -> None:
+@SCORED
+def test_row_by_row_a_node_gets_the_bits_of_a_plain_row(
+    window: int | None, softcap: float | None, alibi: bool
+) -> None:
     """Three rows as a chunk, and as the second path of a tree."""
     torch.manual_seed(0)
-    config = SimpleNamespace(sliding_windows=(window,), num_kv_heads=KV_HEADS, attn_scale=0.3)
+    config = config_of(window, softcap=softcap, alibi=alibi)
     cache, tables = filled_cache()
     q = torch.randn(3, HEADS, DIM)
     k, v = torch.randn(2, 3, KV_HEADS, DIM)
@@ -124,12 +162,43 @@ def test_row_by_row_a_node_gets_the_bits_of_a_plain_row(window: int | None) -> N
     outs = []
     trees = drafted([13], [1], [[-1, -1, 1]])
     for taken, rows, chosen in ((None, [0, 1, 2], [0, 1, 2]), (trees, [0, 1, 1, 2], [0, 2, 3])):
-        attention = TorchPagedAttention(config, cache, True)  # type: ignore[arg-type]
+        attention = TorchPagedAttention(config, cache, True)
         places = np.arange(13, 13 + len(rows))
         blocks = tables[0][places // BLOCK]
         attend = attention.plan(start, np.array([len(rows)]), tables[:1], places, blocks, taken)
         outs.append(attend(0, q[rows], k[rows], v[rows])[chosen])
     assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("kind", ["batch", "chunk", "tree"])
+def test_scores_are_computed_a_few_rows_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, kind: str
+) -> None:
+    torch.manual_seed(0)
+    scored = ScoredAttention(Scoring(0.3, 2.0, (0.5, 0.25, 0.125, 0.1)), torch.device("cpu"))
+    batch, count, context = (7, 1, 12) if kind == "batch" else (1, 7, 12)
+    q = torch.randn(batch, count, 4, 16)
+    keys, values = torch.randn(2, batch, 2, context, 16)
+    rows = torch.arange(5.0, 12.0).view(batch, count)
+    sees = None
+    if kind == "tree":
+        sees = torch.ones(7, 12).tril(5).bool()
+        sees[6, 8] = False
+    reach = Reach(rows, torch.arange(12.0), sees)
+    at_once = scored(q, keys, values, reach, window)
+    sizes: list[int] = []
+    attend = ScoredAttention.attend
+
+    def counted(self: Any, q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.append(q.shape[0] * q.shape[1])
+        return attend(self, q, *rest)
+
+    monkeypatch.setattr(ScoredAttention, "attend", counted)
+    monkeypatch.setattr("hetero_llm.runner.scored_attention._SCORES_AT_ONCE", 4 * 12 * 3)
+    in_parts = scored(q, keys, values, reach, window)
+    assert sizes == [3, 3, 1]
+    torch.testing.assert_close(in_parts, at_once, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])

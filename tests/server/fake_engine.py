@@ -95,6 +95,7 @@ class FakeEngine:
         silent_above: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self.images = None
         self._inputs = InputProcessor(
             tokenizer,
             vocab_size=VOCAB,

@@ -21,12 +21,13 @@ constexpr int kAhead = 24;      // tokens between prefetch and use
 struct Shape {
     int64_t block_size, kv_heads, group, dim, columns;
     int64_t q_row, q_head;  // strides of q in elements
-    float scale;
+    float scale, softcap;   // scores become softcap * tanh(score / softcap); 0: they stay
+    const float* slopes;    // of each query head (ALiBi); null: none
 };
 
-// One chunk of one sequence's context for one KV head.
+// One chunk of one sequence's context for one KV head; the query is at `position`.
 struct Task {
-    int64_t piece_offset, kv_head, first, last;
+    int64_t piece_offset, kv_head, first, last, position;
 };
 
 // Where the K of each token of a task lies; its V lies one piece further.
@@ -96,6 +97,29 @@ DOT inline void score_dot(const Bf16* q, const Bf16* const* keys, int64_t count,
 }
 #endif
 
+// What follows the products of the heads from `head` on: the soft cap, then ALiBi, which adds slope
+// times the distance of the key.
+template <int G>
+INLINE void bend(const Shape& s, const Task& task, int64_t head, float (*scores)[kChunk]) {
+    if (s.softcap == 0 && s.slopes == nullptr) return;
+    const F16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int64_t count = task.last - task.first;
+    const F16 distance = lanes + (float)(task.first - task.position);
+    for (int g = 0; g < G; ++g) {
+        for (int64_t t = 0; t < count; t += kLanes) {
+            F16 x = load(scores[g] + t);
+            if (s.softcap != 0) {
+                const F16 size = x < 0.0f ? -x : x;
+                const F16 e = exp16(size * (-2.0f / s.softcap));
+                const F16 bent = s.softcap * ((1.0f - e) / (1.0f + e));
+                x = x < 0.0f ? -bent : bent;
+            }
+            if (s.slopes != nullptr) x += s.slopes[head + g] * (distance + (float)t);
+            store(scores[g] + t, x);
+        }
+    }
+}
+
 // From scores to one partial result of G heads: dim weighted values each, then maximum and sum.
 template <typename T, int G>
 INLINE void weigh(const T* const* keys, int64_t count, const Shape& s, float (*scores)[kChunk],
@@ -139,19 +163,23 @@ INLINE void weigh(const T* const* keys, int64_t count, const Shape& s, float (*s
 }
 
 template <typename T, int G>
-INLINE void attend_heads(const T* q, const T* const* keys, int64_t count, const Shape& s,
-                         float* partial, int64_t stride) {
+INLINE void attend_heads(const T* q, const T* const* keys, const Shape& s, const Task& task,
+                         int64_t head, float* partial, int64_t stride) {
+    const int64_t count = task.last - task.first;
     float scores[G][kChunk] __attribute__((aligned(64)));
-    score<T, G>(q, keys, count, s, scores);
+    score<T, G>(q + head * s.q_head, keys, count, s, scores);
+    bend<G>(s, task, head, scores);
     weigh<T, G>(keys, count, s, scores, partial, stride);
 }
 
 #ifdef HAS_DOT
 template <int G>
-DOT inline void attend_heads_dot(const Bf16* q, const Bf16* const* keys, int64_t count,
-                                 const Shape& s, float* partial, int64_t stride) {
+DOT inline void attend_heads_dot(const Bf16* q, const Bf16* const* keys, const Shape& s,
+                                 const Task& task, int64_t head, float* partial, int64_t stride) {
+    const int64_t count = task.last - task.first;
     float scores[G][kChunk] __attribute__((aligned(64)));
-    score_dot<G>(q, keys, count, s, scores);
+    score_dot<G>(q + head * s.q_head, keys, count, s, scores);
+    bend<G>(s, task, head, scores);
     weigh<Bf16, G>(keys, count, s, scores, partial, stride);
 }
 #endif
@@ -159,7 +187,7 @@ DOT inline void attend_heads_dot(const Bf16* q, const Bf16* const* keys, int64_t
 // The query heads of one KV head, four, two or one at a time: HEADS(G) attends G of them.
 #define FOR_HEADS(HEADS)                                                                          \
     for (int64_t g = 0; g < s.group;) {                                                           \
-        const auto* heads = q + (task.kv_head * s.group + g) * s.q_head;                          \
+        const int64_t head = task.kv_head * s.group + g;                                          \
         float* out = partial + g * stride;                                                        \
         if (s.group - g >= 4) { HEADS(4); g += 4; }                                               \
         else if (s.group - g >= 2) { HEADS(2); g += 2; }                                          \
@@ -170,9 +198,8 @@ template <typename T>
 INLINE void attend_task(const T* q, const T* cache, const int64_t* table, const Shape& s,
                         const Task& task, float* partial, int64_t stride) {
     const T* keys[kChunk];
-    const int64_t count = task.last - task.first;
     find_keys(cache, table, s, task, keys);
-#define HEADS(G) attend_heads<T, G>(heads, keys, count, s, out, stride)
+#define HEADS(G) attend_heads<T, G>(q, keys, s, task, head, out, stride)
     FOR_HEADS(HEADS)
 #undef HEADS
 }
@@ -181,9 +208,8 @@ INLINE void attend_task(const T* q, const T* cache, const int64_t* table, const 
 DOT void attend_bf16_dot(const Bf16* q, const Bf16* cache, const int64_t* table, const Shape& s,
                          const Task& task, float* partial, int64_t stride) {
     const Bf16* keys[kChunk];
-    const int64_t count = task.last - task.first;
     find_keys(cache, table, s, task, keys);
-#define HEADS(G) attend_heads_dot<G>(heads, keys, count, s, out, stride)
+#define HEADS(G) attend_heads_dot<G>(q, keys, s, task, head, out, stride)
     FOR_HEADS(HEADS)
 #undef HEADS
 }
@@ -243,13 +269,14 @@ void hetero_store_kv(const char* k, const char* v, char* cache, const int64_t* r
 // Attends `rows` single rows. `tasks` [num_tasks][4]: row, kv_head, first and last token; tasks of
 // one (row, kv_head) are neighbours and `starts` [rows * kv_heads + 1] says where each begins.
 // `partial` has room for num_tasks * group * (dim + 16) floats. `is_bf16` chooses bf16 or float.
+// `softcap` and `slopes`: see Shape. Each row is at the position of its last token.
 void hetero_attend_rows(const void* q, const void* cache, const int64_t* tables, void* out,
                         const int64_t* tasks, const int64_t* starts, int64_t num_tasks,
                         int64_t rows, int64_t kv_heads, int64_t group, int64_t dim,
                         int64_t block_size, int64_t columns, int64_t q_row, int64_t q_head,
-                        int64_t piece_offset, float scale, float* partial, int64_t is_bf16,
-                        int64_t threads) {
-    const Shape s{block_size, kv_heads, group, dim, columns, q_row, q_head, scale};
+                        int64_t piece_offset, float scale, float softcap, const float* slopes,
+                        float* partial, int64_t is_bf16, int64_t threads) {
+    const Shape s{block_size, kv_heads, group, dim, columns, q_row, q_head, scale, softcap, slopes};
     const int64_t stride = dim + kLanes;
     const int64_t heads = kv_heads * group;
     [[maybe_unused]] const bool dot = is_bf16 && dim % (2 * kLanes) == 0 && has_bf16_dot();
@@ -258,7 +285,8 @@ void hetero_attend_rows(const void* q, const void* cache, const int64_t* tables,
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < num_tasks; ++i) {
             const int64_t* entry = tasks + i * 4;
-            const Task task{piece_offset, entry[1], entry[2], entry[3]};
+            const int64_t* newest = tasks + (starts[entry[0] * kv_heads + entry[1] + 1] - 1) * 4;
+            const Task task{piece_offset, entry[1], entry[2], entry[3], newest[3] - 1};
             const int64_t* table = tables + entry[0] * columns;
             float* to = partial + i * group * stride;
             if (!is_bf16) {

@@ -118,6 +118,7 @@ class DraftModel:
         threads: int,
         cpus: tuple[int, ...] | None = None,
         load_format: str = "auto",
+        allow_pickle: bool = False,
     ) -> DraftModel:
         """Reads a model folder.
 
@@ -125,7 +126,8 @@ class DraftModel:
             dtype: of KV and activations: bfloat16 or float32.
             weight_format: "bf16" or "float", as dtype, or "int8", which torch cannot run.
             threads: that compute a step. cpus: each thread's own; None: they may wander.
-            load_format: of the weights: "auto", or "dummy" for random ones.
+            load_format: of the weights: "auto", or "dummy" for random ones. allow_pickle: whether
+                pickled files may be read.
 
         Raises:
             ConfigError: an argument that this machine or model cannot do.
@@ -139,7 +141,7 @@ class DraftModel:
         try:
             model = load_model(
                 folder, config, dtype=dtype, device="cpu", show_progress=False,
-                load_format=load_format,
+                load_format=load_format, allow_pickle=allow_pickle,
             )  # fmt: skip
             pages = _pages(config, sizes, dtype)
             shape = (sizes.most_rows, sizes.candidates)

@@ -11,7 +11,7 @@ class WorkerSettings:
     """Everything that a worker needs; on its command line as JSON.
 
     Attributes:
-        folder: of the draft model. load_format: "auto" or "dummy".
+        folder: of the draft model. load_format: "auto" or "dummy". allow_pickle: weights.
         dtype: "bfloat16" or "float32". weight_format: of the executor, or "auto".
         slots: sequences at a time.
         max_model_len: tokens of the longest text that is drafted for.
@@ -36,6 +36,7 @@ class WorkerSettings:
     cpus: tuple[int, ...]
     ahead: bool
     most_nodes: int
+    allow_pickle: bool = False
     requests: str = ""
     answers: str = ""
     parent: int = 0

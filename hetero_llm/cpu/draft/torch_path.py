@@ -13,6 +13,7 @@ from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.runner.attention import TorchPagedAttention
 from hetero_llm.runner.draft_trees import TreeRows
+from hetero_llm.runner.scored_attention import Scoring
 from hetero_llm.sampling.noise import gumbel_noise
 
 
@@ -29,7 +30,7 @@ class TorchPath:
     ) -> None:
         self._model, self._pages, self._found = model, pages, found
         cache = pages.cache
-        kernel = native_row_kernel(cache, config.num_heads, config.attn_scale)
+        kernel = native_row_kernel(cache, config.num_heads, Scoring.of(config))
         self._attention = TorchPagedAttention(config, cache, row_by_row=False, row_kernel=kernel)
 
     @torch.inference_mode()

@@ -359,6 +359,7 @@ def load(settings: WorkerSettings) -> tuple[DraftModel, StepTimes]:
     model = DraftModel.load(
         folder, sizes, dtype=dtype, weight_format=weight_format,
         threads=settings.threads, cpus=settings.cpus or None, load_format=settings.load_format,
+        allow_pickle=settings.allow_pickle,
     )  # fmt: skip
     context = max(1, min(_CONTEXT, settings.max_model_len // 2))
     times = measure(model, settings.slots, context)

@@ -14,6 +14,17 @@ from hetero_llm.gpu.kernels.launch import (
 )
 from hetero_llm.models.layers import GatedActivation
 
+_KINDS = {
+    "silu": "silu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""What `_activate` calls the functions that config.json can name."""
+
 _TILE = 1024
 _NUM_WARPS = 4
 _PROGRAMS_PER_SM = 16
@@ -21,11 +32,14 @@ _PROGRAMS_PER_SM = 16
 
 @triton.jit
 def _activate(x, NAME: tl.constexpr):
-    """The function of config.json's name, in float32."""
+    """A function of `_KINDS`, in float32."""
     if NAME == "silu":
         return x / (1.0 + tl.exp(-x))
     elif NAME == "relu":
         return tl.where(x < 0.0, 0.0, x)  # keeps NaN
+    elif NAME == "relu2":
+        positive = tl.where(x < 0.0, 0.0, x)
+        return positive * positive
     elif NAME == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
@@ -59,12 +73,12 @@ def gated_activation(gate_up: torch.Tensor, name: str) -> torch.Tensor:
 
     Args:
         gate_up: [T, 2 * inner], gate first; float32, bfloat16 or float16; rows may be strided.
-        name: "silu", "relu", "gelu" (by erf), "gelu_new" or "gelu_pytorch_tanh".
+        name: One of `layers.Activation` that config.json can name.
 
     Returns:
         [T, inner], contiguous.
     """
-    assert name in ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh"), name
+    assert name in _KINDS, name
     num_rows, width = gate_up.shape
     assert gate_up.stride(1) == 1 and width % 2 == 0, (gate_up.shape, gate_up.stride())
     inner = width // 2
@@ -80,7 +94,7 @@ def gated_activation(gate_up: torch.Tensor, name: str) -> torch.Tensor:
         gate_up.stride(0),
         INNER=inner,
         TILE=_TILE,
-        NAME="gelu_tanh" if name in ("gelu_new", "gelu_pytorch_tanh") else name,
+        NAME=_KINDS[name],
         num_warps=_NUM_WARPS,
         **pdl_options(gate_up.device),
     )

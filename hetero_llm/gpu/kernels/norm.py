@@ -1,4 +1,4 @@
-"""Residual add and RMS norm in one kernel, one program a row."""
+"""Residual add and norm in one kernel, one program a row: RMS norm, Gemma's, layer norm."""
 
 from __future__ import annotations
 
@@ -7,18 +7,42 @@ import triton
 import triton.language as tl
 
 from hetero_llm.gpu.kernels.launch import let_next_start, pdl_options, wait_for_inputs
+from hetero_llm.models.layers import add_gemma_rms_norm as add_gemma_rms_norm_reference
+from hetero_llm.models.layers import add_layer_norm as add_layer_norm_reference
 from hetero_llm.models.layers import add_rms_norm as add_rms_norm_reference
 
-__all__ = ["MAX_NORM_SIZE", "add_rms_norm", "add_rms_norm_reference"]
+__all__ = [
+    "MAX_NORM_SIZE",
+    "add_gemma_rms_norm",
+    "add_gemma_rms_norm_reference",
+    "add_layer_norm",
+    "add_layer_norm_reference",
+    "add_rms_norm",
+    "add_rms_norm_reference",
+]
 
 MAX_NORM_SIZE = 16384
 """Longest row: a program holds its whole row in registers."""
 
 
 @triton.jit
+def _add(x_ptr, residual_ptr, place, inside, HAS_RESIDUAL: tl.constexpr):
+    """The row's sum in float32, rounded to the inputs' type and stored for the next residual."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    total = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        rounded = (total + residual).to(dtype)
+        tl.store(residual_ptr + place, rounded, mask=inside)
+        total = rounded.to(tl.float32)
+    return total
+
+
+@triton.jit
 def _add_rms_norm(
     out_ptr, x_ptr, residual_ptr, weight_ptr, eps,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GEMMA: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, PADDED)
     inside = columns < SIZE
@@ -28,16 +52,40 @@ def _add_rms_norm(
 
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     place = tl.program_id(0).to(tl.int64) * SIZE + columns
-    total = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        rounded = (total + residual).to(dtype)
-        tl.store(residual_ptr + place, rounded, mask=inside)
-        total = rounded.to(tl.float32)
+    total = _add(x_ptr, residual_ptr, place, inside, HAS_RESIDUAL)
     mean_square = tl.sum(total * total, 0) / SIZE
-    # In low precision the norm is rounded before it meets the weight; in float32 this is no-op.
-    norm = (total * tl.rsqrt(mean_square + eps)).to(dtype).to(tl.float32)
+    norm = total * tl.rsqrt(mean_square + eps)
+    if GEMMA:
+        weight = 1.0 + weight
+    else:  # in low precision it is rounded before it meets the weight; in float32 this is no-op
+        norm = norm.to(dtype).to(tl.float32)
     tl.store(out_ptr + place, (norm * weight).to(dtype), mask=inside)
+
+
+@triton.jit
+def _add_layer_norm(
+    out_ptr, x_ptr, residual_ptr, weight_ptr, bias_ptr, eps,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, PADDED)
+    inside = columns < SIZE
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+
+    place = tl.program_id(0).to(tl.int64) * SIZE + columns
+    total = _add(x_ptr, residual_ptr, place, inside, HAS_RESIDUAL)
+    centred = tl.where(inside, total - tl.sum(total, 0) / SIZE, 0.0)
+    variance = tl.sum(centred * centred, 0) / SIZE
+    norm = centred * tl.rsqrt(variance + eps)
+    if weight_ptr is not None:
+        norm = norm * weight
+    if bias_ptr is not None:
+        norm = norm + bias
+    tl.store(out_ptr + place, norm.to(x_ptr.dtype.element_ty), mask=inside)
 
 
 def add_rms_norm(
@@ -56,16 +104,29 @@ def add_rms_norm(
     Returns:
         The norm (new) and the sum (`residual`, or x), both [T, size].
     """
-    size = x.shape[-1]
-    assert x.is_contiguous() and weight.is_contiguous(), (x.stride(), weight.stride())
-    assert weight.shape == (size,) and weight.dtype == x.dtype and size <= MAX_NORM_SIZE
-    if residual is not None:
-        assert residual.shape == x.shape and residual.dtype == x.dtype
-        assert residual.is_contiguous(), residual.stride()
+    return _rms_norm(x, residual, weight, eps, gemma=False)
+
+
+def add_gemma_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm of `x + residual` times 1 + weight, and that sum: see `layers.GemmaRMSNorm`.
+
+    Arguments and result as of `add_rms_norm`; rounded where the torch path rounds, after the sum
+    and after the product.
+    """
+    return _rms_norm(x, residual, weight, eps, gemma=True)
+
+
+def _rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, gemma: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(x, residual, weight)
     total = x if residual is None else residual
     out = torch.empty_like(x)
     if x.numel() == 0:
         return out, total
+    size = x.shape[-1]
     padded = triton.next_power_of_2(size)
     _add_rms_norm[(x.numel() // size,)](
         out,
@@ -76,8 +137,70 @@ def add_rms_norm(
         SIZE=size,
         PADDED=padded,
         HAS_RESIDUAL=residual is not None,
-        # 16 elements a thread: two 16-byte loads of each operand in flight.
-        num_warps=min(max(padded // 512, 1), 32),
+        GEMMA=gemma,
+        num_warps=_num_warps(padded),
         **pdl_options(x.device),
     )
     return out, total
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Layer norm of `x + residual`, and that sum: see `layers.AddLayerNorm`.
+
+    Computed in float32; the sum and the result are rounded.
+
+    Args:
+        x: [T, size], contiguous; float32, bfloat16 or float16; size at most `MAX_NORM_SIZE`.
+        residual: As x, overwritten with the sum; None: the sum is x itself.
+        weight, bias: [size], dtype of x; None: one and zero.
+        eps: Added to the variance.
+
+    Returns:
+        The norm (new) and the sum (`residual`, or x), both [T, size].
+    """
+    _check(x, residual, weight, bias)
+    total = x if residual is None else residual
+    out = torch.empty_like(x)
+    if x.numel() == 0:
+        return out, total
+    size = x.shape[-1]
+    padded = triton.next_power_of_2(size)
+    _add_layer_norm[(x.numel() // size,)](
+        out,
+        x,
+        total,
+        weight,
+        bias,
+        eps,
+        SIZE=size,
+        PADDED=padded,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=_num_warps(padded),
+        **pdl_options(x.device),
+    )
+    return out, total
+
+
+def _num_warps(padded: int) -> int:
+    """16 elements a thread: two 16-byte loads of each operand in flight."""
+    return min(max(padded // 512, 1), 32)
+
+
+def _check(
+    x: torch.Tensor, residual: torch.Tensor | None, *parameters: torch.Tensor | None
+) -> None:
+    size = x.shape[-1]
+    assert x.is_contiguous() and size <= MAX_NORM_SIZE, (x.shape, x.stride())
+    for parameter in parameters:
+        if parameter is not None:
+            assert parameter.shape == (size,) and parameter.dtype == x.dtype, parameter.shape
+            assert parameter.is_contiguous(), parameter.stride()
+    if residual is not None:
+        assert residual.shape == x.shape and residual.dtype == x.dtype
+        assert residual.is_contiguous(), residual.stride()

@@ -9,7 +9,7 @@ rows. A second kernel merges the pieces of cut tiles by log-sum-exp, each row an
 What a row sees: keys below its limit (and inside its window), and of the 64 keys that follow the
 limit those whose bit is set in its ancestor mask. A plain row at position p has limit p + 1 and no
 bits; node i of a draft tree has its sequence's length as limit and the bits of itself and its
-ancestors.
+ancestors, and so a tree's keys are at position limit + how many of the ancestors come before them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ CUT_ROW_FIELDS = 4
 row's index in the tile."""
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MAX_GROUP = 128
+"""Most query heads on a KV head: a tile has whole groups of rows."""
 TREE_NODES = 64
 _LOG2_E = 1.4426950408889634
 _MERGED_AT_ONCE = 16
@@ -190,6 +192,28 @@ def _hide(
 
 
 @triton.jit
+def _ancestors_below(word, node):
+    """How many of the bits 0 .. node - 1 of [rows] int32 are set: [rows, keys] for [rows, keys]."""
+    kept = tl.where(node >= 32, -1, (1 << (node & 31)) - 1)
+    bits = word[:, None] & tl.where(node <= 0, 0, kept)
+    # Sums of neighbouring bits, pairs, nibbles, bytes; masks and shifts never leave a sign behind.
+    bits = (bits & 0x55555555) + ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    bits = bits + (bits >> 8)
+    return (bits + (bits >> 16)) & 0x3F
+
+
+@triton.jit
+def _displacement(token, limit, ancestors):
+    """Position of a key that a row sees, less its place: a tree's nodes lie behind each other."""
+    node = token[None, :] - limit[:, None]
+    earlier = _ancestors_below(ancestors.to(tl.int32), node)
+    earlier += _ancestors_below((ancestors >> 32).to(tl.int32), node - 32)
+    return earlier - tl.maximum(node, 0)
+
+
+@triton.jit
 def _weigh(scores, highest):
     """One step of the online softmax: weights, the factor of what was summed so far, new maxima."""
     higher = tl.maximum(highest, tl.max(scores, 1))
@@ -198,16 +222,69 @@ def _weigh(scores, highest):
 
 
 @triton.jit
+def _change(
+    scores, token, limit, position, ancestors, slope, near_end,
+    SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_TREE: tl.constexpr,
+):  # fmt: skip
+    """Scores in powers of two after soft cap and ALiBi. near_end: some of the keys may be a tree's.
+
+    With a soft cap they come times 2 / cap: c * tanh(x / c) = c - 2 c / (e^(2 x / c) + 1).
+    """
+    if SOFTCAP > 0:
+        scores = SOFTCAP - (2 * SOFTCAP) / (tl.exp2(scores) + 1.0)
+    if HAS_SLOPES:
+        distance = token[None, :] - position[:, None]
+        if HAS_TREE and near_end:
+            distance += _displacement(token, limit, ancestors)
+        scores += slope[:, None] * distance.to(tl.float32)
+    return scores
+
+
+@triton.jit
+def _sight(
+    limit, position_ptr, ancestor_ptr, slope_ptr, row, q_head, in_tile, window,
+    HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, HAS_SLOPES: tl.constexpr,
+):  # fmt: skip
+    """Of each row of a tile: position, last position out of sight, ancestors, slope (as powers of
+    two). What is not asked for is anything."""
+    position, low, ancestors, slope = limit, limit, row, limit
+    if HAS_WINDOW or HAS_SLOPES:
+        position = tl.load(position_ptr + row, mask=in_tile, other=0)
+    if HAS_WINDOW:
+        low = position - window
+    if HAS_TREE:
+        ancestors = tl.load(ancestor_ptr + row, mask=in_tile, other=0)
+    if HAS_SLOPES:
+        slope = tl.load(slope_ptr + q_head) * 1.4426950408889634  # log2(e)
+    return position, low, ancestors, slope
+
+
+@triton.jit
+def _keep(
+    sums_ptr, states_ptr, kept, lines, dims, in_tile, acc, highest, weight,
+    TILE_M: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Stores a piece of a cut tile for `_merge`."""
+    sums = sums_ptr + kept * (TILE_M * PADDED)
+    state = states_ptr + kept * (2 * TILE_M) + lines
+    stored = sums + lines[:, None] * PADDED + dims[None, :]
+    tl.store(stored, acc, mask=in_tile[:, None])
+    tl.store(state, highest, mask=in_tile)
+    tl.store(state + TILE_M, weight, mask=in_tile)
+
+
+@triton.jit
 def _attend(
     out_ptr, q_ptr, key_ptr, value_ptr, table_ptr, limit_ptr, position_ptr, ancestor_ptr,
-    item_ptr, count_ptr, sums_ptr, states_ptr,
+    slope_ptr, item_ptr, count_ptr, sums_ptr, states_ptr,
     q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
     scale, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr, PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    HAS_SLOPES: tl.constexpr = slope_ptr is not None
     dims = tl.arange(0, PADDED)
     in_dim = dims < DIM
     lines, columns = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
@@ -224,12 +301,10 @@ def _attend(
         valid = in_tile[:, None] & in_dim[None, :]
         limit = tl.load(limit_ptr + row, mask=in_tile, other=0x7FFFFFFF)
         seen_by_all = tl.min(limit, 0)  # keys below this need no mask
-        low = limit
-        ancestors = row
-        if HAS_WINDOW:
-            low = tl.load(position_ptr + row, mask=in_tile, other=0) - window
-        if HAS_TREE:
-            ancestors = tl.load(ancestor_ptr + row, mask=in_tile, other=0)
+        position, low, ancestors, slope = _sight(
+            limit, position_ptr, ancestor_ptr, slope_ptr, row, q_head, in_tile, window,
+            HAS_WINDOW, HAS_TREE, HAS_SLOPES,
+        )  # fmt: skip
 
         table = table_ptr + slot.to(tl.int64) * table_stride
         keys, values = key_ptr + head * head_stride, value_ptr + head * head_stride
@@ -257,6 +332,10 @@ def _attend(
             k = tl.load(keys + place, mask=loadable, other=0.0)
             v = tl.load(values + place, mask=loadable, other=0.0)
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
+            scores = _change(
+                scores, token, limit, position, ancestors, slope, start + TILE_N > seen_by_all,
+                SOFTCAP, HAS_SLOPES, HAS_TREE,
+            )  # fmt: skip
             if HAS_WINDOW or start + TILE_N > seen_by_all:
                 scores = _hide(scores, token, end, limit, low, ancestors, HAS_WINDOW, HAS_TREE)
             p, shrink, highest = _weigh(scores, highest)
@@ -270,12 +349,10 @@ def _attend(
             tl.store(result, acc.to(out_ptr.dtype.element_ty), mask=valid)
         else:
             kept = (piece * KV_HEADS + head).to(tl.int64)
-            sums = sums_ptr + kept * (TILE_M * PADDED)
-            state = states_ptr + kept * (2 * TILE_M) + lines
-            stored = sums + lines[:, None] * PADDED + dims[None, :]
-            tl.store(stored, acc, mask=in_tile[:, None])
-            tl.store(state, highest, mask=in_tile)
-            tl.store(state + TILE_M, weight, mask=in_tile)
+            _keep(
+                sums_ptr, states_ptr, kept, lines, dims, in_tile, acc, highest, weight,
+                TILE_M, PADDED,
+            )  # fmt: skip
     wait_for_inputs(PDL)  # programs without an item end no earlier either
     let_next_start(PDL)
 
@@ -292,6 +369,8 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    slopes: torch.Tensor | None = None,
     any_cut: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -305,23 +384,21 @@ def paged_attention(
         rows, work, workspace: see there; the workspace fits `tile.rows`.
         scale: factor of the scores.
         window: a row sees the last `window` positions only; tree nodes always see their ancestors.
+        softcap: scores then become softcap * tanh(score / softcap).
+        slopes: [H] float32; then slope * (position of the key - position of the row) is added.
         any_cut: whether the work list may have cut tiles; False saves the merging kernel.
 
     Returns:
         `out`, [T, H, D] in q's dtype.
     """
+    _check(q, key_cache, value_cache, tables, work, workspace, tile)
     num_rows, num_heads, dim = q.shape
     _, block_size, kv_heads, _ = key_cache.shape
-    assert q.stride(2) == 1 and q.stride(1) == dim and num_heads % kv_heads == 0
-    assert key_cache.stride() == value_cache.stride() and key_cache.stride(3) == 1
-    assert key_cache.dtype in (q.dtype, torch.float8_e4m3fn) and tables.dtype == torch.int32
-    assert work.items.shape[1] == WORK_FIELDS and work.items.is_contiguous()
-    assert work.cut_rows.shape[1] == CUT_ROW_FIELDS and work.cut_rows.is_contiguous()
-    assert (
-        workspace.sums.shape[1:3] == (kv_heads, tile.rows) and MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM
-    )
     group = num_heads // kv_heads
-    assert group <= tile.rows
+    if slopes is not None:
+        assert slopes.shape == (num_heads,) and slopes.dtype == torch.float32
+    # The kernel's exponentials are powers of two; see there for the soft cap's.
+    factor = scale * _LOG2_E * (1.0 if softcap is None else 2.0 / softcap)
     if out is None:
         out = torch.empty(num_rows, num_heads, dim, dtype=q.dtype, device=q.device)
     ancestors = rows.ancestors
@@ -330,15 +407,16 @@ def paged_attention(
     sizes["PADDED"] = triton.next_power_of_2(dim)
     _attend[grid](
         *(out, q, key_cache, value_cache, tables, rows.limits, rows.positions),
-        *(rows.positions if ancestors is None else ancestors, work.items, work.counts),
+        *(rows.positions if ancestors is None else ancestors, slopes, work.items, work.counts),
         *(workspace.sums, workspace.states),
         *(q.stride(0), out.stride(0), *key_cache.stride()[:3], tables.stride(0)),
-        *(scale * _LOG2_E, 0 if window is None else window),
+        *(factor, 0 if window is None else window),
         **sizes,
         BLOCK=block_size,
         TILE_N=tile.keys,
         HAS_WINDOW=window is not None,
         HAS_TREE=ancestors is not None,
+        SOFTCAP=0.0 if softcap is None else softcap * _LOG2_E,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         WIDEN=INTERPRETED,  # its dot takes no bfloat16
         num_warps=tile.num_warps,
@@ -388,6 +466,8 @@ def paged_attention_reference(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same in float32 with plain torch, row by row.
 
@@ -414,5 +494,22 @@ def paged_attention_reference(
         v = value_cache[block, token % block_size].float()[seen]
         query = q[row].float().view(kv_heads, -1, dim)
         scores = torch.einsum("ngd,tnd->ngt", query, k) * scale
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        if slopes is not None:
+            distance = _key_positions(token[seen], rows, row) - int(rows.positions[row])
+            scores = scores + slopes.view(kv_heads, -1, 1) * distance
         out[row] = torch.einsum("ngt,tnd->ngd", scores.softmax(-1), v).view(num_heads, dim)
     return out
+
+
+def _key_positions(token: torch.Tensor, rows: RowMasks, row: int) -> torch.Tensor:
+    """[seen] positions of the keys at these places, as a row sees them."""
+    if rows.ancestors is None:
+        return token
+    limit, bits = int(rows.limits[row]), int(rows.ancestors[row]) & (2**TREE_NODES - 1)
+    places = token.tolist()
+    for i, place in enumerate(places):
+        if place > limit:
+            places[i] = limit + (bits & ((1 << (place - limit)) - 1)).bit_count()
+    return torch.tensor(places, device=token.device)

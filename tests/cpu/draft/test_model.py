@@ -4,6 +4,7 @@ grown over steps, commits that keep parts of them, windows that drop blocks."""
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError, PromptError
 from hetero_llm.cpu import native
@@ -367,6 +369,20 @@ def test_random_weights(checkpoint: Path) -> None:
     model = any_way(checkpoint, SIZES, load_format="dummy")
     model.open(0, numbers([1]))
     assert run_pending(model)[0].tokens.shape == (1, SIZES.candidates)
+
+
+def test_pickled_weights(checkpoint: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(ModelLoadError, match="--allow-pickle-weights"):
+        any_way(folder, SIZES)
+    found = []
+    for model in (any_way(folder, SIZES, allow_pickle=True), any_way(checkpoint, SIZES)):
+        model.open(0, numbers([1]))
+        found.append(run_pending(model)[0].tokens)
+    assert np.array_equal(*found)
 
 
 def test_ties_and_scores_that_are_none() -> None:

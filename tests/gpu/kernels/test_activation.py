@@ -11,7 +11,7 @@ from hetero_llm.gpu.kernels.activation import (
     silu_mul,
 )
 
-NAMES = ["silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh"]
+NAMES = ["silu", "relu", "relu2", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"]
 # The last bit of the activation may decide its rounding and then the product's. (The interpreter
 # cuts bfloat16 off instead of rounding it, with no larger error.)
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}

@@ -22,11 +22,20 @@ def planner(
     cudnn: bool = True,
     flash: bool = True,
     windows: tuple[int | None, ...] = (None,),
+    softcap: float | None = None,
+    slopes: tuple[float, ...] | None = None,
 ) -> LibraryPlanner:
     monkeypatch.setattr(paged_attention, "cudnn_works", lambda *shape: cudnn)
     monkeypatch.setattr(paged_attention, "flash_works", lambda *shape: flash)
     context: Any = SimpleNamespace(
-        config=SimpleNamespace(num_heads=4, num_kv_heads=2, head_dim=64),
+        config=SimpleNamespace(
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=64,
+            attn_scale=0.125,
+            attn_softcap=softcap,
+            alibi_slopes=slopes,
+        ),
         cache=SimpleNamespace(shape=SimpleNamespace(block_size=16)),
         tables=torch.zeros(1),
         windows=windows,
@@ -76,3 +85,10 @@ def test_windows_and_missing_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan(no_flash, (0, 0, 500), (1, 0, 600)) == ([], [True, True])
     none = planner(monkeypatch, flash=False, cudnn=False)
     assert plan(none, (0, 0, 5000)) == ([], [True])
+
+
+@pytest.mark.parametrize("change", [{"softcap": 50.0}, {"slopes": (0.5, 0.25, 0.1, 0.05)}])
+def test_no_library_has_soft_caps_or_alibi(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    assert plan(planner(monkeypatch, **change), (0, 0, 5000), (1, 0, 40)) == ([], [True, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,6 +116,30 @@ def test_it_draws_what_the_torch_runner_draws(
         for entry, other in zip(output.logprobs or (), wanted.logprobs or ()):
             assert entry.rank == other.rank and entry.top[0][0] == other.top[0][0]
             assert entry.drawn == pytest.approx(other.drawn, abs=1e-4)
+
+
+def test_soft_caps_and_alibi_reach_the_kernel(tmp_path: Path, device: torch.device) -> None:
+    """Chunks, then decoding beside the rest of a prompt, with both set for a model without them."""
+    folder = make_tiny_checkpoint(tmp_path, "llama", "heads_of_16", layers=1)
+    outputs = []
+    for kernels, change in (
+        (False, {}),
+        (False, {"attn_softcap": 0.5, "alibi_slopes": (0.5, 0.3, 0.2, 0.1)}),
+        (True, {"attn_softcap": 0.5, "alibi_slopes": (0.5, 0.3, 0.2, 0.1)}),
+    ):
+        config, model, cache = build(folder, device)
+        config = dataclasses.replace(config, **change)
+        sizes = {"max_num_seqs": SLOTS, "max_model_len": MAX_LEN}
+        runner: Any = TorchModelRunner(model, config, cache, device=device, **sizes)
+        if kernels:
+            runner = GpuModelRunner(
+                model, config, cache, max_num_batched_tokens=64, graphs=False, **sizes
+            )
+        work = [runner.finish(runner.launch(step)) for step in steps(2)[:2]]
+        outputs.append(torch.tensor([e.drawn for o in work for e in o.logprobs]))
+    plain, torchs, ours = outputs
+    torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-4)
+    assert float((plain - torchs).abs().max()) > 1e-2
 
 
 def test_a_tree_yields_what_plain_steps_yield(checkpoint: Path, device: torch.device) -> None:

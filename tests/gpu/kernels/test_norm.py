@@ -1,11 +1,18 @@
-"""Residual add and RMS norm against the torch path."""
+"""Residual add and norm against the torch path: RMS norm, Gemma's, layer norm."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hetero_llm.gpu.kernels.norm import add_rms_norm, add_rms_norm_reference
+from hetero_llm.gpu.kernels.norm import (
+    add_gemma_rms_norm,
+    add_gemma_rms_norm_reference,
+    add_layer_norm,
+    add_layer_norm_reference,
+    add_rms_norm,
+    add_rms_norm_reference,
+)
 
 # The order of the sum of squares may decide a rounding, of the norm and then of the product. The
 # interpreter cuts bfloat16 off instead of rounding it, three times in a row.
@@ -62,10 +69,67 @@ def test_norm_is_rounded_before_the_weight(device: torch.device) -> None:
     assert not torch.equal(norm, once)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows, size", [(5, 100), (2, 2304), (1, 16384)])
+@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize("kind", ["gemma", "layer", "layer without bias", "bare layer"])
+def test_others_match_torch(
+    device: torch.device, dtype: torch.dtype, rows: int, size: int, has_residual: bool, kind: str
+) -> None:
+    torch.manual_seed(rows * size)
+    x = torch.randn(rows, size, device=device, dtype=dtype) + 0.5  # a mean to be taken off
+    weight, bias = torch.randn(2, size, device=device, dtype=dtype)
+    residual = torch.randn_like(x) * 4 if has_residual else None
+    copy = residual.clone() if residual is not None else None
+    if kind == "gemma":
+        norm, total = add_gemma_rms_norm(x, residual, weight, 1e-5)
+        expected, expected_total = add_gemma_rms_norm_reference(x, copy, weight, 1e-5)
+    else:
+        affine = (
+            None if kind == "bare layer" else weight,
+            bias if kind == "layer" else None,
+        )
+        norm, total = add_layer_norm(x, residual, *affine, 1e-5)
+        expected, expected_total = add_layer_norm_reference(x, copy, *affine, 1e-5)
+
+    assert total is (x if residual is None else residual)
+    on_device = device.type == "cuda"
+    tolerance = (DEVICE_TOLERANCE if on_device else INTERPRETER_TOLERANCE)[dtype]
+    if on_device or dtype != torch.bfloat16:
+        assert torch.equal(total, expected_total)
+    torch.testing.assert_close(total, expected_total, rtol=tolerance, atol=0.0)
+    torch.testing.assert_close(norm, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_gemma_rounds_the_product_only(device: torch.device) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(4, 96, dtype=torch.float16, device=device)
+    weight = torch.randn(96, dtype=torch.float16, device=device)
+    norm, _ = add_gemma_rms_norm(x, None, weight, 1e-6)
+    exact = torch.nn.functional.rms_norm(x.double(), (96,), None, 1e-6) * (1 + weight.double())
+    assert float((norm == exact.half()).float().mean()) > 0.99
+    twice = torch.nn.functional.rms_norm(x, (96,), None, 1e-6) * (1 + weight)
+    assert float((norm == twice).float().mean()) < 0.9
+
+
+def test_a_layer_norm_far_from_zero_keeps_its_digits(device: torch.device) -> None:
+    """The variance is that of the centred row, not a difference of large squares."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 512, device=device) + 3e3
+    norm, _ = add_layer_norm(x, None, None, None, 1e-5)
+    expected = torch.nn.functional.layer_norm(x.double(), (512,)).float()
+    torch.testing.assert_close(norm, expected, rtol=1e-3, atol=1e-3)
+
+
 def test_empty(device: torch.device) -> None:
     x = torch.empty(0, 64, device=device)
-    norm, total = add_rms_norm(x, None, torch.ones(64, device=device), 1e-5)
-    assert norm.shape == (0, 64) and total is x
+    ones = torch.ones(64, device=device)
+    for norm, total in (
+        add_rms_norm(x, None, ones, 1e-5),
+        add_gemma_rms_norm(x, None, ones, 1e-5),
+        add_layer_norm(x, None, ones, None, 1e-5),
+    ):
+        assert norm.shape == (0, 64) and total is x
 
 
 def test_refuses_what_it_cannot_compute(device: torch.device) -> None:
@@ -74,3 +138,7 @@ def test_refuses_what_it_cannot_compute(device: torch.device) -> None:
         add_rms_norm(torch.ones(4, 128, device=device)[:, :64], None, weight, 1e-5)
     with pytest.raises(AssertionError):
         add_rms_norm(torch.ones(4, 64, device=device).half(), None, weight, 1e-5)
+    with pytest.raises(AssertionError):
+        add_layer_norm(torch.ones(4, 64, device=device), None, weight, weight.half(), 1e-5)
+    with pytest.raises(AssertionError):
+        add_layer_norm(torch.ones(4, 64, device=device), None, weight[:32], None, 1e-5)

@@ -36,6 +36,13 @@ class Case:
     keys: int = 16
     parallel: int = 4
     block_first: bool = True
+    softcap: float | None = None
+    alibi: bool = False
+    tile: TileShape | None = None  # instead of tile_rows and keys
+
+    def __post_init__(self) -> None:
+        if self.tile is not None:
+            self.tile_rows, self.keys = self.tile.rows, self.tile.keys
 
 
 def random_tree(generator: np.random.Generator, size: int) -> list[int]:
@@ -112,6 +119,10 @@ def check(case: Case, device: torch.device, seed: int = 0) -> None:
     fused = torch.randn(total, case.heads + 3, case.dim, device=device).to(case.dtype)
     q = fused[:, : case.heads]
     workspace = make_workspace(64, case.kv_heads, case.tile_rows, case.dim, device)
+    slopes = None
+    if case.alibi:
+        slopes = torch.tensor([0.8 ** (i + 1) for i in range(case.heads)], device=device)
+    changes = {"window": case.window, "softcap": case.softcap, "slopes": slopes}
     out = torch.full((total, case.heads, case.dim), float("nan"), device=device).to(case.dtype)
     device_tables = torch.from_numpy(tables).to(device)
     spare = np.zeros((3, 8), np.int32)
@@ -125,10 +136,10 @@ def check(case: Case, device: torch.device, seed: int = 0) -> None:
         rows,
         Work(items, torch.from_numpy(cut_rows).to(device), count),
         workspace,
-        TileShape(case.tile_rows, case.keys, 4, 2, 1),
+        case.tile or TileShape(case.tile_rows, case.keys, 4, 2, 1),
         scale=case.dim**-0.5,
-        window=case.window,
         out=out,
+        **changes,
     )
     expected = paged_attention_reference(
         q,
@@ -139,7 +150,7 @@ def check(case: Case, device: torch.device, seed: int = 0) -> None:
         torch.from_numpy(np.repeat(starts + counts, counts)),
         rows,
         scale=case.dim**-0.5,
-        window=case.window,
+        **changes,
     )
     tolerance = 1e-5 if case.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.float(), expected.float(), rtol=tolerance, atol=tolerance)
@@ -174,6 +185,62 @@ def test_trees(device: torch.device) -> None:
 def test_a_chain_is_plain_decoding(device: torch.device) -> None:
     chain = list(range(-1, 7))
     check(Case([(61, 8, chain), (90, 8, chain)], parallel=7), device)
+
+
+TREE = random_tree(np.random.default_rng(3), 64)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case([(50, 1, None), (0, 2, None)], parallel=9, softcap=0.7),
+        Case([(50, 1, None), (0, 2, None)], parallel=9, alibi=True),
+        Case([(40, 6, None)], window=24, heads=5, kv_heads=1, softcap=0.7, alibi=True),
+        Case([(9, 64, TREE)], heads=1, kv_heads=1, dim=16, tile_rows=64, keys=32, alibi=True),
+        Case([(40, 6, TREE[:6]), (3, 1, None)], window=40, softcap=0.7, alibi=True),
+    ],
+)
+def test_scores_that_change(case: Case, device: torch.device) -> None:
+    check(case, device)
+
+
+@pytest.mark.parametrize("heads, dim, tile_rows", [(71, 64, 128), (48, 32, 64), (24, 16, 32)])
+def test_groups_that_are_no_power_of_two(
+    heads: int, dim: int, tile_rows: int, device: torch.device
+) -> None:
+    """One KV head for all (Falcon-7B, StarCoder): a row's group takes most of a tile."""
+    sequences = [(20, 1, None), (9, 2, None), (11, 3, [-1, 0, 0])]
+    case = Case(sequences, heads=heads, kv_heads=1, dim=dim, tile_rows=tile_rows, alibi=True)
+    check(case, device)
+
+
+def test_a_node_is_at_the_position_of_its_depth(device: torch.device) -> None:
+    """With ALiBi a path of a branching tree gives what a chain of the same keys gives."""
+    torch.manual_seed(0)
+    parents = [-1, 0, 0, 1, 2, 4, 3, 5, 7]  # the path of node 8: 0, 2, 4, 5, 7, 8
+    path = [0, 2, 4, 5, 7, 8]
+    q = torch.randn(9, 4, 32, device=device)
+    k, v = torch.randn(2, 2, BLOCK, 2, 32, device=device)
+    slopes = torch.tensor([0.5, 0.25, 0.3, 0.1], device=device)
+    tables = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
+    outs = []
+    for taken in (list(range(9)), path):
+        places = [*range(11), *(11 + node for node in taken)]
+        keys, values = (torch.zeros_like(t) for t in (k, v))
+        for t, from_ in ((keys, k), (values, v)):
+            t.view(-1, 2, 32)[: len(places)] = from_.reshape(-1, 2, 32)[places]
+        chain = [-1, *range(len(taken) - 1)]
+        case = Case([(11, len(taken), parents if len(taken) == 9 else chain)])
+        rows = row_masks(case, device)
+        item = torch.tensor([[0, 0, len(taken), 0, len(places), -1, 0, 0]], dtype=torch.int32)
+        none = torch.zeros(0, 4, dtype=torch.int32, device=device)
+        work = Work(item.to(device), none, torch.tensor([1, 0], device=device).int())
+        out = paged_attention(
+            q[taken], keys, values, tables, rows, work, make_workspace(1, 2, 32, 32, device),
+            TileShape(32, 16, 4, 2, 1), scale=0.2, slopes=slopes, any_cut=False,
+        )  # fmt: skip
+        outs.append(out if len(taken) == 6 else out[path])
+    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -1,0 +1,301 @@
+"""Experts of a mixture: our kernels beside a library product per expert, at the speed of reading.
+
+    python -m bench.kernels.experts [--shape mixtral-8x7b] [--rows 1 32 ...] [--sweep] [--out FILE]
+
+One layer's experts at random routes, each call in a CUDA graph. `library_us`: for each visited
+expert, known beforehand, gathered rows through `F.linear`, activation, `F.linear`, weighted sum.
+TB/s counts the weights of the visited experts. `--sweep` times other configurations of each product
+as well; the fastest belongs into the kernel's table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from bench.common import print_table, write_results
+from bench.kernels.small_linear import compile_all, graph_us
+from hetero_llm.gpu.kernels import experts as op
+from hetero_llm.gpu.kernels.experts import GroupedConfig, Groups, VectorConfig
+from hetero_llm.gpu.kernels.routing import route_sparse_mixer, route_top_k
+from hetero_llm.gpu.kernels.small_linear import Launch
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
+SHARED_BYTES = 227 << 10
+BF16 = torch.bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Dims:
+    """One layer's experts."""
+
+    experts: int
+    k: int
+    hidden: int
+    inner: int
+
+
+MODELS = {
+    "mixtral-8x7b": Dims(8, 2, 4096, 14336),
+    "qwen1.5-moe-a2.7b": Dims(60, 4, 2048, 1408),
+    "phi-3.5-moe": Dims(16, 2, 4096, 6400),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Weights and the routes of some rows."""
+
+    dims: Dims
+    gate_up: Tensor
+    down: Tensor
+    x: Tensor
+    logits: Tensor
+    ids: Tensor
+    weights: Tensor
+
+    @property
+    def touched(self) -> int:
+        return self.ids.unique().numel()
+
+    def weight_bytes(self, part: str) -> float:
+        """Of the visited experts, of one product or ("both") of both."""
+        parts = {"gate_up": 2.0, "down": 1.0, "both": 3.0}[part]
+        return 2 * parts * self.dims.hidden * self.dims.inner * self.touched
+
+
+def make_case(dims: Dims, gate_up: Tensor, down: Tensor, rows: int) -> Case:
+    x = torch.randn(rows, dims.hidden, device="cuda", dtype=BF16)
+    logits = torch.randn(rows, dims.experts, device="cuda", dtype=BF16)
+    ids, weights = route_top_k(logits, k=dims.k, renormalize=True, rounded=False)
+    return Case(dims, gate_up, down, x, logits, ids, weights)
+
+
+def library_us(case: Case) -> float:
+    """See the module; None of it asks the device which experts are visited."""
+    visits = [
+        (expert, *(case.ids == expert).nonzero(as_tuple=True))
+        for expert in case.ids.unique().tolist()
+    ]
+
+    def run() -> None:
+        total = torch.zeros(case.x.shape, dtype=torch.float32, device="cuda")
+        for expert, row, place in visits:
+            gate, up = F.linear(case.x[row], case.gate_up[expert]).chunk(2, dim=-1)
+            out = F.linear(F.silu(gate) * up, case.down[expert])
+            total.index_add_(0, row, out.float() * case.weights[row, place].unsqueeze(1))
+
+    return graph_us(run)
+
+
+def error(case: Case) -> float:
+    """Largest difference from the torch path over its largest value."""
+    arguments = (case.x, case.ids, case.weights, case.gate_up, case.down)
+    ours = op.experts(*arguments, activation="silu")
+    expected = op.experts_reference(*arguments, activation="silu")
+    return float((ours.float() - expected.float()).abs().max() / expected.float().abs().max())
+
+
+def parts_us(case: Case) -> dict[str, float]:
+    """Each kernel of a call of `experts` by itself."""
+    dims, rows = case.dims, case.x.shape[0]
+    times = {
+        "route_us": graph_us(
+            lambda: [
+                route_top_k(case.logits, k=dims.k, renormalize=True, rounded=False)
+                for _ in range(20)
+            ]
+        )
+        / 20,
+        "mixer_us": graph_us(
+            lambda: [route_sparse_mixer(case.logits, jitter=0.01) for _ in range(20)]
+        )
+        / 20,
+    }
+    first, second = op.choose(rows, dims.k, dims.experts, 2)
+    groups = op.align(case.ids, dims.experts, first.block_m)
+    middle = op.grouped_product(case.x, case.gate_up, groups, activation="silu", config=first)
+    parts = op.grouped_product(middle, case.down, groups, activation="", config=second)
+    times["align_us"] = (
+        graph_us(lambda: [op.align(case.ids, dims.experts, first.block_m) for _ in range(20)]) / 20
+    )
+    times["combine_us"] = (
+        graph_us(lambda: [op.combine(parts, case.weights) for _ in range(20)]) / 20
+    )
+    times["gate_up_us"] = product_us(case, groups, "gate_up", first)
+    times["down_us"] = product_us(case, groups, "down", second)
+    return times
+
+
+def plan(case: Case, groups: Groups, part: str, config: GroupedConfig) -> Launch:
+    """One of the two products, on inputs of the right shape."""
+    dims = case.dims
+    y = torch.empty(
+        groups.num_pairs,
+        dims.inner if part == "gate_up" else dims.hidden,
+        device="cuda",
+        dtype=BF16,
+    )
+    if part == "gate_up":
+        return op.plan_grouped_product(
+            case.x, case.gate_up, groups, y=y, activation="silu", config=config
+        )
+    x = torch.randn(groups.num_pairs, dims.inner, device="cuda", dtype=BF16)
+    return op.plan_grouped_product(x, case.down, groups, y=y, activation="", config=config)
+
+
+def product_us(case: Case, groups: Groups, part: str, config: GroupedConfig) -> float:
+    """Alone; every call finds the weights in memory, if they are larger than L2."""
+    launch = plan(case, groups, part, config)
+    return graph_us(lambda: [launch() for _ in range(4)]) / 4
+
+
+def candidates(case: Case, part: str) -> list[GroupedConfig]:
+    """Configurations worth timing, what `choose` says first."""
+    chosen = op.choose(case.x.shape[0], case.dims.k, case.dims.experts, 2)[part == "down"]
+    if chosen.swap:
+        tiles = [(32, 128, 6), (32, 128, 4), (32, 256, 3), (32, 256, 4), (16, 256, 4)]
+        tiles += [(64, 64, 5), (64, 128, 3), (64, 128, 4), (128, 64, 4)]
+        found = [dataclasses.replace(chosen, block_n=n, block_k=k, num_stages=s)
+                 for n, k, s in tiles]  # fmt: skip
+        found.append(dataclasses.replace(chosen, evict_first=True))
+        found += [
+            dataclasses.replace(chosen, block_m=m) for m in (8, 16, 32) if m != chosen.block_m
+        ]
+    else:
+        tiles = [(64, 64, 4), (128, 64, 3), (128, 64, 4), (256, 64, 3), (128, 32, 6)]
+        found = [dataclasses.replace(chosen, block_n=n, block_k=k, num_stages=s)
+                 for n, k, s in tiles]  # fmt: skip
+        found += [dataclasses.replace(chosen, group=g) for g in (4, 8, 32)]
+        found.append(dataclasses.replace(chosen, num_warps=4))
+    parts = 2 if part == "gate_up" else 1
+    return [
+        c
+        for c in dict.fromkeys([chosen, *found])
+        if 2 * c.num_stages * c.block_k * (parts * c.block_n + c.block_m) <= SHARED_BYTES
+        and parts * c.block_n * c.block_m <= 32768 // (8 // c.num_warps)
+    ]
+
+
+def sweep(case: Case) -> list[dict[str, Any]]:
+    """A row per product and configuration, the fastest first."""
+    plans: dict[tuple[str, GroupedConfig], Launch] = {}
+    for part in ("gate_up", "down"):
+        for config in candidates(case, part):
+            groups = op.align(case.ids, case.dims.experts, config.block_m)
+            plans[part, config] = plan(case, groups, part, config)
+    compile_all(list(plans.values()))
+    rows = []
+    for (part, config), launch in plans.items():
+        us = graph_us(lambda launch=launch: [launch() for _ in range(4)]) / 4
+        rows.append(
+            {
+                "rows": case.x.shape[0],
+                "product": part,
+                "us": us,
+                "TB/s": case.weight_bytes(part) / us / 1e6,
+                "config": label(config),
+            }
+        )
+    return sorted(rows, key=lambda row: (row["product"], row["us"]))
+
+
+def sweep_one_row(case: Case) -> list[dict[str, Any]]:
+    """The vector kernels, both products in one call."""
+    dims, rows = case.dims, []
+    for first in (4, 8, 16):
+        for second in (4, 8):
+            configs = op.vector_config(first, dims.hidden), op.vector_config(second, dims.inner)
+            us = vector_us(case, configs)
+            rows.append(
+                {
+                    "rows": 1,
+                    "product": "both",
+                    "us": us,
+                    "TB/s": case.weight_bytes("both") / us / 1e6,
+                    "config": f"vector n{first} n{second}",
+                }
+            )
+    return sorted(rows, key=lambda row: row["us"])
+
+
+def vector_us(case: Case, configs: tuple[VectorConfig, VectorConfig]) -> float:
+    def run() -> None:
+        for _ in range(4):
+            op.vector_experts(
+                case.x, case.ids, case.weights, case.gate_up, case.down,
+                activation="silu", configs=configs,
+            )  # fmt: skip
+
+    return graph_us(run) / 4
+
+
+def label(config: GroupedConfig) -> str:
+    parts = [
+        *(f"m{config.block_m}", f"n{config.block_n}", f"k{config.block_k}"),
+        *(f"warps{config.num_warps}", f"stages{config.num_stages}"),
+        f"group{config.group}" if config.group else "",
+        "" if config.swap else "rows-left",
+        "evict" if config.evict_first else "",
+    ]
+    return " ".join(part for part in parts if part)
+
+
+def row_of(case: Case) -> dict[str, Any]:
+    dims, rows = case.dims, case.x.shape[0]
+    arguments = (case.x, case.ids, case.weights, case.gate_up, case.down)
+    calls = 4 if rows < 1024 else 1
+    ours = graph_us(lambda: [op.experts(*arguments, activation="silu") for _ in range(calls)])
+    ours /= calls
+    flops = 6 * rows * dims.k * dims.hidden * dims.inner
+    return {
+        "rows": rows,
+        "touched": case.touched,
+        "library_us": library_us(case),
+        "ours_us": ours,
+        "TB/s": case.weight_bytes("both") / ours / 1e6,
+        "TFLOP/s": flops / ours / 1e6,
+        **parts_us(case),
+        "error": error(case),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=MODELS, default="mixtral-8x7b")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this bench needs a CUDA device")
+    torch.manual_seed(0)
+    dims = MODELS[args.shape]
+    sizes = (dims.experts, 2 * dims.inner, dims.hidden), (dims.experts, dims.hidden, dims.inner)
+    gate_up, down = (
+        torch.empty(size, device="cuda", dtype=BF16).normal_(std=size[2] ** -0.5) for size in sizes
+    )
+    cases = [make_case(dims, gate_up, down, rows) for rows in args.rows]
+    rows = [row_of(case) for case in cases]
+    print(f"{args.shape}, Triton {triton.__version__}")
+    print_table(rows)
+    swept: list[dict[str, Any]] = []
+    if args.sweep:
+        for case in cases:
+            swept += sweep_one_row(case) if case.x.shape[0] == 1 else []
+            swept += sweep(case)
+        print_table(swept)
+    results = {"shape": args.shape, "rows": rows, "configurations": swept}
+    write_results(f"kernels_experts.{args.shape}", results, args.out)
+    if not max(row["error"] for row in rows) < 3e-2:
+        raise SystemExit("a kernel is wrong")
+
+
+if __name__ == "__main__":
+    main()

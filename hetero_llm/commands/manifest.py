@@ -1,0 +1,60 @@
+"""`hetero-llm manifest`: the SHA-256 of a model's files, for `--model-sha256`."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hetero_llm.core.errors import ConfigError
+
+
+def add_manifest(
+    parser: argparse.ArgumentParser, finish: Callable[[argparse.ArgumentParser, Any], None]
+) -> None:
+    """The flags of `manifest`."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="folder or Hugging Face name of the model, or 'demo'"
+    )
+    parser.add_argument("--revision", default=None, help="branch, tag or commit of the model")
+    parser.add_argument("--download-dir", default=None, help="where the hub's cache is")
+    parser.add_argument(
+        "--allow-pickle-weights", action="store_true", help="fetch pickled weights, too"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="where to write it; default: SHA256SUMS in the model's folder, '-' is standard output",
+    )
+    finish(parser, run_manifest)
+
+
+def run_manifest(options: argparse.Namespace) -> int:
+    """Writes the manifest and shows its own digest, which pins it."""
+    from hetero_llm.engine.resolve import resolve_alias
+    from hetero_llm.models.folders import resolve_model_folder
+    from hetero_llm.models.manifest import MANIFEST_NAME, manifest_of
+
+    folder = resolve_model_folder(
+        resolve_alias(options.model),
+        revision=options.revision,
+        download_dir=options.download_dir,
+        allow_pickle=options.allow_pickle_weights,
+    )
+    text = manifest_of(folder)
+    if not text:
+        raise ConfigError("model", options.model, "there is nothing to serve in its folder")
+    if options.out == "-":
+        sys.stdout.write(text)
+        return 0
+    path = folder / MANIFEST_NAME if options.out is None else Path(options.out).expanduser()
+    try:
+        path.write_bytes(text.encode())
+    except OSError as error:
+        raise ConfigError("out", str(path), error.strerror or str(error)) from None
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    sys.stdout.write(f"{path}: {text.count(chr(10))} files, SHA-256 {digest}\n")
+    return 0

@@ -1,0 +1,122 @@
+"""Pictures out of data URIs, from people who may wish us ill. Nothing is ever fetched."""
+
+from __future__ import annotations
+
+import binascii
+import io
+from base64 import b64decode
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hetero_llm.core.errors import PromptError, RequestError, shown
+from hetero_llm.engine.images import NO_PILLOW
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""That are read: Pillow knows many more, some of which are programs."""
+MOST_BYTES, MOST_PIXELS = 20 << 20, 1 << 25
+"""Of one image, unless the server is told otherwise."""
+_SHOWN = 48
+
+
+def picture_of_uri(uri: str, where: str, *, most_bytes: int, most_pixels: int) -> Image:
+    """The picture of a URI such as `data:image/png;base64,...`, upright, of an animation the first.
+
+    Args:
+        where: The URI's place in the request, for messages.
+        most_bytes: Of the encoded picture.
+        most_pixels: Checked before they are decoded.
+
+    Raises:
+        PromptError: `field` is `where`: the URI is of another kind, is no base64 or no picture, or
+            too large.
+    """
+    scheme, _, rest = uri.partition(":")
+    if scheme.lower() != "data":
+        raise PromptError(
+            where,
+            uri[:_SHOWN],
+            "must be a data URI (data:image/png;base64,...): nothing is fetched from elsewhere",
+        )
+    head, _, body = rest.partition(",")
+    kind, *parameters = head.split(";")
+    if not kind.lower().startswith("image/") or "base64" not in parameters:
+        raise PromptError(where, uri[:_SHOWN], "must begin like data:image/png;base64,")
+    if len(body) // 4 * 3 > most_bytes:
+        reason = f"the image is larger than {most_bytes} bytes"
+        raise PromptError(where, f"{len(body)} characters", reason)
+    try:
+        data = b64decode("".join(body.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise PromptError(where, uri[:_SHOWN], f"is not base64: {error}") from None
+    return _decoded(data, where, most_pixels)
+
+
+def chat_images(messages: Any) -> tuple[list[dict[str, Any]], tuple[Any, ...]]:
+    """A conversation as templates with a place for images take it, contents as lists of parts, and
+    its images.
+
+    Args:
+        messages: of `LLM.chat`.
+
+    Raises:
+        RequestError: a part is of a kind that is not known, or its image is none.
+    """
+    changed: list[dict[str, Any]] = []
+    images: list[Any] = []
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        if not isinstance(content, (list, tuple)):
+            raise RequestError(f"messages[{index}]", message, "needs a content of text or of parts")
+        parts: list[dict[str, Any]] = []
+        for number, part in enumerate(content):
+            where = f"messages[{index}].content[{number}]"
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind == "text":
+                parts.append(dict(part))
+                continue
+            if kind == "image" and part.get("image") is not None:
+                images.append(part["image"])
+            elif kind == "image_url":
+                images.append(_image_of_part(part, f"{where}.image_url"))
+            else:
+                raise RequestError(where, part, "must be a part of type text, image or image_url")
+            parts.append({"type": "image"})
+        changed.append({**message, "content": parts})
+    return changed, tuple(images)
+
+
+def _image_of_part(part: Mapping[str, Any], where: str) -> Image:
+    given = part.get("image_url")
+    uri = given.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(uri, str):
+        raise PromptError(where, given, "needs a url")
+    return picture_of_uri(uri, where, most_bytes=MOST_BYTES, most_pixels=MOST_PIXELS)
+
+
+def _decoded(data: bytes, where: str, most_pixels: int) -> Image:
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise PromptError(where, "an image", NO_PILLOW) from None
+    try:
+        picture = Image.open(io.BytesIO(data), formats=FORMATS)
+        width, height = picture.size
+        if width * height > most_pixels:
+            raise PromptError(
+                where, f"{width} x {height} pixels", f"has more than {most_pixels} pixels"
+            )
+        picture.load()
+        return ImageOps.exif_transpose(picture)
+    except PromptError:
+        raise
+    except Exception as error:  # the decoders raise whatever damaged data leads them to
+        raise PromptError(
+            where,
+            f"{len(data)} bytes",
+            f"is no readable image ({', '.join(FORMATS)}): {shown(str(error))}",
+        ) from None

@@ -1,0 +1,113 @@
+"""Qwen2-VL, LLaVA 1.5 and LLaVA-NeXT, as `models.transformers_vision` runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hetero_llm.core.errors import ConfigError, ModelLoadError, shown
+from hetero_llm.models.config_reader import ConfigSource, Reader
+from hetero_llm.models.configs.transformers import OLDEST, model_fields
+from hetero_llm.models.vision_config import ImageModelConfig, VisionConfig
+
+_CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
+"""Embeddings before those of the patches, by the vision tower's model_type."""
+
+
+def read(source: ConfigSource) -> ImageModelConfig:
+    """See `ModelConfig`; what transformers' config class fills in is taken from there.
+
+    Raises:
+        ModelLoadError: The text model or the vision tower is of a kind that is not served.
+        ConfigError: A change of the rotary embedding is asked for.
+    """
+    reader, name = source.config, source.architecture
+    for field in ("rope_scaling", "rope_theta"):
+        if getattr(source, field) is not None:
+            reason = f"needs a native implementation, and {name} runs on transformers"
+            raise ConfigError(field, getattr(source, field), reason)
+    config = _transformers_config(reader, name)
+    fields = model_fields(
+        reader, name, config, disable_sliding_window=source.disable_sliding_window
+    )
+    vision = _READERS[name](reader, config)
+    if not 0 <= vision.image_token_id < fields["vocab_size"]:
+        raise reader.bad(
+            "image_token_id", f"{vision.image_token_id} is outside of the text model's vocabulary"
+        )
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    fields |= {"architecture": name, "tie_word_embeddings": tied, "trust_remote_code": False}
+    return ImageModelConfig(**fields, vision=vision, mrope=vision.kind == "qwen2_vl")
+
+
+def _transformers_config(reader: Reader, name: str) -> Any:
+    import transformers
+
+    if int(transformers.__version__.partition(".")[0]) < OLDEST:
+        raise ModelLoadError(
+            f"{reader.where}: {name} runs through transformers, version {OLDEST} or later; "
+            f"installed is {transformers.__version__}"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            Path(reader.where).parent, local_files_only=True
+        )
+    except Exception as error:  # of any kind: classes check their keys in their own ways
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ModelLoadError(f"{reader.where}: transformers cannot read it: {reason}") from error
+
+
+def _llava(reader: Reader, config: Any) -> VisionConfig:
+    """One tower of a fixed size, as LLaVA 1.5 (Liu et al. 2023)."""
+    tower = config.vision_config
+    kind = tower.model_type
+    if kind not in _CLASS_TOKENS:
+        raise ModelLoadError(
+            f"{reader.where}: vision_config: a tower of model_type {shown(kind)} is not supported "
+            f"with LLaVA, only {', '.join(_CLASS_TOKENS)}"
+        )
+    strategy = config.vision_feature_select_strategy
+    if strategy not in ("default", "full"):
+        raise reader.bad("vision_feature_select_strategy", "supported are default, full")
+    return VisionConfig(
+        kind="llava",
+        image_token_id=config.image_token_id,
+        patch_size=tower.patch_size,
+        image_size=tower.image_size,
+        # "default" leaves out the first embedding, whatever it is.
+        more_rows=_CLASS_TOKENS[kind] - (strategy == "default"),
+    )
+
+
+def _llava_next(reader: Reader, config: Any) -> VisionConfig:
+    vision = _llava(reader, config)
+    if vision.more_rows:
+        raise reader.bad(
+            "vision_feature_select_strategy", "pieces must have one embedding for each patch"
+        )
+    return VisionConfig(
+        kind="llava_next",
+        image_token_id=vision.image_token_id,
+        patch_size=vision.patch_size,
+        image_size=vision.image_size,
+        pinpoints=tuple((int(h), int(w)) for h, w in config.image_grid_pinpoints),
+    )
+
+
+def _qwen2_vl(reader: Reader, config: Any) -> VisionConfig:
+    tower = config.vision_config
+    return VisionConfig(
+        kind="qwen2_vl",
+        image_token_id=config.image_token_id,
+        patch_size=tower.patch_size,
+        merge_size=tower.spatial_merge_size,
+        patch_values=tower.in_channels * tower.temporal_patch_size * tower.patch_size**2,
+    )
+
+
+_READERS: dict[str, Callable[[Reader, Any], VisionConfig]] = {
+    "LlavaForConditionalGeneration": _llava,
+    "LlavaNextForConditionalGeneration": _llava_next,
+    "Qwen2VLForConditionalGeneration": _qwen2_vl,
+}

@@ -1,0 +1,206 @@
+"""Mixture of experts: routers, and the gated MLPs of which each row visits a few.
+
+Routing weights stay apart from the experts' outputs until the sum: outputs are rounded as a
+matrix product rounds them, weighted and summed in float32, and rounded once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hetero_llm.models.layers import GatedActivation, Linear, Product
+
+# logits [T, experts] -> experts of each row [T, k] int, the likeliest first, and their weights
+# [T, k] float32
+Route = Callable[[Tensor], tuple[Tensor, Tensor]]
+# (x [T, hidden], ids [T, k] int, weights [T, k] float32, gate_up [experts, 2 * inner, hidden], down
+# [experts, hidden, inner]) -> [T, hidden]
+ExpertsFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def softmax_top_k(
+    logits: Tensor, k: int, *, renormalize: bool, rounded: bool
+) -> tuple[Tensor, Tensor]:
+    """The k likeliest experts of each row by a softmax in float32; see `Route`.
+
+    Args:
+        logits: [T, experts].
+        k: Experts of a row.
+        renormalize: The weights of a row are divided by their sum.
+        rounded: Weights take the precision of `logits`, as Qwen2-MoE's do.
+    """
+    weights, ids = logits.softmax(-1, dtype=torch.float32).topk(k, dim=-1)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return ids, weights.to(logits.dtype).float() if rounded else weights
+
+
+def sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """Two experts a row: the likeliest, then the likeliest of the others; see `Route`.
+
+    An expert's weight is its softmax among the experts that come near it: those whose logit is
+    less than 2 * jitter (relative) below. "Sparse Backpropagation for MoE Training" (Liu et al.
+    2023) and "GRIN: GRadient-INformed MoE" (Liu et al. 2024), at inference; all arithmetic in the
+    precision of `logits`.
+
+    Args:
+        logits: [T, experts].
+        jitter: `router_jitter_noise`.
+    """
+    best, first = logits.max(-1, keepdim=True)
+    others = logits.scatter(-1, first, float("-inf"))
+    next_best, second = others.max(-1, keepdim=True)
+    weights = [
+        _weight_among_near(logits, logits, best, first, jitter),
+        _weight_among_near(logits, others, next_best, second, jitter),
+    ]
+    return torch.cat((first, second), dim=-1), torch.cat(weights, dim=-1).float()
+
+
+def _weight_among_near(
+    logits: Tensor, left: Tensor, best: Tensor, chosen: Tensor, jitter: float
+) -> Tensor:
+    """[T, 1]: softmax of the chosen one among those of `left` that come near `best`."""
+    distance = (best - left) / torch.maximum(logits.abs(), best)
+    near = left.masked_fill(distance > 2 * jitter, float("-inf"))
+    return near.softmax(-1).gather(-1, chosen)
+
+
+class TopKRouter(nn.Module):
+    """`softmax_top_k` of a projection.
+
+    `function` may be replaced on the instance by a fused one.
+    """
+
+    def __init__(
+        self, hidden: int, num_experts: int, k: int, *, renormalize: bool, rounded: bool
+    ) -> None:
+        super().__init__()
+        self.gate = Linear(hidden, num_experts, bias=False)
+        self.k = k
+        self.renormalize = renormalize
+        self.rounded = rounded
+        self.function: Route = self.plain
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, hidden] -> see `Route`."""
+        return self.function(self.gate(x))
+
+    def plain(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return softmax_top_k(logits, self.k, renormalize=self.renormalize, rounded=self.rounded)
+
+
+class SparseMixerRouter(nn.Module):
+    """`sparse_mixer` of a projection.
+
+    `function` may be replaced on the instance by a fused one.
+    """
+
+    def __init__(self, hidden: int, num_experts: int, jitter: float) -> None:
+        super().__init__()
+        self.gate = Linear(hidden, num_experts, bias=False)
+        self.jitter = jitter
+        self.function: Route = self.plain
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, hidden] -> see `Route`."""
+        return self.function(self.gate(x))
+
+    def plain(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return sparse_mixer(logits, self.jitter)
+
+
+class Experts(nn.Module):
+    """Gated MLPs without biases; each row visits those that its router chose.
+
+    `function` may be replaced on the instance (grouped and row-independent products).
+    """
+
+    def __init__(self, num_experts: int, hidden: int, inner: int, activation: str) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * inner, hidden))
+        self.down = nn.Parameter(torch.empty(num_experts, hidden, inner))
+        self.activation = GatedActivation(activation)
+        self.function: ExpertsFunction = self.plain
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of the outputs of each row's experts.
+
+        Args:
+            x: [T, hidden].
+            ids: [T, k] int, all different in a row.
+            weights: [T, k] float32.
+
+        Returns:
+            [T, hidden] in x's dtype.
+        """
+        return self.function(x, ids, weights, self.gate_up, self.down)
+
+    def plain(
+        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+    ) -> Tensor:
+        return self.by_products(x, ids, weights, gate_up, down)
+
+    def by_products(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        product: Product = F.linear,
+    ) -> Tensor:
+        """One expert after the other.
+
+        On a CPU each expert gets its own rows. Elsewhere, where to ask which experts are visited
+        would stop the device (and cannot be captured in a CUDA graph), each gets all rows.
+        """
+
+        def mlp(rows: Tensor, expert: int) -> Tensor:
+            inner = self.activation(product(rows, gate_up[expert], None))
+            return product(inner, down[expert], None).float()
+
+        if x.device.type == "cpu":
+            return _by_own_rows(mlp, x, ids, weights)
+        return _by_all_rows(mlp, x, ids, weights, num_experts=gate_up.shape[0])
+
+    def checkpoint_tensors(self, prefix: str, names: tuple[str, str, str]) -> dict[str, Tensor]:
+        """See `CausalLM.checkpoint_tensors`; `names` of an expert's gate, up and down."""
+        gate, up, down = names
+        inner = self.down.shape[2]
+        tensors = {}
+        for i in range(self.down.shape[0]):
+            tensors[f"{prefix}.{i}.{gate}.weight"] = self.gate_up[i, :inner]
+            tensors[f"{prefix}.{i}.{up}.weight"] = self.gate_up[i, inner:]
+            tensors[f"{prefix}.{i}.{down}.weight"] = self.down[i]
+        return tensors
+
+    def extra_repr(self) -> str:
+        num_experts, hidden, inner = self.down.shape
+        return f"{num_experts} of {hidden} x {inner}"
+
+
+# (rows [R, hidden], expert) -> [R, hidden] float32
+_MLP = Callable[[Tensor, int], Tensor]
+
+
+def _by_own_rows(mlp: _MLP, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in ids.unique().tolist():
+        row, place = (ids == expert).nonzero(as_tuple=True)
+        total.index_add_(0, row, mlp(x[row], expert) * weights[row, place].unsqueeze(1))
+    return total.to(x.dtype)
+
+
+def _by_all_rows(mlp: _MLP, x: Tensor, ids: Tensor, weights: Tensor, *, num_experts: int) -> Tensor:
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in range(num_experts):
+        chosen = ids == expert
+        share = torch.where(chosen, weights, 0.0).sum(1, keepdim=True)
+        visits = chosen.any(1, keepdim=True)
+        total += torch.where(visits, mlp(x, expert) * share, 0.0)
+    return total.to(x.dtype)

@@ -1,0 +1,104 @@
+"""From a model name to its folder: a local one, or a snapshot of the hub; and what lies in it.
+
+Imports no torch: who only wants to know whether a model is there gets the answer at once.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hetero_llm.core.errors import ModelLoadError, shown
+
+LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+"""How weights are stored: "auto" is safetensors, or pickled files where those are allowed; "pt" is
+pickled files; "dummy" draws random ones and needs none."""
+
+SAFETENSORS = ("*.safetensors",)
+PICKLED = ("*.bin", "*.pt", "*.pth")
+# What serving reads besides weights: configuration, tokenizer, chat template.
+_PLAIN = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+_AUTHORS_OWN = ("original/*", "consolidated*")  # the weights again, in another layout
+_OF_TRAINING = (
+    "training_args.bin", "optimizer.*", "scheduler.*", "scaler.*", "rng_state*", "random_states*",
+)  # fmt: skip
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def resolve_model_folder(
+    model: str,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    load_format: str = "auto",
+    allow_pickle: bool = False,
+) -> Path:
+    """The local folder of a model, downloaded from the hub if it is not one already.
+
+    Without a connection, or with HF_HUB_OFFLINE=1, a snapshot in the hub's cache serves.
+
+    Args:
+        model: A folder, or a hub id such as "org/name".
+        revision: Branch, tag or commit on the hub; has no meaning for a local folder.
+        download_dir: Cache folder of the downloads; None is huggingface_hub's own.
+        load_format: Of `LOAD_FORMATS`; "dummy" downloads no weights.
+        allow_pickle: Pickled weights are downloaded where there are no safetensors files.
+
+    Raises:
+        ModelLoadError: No such folder, or the hub did not deliver.
+    """
+    folder = Path(model).expanduser()
+    if model and folder.is_dir():
+        return folder
+    if model and folder.exists():
+        raise ModelLoadError(f"model={shown(model)}: a file, where a model folder is needed")
+    if not _HUB_ID.fullmatch(model) or "--" in model or ".." in model:
+        raise ModelLoadError(f"model={shown(model)}: no such folder")
+    weights = {"dummy": (), "pt": PICKLED if allow_pickle else ()}.get(load_format, SAFETENSORS)
+    folder = _download(model, revision, download_dir, weights)
+    if load_format == "auto" and allow_pickle and not weight_files(folder, SAFETENSORS):
+        folder = _download(model, revision, download_dir, PICKLED)
+    return folder
+
+
+def weight_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    """The folder's files of the first of `patterns` that has any, sorted; neither what training
+    left there nor second copies of the weights."""
+    for pattern in patterns:
+        files = sorted(path for path in folder.glob(pattern) if is_served_weight(path))
+        if files:
+            return files
+    return []
+
+
+def is_hub_snapshot(folder: Path) -> bool:
+    """Whether the folder may lack files because nobody asked the hub for them."""
+    return folder.parent.name == "snapshots"
+
+
+def is_served_weight(path: Path) -> bool:
+    """Of a file of `SAFETENSORS` or `PICKLED`."""
+    return not any(path.match(pattern) for pattern in (*_AUTHORS_OWN, *_OF_TRAINING))
+
+
+def _download(
+    model: str, revision: str | None, download_dir: str | None, weights: tuple[str, ...]
+) -> Path:
+    # Lazy: the hub client takes a while to import and local folders do not need it.
+    from huggingface_hub import snapshot_download
+
+    try:
+        path = snapshot_download(
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=[*weights, *_PLAIN],
+            ignore_patterns=[*_AUTHORS_OWN, *_OF_TRAINING],
+        )
+    except Exception as error:  # the hub client raises its own, its HTTP library's, OS and value
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ModelLoadError(
+            f"model={shown(model)}: no such folder, and the hub did not deliver it "
+            f"(revision={revision!r}): {reason}"
+        ) from error
+    return Path(path)

@@ -1,0 +1,139 @@
+"""`model_sha256`: a model folder is what somebody vouched for, or it is not served.
+
+A manifest has the format of the `sha256sum` command, with names relative to the folder. It is
+named by its path, or by its own SHA-256: then it is the folder's file SHA256SUMS, and one short
+value pins the whole model. All files it lists are checked, and whatever serving reads must be
+listed. This is for mix-ups, damage, and stores that others write to; somebody who can change a file
+between check and use is not stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+
+from hetero_llm.core.errors import ConfigError, ModelLoadError, shown
+from hetero_llm.models.folders import PICKLED, SAFETENSORS, is_served_weight
+
+MANIFEST_NAME = "SHA256SUMS"
+_HEX = re.compile(r"[0-9a-fA-F]{64}")
+_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
+_THREADS = 8
+# Configuration, tokenizer, chat templates, remote code.
+_READ = (
+    "*.json", "*.model", "*.jinja", "*.tiktoken", "*.py", "merges.txt", "vocab.txt",
+    "additional_chat_templates/*.jinja",
+)  # fmt: skip
+
+
+def check_model(folder: Path, wanted: str, *, weights: bool) -> None:
+    """Compares a folder with its manifest.
+
+    Args:
+        wanted: Path of the manifest, or the SHA-256 of the folder's file SHA256SUMS.
+        weights: Whether weight files count, too; they take as long as the disk needs.
+
+    Raises:
+        ConfigError: `wanted` is neither.
+        ModelLoadError: A file is not what the manifest says, is missing, or is not listed, or the
+            manifest is damaged.
+    """
+    path, listed = _read_manifest(folder, wanted)
+    served = [_name(folder, file) for file in _files_read(folder, weights=weights)]
+    unlisted = [name for name in served if name not in listed]
+    if unlisted:
+        raise ModelLoadError(f"{folder}: not in {path}: {', '.join(unlisted)}")
+    names = [name for name in listed if weights or not _is_weight(name)]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelLoadError(f"{folder}: in {path}, but missing: {', '.join(missing)}")
+    digests = _digests(folder, names)
+    wrong = [name for name in names if digests[name] != listed[name]]
+    if wrong:
+        raise ModelLoadError(f"{folder}: not as {path} says: {', '.join(wrong)}")
+
+
+def manifest_of(folder: Path) -> str:
+    """The manifest's text for a folder as it is: all that serving may read, sorted."""
+    names = sorted(_name(folder, file) for file in _files_read(folder, weights=True))
+    digests = _digests(folder, names)
+    return "".join(f"{digests[name]}  {name}\n" for name in names)
+
+
+def _read_manifest(folder: Path, wanted: str) -> tuple[Path, Mapping[str, str]]:
+    by_digest = _HEX.fullmatch(wanted) is not None
+    path = folder / MANIFEST_NAME if by_digest else Path(wanted).expanduser()
+    try:
+        data = path.read_bytes()
+        text = data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        if by_digest:
+            raise ModelLoadError(
+                f"{path}: the manifest whose digest is model_sha256 cannot be read: {reason}; "
+                "hetero-llm manifest writes one"
+            ) from error
+        raise ConfigError(
+            "model_sha256", wanted, f"neither 64 hexadecimal digits nor a manifest: {reason}"
+        ) from error
+    digest = hashlib.sha256(data).hexdigest()
+    if by_digest and digest != wanted.lower():
+        raise ModelLoadError(f"{path}: its SHA-256 is {digest}, not model_sha256={wanted.lower()}")
+    return path, _parsed(path, text)
+
+
+def _parsed(path: Path, text: str) -> dict[str, str]:
+    """Digests in lower case by name."""
+    found: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise ModelLoadError(
+                f"{path}, line {number}: {shown(line)} is not as sha256sum writes it"
+            )
+        name = PurePosixPath(match[2])
+        if name.is_absolute() or ".." in name.parts:
+            raise ModelLoadError(f"{path}, line {number}: {shown(match[2])} is not in the folder")
+        if found.setdefault(str(name), match[1].lower()) != match[1].lower():
+            raise ModelLoadError(f"{path}, line {number}: {name} is listed twice")
+    if not found:
+        raise ModelLoadError(f"{path}: lists no file")
+    return found
+
+
+def _files_read(folder: Path, *, weights: bool) -> list[Path]:
+    """What serving may read of a folder."""
+    patterns = (*_READ, *SAFETENSORS, *PICKLED) if weights else _READ
+    files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path for path in files if not _is_weight(path.name) or is_served_weight(path))
+
+
+def _is_weight(name: str) -> bool:
+    return any(PurePosixPath(name).match(pattern) for pattern in (*SAFETENSORS, *PICKLED))
+
+
+def _name(folder: Path, file: Path) -> str:
+    return file.relative_to(folder).as_posix()
+
+
+def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """By several threads: hashing one file is slower than most disks."""
+
+    def digest(name: str) -> str:
+        try:
+            with (folder / name).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise ModelLoadError(f"{folder / name}: cannot be read: {error.strerror}") from error
+
+    names = list(names)
+    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="sha256")
+    try:
+        return dict(zip(names, pool.map(digest, names), strict=True))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,129 @@
+"""How images become tokens and positions. The front end needs it without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero_llm.core.images import PromptImage
+from hetero_llm.models.configs.transformers import TransformersConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """How many embeddings an image becomes, by family.
+
+    Attributes:
+        kind: "llava", "llava_next" or "qwen2_vl".
+        image_token_id: Of the token that stands for an embedding.
+        patch_size: Side of a patch, in pixels.
+        image_size: Side of what the tower takes at once, in pixels; unused by Qwen2-VL, whose
+            tower takes any size.
+        more_rows: Embeddings of an image, or of one piece of it, that are no patch's: 1 if the
+            class token's is kept.
+        merge_size: Patches, in both directions, that become one embedding (Qwen2-VL).
+        patch_values: Numbers of a patch as the processor makes them (Qwen2-VL).
+        pinpoints: Sizes in pixels (height, width) that a large image may be scaled to, to be cut
+            into pieces of `image_size` (LLaVA-NeXT).
+    """
+
+    kind: str
+    image_token_id: int
+    patch_size: int
+    image_size: int = 0
+    more_rows: int = 0
+    merge_size: int = 1
+    patch_values: int = 0
+    pinpoints: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageModelConfig(TransformersConfig):
+    """Of a class of transformers that takes images. `mrope`: positions are [3, T], see
+    `mrope_table`."""
+
+    vision: VisionConfig
+    mrope: bool = False
+
+
+def num_image_rows(vision: VisionConfig, arrays: Mapping[str, np.ndarray]) -> int:
+    """Embeddings of one processed image. `arrays`: see `PromptImage`."""
+    if vision.kind == "qwen2_vl":
+        return int(arrays["image_grid_thw"].prod()) // vision.merge_size**2
+    if vision.kind == "llava_next":
+        height, width = arrays["image_sizes"].reshape(2).tolist()
+        return _llava_next_rows(vision, height, width)
+    height, width = arrays["pixel_values"].shape[-2:]
+    return (height // vision.patch_size) * (width // vision.patch_size) + vision.more_rows
+
+
+def image_grid(vision: VisionConfig, arrays: Mapping[str, np.ndarray]) -> tuple[int, int] | None:
+    """See `PromptImage.grid`."""
+    if vision.kind != "qwen2_vl":
+        return None
+    _, rows, columns = arrays["image_grid_thw"].reshape(3).tolist()
+    return rows // vision.merge_size, columns // vision.merge_size
+
+
+def _llava_next_rows(vision: VisionConfig, height: int, width: int) -> int:
+    """Of the whole image scaled down, and of its pieces without the padding, a newline embedding
+    after each of their rows (the "anyres" of LLaVA-NeXT, Liu et al. 2024).
+
+    Args:
+        height, width: Of the image before processing, in pixels.
+    """
+    side = vision.image_size // vision.patch_size
+    scaled_height, scaled_width = best_pinpoint(vision.pinpoints, height, width)
+    rows = scaled_height // vision.image_size * side
+    columns = scaled_width // vision.image_size * side
+    # The image keeps its shape: padding above and below or left and right is cut off again.
+    if width / height > columns / rows:
+        seen = int(round(height * (columns / width), 7))
+        rows -= 2 * ((rows - seen) // 2)
+    else:
+        seen = int(round(width * (rows / height), 7))
+        columns -= 2 * ((columns - seen) // 2)
+    return side * side + vision.more_rows + rows * columns + rows
+
+
+def best_pinpoint(pinpoints: Sequence[tuple[int, int]], height: int, width: int) -> tuple[int, int]:
+    """The size that keeps most of an image's pixels, with the least left empty among equals."""
+
+    def value(size: tuple[int, int]) -> tuple[int, int]:
+        scale = min(size[1] / width, size[0] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - size[0] * size[1]
+
+    return max(pinpoints, key=value)
+
+
+def mrope_table(length: int, images: Sequence[PromptImage]) -> tuple[np.ndarray, int]:
+    """Positions of a prompt in Qwen2-VL (Wang et al. 2024): text goes on by one in all three
+    directions; an image's rows and columns count from where the text before ends, all of it at
+    one time, and the text after goes on behind the larger of the two.
+
+    Args:
+        length: Tokens of the prompt.
+        images: In order; each has a grid.
+
+    Returns:
+        [3, length] int64 (time, height, width), and what is to be added to the index of a later
+        token to get its position.
+    """
+    table = np.empty((3, length), np.int64)
+    at, position = 0, 0
+    for image in images:
+        assert image.grid is not None and image.start >= at, "images out of order"
+        table[:, at : image.start] = np.arange(position, position + image.start - at)
+        position += image.start - at
+        rows, columns = image.grid
+        assert rows * columns == image.count, "an image of another size than its grid"
+        place = table[:, image.start : image.end]
+        place[0] = position
+        place[1] = position + np.arange(rows).repeat(columns)
+        place[2] = position + np.tile(np.arange(columns), rows)
+        at, position = image.end, position + max(rows, columns)
+    table[:, at:] = np.arange(position, position + length - at)
+    return table, position + length - at - length

@@ -1,0 +1,258 @@
+"""The weight files of a model folder: which there are, what they hold, and their bytes.
+
+Safetensors files are read with positioned reads rather than mapped: bytes then go where they are
+wanted without pages of the file counting as our memory, several threads read one file, and a disk
+that fails is an error instead of a signal. Pickled files are read by torch, never with anything
+but tensors in them (`weights_only`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hetero_llm.core.errors import ConfigError, ModelLoadError, shown
+from hetero_llm.models.folders import PICKLED, SAFETENSORS, is_hub_snapshot, weight_files
+
+_SAFETENSORS_INDEX = "model.safetensors.index.json"
+_PICKLED_INDEX = "pytorch_model.bin.index.json"
+_ZIP_MAGIC = b"PK\x03\x04"
+_FLAG = "--allow-pickle-weights (allow_pickle_weights=True)"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Stored types that are weights as they are; any other one needs scales."""
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """What a file says of one of its tensors.
+
+    Attributes:
+        type_name: As safetensors calls it, or torch.
+        dtype: None for types that are no plain floating point.
+        start: Where its bytes begin, for the file's own use, and for the order of reading.
+    """
+
+    name: str
+    type_name: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of a tensor with a dtype."""
+        assert self.dtype is not None
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+class WeightFile(Protocol):
+    """One file, with `tensors` in the order of their bytes."""
+
+    path: Path
+    tensors: tuple[StoredTensor, ...]
+
+    def open(self) -> None:
+        """Before the first `read`."""
+
+    def read(self, tensor: StoredTensor, offset: int, out: np.ndarray) -> None:
+        """Fills `out` (uint8, one-dimensional) with the tensor's bytes from `offset` on; in row
+        order, from any thread.
+
+        Raises:
+            ModelLoadError: the disk fails, or the file has become shorter.
+        """
+
+    def close(self) -> None:
+        """After the last `read`; harmless if the file is not open."""
+
+
+def find_weight_files(
+    folder: Path, load_format: str, *, allow_pickle: bool
+) -> tuple[WeightFile, ...]:
+    """The files to load, opened as far as to know what they hold.
+
+    An index says which files there are; without one, all files of the kind are loaded.
+
+    Args:
+        load_format: Of `folders.LOAD_FORMATS`, but not "dummy".
+
+    Raises:
+        ConfigError: "pt" without `allow_pickle`.
+        ModelLoadError: There are none, one is missing or damaged, or only pickled ones are there
+            and `allow_pickle` is false.
+    """
+    if load_format == "pt" and not allow_pickle:
+        raise ConfigError("load_format", load_format, f"pickled weights need {_FLAG}")
+    if load_format != "pt":
+        paths = _listed(folder, _SAFETENSORS_INDEX, SAFETENSORS)
+        if paths:
+            return tuple(map(SafetensorsFile, paths))
+    pickled = _listed(folder, _PICKLED_INDEX, PICKLED)
+    if not pickled:
+        wanted = PICKLED[0] if load_format == "pt" else SAFETENSORS[0]
+        hint = ""
+        if is_hub_snapshot(folder) and not allow_pickle:
+            hint = f"; if the hub has pickled weights of this model, {_FLAG} fetches them"
+        raise ModelLoadError(f"{folder}: no {wanted} file{hint}")
+    if load_format == "safetensors":
+        raise ModelLoadError(f"{folder}: no {SAFETENSORS[0]} file, only {pickled[0].name}")
+    if not allow_pickle:
+        raise ModelLoadError(
+            f"{folder}: only pickled weights ({pickled[0].name}); safetensors files are needed: "
+            "from_pretrained(...).save_pretrained(...) of transformers converts them. "
+            f"{_FLAG} reads them as they are"
+        )
+    return tuple(map(PickledFile, pickled))
+
+
+def _listed(folder: Path, index_name: str, patterns: tuple[str, ...]) -> list[Path]:
+    index = folder / index_name
+    return _indexed_files(index) if index.exists() else weight_files(folder, patterns)
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{index}: not a weight index: {error!r}") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelLoadError(f"{index}: {shown(name)} is not a file name")
+        if not (index.parent / name).is_file():
+            raise ModelLoadError(f"{index}: names the shard {name}, which is missing")
+    return [index.parent / name for name in names]
+
+
+class SafetensorsFile:
+    """See `WeightFile`."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the header, whose sizes the library checks against the file's."""
+        self.path = path
+        self._descriptor: int | None = None
+        try:
+            with safe_open(path, framework="numpy"):
+                pass
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelLoadError(
+                f"{path}: not a readable safetensors file, copy or download it again: {error}"
+            ) from error
+        self._data = 8 + length
+        found = [
+            StoredTensor(
+                name,
+                about["dtype"],
+                _DTYPES.get(about["dtype"]),
+                tuple(about["shape"]),
+                about["data_offsets"][0],
+            )
+            for name, about in header.items()
+            if name != "__metadata__"
+        ]
+        self.tensors = tuple(sorted(found, key=lambda tensor: tensor.start))
+
+    def open(self) -> None:
+        try:
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ModelLoadError(f"{self.path}: cannot be read: {error.strerror}") from error
+
+    def read(self, tensor: StoredTensor, offset: int, out: np.ndarray) -> None:
+        assert self._descriptor is not None
+        at, done, left = self._data + tensor.start + offset, 0, out.data
+        while done < out.nbytes:
+            try:
+                got = os.preadv(self._descriptor, [left[done:]], at + done)
+            except OSError as error:
+                raise ModelLoadError(
+                    f"{self.path}: {tensor.name} cannot be read: {error.strerror}"
+                ) from error
+            if got == 0:
+                raise ModelLoadError(f"{self.path}: {tensor.name}: the file ends inside of it")
+            done += got
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+class PickledFile:
+    """See `WeightFile`. A file in torch's zip format is mapped; one in the format of torch before
+    1.6, which cannot be, is in memory as a whole while it is open."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads names and shapes."""
+        self.path = path
+        self._open: dict[str, Tensor] = {}
+        tensors = self._load("meta")
+        self.tensors = tuple(
+            StoredTensor(
+                name,
+                _NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")),
+                tensor.dtype if tensor.dtype in _NAMES else None,
+                tuple(tensor.shape),
+                start,
+            )
+            for start, (name, tensor) in enumerate(tensors.items())
+        )
+
+    def open(self) -> None:
+        self._open = {name: tensor.contiguous() for name, tensor in self._load("cpu").items()}
+
+    def read(self, tensor: StoredTensor, offset: int, out: np.ndarray) -> None:
+        found = self._open[tensor.name].view(-1).view(torch.uint8)
+        np.copyto(out, found[offset : offset + out.nbytes].numpy())
+
+    def close(self) -> None:
+        self._open = {}
+
+    def _load(self, device: str) -> dict[str, Tensor]:
+        try:
+            with self.path.open("rb") as file:
+                is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
+            found = torch.load(self.path, map_location=device, weights_only=True, mmap=is_zip)
+        except Exception as error:  # whatever a damaged pickle or archive provokes
+            raise ModelLoadError(f"{self.path}: {_why(error)}") from error
+        return _only_tensors(self.path, found)
+
+
+def _why(error: Exception) -> str:
+    """The one of torch's many lines that concerns the reader."""
+    text = str(error) or type(error).__name__
+    marks = ("Trying to load", "WeightsUnpickler error:")
+    start = next((text.find(mark) for mark in marks if mark in text), 0)
+    line = text[start:].splitlines()[0][:200]
+    if "GLOBAL" in line:
+        return f"holds more than tensors, which is never unpickled: {line}"
+    return f"not a readable file of pickled tensors, copy or download it again: {line}"
+
+
+def _only_tensors(path: Path, found: object) -> dict[str, Tensor]:
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{path}: holds {type(found).__name__}, not tensors by name")
+    for name, value in found.items():
+        is_plain = isinstance(value, Tensor) and value.layout is torch.strided
+        if not isinstance(name, str) or not is_plain:
+            raise ModelLoadError(
+                f"{path}: {shown(name)} is {type(value).__name__}, where tensors are needed"
+            )
+    return {name: value.detach() for name, value in found.items()}

@@ -1,0 +1,223 @@
+"""Stored tensors into a model, in pieces, by a few threads that read ahead.
+
+A piece whose place is in host memory, contiguous and of the stored type is read right into it; any
+other one into a staging buffer. From there its reader converts it into a place in host memory; for
+a GPU the buffers are pinned and the calling thread starts the copies, which run beside the next
+reads, and types are converted on the device. Bytes that are read and not yet in place are bounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hetero_llm.models.weight_files import StoredTensor, WeightFile
+
+_THREADS = 8
+_MIB = 1 << 20
+_MOST_AHEAD, _LEAST_AHEAD = 128 * _MIB, 8 * _MIB
+_SHARE_AHEAD = 20  # at most a 20th of the weights, so that small models load in little memory, too
+_PIECES_AHEAD = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of a stored tensor's bytes.
+
+    Attributes:
+        offset: Of its first byte, from the tensor's first one.
+        target: Where it goes: a tensor with the elements in the same order, of any floating type,
+            strides and device.
+        dtype: In which they have to be finite numbers: the parameter's.
+        then: Called by the calling thread when the target holds them.
+    """
+
+    file: WeightFile
+    tensor: StoredTensor
+    offset: int
+    target: Tensor
+    dtype: torch.dtype
+    then: Callable[[], None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """As stored."""
+        assert self.tensor.dtype is not None
+        return self.target.numel() * self.tensor.dtype.itemsize
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether bytes can be read right into the target."""
+        target = self.target
+        run = target.dim() == 1 and target.stride(0) == 1
+        return run and target.dtype == self.tensor.dtype and target.device.type == "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAhead:
+    """How many bytes may be ahead of the copies, and how many a piece has if it can be cut so."""
+
+    bytes: int
+    piece_bytes: int
+
+    @staticmethod
+    def of(total: int) -> ReadAhead:
+        """For `total` bytes of weights."""
+        ahead = min(_MOST_AHEAD, max(_LEAST_AHEAD, total // _SHARE_AHEAD))
+        return ReadAhead(ahead, ahead // _PIECES_AHEAD)
+
+
+def pieces_of(
+    file: WeightFile, tensor: StoredTensor, target: Tensor, *, dtype: torch.dtype, piece_bytes: int
+) -> Iterator[Piece]:
+    """Cuts a tensor of the target's shape. A strided target is cut between its rows only, so that
+    a piece may be larger than `piece_bytes`. `dtype`: see `Piece`."""
+    assert tensor.dtype is not None
+    if target.numel() == 0:
+        return
+    if target.is_contiguous():
+        target = target.view(-1)
+    row_bytes = target[0].numel() * tensor.dtype.itemsize
+    rows = max(1, piece_bytes // row_bytes)
+    for first in range(0, len(target), rows):
+        yield Piece(file, tensor, first * row_bytes, target[first : first + rows], dtype)
+
+
+def copy_pieces(
+    pieces: Iterable[Piece], ahead: ReadAhead, copied: Callable[[Piece], None]
+) -> list[str]:
+    """Fills the targets; on a GPU the device's current stream may still be at it.
+
+    Args:
+        pieces: All of a file one after another. Taken one at a time, so that what they bring along
+            exists no earlier than needed.
+        copied: Called after each piece, in their order, by the calling thread.
+
+    Returns:
+        The names of tensors that hold NaN, or what is infinite in their parameter's type.
+
+    Raises:
+        ModelLoadError: The first piece, in order, that cannot be read.
+    """
+    staging = _Staging(ahead.piece_bytes, _PIECES_AHEAD)
+    waiting: deque[tuple[Piece, Tensor | None, Future[bool]]] = deque()
+    reading: list[WeightFile] = []
+    not_finite: dict[str, None] = {}
+    held = 0
+
+    def finish() -> int:
+        piece, buffer, done = waiting.popleft()
+        if not done.result():
+            not_finite[piece.tensor.name] = None
+        if buffer is not None:
+            event = _start_copy(piece, buffer) if piece.target.is_cuda else None
+            staging.give_back(buffer, event)
+        if piece.then is not None:
+            piece.then()
+        copied(piece)
+        while reading[0] is not piece.file:
+            reading.pop(0).close()
+        return piece.nbytes
+
+    with _one_thread_each():
+        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights")
+        try:
+            for piece in pieces:
+                while waiting and (
+                    held + piece.nbytes > ahead.bytes or len(waiting) + 1 >= _PIECES_AHEAD
+                ):
+                    held -= finish()
+                if not reading or reading[-1] is not piece.file:
+                    piece.file.open()
+                    reading.append(piece.file)
+                buffer = None
+                if not piece.is_direct:
+                    buffer = staging.take(piece.nbytes, piece.target.is_cuda)
+                waiting.append((piece, buffer, pool.submit(_fetch, piece, buffer)))
+                held += piece.nbytes
+            while waiting:
+                finish()
+        finally:
+            # A read that runs has at most a piece to go: Ctrl-C waits no longer than that.
+            pool.shutdown(wait=True, cancel_futures=True)
+            for file in reading:
+                file.close()
+    return list(not_finite)
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """The readers are the parallelism. torch's threads besides would be a team for each reader."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _fetch(piece: Piece, buffer: Tensor | None) -> bool:
+    """Reads a piece, and puts it in place if that is in host memory; whether all of it is finite.
+    Looking while it is in the core's cache costs half of what copying it does."""
+    out = piece.target.detach().view(torch.uint8) if buffer is None else buffer[: piece.nbytes]
+    piece.file.read(piece.tensor, piece.offset, out.numpy())
+    assert piece.tensor.dtype is not None
+    stored = out.view(piece.tensor.dtype)
+    if buffer is not None and not piece.target.is_cuda:
+        piece.target.copy_(stored.view(piece.target.shape))
+    low, high = torch.aminmax(stored)  # passes NaN on
+    return all(math.isfinite(extreme.to(piece.dtype).item()) for extreme in (low, high))
+
+
+def _start_copy(piece: Piece, buffer: Tensor) -> torch.cuda.Event:
+    """From a pinned buffer to the GPU; the event says when the buffer is free again."""
+    target = piece.target
+    assert piece.tensor.dtype is not None
+    staged = buffer[: piece.nbytes].view(piece.tensor.dtype).view(target.shape)
+    if staged.dtype != target.dtype or not target.is_contiguous():
+        staged = staged.to(target.device, non_blocking=True)  # the device converts, not the host
+    target.copy_(staged, non_blocking=True)
+    return torch.cuda.current_stream(target.device).record_event()
+
+
+class _Staging:
+    """At most `most` buffers of `size` bytes for each kind of memory; of the calling thread."""
+
+    def __init__(self, size: int, most: int) -> None:
+        self._size, self._most = size, most
+        self._made = {False: 0, True: 0}
+        self._free: dict[bool, deque[tuple[Tensor, torch.cuda.Event | None]]]
+        self._free = {False: deque(), True: deque()}
+
+    def take(self, nbytes: int, pinned: bool) -> Tensor:
+        """Waits for the oldest copy if it has to: fewer than `most` are out at a time."""
+        if nbytes > self._size:
+            return self._make(nbytes, pinned)
+        free = self._free[pinned]
+        while free:
+            buffer, copied = free[0]
+            if copied is not None and not copied.query():
+                if self._made[pinned] < self._most:
+                    break
+                copied.synchronize()
+            free.popleft()
+            return buffer
+        self._made[pinned] += 1
+        return self._make(self._size, pinned)
+
+    def give_back(self, buffer: Tensor, copied: torch.cuda.Event | None) -> None:
+        """`copied`: when it may be written to again; None: now."""
+        if buffer.numel() == self._size:
+            self._free[copied is not None].append((buffer, copied))
+        elif copied is not None:
+            copied.synchronize()
+
+    def _make(self, nbytes: int, pinned: bool) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)

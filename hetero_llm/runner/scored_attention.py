@@ -1,0 +1,135 @@
+"""Attention whose scores change before the softmax: soft caps (Gemma 2) and ALiBi (Press et al.
+2022). No call of torch's takes a soft cap, so the softmax is written out, in float32.
+
+Shapes: B sequences with R rows each, H query heads in groups of G per KV head (H = N * G), head
+size D, C keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hetero_llm.models.config import ModelConfig
+
+_SCORES_AT_ONCE = 1 << 23
+"""float32 values: 32 MB of scores, and as many weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What becomes of a product of query and key: `ModelConfig.attn_scale` and what follows it.
+
+    slopes: of each query head.
+    """
+
+    scale: float
+    softcap: float | None = None
+    slopes: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Scoring:
+        return cls(config.attn_scale, config.attn_softcap, config.alibi_slopes)
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but the scale."""
+        return self.softcap is None and self.slopes is None
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Which keys rows see, and from how far.
+
+    rows: [B, R] float32 positions. keys: [C] float32 positions. sees: [R, C] bool, whether a row's
+    path leads through the key (None: a row sees the keys up to its own position).
+    """
+
+    rows: torch.Tensor
+    keys: torch.Tensor
+    sees: torch.Tensor | None = None
+
+
+class ScoredAttention:
+    """Attends with one scoring on one device."""
+
+    def __init__(self, scoring: Scoring, device: torch.device) -> None:
+        self._scoring = scoring
+        self._slopes = None
+        if scoring.slopes is not None:
+            self._slopes = torch.tensor(scoring.slopes, dtype=torch.float32, device=device)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        reach: Reach,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Some rows at a time, so that scores take little memory.
+
+        Args:
+            q: [B, R, H, D]; either B or R is 1.
+            keys, values: [B, N, C, D]; with several rows, the last R are theirs.
+            window: a row sees the last `window` positions only.
+
+        Returns:
+            [B, R, H, D] in q's dtype.
+        """
+        batch, count, heads, _ = q.shape
+        at_once = max(1, _SCORES_AT_ONCE // (heads * keys.shape[2]))
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if count == 1:
+            for low in range(0, batch, at_once):
+                part = slice(low, low + at_once)
+                some = Reach(reach.rows[part], reach.keys, reach.sees)
+                out[part] = self.attend(q[part], keys[part], values[part], some, window)
+            return out
+        assert batch == 1
+        keys, values = keys.float(), values.float()
+        start = keys.shape[2] - count
+        for low in range(0, count, at_once):
+            part = slice(low, min(low + at_once, count))
+            seen, sees = slice(None), None
+            if reach.sees is not None:
+                sees = reach.sees[part]
+            else:  # positions follow each other: no row sees what comes later
+                first = 0 if window is None else max(0, start + low + 1 - window)
+                seen = slice(first, start + part.stop)
+            some = Reach(reach.rows[:, part], reach.keys[seen], sees)
+            out[:, part] = self.attend(
+                q[:, part], keys[:, :, seen], values[:, :, seen], some, window
+            )
+        return out
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        reach: Reach,
+        window: int | None,
+    ) -> torch.Tensor:
+        """The same in calls whose shapes depend on those of the arguments only."""
+        batch, count, heads, dim = q.shape
+        kv_heads = keys.shape[1]
+        group = heads // kv_heads
+        query = q.view(batch, count, kv_heads, group, dim).permute(0, 2, 3, 1, 4).float()
+        query = (query * self._scoring.scale).reshape(batch, kv_heads, group * count, dim)
+        scores = query @ keys.float().transpose(2, 3)
+        scores = scores.view(batch, kv_heads, group, count, -1)
+        if self._scoring.softcap is not None:
+            scores.div_(self._scoring.softcap).tanh_().mul_(self._scoring.softcap)
+        distance = reach.keys - reach.rows.unsqueeze(-1)  # [B, R, C]
+        if self._slopes is not None:
+            slopes = self._slopes.view(kv_heads, group, 1, 1)
+            scores.addcmul_(slopes, distance[:, None, None])
+        hidden = distance > 0 if reach.sees is None else ~reach.sees.expand_as(distance)
+        if window is not None:
+            hidden |= distance <= -window
+        scores.masked_fill_(hidden[:, None, None], float("-inf"))
+        weights = scores.softmax(-1).flatten(2, 3)
+        out = (weights @ values.float()).view(batch, kv_heads, group, count, dim)
+        return out.permute(0, 3, 1, 2, 4).reshape(batch, count, heads, dim).to(q.dtype)

@@ -1,0 +1,63 @@
+"""What is fetched and checked before any weight is loaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_llm.core.args import resolve_engine_args
+from hetero_llm.core.config import EngineConfig
+from hetero_llm.core.errors import ModelLoadError
+from hetero_llm.demo_models import demo_folder
+from hetero_llm.engine.draft_model import own_load_format
+from hetero_llm.engine.resolve import find_model, open_model, open_tokenizer
+from hetero_llm.models.manifest import manifest_of
+
+
+def config(model: Path | str, **given: Any) -> EngineConfig:
+    return EngineConfig.from_args(resolve_engine_args({"model": str(model), **given}))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(demo_folder("demo-draft"), tmp_path / "model"))
+
+
+def test_a_manifest_is_checked_first(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "manifest"
+    path.write_text(manifest_of(folder))
+    find_model(config(folder, model_sha256=path).load)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes() + b"x")
+    with pytest.raises(ModelLoadError, match=r"says: model\.safetensors$"):
+        find_model(config(folder, model_sha256=path).load)
+    # A process that reads no weights leaves them to the one that does.
+    open_model(config(folder, model_sha256=path))
+    find_model(config(folder, model_sha256=path, load_format="dummy").load)
+    (folder / "config.json").write_text("[")
+    with pytest.raises(ModelLoadError, match=r"says: config\.json$"):
+        open_model(config(folder, model_sha256=path))
+
+
+def test_what_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patterns: list[str] = []
+
+    def snapshot_download(repo_id: str, **options: Any) -> str:
+        patterns[:] = options["allow_patterns"]
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    find_model(config("org/name").load)
+    assert "*.safetensors" in patterns and "*.bin" not in patterns
+    find_model(config("org/name", load_format="pt", allow_pickle_weights=True).load)
+    assert "*.safetensors" not in patterns and "*.bin" in patterns
+    open_tokenizer(config(folder, tokenizer="org/other"), folder)
+    assert "*.json" in patterns and not {"*.safetensors", "*.bin"}.intersection(patterns)
+
+
+def test_a_draft_model_may_be_stored_in_another_way() -> None:
+    formats = ("auto", "safetensors", "pt", "dummy")
+    assert [own_load_format(one) for one in formats] == ["auto", "auto", "auto", "dummy"]
