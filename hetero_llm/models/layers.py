@@ -150,6 +150,10 @@ class CausalLM(nn.Module):
         """[R, hidden] -> [R, vocab], in the parameters' dtype."""
         raise NotImplementedError
 
+    def parameters_of_a_row(self) -> int:
+        """How many parameters one row of a step is multiplied with, about."""
+        return sum(p.numel() for p in self.parameters())
+
     def checkpoint_tensors(self) -> Mapping[str, Tensor | Place]:
         """Checkpoint name -> view of our parameter to copy the tensor into.
 

@@ -147,6 +147,14 @@ class MixtralForCausalLM(CausalLM):
     def head_bias(self, config: MixtralConfig) -> bool:
         return False
 
+    def parameters_of_a_row(self) -> int:
+        """A row visits some of the experts only."""
+        assert isinstance(self.config, MixtralConfig)
+        idle = 1 - self.config.experts_per_token / self.config.num_experts
+        experts = [module for module in self.modules() if isinstance(module, Experts)]
+        held = sum(p.numel() for module in experts for p in module.parameters())
+        return super().parameters_of_a_row() - int(idle * held)
+
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x = self.embed_tokens(input_ids)
         residual: Tensor | None = None

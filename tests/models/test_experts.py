@@ -24,6 +24,7 @@ from hetero_llm.models.configs.qwen2_moe import Qwen2MoeConfig
 from hetero_llm.models.experts import Experts, softmax_top_k, sparse_mixer
 from hetero_llm.models.invariant import make_batch_invariant, product_of_rows, product_of_tiles
 from hetero_llm.models.loader import load_model
+from hetero_llm.models.registry import model_class
 from tests.models.test_families import log_probs, random_sequences, reference_log_probs
 from tests.models.tiny import make_tiny_checkpoint, rewrite_config
 
@@ -298,3 +299,14 @@ def test_experts_do_not_wait_on_the_host(folders: Callable[[str], Path]) -> None
         plan_offload(config, torch.bfloat16, 1.0)
     plan = plan_offload(config, torch.bfloat16, 10_000 / GIB)
     assert plan.chosen and plan.moved_bytes <= 10_000
+
+
+def test_a_row_meets_the_experts_that_it_visits(tmp_path: Path) -> None:
+    config = load_model_config(make_tiny_checkpoint(tmp_path, "mixtral"))
+    assert isinstance(config, MixtralConfig)
+    with torch.device("meta"):
+        model = model_class(config.architecture)(config)
+    expert = 3 * config.hidden_size * config.intermediate_size
+    idle = (config.num_experts - config.experts_per_token) * config.num_layers * expert
+    total = sum(p.numel() for p in model.parameters())
+    assert idle > 0 and model.parameters_of_a_row() == total - idle
