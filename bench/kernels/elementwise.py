@@ -1,4 +1,4 @@
-"""Norms, gate, rotary embedding with KV store, and KV compaction beside plain torch, on the device.
+"""Norms, activations, rotary embedding with KV store, KV compaction beside torch, on the device.
 
 Kernel-only figures, each call's share of a CUDA graph of many. Shapes of Llama-3.1-8B, bfloat16.
 Few rows: inputs lie in the L2 cache, as after the product before them; many rows: the buffers
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench.common import print_table, write_results
-from hetero_llm.gpu.kernels.activation import silu_mul
+from hetero_llm.gpu.kernels.activation import activation, silu_mul
 from hetero_llm.gpu.kernels.compact import compact_kv
 from hetero_llm.gpu.kernels.norm import add_gemma_rms_norm, add_layer_norm, add_rms_norm
 from hetero_llm.gpu.kernels.rope_store import rope_store, store
@@ -80,9 +80,30 @@ def norm_rows() -> list[dict[str, Any]]:
         for name, parameters, ours, plain, counts in (
             ("RMS norm", 1, add_rms_norm, layers.add_rms_norm, (*FEW, MANY)),
             ("Gemma's norm", 1, add_gemma_rms_norm, layers.add_gemma_rms_norm, (1, 128, MANY)),
-            ("layer norm", 2, add_layer_norm, layers.add_layer_norm, (1, 128, MANY)),
         )
         for rows in counts
+    ]  # fmt: skip
+
+
+def layer_norm_rows() -> list[dict[str, Any]]:
+    """Also as in layers whose attention and MLP run side by side: the outputs of both are added,
+    and each has a norm of its own or not."""
+
+    def make(rows: int, has_extra: bool, norms: int) -> tuple[Any, ...]:
+        x, residual, extra = torch.randn(3, rows, HIDDEN, device=DEVICE, dtype=BF16)
+        affines = [tuple(pair) for pair in torch.randn(norms, 2, HIDDEN, device=DEVICE, dtype=BF16)]
+        return x, residual, extra if has_extra else None, affines, 1e-5
+
+    return [
+        row(name, rows,
+            2 * (3 + has_extra + norms) * rows * HIDDEN, add_layer_norm, layers.add_layer_norm,
+            lambda rows=rows, has_extra=has_extra, norms=norms: make(rows, has_extra, norms))
+        for name, has_extra, norms in (
+            ("add + layer norm", False, 1),
+            ("two adds + layer norm", True, 1),
+            ("two adds + two layer norms", True, 2),
+        )
+        for rows in (1, 128, MANY)
     ]  # fmt: skip
 
 
@@ -95,6 +116,21 @@ def gate_rows() -> list[dict[str, Any]]:
         row("SiLU(gate) * up", rows, 6 * rows * INNER, silu_mul, plain,
             lambda rows=rows: make(rows))
         for rows in (*FEW, MANY)
+    ]  # fmt: skip
+
+
+def activation_rows() -> list[dict[str, Any]]:
+    """MLPs without a gate."""
+    inner = INNER * 3 // 2
+
+    def make(rows: int) -> tuple[Any, ...]:
+        return (torch.randn(rows, inner, device=DEVICE, dtype=BF16),)
+
+    return [
+        row(name, rows, 4 * rows * inner, lambda x, name=name: activation(x, name),
+            layers.Activation(name), lambda rows=rows: make(rows))
+        for name in ("gelu", "gelu_new", "relu2")
+        for rows in (1, 128, MANY)
     ]  # fmt: skip
 
 
@@ -197,7 +233,9 @@ def main() -> None:
     with torch.inference_mode():
         table = [
             *norm_rows(),
+            *layer_norm_rows(),
             *gate_rows(),
+            *activation_rows(),
             *rope_rows("rope + store", BF16, False, (*FEW, MANY)),
             *rope_rows("rope + store, fp8 cache", torch.float8_e4m3fn, False, (1, MANY)),
             *rope_rows("q/k norm + rope + store", BF16, True, (1, MANY)),

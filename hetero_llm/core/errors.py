@@ -25,9 +25,12 @@ _SHOWN_VALUE_CHARS = 80
 
 
 def shown(value: Any) -> str:
-    """`repr(value)` cut to a length that fits one log line."""
+    """`repr(value)` in a length that fits one log line: both its ends, as paths differ there."""
     text = repr(value)
-    return text if len(text) <= _SHOWN_VALUE_CHARS else text[: _SHOWN_VALUE_CHARS - 3] + "..."
+    if len(text) <= _SHOWN_VALUE_CHARS:
+        return text
+    kept = _SHOWN_VALUE_CHARS - 3
+    return text[: kept // 2] + "..." + text[kept // 2 - kept :]
 
 
 class HeteroLLMError(Exception):

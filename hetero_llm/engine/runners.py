@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_TRIED_ROWS = (1, 16)
+
 
 @dataclass(frozen=True, slots=True)
 class BuiltRunner:
@@ -161,10 +163,12 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
     takes_images = isinstance(inputs.model_config, ImageModelConfig)
     if takes_images:
         logger.info("a model with images runs without CUDA graphs")
+    on_torch = inputs.batch_invariant or takes_images
+    graphs = not on_torch and not inputs.enforce_eager and _can_be_captured(inputs.model)
 
     def runner_with(num_blocks: int, graphs: bool) -> BuiltRunner:
         cache = PagedKVCache(inputs.shape, num_blocks, inputs.device)
-        if inputs.batch_invariant or takes_images:
+        if on_torch:
             return BuiltRunner(_torch_runner(inputs, cache, None), cache)
         runner = GpuModelRunner(
             inputs.model,
@@ -192,8 +196,26 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
         num_blocks = room.pool_bytes // inputs.shape.block_bytes
         if num_blocks < inputs.blocks_per_sequence:
             raise too_small_error(num_blocks, inputs.scheduler, inputs.shape, room)
-    final = partial(runner_with, graphs=not inputs.enforce_eager)
+    final = partial(runner_with, graphs=graphs)
     return build_within(final, num_blocks, inputs.shape, room)
+
+
+def _can_be_captured(model: CausalLM) -> bool:
+    """Whether steps fit into CUDA graphs. Our own models' do; classes of transformers may ask the
+    device how to go on (how many rows an expert gets, for example), and are tried."""
+    from hetero_llm.gpu.graphs import why_not_captured
+    from hetero_llm.models.transformers_backend import TransformersForCausalLM
+    from hetero_llm.models.transformers_check import trial_rows
+
+    if not isinstance(model, TransformersForCausalLM):
+        return True
+    for count in _TRIED_ROWS:
+        reason = why_not_captured(trial_rows(model, count))
+        if reason is not None:
+            name = type(model.causal).__name__
+            logger.warning("%s of transformers runs without CUDA graphs: %s", name, reason)
+            return False
+    return True
 
 
 def cache_shape(

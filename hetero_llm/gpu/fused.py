@@ -1,11 +1,15 @@
-"""Fused kernels for a model on a CUDA device: norms, gated activations, products of few rows."""
+"""Fused kernels for a model on a CUDA device: norms, activations, products of few rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+from torch import Tensor
+
 from hetero_llm.gpu.experts import speed_up_experts
-from hetero_llm.gpu.kernels.activation import gated_activation
+from hetero_llm.gpu.kernels.activation import activation, gated_activation
+from hetero_llm.gpu.kernels.launch import INTERPRETED
 from hetero_llm.gpu.kernels.norm import (
     MAX_NORM_SIZE,
     add_gemma_rms_norm,
@@ -14,6 +18,7 @@ from hetero_llm.gpu.kernels.norm import (
 )
 from hetero_llm.gpu.kernels.small_linear import linear
 from hetero_llm.models.layers import (
+    Activation,
     AddLayerNorm,
     CausalLM,
     GatedActivation,
@@ -36,6 +41,15 @@ def speed_up(model: CausalLM) -> None:
             module.function = add_layer_norm
         elif isinstance(module, GatedActivation):
             module.function = partial(gated_activation, name=module.name)
+        elif isinstance(module, Activation) and module.name is not None:
+            module.function = partial(_activation, name=module.name, plain=module.function)
         elif isinstance(module, Linear) and module.weight.device.type == "cuda":
             module.product = linear
     speed_up_experts(model)
+
+
+def _activation(x: Tensor, name: str, plain: Callable[[Tensor], Tensor]) -> Tensor:
+    """The kernel for what it serves, `plain` for anything else."""
+    if x.dim() == 2 and x.is_contiguous() and (x.is_cuda or INTERPRETED):
+        return activation(x, name)
+    return plain(x)

@@ -82,3 +82,31 @@ class GraphSet(Generic[K]):
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+
+@torch.inference_mode()
+def why_not_captured(body: Callable[[], None]) -> str | None:
+    """Why the current device cannot capture `body`; None if it can.
+
+    A capture in which the host waits for the device breaks off in a state that is hard to leave,
+    so that is looked for before anything is captured. What `body` does must not matter: it runs
+    a few times.
+
+    Raises:
+        OutOfMemoryError: of torch.
+    """
+    body()  # compiles kernels and fills tables, both of which may wait
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            body()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        GraphSet[str]().capture("trial", body)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        return " ".join(str(error).split())[:200]
+    return None

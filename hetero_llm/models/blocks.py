@@ -203,19 +203,25 @@ class DecoderLayer(nn.Module):
         self,
         x: Tensor,  # [T, hidden]
         residual: Tensor | None,  # [T, hidden], overwritten
+        extra: Tensor | None,  # [T, hidden]
         rotary: RotaryRows | None,
         attend: Attend,
-    ) -> tuple[Tensor, Tensor]:
-        """What is still to be added to the residual, and the residual."""
-        normed, residual = self.attention_norm(x, residual)
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Output of the MLP, residual, and attention's output if that, too, is still to be added
+        to the residual: the next layer's `x`, `residual` and `extra`."""
+        if self.parallel and self.mlp_norm is not None:
+            normed, for_mlp, residual = self.attention_norm.with_second(
+                self.mlp_norm, x, residual, extra
+            )
+        else:
+            normed, residual = self.attention_norm(x, residual, extra)
+            for_mlp = normed
         attended = self.attention(normed, rotary, attend)
-        if not self.parallel:
-            assert self.mlp_norm is not None
-            normed, residual = self.mlp_norm(attended, residual)
-            return self.mlp(normed), residual
-        if self.mlp_norm is not None:
-            normed, _ = self.mlp_norm(residual)
-        return self.mlp(normed).add_(attended), residual
+        if self.parallel:
+            return self.mlp(for_mlp), residual, attended
+        assert self.mlp_norm is not None
+        normed, residual = self.mlp_norm(attended, residual)
+        return self.mlp(normed), residual, None
 
     def norm_tensors(self, first: str, second: str) -> dict[str, Tensor]:
         """Checkpoint names of the two norms, or of the shared one, -> views."""
@@ -279,10 +285,11 @@ class LayerNormLM(CausalLM):
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x = self.embed(input_ids, positions)
         residual: Tensor | None = None
+        extra: Tensor | None = None
         rotary = None if self.rotary is None else RotaryRows(self.rotary, positions, x.dtype)
         for layer in self.layers:
-            x, residual = layer(x, residual, rotary, attend)
-        return self.final_norm(x, residual)[0]
+            x, residual, extra = layer(x, residual, extra, rotary, attend)
+        return self.final_norm(x, residual, extra)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)

@@ -5,7 +5,7 @@ Rows of all sequences are flattened: a hidden state is [T, hidden], whatever the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,9 +20,11 @@ from hetero_llm.models.rotary import RotaryRows, apply_rotary
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # (x [T, size], residual [T, size] or None, weight [size], eps) -> norm, sum
 AddNorm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
-# The same with weight [size] or None and bias [size] or None before eps
+# Weight and bias of a layer norm, [size] or None each
+Affine = tuple[Tensor | None, Tensor | None]
+# (x [T, size], residual and extra alike or None, affines, eps) -> a norm for each affine, sum
 AddLayerNormFunction = Callable[
-    [Tensor, Tensor | None, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor]
+    [Tensor, Tensor | None, Tensor | None, Sequence[Affine], float], tuple[list[Tensor], Tensor]
 ]
 
 
@@ -294,17 +296,46 @@ class AddLayerNorm(nn.Module):
         self.eps = eps
         self.function: AddLayerNormFunction = add_layer_norm
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Norm of `x + residual`, and that sum; arguments and result as of `RMSNorm.forward`."""
-        return self.function(x, residual, self.weight, self.bias, self.eps)
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, extra: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Norm of `x + extra + residual`, and that sum, rounded after each addition.
+
+        Args:
+            x: [T, size].
+            residual: [T, size], overwritten with the sum; None for the first layer.
+            extra: [T, size], or None; only with a residual.
+
+        Returns:
+            The norm and the sum, both [T, size].
+        """
+        assert extra is None or residual is not None
+        (norm,), total = self.function(x, residual, extra, [(self.weight, self.bias)], self.eps)
+        return norm, total
+
+    def with_second(
+        self, second: AddLayerNorm, x: Tensor, residual: Tensor | None, extra: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This norm, `second`'s of the same sum, and the sum; arguments as of `forward`."""
+        assert extra is None or residual is not None
+        assert second.eps == self.eps, (self.eps, second.eps)
+        affines = [(norm.weight, norm.bias) for norm in (self, second)]
+        norms, total = self.function(x, residual, extra, affines, self.eps)
+        return norms[0], norms[1], total
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """See `AddLayerNorm.forward`."""
+    x: Tensor,
+    residual: Tensor | None,
+    extra: Tensor | None,
+    affines: Sequence[Affine],
+    eps: float,
+) -> tuple[list[Tensor], Tensor]:
+    """See `AddLayerNorm`."""
+    if extra is not None:
+        x = x + extra
     total = x if residual is None else residual.add_(x)
-    return F.layer_norm(total, total.shape[-1:], weight, bias, eps), total
+    return [F.layer_norm(total, total.shape[-1:], *affine, eps) for affine in affines], total
 
 
 class Embedding(nn.Module):
@@ -329,11 +360,15 @@ def _relu_squared(x: Tensor) -> Tensor:
 class Activation(nn.Module):
     """An elementwise function by its name in config.json.
 
-    `function` may be replaced on the instance, see `invariant.py`.
+    `function` may be replaced on the instance: by a fused one, or see `invariant.py`. A `name` of
+    None is a function that only `function` knows.
     """
+
+    name: str | None
 
     def __init__(self, name: str) -> None:
         super().__init__()
+        self.name = name
         functions: dict[str, Callable[[Tensor], Tensor]] = {
             "silu": F.silu,
             "relu": F.relu,

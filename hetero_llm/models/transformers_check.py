@@ -9,7 +9,7 @@ rows or counts positions in its own way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -219,10 +219,8 @@ def check_rows(model: TransformersForCausalLM) -> None:
     """Raises ConfigError unless a row is computed alike in every batch, but for attention."""
     config = model.config
     assert isinstance(config, TransformersConfig)
-    device = next(model.parameters()).device
     count = min(_ROWS_CHECKED, config.max_model_len)
-    ids = torch.arange(1, count + 1, device=device) * _SPREAD % config.vocab_size
-    positions = torch.arange(count, device=device)
+    ids, positions = _some_rows(model, count)
     together = model.logits(_run_alone(model, ids, positions))
     for row in (0, 1, count // 2, count - 1):
         part = slice(row, row + 1)
@@ -233,6 +231,24 @@ def check_rows(model: TransformersForCausalLM) -> None:
                 True,
                 f"{config.class_name} of transformers computes a row differently in other batches",
             )
+
+
+def trial_rows(model: TransformersForCausalLM, count: int) -> Callable[[], None]:
+    """What runs `count` rows, each of which sees only itself, up to their logits: for whoever asks
+    whether that can be captured in a CUDA graph."""
+    ids, positions = _some_rows(model, count)
+
+    def run() -> None:
+        model.logits(_run_alone(model, ids, positions))
+
+    return run
+
+
+def _some_rows(model: TransformersForCausalLM, count: int) -> tuple[Tensor, Tensor]:
+    """Token ids and positions, both [count]."""
+    config, device = model.config, next(model.parameters()).device
+    ids = torch.arange(1, count + 1, device=device) * _SPREAD % config.vocab_size
+    return ids, torch.arange(count, device=device) % config.max_model_len
 
 
 def _run_alone(model: TransformersForCausalLM, ids: Tensor, positions: Tensor) -> Tensor:

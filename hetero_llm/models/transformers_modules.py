@@ -1,7 +1,8 @@
 """Parts of a transformers class replaced by ours, under the same names and with equal results.
 
-Products, activations and root-mean-square norms become `layers.Linear`, `layers.Activation` and
-`layers.RMSNorm`, so that whatever makes these fast or independent of the batch does so here, too.
+Products, activations, root-mean-square norms and experts become `layers.Linear`,
+`layers.Activation`, `layers.RMSNorm` and `experts.Experts`, so that whatever makes these fast or
+independent of the batch does so here, too.
 A class is built with its parameters on torch's meta device; they get their memory here.
 """
 
@@ -11,6 +12,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hetero_llm.models.config_reader import ACTIVATIONS
+from hetero_llm.models.experts import Experts
 from hetero_llm.models.layers import (
     Activation,
     GatedActivation,
@@ -34,6 +37,7 @@ from hetero_llm.models.loader import default_dtype
 _PROBED_ROWS = 3
 _LINEARS_OF_MLP = ("gate_proj", "up_proj", "down_proj")
 _PARTS_OF_MLP = {*_LINEARS_OF_MLP, "act_fn"}
+_WEIGHTS_OF_EXPERTS = ("gate_up_proj", "down_proj")
 
 
 class FlatLinear(Linear):
@@ -55,6 +59,7 @@ class FlatActivation(Activation):
 
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
+        self.name = None
         self.function = module.forward
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,6 +116,47 @@ class GatedMLP(nn.Module):
             **split_views(self.gate_up_proj, ["gate_proj", "up_proj"], [inner, inner]),
             **checkpoint_views("down_proj", self.down_proj),
         }
+
+
+class FlatExperts(Experts):
+    """Gated MLPs under the class's names and with the order of its arguments.
+
+    transformers' own ways through them stop the device in most dtypes (to ask how many rows each
+    expert gets), or gather the weights of every row.
+
+    Args:
+        gate_up: [experts, 2 * inner, hidden].
+        down: [experts, hidden, inner].
+        name: Of the activation, in `layers.Activation`.
+        activation: The class's.
+    """
+
+    def __init__(
+        self, gate_up: nn.Parameter, down: nn.Parameter, name: str, activation: nn.Module
+    ) -> None:
+        nn.Module.__init__(self)
+        self.gate_up_proj = gate_up
+        self.down_proj = down
+        self.activation = FlatGatedActivation(name, activation)
+        self.function = self.plain
+
+    @property
+    def gate_up(self) -> nn.Parameter:  # type: ignore[override]
+        return self.gate_up_proj
+
+    @property
+    def down(self) -> nn.Parameter:  # type: ignore[override]
+        return self.down_proj
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, hidden], experts [T, k] and weights [T, k] of each row -> [T, hidden].
+
+        As in transformers, a number one above the last expert's stands for none.
+        """
+        there = top_k_index < self.down_proj.shape[0]
+        weights = torch.where(there, top_k_weights.float(), 0.0)
+        ids = top_k_index.clamp(max=self.down_proj.shape[0] - 1)
+        return super().forward(hidden_states.contiguous(), ids.contiguous(), weights.contiguous())
 
 
 class RotaryTable(nn.Module):
@@ -199,6 +245,7 @@ class Conversion:
         self._parameters: dict[int, nn.Parameter] = {}  # tied ones have one place
         self._modules: dict[int, nn.Module] = {}
         self._mlps: dict[type[nn.Module], bool] = {}
+        self._experts: dict[type[nn.Module], bool] = {}
         self._norms: dict[Any, type[FlatRMSNorm] | type[FlatGemmaRMSNorm] | None] = {}
 
     def convert(self, module: nn.Module, prefix: str = "") -> None:
@@ -246,6 +293,8 @@ class Conversion:
             return FlatActivation(module)
         if set(module._modules) == _PARTS_OF_MLP:
             return self._mlp(module, path)
+        if set(module._parameters) == set(_WEIGHTS_OF_EXPERTS):
+            return self._mlps_of_experts(module, path)
         if type(module).__name__.endswith("RMSNorm"):
             return self._norm(module, path)
         if "inv_freq" in module._buffers and not module._parameters and not module._modules:
@@ -284,6 +333,26 @@ class Conversion:
             return None
         with default_dtype(dtypes.pop()):
             return GatedMLP(gate, down, name, activation)
+
+    def _mlps_of_experts(self, module: nn.Module, path: str) -> FlatExperts | None:
+        gate_up, down = (module._parameters[name] for name in _WEIGHTS_OF_EXPERTS)
+        if set(module._modules) != {"act_fn"} or gate_up is None or down is None:
+            return None
+        activation = name_of_activation(module.act_fn)  # type: ignore[arg-type]
+        if activation is None or gate_up.dim() != 3 or down.dim() != 3:
+            return None
+        num_experts, hidden, inner = down.shape
+        if gate_up.shape != (num_experts, 2 * inner, hidden):
+            return None
+        if type(module) not in self._experts:
+            self._experts[type(module)] = _are_plain_experts(module)
+        if not self._experts[type(module)]:
+            return None
+        gate_up, down = (
+            self._place(parameter, f"{path}.{name}")
+            for name, parameter in zip(_WEIGHTS_OF_EXPERTS, (gate_up, down), strict=True)
+        )
+        return FlatExperts(gate_up, down, activation, module.act_fn)  # type: ignore[arg-type]
 
     def _norm(self, module: nn.Module, path: str) -> nn.Module | None:
         weight = module._parameters.get("weight")
@@ -339,6 +408,32 @@ def _is_plain_mlp(module: nn.Module, activation: nn.Module) -> bool:
             return False
         expected = down(activation(gate(x)) * up(x))
         return isinstance(found, Tensor) and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def _are_plain_experts(module: nn.Module) -> bool:
+    """Whether the class computes what `FlatExperts` does: by the results of its own loop, with
+    small matrices in the place of its own and rows so large that a limit would show."""
+    generator = torch.Generator().manual_seed(0)
+    num_experts, hidden, inner = 4, 6, 10
+    with torch.device("cpu"), default_dtype(torch.float32), torch.no_grad():
+        gate_up = torch.randn(num_experts, 2 * inner, hidden, generator=generator)
+        down = torch.randn(num_experts, hidden, inner, generator=generator)
+        small = copy.copy(module)
+        small.__dict__["_parameters"] = {"gate_up_proj": gate_up, "down_proj": down}
+        sizes = {"num_experts": num_experts, "hidden_dim": hidden, "intermediate_dim": inner}
+        small.__dict__.update(sizes, config=SimpleNamespace(_experts_implementation="eager"))
+        x = torch.randn(_PROBED_ROWS, hidden, generator=generator)
+        x[0] *= 1000
+        ids = torch.tensor([[0, 2], [3, 0], [1, 3]])
+        weights = torch.rand(ids.shape, generator=generator)
+        try:
+            found = type(module).forward(small, x, ids, weights)
+        except Exception:  # another signature, or knows its sizes
+            return False
+        ours = Experts(num_experts, hidden, inner, "silu")
+        ours.activation = FlatGatedActivation("", module.act_fn)  # type: ignore[arg-type]
+        expected = ours.plain(x, ids, weights, gate_up, down)
+        return isinstance(found, Tensor) and torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def _kind_of_norm(

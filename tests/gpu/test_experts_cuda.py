@@ -16,6 +16,9 @@ from tests.gpu.serving import GREEDY, TIES, generate, regrets, start, tokens_of
 from tests.models.tiny import make_tiny_checkpoint
 
 BF16 = torch.bfloat16
+# The kernels serve heads from 16 on.
+HEADS_OF_16 = {"head_dim": 16}
+WIDE = {"hidden_size": 64}  # of families without head_dim: four heads of 16
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +106,8 @@ def test_sorting_of_many_pairs(device: torch.device) -> None:
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "phimoe"])
 def test_through_the_engine(tmp_path: Path, family: str) -> None:
     """Judged token by token by transformers in float32; graphs, chunks and prefix hits."""
-    variant = "three_of_seven" if family == "mixtral" else ""
-    folder = make_tiny_checkpoint(tmp_path, family, variant)
+    variant, changes = ("three_of_seven", HEADS_OF_16) if family == "mixtral" else ("", WIDE)
+    folder = make_tiny_checkpoint(tmp_path, family, variant, changes=changes)
     generator = torch.Generator().manual_seed(1)
     lengths = [1, 2, 7, 16, 17, 23, 33, 38]
     prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in lengths]
@@ -123,7 +126,7 @@ def test_through_the_engine(tmp_path: Path, family: str) -> None:
 
 def test_half_precision_through_the_engine(tmp_path: Path) -> None:
     """bf16 reaches the vector and tensor-core kernels; a near tie may fall either way."""
-    folder = make_tiny_checkpoint(tmp_path, "mixtral")
+    folder = make_tiny_checkpoint(tmp_path, "mixtral", changes=HEADS_OF_16)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (5, 9, 20, 31)]
     params = [GREEDY] * len(prompts)

@@ -3,13 +3,17 @@ float32."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from tests.gpu.serving import GREEDY, TIES, generate, regrets, start
+from hetero_llm.models.experts import Experts
+from hetero_llm.models.transformers_modules import Conversion, FlatExperts
+from tests.gpu.serving import GREEDY, TIES, generate, regrets, runner_of, start
 from tests.gpu.test_other_models import make_model
 from tests.models.test_transformers_backend import EXPERTS, HEADS, LONG, MIXED, SIZES, save
 
@@ -19,6 +23,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {**SIZES, **WIDE, "hidden_size": 64, "no_rope_layer_interval": 2}),
     "cohere": ("Cohere", {**SIZES, "hidden_size": 64, "max_position_embeddings": 256}),
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, **WIDE, "norm_topk_prob": True}),
+    "olmoe": ("Olmoe", {**EXPERTS, "hidden_size": 64, "max_position_embeddings": 256}),
 }
 LENGTHS = [1, 2, 7, 16, 17, 23, 33, 47, 95, 128, 200]
 
@@ -33,6 +38,7 @@ def assert_judged(folder: Path, vocab: int, **engine_args: Any) -> None:
     params = [GREEDY] * len(asked)
     args = {"max_model_len": 256, "skip_tokenizer_init": True, "model_impl": "transformers"}
     with start(folder, **args, **engine_args) as llm:
+        assert (runner_of(llm)._graphs is None) == engine_args.get("enforce_eager", False)
         for _ in range(2):  # the second time with prefix hits
             assert regrets(generate(llm, asked, params), params, folder).max() < TIES
 
@@ -40,6 +46,44 @@ def assert_judged(folder: Path, vocab: int, **engine_args: Any) -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_classes_without_a_native_file(tmp_path: Path, name: str) -> None:
     assert_judged(save(tmp_path, *CLASSES[name]), 96)
+
+
+class _Asking(FlatExperts):
+    """Asks the device how many rows each expert gets."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        assert sum(top_k_index.flatten().bincount().tolist()) == top_k_index.numel()
+        return super().forward(hidden_states, top_k_index, top_k_weights)
+
+
+@pytest.mark.parametrize("way", ["grouped products", "asked for rows"])
+def test_what_cannot_be_captured_runs_without_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    """transformers' grouped products, which in float32 wait for the device, and Python's own."""
+    made: list[nn.Module | None] = []
+    replace = Conversion._mlps_of_experts
+
+    def replacement(self: Conversion, module: nn.Module, path: str) -> FlatExperts | None:
+        found = replace(self, module, path) if way == "asked for rows" else None
+        if found is not None:
+            found.__class__ = _Asking
+        made.append(found)
+        return found
+
+    monkeypatch.setattr(Conversion, "_mlps_of_experts", replacement)
+    folder = save(tmp_path, *CLASSES["qwen3_moe"])
+    asked = prompts(96)
+    params = [GREEDY] * len(asked)
+    args = {"max_model_len": 256, "skip_tokenizer_init": True, "model_impl": "transformers"}
+    with caplog.at_level(logging.WARNING, "hetero_llm"), start(folder, **args) as llm:
+        assert len(made) >= 3
+        assert all(isinstance(m, Experts) == (way == "asked for rows") for m in made)
+        assert runner_of(llm)._graphs is None
+        assert regrets(generate(llm, asked, params), params, folder).max() < TIES
+    assert "Qwen3MoeForCausalLM of transformers runs without CUDA graphs: " in caplog.text
+    monkeypatch.undo()
+    assert_judged(folder, 96)  # in graphs: the device is none the worse
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

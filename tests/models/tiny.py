@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def make_tiny_checkpoint(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     layers: int | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> Path:
     """Saves a random model of `family` with transformers and returns its folder.
 
@@ -54,11 +56,13 @@ def make_tiny_checkpoint(
         dtype: Stored type.
         seed: Of the weights; all of them, biases and norms included, are random.
         layers: If not as many as the variant has.
+        changes: Of the variant's configuration.
     """
     prefix, suffix, variants = _FAMILIES[family]
     settings = variants[variant] if variant else next(iter(variants.values()))
     if layers is not None:
         settings = {**settings, "num_hidden_layers": layers}
+    settings = {**settings, **(changes or {})}
     if with_tokenizer:
         vocab_size = max(vocab_size, 259)
     config = getattr(transformers, prefix + "Config")(vocab_size=vocab_size, **settings)

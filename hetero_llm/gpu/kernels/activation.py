@@ -1,4 +1,4 @@
-"""Gated activations: activation(gate) * up of a fused projection's output."""
+"""Activations: plain, and activation(gate) * up of a fused projection's output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero_llm.gpu.kernels.launch import (
     pdl_options,
     wait_for_inputs,
 )
-from hetero_llm.models.layers import GatedActivation
+from hetero_llm.models.layers import Activation, GatedActivation
 
 _KINDS = {
     "silu": "silu",
@@ -24,6 +24,8 @@ _KINDS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 """What `_activate` calls the functions that config.json can name."""
+_ALL_KINDS = _KINDS | {"sigmoid": "sigmoid", "tanh": "tanh"}
+"""The same for all of `layers.Activation`."""
 
 _TILE = 1024
 _NUM_WARPS = 4
@@ -32,7 +34,7 @@ _PROGRAMS_PER_SM = 16
 
 @triton.jit
 def _activate(x, NAME: tl.constexpr):
-    """A function of `_KINDS`, in float32."""
+    """A function of `_ALL_KINDS`, in float32."""
     if NAME == "silu":
         return x / (1.0 + tl.exp(-x))
     elif NAME == "relu":
@@ -42,6 +44,15 @@ def _activate(x, NAME: tl.constexpr):
         return positive * positive
     elif NAME == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif NAME == "sigmoid":
+        return 1.0 / (1.0 + tl.exp(-x))
+    elif NAME == "tanh":
+        # 1 - e^-2|x| cancels near zero; there five terms of the series are good to 1e-8.
+        e = tl.exp(-2.0 * tl.abs(x))
+        far = (1.0 - e) / (1.0 + e)
+        y = x * x
+        near = x * (1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
+        return tl.where(y < 0.0625, near, tl.where(x < 0.0, -far, far))
     else:
         # 0.5 * (1 + tanh(y)) = sigmoid(2 * y), which does not cancel for negative y.
         y = 0.7978845608028654 * (x + 0.044715 * x * x * x)
@@ -49,23 +60,40 @@ def _activate(x, NAME: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _gated_activation(
-    out_ptr, gate_up_ptr, num_rows, row_stride,
-    INNER: tl.constexpr, TILE: tl.constexpr, NAME: tl.constexpr, PDL: tl.constexpr,
+def _activation(
+    out_ptr, x_ptr, num_rows, row_stride,
+    INNER: tl.constexpr, TILE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     let_next_start(PDL)
-    dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     tiles: tl.constexpr = (INNER + TILE - 1) // TILE
     for index in tl.range(tl.program_id(0), num_rows * tiles, tl.num_programs(0), num_stages=1):
         row = tl.cast(index // tiles, tl.int64)
         columns = (index % tiles) * TILE + tl.arange(0, TILE)
         inside = columns < INNER
-        gates = gate_up_ptr + row * row_stride + columns
+        gates = x_ptr + row * row_stride + columns
         gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(gates + INNER, mask=inside, other=0.0).to(tl.float32)
-        active = _activate(gate, NAME).to(dtype).to(tl.float32)  # rounded, as the torch path does
-        tl.store(out_ptr + row * INNER + columns, (active * up).to(dtype), mask=inside)
+        out = _activate(gate, NAME).to(dtype)  # rounded before the product, as the torch path does
+        if GATED:
+            up = tl.load(gates + INNER, mask=inside, other=0.0).to(tl.float32)
+            out = (out.to(tl.float32) * up).to(dtype)
+        tl.store(out_ptr + row * INNER + columns, out, mask=inside)
+
+
+def activation(x: torch.Tensor, name: str) -> torch.Tensor:
+    """`layers.Activation(name)` of every element, computed in float32 and rounded once.
+
+    Args:
+        x: [T, inner]; float32, bfloat16 or float16; rows may be strided.
+        name: Of `layers.Activation`.
+
+    Returns:
+        [T, inner], new and contiguous.
+    """
+    assert name in _ALL_KINDS, name
+    return _launch(x, _ALL_KINDS[name], x.shape[1], gated=False)
 
 
 def gated_activation(gate_up: torch.Tensor, name: str) -> torch.Tensor:
@@ -78,25 +106,30 @@ def gated_activation(gate_up: torch.Tensor, name: str) -> torch.Tensor:
     Returns:
         [T, inner], contiguous.
     """
-    assert name in _KINDS, name
-    num_rows, width = gate_up.shape
-    assert gate_up.stride(1) == 1 and width % 2 == 0, (gate_up.shape, gate_up.stride())
-    inner = width // 2
-    out = torch.empty(num_rows, inner, dtype=gate_up.dtype, device=gate_up.device)
+    assert name in _KINDS and gate_up.shape[1] % 2 == 0, (name, gate_up.shape)
+    return _launch(gate_up, _KINDS[name], gate_up.shape[1] // 2, gated=True)
+
+
+def _launch(x: torch.Tensor, kind: str, inner: int, *, gated: bool) -> torch.Tensor:
+    """[T, inner] from the rows of x."""
+    num_rows = len(x)
+    assert x.dim() == 2 and x.stride(1) == 1, (x.shape, x.stride())
+    out = torch.empty(num_rows, inner, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
     tiles = num_rows * triton.cdiv(inner, _TILE)
-    grid = (min(tiles, _PROGRAMS_PER_SM * num_multiprocessors(gate_up.device)),)
-    _gated_activation[grid](
+    grid = (min(tiles, _PROGRAMS_PER_SM * num_multiprocessors(x.device)),)
+    _activation[grid](
         out,
-        gate_up,
+        x,
         num_rows,
-        gate_up.stride(0),
+        x.stride(0),
         INNER=inner,
         TILE=_TILE,
-        NAME=_KINDS[name],
+        NAME=kind,
+        GATED=gated,
         num_warps=_NUM_WARPS,
-        **pdl_options(gate_up.device),
+        **pdl_options(x.device),
     )
     return out
 
@@ -109,3 +142,8 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def gated_activation_reference(gate_up: torch.Tensor, name: str) -> torch.Tensor:
     """The same as the torch path computes it."""
     return GatedActivation(name).plain(gate_up)
+
+
+def activation_reference(x: torch.Tensor, name: str) -> torch.Tensor:
+    """The same as `activation`, as the torch path computes it."""
+    return Activation(name)(x)

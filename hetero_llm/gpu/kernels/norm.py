@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from hetero_llm.gpu.kernels.launch import let_next_start, pdl_options, wait_for_inputs
+from hetero_llm.models.layers import Affine
 from hetero_llm.models.layers import add_gemma_rms_norm as add_gemma_rms_norm_reference
 from hetero_llm.models.layers import add_layer_norm as add_layer_norm_reference
 from hetero_llm.models.layers import add_rms_norm as add_rms_norm_reference
@@ -26,10 +29,14 @@ MAX_NORM_SIZE = 16384
 
 
 @triton.jit
-def _add(x_ptr, residual_ptr, place, inside, HAS_RESIDUAL: tl.constexpr):
-    """The row's sum in float32, rounded to the inputs' type and stored for the next residual."""
+def _add(x_ptr, residual_ptr, extra_ptr, place, inside, HAS_RESIDUAL: tl.constexpr):
+    """The row's sum in float32, rounded to the inputs' type after each addition and stored for the
+    next residual."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     total = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    if extra_ptr is not None:
+        extra = tl.load(extra_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        total = (total + extra).to(dtype).to(tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
         rounded = (total + residual).to(dtype)
@@ -52,7 +59,7 @@ def _add_rms_norm(
 
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     place = tl.program_id(0).to(tl.int64) * SIZE + columns
-    total = _add(x_ptr, residual_ptr, place, inside, HAS_RESIDUAL)
+    total = _add(x_ptr, residual_ptr, None, place, inside, HAS_RESIDUAL)
     mean_square = tl.sum(total * total, 0) / SIZE
     norm = total * tl.rsqrt(mean_square + eps)
     if GEMMA:
@@ -63,29 +70,41 @@ def _add_rms_norm(
 
 
 @triton.jit
+def _parameter(pointer, columns, inside, default: tl.constexpr, PADDED: tl.constexpr):
+    """A weight or bias as it is stored (it waits in fewer registers so), `default` if missing."""
+    if pointer is None:
+        return tl.full((PADDED,), default, tl.float32)
+    else:
+        return tl.load(pointer + columns, mask=inside, other=0.0)
+
+
+@triton.jit
 def _add_layer_norm(
-    out_ptr, x_ptr, residual_ptr, weight_ptr, bias_ptr, eps,
+    out_ptr, second_out_ptr, x_ptr, residual_ptr, extra_ptr,
+    weight_ptr, bias_ptr, second_weight_ptr, second_bias_ptr, eps,
     SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, PADDED)
     inside = columns < SIZE
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    weight = _parameter(weight_ptr, columns, inside, 1.0, PADDED)
+    bias = _parameter(bias_ptr, columns, inside, 0.0, PADDED)
+    if second_out_ptr is not None:
+        second_weight = _parameter(second_weight_ptr, columns, inside, 1.0, PADDED)
+        second_bias = _parameter(second_bias_ptr, columns, inside, 0.0, PADDED)
     wait_for_inputs(PDL)
     let_next_start(PDL)
 
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     place = tl.program_id(0).to(tl.int64) * SIZE + columns
-    total = _add(x_ptr, residual_ptr, place, inside, HAS_RESIDUAL)
+    total = _add(x_ptr, residual_ptr, extra_ptr, place, inside, HAS_RESIDUAL)
     centred = tl.where(inside, total - tl.sum(total, 0) / SIZE, 0.0)
     variance = tl.sum(centred * centred, 0) / SIZE
     norm = centred * tl.rsqrt(variance + eps)
-    if weight_ptr is not None:
-        norm = norm * weight
-    if bias_ptr is not None:
-        norm = norm + bias
-    tl.store(out_ptr + place, norm.to(x_ptr.dtype.element_ty), mask=inside)
+    out = norm * weight.to(tl.float32) + bias.to(tl.float32)
+    tl.store(out_ptr + place, out.to(dtype), mask=inside)
+    if second_out_ptr is not None:
+        out = norm * second_weight.to(tl.float32) + second_bias.to(tl.float32)
+        tl.store(second_out_ptr + place, out.to(dtype), mask=inside)
 
 
 def add_rms_norm(
@@ -147,36 +166,42 @@ def _rms_norm(
 def add_layer_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    extra: torch.Tensor | None,
+    affines: Sequence[Affine],
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Layer norm of `x + residual`, and that sum: see `layers.AddLayerNorm`.
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """One or two layer norms of `x + extra + residual`, and that sum: see `layers.AddLayerNorm`.
 
-    Computed in float32; the sum and the result are rounded.
+    Computed in float32; each of the two additions and the results are rounded.
 
     Args:
         x: [T, size], contiguous; float32, bfloat16 or float16; size at most `MAX_NORM_SIZE`.
         residual: As x, overwritten with the sum; None: the sum is x itself.
-        weight, bias: [size], dtype of x; None: one and zero.
+        extra: As x, or None; only with a residual.
+        affines: One or two of weight and bias, [size] and of x's dtype, None: one and zero.
         eps: Added to the variance.
 
     Returns:
-        The norm (new) and the sum (`residual`, or x), both [T, size].
+        A norm (new) for each of `affines` and the sum (`residual`, or x), all [T, size].
     """
-    _check(x, residual, weight, bias)
+    assert len(affines) in (1, 2), len(affines)
+    assert extra is None or residual is not None
+    _check(x, residual, *(parameter for affine in affines for parameter in affine), extra=extra)
     total = x if residual is None else residual
-    out = torch.empty_like(x)
+    outs = [torch.empty_like(x) for _ in affines]
     if x.numel() == 0:
-        return out, total
+        return outs, total
+    second_out, second = (outs[1], affines[1]) if len(affines) == 2 else (None, (None, None))
     size = x.shape[-1]
     padded = triton.next_power_of_2(size)
     _add_layer_norm[(x.numel() // size,)](
-        out,
+        outs[0],
+        second_out,
         x,
         total,
-        weight,
-        bias,
+        extra,
+        *affines[0],
+        *second,
         eps,
         SIZE=size,
         PADDED=padded,
@@ -184,7 +209,7 @@ def add_layer_norm(
         num_warps=_num_warps(padded),
         **pdl_options(x.device),
     )
-    return out, total
+    return outs, total
 
 
 def _num_warps(padded: int) -> int:
@@ -193,7 +218,10 @@ def _num_warps(padded: int) -> int:
 
 
 def _check(
-    x: torch.Tensor, residual: torch.Tensor | None, *parameters: torch.Tensor | None
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    *parameters: torch.Tensor | None,
+    extra: torch.Tensor | None = None,
 ) -> None:
     size = x.shape[-1]
     assert x.is_contiguous() and size <= MAX_NORM_SIZE, (x.shape, x.stride())
@@ -201,6 +229,7 @@ def _check(
         if parameter is not None:
             assert parameter.shape == (size,) and parameter.dtype == x.dtype, parameter.shape
             assert parameter.is_contiguous(), parameter.stride()
-    if residual is not None:
-        assert residual.shape == x.shape and residual.dtype == x.dtype
-        assert residual.is_contiguous(), residual.stride()
+    for addend in (residual, extra):
+        if addend is not None:
+            assert addend.shape == x.shape and addend.dtype == x.dtype, (addend.shape, addend.dtype)
+            assert addend.is_contiguous(), addend.stride()

@@ -1,4 +1,4 @@
-"""Gated activations against the torch path."""
+"""Activations, plain and gated, against the torch path."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from hetero_llm.gpu.kernels.activation import (
+    activation,
+    activation_reference,
     gated_activation,
     gated_activation_reference,
     silu_mul,
 )
 
 NAMES = ["silu", "relu", "relu2", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"]
+ALL_NAMES = [*NAMES, "sigmoid", "tanh"]
 # The last bit of the activation may decide its rounding and then the product's. (The interpreter
 # cuts bfloat16 off instead of rounding it, with no larger error.)
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
@@ -34,6 +37,43 @@ def test_matches_torch(
     torch.testing.assert_close(result, expected, rtol=TOLERANCE[dtype], atol=ABSOLUTE[dtype])
 
 
+@pytest.mark.parametrize("name", ALL_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows, inner", [(3, 1), (1, 100), (5, 1500)])
+def test_plain_matches_torch(
+    device: torch.device, name: str, dtype: torch.dtype, rows: int, inner: int
+) -> None:
+    torch.manual_seed(inner)
+    x = torch.randn(rows, inner, device=device, dtype=dtype) * 4
+    before = x.clone()
+    result = activation(x, name)
+    assert result.dtype == dtype and torch.equal(x, before)
+    expected = activation_reference(x, name)
+    torch.testing.assert_close(result, expected, rtol=TOLERANCE[dtype], atol=ABSOLUTE[dtype])
+
+
+@pytest.mark.parametrize("name", ALL_NAMES)
+def test_plain_rounds_once(device: torch.device, name: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 500, device=device).half()
+    exact = activation_reference(x.double(), name).half()
+    assert float((activation(x, name) == exact).float().mean()) > 0.99
+
+
+def test_tanh_keeps_its_digits_near_zero(device: torch.device) -> None:
+    x = torch.logspace(-30, 0.5, 400, device=device)
+    x = torch.stack((x, -x))
+    expected = torch.tanh(x.double()).float()
+    torch.testing.assert_close(activation(x, "tanh"), expected, rtol=6e-7, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ALL_NAMES)
+def test_plain_extremes(device: torch.device, name: str) -> None:
+    x = torch.tensor([[-1e4, -100.0, -0.0, 0.0, 100.0, 1e4, float("nan")]], device=device)
+    expected = activation_reference(x, name)
+    torch.testing.assert_close(activation(x, name), expected, rtol=1e-6, atol=1e-30, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_extremes(device: torch.device, name: str) -> None:
     """No NaN and no infinity where the exact result is finite; NaN stays NaN."""
@@ -49,6 +89,8 @@ def test_strided_rows(device: torch.device) -> None:
     view = wide[:, 20:220]
     expected = gated_activation_reference(view.contiguous(), "silu")
     torch.testing.assert_close(silu_mul(view), expected, rtol=3e-6, atol=3e-7)
+    plain = activation(view, "relu2")
+    assert plain.is_contiguous() and torch.equal(plain, activation_reference(view, "relu2"))
 
 
 def test_many_tiles_a_program(device: torch.device) -> None:
@@ -62,5 +104,12 @@ def test_many_tiles_a_program(device: torch.device) -> None:
 
 def test_empty_and_unknown(device: torch.device) -> None:
     assert silu_mul(torch.empty(0, 64, device=device)).shape == (0, 32)
+    assert activation(torch.empty(0, 64, device=device), "relu").shape == (0, 64)
+    with pytest.raises(AssertionError):
+        activation(torch.ones(1, 64, device=device), "swish")
+    with pytest.raises(AssertionError):
+        activation(torch.ones(64, 4, device=device).t(), "relu")
+    with pytest.raises(AssertionError):
+        gated_activation(torch.ones(1, 64, device=device), "tanh")
     with pytest.raises(AssertionError):
         gated_activation(torch.ones(1, 64, device=device), "swish")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.gpu import fused
+from hetero_llm.gpu.kernels.activation import activation
 from hetero_llm.gpu.kernels.norm import (
     MAX_NORM_SIZE,
     add_gemma_rms_norm,
@@ -19,6 +21,10 @@ from hetero_llm.gpu.kernels.norm import (
 )
 from hetero_llm.gpu.paged_attention import AttentionContext, check_supported
 from hetero_llm.models import layers
+from hetero_llm.models.config import load_model_config
+from hetero_llm.models.loader import load_model
+from hetero_llm.models.transformers_modules import FlatActivation
+from tests.models.tiny import DenseAttend, make_tiny_checkpoint
 
 
 class Blocks(nn.Module):
@@ -36,6 +42,7 @@ class Blocks(nn.Module):
             ]
         )
         self.gate = layers.GatedActivation("relu2")
+        self.activation = layers.Activation("gelu")
 
 
 def test_every_norm_has_a_kernel(device: torch.device) -> None:
@@ -44,13 +51,77 @@ def test_every_norm_has_a_kernel(device: torch.device) -> None:
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     x, gate_up = torch.randn(3, 64, device=device), torch.randn(3, 128, device=device)
-    expected = [norm(x, x.clone()) for norm in model.norms] + [(model.gate(gate_up),)]
+    expected = [norm(x, x.clone()) for norm in model.norms] + [
+        (model.gate(gate_up), model.activation(x))
+    ]
     fused.speed_up(model)
     functions = [norm.function for norm in model.norms]
     assert functions == [add_rms_norm, add_gemma_rms_norm, add_layer_norm, add_layer_norm]
     assert model.gate.function != model.gate.plain
-    found = [norm(x, x.clone()) for norm in model.norms] + [(model.gate(gate_up),)]
+    assert model.activation.function is not torch.nn.functional.gelu
+    found = [norm(x, x.clone()) for norm in model.norms] + [
+        (model.gate(gate_up), model.activation(x))
+    ]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "norms"),
+    [("gpt_neox", "parallel", 2), ("falcon", "grouped", 2), ("gptj", "partial", 1)],
+)
+def test_parallel_layers_take_one_norm_kernel_each(
+    tmp_path: Path,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    variant: str,
+    norms: int,
+) -> None:
+    made: list[tuple[bool, int]] = []
+
+    def counted(x: Any, residual: Any, extra: Any, affines: Any, eps: float) -> Any:
+        made.append((extra is not None, len(affines)))
+        return add_layer_norm(x, residual, extra, affines, eps)
+
+    monkeypatch.setattr(fused, "add_layer_norm", counted)
+    folder = make_tiny_checkpoint(tmp_path, family, variant)
+    config = load_model_config(folder)
+    model = load_model(folder, config, dtype=torch.float32, device="cpu", show_progress=False)
+    model.to(device)
+    ids, positions = torch.arange(3, 12, device=device), torch.arange(9, device=device)
+
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            return model.logits(model(ids, positions, DenseAttend(config, [9])))
+
+    expected = logits()
+    fused.speed_up(model)
+    torch.testing.assert_close(logits(), expected, rtol=1e-4, atol=1e-5)
+    between = [(True, norms)] * (config.num_layers - 1)
+    assert made == [(False, norms), *between, (True, 1)]
+
+
+def test_activations_the_kernel_does_not_serve_stay_on_torch(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def counted(x: torch.Tensor, name: str) -> torch.Tensor:
+        calls.append(x.shape)
+        return activation(x, name)
+
+    monkeypatch.setattr(fused, "activation", counted)
+    torch.manual_seed(0)
+    model: Any = Blocks(64).to(device)
+    model.unnamed = FlatActivation(nn.GELU())
+    before = model.unnamed.function
+    fused.speed_up(model)
+    assert model.unnamed.function == before
+    x = torch.randn(4, 6, device=device)
+    for rows in (x, x.t(), x.view(2, 2, 6)):
+        expected = torch.nn.functional.gelu(rows)
+        torch.testing.assert_close(model.activation(rows), expected, rtol=1e-5, atol=1e-6)
+    assert calls == [(4, 6)]
 
 
 def test_rows_too_long_for_one_program_stay_on_torch() -> None:

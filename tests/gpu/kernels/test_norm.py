@@ -89,8 +89,8 @@ def test_others_match_torch(
             None if kind == "bare layer" else weight,
             bias if kind == "layer" else None,
         )
-        norm, total = add_layer_norm(x, residual, *affine, 1e-5)
-        expected, expected_total = add_layer_norm_reference(x, copy, *affine, 1e-5)
+        (norm,), total = add_layer_norm(x, residual, None, [affine], 1e-5)
+        (expected,), expected_total = add_layer_norm_reference(x, copy, None, [affine], 1e-5)
 
     assert total is (x if residual is None else residual)
     on_device = device.type == "cuda"
@@ -99,6 +99,50 @@ def test_others_match_torch(
         assert torch.equal(total, expected_total)
     torch.testing.assert_close(total, expected_total, rtol=tolerance, atol=0.0)
     torch.testing.assert_close(norm, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows, size", [(5, 100), (2, 2304), (1, 8192)])
+@pytest.mark.parametrize("has_extra", [True, False])
+@pytest.mark.parametrize(
+    "given", [[(True, True)], [(True, True)] * 2, [(True, False), (False, True)]]
+)
+def test_layer_norms_of_one_sum_of_three(
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    size: int,
+    has_extra: bool,
+    given: list[tuple[bool, bool]],
+) -> None:
+    torch.manual_seed(rows * size)
+    x, extra, residual = torch.randn(3, rows, size, device=device, dtype=dtype)
+    addend = extra if has_extra else None
+    weights = torch.randn(2 * len(given), size, device=device, dtype=dtype).unbind()
+    affines = [
+        (weights[2 * i] if weighted else None, weights[2 * i + 1] if biased else None)
+        for i, (weighted, biased) in enumerate(given)
+    ]
+    copies = x.clone(), extra.clone(), residual.clone()
+    expected, expected_total = add_layer_norm_reference(x, residual.clone(), addend, affines, 1e-5)
+    norms, total = add_layer_norm(x, residual, addend, affines, 1e-5)
+
+    assert total is residual and len(norms) == len(expected) == len(given)
+    assert torch.equal(x, copies[0]) and torch.equal(extra, copies[1])
+    on_device = device.type == "cuda"
+    tolerance = (DEVICE_TOLERANCE if on_device else INTERPRETER_TOLERANCE)[dtype]
+    if on_device or dtype != torch.bfloat16:
+        assert torch.equal(total, expected_total)
+    torch.testing.assert_close(total, expected_total, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(norms, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_sum_of_three_is_rounded_twice(device: torch.device) -> None:
+    """In float16 (1 + 1) + 2048 is 2050, but (2048 + 1) + 1 is 2048."""
+    ones = torch.ones(1, 64, dtype=torch.float16, device=device)
+    for x, extra, residual, expected in ((1, 1, 2048, 2050), (2048, 1, 1, 2048)):
+        _, total = add_layer_norm(ones * x, ones * residual, ones * extra, [(None, None)], 1e-5)
+        assert torch.equal(total, ones * expected)
 
 
 def test_gemma_rounds_the_product_only(device: torch.device) -> None:
@@ -116,7 +160,7 @@ def test_a_layer_norm_far_from_zero_keeps_its_digits(device: torch.device) -> No
     """The variance is that of the centred row, not a difference of large squares."""
     torch.manual_seed(0)
     x = torch.randn(2, 512, device=device) + 3e3
-    norm, _ = add_layer_norm(x, None, None, None, 1e-5)
+    (norm,), _ = add_layer_norm(x, None, None, [(None, None)], 1e-5)
     expected = torch.nn.functional.layer_norm(x.double(), (512,)).float()
     torch.testing.assert_close(norm, expected, rtol=1e-3, atol=1e-3)
 
@@ -124,21 +168,34 @@ def test_a_layer_norm_far_from_zero_keeps_its_digits(device: torch.device) -> No
 def test_empty(device: torch.device) -> None:
     x = torch.empty(0, 64, device=device)
     ones = torch.ones(64, device=device)
+    (first, second), same = add_layer_norm(x, None, None, [(ones, None), (None, ones)], 1e-5)
     for norm, total in (
         add_rms_norm(x, None, ones, 1e-5),
         add_gemma_rms_norm(x, None, ones, 1e-5),
-        add_layer_norm(x, None, ones, None, 1e-5),
+        (first, same),
+        (second, same),
     ):
         assert norm.shape == (0, 64) and total is x
 
 
 def test_refuses_what_it_cannot_compute(device: torch.device) -> None:
+    x = torch.ones(4, 64, device=device)
     weight = torch.ones(64, device=device)
     with pytest.raises(AssertionError):
         add_rms_norm(torch.ones(4, 128, device=device)[:, :64], None, weight, 1e-5)
     with pytest.raises(AssertionError):
         add_rms_norm(torch.ones(4, 64, device=device).half(), None, weight, 1e-5)
     with pytest.raises(AssertionError):
-        add_layer_norm(torch.ones(4, 64, device=device), None, weight, weight.half(), 1e-5)
-    with pytest.raises(AssertionError):
-        add_layer_norm(torch.ones(4, 64, device=device), None, weight[:32], None, 1e-5)
+        add_rms_norm(x, x[:2], weight, 1e-5)
+    for affines in (
+        [(weight, weight.half())],
+        [(weight[:32], None)],
+        [(weight, None), (None, weight[:32])],
+        [],
+        [(None, None)] * 3,
+    ):
+        with pytest.raises(AssertionError):
+            add_layer_norm(x, x.clone(), None, affines, 1e-5)
+    for residual, extra in ((None, x), (x.clone(), x[:2]), (x.clone(), x.half())):
+        with pytest.raises(AssertionError):
+            add_layer_norm(x, residual, extra, [(weight, None)], 1e-5)
