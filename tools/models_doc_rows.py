@@ -37,6 +37,14 @@ NOTES = """\
 - Published weights of any family have not been run: the machines that test this project reach no
   model hub. What is tested is arithmetic, names and shapes of checkpoints as transformers writes
   them.
+- Falcon's RW models: transformers rounds slope x position to bfloat16 whatever the model's type;
+  paged attention adds slope x distance, exactly. With slopes that are powers of two both are the
+  same at short contexts, else they differ a little.
+- ChatGLM2-6B-32K: its `rope_ratio` divides positions, where ChatGLM3's multiplies the base, and
+  no key tells them apart; the base is what is done. That model needs `rope_scaling={"rope_type":
+  "linear", "factor": ratio}` and `rope_theta=10000`.
+- QWen v1 with `use_dynamic_ntk` or `use_logn_attn` takes the frequencies of the served context;
+  with `max_model_len=seq_length` they are the plain ones. Phi3's long factors likewise.
 - Other decoder-only classes of transformers run through its back end if they use its attention
   interface; what they need beyond it is an error at start that names it.
 """

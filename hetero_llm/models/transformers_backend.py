@@ -166,16 +166,22 @@ def build_class(config: TransformersConfig, auto_class: str) -> Any:
                 trust_remote_code=config.trust_remote_code,
             )
     except Exception as error:  # of any kind: classes check their configs in their own ways
+        if isinstance(error, KeyError) and error.args == (ATTENTION,):
+            raise _own_attention(config) from error
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ModelLoadError(
             f"{config.class_name}: transformers cannot build it: {reason}"
         ) from error
     if not type(causal)._supports_attention_backend:
-        raise ModelLoadError(
-            f"{config.class_name} of transformers computes attention by itself instead of through "
-            "the attention interface, so it cannot run with ours"
-        )
+        raise _own_attention(config)
     return causal.eval().requires_grad_(False)
+
+
+def _own_attention(config: TransformersConfig) -> ModelLoadError:
+    return ModelLoadError(
+        f"{config.class_name} of transformers computes attention by itself instead of through "
+        "the attention interface, so it cannot run with ours"
+    )
 
 
 def base_of(causal: Any) -> nn.Module:

@@ -400,14 +400,15 @@ def test_refused_by_its_configuration(tmp_path: Path, kind: str) -> None:
         load_transformers_config(tmp_path)
 
 
-def test_a_class_outside_the_attention_interface_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["BioGpt", "Falcon"])
+def test_a_class_outside_the_attention_interface_is_refused(tmp_path: Path, name: str) -> None:
     settings: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "intermediate_size": 16, "max_position_embeddings": 32,
+        "max_position_embeddings": 32,
     }  # fmt: skip
-    transformers.BioGptConfig(**settings).save_pretrained(tmp_path)
-    rewrite_config(tmp_path, architectures=["BioGptForCausalLM"])
-    with pytest.raises(ModelLoadError, match="BioGptForCausalLM.*computes attention by itself"):
+    getattr(transformers, f"{name}Config")(**settings).save_pretrained(tmp_path)
+    rewrite_config(tmp_path, architectures=[f"{name}ForCausalLM"])
+    with pytest.raises(ModelLoadError, match=f"{name}ForCausalLM.*computes attention by itself"):
         load(tmp_path, load_format="dummy")
 
 
