@@ -47,6 +47,7 @@ def find_model(load: LoadConfig, *, weights: bool = True) -> tuple[Path, ModelCo
         download_dir=load.download_dir,
         load_format=load.load_format if weights else "dummy",
         allow_pickle=load.allow_pickle_weights,
+        remote_code=load.trust_remote_code,
     )
     if load.model_sha256 is not None:
         check_model(folder, load.model_sha256, weights=weights and load.load_format != "dummy")
@@ -192,6 +193,7 @@ def open_tokenizer(config: EngineConfig, model_folder: Path) -> Tokenizer | None
             revision=load.tokenizer_revision,
             download_dir=load.download_dir,
             load_format="dummy",  # no weights
+            remote_code=load.trust_remote_code,
         )
     return load_tokenizer(
         folder, mode=load.tokenizer_mode, trust_remote_code=load.trust_remote_code

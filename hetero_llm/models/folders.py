@@ -18,6 +18,7 @@ SAFETENSORS = ("*.safetensors",)
 PICKLED = ("*.bin", "*.pt", "*.pth")
 # What serving reads besides weights: configuration, tokenizer, chat template.
 _PLAIN = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+_CODE = ("*.py",)
 _AUTHORS_OWN = ("original/*", "consolidated*")  # the weights again, in another layout
 _OF_TRAINING = (
     "training_args.bin", "optimizer.*", "scheduler.*", "scaler.*", "rng_state*", "random_states*",
@@ -32,6 +33,7 @@ def resolve_model_folder(
     download_dir: str | None = None,
     load_format: str = "auto",
     allow_pickle: bool = False,
+    remote_code: bool = False,
 ) -> Path:
     """The local folder of a model, downloaded from the hub if it is not one already.
 
@@ -43,6 +45,7 @@ def resolve_model_folder(
         download_dir: Cache folder of the downloads; None is huggingface_hub's own.
         load_format: Of `LOAD_FORMATS`; "dummy" downloads no weights.
         allow_pickle: Pickled weights are downloaded where there are no safetensors files.
+        remote_code: The checkpoint's own code is downloaded, too.
 
     Raises:
         ModelLoadError: No such folder, or the hub did not deliver.
@@ -55,7 +58,8 @@ def resolve_model_folder(
     if not _HUB_ID.fullmatch(model) or "--" in model or ".." in model:
         raise ModelLoadError(f"model={shown(model)}: no such folder")
     weights = {"dummy": (), "pt": PICKLED if allow_pickle else ()}.get(load_format, SAFETENSORS)
-    folder = _download(model, revision, download_dir, weights)
+    wanted = (*weights, *(_CODE if remote_code else ()))
+    folder = _download(model, revision, download_dir, wanted)
     if load_format == "auto" and allow_pickle and not weight_files(folder, SAFETENSORS):
         folder = _download(model, revision, download_dir, PICKLED)
     return folder
@@ -82,7 +86,7 @@ def is_served_weight(path: Path) -> bool:
 
 
 def _download(
-    model: str, revision: str | None, download_dir: str | None, weights: tuple[str, ...]
+    model: str, revision: str | None, download_dir: str | None, wanted: tuple[str, ...]
 ) -> Path:
     # Lazy: the hub client takes a while to import and local folders do not need it.
     from huggingface_hub import snapshot_download
@@ -92,7 +96,7 @@ def _download(
             model,
             revision=revision,
             cache_dir=download_dir,
-            allow_patterns=[*weights, *_PLAIN],
+            allow_patterns=[*wanted, *_PLAIN],
             ignore_patterns=[*_AUTHORS_OWN, *_OF_TRAINING],
         )
     except Exception as error:  # the hub client raises its own, its HTTP library's, OS and value

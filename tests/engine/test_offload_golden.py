@@ -107,12 +107,15 @@ def test_the_manuals_example(
     assert lines[-1] == traffic.GOLDEN
 
 
-@pytest.mark.parametrize("spoiled", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("spoiled", "model_impl"), [(0.0, "native"), (0.3, "native"), (0.0, "transformers")]
+)
 def test_tokens_are_those_without_host_memory(
     folder: Path,
     fake: FakeCuda,  # noqa: F811
     compute: int,
     spoiled: float,
+    model_impl: str,
 ) -> None:
     """Prompts of a few heads, over and over, with and without failing copies."""
     rng = np.random.default_rng(6)
@@ -122,7 +125,10 @@ def test_tokens_are_those_without_host_memory(
                     traffic.GREEDY, 3 * (5 * turn + i))
         for turn in range(4) for i, head in enumerate(heads)
     ]  # fmt: skip
-    args = {"batch_invariant": True, "num_gpu_blocks_override": 16, "max_model_len": 128}
+    args = {
+        "batch_invariant": True, "num_gpu_blocks_override": 16, "max_model_len": 128,
+        "model_impl": model_impl,
+    }  # fmt: skip
     gates = PolledGates()
     engine = start(folder, fake, compute, gates, apc_offload_gpu_evictor_limit=0, **args)
     traffic.join_at_once(engine)

@@ -157,6 +157,27 @@ def test_requests_with_one_prefix_share_one_load() -> None:
         assert list(outputs[request.request_id].outputs[0].token_ids) == expected
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("loading_pays", [True, False])
+def test_a_preempted_sequence_comes_back_from_host_memory(
+    asynchronous: bool, loading_pays: bool
+) -> None:
+    """If that is faster than computing it anew. Two grow to 18 blocks each, of 24 in all."""
+    served, tier = make_served(asynchronous, max_num_seqs=2, seed=5, cached=0)
+    tier.worth_loading = (  # type: ignore[method-assign]
+        lambda hit, start, rest: len(hit.slots) if loading_pays else 0
+    )
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    texts = prompts(2, 32)
+    outputs = run_all(
+        served, [make_request(str(i), text, params, 72) for i, text in enumerate(texts)]
+    )
+    for i, text in enumerate(texts):
+        assert list(outputs[str(i)].outputs[0].token_ids) == expected_output(text, params)
+    assert served.scheduler.stats.num_preemptions > 0
+    assert (tier.num_loads > 0) == loading_pays
+
+
 def test_a_failed_load_is_computed_and_not_tried_again() -> None:
     served, tier, texts = golden(seed=4, cached=0)
     tier.worth_loading = lambda hit, start, rest: len(hit.slots)  # type: ignore[method-assign]

@@ -95,6 +95,11 @@ class TestDownload:
         )
         assert all("*.json" in call["allow_patterns"] for call in asked)
 
+    @pytest.mark.parametrize("wanted", [False, True])
+    def test_code_only_if_it_is_wanted(self, asked: list[dict[str, Any]], wanted: bool) -> None:
+        resolve_model_folder("org/name", remote_code=wanted)
+        assert [("*.py" in call["allow_patterns"]) for call in asked] == [wanted]
+
     def test_safetensors_are_enough(self, tmp_path: Path, asked: list[dict[str, Any]]) -> None:
         (tmp_path / "model.safetensors").touch()
         resolve_model_folder("org/name", allow_pickle=True)
