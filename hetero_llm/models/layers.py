@@ -268,21 +268,6 @@ def add_gemma_rms_norm(
     return norm.mul_(1.0 + weight.float()).to(x.dtype), total
 
 
-class LayerNorm(nn.Module):
-    """Layer norm over the last dim; without weight and bias unless `affine`."""
-
-    def __init__(self, size: int, eps: float, *, affine: bool = True) -> None:
-        super().__init__()
-        self.size = (size,)
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size)) if affine else None
-        self.bias = nn.Parameter(torch.empty(size)) if affine else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, size] -> [T, size]."""
-        return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
-
-
 class AddLayerNorm(nn.Module):
     """Layer norm of a sum, which stays for the next residual; as `RMSNorm`.
 
