@@ -59,9 +59,13 @@ def find_model(load: LoadConfig, *, weights: bool = True) -> tuple[Path, ModelCo
         rope_theta=load.rope_theta,
         disable_sliding_window=load.disable_sliding_window,
     )
-    if load.cpu_offload_gb and isinstance(config, ImageModelConfig):
-        reason = f"needs a native implementation, and {config.class_name} runs on transformers"
-        raise ConfigError("cpu_offload_gb", load.cpu_offload_gb, reason)
+    if isinstance(config, ImageModelConfig):
+        if load.model_impl == "native":
+            reason = f"{config.class_name} has no native implementation; use auto or transformers"
+            raise ConfigError("model_impl", load.model_impl, reason)
+        if load.cpu_offload_gb:
+            reason = f"needs a native implementation, and {config.class_name} runs on transformers"
+            raise ConfigError("cpu_offload_gb", load.cpu_offload_gb, reason)
     return folder, config
 
 

@@ -381,3 +381,6 @@ def test_arguments_of_native_models_are_refused(llava: Path) -> None:
     args = resolve_engine_args({"model": str(llava), "cpu_offload_gb": 1.0})
     with pytest.raises(ConfigError, match="cpu_offload_gb=1.0: .*runs on transformers"):
         find_model(EngineConfig.from_args(args).load)
+    args = resolve_engine_args({"model": str(llava), "model_impl": "native"})
+    with pytest.raises(ConfigError, match="model_impl='native': Llava.*no native implementation"):
+        find_model(EngineConfig.from_args(args).load)
