@@ -145,7 +145,9 @@ def nothing_is_left() -> Iterator[None]:
     before = belongings()
     yield
     gc.collect()
-    assert belongings() == before
+    files, rings, children = belongings()
+    assert files <= before[0], "files are open that were not"  # fewer: an earlier test's, late
+    assert (rings, children) == before[1:]
 
 
 # -- start --------------------------------------------------------------------------------------
