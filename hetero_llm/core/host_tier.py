@@ -31,6 +31,13 @@ class HostHit:
     def first(self, count: int) -> HostHit:
         return HostHit(self.slots[:count], self.sources[:count], self.keys[:count])
 
+    def behind(self, count: int) -> HostHit:
+        return HostHit(self.slots[count:], self.sources[count:], self.keys[count:])
+
+    def __add__(self, more: HostHit) -> HostHit:
+        """Both; `more` follows."""
+        return HostHit(self.slots + more.slots, self.sources + more.sources, self.keys + more.keys)
+
 
 @dataclass(frozen=True, slots=True)
 class Victim:
@@ -111,8 +118,9 @@ class HostTier(Protocol):
         """How many requests have begun that use these blocks, since it was told last."""
         ...
 
-    def lost(self, key: bytes) -> None:
-        """A block left the device and is not in host memory: what follows it there is useless."""
+    def left(self, source: bytes, key: bytes) -> None:
+        """A published block left the device. If it is not in host memory, what follows it there is
+        useless."""
         ...
 
     def step_launched(self, number: int) -> None:

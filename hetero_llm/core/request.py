@@ -32,6 +32,7 @@ class Request:
         bad_word_ids: token sequences of `params.bad_words`.
         prompt_logprobs: one entry per prompt token computed so far, the first is None.
         live: sequences not finished; `sequences` has all, finished ones included.
+        packed_prompt: the prompt's tokens as bytes, int32, for the prefix cache; may be empty.
         images: of its prompt, whose tokens `prompt_token_ids` holds; None without any.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; -1 before.
         synchronous: every token must be known on the host before the next step is made.
@@ -58,6 +59,7 @@ class Request:
     num_cached_tokens: int = -1
     error: str | None = None
     images: PromptImages | None = None
+    packed_prompt: bytes = b""
     synchronous: bool = field(init=False)
     may_draft: bool = field(init=False)
     num_first_draws: int = field(init=False)

@@ -11,14 +11,24 @@ not free before its copy is over.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hetero_llm.core.host_tier import HostHit, HostTier
 from hetero_llm.engine.block_moves import BlockMoves, OffloadLimits
 from hetero_llm.engine.offload_log import HitCounter
 from hetero_llm.engine.prefix_cache import PrefixCache, block_contents
+
+_LONG_PREFIX = 512
+"""Blocks from which on a load begins before all of them are looked up: see `load`."""
+_FIRST_PART = 16
+"""One in so many blocks is copied meanwhile: looking one up takes 2 microseconds, copying 40."""
 
 
 @dataclass(slots=True)
@@ -26,6 +36,7 @@ class _Table:
     blocks: list[int]
     keys: list[bytes]  # of the leading blocks that are full and hashed
     root: bytes
+    packed: bytes = b""  # token bytes of the prompt, or of its beginning
     maybe_shared: bool = False  # forked: blocks still to be written may have other readers
     found: int = 0  # leading blocks that were on the device when the table was opened
     loaded: int = 0  # blocks behind them that come from host memory
@@ -37,13 +48,30 @@ class _Table:
 
 @dataclass(slots=True)
 class TableChanges:
-    """Changes since the last `take_changes`, for the runner: entries and whole-block copies."""
+    """Changes since the last `take_changes`, for the runner.
 
-    tables: list[int] = field(default_factory=list)
-    columns: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
+    Attributes:
+        runs: table, first column and the blocks of columns that follow each other; what comes later
+            overwrites.
+        copy_from, copy_to: whole blocks.
+    """
+
+    runs: list[tuple[int, int, list[int]]] = field(default_factory=list)
     copy_from: list[int] = field(default_factory=list)
     copy_to: list[int] = field(default_factory=list)
+
+    def writes(self) -> NDArray[np.int32]:
+        """Table, column and block of each entry, [3, entries]."""
+        sizes = np.array([len(blocks) for _, _, blocks in self.runs], np.int32)
+        entries = np.empty((3, int(sizes.sum())), np.int32)
+        if self.runs:
+            tables, columns, blocks = zip(*self.runs, strict=True)
+            begins = np.cumsum(sizes, dtype=np.int32) - sizes
+            entries[0] = np.repeat(np.array(tables, np.int32), sizes)
+            entries[1] = np.repeat(np.array(columns, np.int32) - begins, sizes)
+            entries[1] += np.arange(entries.shape[1], dtype=np.int32)
+            entries[2] = np.fromiter(chain.from_iterable(blocks), np.int32, entries.shape[1])
+        return entries
 
 
 class BlockManager:
@@ -72,7 +100,8 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._prefix = prefix_cache
-        self._refs = [0] * num_blocks
+        self._refs = array("i", bytes(4 * num_blocks))
+        self._all_refs = np.frombuffer(self._refs, np.int32)  # the same memory
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._tables: dict[int, _Table] = {}
         self.room: dict[int, int] = {}
@@ -84,7 +113,7 @@ class BlockManager:
             limits = limits or OffloadLimits(num_blocks)
             self._moves = BlockMoves(tier, prefix_cache, limits)
         self._steps = 0  # made so far
-        self._freed_at = [0] * num_blocks  # last step that may touch a free block
+        self._freed_at = np.zeros(num_blocks, np.int64)  # last step that may touch a free block
         self._copied: set[int] = set()  # by the copies of the step that is being made
 
     @property
@@ -97,37 +126,47 @@ class BlockManager:
     def block_ids(self, table: int) -> tuple[int, ...]:
         return tuple(self._tables[table].blocks)
 
-    def open(self, table: int, token_ids: Sequence[int], root: bytes, reuse: bool = True) -> int:
+    def open(
+        self,
+        table: int,
+        token_ids: Sequence[int],
+        root: bytes,
+        reuse: bool = True,
+        packed: bytes = b"",
+    ) -> int:
         """Starts a table and takes every leading block that the prefix cache holds.
 
         At least the last token is left to compute, since its row gives the next token. If its block
         is held too, it is taken all the same: `grow` will give the table a copy to write to.
+
+        Args:
+            packed: `token_bytes` of the first tokens, as many as are at hand.
 
         Returns:
             Number of tokens whose KV is there already: a multiple of the block size, or all but
             the last one.
         """
         assert table not in self._tables
-        entry = _Table([], [], root)
+        entry = _Table([], [], root, packed)
         self._tables[table] = entry
         self.room[table] = 0
         if self._prefix is None or not reuse:
             return 0
         size = self.block_size
-        blocks, entry.keys = self._prefix.find(root, token_ids, size)
-        refs, free = self._refs, self._free
+        blocks, entry.keys = self._prefix.find(root, token_ids, size, packed)
         if (
             self._moves is not None
             and len(blocks) * size == len(token_ids)
             and self._moves.tickets_of(blocks[-1:])
         ):  # what is still to come cannot be copied yet
             del blocks[-1:], entry.keys[-1:]
-        for block in blocks:
-            if not refs[block]:
-                free.pop(block, None)  # it may be moving
-                if self._moves is not None:
-                    self._moves.taken(block)
-            refs[block] += 1
+        index = np.array(blocks, np.int64)
+        refs = self._all_refs[index]
+        for block in index[refs == 0].tolist():
+            self._free.pop(block, None)  # it may be moving
+            if self._moves is not None:
+                self._moves.taken(block)
+        self._all_refs[index] = refs + 1
         self._append(table, entry, blocks)
         entry.found = len(blocks)
         if self._moves is not None:
@@ -143,7 +182,10 @@ class BlockManager:
         self, table: int, token_ids: Sequence[int], compute: Callable[[int, int], float]
     ) -> int | None:
         """Lets the blocks behind an opened table's come from host memory, as far as they are there
-        and are worth it. To be called right after `open`.
+        and are worth it. To be called once, before the table grows.
+
+        Of a long prefix the first part is loaded on its own, so that the link is busy while the
+        rest is looked up; the rest then comes layer by layer.
 
         Args:
             compute: seconds that so many rows take that begin at a position.
@@ -157,32 +199,60 @@ class BlockManager:
         held = min(first * size, len(token_ids) - 1)
         if moves is None or first >= last:
             return held
-        parent = entry.keys[-1] if entry.keys else entry.root
-        hit = moves.tier.match(parent, block_contents(token_ids, size, first, last))
-        count = 0
-        if hit.slots:
-            rest = len(token_ids) - (first + len(hit.slots)) * size
-            count = moves.tier.worth_loading(hit, held, rest)
-        if count < len(hit.slots):
-            moves.tier.release(HostHit(hit.slots[count:], hit.sources[count:], hit.keys[count:]))
-            hit = hit.first(count)
-        if not count:
-            return held
-        if self.blocks_for(len(token_ids)) - first > len(self._free):
-            moves.tier.release(hit)
-            return None
-        blocks = self._pop_for_load(count)
-        if blocks is None:
-            moves.tier.release(hit)
-            return held
-        after = max(self._freed_at[block] for block in blocks)
-        end = (first + count) * size
-        ticket = moves.load(hit, blocks, after, compute(end, len(token_ids) - end))
+        contents = block_contents(token_ids, size, first, last, entry.packed)
+        part = (last - first) // _FIRST_PART if last - first >= _LONG_PREFIX else 0
+        hit = HostHit((), (), ())
+        for most in (part, last - first - part) if part else (last - first,):
+            before = hit.keys or entry.keys
+            found = moves.tier.match(before[-1] if before else entry.root, islice(contents, most))
+            hit += found
+            begin = len(entry.blocks) * size
+            rest = len(token_ids) - begin - len(hit.slots) * size
+            count = moves.tier.worth_loading(hit, begin, rest) if hit.slots else 0
+            if count:
+                if self.blocks_for(len(token_ids)) - len(entry.blocks) > len(self._free):
+                    moves.tier.release(hit)
+                    return None
+                blocks = self._pop_for_load(count)
+                if blocks is None:
+                    break
+                self._load(table, entry, hit.first(count), blocks, len(token_ids), compute)
+                hit = hit.behind(count)
+                held = len(entry.blocks) * size
+            # A first part that is not worth it may be so together with what follows.
+            if len(found.slots) < most or (count and hit.slots):
+                break
+        moves.tier.release(hit)
+        return held
+
+    def _load(
+        self,
+        table: int,
+        entry: _Table,
+        hit: HostHit,
+        blocks: list[int],
+        num_tokens: int,
+        compute: Callable[[int, int], float],
+    ) -> None:
+        assert self._moves is not None
+        end = (len(entry.blocks) + len(blocks)) * self.block_size
+        after = int(self._freed_at[blocks].max())
+        ticket = self._moves.load(hit, blocks, after, compute(end, num_tokens - end))
         self._join(entry, {ticket})
         entry.keys += hit.keys
-        entry.loaded = count
+        entry.loaded += len(blocks)
         self._append(table, entry, blocks)
-        return end
+
+    def may_load(self, table: int, token_ids: Sequence[int]) -> bool:
+        """Whether `load` has anything to look up behind an opened table's blocks, and the room."""
+        entry, moves, size = self._tables[table], self._moves, self.block_size
+        first, last = len(entry.blocks), (len(token_ids) - 1) // size
+        if moves is None or first >= last:
+            return False
+        (content,) = block_contents(token_ids, size, first, first + 1, entry.packed)
+        parent = entry.keys[-1] if entry.keys else entry.root
+        missing = self.blocks_for(len(token_ids)) - first
+        return moves.tier.holds(parent + content) and missing <= len(self._free)
 
     def pending(self, table: int) -> set[int]:
         """Loads under way that fill some of a table's blocks."""
@@ -306,7 +376,7 @@ class BlockManager:
         first, last = len(entry.keys), num_computed // self.block_size
         if first < last:
             parent = entry.keys[-1] if entry.keys else entry.root
-            contents = block_contents(token_ids, self.block_size, first, last)
+            contents = block_contents(token_ids, self.block_size, first, last, entry.packed)
             entry.keys += self._prefix.publish(parent, contents, entry.blocks[first:last])
             if self._moves is not None:
                 self._note_use(entry)
@@ -316,35 +386,32 @@ class BlockManager:
         """Starts `table` as a reader of all of `source`'s blocks."""
         assert table not in self._tables
         origin = self._tables[source]
-        copy = _Table([], list(origin.keys), origin.root, maybe_shared=True)
+        copy = _Table([], list(origin.keys), origin.root, origin.packed, maybe_shared=True)
         copy.counted, copy.used = len(origin.blocks), len(origin.keys)
         copy.admitted = True
         self._tables[table] = copy
         origin.maybe_shared = True
         self.room[source] = 0
-        for block in origin.blocks:
-            self._refs[block] += 1
-        self._append(table, copy, origin.blocks)
+        self._all_refs[origin.blocks] += 1
+        self._append(table, copy, list(origin.blocks))
 
     def close(self, table: int) -> None:
         """Ends a table. Its blocks without other readers become free, the tail to go first:
         a prefix is useless once its head is gone."""
         entry = self._tables.pop(table)
         del self.room[table]
-        refs = self._refs
-        freed: list[int] = []
-        for block in reversed(entry.blocks):
-            refs[block] -= 1
-            assert refs[block] >= 0, "a block was freed twice"
-            if not refs[block]:
-                freed.append(block)
+        index = np.array(entry.blocks[::-1], np.int64)
+        refs = self._all_refs[index] - 1
+        assert (refs >= 0).all(), "a block was freed twice"
+        self._all_refs[index] = refs
+        freed: list[int] = index[refs == 0].tolist()
         moves = self._moves
         if moves is not None:
             moves.leave(entry.tickets)
             self._note_touch(freed)
-            freed = [block for block in freed if not moves.is_moving(block)]
-        for block in freed:
-            self._free[block] = None
+            if moves.any_moving:
+                freed = [block for block in freed if not moves.is_moving(block)]
+        self._free.update(dict.fromkeys(freed))
         unpublished = freed if self._prefix is None else self._prefix.unpublished(freed)
         for block in unpublished:
             self._free.move_to_end(block, last=False)
@@ -386,7 +453,7 @@ class BlockManager:
         for entry in self._tables.values():
             for block in entry.blocks:
                 counted[block] += 1
-        assert counted == self._refs, "reference counts differ from the tables"
+        assert counted == self._refs.tolist(), "reference counts differ from the tables"
         free = {block for block, refs in enumerate(counted) if refs == 0}
         if self._moves is not None:
             self._moves.check_integrity(self._free)
@@ -411,13 +478,12 @@ class BlockManager:
         return block
 
     def _append(self, table: int, entry: _Table, blocks: list[int]) -> None:
+        """`blocks` is not to be changed afterwards."""
         first = len(entry.blocks)
         entry.blocks.extend(blocks)
         self.room[table] = 0 if entry.maybe_shared else len(entry.blocks) * self.block_size
-        changes = self._changes
-        changes.tables.extend([table] * len(blocks))
-        changes.columns.extend(range(first, len(entry.blocks)))
-        changes.blocks.extend(blocks)
+        if blocks:
+            self._changes.runs.append((table, first, blocks))
         if entry.admitted:
             self._count_grown(entry)
 
@@ -435,9 +501,7 @@ class BlockManager:
         self._freed_at[old] = self._steps + 1
         self._copied.update((old, new))
         entry.blocks[column] = new
-        self._changes.tables.append(table)
-        self._changes.columns.append(column)
-        self._changes.blocks.append(new)
+        self._changes.runs.append((table, column, [new]))
         self._changes.copy_from.append(old)
         self._changes.copy_to.append(new)
 
@@ -455,20 +519,22 @@ class BlockManager:
     def _pop_for_load(self, count: int) -> list[int] | None:
         """Free blocks that no step still to be launched touches, in ascending order, so that
         neighbours can be copied together; None if there are not as many."""
+        blocks = list(islice(self._free, count))
         aside: list[int] = []
-        blocks: list[int] = []
-        for block in self._free:
-            if len(blocks) == count:
-                break
-            (blocks if self._freed_at[block] <= self._steps else aside).append(block)
+        if (self._freed_at[blocks] > self._steps).any():
+            blocks = []
+            for block in self._free:
+                if len(blocks) == count:
+                    break
+                (blocks if self._freed_at[block] <= self._steps else aside).append(block)
         if len(blocks) < count:
             return None
         assert self._moves is not None
-        free, refs, prefix = self._free, self._refs, self._prefix_or_fail()
+        free, prefix = self._free, self._prefix_or_fail()
         published = set(blocks).difference(prefix.unpublished(blocks))
+        self._all_refs[blocks] = 1
         for block in blocks:
             del free[block]
-            refs[block] = 1
         for block in published:
             self._moves.evicted(block)
             prefix.evict(block)
@@ -476,10 +542,11 @@ class BlockManager:
             free.move_to_end(block)
         return sorted(blocks)
 
-    def _note_touch(self, blocks: Iterable[int]) -> None:
+    def _note_touch(self, blocks: list[int]) -> None:
         """The last step made may still touch these; the next one if it copies them."""
-        for block in blocks:
-            self._freed_at[block] = self._steps + (block in self._copied)
+        self._freed_at[blocks] = self._steps
+        if self._copied:
+            self._freed_at[[block for block in blocks if block in self._copied]] = self._steps + 1
 
     def _keep_limit(self, most: int) -> None:
         """Free blocks beyond the limit lose their prefix and are handed out first."""

@@ -59,6 +59,7 @@ class BlockMoves:
         self._storing: dict[int, int] = {}
         self._stores: dict[int, list[int]] = {}
         self._used: Counter[bytes] = Counter()  # uses that the tier has not been told of
+        self._noted: list[Sequence[bytes]] = []  # the same, not yet counted
         self._cached: OrderedDict[int, None] = OrderedDict()  # free and published, oldest first
         self._unsaved: OrderedDict[int, None] = OrderedDict()  # those of them not yet looked at
 
@@ -71,6 +72,10 @@ class BlockMoves:
     def moving(self) -> set[int]:
         return {*self._loading, *self._storing}
 
+    @property
+    def any_moving(self) -> bool:
+        return bool(self._loading or self._storing)
+
     def taken(self, block: int) -> None:
         """A free block has readers again."""
         self._cached.pop(block, None)
@@ -79,9 +84,7 @@ class BlockMoves:
     def evicted(self, block: int) -> None:
         """A free block is handed out for new content; to be called while it is published."""
         self.taken(block)
-        source, key = self._prefix.entry(block)
-        if not self.tier.holds(source):
-            self.tier.lost(key)
+        self.tier.left(*self._prefix.entry(block))
 
     def freed(self, blocks: Iterable[int]) -> None:
         """Published blocks that are free now, in the order in which they are to be handed out."""
@@ -98,12 +101,12 @@ class BlockMoves:
 
     def note_use(self, keys: Sequence[bytes]) -> None:
         """One more request uses these blocks. The tier is told when there is time, or need."""
-        self._used.update(keys)
+        self._noted.append(keys)
 
     def tell_uses(self, most: int) -> bool:
         """Tells the tier of so many blocks, those used first; whether stores may go by what it
         knows now: it knows all, or will not for a while."""
-        used = self._used
+        used = self._count_uses()
         if not used:
             return True
         if len(used) > _LONG_QUEUE:
@@ -115,10 +118,16 @@ class BlockMoves:
         self.tier.note_use({key: used.pop(key) for key in list(islice(used, most))})
         return len(used) > _LONG_QUEUE
 
+    def _count_uses(self) -> Counter[bytes]:
+        for keys in self._noted:
+            self._used.update(keys)
+        self._noted.clear()
+        return self._used
+
     def published(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Blocks that a running sequence has filled."""
         if self._limits.write_through:
-            self.tell_uses(len(self._used))
+            self.tell_uses(len(self._count_uses()))
             held = [b for b in blocks if self._prefix.holds(b) and b not in self._storing]
             victims = [Victim(b, *self._prefix.entry(b)) for b in held]
             self._store([v for v in victims if self._is_to_store(v)])
@@ -145,8 +154,8 @@ class BlockMoves:
         """Loads under way that fill one of these blocks."""
         if not self._loading:
             return set()
-        loading = self._loading
-        return {loading[block] for block in blocks if block in loading}
+        found = set(map(self._loading.get, blocks))
+        return {ticket for ticket in found if ticket is not None}
 
     def under_way(self, tickets: Iterable[int]) -> set[int]:
         return {ticket for ticket in tickets if ticket in self._loads}

@@ -332,6 +332,6 @@ def _step(
         num_samples=num_samples,
         prompt_rows=(),
         admitted=admitted,
-        table_writes=np.array((changes.tables, changes.columns, changes.blocks), np.int32),
+        table_writes=changes.writes(),
         block_copies=np.array((changes.copy_from, changes.copy_to), np.int32),
     )

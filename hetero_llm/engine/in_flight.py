@@ -95,9 +95,7 @@ def pack(
         num_samples=np.array(samples, np.int32),
         prompt_rows=tuple(prompt_rows),
         admitted=admitted,
-        table_writes=_NO_WRITES
-        if not changes.blocks
-        else np.array((changes.tables, changes.columns, changes.blocks), np.int32),
+        table_writes=changes.writes() if changes.runs else _NO_WRITES,
         block_copies=_NO_COPIES
         if not changes.copy_to
         else np.array((changes.copy_from, changes.copy_to), np.int32),

@@ -152,7 +152,7 @@ class InputProcessor:
         for field, text in (("prompt", prompt.text), ("cache_salt", prompt.cache_salt)):
             if text is not None and not is_text(text):
                 raise PromptError(field, text, "holds half a surrogate pair, which is no text")
-        token_ids, images = self._tokens_and_images(prompt, params)
+        token_ids, packed, images = self._tokens_and_images(prompt, params)
         end_ids = frozenset() if params.ignore_eos else self._eos_ids
         end_ids |= frozenset(params.stop_token_ids or ())
         limit = self._max_model_len
@@ -183,6 +183,7 @@ class InputProcessor:
             num_prompt_logprobs=self._count(params.prompt_logprobs) or 0,
             bad_word_ids=self._bad_word_ids(params),
             images=images,
+            packed_prompt=packed,
         )
 
     def prepare_images(self, prompt: Prompt) -> Prompt:
@@ -195,16 +196,16 @@ class InputProcessor:
         images, count = self._images, len(prompt.images)
         if images is None:
             raise PromptError(FIELD, f"{count} images", "this model takes no images")
-        token_ids, prepared = images.prepare(self._encoded(prompt), prompt.images)
+        token_ids, prepared = images.prepare(self._encoded(prompt)[0], prompt.images)
         return replace(prompt, token_ids=token_ids, images=(), prepared=prepared)
 
     def _tokens_and_images(
         self, prompt: Prompt, params: SamplingParams
-    ) -> tuple[list[int], PromptImages | None]:
+    ) -> tuple[list[int], bytes, PromptImages | None]:
         if prompt.images:
             prompt = self.prepare_images(prompt)
         prepared = prompt.prepared
-        token_ids = self._encoded(prompt)
+        token_ids, packed = self._encoded(prompt)
         if self._images is not None:
             found = token_ids.count(self._images.token_id)
             placed = 0 if prepared is None else sum(one.count for one in prepared.items)
@@ -220,19 +221,22 @@ class InputProcessor:
                 raise SamplingError(
                     "truncate_prompt_tokens", cut, "a prompt with images cannot be cut"
                 )
-            token_ids = token_ids[-cut:]
+            token_ids, packed = token_ids[-cut:], packed[-4 * cut :]
         if len(token_ids) >= self._max_model_len:
             raise PromptError(
                 "prompt",
                 f"{len(token_ids)} tokens",
                 f"with one token to generate it exceeds max_model_len ({self._max_model_len})",
             )
-        return token_ids, prepared
+        return token_ids, packed, prepared
 
-    def _encoded(self, prompt: Prompt) -> list[int]:
+    def _encoded(self, prompt: Prompt) -> tuple[list[int], bytes]:
+        """A prompt's tokens, and the same packed."""
+        packed = None
         if prompt.token_ids is not None:
             token_ids = prompt.token_ids
-            if not _all_plain_ids(token_ids, self._vocab_size):
+            packed = _packed_plain_ids(token_ids, self._vocab_size)
+            if packed is None:
                 self._check_one_by_one(token_ids)
         else:
             assert prompt.text is not None
@@ -247,7 +251,7 @@ class InputProcessor:
             field = "prompt" if prompt.token_ids is None else "prompt_token_ids"
             value = prompt.text if prompt.token_ids is None else prompt.token_ids
             raise PromptError(field, value, "is empty (no tokens)")
-        return token_ids
+        return token_ids, token_bytes(token_ids) if packed is None else packed
 
     def _check_one_by_one(self, token_ids: list[int]) -> None:
         """Names the first token id that is wrong, if any is."""
@@ -308,19 +312,20 @@ class InputProcessor:
         return x ^ (x >> 31)
 
 
-def _all_plain_ids(token_ids: list[int], vocab_size: int) -> bool:
-    """Whether these are plain integers, all in the vocabulary; False tells nothing about others.
+def _packed_plain_ids(token_ids: list[int], vocab_size: int) -> bytes | None:
+    """`token_bytes` of plain integers that are all in the vocabulary; None tells nothing of others.
 
     A few passes in C: a loop over a long prompt would take a good part of the time that a prefix
     hit leaves until the first token.
     """
     if list(map(type, token_ids)).count(int) < len(token_ids):
-        return False
+        return None
     try:
-        unsigned = np.frombuffer(token_bytes(token_ids), "<u4")  # negative ids become huge ones
+        packed = token_bytes(token_ids)
     except struct.error:  # more than 32 bits
-        return False
-    return bool((unsigned < vocab_size).all())
+        return None
+    unsigned = np.frombuffer(packed, "<u4")  # negative ids become huge ones
+    return packed if (unsigned < vocab_size).all() else None
 
 
 def pair_params(params: Any, count: int) -> list[SamplingParams]:

@@ -37,12 +37,19 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
 
 
 def block_contents(
-    token_ids: Sequence[int], block_size: int, first: int, last: int
+    token_ids: Sequence[int], block_size: int, first: int, last: int, packed: bytes = b""
 ) -> Iterator[bytes]:
-    """The token bytes of blocks `first .. last - 1` of a sequence, one after the other."""
+    """The token bytes of blocks `first .. last - 1` of a sequence, one after the other.
+
+    Args:
+        packed: `token_bytes` of the first tokens, as many as are at hand.
+    """
     width = 4 * block_size
+    ready = min(len(packed) // width, last)
+    for at in range(first * width, ready * width, width):
+        yield packed[at : at + width]
     piece = max(_TOKENS_AT_ONCE // block_size, 1)
-    for start in range(first, last, piece):
+    for start in range(max(first, ready), last, piece):
         end = min(start + piece, last)
         content = token_bytes(token_ids[start * block_size : end * block_size])
         assert len(content) == (end - start) * width, "a block that is not full"
@@ -52,10 +59,14 @@ def block_contents(
 
 @dataclass(slots=True)
 class _LastFound:
-    """What was found last, good as long as nothing has been evicted since."""
+    """What was found last, good as long as nothing has been evicted since.
+
+    Attributes:
+        matched: token bytes of `blocks`.
+    """
 
     root: bytes
-    token_ids: Sequence[int]
+    matched: bytes
     blocks: list[int]
     keys: list[bytes]
     evictions: int
@@ -75,28 +86,30 @@ class PrefixCache:
         self._last: _LastFound | None = None
 
     def find(
-        self, root: bytes, token_ids: Sequence[int], block_size: int
+        self, root: bytes, token_ids: Sequence[int], block_size: int, packed: bytes = b""
     ) -> tuple[list[int], list[bytes]]:
         """`match` of a sequence's full blocks. Requests with one long prefix come in bursts, so
         what begins like the sequence before is compared with that, which is much faster.
 
         Args:
-            token_ids: not to be changed as far as they are matched, as long as they are kept here.
+            packed: `token_bytes` of the first tokens, as many as are at hand: what is compared.
         """
-        last = self._last
-        blocks: list[int] = []
-        keys: list[bytes] = []
-        parent = root
+        last, width = self._last, 4 * block_size
+        known = 0
         if last is not None and last.evictions == self._evictions and last.root == root:
-            known = len(last.blocks) * block_size
-            if token_ids[:known] == last.token_ids[:known]:
-                blocks, keys = last.blocks.copy(), last.keys.copy()
-                parent = keys[-1] if keys else root
-        contents = block_contents(token_ids, block_size, len(blocks), len(token_ids) // block_size)
-        more, more_keys = self.match(parent, contents)
+            known = _num_common(packed, last.matched, width)
+        blocks = last.blocks[:known] if last is not None else []
+        keys = last.keys[:known] if last is not None else []
+        contents = block_contents(
+            token_ids, block_size, known, len(token_ids) // block_size, packed
+        )
+        more, more_keys = self.match(keys[-1] if keys else root, contents)
         blocks += more
         keys += more_keys
-        self._last = _LastFound(root, token_ids, blocks.copy(), keys.copy(), self._evictions)
+        kept = min(len(blocks), len(packed) // width)
+        self._last = _LastFound(
+            root, packed[: kept * width], blocks[:kept], keys[:kept], self._evictions
+        )
         return blocks, keys
 
     def match(self, root: bytes, contents: Iterable[bytes]) -> tuple[list[int], list[bytes]]:
@@ -189,3 +202,17 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._key_of)
+
+
+def _num_common(one: bytes, other: bytes, width: int) -> int:
+    """How many leading pieces of `width` bytes are the same."""
+    low, high = 0, min(len(one), len(other)) // width
+    if one.startswith(other[: high * width]):
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one.startswith(other[: middle * width]):
+            low = middle
+        else:
+            high = middle - 1
+    return low

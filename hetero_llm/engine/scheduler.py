@@ -162,6 +162,8 @@ class Scheduler:
         sequences: list[Sequence] = []
         counts: list[int] = []
         self._collect_moves()
+        if self.loads is not None:
+            self.loads.begin_put_off(self._give_up)
         preemptions = self.stats.num_preemptions
         budget = self._schedule_running(sequences, counts)
         assert budget is not None
@@ -300,6 +302,8 @@ class Scheduler:
     def settle(self) -> None:
         """Upkeep that no step waits for: to be called while the device works."""
         self._publisher.publish()
+        if self.loads is not None:
+            self.loads.begin_put_off(self._give_up)
         if self._in_flight:
             grow_ahead(self._in_flight[-1], self._blocks)
         if self._drafter is not None:
@@ -339,7 +343,9 @@ class Scheduler:
                 len(request.prompt_logprobs) < sequence.num_prompt
             )
             # A cached block has no logits, so wanted prompt log-probabilities are computed.
-            cached = self._blocks.open(slot, sequence.token_ids, request.root, not wants_prompt)
+            cached = self._blocks.open(
+                slot, sequence.token_ids, request.root, not wants_prompt, request.packed_prompt
+            )
             if self.loads is not None and not wants_prompt:
                 loading = self.loads.begin(sequence, slot, cached, alone=not self._running)
                 if loading is None:
@@ -372,11 +378,11 @@ class Scheduler:
         if not self.loads:
             return budget
         more = self.loads.rows
+        alone = not self._running and not self._in_flight
         for loading in self.loads.all():
             sequence = loading.sequence
             if budget <= 0 or (self._in_flight and sequence.request.synchronous):
                 continue
-            alone = len(self._running) == len(sequences) and not self._in_flight
             rows = sum(counts) + min(more, budget)
             count = self.loads.join(loading, rows, budget, alone=alone)
             if count:
@@ -447,10 +453,7 @@ class Scheduler:
         self._slots.give_reserved(request)
 
     def _take_off(
-        self,
-        sequences: list[Sequence],
-        counts: list[int],
-        drafts: DraftBatch | None = None,
+        self, sequences: list[Sequence], counts: list[int], drafts: DraftBatch | None = None
     ) -> SchedulerOutput:
         """Makes the step and notes it as in flight."""
         changes = self._blocks.take_changes()

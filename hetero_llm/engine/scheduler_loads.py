@@ -11,7 +11,7 @@ Part of the scheduler, which alone calls it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hetero_llm.core.request import Sequence
@@ -72,11 +72,12 @@ class StepTimes:
 @dataclass(slots=True)
 class Loading:
     """A sequence with a slot and a table, but not running: `cached` tokens of it are there or
-    loading. `under_way`: some are loading."""
+    loading. `under_way`: some are loading, or will be (`put_off`)."""
 
     sequence: Sequence
     cached: int
     under_way: bool
+    put_off: bool = False
 
 
 class Loads:
@@ -98,7 +99,7 @@ class Loads:
         self, blocks: BlockManager, num_layers: int, times: StepTimes, *, chunked: bool = True
     ) -> None:
         self.wait_whole = False
-        self.exposed_seconds = 0.0
+        self.exposed_seconds = self._hidden_seconds = 0.0
         self._queried = self._hit = 0  # tokens
         self._blocks = blocks
         self._times = times
@@ -117,7 +118,11 @@ class Loads:
     @property
     def rows(self) -> int:
         """What all who are loading would add to a step: those with one prefix join together."""
-        return sum(len(s.token_ids) - entry.cached for s, entry in self._loading.items())
+        return sum(
+            len(sequence.token_ids) - loading.cached
+            for sequence, loading in self._loading.items()
+            if not loading.put_off
+        )
 
     def all(self) -> list[Loading]:
         return list(self._loading.values())
@@ -125,30 +130,51 @@ class Loads:
     # -- beginning --------------------------------------------------------------------------
 
     def begin(self, sequence: Sequence, slot: int, cached: int, *, alone: bool) -> Loading | None:
-        """Starts to load what host memory has of a sequence whose table was opened.
+        """Starts to load what host memory has of a sequence whose table was opened, or puts it off
+        for the sake of others, whose step must not wait until a long prefix is looked up.
 
         Args:
             cached: tokens that the device has, or is getting for somebody else.
-            alone: nobody runs who may make room.
+            alone: nobody runs who may make room, or has a step to be launched.
 
         Returns:
             None if there is no room now for what would be loaded: to be tried again later. What it
             returns is kept here only if something is under way.
         """
-        if not sequence.skips_host:
-            reached = self._blocks.load(slot, sequence.token_ids, self._times.predict)
-            if reached is not None:
-                self._queried += len(sequence.token_ids) - cached
-                self._hit += reached - cached
-                cached = reached
-            elif self._loading or not alone:
+        loading = Loading(sequence, cached, under_way=True)
+        if not alone and not sequence.skips_host:
+            loading.put_off = self._blocks.may_load(slot, sequence.token_ids)
+        if not loading.put_off:
+            has_room = sequence.skips_host or self._load(loading, slot)
+            if not has_room and (self._loading or not alone):
                 return None  # else nobody will make room: it has to be computed
-        under_way = bool(self._blocks.pending(slot))
-        loading = Loading(sequence, cached, under_way)
-        if under_way:
+            loading.under_way = bool(self._blocks.pending(slot))
+        if loading.under_way:
             sequence.slot = slot
             self._loading[sequence] = loading
         return loading
+
+    def begin_put_off(self, give_up: Callable[[Sequence], None]) -> None:
+        """Starts the loads that `begin` has put off: to be called while the device works.
+
+        Args:
+            give_up: lets a sequence wait again, for which there is no room now.
+        """
+        for loading in [loading for loading in self._loading.values() if loading.put_off]:
+            loading.put_off = False
+            if not self._load(loading, loading.sequence.slot):
+                give_up(loading.sequence)
+
+    def _load(self, loading: Loading, slot: int) -> bool:
+        """Whether there is room for what would be loaded; then it is being loaded."""
+        token_ids = loading.sequence.token_ids
+        reached = self._blocks.load(slot, token_ids, self._times.predict)
+        if reached is None:
+            return False
+        self._queried += len(token_ids) - loading.cached
+        self._hit += reached - loading.cached
+        loading.cached = reached
+        return True
 
     # -- joining ----------------------------------------------------------------------------
 
@@ -160,6 +186,8 @@ class Loads:
             rows: of the step, should all who are loading join it. budget: most rows for this one.
             alone: nobody else runs.
         """
+        if loading.put_off:
+            return 0
         sequence, cached = loading.sequence, loading.cached
         missing = len(sequence.token_ids) - cached
         count = min(missing, budget)
@@ -232,14 +260,16 @@ class Loads:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Counters of host memory since start, flat."""
+        """Counters of host memory since start, flat. Of the time in which any load was under way,
+        what is not exposed was hidden: loads at the same time count once."""
         counters = self._blocks.tier_metrics()
-        seconds = counters.get("kv_offload_load_seconds_total", 0.0)
+        seconds = counters.pop("kv_offload_loading_seconds_total", 0.0)
+        hidden = self._hidden_seconds = max(self._hidden_seconds, seconds - self.exposed_seconds)
         hits = self._blocks.hits
         return {
             **counters,
             "kv_offload_exposed_seconds_total": self.exposed_seconds,
-            "kv_offload_hidden_seconds_total": max(0.0, seconds - self.exposed_seconds),
+            "kv_offload_hidden_seconds_total": hidden,
             "external_prefix_cache_queries": self._queried,
             "external_prefix_cache_hits": self._hit,
             "prefix_blocks_total": hits.total,

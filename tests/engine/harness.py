@@ -17,7 +17,7 @@ from hetero_llm.core.step import LAST_DRAWN, ModelRunnerOutput, SampleLogprobs, 
 from hetero_llm.engine.beam import candidates_needed
 from hetero_llm.engine.block_manager import BlockManager
 from hetero_llm.engine.drafting import Drafter
-from hetero_llm.engine.prefix_cache import PrefixCache, root_key
+from hetero_llm.engine.prefix_cache import PrefixCache, root_key, token_bytes
 from hetero_llm.engine.scheduler import Scheduler
 from hetero_llm.engine.scheduler_beams import HoldsStop
 
@@ -275,6 +275,7 @@ def make_request(
         root=root_key(),
         metrics=RequestMetrics(time.monotonic()),
         num_logprobs=count,
+        packed_prompt=token_bytes(prompt),
     )
 
 

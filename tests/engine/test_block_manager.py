@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hetero_llm.engine.block_manager import BlockManager
-from hetero_llm.engine.prefix_cache import PrefixCache, block_key, root_key
+from hetero_llm.engine.prefix_cache import PrefixCache, block_key, root_key, token_bytes
 
 SIZE = 4
 NUM_BLOCKS = 7
@@ -54,8 +54,9 @@ class Traffic(RuleBasedStateMachine):
         tokens=PROMPTS,
         root=st.sampled_from(["a", "a", "b"]),
         reuse=st.sampled_from([True, True, False]),
+        packed=st.sampled_from([0, 5, 99]),
     )
-    def open(self, tokens: list[int], root: str, reuse: bool) -> None:
+    def open(self, tokens: list[int], root: str, reuse: bool, packed: int) -> None:
         expected = 0
         for key in keys_of(root, tokens) if reuse else ():
             if key not in self._published():
@@ -63,7 +64,9 @@ class Traffic(RuleBasedStateMachine):
             expected += SIZE
         expected = min(expected, len(tokens) - 1)
         table = self._new_table(tokens, root)
-        self.computed[table] = self.manager.open(table, tokens, ROOTS[root], reuse)
+        self.computed[table] = self.manager.open(
+            table, tokens, ROOTS[root], reuse, token_bytes(tokens[:packed])
+        )
         assert self.computed[table] == expected
         self._apply_changes()
 
@@ -196,11 +199,11 @@ class Traffic(RuleBasedStateMachine):
     def _apply_changes(self) -> bool:
         """Does what the runner does; True if there was anything to do."""
         changes = self.manager.take_changes()
-        for table, column, block in zip(changes.tables, changes.columns, changes.blocks):
+        for table, column, block in changes.writes().T.tolist():
             self.columns[table][column] = block
         for source, destination in zip(changes.copy_from, changes.copy_to):
             self.memory[destination] = list(self.memory[source])
-        return bool(changes.blocks or changes.copy_to)
+        return bool(changes.runs or changes.copy_to)
 
     def _state(self) -> tuple[int, dict[int, tuple[int, ...]], dict[int, bytes]]:
         tables = {table: self.manager.block_ids(table) for table in self.tokens}
@@ -289,13 +292,12 @@ def test_changes_tell_each_entry_of_a_long_prompt_once() -> None:
     manager.take_changes()
     assert opened(manager, 1, [1] * 18) == 12
     changes = manager.take_changes()
-    assert changes.tables == [1] * 5
-    assert changes.columns == [0, 1, 2, 3, 4]
-    assert changes.blocks == list(manager.block_ids(1))
+    own = [[1, column, block] for column, block in enumerate(manager.block_ids(1))]
+    assert changes.writes().T.tolist() == own and len(own) == 5
     assert manager.block_ids(1)[:3] == manager.block_ids(0)[:3]
     manager.fork(1, 2)
     assert manager.grow(2, 18, 19)
     changes = manager.take_changes()
-    assert (changes.tables, changes.columns) == ([2] * 6, [0, 1, 2, 3, 4, 4])
+    assert changes.writes()[:2].tolist() == [[2] * 6, [0, 1, 2, 3, 4, 4]]
     assert changes.copy_from == [manager.block_ids(1)[4]]
-    assert changes.copy_to == changes.blocks[5:] == [manager.block_ids(2)[4]]
+    assert changes.copy_to == changes.writes()[2, 5:].tolist() == [manager.block_ids(2)[4]]

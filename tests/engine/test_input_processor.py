@@ -21,16 +21,25 @@ class Id(IntEnum):
     SEVEN = 7
 
 
-def make(token_ids: list[Any]) -> Request:
+def make(token_ids: list[Any], params: SamplingParams = ONE) -> Request:
     processor = InputProcessor(
         None, vocab_size=VOCAB, max_model_len=10_000, eos_ids=(2,), max_logprobs=20, seed=0
     )
-    return processor.make_request("0", Prompt(token_ids=token_ids), ONE)
+    return processor.make_request("0", Prompt(token_ids=token_ids), params)
 
 
 @pytest.mark.parametrize("ids", [[0], [VOCAB - 1], [0, VOCAB - 1] * 2000, [5, Id.SEVEN, 6]])
 def test_every_id_of_the_vocabulary_is_taken(ids: list[int]) -> None:
     assert make(ids).prompt_token_ids == ids
+
+
+@pytest.mark.parametrize("ids", [[0, 999], [5, Id.SEVEN, 6], list(range(700))])
+@pytest.mark.parametrize("cut", [None, 2, 800])
+def test_a_request_has_its_tokens_packed(ids: list[int], cut: int | None) -> None:
+    params = SamplingParams(max_tokens=1, detokenize=False, truncate_prompt_tokens=cut)
+    request = make(ids, params)
+    assert request.prompt_token_ids == (ids if cut is None else ids[-cut:])
+    assert np.frombuffer(request.packed_prompt, "<i4").tolist() == request.prompt_token_ids
 
 
 @pytest.mark.parametrize("position", [0, 1, 2500, 4999])

@@ -188,9 +188,9 @@ def test_failing_copies_change_no_token(asynchronous: bool) -> None:
     assert spoiled["loads"] > 3 and spoiled["stores"] > 3 and waits > 0
 
 
-def broken_by(change: Any, asynchronous: bool) -> bool:
+def broken_by(change: Any, asynchronous: bool, first_seed: int = 0) -> bool:
     """Whether one of some random traffics gets wrong tokens after a change."""
-    for seed in range(12):
+    for seed in range(first_seed, first_seed + 15):
         served = build(seed, asynchronous, limits=OffloadLimits(8, cached=0))
         traffic.join_at_once(served.engine)
         change(served)
@@ -217,8 +217,8 @@ def test_steps_that_do_not_wait_for_loads_go_wrong(asynchronous: bool) -> None:
 
 def test_copies_that_do_not_wait_for_steps_go_wrong() -> None:
     """A store may then read what the step in flight has not written, and a load may overwrite what
-    it still reads."""
-    assert broken_by(drop_waits, True)
+    it still reads. Loads begin behind the launch, so one traffic in sixteen only finds out."""
+    assert broken_by(drop_waits, True, first_seed=33)
 
 
 @MODES

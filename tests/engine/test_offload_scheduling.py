@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_llm.core.config import SchedulerConfig
+from hetero_llm.core.host_tier import HostHit
 from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.engine import block_manager
 from hetero_llm.engine.block_manager import BlockManager
 from hetero_llm.engine.block_moves import OffloadLimits
 from hetero_llm.engine.engine import Engine
@@ -65,6 +69,7 @@ def settle(served: Served) -> None:
 @given(
     TRAFFIC, st.booleans(), st.integers(0, 2**16), st.sampled_from([0.0, 0.3]), st.booleans(),
     st.sampled_from([None, 0, 4]), st.sampled_from([14, 20, 40]), st.sampled_from([0.0, 0.2]),
+    st.booleans(),
 )  # fmt: skip
 def test_host_memory_changes_no_output(
     traffic: list[tuple],
@@ -75,6 +80,7 @@ def test_host_memory_changes_no_output(
     cached: int | None,
     num_blocks: int,
     time_out: float,
+    in_parts: bool,
 ) -> None:
     """Whatever loads and stores do, and whenever: the same tokens, and every block comes back.
     The prompts come twice, so that the second ones find what the first ones left."""
@@ -85,7 +91,11 @@ def test_host_memory_changes_no_output(
         asynchronous, **limits, seed=seed, fail=fail, write_through=write_through, cached=cached,
         time_out=time_out,
     )  # fmt: skip
-    with_host, with_counters, _ = serve_on(served, traffic, settle=partial(settle, served))
+    with pytest.MonkeyPatch.context() as patch:
+        if in_parts:
+            patch.setattr(block_manager, "_LONG_PREFIX", 2)
+            patch.setattr(block_manager, "_FIRST_PART", 2)
+        with_host, with_counters, _ = serve_on(served, traffic, settle=partial(settle, served))
     assert with_host.keys() == plain.keys()
     for name, outputs in plain.items():
         if outputs[0][3] != "abort":  # what is visible when it is aborted depends on the steps
@@ -155,6 +165,79 @@ def test_requests_with_one_prefix_share_one_load() -> None:
     for request in many:
         expected = expected_output(request.prompt_token_ids, ONE)
         assert list(outputs[request.request_id].outputs[0].token_ids) == expected
+
+
+def worth(served: Served, tier: FakeTier, blocks: list[int]) -> list[str]:
+    """What the tier is asked from now on, in order; hits of so many blocks are worth loading."""
+    asked: list[str] = []
+    match, load, launch = tier.match, tier.load, served.runner.launch
+
+    def note_match(parent: bytes, contents: Iterable[bytes]) -> HostHit:
+        hit = match(parent, contents)
+        asked.append(f"found {len(hit.slots)}")
+        return hit
+
+    def note_load(hit: HostHit, *rest: Any) -> int:
+        asked.append(f"load {len(hit.slots)}")
+        return load(hit, *rest)
+
+    def note_launch(step: SchedulerOutput) -> Any:
+        asked.append(f"step of {len(step.slots)}")
+        return launch(step)
+
+    tier.match, tier.load = note_match, note_load  # type: ignore[method-assign]
+    served.runner.launch = note_launch  # type: ignore[method-assign]
+    tier.worth_loading = (  # type: ignore[method-assign]
+        lambda hit, start, rest: len(hit.slots) if len(hit.slots) in blocks else 0
+    )
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ([2, 8], ["found 2", "load 2", "found 8", "load 8"]),
+        ([10], ["found 2", "found 8", "load 10"]),
+        ([2], ["found 2", "load 2", "found 8"]),
+        ([], ["found 2", "found 8"]),
+    ],
+)
+def test_the_first_part_of_a_long_prefix_is_loaded_while_the_rest_is_looked_up(
+    monkeypatch: pytest.MonkeyPatch, blocks: list[int], expected: list[str]
+) -> None:
+    monkeypatch.setattr(block_manager, "_LONG_PREFIX", 10)
+    monkeypatch.setattr(block_manager, "_FIRST_PART", 5)
+    served, tier, texts = golden(seed=3, cached=0)
+    tier.dawdle = 0.0
+    run_one(served, "first", texts[0])
+    asked = worth(served, tier, blocks)
+    assert run_one(served, "again", texts[0]) == expected_output(texts[0], ONE)
+    assert [words for words in asked if not words.startswith("step")] == expected
+    assert not any(tier.pinned.values())
+
+
+def test_nobodys_step_waits_until_a_prefix_is_looked_up() -> None:
+    """With a step in flight the next one is launched first."""
+    served, tier = make_served(
+        True, num_blocks=100, block_size=16, max_model_len=200, max_num_batched_tokens=200,
+        num_slots=200, seed=6, cached=0, dawdle=0.0,
+    )  # fmt: skip
+    first, other = prompts(2)
+    run_one(served, "first", first)
+    asked = worth(served, tier, [10])
+    many = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    served.engine.add_request(make_request("other", other, many, 200))
+    served.engine.step()
+    assert asked == ["found 0", "step of 1", "step of 1"]
+    asked.clear()
+    served.engine.add_request(make_request("again", first, ONE, 200))
+    tokens: dict[str, list[int]] = {}
+    while served.engine.has_unfinished:
+        for out in served.engine.step():
+            tokens[out.request_id] = list(out.outputs[0].token_ids)
+    assert asked[:3] == ["step of 1", "found 10", "load 10"] and "step of 2" in asked
+    assert tokens["again"] == expected_output(first, ONE)
+    assert tokens["other"] == expected_output(other, many)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

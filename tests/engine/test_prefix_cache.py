@@ -221,6 +221,38 @@ def test_contents_of_a_long_sequence_are_its_blocks(size: int) -> None:
     assert list(block_contents(tokens, size, 0, last)) == expected
     assert list(block_contents(tokens, size, 1, last)) == expected[1:]
     assert list(block_contents(tokens, size, last, last)) == []
+    packed = prefix_cache.token_bytes(tokens)
+    for at_hand in (0, 4 * size - 1, 4 * size, 4 * 5000, 4 * len(tokens)):
+        assert list(block_contents(tokens, size, 1, last, packed[:at_hand])) == expected[1:]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 1), min_size=0, max_size=6),  # a block each
+            st.integers(0, 40),  # tokens that are packed
+            st.sampled_from(["find", "find", "find", "publish", "evict"]),
+            st.sampled_from(["", "salt"]),
+        ),
+        max_size=40,
+    )
+)
+def test_what_begins_like_the_last_sequence_is_found_all_the_same(calls: list[tuple]) -> None:
+    cache, size = PrefixCache(), 4
+    for number, (kinds, at_hand, call, salt) in enumerate(calls):
+        tokens = [kind for kind in kinds for _ in range(size)] + [9]
+        packed = prefix_cache.token_bytes(tokens[:at_hand])
+        root = root_key((salt,))
+        pieces = list(block_contents(tokens, size, 0, len(kinds)))
+        if call == "publish":
+            cache.publish(root, pieces, range(100 * number, 100 * number + len(kinds)))
+        elif call == "evict":
+            blocks, _ = cache.match(root, pieces)
+            if blocks:
+                cache.evict(blocks[-1])
+        else:
+            assert cache.find(root, tokens, size, packed) == cache.match(root, pieces)
 
 
 def test_a_match_ends_at_the_first_block_that_is_not_published() -> None:
