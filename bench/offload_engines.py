@@ -348,9 +348,13 @@ class Engines:
         else:
             llm, config = LLM(model, **args), load_model_config(Path(model))
         served = Served(llm, config, offload=offload)
-        for length in (20, 300, 1100):  # first use of what is compiled or captured late
-            served.first_token(Ids(self._settings.vocab, length).draw(length))
-        served.rest()
+        try:
+            for length in (20, 300, 1100):  # first use of what is compiled or captured late
+                served.first_token(Ids(self._settings.vocab, length).draw(length))
+            served.rest()
+        except BaseException:
+            llm.close()  # its pool would be missing to the next engine
+            raise
         return served
 
 

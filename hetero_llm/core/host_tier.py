@@ -132,6 +132,10 @@ class HostTier(Protocol):
         rate; 0.0 for those that are over."""
         ...
 
+    def seconds_ahead(self, tickets: Iterable[int]) -> float:
+        """The part of `seconds_left` that other loads take."""
+        ...
+
     def worth_loading(self, hit: HostHit, start: int, rest: int) -> int:
         """How many of a hit's first blocks are brought faster than they are computed.
 

@@ -132,7 +132,7 @@ class CallableLibrary:
 
 
 def open_both_ways(
-    what: str, recipe: Callable[..., Recipe], functions: Iterable[tuple[str, Any, list[Any]]]
+    what: str, recipe: Callable[..., Recipe], functions: Iterable[tuple[str, Any, list[Any] | None]]
 ) -> CallableLibrary:
     """Opens the library that `recipe(sanitize=...)` describes, as HETERO_LLM_NATIVE says.
 

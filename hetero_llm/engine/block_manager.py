@@ -271,6 +271,11 @@ class BlockManager:
         pending = self.pending(table)
         return self._moves.tier.seconds_left(pending) if pending and self._moves else 0.0
 
+    def seconds_ahead(self, table: int) -> float:
+        """Until others' loads, those that go first, leave the link to a table's."""
+        pending = self.pending(table)
+        return self._moves.tier.seconds_ahead(pending) if pending and self._moves else 0.0
+
     def wait(self, seconds: float) -> None:
         """Sleeps until a copy ends, at most so long."""
         assert self._moves is not None

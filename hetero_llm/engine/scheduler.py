@@ -377,16 +377,16 @@ class Scheduler:
         """Lets sequences run whose prefix has come, or comes in time. Returns the budget left."""
         if not self.loads:
             return budget
-        more = self.loads.rows
+        others, most = sum(counts), budget
         alone = not self._running and not self._in_flight
-        for loading in self.loads.all():
+        for loading, together in self.loads.candidates():
             sequence = loading.sequence
             if budget <= 0 or (self._in_flight and sequence.request.synchronous):
                 continue
-            rows = sum(counts) + min(more, budget)
+            rows = others + min(together, most)
             count = self.loads.join(loading, rows, budget, alone=alone)
             if count:
-                budget, more = budget - count, more - count
+                budget -= count
                 self._admit(sequence, sequence.slot, loading.cached)
                 sequences.append(sequence)
                 counts.append(count)
@@ -457,7 +457,7 @@ class Scheduler:
     ) -> SchedulerOutput:
         """Makes the step and notes it as in flight."""
         changes = self._blocks.take_changes()
-        loads = () if self.loads is None else self.loads.take_joined()
+        loads = () if self.loads is None else self.loads.take_joined(sum(counts))
         flight = pack(sequences, counts, tuple(self._admitted), changes, drafts, loads)
         self._admitted.clear()
         self._in_flight.append(flight)

@@ -3,7 +3,8 @@
 Late join: a step with a loading sequence takes at least as long as what is left of its load, for
 every other sequence of the step too. So it joins only once the rest of the load hides under the
 computation of all layers but the first: its own first token comes no later for that, and nobody
-else waits (the idea of balancing loads against computation is Strata's, arXiv 2508.18572).
+else waits (the idea of balancing loads against computation is Strata's, arXiv 2508.18572). What
+goes before a load on the link hides under nothing: layers come one load after the other.
 
 Part of the scheduler, which alone calls it.
 """
@@ -11,6 +12,7 @@ Part of the scheduler, which alone calls it.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -18,6 +20,8 @@ from hetero_llm.core.request import Sequence
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.engine.block_manager import BlockManager
 
+_SOON = 1e-3
+"""Seconds to wait for others on the link: to be launched takes a step as long."""
 _ALONE = 1.5
 """With nobody else to wait for it a sequence joins a little earlier: the prediction may be low."""
 _NEWEST = 0.25
@@ -107,6 +111,7 @@ class Loads:
         self._hidden_share = (num_layers - 1) / num_layers
         self._loading: dict[Sequence, Loading] = {}
         self._joined: set[int] = set()
+        self._last_rows = self._flying = 0  # of the step made last; steps that are not over
         self._no_room = False  # for the rows of one whose prefix has come
 
     def __len__(self) -> int:
@@ -114,15 +119,6 @@ class Loads:
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._loading
-
-    @property
-    def rows(self) -> int:
-        """What all who are loading would add to a step: those with one prefix join together."""
-        return sum(
-            len(sequence.token_ids) - loading.cached
-            for sequence, loading in self._loading.items()
-            if not loading.put_off
-        )
 
     def all(self) -> list[Loading]:
         return list(self._loading.values())
@@ -178,21 +174,34 @@ class Loads:
 
     # -- joining ----------------------------------------------------------------------------
 
+    def candidates(self) -> list[tuple[Loading, int]]:
+        """Who may join the next step, and how many rows it would have for them and for all who
+        wait for nothing more than they do: those with one prefix join together."""
+        ready = [loading for loading in self._loading.values() if not loading.put_off]
+        waiting = [frozenset(self._blocks.pending(each.sequence.slot)) for each in ready]
+        rows: Counter[frozenset[int]] = Counter()
+        for loading, tickets in zip(ready, waiting, strict=True):
+            rows[tickets] += len(loading.sequence.token_ids) - loading.cached
+        together = {
+            tickets: sum(count for other, count in rows.items() if other <= tickets)
+            for tickets in rows
+        }
+        return [
+            (loading, together[tickets]) for loading, tickets in zip(ready, waiting, strict=True)
+        ]
+
     def join(self, loading: Loading, rows: int, budget: int, *, alone: bool) -> int:
         """Rows that a sequence has in the step that is being made, if its time has come: then it
         is loading no more, and has blocks for them; 0 if not.
 
         Args:
-            rows: of the step, should all who are loading join it. budget: most rows for this one.
+            rows: of the step, should it join with those who can. budget: most rows for this one.
             alone: nobody else runs.
         """
-        if loading.put_off:
-            return 0
         sequence, cached = loading.sequence, loading.cached
         missing = len(sequence.token_ids) - cached
         count = min(missing, budget)
-        left = self._blocks.seconds_left(sequence.slot)
-        if not self._is_time(left, rows, cached, alone=alone):
+        if not self._is_time(sequence.slot, rows, cached, alone=alone):
             return 0
         if count < missing and not self._chunked:
             return 0
@@ -203,10 +212,14 @@ class Loads:
         self.end(sequence)
         return count
 
-    def _is_time(self, left: float, rows: int, context: int, *, alone: bool) -> bool:
+    def _is_time(self, slot: int, rows: int, context: int, *, alone: bool) -> bool:
+        left = self._blocks.seconds_left(slot)
         if left <= 0.0 or self.wait_whole:
             return left <= 0.0
-        return left <= self._hidden(rows, context) * (_ALONE if alone else 1.0)
+        lead = self._times.predict(0, self._last_rows) if self._flying else 0.0
+        ahead = self._blocks.seconds_ahead(slot)
+        hidden = self._hidden(rows, context) * (_ALONE if alone else 1.0)
+        return ahead <= lead + _SOON and left <= lead + hidden
 
     def _hidden(self, rows: int, context: int) -> float:
         return self._times.predict(context, rows) * self._hidden_share
@@ -225,8 +238,10 @@ class Loads:
         """Whether the step being made has to wait for loads."""
         return bool(self._joined)
 
-    def take_joined(self) -> tuple[int, ...]:
-        """Those loads; forgotten here afterwards."""
+    def take_joined(self, rows: int) -> tuple[int, ...]:
+        """Those loads; forgotten here afterwards. The step has so many rows and is made now."""
+        self._last_rows = rows
+        self._flying += 1
         joined = tuple(sorted(self._joined))
         self._joined.clear()
         return joined
@@ -284,7 +299,9 @@ class Loads:
     # -- times ------------------------------------------------------------------------------
 
     def observe(self, step: SchedulerOutput, seconds: float) -> None:
-        """Learns from a step; of one with loads, how much longer than expected it took."""
+        """Learns from a step that is over; of one with loads, how much longer than expected it
+        took."""
+        self._flying -= 1
         if not step.loads:
             self._times.observe(step, seconds)
             return
@@ -307,5 +324,5 @@ class Loads:
         left = self._blocks.seconds_left(sequence.slot)
         if self.wait_whole:
             return left
-        rows = self.rows
-        return left - self._hidden(rows, cached) * _ALONE
+        hidden = self._hidden(len(sequence.token_ids) - cached, cached) * _ALONE
+        return max(left - hidden, self._blocks.seconds_ahead(sequence.slot) - _SOON)

@@ -229,13 +229,16 @@ class FakeTier:
         for key, times in uses.items():
             self.uses[key] = self.uses.get(key, 0) + times
 
-    def lost(self, key: bytes) -> None:
+    def left(self, source: bytes, key: bytes) -> None:
         pass
 
     def seconds_left(self, tickets: Iterable[int]) -> float:
         return (
             self.random.choice([0.0, 1e-9, 1.0]) if any(t in self.loads for t in tickets) else 0.0
         )
+
+    def seconds_ahead(self, tickets: Iterable[int]) -> float:
+        return self.random.choice([0.0, 1.0]) if any(t in self.loads for t in tickets) else 0.0
 
     def poll(self, over: Iterable[int] = ()) -> TierEvents:
         assert not set(over) & self.loads.keys()

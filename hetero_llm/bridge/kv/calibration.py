@@ -1,4 +1,8 @@
-"""Which way of copying is the fastest here: measured at the start, chosen from at every load."""
+"""Which way of copying is the fastest here: measured at the start, chosen from at every load.
+
+Loads only. Nothing is decided by how fast stores are: nobody waits for one, how many are under way
+is limited by blocks, and there is no choice to make for whole rows, which are large.
+"""
 
 from __future__ import annotations
 

@@ -262,6 +262,7 @@ class NativeCopier:
             "kv_offload_failed_stores": totals.failed_stores,
             "kv_offload_h2d_busy_seconds_total": totals.busy_in_ns * 1e-9,
             "kv_offload_d2h_busy_seconds_total": totals.busy_out_ns * 1e-9,
+            "kv_offload_loading_seconds_total": totals.loading_ns * 1e-9,
             "kv_offload_copy_thread_cpu_seconds_total": totals.cpu_ns * 1e-9,
             "kv_offload_h2d_bytes_per_second": totals.rate,
             "kv_offload_driver_errors": totals.errors,

@@ -7,9 +7,10 @@ slots that they read. A slot whose block is forgotten while someone still reads 
 *orphaned*: nobody finds it any more, and it becomes free when the last of them is done.
 
 A block is of no use without those before it, so a slot is given up only once none that follow it
-are left ("leaf first"). The next to go comes from a heap in which a slot has at most one entry that
-counts. Its score may be too low by now; it is then put back with the right one when it reaches the
-top: using a slot writes a number and leaves the heap alone.
+are left ("leaf first"). Blocks that were loaded, and are on the device still, go before all others,
+the newest first: they are not lost by it. The next to go after them comes from a heap in which a
+slot has at most one entry that counts. Its score may be too low by now; it is then put back with
+the right one when it reaches the top: using a slot writes a number and leaves the heap alone.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class HostCache:
         self._first_child: dict[bytes, int] = {}  # by parent key, which may not be here itself
         self._ghosts: OrderedDict[bytes, int] = OrderedDict()  # uses of blocks that are not here
         self._protected: OrderedDict[int, None] = OrderedDict()  # slru, least recent first
+        self._twice: dict[bytes, None] = {}  # sources of blocks that the device has as well
         # Of each slot.
         self._state = bytearray()
         self._pins: list[int] = []
@@ -251,6 +253,15 @@ class HostCache:
             elif uses[slot] >= _PROTECTED_USES:
                 self._protect(slot)
 
+    def loaded(self, sources: Iterable[bytes]) -> None:
+        """The device has these blocks as well, until `left` is told."""
+        self._twice.update(dict.fromkeys(sources))
+
+    def left(self, source: bytes, key: bytes) -> None:
+        """A block is on the device no longer."""
+        self._twice.pop(source, None)
+        self.lost(key)
+
     def lost(self, key: bytes) -> None:
         """A block is nowhere any more: forgets all blocks behind it. Nothing if it is here."""
         if key in self._slot_of_key or key not in self._first_child:
@@ -280,7 +291,7 @@ class HostCache:
             self._source[slot] = self._key[slot] = self._parent[slot] = b""
             self._next[slot] = self._previous[slot] = _NONE
             self._in_heap[slot] = None
-        for found in (self._slot_of, self._slot_of_key, self._first_child):
+        for found in (self._slot_of, self._slot_of_key, self._first_child, self._twice):
             found.clear()
         self._ghosts.clear()
         self._found.clear()
@@ -488,6 +499,10 @@ class HostCache:
         self._make_free(freed)
 
     def _pop_victim(self) -> int:
+        while self._twice:
+            slot = self._slot_of.get(self._twice.popitem()[0], _NONE)
+            if slot >= 0 and self._evictable(slot):
+                return slot
         heap, in_heap = self._heap, self._in_heap
         while heap:
             score, slot = heap[0]

@@ -88,6 +88,7 @@ COUNTERS = (
     "failed_stores",
     "busy_in_ns",
     "busy_out_ns",
+    "loading_ns",
     "cpu_ns",
     "errors",
     "broken",

@@ -56,6 +56,7 @@ class LoadRule:
 @dataclass(slots=True)
 class _Load:
     slots: tuple[int, ...]
+    sources: tuple[bytes, ...]
     aborted: bool = False
 
 
@@ -124,7 +125,7 @@ class KvOffload:
             self.release(hit)
             self._refused.append(ticket)
             return ticket
-        self._loads[ticket] = _Load(hit.slots)
+        self._loads[ticket] = _Load(hit.slots, hit.sources)
         self._copier.load(
             ticket,
             np.array(hit.slots, np.int64),
@@ -168,8 +169,8 @@ class KvOffload:
         self._unpin()
         self._cache.note_use(uses)
 
-    def lost(self, key: bytes) -> None:
-        self._cache.lost(key)
+    def left(self, source: bytes, key: bytes) -> None:
+        self._cache.left(source, key)
 
     def step_launched(self, number: int) -> None:
         self._last_step = number
@@ -178,6 +179,15 @@ class KvOffload:
     def seconds_left(self, tickets: Iterable[int]) -> float:
         open_loads = [ticket for ticket in tickets if ticket in self._loads]
         return self._copier.seconds_left(open_loads) if open_loads else 0.0
+
+    def seconds_ahead(self, tickets: Iterable[int]) -> float:
+        open_loads = [ticket for ticket in tickets if ticket in self._loads]
+        rate = self._copier.load_rate()
+        if not open_loads or rate <= 0.0:
+            return 0.0
+        own = sum(len(self._loads[ticket].slots) for ticket in open_loads)
+        left = self._copier.seconds_left(open_loads)
+        return max(0.0, left - own * self._rule.block_bytes / rate)
 
     def worth_loading(self, hit: HostHit, start: int, rest: int) -> int:
         """See `HostTier.worth_loading`. All of a hit or nothing of it: computing a block takes the
@@ -314,6 +324,8 @@ class KvOffload:
             self._counts["loads"] += 1
             self._counts["loaded_blocks"] += len(load.slots)
             self._load_seconds += done.seconds
+            if not load.aborted:  # else the device forgets it
+                self._cache.loaded(load.sources)
             self._failures = 0
             return
         events.failed.append(done.ticket)

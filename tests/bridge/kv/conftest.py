@@ -42,9 +42,11 @@ class FakeCuda:
             ("stream", pointer, [number]),
             ("hold", None, [pointer, ctypes.c_int, number]),
             ("blind", None, [pointer]),
+            ("recorded_early", number, []),
             ("added", number, [pointer]),
             ("run", number, [pointer]),
             ("peak", number, [pointer]),
+            ("next_bytes", number, [pointer]),
             ("gate", ctypes.c_int, [pointer, pointer, ctypes.c_int32]),
             ("copy", ctypes.c_int, [pointer, pointer, pointer, ctypes.c_size_t]),
         ):
@@ -175,23 +177,24 @@ class Rig:
 
 @pytest.fixture(scope="session")
 def fake_cuda_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled fake driver, to be given as libcuda."""
+    """The fake driver, to be given as libcuda; compiled once, however many modules import this."""
     compiler = find_compiler()
     if compiler is None:
         pytest.skip("needs a C++ compiler")
-    library = tmp_path_factory.mktemp("fake_cuda") / "libcuda.so"
-    flags = ["-std=c++17", "-O0", "-fPIC", "-shared", "-pthread"]
-    subprocess.run([compiler, *flags, str(FAKE_SOURCE), "-o", str(library)], check=True)
+    library = tmp_path_factory.getbasetemp() / "libcuda.so"
+    if not library.exists():
+        flags = ["-std=c++17", "-O0", "-fPIC", "-shared", "-pthread"]
+        subprocess.run([compiler, *flags, str(FAKE_SOURCE), "-o", str(library)], check=True)
     return library
 
 
 @pytest.fixture
 def fake(fake_cuda_library: Path) -> Iterator[FakeCuda]:
-    """Nothing of it may be left behind."""
+    """Nothing of it may be left behind, and no event may stand for two moments at once."""
     made = FakeCuda(fake_cuda_library)
     made.reset(0, 0)
     yield made
-    assert (made.num_streams(), made.num_events()) == (0, 0)
+    assert (made.num_streams(), made.num_events(), made.recorded_early()) == (0, 0, 0)
     made.reset(0, 0)
 
 

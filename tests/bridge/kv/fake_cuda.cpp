@@ -17,6 +17,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -82,6 +83,7 @@ struct State {
     std::map<Event*, std::shared_ptr<Event>> events;
     std::map<std::string, Fault> faults;
     std::map<std::string, int64_t> calls;
+    int64_t recorded_early = 0;
     unsigned seed = 0;
     int longest_delay_us = 0;
     int sticky = 0;
@@ -275,6 +277,7 @@ int cuEventRecord(void* handle, void* stream) {
     const auto found = state().events.find((Event*)handle);
     if (found == state().events.end()) return kInvalidHandle;
     const auto event = found->second;
+    state().recorded_early += event->happened != event->recorded;
     const uint64_t record = ++event->recorded;
     if (stream == nullptr) {  // the default stream: nothing is ever on it
         event->happened = record;
@@ -480,6 +483,12 @@ void fake_blind(void* handle) {
     find(handle)->blind = true;
 }
 
+// How many events were recorded anew before they had happened, since this was asked last.
+int64_t fake_recorded_early() {
+    Lock lock(state().mutex);
+    return std::exchange(state().recorded_early, 0);
+}
+
 // Operations that were enqueued on a stream, or that it has run; bytes that wait, at most.
 int64_t fake_added(void* handle) {
     Lock lock(state().mutex);
@@ -489,6 +498,13 @@ int64_t fake_added(void* handle) {
 int64_t fake_run(void* handle) {
     Lock lock(state().mutex);
     return find(handle)->run;
+}
+
+// Bytes of the operation that is next on a stream; -1: there is none.
+int64_t fake_next_bytes(void* handle) {
+    Lock lock(state().mutex);
+    const auto stream = find(handle);
+    return stream->ops.empty() ? -1 : (int64_t)stream->ops.front().bytes;
 }
 
 int64_t fake_peak(void* handle) {

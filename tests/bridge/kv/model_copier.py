@@ -47,6 +47,7 @@ class ModelCopier:
         num_slots: rows of `host` that are usable by now; a test may raise it.
         drop_waits: negative control: copies do not wait for steps.
         broken: every copy fails from now on.
+        still: `wait` does not move streams either.
         places: gates at a time.
         rng: the order in which the streams move in `wait`, and how much lands at a time.
         on_copy: called with (is_load, slot, block, layer) at each copy, before it happens.
@@ -58,6 +59,7 @@ class ModelCopier:
     rng: random.Random
     drop_waits: bool = False
     broken: bool = False
+    still: bool = False
     places: int = PLACES
     on_copy: Callable[[bool, int, int, int], None] = lambda *_: None
     flags: np.ndarray = field(default_factory=lambda: np.zeros(PLACES, np.int32))
@@ -137,7 +139,7 @@ class ModelCopier:
 
     def wait(self, seconds: float) -> None:
         """Moves streams until something is over, or nothing can move."""
-        while not self._over and (self._queues[True] or self._queues[False]):
+        while not self.still and not self._over and (self._queues[True] or self._queues[False]):
             if not self.advance(self.rng.random() < 0.5) and not (
                 self.advance(True) or self.advance(False)
             ):

@@ -157,6 +157,48 @@ def test_a_smaller_load_has_the_link(make_rig: MakeRig) -> None:
     assert rig.writes[-1] == (large.place, large.base + 4)
 
 
+def test_a_large_load_is_not_overtaken_for_ever(make_rig: MakeRig) -> None:
+    """There are always smaller ones: each of its parts goes after eight times its bytes of theirs.
+    Of two large ones the first has all these turns, so that they do not add up."""
+    large, small, others = 12, 8, 60
+    rig = make_rig(options={"max_inflight": large * 48})
+    rig.hold(rig.lane_in)
+    rig.load(1, np.arange(large), np.arange(large))
+    rig.settle()  # its first part is under way
+    rig.load(2, np.arange(large), np.arange(large))
+    for ticket in range(3, 3 + others):
+        rig.load(ticket, np.arange(small) + large, np.arange(small) + large)
+    gates = {rig.copier.gate(ticket).place: ticket for ticket in range(1, 3 + others)}
+    rig.settle()
+    rig.release(rig.lane_in)
+    assert all(done.ok for done in rig.drain(*range(1, 3 + others)).values())
+    order = [min(gates[place], 3) for place, _ in rig.writes]
+    between = [3] * (8 * large // small)
+    first = [1, *between] * 4
+    second = [2, *between] * 4
+    assert order == [*first, *second, *[3] * (4 * others - 8 * len(between))]
+
+
+def test_who_cannot_go_is_not_overtaken(make_rig: MakeRig) -> None:
+    """A load that waited for a step has no claim afterwards: it is overtaken like a new one."""
+    rig = make_rig(options={"max_inflight": 12 * 48})
+    rig.hold(rig.compute)
+    rig.hold(rig.lane_in, allowed=3 * 40)  # a copy, a flag, an event
+    rig.copier.step_launched(1)
+    rig.load(1, np.arange(12), np.arange(12), after_step=1)
+    for ticket in range(2, 32):
+        rig.load(ticket, np.arange(8) + 12, np.arange(8) + 12)
+    until(lambda: len(rig.writes) == 40)
+    rig.settle()
+    rig.release(rig.compute)
+    until(lambda: rig.copier.step_done(1))
+    large = rig.copier.gate(1)
+    rig.release(rig.lane_in)
+    rig.drain(*range(1, 32))
+    # One was submitted before the step was over.
+    assert rig.writes.index((large.place, large.base + 1)) == 40 + 1 + 12
+
+
 def test_a_load_waits_for_the_last_reader(make_rig: MakeRig) -> None:
     rig = make_rig()
     before = rig.device[5].copy()
@@ -315,6 +357,18 @@ def test_steps(make_rig: MakeRig) -> None:
         rig.copier.step_launched(number)
         until(lambda number=number: rig.copier.step_done(number))
     assert rig.fake.num_events() < 6
+
+
+def test_an_event_that_is_recorded_too_early_would_be_noticed(make_rig: MakeRig) -> None:
+    """Negative control of what every test here ends with: copies are said to have landed, so their
+    events are used again."""
+    rig = make_rig(num_layers=8)
+    rig.fake.blind(rig.lane_in)
+    rig.hold(rig.lane_in)
+    rig.load(1, ASCENDING, ASCENDING)
+    assert rig.drain(1)[1].ok and rig.fake.recorded_early() > 0
+    rig.release(rig.lane_in)
+    until(lambda: rig.fake.run(rig.lane_in) == rig.fake.added(rig.lane_in))
 
 
 def test_our_own_mistakes(make_rig: MakeRig) -> None:

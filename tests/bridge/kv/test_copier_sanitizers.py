@@ -36,13 +36,24 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(folder: Path, fake: Path, copier: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Objects of all sources but copier.cpp."""
+    folder = tmp_path_factory.mktemp("others")
+    sources = [STRESS, *(path for path in SOURCES.glob("*.cpp") if path.name != "copier.cpp")]
+    objects = [str(folder / f"{path.stem}.o") for path in sources]
+    for path, made in zip(sources, objects):
+        build(*PORTABLE, "-c", str(path), f"-I{SOURCES}", "-o", made)
+    return objects
+
+
+def run(
+    folder: Path, fake: Path, others: list[str], copier: str
+) -> subprocess.CompletedProcess[str]:
     """The stress program with this source of the copier."""
     source, program = folder / "copier.cpp", folder / "stress"
     source.write_text(copier)
-    others = [str(path) for path in SOURCES.glob("*.cpp") if path.name != source.name]
-    sources = (str(STRESS), str(source), *others)
-    build(*PORTABLE, *sources, f"-I{SOURCES}", "-ldl", "-o", str(program))
+    build(*PORTABLE, str(source), *others, f"-I{SOURCES}", "-ldl", "-o", str(program))
     done = subprocess.run(
         [str(program), str(fake), ROUNDS], capture_output=True, text=True, timeout=300
     )
@@ -51,16 +62,16 @@ def run(folder: Path, fake: Path, copier: str) -> subprocess.CompletedProcess[st
     return done
 
 
-def test_the_copy_thread(tmp_path: Path, fake: Path) -> None:
-    done = run(tmp_path, fake, (SOURCES / "copier.cpp").read_text())
+def test_the_copy_thread(tmp_path: Path, fake: Path, others: list[str]) -> None:
+    done = run(tmp_path, fake, others, (SOURCES / "copier.cpp").read_text())
     assert (done.returncode, done.stdout) == (0, f"{ROUNDS} over, 0 wrong\n"), done.stderr
     assert done.stderr == ""
 
 
-def test_the_thread_sanitizer_would_tell(tmp_path: Path, fake: Path) -> None:
+def test_the_thread_sanitizer_would_tell(tmp_path: Path, fake: Path, others: list[str]) -> None:
     """The thread counts what has landed without the lock: that is found out."""
     source = (SOURCES / "copier.cpp").read_text()
     land = re.search(r"^bool Copier::land\(.*?^}", source, re.MULTILINE | re.DOTALL)
     assert land is not None and "    Held held(mutex_);\n" in land[0]
     changed = source.replace(land[0], land[0].replace("    Held held(mutex_);\n", ""))
-    assert "data race" in run(tmp_path, fake, changed).stderr
+    assert "data race" in run(tmp_path, fake, others, changed).stderr

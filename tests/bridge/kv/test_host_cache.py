@@ -150,6 +150,46 @@ def test_lru_gives_up_the_oldest_leaf() -> None:
     assert (use(cache, (0, 0)), use(cache, (2,)), use(cache, (1,))) == (1, 1, 1)
 
 
+def held(cache: HostCache, *paths: Path) -> list[bool]:
+    return [cache.holds(source_of(path)) for path in paths]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_the_device_has_as_well_goes_first(policy: str) -> None:
+    """The newest load before others, its tail before its head; never before what follows it."""
+    cache = HostCache(6, policy=policy)
+    put(cache, (0,), (0, 0), (1,), (1, 0), (2,), (2, 0))
+    for path in ((0, 0), (1, 0), (2, 0)):
+        use(cache, path)
+    for token in (1, 2):
+        cache.loaded([source_of((token,)), source_of((token, 0))])
+    put(cache, (3,))
+    assert held(cache, (2,), (2, 0)) == [True, False]
+    put(cache, (4,))
+    assert held(cache, (2,), (2, 0)) == [False, False]
+    cache.left(source_of((1, 0)), key_of((1, 0)))
+    put(cache, (5,))
+    assert held(cache, (1,)) == [True], "(1, 0) followed it"
+    assert policy != "lru" or held(cache, (0,), (0, 0), (1, 0)) == [True, False, True]
+    assert cache.evictions == 3
+    cache.check_integrity()
+
+
+def test_what_is_read_or_followed_by_a_newcomer_is_not_given_up_for_it() -> None:
+    cache = HostCache(3)
+    put(cache, (0,), (1,), (2,))
+    hit = find(cache, (2,))
+    cache.loaded([source_of((0,)), source_of((1,)), source_of((2,))])
+    put(cache, (1, 0))
+    assert held(cache, (0,), (1,), (2,)) == [False, True, True]
+    cache.unpin(hit.slots)
+    cache.loaded([source_of((2,))])
+    cache.clear()
+    put(cache, (2,), (3,), (4,))
+    put(cache, (5,))
+    assert held(cache, (2,)) == [False], "the oldest: what was loaded before counts no more"
+
+
 def test_slru_keeps_what_two_requests_used() -> None:
     def hits_of_the_first(policy: str) -> int:
         cache = HostCache(10, policy=policy)
@@ -381,10 +421,15 @@ class Slots(RuleBasedStateMachine):
         self.cache.note_use(Counter(key_of(path, salt) for salt, path in names))
 
     @rule(name=st.sampled_from(PATHS))
-    def lost(self, name: tuple[str, Path]) -> None:
+    def load(self, name: tuple[str, Path]) -> None:
+        salt, path = name
+        self.cache.loaded([source_of(path[: n + 1], salt) for n in range(len(path))])
+
+    @rule(name=st.sampled_from(PATHS))
+    def left(self, name: tuple[str, Path]) -> None:
         salt, path = name
         before = self.held()
-        self.cache.lost(key_of(path, salt))
+        self.cache.left(source_of(path, salt), key_of(path, salt))
         here = source_of(path, salt) in before
         gone = {source for source in before if not here and is_behind(before, source, name)}
         assert before - self.held() == gone

@@ -82,10 +82,15 @@ def test_there_and_back() -> None:
     assert hit.keys == tuple(key_of((0, 1, 0)[:n]) for n in (1, 2, 3))
     ticket = tier.load(hit, [7, 5, 6], 0, 0.0)
     assert tier.seconds_left([ticket, 99]) == 3 * BLOCK_BYTES / RATE
+    assert tier.seconds_ahead([ticket, 99]) == 0.0 == tier.seconds_ahead([])
+    other = tier.load(find(tier, (0, 1)), [3, 4], 0, 0.0)
+    assert tier.seconds_ahead([other]) == pytest.approx(3 * BLOCK_BYTES / RATE)
+    assert tier.seconds_ahead([ticket, other]) == 0.0, "both are its own"
+    tier.abort(other)
     assert tier.poll().loaded == []
     drain(copier)
     assert tier.poll().loaded == [ticket]
-    assert tier.seconds_left([ticket]) == 0.0
+    assert tier.seconds_left([ticket]) == 0.0 == tier.seconds_ahead([ticket])
     for block, key in zip((7, 5, 6), hit.keys):
         assert (copier.device[block] == kv_of(key)).all()
     assert copier.idle and tier.poll() == tier.poll()
@@ -479,8 +484,7 @@ class Traffic(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(sorted(self.cached)))
         path = self.cached.pop(block)
         self.free[block] = self.copier.last_launched
-        if not self.tier.holds(source_of(path)):
-            self.tier.lost(key_of(path))
+        self.tier.left(source_of(path), key_of(path))
 
     @rule(path=st.sampled_from(PATHS), keep=st.integers(0, 3))
     def load(self, path: Path, keep: int) -> None:

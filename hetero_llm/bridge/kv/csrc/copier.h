@@ -50,6 +50,7 @@ struct Totals {
     int64_t loads, failed_loads, aborted_loads;  // that are over; each in one of these
     int64_t stores, failed_stores;
     int64_t busy_in_ns, busy_out_ns;  // while anything was submitted and had not landed
+    int64_t loading_ns;               // while any load was begun and not over
     int64_t cpu_ns;                   // of the thread
     int64_t errors;                   // calls of the driver that failed
     int64_t broken;                   // nothing works any more
@@ -81,7 +82,8 @@ void hetero_copier_abort(void* copier, int64_t ticket);
 void hetero_copier_step_launched(void* copier, int64_t number, void* stream);
 int64_t hetero_copier_step_done(void* copier, int64_t number);
 
-// Bytes that have to land before this load has, its own included; 0 if it is over.
+// Bytes that have to land before this load has, its own included, if nothing new begins; without
+// the turns of loads that were overtaken for too long. 0 if it is over.
 int64_t hetero_copier_ahead(void* copier, int64_t ticket);
 
 // What is over and was not told yet, at most `room` of it; returns how many.

@@ -33,6 +33,7 @@ struct Ticket {
     size_t pair = 0;       // first of its pairs that is not submitted
     int64_t parts = 0, bytes = 0;  // submitted, not landed
     int64_t groups = 0;    // begun, not landed
+    int64_t passed = 0;    // bytes of later loads that went while this one could have, since it went
     bool submitted = false;  // no more will be
     bool failed = false, aborted = false;
 };
@@ -126,7 +127,16 @@ class Copier {
     bool has_landed(Lane& lane, size_t index, bool& known);
     void arrive(Lane& lane, const Part& part, int64_t now);
     void sweep();
+    // What is submitted at once: so many layers of so many pairs.
+    struct Piece {
+        int64_t layers;
+        size_t count;
+        int64_t bytes;
+    };
+    Piece next_piece(const Ticket& ticket) const;
+    bool is_ahead(const Ticket& ticket) const;
     Ticket* next_load();
+    void note_overtaken(const Ticket& by, int64_t bytes);
     bool submit_load();
     bool submit_store();
     Result copy_in(const Ticket& ticket, size_t count, int64_t layers);
@@ -161,6 +171,7 @@ class Copier {
     std::vector<Over> done_;
     std::vector<Progress> progress_;
     Totals totals_{};
+    int64_t loading_since_ns_ = 0;
     double rate_bytes_ = 0, rate_ns_ = 0;
     char trouble_[160] = "";
 
