@@ -69,6 +69,7 @@ class Machine:
     loads: list[tuple[int, int]] = field(default_factory=list)
     computed: list[tuple[int, int]] = field(default_factory=list)
     _landing: int | None = None  # when the operation at the front of the stream will be over
+    _num_over: int = 0
 
     def run_to(self, end: int, stop: Callable[[], bool] = lambda: False) -> None:
         """Lets time pass until then, or until something is so when a copy has landed."""
@@ -125,11 +126,17 @@ class Machine:
         """Until the copy thread has done whatever there is to do at this moment."""
         reads = self.library.waiting.fake_clock_reads()
         until(lambda: not self._is_open() or self.library.waiting.fake_clock_reads() > reads + 60)
-        for ticket in [ticket for ticket in self.open if not self._left(ticket)]:
-            self.loads.append((self.open.pop(ticket), self.now))
+        over = [ticket for ticket in self.open if not self._left(ticket)]
+        self._num_over += len(over)
+        until(lambda: self._told_over() == self._num_over)
+        self.loads += [(self.open.pop(ticket), self.now) for ticket in over]
 
     def _is_open(self) -> bool:
         return any(self._left(ticket) for ticket in self.open)
+
+    def _told_over(self) -> float:
+        told = self.copier.metrics()
+        return sum(told[f"kv_offload_{kind}loads"] for kind in ("", "failed_", "aborted_"))
 
     def _left(self, ticket: int) -> int:
         return int(self.library.quick.hetero_copier_ahead(self.copier._handle, ticket))

@@ -47,13 +47,15 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return objects
 
 
-def run(
-    folder: Path, fake: Path, others: list[str], copier: str
-) -> subprocess.CompletedProcess[str]:
+def link(folder: Path, others: list[str], copier: str) -> Path:
     """The stress program with this source of the copier."""
     source, program = folder / "copier.cpp", folder / "stress"
     source.write_text(copier)
     build(*PORTABLE, str(source), *others, f"-I{SOURCES}", "-ldl", "-o", str(program))
+    return program
+
+
+def run(program: Path, fake: Path) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [str(program), str(fake), ROUNDS], capture_output=True, text=True, timeout=300
     )
@@ -63,15 +65,16 @@ def run(
 
 
 def test_the_copy_thread(tmp_path: Path, fake: Path, others: list[str]) -> None:
-    done = run(tmp_path, fake, others, (SOURCES / "copier.cpp").read_text())
+    done = run(link(tmp_path, others, (SOURCES / "copier.cpp").read_text()), fake)
     assert (done.returncode, done.stdout) == (0, f"{ROUNDS} over, 0 wrong\n"), done.stderr
     assert done.stderr == ""
 
 
 def test_the_thread_sanitizer_would_tell(tmp_path: Path, fake: Path, others: list[str]) -> None:
-    """The thread counts what has landed without the lock: that is found out."""
+    """The thread counts what has landed without the lock: that is found out, if not at once."""
     source = (SOURCES / "copier.cpp").read_text()
     land = re.search(r"^bool Copier::land\(.*?^}", source, re.MULTILINE | re.DOTALL)
     assert land is not None and "    Held held(mutex_);\n" in land[0]
     changed = source.replace(land[0], land[0].replace("    Held held(mutex_);\n", ""))
-    assert "data race" in run(tmp_path, fake, others, changed).stderr
+    program = link(tmp_path, others, changed)
+    assert any("data race" in run(program, fake).stderr for _ in range(6))
