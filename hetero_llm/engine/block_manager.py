@@ -104,6 +104,7 @@ class BlockManager:
         self._all_refs = np.frombuffer(self._refs, np.int32)  # the same memory
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._tables: dict[int, _Table] = {}
+        self._last_found: tuple[list[int], NDArray[np.int64]] = [], np.zeros(0, np.int64)
         self.room: dict[int, int] = {}
         self._changes = TableChanges()
         self.hits = HitCounter()
@@ -111,7 +112,7 @@ class BlockManager:
         if tier is not None:
             assert prefix_cache is not None, "host memory holds what the prefix cache knows"
             limits = limits or OffloadLimits(num_blocks)
-            self._moves = BlockMoves(tier, prefix_cache, limits)
+            self._moves = BlockMoves(tier, prefix_cache, limits, num_blocks)
         self._steps = 0  # made so far
         self._freed_at = np.zeros(num_blocks, np.int64)  # last step that may touch a free block
         self._copied: set[int] = set()  # by the copies of the step that is being made
@@ -153,26 +154,29 @@ class BlockManager:
         if self._prefix is None or not reuse:
             return 0
         size = self.block_size
-        blocks, entry.keys = self._prefix.find(root, token_ids, size, packed)
+        blocks, keys = self._prefix.find(root, token_ids, size, packed)
+        if self._last_found[0] is not blocks:
+            self._last_found = blocks, np.array(blocks, np.int64)
+        index, entry.keys = self._last_found[1], keys.copy()
         if (
             self._moves is not None
-            and len(blocks) * size == len(token_ids)
-            and self._moves.tickets_of(blocks[-1:])
+            and len(index) * size == len(token_ids)
+            and self._moves.tickets_of(index[-1:])
         ):  # what is still to come cannot be copied yet
-            del blocks[-1:], entry.keys[-1:]
-        index = np.array(blocks, np.int64)
+            index = index[:-1]
+            entry.keys.pop()
         refs = self._all_refs[index]
         for block in index[refs == 0].tolist():
             self._free.pop(block, None)  # it may be moving
             if self._moves is not None:
                 self._moves.taken(block)
         self._all_refs[index] = refs + 1
-        self._append(table, entry, blocks)
-        entry.found = len(blocks)
+        self._append(table, entry, blocks[: len(index)])
+        entry.found = len(index)
         if self._moves is not None:
-            self._join(entry, self._moves.tickets_of(blocks))
-        if len(blocks) * size < len(token_ids):
-            return len(blocks) * size
+            self._join(entry, self._moves.tickets_of(index))
+        if len(index) * size < len(token_ids):
+            return len(index) * size
         entry.keys.pop()  # of the block that will be a private copy
         entry.maybe_shared = True
         self.room[table] = 0

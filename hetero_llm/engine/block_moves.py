@@ -12,6 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hetero_llm.core.host_tier import HostHit, HostTier, Victim
 from hetero_llm.engine.prefix_cache import PrefixCache
 
@@ -49,11 +52,13 @@ class MovesOver:
 class BlockMoves:
     """Loads, stores, and which free blocks are still to be stored."""
 
-    def __init__(self, tier: HostTier, prefix: PrefixCache, limits: OffloadLimits) -> None:
+    def __init__(
+        self, tier: HostTier, prefix: PrefixCache, limits: OffloadLimits, num_blocks: int
+    ) -> None:
         self.tier = tier
         self._prefix = prefix
         self._limits = limits
-        self._loading: dict[int, int] = {}  # block to ticket
+        self._load_of = np.zeros(num_blocks, np.int64)  # ticket that fills a block, or 0
         self._loads: dict[int, list[int]] = {}
         self._readers: dict[int, int] = {}  # ticket to tables that wait for it
         self._storing: dict[int, int] = {}
@@ -66,15 +71,15 @@ class BlockMoves:
     # -- blocks -----------------------------------------------------------------------------
 
     def is_moving(self, block: int) -> bool:
-        return block in self._loading or block in self._storing
+        return block in self._storing or bool(self._load_of[block])
 
     @property
     def moving(self) -> set[int]:
-        return {*self._loading, *self._storing}
+        return {*np.flatnonzero(self._load_of).tolist(), *self._storing}
 
     @property
     def any_moving(self) -> bool:
-        return bool(self._loading or self._storing)
+        return bool(self._loads or self._stores)
 
     def taken(self, block: int) -> None:
         """A free block has readers again."""
@@ -145,17 +150,16 @@ class BlockMoves:
         them waits for the ticket, which is returned, as the one who asked does."""
         ticket = self.tier.load(hit, blocks, after_step, compute)
         self._loads[ticket] = blocks
-        self._loading.update(dict.fromkeys(blocks, ticket))
+        self._load_of[blocks] = ticket
         self._readers[ticket] = 0
         self._prefix.adopt(hit.sources, hit.keys, blocks)
         return ticket
 
-    def tickets_of(self, blocks: Iterable[int]) -> set[int]:
+    def tickets_of(self, blocks: NDArray[np.int64]) -> set[int]:
         """Loads under way that fill one of these blocks."""
-        if not self._loading:
+        if not self._loads:
             return set()
-        found = set(map(self._loading.get, blocks))
-        return {ticket for ticket in found if ticket is not None}
+        return set(np.unique(self._load_of[blocks]).tolist()) - {0}
 
     def under_way(self, tickets: Iterable[int]) -> set[int]:
         return {ticket for ticket in tickets if ticket in self._loads}
@@ -184,8 +188,7 @@ class BlockMoves:
         for ticket in (*events.loaded, *events.failed):
             blocks = self._loads.pop(ticket)
             del self._readers[ticket]
-            for block in blocks:
-                del self._loading[block]
+            self._load_of[blocks] = 0
             if ticket in result.failed:
                 result.void += blocks
             result.back += blocks
@@ -257,9 +260,10 @@ class BlockMoves:
         """Asserts that every moving block belongs to one ticket."""
         by_load = sorted(block for blocks in self._loads.values() for block in blocks)
         by_store = sorted(block for blocks in self._stores.values() for block in blocks)
-        assert by_load == sorted(self._loading), "a loading block was lost or doubled"
+        loading = np.flatnonzero(self._load_of).tolist()
+        assert by_load == loading, "a loading block was lost or doubled"
         assert by_store == sorted(self._storing), "a storing block was lost or doubled"
-        assert not self._loading.keys() & self._storing.keys(), "a block moves both ways"
+        assert not set(loading) & self._storing.keys(), "a block moves both ways"
         assert self._readers.keys() == self._loads.keys()
         free = set(free)
         assert not free & self.moving, "a moving block is free"

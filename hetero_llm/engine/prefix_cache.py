@@ -93,6 +93,10 @@ class PrefixCache:
 
         Args:
             packed: `token_bytes` of the first tokens, as many as are at hand: what is compared.
+
+        Returns:
+            The blocks found and their keys, neither to be changed: who begins like the sequence
+            before and goes on otherwise gets the same lists.
         """
         last, width = self._last, 4 * block_size
         known = 0
@@ -104,11 +108,18 @@ class PrefixCache:
             token_ids, block_size, known, len(token_ids) // block_size, packed
         )
         more, more_keys = self.match(keys[-1] if keys else root, contents)
+        if last is not None and not more and known == len(last.blocks):
+            return last.blocks, last.keys
         blocks += more
         keys += more_keys
         kept = min(len(blocks), len(packed) // width)
+        whole = kept == len(blocks)
         self._last = _LastFound(
-            root, packed[: kept * width], blocks[:kept], keys[:kept], self._evictions
+            root,
+            packed[: kept * width],
+            blocks if whole else blocks[:kept],
+            keys if whole else keys[:kept],
+            self._evictions,
         )
         return blocks, keys
 

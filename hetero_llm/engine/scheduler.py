@@ -302,14 +302,14 @@ class Scheduler:
     def settle(self) -> None:
         """Upkeep that no step waits for: to be called while the device works."""
         self._publisher.publish()
-        if self.loads is not None:
-            self.loads.begin_put_off(self._give_up)
+        begun = 0 if self.loads is None else self.loads.begin_put_off(self._give_up)
         if self._in_flight:
             grow_ahead(self._in_flight[-1], self._blocks)
         if self._drafter is not None:
             self._drafter.settle()
         rows = self._in_flight[0].prompt_tokens if self._in_flight else 0
-        self._blocks.offload(max(FEW_BLOCKS, rows // ROWS_PER_BLOCK))
+        few = FEW_BLOCKS // 4 if begun else FEW_BLOCKS  # beginning took most of the time there is
+        self._blocks.offload(max(few, rows // ROWS_PER_BLOCK))
 
     def tend(self) -> bool:
         """Upkeep of host memory while nothing runs: whether there is more to come."""

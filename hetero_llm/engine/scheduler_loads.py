@@ -22,8 +22,9 @@ from hetero_llm.engine.block_manager import BlockManager
 
 _SOON = 1e-3
 """Seconds to wait for others on the link: to be launched takes a step as long."""
-_ALONE = 1.5
-"""With nobody else to wait for it a sequence joins a little earlier: the prediction may be low."""
+_ALONE, _LAUNCH = 1.5, 2e-3
+"""With nobody else to wait for it a sequence joins a little earlier: the prediction may be low, and
+beside a busy thread a launch takes so many seconds."""
 _NEWEST = 0.25
 """Weight of the newest step in the mean of those with about as many rows."""
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 1e-3
@@ -150,16 +151,19 @@ class Loads:
             self._loading[sequence] = loading
         return loading
 
-    def begin_put_off(self, give_up: Callable[[Sequence], None]) -> None:
-        """Starts the loads that `begin` has put off: to be called while the device works.
+    def begin_put_off(self, give_up: Callable[[Sequence], None]) -> int:
+        """Starts the loads that `begin` has put off: to be called while the device works. Returns
+        how many there were.
 
         Args:
             give_up: lets a sequence wait again, for which there is no room now.
         """
-        for loading in [loading for loading in self._loading.values() if loading.put_off]:
+        put_off = [loading for loading in self._loading.values() if loading.put_off]
+        for loading in put_off:
             loading.put_off = False
             if not self._load(loading, loading.sequence.slot):
                 give_up(loading.sequence)
+        return len(put_off)
 
     def _load(self, loading: Loading, slot: int) -> bool:
         """Whether there is room for what would be loaded; then it is being loaded."""
@@ -218,7 +222,9 @@ class Loads:
             return left <= 0.0
         lead = self._times.predict(0, self._last_rows) if self._flying else 0.0
         ahead = self._blocks.seconds_ahead(slot)
-        hidden = self._hidden(rows, context) * (_ALONE if alone else 1.0)
+        hidden = self._hidden(rows, context)
+        if alone:
+            hidden = hidden * _ALONE + _LAUNCH
         return ahead <= lead + _SOON and left <= lead + hidden
 
     def _hidden(self, rows: int, context: int) -> float:
@@ -324,5 +330,5 @@ class Loads:
         left = self._blocks.seconds_left(sequence.slot)
         if self.wait_whole:
             return left
-        hidden = self._hidden(len(sequence.token_ids) - cached, cached) * _ALONE
+        hidden = self._hidden(len(sequence.token_ids) - cached, cached) * _ALONE + _LAUNCH
         return max(left - hidden, self._blocks.seconds_ahead(sequence.slot) - _SOON)

@@ -122,6 +122,6 @@ def test_a_nap_lasts_until_somebody_may_join() -> None:
     loads = make(link, {0: 8, 1: 8}, {0: {1}, 1: {2}})
     loads.nap()
     assert naps == [pytest.approx(0.001)], "a millisecond at most"
-    link.seconds[1] = 0.0092
+    link.seconds[1] = 0.0112
     loads.nap()
-    assert naps[1] == pytest.approx(0.0092 - 0.75 * 0.008 * 1.5)
+    assert naps[1] == pytest.approx(0.0112 - 0.75 * 0.008 * 1.5 - 0.002)
