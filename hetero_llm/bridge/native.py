@@ -1,4 +1,4 @@
-"""The compiled rings, built at first use: `csrc/ring.h` tells what each function does."""
+"""The compiled rings, built at first use: the headers in `csrc` tell what each function does."""
 
 from __future__ import annotations
 
@@ -36,12 +36,6 @@ COUNTERS = (
 )
 
 
-class Popped(ctypes.Structure):
-    """What `hetero_ring_pop` tells."""
-
-    _fields_ = [("status", _INT), ("records", _INT), ("words", _INT)]
-
-
 class Counters(ctypes.Structure):
     """What `hetero_ring_counters` tells."""
 
@@ -58,16 +52,26 @@ def recipe(*, sanitize: bool = False) -> Recipe:
     )
 
 
-_FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
+# None: called with `c_void_p`, bytes and numbers of 31 bits, whose conversion by declared types
+# would take longer than the function.
+_FUNCTIONS: tuple[tuple[str, Any, list[Any] | None], ...] = (
     ("hetero_ring_bytes", _INT, [_INT]),
     ("hetero_ring_format", None, [_POINTER, _INT, ctypes.c_uint64, _UINT]),
     ("hetero_ring_refusal", _INT, [_POINTER, _INT, _INT, ctypes.c_uint64]),
     ("hetero_ring_open", _POINTER, [_POINTER, _INT]),
     ("hetero_ring_close", None, [_POINTER]),
     ("hetero_ring_push", _INT, [_POINTER] * 3 + [_INT] * 2),
-    ("hetero_ring_buffers", None, [_POINTER] * 3 + [_INT] * 2 + [_POINTER]),
-    ("hetero_ring_pop", None, [_POINTER] + [_INT] * 2),
+    ("hetero_ring_buffers", None, [_POINTER] * 3 + [_INT] * 2),
+    ("hetero_ring_pop", _INT, None),
+    ("hetero_ring_wait", _INT, [_POINTER] + [_INT] * 2),
     ("hetero_ring_counters", None, [_POINTER, _POINTER]),
+    ("hetero_outbox_make", _POINTER, []),
+    ("hetero_outbox_free", None, [_POINTER]),
+    ("hetero_outbox_push", _INT, None),
+    ("hetero_outbox_drop", None, [_POINTER, _INT]),
+    ("hetero_outbox_words", _INT, [_POINTER]),
+    ("hetero_outbox_copy", None, [_POINTER] * 3),
+    ("hetero_outbox_push", _INT, [_POINTER] * 2),
     ("hetero_crc32c", _UINT, [_POINTER, _INT, _UINT, _INT]),
 )
 

@@ -20,15 +20,20 @@ record says makes sense is for its reader to find out.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import struct
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-PROTOCOL = 3
+from hetero_llm.bridge import native
+
+PROTOCOL = 4
 """Version of the records; `Hello` tells the worker's."""
 
 MAX_WORDS = 6649
@@ -59,11 +64,10 @@ SLOT, GENERATION, BASE_LENGTH, WORDS = 1, 2, 3, 4
 OPENING = np.dtype([("seed", "<u8"), ("sample_index", "<u4"), ("temperature", "<f4")])
 """What an OPEN record tells beside its header."""
 
-_HELLO = np.dtype([("vocab_size", "<u4"), ("max_context", "<u4"), ("max_slots", "<u4")])
-_HEADER_BYTES = HEADER.itemsize
-_pack_header = struct.Struct("<7I").pack_into
+_HELLO = np.dtype([("vocab_size", "<u4")])
+_pack_run = struct.Struct("<9I").pack  # csrc/outbox.h
+_pack_columns = struct.Struct("<4I").pack
 _GRAFT_WORDS = GRAFTED.itemsize // 4
-_FIRST_RECORDS, _FIRST_WORDS = 256, 1 << 14
 
 
 class Kind(enum.IntEnum):
@@ -81,6 +85,9 @@ class Kind(enum.IntEnum):
     REFUSED = 20
 
 
+_COMMIT, _NODES = Kind.COMMIT, Kind.NODES  # looking a member up takes longer than putting it in
+
+
 class Refusal(enum.IntEnum):
     """Why a worker drafts nothing for a request."""
 
@@ -90,36 +97,39 @@ class Refusal(enum.IntEnum):
     BAD_TOKEN = 4  # a token id that the draft model does not have
 
 
-@dataclass(slots=True, eq=False)  # a frozen one takes three times as long to make
 class Records:
     """Records, oldest first. Nobody changes them.
 
     Attributes:
         headers: [n] `HEADER`.
         words: [sum of headers["words"]] int32, the bodies one after the other.
+        header_words: [n * HEADER_WORDS] int32, the headers for compiled functions.
+        kind: of all of them, if there are any; None: of several, or nobody knows.
     """
 
-    headers: np.ndarray
-    words: np.ndarray
+    __slots__ = ("header_words", "headers", "kind", "words")
+
+    def __init__(self, headers: np.ndarray, words: np.ndarray, kind: int | None = None) -> None:
+        self.headers, self.words, self.kind = headers, words, kind
+        self.header_words = headers.view(np.int32)
 
     def __len__(self) -> int:
         return len(self.headers)
 
-    def runs(self) -> Iterator[tuple[int, Records]]:
+    def runs(self) -> Iterable[tuple[int, Records]]:
         """The longest stretches of one kind, in order: a kind (maybe an unknown one) and them."""
+        if self.kind is not None:  # as nearly always, and ten times as fast
+            return ((self.kind, self),)
+        return self._split()
+
+    def _split(self) -> Iterator[tuple[int, Records]]:
         kinds = self.headers["kind"]
-        listed = kinds.tolist()
-        if not listed:
-            return
-        if listed.count(listed[0]) == len(listed):  # as nearly always, and ten times as fast
-            yield listed[0], self
-            return
         edges = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1
         ends = np.concatenate([[0], np.cumsum(self.headers["words"], dtype=np.int64)])
-        bounds = [0, *edges, len(kinds)]
-        for first, last in zip(bounds[:-1], bounds[1:], strict=True):
-            words = self.words[ends[first] : ends[last]]
-            yield int(kinds[first]), Records(self.headers[first:last], words)
+        bounds = [0, *edges, len(kinds)] if len(kinds) else []
+        for first, last in pairwise(bounds):
+            kind, words = int(kinds[first]), self.words[ends[first] : ends[last]]
+            yield kind, Records(self.headers[first:last], words, kind)
 
     def only(self, wanted: np.ndarray) -> Records:
         """Those records where `wanted`, [n] bool, is true."""
@@ -128,14 +138,14 @@ class Records:
 
     def copy(self) -> Records:
         """The same in memory of its own."""
-        return Records(self.headers.copy(), self.words.copy())
+        return Records(self.headers.copy(), self.words.copy(), self.kind)
 
 
 class Stamps(NamedTuple):
     """Which text of which requests records are about.
 
     Attributes:
-        slots, generations, base_lengths: [n] integers.
+        slots, generations, base_lengths: [n] int32 or int64.
     """
 
     slots: np.ndarray
@@ -165,16 +175,9 @@ class OpenRequest:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a worker says first.
-
-    Attributes:
-        max_context: most tokens of a request.
-        max_slots: requests at a time.
-    """
+    """What a worker says first."""
 
     vocab_size: int
-    max_context: int
-    max_slots: int
     protocol: int = PROTOCOL
 
 
@@ -182,49 +185,54 @@ class Outbox:
     """Records on their way into a ring, oldest first; what the ring has no room for stays.
 
     It grows without bound: who fills it looks at `len` and stops.
+
+    Raises:
+        RingError: there is no compiled library.
     """
 
     def __init__(self) -> None:
-        self._headers = np.zeros(_FIRST_RECORDS, HEADER)
-        self._words = np.zeros(_FIRST_WORDS, np.int32)
-        # What waits lies between these: records sent leave room at the front.
-        self._first = self._end = 0
-        self._first_word = self._end_word = 0
-        self._locate()
+        self._library = native.load().quick
+        self._push = self._library.hetero_outbox_push
+        self._handle = ctypes.c_void_p(self._library.hetero_outbox_make())
+        weakref.finalize(self, self._library.hetero_outbox_free, self._handle)
+        self._count = 0
+        # Runs that the compiled outbox does not have yet: it is called once for all of them.
+        self._fresh: list[bytes] = []
 
     def __len__(self) -> int:
-        return self._end - self._first
+        return self._count
 
     @property
     def num_words(self) -> int:
         """Words of all bodies."""
-        return self._end_word - self._first_word
-
-    def waiting(self) -> tuple[int, int, int, int]:
-        """What waits, as `hetero_ring_push` wants it, until something is put in: addresses of the
-        oldest header and body, how many records, and the words of all their bodies."""
-        return (
-            self._headers_at + self._first * _HEADER_BYTES,
-            self._words_at + self._first_word * 4,
-            self._end - self._first,
-            self._end_word - self._first_word,
-        )
+        self.push_into(None)
+        return int(self._library.hetero_outbox_words(self._handle))
 
     def records(self) -> Records:
         """A copy of what waits."""
-        return Records(
-            self._headers[self._first : self._end].copy(),
-            self._words[self._first_word : self._end_word].copy(),
-        )
+        headers, words = np.empty(self._count, HEADER), np.empty(self.num_words, np.int32)
+        self._library.hetero_outbox_copy(self._handle, headers.ctypes.data, words.ctypes.data)
+        return Records(headers, words)
 
     def clear(self) -> None:
-        self._first = self._end = self._first_word = self._end_word = 0
+        self.drop(self._count)
 
     def drop(self, count: int) -> None:
         """Forgets the oldest `count`."""
-        gone = self._headers["words"][self._first : self._first + count]
-        self._first += count
-        self._first_word += int(gone.sum(dtype=np.int64))
+        assert 0 <= count <= self._count
+        self.push_into(None)
+        self._library.hetero_outbox_drop(self._handle, count)
+        self._count -= count
+
+    def push_into(self, end: ctypes.c_void_p | None) -> int:
+        """Pushes what waits into a ring's end, as far as there is room; None: into none. For
+        `Producer.push`. Returns how many wait then."""
+        data = b"".join(self._fresh)
+        left: int = self._push(self._handle, end, data, len(data))
+        assert left >= 0, "bodies are as long as their counts say, at most MAX_WORDS"
+        self._fresh.clear()
+        self._count = left
+        return left
 
     def append(
         self,
@@ -238,15 +246,12 @@ class Outbox:
         value: int = 0,
     ) -> None:
         """One record. `body`: any array whose bytes are whole words."""
-        words = 0 if body is None else body.nbytes // 4
-        assert words <= MAX_WORDS, words
-        at, used = self._take(1, words)
-        _pack_header(
-            self._memory, at * _HEADER_BYTES,
-            kind, slot, generation, base_length, words, depth, value,
-        )  # fmt: skip
-        if body is not None:
-            self._words[used : used + words] = np.ascontiguousarray(body).reshape(-1).view(np.int32)
+        data = b"" if body is None else body.tobytes()
+        assert len(data) <= 4 * MAX_WORDS, len(data)
+        head = _pack_run(kind, depth, value, 1, 1, 4, 4, 4, 4)
+        columns = _pack_columns(slot, generation, base_length, len(data) // 4)
+        self._fresh += head, columns, data
+        self._count += 1
 
     def extend(
         self, kind: Kind, stamps: Stamps, counts: np.ndarray, body: np.ndarray, width: int = 1
@@ -254,59 +259,19 @@ class Outbox:
         """Several records of one kind.
 
         Args:
-            counts: [n] items of each body; together at most `MAX_WORDS` words.
-            body: [sum of counts * width] int32, the bodies one after the other.
-            width: words of an item.
+            counts: [n] int32 or int64, items of each body, each at most `MAX_WORDS` words.
+            body: items of `width` words, the bodies one after the other.
         """
-        slots, generations, base_lengths = stamps
-        count, total = len(slots), len(body)
-        at, used = self._take(count, total)
-        if count == 1:  # much faster than column by column
-            _pack_header(
-                self._memory, at * _HEADER_BYTES, kind, slots.item(0), generations.item(0),
-                base_lengths.item(0), total, 0, 0,
-            )  # fmt: skip
-        else:
-            rows = self._rows[at : at + count]
-            rows[:] = _BLANK[kind]
-            rows[:, SLOT] = slots
-            rows[:, GENERATION] = generations
-            rows[:, BASE_LENGTH] = base_lengths
-            rows[:, WORDS] = counts
-            if width > 1:
-                rows[:, WORDS] *= width
-        self._words[used : used + total] = body
-
-    def _take(self, records: int, words: int) -> tuple[int, int]:
-        """Makes room, counts it as used; where it begins."""
-        if self._end + records > len(self._headers) or self._end_word + words > len(self._words):
-            waiting, waiting_words = len(self), self.num_words
-            self._headers = _moved(self._headers[self._first : self._end], records)
-            self._words = _moved(self._words[self._first_word : self._end_word], words)
-            self._first = self._first_word = 0
-            self._end, self._end_word = waiting, waiting_words
-            self._locate()
-        start, used = self._end, self._end_word
-        self._end, self._end_word = start + records, used + words
-        return start, used
-
-    def _locate(self) -> None:
-        self._headers_at = self._headers.ctypes.data
-        self._words_at = self._words.ctypes.data
-        self._rows = self._headers.view(np.uint32).reshape(-1, HEADER_WORDS)
-        self._memory = self._rows.data
-
-
-_BLANK = {kind: np.array([kind, *[0] * (HEADER_WORDS - 1)], np.uint32) for kind in Kind}
-"""Headers about nothing."""
-
-
-def _moved(waiting: np.ndarray, more: int) -> np.ndarray:
-    """A copy with room for as many and `more` behind, twice over: moving stays rare."""
-    room = max(2 * (len(waiting) + more), _FIRST_RECORDS)
-    larger = np.zeros(room, waiting.dtype)
-    larger[: len(waiting)] = waiting
-    return larger
+        slots, generations, lengths = stamps
+        head = _pack_run(
+            kind, 0, 0, width, len(slots),
+            slots.itemsize, generations.itemsize, lengths.itemsize, counts.itemsize,
+        )  # fmt: skip
+        self._fresh += (
+            head, slots.tobytes(), generations.tobytes(), lengths.tobytes(), counts.tobytes(),
+            body.tobytes(),
+        )  # fmt: skip
+        self._count += len(slots)
 
 
 def put_open(outbox: Outbox, request: OpenRequest) -> None:
@@ -329,7 +294,7 @@ def put_commits(outbox: Outbox, stamps: Stamps, counts: np.ndarray, token_ids: n
         counts: [n] new tokens of each, at least 1.
         token_ids: [sum of counts] int32.
     """
-    outbox.extend(Kind.COMMIT, stamps, counts, token_ids)
+    outbox.extend(_COMMIT, stamps, counts, token_ids)
 
 
 def put_nodes(outbox: Outbox, stamps: Stamps, counts: np.ndarray, nodes: np.ndarray) -> None:
@@ -340,7 +305,7 @@ def put_nodes(outbox: Outbox, stamps: Stamps, counts: np.ndarray, nodes: np.ndar
         counts: [n] nodes of each, which may be none.
         nodes: [sum of counts, NODE_WORDS] int32, contiguous: id, parent, token and kind.
     """
-    outbox.extend(Kind.NODES, stamps, counts, nodes.reshape(-1), NODE_WORDS)
+    outbox.extend(_NODES, stamps, counts, nodes, NODE_WORDS)
 
 
 def put_grafts(outbox: Outbox, stamps: Stamps, counts: np.ndarray, nodes: np.ndarray) -> None:
@@ -349,7 +314,7 @@ def put_grafts(outbox: Outbox, stamps: Stamps, counts: np.ndarray, nodes: np.nda
     Args:
         counts: [n] nodes of each. nodes: [sum of counts] `GRAFTED`, contiguous.
     """
-    outbox.extend(Kind.GRAFT, stamps, counts, nodes.view(np.int32), _GRAFT_WORDS)
+    outbox.extend(Kind.GRAFT, stamps, counts, nodes, _GRAFT_WORDS)
 
 
 def put_close(outbox: Outbox, slot: int, generation: int) -> None:
@@ -364,8 +329,7 @@ def put_stop(outbox: Outbox) -> None:
 
 def put_hello(outbox: Outbox, hello: Hello) -> None:
     """What a worker says first."""
-    sizes = (hello.vocab_size, hello.max_context, hello.max_slots)
-    outbox.append(Kind.HELLO, np.array([sizes], _HELLO), value=hello.protocol)
+    outbox.append(Kind.HELLO, np.array([(hello.vocab_size,)], _HELLO), value=hello.protocol)
 
 
 def put_beat(outbox: Outbox, counter: int) -> None:
@@ -384,5 +348,4 @@ def read_hello(records: Records) -> Hello | None:
     if header["words"] * 4 != _HELLO.itemsize or header["value"] != PROTOCOL:
         return None
     told = records.words[-_HELLO.itemsize // 4 :].view(_HELLO)[0]
-    vocab_size, max_context, max_slots = told.tolist()
-    return Hello(vocab_size, max_context, max_slots, protocol=int(header["value"]))
+    return Hello(int(told["vocab_size"]), protocol=int(header["value"]))

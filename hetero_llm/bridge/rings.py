@@ -50,6 +50,14 @@ _REFUSALS = {
 }
 _INTERRUPTED = 5
 
+# What a pop tells (csrc/ring.h).
+_KIND_BIT, _RECORDS_BIT, _WORDS_BIT = 4, 12, 32
+_STATUS_MASK, _KIND_MASK, _RECORDS_MASK = 0xF, 0xFF, 0xFFFFF
+_MOST_WORDS = 2**31 - 1
+
+_MOST_SHAPES = 4096
+"""Views of its buffers that a consumer keeps."""
+
 
 class RingStatus(enum.IntEnum):
     """How a push or a pop went."""
@@ -66,6 +74,7 @@ class RingStatus(enum.IntEnum):
 
 
 _STATUSES = tuple(RingStatus)
+_OK, _FULL = RingStatus.OK, RingStatus.FULL  # looking a member up takes long
 
 
 class Popped(NamedTuple):
@@ -73,6 +82,11 @@ class Popped(NamedTuple):
 
     status: RingStatus
     records: Records
+
+
+_NO_RECORDS = Records(np.zeros(0, HEADER), np.zeros(0, np.int32))
+_NOTHING = {status.value: Popped(status, _NO_RECORDS) for status in RingStatus}
+"""By what a pop tells without any record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +166,7 @@ def create_ring(slots: int = DEFAULT_SLOTS, *, start: int = 0) -> Ring:
     fd = _allocate(size)
     stamp = secrets.randbits(64)
     try:
-        memory = mmap.mmap(fd, size)
+        memory = _mapped(fd, size)
     except OSError as error:
         os.close(fd)
         raise RingError(f"{size} bytes cannot be mapped: {error.strerror}") from error
@@ -171,7 +185,7 @@ def attach_ring(ticket: str) -> Ring:
         fd_text, slots_text, stamp_text = ticket.split(":")
         fd, slots, stamp = int(fd_text), int(slots_text), int(stamp_text, 16)
         size = os.fstat(fd).st_size
-        memory = mmap.mmap(fd, size)
+        memory = _mapped(fd, size)
     except (OSError, OverflowError, ValueError) as error:
         raise RingError(f"ticket {ticket!r} leads to no memory: {error}") from error
     refusal = library.hetero_ring_refusal(_address(memory), size, slots, stamp)
@@ -195,10 +209,11 @@ class _End:
         self._memory = ctypes.c_char.from_buffer(ring.memory)
         self._ring = ring
         base = ctypes.addressof(self._memory)
-        self._handle: int | None = self._library.quick.hetero_ring_open(base, self._role)
-        if self._handle is None:
+        handle = self._library.quick.hetero_ring_open(base, self._role)
+        if handle is None:
             del self._memory
             raise RingError("this end is open already, or the positions are damaged")
+        self._handle: ctypes.c_void_p | None = ctypes.c_void_p(handle)
 
     def counters(self) -> RingCounters:
         assert self._handle is not None, "closed"
@@ -225,22 +240,11 @@ class Producer(_End):
 
     _role = 0
 
-    def __init__(self, ring: Ring) -> None:
-        super().__init__(ring)
-        self._push = self._library.quick.hetero_ring_push
-
     def push(self, outbox: Outbox) -> RingStatus:
         """Pushes what waits, as far as there is room: OK or FULL. What was pushed leaves the
         outbox. Never waits. Takes microseconds, more if the consumer sleeps (it is woken)."""
         assert self._handle is not None, "closed"
-        waiting = outbox.waiting()
-        pushed = self._push(self._handle, *waiting)
-        if pushed == waiting[2]:
-            outbox.clear()
-            return _STATUSES[0]
-        assert pushed >= 0, "bodies are as long as their headers say, at most MAX_WORDS"
-        outbox.drop(pushed)
-        return RingStatus.FULL
+        return _FULL if outbox.push_into(self._handle) else _OK
 
 
 class Consumer(_End):
@@ -263,21 +267,21 @@ class Consumer(_End):
             max_records, max_words: most that one pop gives.
         """
         super().__init__(ring)
-        assert spin_us >= 0 and max_records > 0 and max_words >= MAX_WORDS
+        assert spin_us >= 0 and 0 < max_records <= _RECORDS_MASK
+        assert MAX_WORDS <= max_words <= _MOST_WORDS
         self._spin_ns = spin_us * 1000
         self._headers = np.zeros(max_records, HEADER)
         self._words = np.zeros(max_words, np.int32)
-        self._told = native.Popped()
+        self._popped = _NOTHING.copy()
         self._library.quick.hetero_ring_buffers(
             self._handle,
             self._headers.ctypes.data,
             self._words.ctypes.data,
             max_records,
             max_words,
-            ctypes.addressof(self._told),
         )
-        self._poll = self._library.quick.hetero_ring_pop
-        self._wait = self._library.waiting.hetero_ring_pop
+        self._pop = self._library.quick.hetero_ring_pop
+        self._wait = self._library.waiting.hetero_ring_wait
 
     def pop(self, timeout_us: int = 0) -> Popped:
         """Records that are there: OK, or CORRUPT with those that are sound. If nothing is there,
@@ -288,21 +292,29 @@ class Consumer(_End):
         """
         assert self._handle is not None, "closed"
         if timeout_us <= 0:
-            self._poll(self._handle, 0, 0)
+            told = self._pop(self._handle)
         else:
             deadline = time.monotonic_ns() + timeout_us * 1000
-            self._wait(self._handle, deadline, self._spin_ns)
-            while self._told.status == _INTERRUPTED:  # Python's handler has run by now
-                self._wait(self._handle, deadline, self._spin_ns)
-        told = self._told
-        count = told.records
-        if count == 0:
-            return Popped(_STATUSES[told.status], _NOTHING)
-        records = Records(self._headers[:count], self._words[: told.words])
-        return Popped(_STATUSES[told.status], records)
+            told = self._wait(self._handle, deadline, self._spin_ns)
+            while told == _INTERRUPTED:  # Python's handler has run by now
+                told = self._wait(self._handle, deadline, self._spin_ns)
+        return self._popped.get(told) or self._new_popped(told)
+
+    def _new_popped(self, told: int) -> Popped:
+        """Views of the buffers, kept: the same shapes come again and again."""
+        count, words = told >> _RECORDS_BIT & _RECORDS_MASK, told >> _WORDS_BIT
+        kind = told >> _KIND_BIT & _KIND_MASK
+        records = Records(self._headers[:count], self._words[:words], kind or None)
+        popped = Popped(_STATUSES[told & _STATUS_MASK], records)
+        if len(self._popped) >= _MOST_SHAPES:
+            self._popped = _NOTHING.copy()
+        self._popped[told] = popped
+        return popped
 
 
-_NOTHING = Records(np.zeros(0, HEADER), np.zeros(0, np.int32))
+def _mapped(fd: int, size: int) -> mmap.mmap:
+    """The memory, with its pages there: who first comes to one would wait for it."""
+    return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
 def _address(memory: mmap.mmap) -> int:

@@ -56,17 +56,17 @@ uint32_t pop_all(void* base, uint32_t records, int64_t spin_ns) {
     void* end = hetero_ring_open(base, kConsumer);
     std::vector<RecordHeader> headers(8);
     std::vector<uint32_t> words(kMaxWords);
-    Popped popped;
-    hetero_ring_buffers(end, headers.data(), words.data(), 8, kMaxWords, &popped);
+    hetero_ring_buffers(end, headers.data(), words.data(), 8, kMaxWords);
     uint32_t next = 0, wrong = 0;
     while (next < records) {
-        hetero_ring_pop(end, now_ns() + 60'000'000'000, spin_ns);
-        if (popped.status != kOk) {
-            fprintf(stderr, "status %d at record %u\n", (int)popped.status, next);
+        const int64_t told = hetero_ring_wait(end, now_ns() + 60'000'000'000, spin_ns);
+        const int64_t popped = told >> kRecordsBit & kMostRecords;
+        if (told % (1 << kKindBit) != kOk) {
+            fprintf(stderr, "told %llx at record %u\n", (long long)told, next);
             return wrong + 1;
         }
         const uint32_t* body = words.data();
-        for (int64_t i = 0; i < popped.records; ++i, ++next) {
+        for (int64_t i = 0; i < popped; ++i, ++next) {
             const uint32_t length = headers[i].words;
             wrong += headers[i].generation != next || length != length_of(next);
             for (uint32_t w = 0; w < length; ++w) wrong += *body++ != next + w;

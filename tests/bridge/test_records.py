@@ -139,15 +139,15 @@ def test_kinds_come_in_the_order_they_were_put() -> None:
 
 
 def test_hello() -> None:
-    told = Hello(32000, 2048, 128)
+    told = Hello(32000)
     outbox = Outbox()
-    put_hello(outbox, Hello(1, 2, 3))
+    put_hello(outbox, Hello(1))
     put_hello(outbox, told)
     records = through_a_ring(outbox)
     assert read_hello(records) == told and told.protocol == PROTOCOL
     outbox.append(Kind.HELLO, np.zeros(4, np.int32), value=PROTOCOL)
     assert read_hello(through_a_ring(outbox)) is None
-    put_hello(outbox, Hello(1, 2, 3, protocol=PROTOCOL + 1))
+    put_hello(outbox, Hello(1, protocol=PROTOCOL + 1))
     assert read_hello(through_a_ring(outbox)) is None
 
 
@@ -235,3 +235,65 @@ def test_an_outbox_is_a_queue_of_any_length(steps: list[tuple[int, int]]) -> Non
 def test_a_body_beyond_the_longest_is_our_own_bug() -> None:
     with pytest.raises(AssertionError):
         Outbox().append(Kind.COMMIT, np.zeros(MAX_WORDS + 1, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [([1, 2], 4), ([1, 2], 2), ([-1, 4], 3), ([MAX_WORDS + 1], MAX_WORDS + 1), ([2**31 - 1], 1)],
+)
+def test_bodies_that_are_not_as_their_counts_say_are_our_own_bug(
+    counts: list[int], words: int
+) -> None:
+    """They are found when they are pushed; what was pushed before is not touched."""
+    outbox = Outbox()
+    with both_ends(1024) as ends:
+        put_beat(outbox, 3)
+        assert len(outbox.records()) == 1
+        put_beat(outbox, 4)
+        put_commits(outbox, stamps(len(counts)), np.array(counts), np.zeros(words, np.int32))
+        with pytest.raises(AssertionError, match="as long as their counts say"):
+            ends.producer.push(outbox)
+        assert ends.consumer.pop().status == RingStatus.EMPTY
+        assert outbox._library.hetero_outbox_words(outbox._handle) == 0
+        outbox._fresh.clear()
+        ends.producer.push(outbox)
+        assert ends.consumer.pop().records.headers["value"].tolist() == [3]
+
+
+def test_narrow_stamps_are_our_own_bug() -> None:
+    outbox = Outbox()
+    narrow = Stamps(*(column.astype(np.int16) for column in stamps(2)))
+    put_commits(outbox, narrow, np.ones(2, np.int32), np.zeros(2, np.int32))
+    with pytest.raises(AssertionError):
+        outbox.records()
+
+
+@given(
+    st.lists(st.sampled_from([np.int32, np.int64]), min_size=4, max_size=4),
+    st.lists(st.integers(0, 9), max_size=9),
+)
+def test_stamps_of_either_width(dtypes: list[type], sizes: list[int]) -> None:
+    outbox, whose = Outbox(), stamps(len(sizes), first=5)
+    *columns, counts = (
+        column.astype(dtype)
+        for column, dtype in zip((*whose, np.array(sizes, np.int64)), dtypes, strict=True)
+    )
+    tokens = np.arange(sum(sizes), dtype=np.int32)
+    put_commits(outbox, Stamps(*columns), counts, tokens)
+    records = outbox.records()
+    assert_stamped(records, whose)
+    assert records.headers["words"].tolist() == sizes
+    np.testing.assert_array_equal(records.words, tokens)
+
+
+@given(st.lists(st.sampled_from([0, 1, 3, 255, 256, 2**32 - 1]), min_size=1, max_size=6))
+def test_the_kind_of_all_records_is_known_where_a_byte_holds_it(kinds: list[int]) -> None:
+    outbox = Outbox()
+    for number, kind in enumerate(kinds):
+        outbox.append(kind, np.full(number, number, np.int32))  # type: ignore[arg-type]
+    records = through_a_ring(outbox)
+    is_one = len(set(kinds)) == 1 and 0 < kinds[0] < 256
+    assert records.kind == (kinds[0] if is_one else None)
+    found = [(kind, n) for kind, run in records.runs() for n in run.headers["words"].tolist()]
+    assert found == [(kind, number) for number, kind in enumerate(kinds)]
+    assert all(len(run.words) == run.headers["words"].sum() for _, run in records.runs())

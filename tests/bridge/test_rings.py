@@ -20,8 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_llm.bridge import build, native
-from hetero_llm.bridge.records import MAX_WORDS, Kind, Outbox, put_beat
+from hetero_llm.bridge import build, native, rings
+from hetero_llm.bridge.records import HEADER, MAX_WORDS, Kind, Outbox
 from hetero_llm.bridge.rings import (
     Consumer,
     Producer,
@@ -144,6 +144,26 @@ def test_a_copy_outlives_the_next_pop() -> None:
         assert numbers_of(first) == [1]
         # Nothing is copied without being asked for.
         assert popped.headers["generation"].tolist() == [2]
+
+
+def test_views_of_any_number_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the same shape are the same ones; a few are kept."""
+    monkeypatch.setattr(rings, "_MOST_SHAPES", 8)
+    outbox = Outbox()
+    with both_ends(512) as ends:
+        for number in range(100):
+            put_numbered(outbox, number, number * number % 11)
+            ends.producer.push(outbox)
+            assert numbers_of(ends.consumer.pop().records) == [number]
+            assert len(ends.consumer._popped) <= 8
+            assert ends.consumer.pop().status == RingStatus.EMPTY
+        seen = []
+        for number in (100, 102):
+            put_numbered(outbox, number, 5)
+            ends.producer.push(outbox)
+            seen.append(ends.consumer.pop())
+            assert numbers_of(seen[-1].records) == [number]
+        assert seen[0] is seen[1]
 
 
 def test_a_timeout_is_waited_for_and_not_much_longer() -> None:
@@ -369,6 +389,8 @@ def test_without_a_compiler_there_are_no_rings(
             patch.setenv("HETERO_LLM_CACHE_DIR", str(tmp_path))
             with pytest.raises(RingError, match="no C\\+\\+ compiler found"):
                 create_ring(16)
+            with pytest.raises(RingError, match="no C\\+\\+ compiler found"):
+                Outbox()
             assert build.main([]) == 1
             told = capsys.readouterr().err
             assert told == "the library of the rings cannot be built: no C++ compiler found\n"
@@ -403,15 +425,17 @@ def test_both_checksums_are_crc32c(data: bytes, seed: int) -> None:
 
 
 def test_a_body_that_is_not_as_its_header_says_is_our_own_bug() -> None:
-    outbox = Outbox()
+    push = native.load().quick.hetero_ring_push
+    headers = np.zeros(2, HEADER)
+    headers["kind"], headers["words"] = (Kind.BEAT, Kind.NODES), (0, 9)
+    words = np.arange(9, dtype=np.uint32)
     with both_ends() as ends:
-        put_beat(outbox, 1)
-        put_numbered(outbox, 1, 9)
-        outbox._headers["words"][1] = 8
-        with pytest.raises(AssertionError, match="as long as their headers"):
-            ends.producer.push(outbox)
-        outbox._headers["words"][0] = 1
+        for sizes, total in (((0, 8), 9), ((1, 9), 9), ((0, MAX_WORDS + 1), MAX_WORDS + 1)):
+            headers["words"] = sizes
+            assert push(ends.producer._handle, headers.ctypes.data, words.ctypes.data, 2, total) < 0
         assert ends.consumer.pop().status == RingStatus.EMPTY
-        assert ends.producer.push(outbox) == RingStatus.OK
-        kinds = ends.consumer.pop().records.headers["kind"].tolist()
-        assert kinds == [Kind.BEAT, Kind.NODES]
+        headers["words"] = 0, 9
+        assert push(ends.producer._handle, headers.ctypes.data, words.ctypes.data, 2, 9) == 2
+        popped = ends.consumer.pop().records
+        assert popped.headers.tolist() == headers.tolist()
+        assert popped.words.tolist() == words.tolist()

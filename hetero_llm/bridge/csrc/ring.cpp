@@ -101,7 +101,6 @@ struct End {
     RecordHeader* headers = nullptr;
     uint32_t* words = nullptr;
     int64_t max_records = 0, max_words = 0;
-    Popped* popped = nullptr;
 
     std::atomic<uint64_t>& own_word() { return role == kProducer ? shared->head : shared->tail; }
     std::atomic<uint64_t>& other_word() { return role == kProducer ? shared->tail : shared->head; }
@@ -117,6 +116,7 @@ struct End {
     void write(const RecordHeader& header, const uint32_t* body);
     void wake();
     bool read(RecordHeader& header, uint32_t* body, uint32_t max_words, bool& lost);
+    int64_t take();
     Status await(int64_t deadline_ns, int64_t spin_ns);
 };
 
@@ -212,6 +212,29 @@ bool End::read(RecordHeader& header, uint32_t* body, uint32_t max_words, bool& l
     counters.slots += count;
     ++counters.records;
     return true;
+}
+
+// Reads what waits, as far as the buffers have room, and tells what it was.
+int64_t End::take() {
+    Status status = kOk;
+    int64_t records = 0, num_words = 0;
+    uint32_t kind = 0;
+    while (records < max_records && waiting() > 0) {
+        const uint32_t room = (uint32_t)std::min<int64_t>(max_words - num_words, kMaxWords);
+        RecordHeader& header = headers[records];
+        bool lost = false;
+        if (!read(header, words + num_words, room, lost)) break;
+        if (lost) {
+            status = kCorrupt;
+            continue;
+        }
+        const bool is_same = records == 0 || header.kind == kind;
+        kind = is_same && header.kind <= kMostKind ? header.kind : 0;
+        num_words += header.words;
+        ++records;
+    }
+    publish();
+    return num_words << kWordsBit | records << kRecordsBit | (int64_t)kind << kKindBit | status;
 }
 
 // Until something waits to be read.
@@ -337,36 +360,27 @@ int64_t hetero_ring_push(void* handle, const RecordHeader* headers, const uint32
 }
 
 void hetero_ring_buffers(void* handle, RecordHeader* headers, uint32_t* words, int64_t max_records,
-                         int64_t max_words, Popped* popped) {
+                         int64_t max_words) {
     End& end = *static_cast<End*>(handle);
     end.headers = headers;
     end.words = words;
     end.max_records = max_records;
     end.max_words = max_words;
-    end.popped = popped;
 }
 
-void hetero_ring_pop(void* handle, int64_t deadline_ns, int64_t spin_ns) {
+int64_t hetero_ring_pop(void* handle) {
     End& end = *static_cast<End*>(handle);
-    Popped& popped = *end.popped;
-    popped = {kEmpty, 0, 0};
     end.repair();
     end.look();
-    if (end.waiting() == 0 && deadline_ns > 0) popped.status = end.await(deadline_ns, spin_ns);
-    if (end.waiting() == 0) return;
-    bool lost_any = false;
-    while (popped.records < end.max_records && end.waiting() > 0) {
-        const uint32_t room = (uint32_t)std::min<int64_t>(end.max_words - popped.words, kMaxWords);
-        RecordHeader& header = end.headers[popped.records];
-        bool lost = false;
-        if (!end.read(header, end.words + popped.words, room, lost)) break;
-        lost_any |= lost;
-        if (lost) continue;
-        popped.words += header.words;
-        ++popped.records;
-    }
-    popped.status = lost_any ? kCorrupt : kOk;
-    end.publish();
+    return end.waiting() > 0 ? end.take() : (int64_t)kEmpty;
+}
+
+int64_t hetero_ring_wait(void* handle, int64_t deadline_ns, int64_t spin_ns) {
+    End& end = *static_cast<End*>(handle);
+    end.repair();
+    end.look();
+    const Status status = end.waiting() > 0 ? kOk : end.await(deadline_ns, spin_ns);
+    return end.waiting() > 0 ? end.take() : (int64_t)status;
 }
 
 void hetero_ring_counters(const void* handle, Counters* counters) {

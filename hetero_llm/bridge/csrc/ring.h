@@ -31,9 +31,11 @@ enum Status : int64_t { kOk, kEmpty, kFull, kCorrupt, kTimeout, kInterrupted };
 enum Role : int64_t { kProducer, kConsumer };
 enum Refusal : int64_t { kFine, kTooSmall, kNoRing, kOtherVersion, kDamaged, kOtherSize, kOtherRing };
 
-struct Popped {
-    int64_t status, records, words;
-};
+// What a pop tells, in one number: a Status in 4 bits; in 8 the kind of all its records, 0 if they
+// are of several or of one beyond those bits; in 20 how many; above, words of all their bodies.
+constexpr int kKindBit = 4, kRecordsBit = 12, kWordsBit = 32;
+constexpr uint32_t kMostKind = 255;
+constexpr int64_t kMostRecords = (1 << 20) - 1, kMostWords = INT32_MAX;
 
 // Totals of one end since it was opened.
 struct Counters {
@@ -75,15 +77,18 @@ void hetero_ring_close(void* end);
 int64_t hetero_ring_push(void* end, const hetero::ring::RecordHeader* headers, const uint32_t* words,
                          int64_t count, int64_t num_words);
 
-// Where the consumer's pops put their records, up to `max_records` and `max_words` (at least
-// kMaxWords) each time, and what they tell.
+// Where the consumer's pops put their records, up to `max_records` (at most kMostRecords) and
+// `max_words` (kMaxWords to kMostWords) each time.
 void hetero_ring_buffers(void* end, hetero::ring::RecordHeader* headers, uint32_t* words,
-                         int64_t max_records, int64_t max_words, hetero::ring::Popped* popped);
+                         int64_t max_records, int64_t max_words);
 
-// Pops what is there. With nothing there it waits until `deadline_ns` of CLOCK_MONOTONIC (0: not at
-// all): it spins for `spin_ns`, then sleeps. kOk: records came. kEmpty, kTimeout: nothing. kCorrupt:
-// something was lost, what records came are sound. kInterrupted: a signal came first, wait again.
-void hetero_ring_pop(void* end, int64_t deadline_ns, int64_t spin_ns);
+// Pops what is there, and tells it as above. kOk: records came. kEmpty: nothing. kCorrupt: something
+// was lost, what records came are sound.
+int64_t hetero_ring_pop(void* end);
+
+// The same, but with nothing there it waits until `deadline_ns` of CLOCK_MONOTONIC: it spins for
+// `spin_ns`, then sleeps. kTimeout: nothing came. kInterrupted: a signal came first, wait again.
+int64_t hetero_ring_wait(void* end, int64_t deadline_ns, int64_t spin_ns);
 
 void hetero_ring_counters(const void* end, hetero::ring::Counters* counters);
 

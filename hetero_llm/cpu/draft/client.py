@@ -40,6 +40,7 @@ _STOP_SECONDS = 2.0
 _MOST_SAID = 1 << 14  # bytes
 _MOST_WAITING = 1 << 16  # records that the ring has no room for
 _MOST_POPS = 64  # of a poll that meets nothing but beats: twice what the ring holds
+_NODES, _OK, _CORRUPT = Kind.NODES, RingStatus.OK, RingStatus.CORRUPT  # looking them up takes long
 
 PROGRAM = (sys.executable, "-m", "hetero_llm.cpu.draft.worker")
 """What is run; the settings follow as JSON."""
@@ -126,7 +127,6 @@ class DraftWorker:
     ) -> None:
         self._settings, self._vocab_size, self._clock = settings, vocab_size, clock
         self._program = program
-        self.outbox = Outbox()
         self.counters = WorkerCounters()
         self.is_up = False
         self.why_off: str | None = None
@@ -139,6 +139,7 @@ class DraftWorker:
         # Who forgets `close`, or is interrupted before it, leaves nothing behind either.
         weakref.finalize(self, self._place.end)
         try:
+            self.outbox = Outbox()
             self._place.process = self._start()
         except (RingError, OSError) as error:
             raise ConfigError("cpu_draft_worker", True, f"cannot be started: {error}") from error
@@ -188,7 +189,7 @@ class DraftWorker:
             if process is None:
                 return None
             popped = process.answers.pop(timeout_us)
-            if popped.status is RingStatus.CORRUPT:
+            if popped.status is _CORRUPT:
                 self.counters.corrupt += 1
             if not len(popped.records):
                 return None
@@ -202,10 +203,9 @@ class DraftWorker:
 
     def _keep_own(self, records: Records) -> Records | None:
         """Records without hellos and beats; None if the worker turned out to be of no use."""
-        kinds = records.headers["kind"]
-        listed = kinds.tolist()
-        if listed.count(Kind.NODES) == len(listed):  # as nearly always
+        if records.kind == _NODES:  # as nearly always
             return records
+        kinds = records.headers["kind"]
         own = (kinds == Kind.HELLO) | (kinds == Kind.BEAT)
         if not own.any():
             return records
@@ -225,7 +225,7 @@ class DraftWorker:
             self.outbox.clear()
             return
         waiting = len(self.outbox)
-        if process.requests.push(self.outbox) is not RingStatus.FULL:
+        if process.requests.push(self.outbox) is _OK:
             self._full_since = None
             return
         now = self._clock()

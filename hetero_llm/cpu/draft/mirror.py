@@ -158,8 +158,10 @@ class Mirror:
         Returns:
             False, and nothing is changed, if one of them has no whole nodes.
         """
-        headers = records.headers.view(INT32)
-        return bool(_add_bound(self._bound.table, self._vocab_size, headers, records.words))
+        fine: bool = _add_bound(
+            self._bound.table, self._vocab_size, records.header_words, records.words
+        )
+        return fine
 
     def commit(
         self, slots: np.ndarray, bases: np.ndarray, tokens: np.ndarray, sizes: np.ndarray
@@ -233,7 +235,7 @@ def _cut_tail(state: np.ndarray, tokens: int) -> None:
         state[place] = state[place + tokens]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)  # with the GIL: it takes less than getting that back may
 def _add_bound(table: np.ndarray, vocab_size: int, headers: np.ndarray, words: np.ndarray) -> bool:
     """See `Mirror.add`."""
     nodes, state = cube(table, 0, np.int32), matrix(table, 1, np.int64)

@@ -51,6 +51,7 @@ _WEIGHT = 0.1  # of a new observation in moving averages
 _FIRST_CHOICES = np.r_[:NUM_BUCKETS, NUM_RANKS * NUM_BUCKETS : (NUM_RANKS + 1) * NUM_BUCKETS]
 """Kinds of the likeliest candidates, without and with noise."""
 _PATIENCE = 3  # waits in vain after which nobody waits until the worker is heard of
+_MOST_TELLINGS = 8  # of a text to a worker that loses parts of it
 _LEAST_TOLD = np.float32(0.02)  # chance of a node that the worker is told of
 _EXTENDED = 4  # leaves of a draft that the worker's next step goes on from, about
 _FIRST_SIZE = 16
@@ -106,6 +107,7 @@ class DraftSource:
         self._slots, self._longest = slots, max_positions
         self._generations = np.full(slots, _CLOSED, np.int64)
         self._lengths = np.zeros(slots, np.int64)
+        self._tellings = np.zeros(slots, np.int64)  # of whole texts to this worker
         self._sequences: dict[int, Sequence] = {}
         self._to_open: list[int] = []  # slots that the worker has to be told anew
         self._was_up = True
@@ -206,7 +208,7 @@ class DraftSource:
         worker.push()
 
     def _open(self, row: int, sequence: Sequence, text: NDArray[np.int32]) -> None:
-        self._lengths[row] = len(text)
+        self._lengths[row], self._tellings[row] = len(text), 0
         self._sequences[row] = sequence
         if self._worker.is_up and self._was_up:
             self._tell(row, sequence, text)
@@ -217,6 +219,7 @@ class DraftSource:
             return
         generation = self._worker.next_generation()
         self._generations[row] = generation
+        self._tellings[row] += 1
         self._mirror.open(row, generation, len(text))
         request = sequence.request
         put_open(
@@ -228,10 +231,11 @@ class DraftSource:
         )  # fmt: skip
 
     def _forget_all(self) -> None:
-        """The worker is gone, with all that it knew."""
-        for row in np.flatnonzero(self._generations >= 0).tolist():
+        """The worker is gone, with all that it knew and refused."""
+        for row in self._sequences:
             self._mirror.close(row)
-            self._generations[row] = _CLOSED
+        self._generations[:] = _CLOSED
+        self._tellings[:] = 0
 
     # -- drafts -----------------------------------------------------------------------------
 
@@ -341,8 +345,9 @@ class DraftSource:
                 continue
             self._mirror.close(row)
             lost = header["value"] == Refusal.LOST_RECORD
-            self._generations[row] = _CLOSED if lost else _REFUSED
-            if lost:
+            again = lost and self._tellings[row] < _MOST_TELLINGS
+            self._generations[row] = _CLOSED if again else _REFUSED
+            if again:
                 self._to_open.append(row)
 
     def metrics(self) -> dict[str, float]:

@@ -19,8 +19,12 @@ import numpy as np
 import torch
 
 from hetero_llm.bridge.records import (
+    BASE_LENGTH,
     GRAFTED,
+    HEADER_WORDS,
     OPENING,
+    SLOT,
+    WORDS,
     Hello,
     Kind,
     Outbox,
@@ -54,6 +58,7 @@ IDLE_US = 50_000
 _MOST_INDEX = 2**31 - 1
 _SPIN_US = 200  # of an idle wait, before it sleeps: commits come every few milliseconds
 _BEAT_SECONDS = 0.05
+_COMMIT = Kind.COMMIT  # looking a member up takes long
 _NO_GRAFTS = np.zeros(0, GRAFTED)
 _MOST_NODES = 64  # of a step
 _CHUNK, _LONG_CHUNK = 64, 512  # pending tokens of a step, beside trees that wait and without any
@@ -155,7 +160,7 @@ class Worker:
 
     def _take(self, records: Records) -> None:
         for kind, run in records.runs():
-            if kind == Kind.COMMIT:
+            if kind == _COMMIT:
                 self._commit(run)
                 continue
             ends = np.cumsum(run.headers["words"], dtype=np.int64)
@@ -219,49 +224,49 @@ class Worker:
 
     def _commit(self, records: Records) -> None:
         """New tokens; a slot that is there twice is taken in twice."""
-        headers = records.headers
-        slots = headers["slot"].astype(np.int64)
-        if len(np.unique(slots)) < len(slots):
-            half = len(slots) // 2
-            which = np.arange(len(slots)) < half
-            self._commit(records.only(which))
-            self._commit(records.only(~which))
-            return
-        exists = slots < len(self._generations)
-        known = np.where(exists, slots, 0)
-        fine = exists & (self._generations[known] == headers["generation"])
-        for header in headers[exists & ~fine]:  # its OPEN is lost, or it was refused just now
-            put_refused(
-                self._outbox, int(header["slot"]), int(header["generation"]), Refusal.LOST_RECORD
-            )
-        lengths = self._forest.lengths[known]
-        fits = fine & (lengths > 0) & (lengths == headers["base_length"])
-        for slot in slots[fine & ~fits].tolist():
+        headers = records.header_words.view(np.uint32).reshape(-1, HEADER_WORDS)
+        taken: dict[int, int] = {}
+        end = 0
+        for i, (_, slot, generation, base, size, _, _) in enumerate(headers.tolist()):
+            begin, end = end, end + size
+            if slot in taken:
+                self._move(records, taken)
+                taken.clear()
+            if self._append(slot, generation, base, records.words[begin:end]):
+                taken[slot] = i
+        if taken:
+            self._move(records, taken)
+
+    def _append(self, slot: int, generation: int, base: int, tokens: np.ndarray) -> bool:
+        """New tokens of a text for the model; False, and it is refused, if they cannot be."""
+        if slot >= len(self._generations):
+            return False
+        if self._generations.item(slot) != generation:  # its OPEN is lost, or it was just refused
+            put_refused(self._outbox, slot, generation, Refusal.LOST_RECORD)
+            return False
+        if not self._forest.lengths.item(slot) == base > 0:
             self._refuse(slot, Refusal.LOST_RECORD)
-        records = records.only(fits)
-        slots, sizes = slots[fits], records.headers["words"].astype(np.int32)
-        ends = np.cumsum(sizes)
-        wrong = np.zeros(len(slots), np.bool_)
-        for i, (slot, end, size) in enumerate(
-            zip(slots.tolist(), ends.tolist(), sizes.tolist(), strict=True)
-        ):
-            is_longer = size > self._model.room(slot)
-            try:
-                self._model.append(slot, records.words[end - size : end])
-            except PromptError:
-                wrong[i] = True
-                self._refuse(slot, Refusal.TOO_LONG if is_longer else Refusal.BAD_TOKEN)
-        if wrong.any():
-            records = records.only(~wrong)
-            slots, sizes = slots[~wrong], sizes[~wrong]
-        if not len(slots):
-            return
-        moves = self._forest.commit(slots, records.headers["base_length"], records.words, sizes)
+            return False
+        is_longer = len(tokens) > self._model.room(slot)
+        try:
+            self._model.append(slot, tokens)
+        except PromptError:
+            self._refuse(slot, Refusal.TOO_LONG if is_longer else Refusal.BAD_TOKEN)
+            return False
+        return True
+
+    def _move(self, records: Records, taken: dict[int, int]) -> None:
+        """Trees follow the tokens that the model has taken; the record of each slot."""
+        if len(taken) < len(records):
+            wanted = np.zeros(len(records), np.bool_)
+            wanted[list(taken.values())] = True
+            records = records.only(wanted)
+        headers = records.header_words.reshape(-1, HEADER_WORDS)
+        slots, bases, sizes = headers[:, SLOT], headers[:, BASE_LENGTH], headers[:, WORDS]
+        moves = self._forest.commit(slots, bases, records.words, sizes)
         self._model.keep(slots, moves)
-        for slot in slots[~moves.ready].tolist():
-            self._urgent[slot] = _URGENT_STEPS
-        for slot in slots.tolist():
-            self._restart(slot)
+        self._urgent[slots[~moves.ready]] = _URGENT_STEPS
+        self._run[slots], self._weights[slots] = 0, 1.0
 
     def _graft(self, header: np.void, words: np.ndarray) -> None:
         """What the engine verifies beside our own nodes: what may follow it is worth drafting."""
@@ -381,7 +386,7 @@ def serve(settings: WorkerSettings) -> None:
         )  # fmt: skip
         with Consumer(requests, spin_us=_SPIN_US) as inbox, Producer(answers) as producer:
             outbox = Outbox()
-            put_hello(outbox, Hello(model.vocab_size, model.max_positions, settings.slots))
+            put_hello(outbox, Hello(model.vocab_size))
             producer.push(outbox)
             Worker(
                 model, forest, times, inbox, producer, slots=settings.slots, ahead=settings.ahead,

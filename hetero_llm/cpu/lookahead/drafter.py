@@ -41,6 +41,7 @@ _PART = 16  # sequences for which a further thread pays
 _CHUNK = 64  # tokens of an output that go into the history together
 _PATIENCE = 4  # proposals in vain before nobody is asked for a while
 _REST, _LONGEST_REST = 2, 8  # steps of it; twice as many after each further proposal in vain
+_LONGEST_WITH_MODEL = 16  # whose worker drafts for each proposal, whether it pays or not
 
 
 class LookaheadDrafter:
@@ -98,6 +99,9 @@ class LookaheadDrafter:
         self._verified: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None
         self._in_vain = 0  # proposals since the last one that paid
         self._resting = 0  # steps until the next one
+        self._next_rest = _REST
+        self._longest_rest = _LONGEST_REST if model is None else _LONGEST_WITH_MODEL
+        self._asked = False  # since the last `settle`
         self._threads = min(config.num_threads, read_topology().usable_cores)
         self._pool = ThreadPoolExecutor(max(self._threads - 1, 1), "hetero-lookahead")
         self._compile()
@@ -151,8 +155,9 @@ class LookaheadDrafter:
         self._desk.catch_up(self._live, fresh, proposes=False)
 
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
+        self._asked = True
         if self._most_sequences is not None and len(sequences) > self._most_sequences:
-            self._resting = _LONGEST_REST
+            self._resting = self._longest_rest
             nothing = np.zeros(0, np.int32)
             return DraftBatch(np.zeros(len(sequences), np.int32), nothing, nothing)
         begin = self._finished or self._clock()
@@ -181,7 +186,11 @@ class LookaheadDrafter:
         self._observed.clear()
         self._tidy()
         if self._model is not None:
+            # Who is asked soon is told now, so that it has drafts by then.
+            if not self._asked and self._resting <= 1:
+                self._keep_up()
             self._model.settle()
+        self._asked = False
         # Nobody waits now, and for the next proposal these will be as they are.
         self._desk.price(self._costs)
         self._desk.bind(self._turbo, self._raw, self._history)
@@ -202,11 +211,12 @@ class LookaheadDrafter:
         batch, pays = desk.choose(self._costs, num_rows, self._turn)
         self._verified = (fresh.rows, batch.counts) if pays else None
         if pays:
-            self._in_vain = 0
+            self._in_vain, self._next_rest = 0, _REST
             return batch
         self._in_vain += 1
         if self._in_vain >= _PATIENCE:
-            self._resting = min(_REST << self._in_vain - _PATIENCE, _LONGEST_REST)
+            self._resting = self._next_rest
+            self._next_rest = min(2 * self._next_rest, self._longest_rest)
         return batch
 
     def _follow(self, sequences: list[Sequence], limits: list[int]) -> Fresh:
@@ -216,6 +226,14 @@ class LookaheadDrafter:
         if self._model is not None:  # the worker drafts while the cache is looked up
             self._model.commit(fresh.rows, fresh.tokens, fresh.sizes, sequences)
         return fresh
+
+    def _keep_up(self) -> None:
+        """As `_propose` for sequences that nobody has asked about, without drafts."""
+        sequences = [each for each in self._live.sequences if each.request.may_draft]
+        most = self._most_sequences
+        if sequences and (most is None or len(sequences) <= most):
+            fresh = self._follow(sequences, [0] * len(sequences))
+            self._desk.catch_up(self._live, fresh, proposes=False)
 
     def _look_up(self, count: int) -> None:
         """The caches' drafts for so many sequences; large batches are shared by threads."""

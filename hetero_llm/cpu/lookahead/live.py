@@ -117,6 +117,11 @@ class Live:
         """Of sequences that are not forgotten."""
         return len(self._text_of)
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Those that are followed."""
+        return list(self._row_of)
+
     def follow(self, sequences: list[Sequence], limits: list[int], learn_from: int | None) -> Fresh:
         """Finds out what sequences have got; those that have no row get one.
 
@@ -136,7 +141,7 @@ class Live:
             tokens = sequence.token_ids
             before, known = copied[row], len(tokens)
             rows.append(row)
-            sizes.append(known - before)
+            sizes.append(max(known - before, 0))  # a stop string may have taken some back
             if known - before == 1:
                 fresh.append(tokens[before])
             else:

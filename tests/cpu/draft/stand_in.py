@@ -48,7 +48,7 @@ def rave(outbox: Outbox, rng: np.random.Generator) -> None:
             kind, body, slot=slot, generation=generation, base_length=base, depth=depth,
             value=value,
         )  # fmt: skip
-    put_hello(outbox, Hello(VOCAB + 1, 100, 4))
+    put_hello(outbox, Hello(VOCAB + 1))
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def main() -> None:
     requests, answers = attach_ring(settings["requests"]), attach_ring(settings["answers"])
     with requests, answers, Consumer(requests) as inbox, Producer(answers) as producer:
         if manner != "no hello":
-            put_hello(outbox, Hello(VOCAB + (manner == "other vocabulary"), 100, 4))
+            put_hello(outbox, Hello(VOCAB + (manner == "other vocabulary")))
         while os.getppid() == settings["parent"]:
             if manner == "deaf":
                 time.sleep(0.02)

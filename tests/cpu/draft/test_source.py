@@ -283,6 +283,29 @@ def test_refused_for_good(texts: Texts, reason: Refusal) -> None:
     assert wait_for_drafts(texts, [0])[0][0]
 
 
+def test_a_worker_that_loses_a_text_over_and_over_is_told_it_a_few_times(texts: Texts) -> None:
+    texts.open(0, text_of(0, 20))
+    texts.open(1, text_of(1, 20))
+    for _ in range(3 * source_module._MOST_TELLINGS):
+        generation = max(int(texts.source._generations[0]), 0)
+        put_refused(texts.worker.bed.worker._outbox, 0, generation, Refusal.LOST_RECORD)
+        drafts = texts.propose([0, 1])
+        texts.settle()
+    assert texts.worker._generation == source_module._MOST_TELLINGS + 1
+    assert drafts[0] == ([], []) and drafts[1][0]
+    texts.source.close([0])
+    texts.open(0, text_of(0, 20))
+    assert wait_for_drafts(texts, [0])[0][0]  # another text may be told again
+
+
+def test_the_next_worker_is_told_what_the_last_one_refused(texts: Texts) -> None:
+    texts.open(0, text_of(0, 20))
+    put_refused(texts.worker.bed.worker._outbox, 0, 1, Refusal.NO_ROOM)
+    assert wait_for_drafts(texts, [0]) == [([], [])]
+    texts.worker.crash(looks=3)
+    assert wait_for_drafts(texts, [0])[0][0]
+
+
 def test_a_worker_that_comes_back_is_told_everything(model: DraftModel, texts: Texts) -> None:
     for row in range(2):
         texts.open(row, text_of(row, 20))

@@ -333,6 +333,30 @@ def test_a_slot_is_there_several_times_in_a_pop(model: DraftModel, bed: Bed) -> 
         assert has_chain(told, slot, text, coming[slot][length:5])
 
 
+@pytest.mark.parametrize(("refused", "why"), [(0, "token"), (1, "base"), (2, "token")])
+def test_one_commit_of_several_is_refused(
+    model: DraftModel, bed: Bed, refused: int, why: str
+) -> None:
+    texts = [text_of(seed, 20).tolist() for seed in range(3)]
+    coming = [greedy(model, text, 6) for text in texts]
+    for slot, text in enumerate(texts):
+        put_open(bed.outbox, OpenRequest(slot, 1, np.array(text, np.int32)))
+    bed.tell()
+    bed.turns(5)
+    for slot in range(3):
+        is_bad = slot == refused
+        tokens = [VOCAB, VOCAB] if is_bad and why == "token" else coming[slot][: 1 + slot]
+        commit(bed, slot, 19 if is_bad and why == "base" else 20, tokens)
+    bed.tell()
+    bed.turns(30)
+    told = Told()
+    reason = Refusal.BAD_TOKEN if why == "token" else Refusal.LOST_RECORD
+    assert refusals(told.hear(bed)) == [(refused, 1, reason)]
+    for slot in {0, 1, 2} - {refused}:
+        text = texts[slot] + coming[slot][: 1 + slot]
+        assert has_chain(told, slot, text, coming[slot][1 + slot : 5])
+
+
 def test_a_commit_that_came_twice_is_refused(bed: Bed) -> None:
     open_text(bed, 0, text_of(0, 20))
     commit(bed, 0, 20, [3])

@@ -19,6 +19,7 @@ from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
 from hetero_llm.cpu.lookahead.history import History
 from hetero_llm.cpu.lookahead.live import HITS, SPACE
 from hetero_llm.cpu.lookahead.prompt_lookup_drafter import PromptLookupDrafter
+from hetero_llm.cpu.lookahead.sources import Proposals
 from hetero_llm.cpu.lookahead.texts import Texts
 from hetero_llm.engine.prefix_cache import root_key
 
@@ -234,6 +235,20 @@ def test_requests_that_were_never_asked_about_may_end() -> None:
     assert ask(drafter, make_sequence("b", [1, 2, 3])) == [[]]
 
 
+def test_tokens_that_were_taken_back_do_not_disturb_others() -> None:
+    """A stop string ends a sequence inside what the drafter has seen of it."""
+    drafter = make_drafter()
+    stopped, other = make_sequence("a", [5, 6, 7]), make_sequence("b", [15, 16, 17])
+    ask(drafter, stopped, other)
+    stopped.token_ids += [100, 101, 102]
+    ask(drafter, stopped, other)
+    del stopped.token_ids[-2:]
+    other.token_ids += PHRASE
+    drafter.close(stopped.request)
+    finish(drafter, other)
+    assert ask(drafter, make_sequence("c", [9, 16, 17])) == [PHRASE[:7]]
+
+
 def test_prompt_lookup() -> None:
     drafter = PromptLookupDrafter(width=64, smallest=2, largest=4, num_tokens=5)
     sequence = make_sequence("a", [*PHRASE, 1, 40, 41])
@@ -446,3 +461,120 @@ def test_what_changes_between_two_steps_is_looked_up_at_once(mode: int) -> None:
     drafter.history.add(np.arange(100, 200, dtype=np.int32), 0, int(space), 0)
     sequence.token_ids += [150, 151]
     assert ask(drafter, sequence)[0][:2] == [152, 153]
+
+
+# -- rests --------------------------------------------------------------------------------------
+
+_LEVELS = 3  # of the trees of `Stepwise`
+
+
+class Stepwise:
+    """In the place of a `DraftSource` that never waits. Its worker drafts while a step runs, for
+    texts as they were told before; it is always right: texts count up.
+
+    Attributes:
+        stands: nothing is drafted. tellings: how often there was something new.
+    """
+
+    def __init__(self) -> None:
+        self.drafts = Proposals.empty(16)
+        self.stands, self.tellings = False, 0
+        self._lengths: dict[int, int] = {}
+        self._drafted: dict[int, int] = {}
+
+    def run(self) -> None:
+        """A step of the target."""
+        if not self.stands:
+            self._drafted = dict(self._lengths)
+
+    def commit(self, rows: Any, fresh: Any, sizes: Any, sequences: list[Sequence]) -> None:
+        self.tellings += len(fresh) > 0
+        for row, size in zip(rows.tolist(), sizes.tolist()):
+            self._lengths[row] = self._lengths.get(row, 0) + size
+
+    def propose(self, rows: Any, most: Any, seconds: float, found: Proposals) -> Proposals:
+        for index, row in enumerate(rows.tolist()):
+            known = self._lengths[row]
+            left = max(self._drafted.get(row, -_LEVELS) + _LEVELS - known, 0)
+            self.drafts.tokens[index, :left] = known + np.arange(left)
+            self.drafts.parents[index, :left] = np.arange(left) - 1
+            self.drafts.survival[index, :left], self.drafts.kind[index, :left] = 0.9, -1
+            self.drafts.counts[index] = left
+        return self.drafts.some(slice(len(rows)))
+
+    def graft(self, rows: Any, found: Proposals, kept: Any) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+
+class Stepping:
+    """Steps of one sequence that counts up, in the order of `Engine.step`."""
+
+    def __init__(self, *, asynchronous: bool, **settings: Any) -> None:
+        self.source = Stepwise()
+        config = dataclasses.replace(RAW, cache_mode=0)
+        self.drafter = LookaheadDrafter(
+            config, width=4096, capacity=0, uses_cache=False, model=self.source, **settings
+        )  # type: ignore[arg-type]
+        self.sequence = make_sequence("a", [*range(5)])
+        self._asynchronous = asynchronous
+        self._drafts, self._is_ahead = 0, False
+        self.drafter.begin([self.sequence])
+
+    def steps(self, count: int) -> int:
+        """Runs them; how many nodes were drafted, which all come true."""
+        drafted = 0
+        for _ in range(count):
+            if not self._asynchronous:
+                self._propose()
+            next_is_ahead = self._asynchronous and self.drafter.idle and not self._drafts
+            if self._asynchronous:
+                self.drafter.settle()
+            self.source.run()
+            drafted += self._drafts
+            end = len(self.sequence.token_ids)
+            self.sequence.token_ids += range(end, end + 1 + self._drafts)
+            self._drafts = 0
+            if not self._asynchronous:
+                self.drafter.settle()
+            elif not next_is_ahead:
+                self._propose()
+        return drafted
+
+    def _propose(self) -> None:
+        if not self.drafter.idle:
+            self._drafts = int(self.drafter.propose([self.sequence], [20], 1).counts[0])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_drafts_come_again_after_a_rest(asynchronous: bool) -> None:
+    """Also from a worker that nobody waits for: it is told the text before it is asked."""
+    stepping = Stepping(asynchronous=asynchronous)
+    assert stepping.steps(8) >= 8
+    stepping.source.stands = True
+    stepping.steps(5)
+    assert stepping.steps(40) == 0
+    stepping.source.stands = False
+    stepping.steps(20)
+    assert stepping.steps(8) >= 8
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_who_is_never_right_is_rarely_asked_and_told(asynchronous: bool) -> None:
+    stepping = Stepping(asynchronous=asynchronous)
+    stepping.source.stands = True
+    stepping.steps(60)
+    tellings, idle = stepping.source.tellings, 0
+    for _ in range(90):
+        stepping.steps(1)
+        idle += stepping.drafter.idle
+    assert 75 <= idle < 90
+    assert 5 <= stepping.source.tellings - tellings <= 25
+
+
+def test_what_is_too_many_is_not_told_either() -> None:
+    stepping = Stepping(asynchronous=True, most_sequences=0)
+    stepping.steps(30)
+    assert stepping.source.tellings == 1, "the prompt"
