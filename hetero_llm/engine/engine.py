@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.core.histogram import Histogram
+from hetero_llm.core.interpreter import collect_if_due, undisturbed
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams
@@ -82,6 +83,7 @@ class Engine:
     def has_unfinished(self) -> bool:
         return self._scheduler.num_unfinished > 0
 
+    @undisturbed
     def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
         """Checks everything about a request without starting it.
 
@@ -122,6 +124,7 @@ class Engine:
             if self._asynchronous:
                 self._pending = self._launch(self._scheduler.schedule_ahead())
                 self._scheduler.settle()
+                collect_if_due()
             step, launched, begun = pending
             output = self._runner.finish(launched)
             now = clock.lap("wait")

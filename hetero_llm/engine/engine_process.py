@@ -27,7 +27,7 @@ from hetero_llm.core import env
 from hetero_llm.core.args import resolve_engine_args
 from hetero_llm.core.config import EngineConfig
 from hetero_llm.core.errors import ConfigError, HeteroLLMError, RequestError
-from hetero_llm.core.gil import return_soon
+from hetero_llm.core.interpreter import serve_promptly
 from hetero_llm.core.log_sink import LineFormatter, Sink
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.engine import messages
@@ -206,7 +206,7 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, lambda *_: None)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # for an engine that hangs
-    return_soon()
+    serve_promptly()
     _set_title()
     os.set_inheritable(link_end, False)
     link = Link(socket.socket(fileno=link_end))

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from hetero_llm.core.args import resolve_engine_args
 from hetero_llm.core.config import EngineConfig
 from hetero_llm.core.errors import ConfigError, EngineDeadError, RequestError
-from hetero_llm.core.gil import return_soon
+from hetero_llm.core.interpreter import serve_promptly
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
@@ -49,7 +49,7 @@ class LLM:
 
     def __init__(self, model: str, **engine_args: Any) -> None:
         config = EngineConfig.from_args(resolve_engine_args({"model": model, **engine_args}))
-        return_soon()
+        serve_promptly()
         self._built: BuiltEngine | None = build_engine(config, show_progress=sys.stderr.isatty())
         self._num_requests = 0
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # of open streams

@@ -57,6 +57,7 @@ from hetero_llm.runner.model_runner import (
     observe_inputs,
     plain_output,
 )
+from hetero_llm.runner.upload import upload
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import Sampler
 
@@ -367,7 +368,7 @@ class GpuModelRunner:
         writes = step.table_writes
         if writes.shape[1] > packet.layout.writes:  # a long prefix hit: more than a packet holds
             last = np.stack((writes[0], writes[1], self._packer.tables[writes[0], writes[1]]))
-            slots, columns, blocks = torch.from_numpy(last).to(self._device)
+            slots, columns, blocks = upload(last, self._device)
             self._tables[slots.long(), columns.long()] = blocks
         return self._packer.pack(step, packet.layout, packet.limits, chosen)
 
@@ -460,7 +461,7 @@ class GpuModelRunner:
         """The torch sampler's draw: see `sampling.sampler.Draw`."""
         packed = np.take(self._packer.sampling.packed, slots, axis=1)
         packed[6], packed[7] = sample_indices, positions
-        rows = PickRows(torch.from_numpy(packed).to(self._device))
+        rows = PickRows(upload(packed, self._device))
         return pick_tokens(logits, rows, self._pick)
 
     def _send_back(

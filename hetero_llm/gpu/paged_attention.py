@@ -42,6 +42,7 @@ from hetero_llm.models.layers import RotaryHeads
 from hetero_llm.models.rotary import RotaryRows
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.scored_attention import Scoring
+from hetero_llm.runner.upload import upload
 
 _PIECES_PER_SM = 8
 _FEW_ROWS = 8
@@ -375,7 +376,7 @@ class LibraryPlanner:
         return LibraryRows(rows, keys)
 
     def _put(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._context.tables.device)
+        return upload(values, self._context.tables.device)
 
 
 def _ends(lengths: np.ndarray) -> np.ndarray:

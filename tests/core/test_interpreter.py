@@ -1,35 +1,40 @@
-"""What `return_soon` sets, in a thread of its own so that no other test sees the slack."""
+"""What `serve_promptly` and its companions set; the slack in a thread of its own, so that no other
+test sees it."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from hetero_llm.core.gil import return_soon
+from hetero_llm.core import interpreter
+from hetero_llm.core.interpreter import collect_if_due, serve_promptly, undisturbed
 
 _SET_SLACK, _GET_SLACK = 29, 30
 
 
-@pytest.fixture
-def interval() -> Iterator[None]:
-    before = sys.getswitchinterval()
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     yield
-    sys.setswitchinterval(before)
+    sys.setswitchinterval(interval)
+    gc.set_threshold(*thresholds)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="timer slack is Linux's")
-def test_the_calling_thread_alone_waits_precisely(interval: None) -> None:
+def test_the_calling_thread_alone_waits_precisely() -> None:
     prctl = ctypes.CDLL(None).prctl
     before, seen = prctl(_GET_SLACK), []
 
     def body() -> None:
         prctl(_SET_SLACK, 50_000)
         seen.append(prctl(_GET_SLACK))
-        return_soon()
+        serve_promptly()
         seen.append(prctl(_GET_SLACK))
 
     thread = threading.Thread(target=body)
@@ -38,10 +43,89 @@ def test_the_calling_thread_alone_waits_precisely(interval: None) -> None:
     assert seen == [50_000, 1000] and prctl(_GET_SLACK) == before
 
 
-def test_the_interval_is_lowered_and_never_raised(interval: None) -> None:
+def test_the_interval_is_lowered_and_never_raised() -> None:
     sys.setswitchinterval(5e-3)
-    return_soon()
+    serve_promptly()
     assert sys.getswitchinterval() == pytest.approx(2e-5)
     sys.setswitchinterval(1e-6)
-    return_soon()
+    serve_promptly()
     assert sys.getswitchinterval() == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize(("before", "after"), [(700, 40_000), (90_000, 90_000), (0, 0)])
+def test_collections_become_rarer_and_stay_off(before: int, after: int) -> None:
+    gc.set_threshold(before, 12, 13)
+    serve_promptly()
+    assert gc.get_threshold() == (after, 12, 13)
+
+
+def test_a_call_keeps_the_interpreter_and_gives_it_back() -> None:
+    sys.setswitchinterval(2e-5)
+
+    @undisturbed
+    def inner(fails: bool) -> float:
+        if fails:
+            raise KeyError
+        return sys.getswitchinterval()
+
+    outer = undisturbed(lambda: (inner(False), sys.getswitchinterval()))
+    assert outer() == (pytest.approx(4e-3), pytest.approx(4e-3))
+    assert sys.getswitchinterval() == pytest.approx(2e-5)
+    with pytest.raises(KeyError):
+        inner(True)
+    assert sys.getswitchinterval() == pytest.approx(2e-5)
+    sys.setswitchinterval(5e-3)
+    assert inner(False) == pytest.approx(5e-3), "nobody asked for anything"
+
+
+def test_a_busy_thread_gets_nothing_of_such_a_call() -> None:
+    sys.setswitchinterval(2e-5)
+    turns, over = [0], threading.Event()
+
+    def spin() -> None:
+        while not over.is_set():
+            turns[0] += 1
+
+    def work() -> int:
+        """How many turns the other thread made meanwhile; shorter than what may be kept."""
+        first, until = turns[0], time.perf_counter() + 1e-3
+        while time.perf_counter() < until:
+            pass
+        return turns[0] - first
+
+    thread = threading.Thread(target=spin, daemon=True)
+    thread.start()
+    try:
+        plain = [work() for _ in range(50)]
+        kept = [undisturbed(work)() for _ in range(50)]
+    finally:
+        over.set()
+        thread.join()
+    assert sum(map(bool, kept)) < sum(map(bool, plain))
+
+
+def test_young_garbage_is_collected_when_it_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.set_threshold(1_000_000, 1000, 1000)
+    monkeypatch.setattr(interpreter, "_YOUNG_ONES", 2)
+    seen: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            seen.append(info["generation"])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        collect_if_due()
+        kept: list[list[int]] = []
+        for _ in range(4):
+            kept += [[] for _ in range(11_000)]
+            collect_if_due()
+        assert seen == [0, 0, 0, 1]
+        gc.disable()
+        kept += [[] for _ in range(11_000)]
+        collect_if_due()
+        assert len(seen) == 4
+    finally:
+        gc.enable()
+        gc.callbacks.remove(note)
