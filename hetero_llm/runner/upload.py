@@ -7,7 +7,8 @@ import torch
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy of `values` on `device`, same shape and dtype, in the order of the current stream.
+    """`values` on `device`, same shape and dtype, in the order of the current stream; not to be
+    changed afterwards (on a CPU it is the same memory).
 
     From ordinary memory torch would wait until all work before it is done, and the device would
     then wait for the launch of what comes behind.
