@@ -4,8 +4,12 @@
 
 Random prompts of token ids, distinct, no prefix cache; streams of 128 new tokens with text. A load
 of C streams keeps C requests in flight until all are done. "offline" drives `Engine.step` in this
-process with the same settings; its first token is that of `LLM.generate(max_tokens=1)`. The
-server runs as users start it, with `hetero-llm serve`, and the client on the same machine.
+process with the same settings. The server runs as users start it, with `hetero-llm serve`, and the
+client on the same machine. bench/http_first_token.py measures what HTTP adds to the first token
+while both engines are there, so the device has to have memory for two.
+
+--record-status FILE keeps what the server's status page is told once a second during the loads (of
+the last budget).
 """
 
 from __future__ import annotations
@@ -18,23 +22,27 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from bench.common import print_table, write_results
+from bench.common import environment, print_table, write_results
+from bench.http_first_token import ROUNDS, compare
+from bench.status_recording import recorded
 from hetero_llm import LLM, SamplingParams
 from hetero_llm.bench_client.client import Server
 from hetero_llm.bench_client.datasets import DatasetOptions
 from hetero_llm.bench_client.load import Load
 from hetero_llm.bench_client.report import Point
 from hetero_llm.bench_client.serve import ServeBench, run_bench
-from hetero_llm.engine.factory import free_unreachable
 from hetero_llm.engine.input_processor import parse_prompts
 
 TOKENS = 128
-FIRST_TOKENS = 20
+HOST = "127.0.0.1"
+SERVER_MEMORY = 0.45
+"""The server's share of the GPU: the other engine takes the same out of the default of 0.9."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +67,7 @@ ROWS = (
 
 def free_port() -> int:
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind((HOST, 0))
         port: int = listener.getsockname()[1]
     return port
 
@@ -78,22 +86,30 @@ def wait_until_ready(server: subprocess.Popen[bytes], url: str, seconds: float) 
     raise SystemExit(f"the server was not ready after {seconds:g} s")
 
 
-def through_http(args: argparse.Namespace, budget: int, rows: list[Row]) -> list[dict[str, Any]]:
-    """Each row's figures; the server lives as long as this call."""
+@contextmanager
+def served(args: argparse.Namespace, budget: int) -> Iterator[tuple[int, float]]:
+    """The port of a server, and the seconds it took to be ready; it ends with the context."""
     port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    flags = [
-        f"--{name.replace('_', '-')}={value}" for name, value in settings(args, budget).items()
-    ]
+    values = settings(args, budget) | {"gpu_memory_utilization": SERVER_MEMORY}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
     command = [sys.executable, "-m", "hetero_llm.cli", "serve", args.model, f"--port={port}",
                "--no-enable-prefix-caching", "--disable-log-requests", *flags]  # fmt: skip
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        ready = wait_until_ready(server, url, 300)
-        return [{"ready s": ready, **http_row(url, row, args.vocab)} for row in rows]
+        yield port, wait_until_ready(server, f"http://{HOST}:{port}", 300)
     finally:
         server.terminate()
         server.wait(60)
+
+
+def through_http(args: argparse.Namespace, url: str, rows: list[Row]) -> list[dict[str, Any]]:
+    """Each row's figures."""
+    recording: AbstractContextManager[None] = nullcontext()
+    if args.record_status:
+        source = f"bench/http_serving.py on {environment()['gpu'] or 'a CPU'}"
+        recording = recorded(url, args.model, Path(args.record_status), source=source)
+    with recording:
+        return [http_row(url, row, args.vocab) for row in rows]
 
 
 def http_row(url: str, row: Row, vocab: int) -> dict[str, Any]:
@@ -121,9 +137,8 @@ def settings(args: argparse.Namespace, budget: int) -> dict[str, Any]:
             "max_num_batched_tokens": budget}  # fmt: skip
 
 
-def offline(args: argparse.Namespace, budget: int, rows: list[Row]) -> list[dict[str, float]]:
-    """Output tokens/s of each row, and ms to the first token alone."""
-    llm = LLM(args.model, enable_prefix_caching=False, **settings(args, budget))
+def offline(args: argparse.Namespace, llm: LLM, rows: list[Row]) -> list[float]:
+    """Output tokens/s of each row."""
     rng = random.Random(5)
     prompts = [
         [[rng.randrange(args.vocab) for _ in range(row.length)] for _ in range(row.requests)]
@@ -134,17 +149,7 @@ def offline(args: argparse.Namespace, budget: int, rows: list[Row]) -> list[dict
     for row, batch in zip(rows, prompts, strict=True):
         closed(llm, [ids[::-1] for ids in batch[: row.streams]], row.streams, f"warm{row.streams}")
         seconds = closed(llm, batch, row.streams, str(row.streams))
-        found.append({"tok/s": row.requests * TOKENS / seconds})
-    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    times = []
-    for _ in range(FIRST_TOKENS):
-        ids = [rng.randrange(args.vocab) for _ in range(rows[0].length)]
-        begin = time.perf_counter()
-        llm.generate(prompt_token_ids=[ids], sampling_params=one, use_tqdm=False)
-        times.append((time.perf_counter() - begin) * 1e3)
-    found[0]["first p50"] = median(times)
-    llm.close()
-    free_unreachable(args.device)
+        found.append(row.requests * TOKENS / seconds)
     return found
 
 
@@ -180,6 +185,8 @@ def main() -> None:
     parser.add_argument("--budgets", default="2048", help="values of max_num_batched_tokens")
     parser.add_argument("--streams", default="1,8,64,256", help="which loads")
     parser.add_argument("--scale", type=float, default=1.0, help="times as many requests")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="first tokens of each kind")
+    parser.add_argument("--record-status", metavar="FILE", help="keep what the status page shows")
     parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     wanted = [int(word) for word in args.streams.split(",")]
@@ -189,19 +196,25 @@ def main() -> None:
         if row.streams in wanted
     ]
     table: list[dict[str, Any]] = []
+    firsts: list[dict[str, Any]] = []
     for budget in (int(word) for word in args.budgets.split(",")):
-        http = through_http(args, budget, rows)
-        alone = offline(args, budget, rows)
-        for row, ours, engine in zip(rows, http, alone, strict=True):
+        with served(args, budget) as (port, ready):
+            http = through_http(args, f"http://{HOST}:{port}", rows)
+            # The server stays: it has nothing to do, and is needed for the first tokens.
+            with LLM(args.model, enable_prefix_caching=False, **settings(args, budget)) as llm:
+                alone = offline(args, llm, rows)
+                first = compare(llm, HOST, port, vocab=args.vocab, rounds=args.rounds)
+                firsts.append({"budget": budget, **first})
+        for row, ours, speed in zip(rows, http, alone, strict=True):
             names = ("vLLM tok/s", "vLLM first p50", "vLLM gap p50", "vLLM gap p99")
-            table.append({"budget": budget, **ours, "offline tok/s": engine["tok/s"],
-                          "of offline": ours["tok/s"] / engine["tok/s"],
-                          "offline first": engine.get("first p50", 0.0),
+            table.append({"budget": budget, "ready s": ready, **ours, "offline tok/s": speed,
+                          "of offline": ours["tok/s"] / speed,
                           **dict(zip(names, row.vllm, strict=True))})  # fmt: skip
         print_table(table)
-    write_results(
-        f"http_serving.{args.device}", {"model": Path(args.model).name, "rows": table}, args.out
-    )
+        print("The first token of 1024 in, in ms:")
+        print_table(firsts)
+    results = {"model": Path(args.model).name, "rows": table, "first_token": firsts}
+    write_results(f"http_serving.{args.device}", results, args.out)
 
 
 if __name__ == "__main__":

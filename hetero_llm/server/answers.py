@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -117,7 +118,7 @@ def make_work(
         same = max_tokens == params.max_tokens
         each.append(params if same else replace(params, max_tokens=max_tokens))
     salt = context.cache_salt(request, body.cache_salt)
-    work = Work(
+    return Work(
         id=f"{prefix}-{body.request_id or uuid4().hex}",
         http_id=request_id_of(request),
         created=int(time.time()),
@@ -126,8 +127,6 @@ def make_work(
         params=each,
         seconds=deadline_seconds(request, context.settings.request_timeout),
     )
-    _log(context, work, stream=bool(body.stream))
-    return work
 
 
 # sending
@@ -163,6 +162,7 @@ async def _send_whole(
     """The answer as one JSON object."""
 
     async def run() -> msgspec.Struct:
+        _log_soon(context, work, stream=False)
         with context.running(work.id):
             return await answer()
 
@@ -200,11 +200,13 @@ class _StreamAnswer(Response):
             await failure.response()(scope, receive, send)
         finally:
             self._context.watch.remove(stream)
+            stream.has_ended()
 
     async def _run(self, stream: EventStream) -> None:
         """Raises what happens before the first event; what happens later becomes one."""
         stream.runs_in_this_task()
         try:
+            _log_soon(self._context, self._work, stream=True)
             with self._context.running(self._work.id):
                 await self._produce(stream)
             await stream.done()
@@ -241,10 +243,14 @@ def as_json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _log(context: Context, work: Work, *, stream: bool) -> None:
+def _log_soon(context: Context, work: Work, *, stream: bool) -> None:
+    """Logs a request when its task waits for the engine, which need not wait for the line."""
+    if context.settings.log_requests:
+        asyncio.get_running_loop().call_soon(_log, context, work, stream)
+
+
+def _log(context: Context, work: Work, stream: bool) -> None:
     settings = context.settings
-    if not settings.log_requests:
-        return
     params = work.params[0]
     logger.info(
         "request %s: %s, %d prompt(s) of %d tokens, n=%d, max_tokens=%s, temperature=%g%s",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import request_response
 
 from hetero_llm import __version__
 from hetero_llm.core.errors import HeteroLLMError
@@ -39,6 +42,15 @@ _MODEL_PARAMETER = {
 }
 
 
+class _Route(APIRoute):
+    """FastAPI documents it; the handler gets the request as it came. FastAPI's own handling of
+    arguments and results would take 0.1 ms of each request."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        self.app = request_response(endpoint)
+
+
 def build_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
     """The application that serves one engine. `app.state.context` is its `Context`.
 
@@ -53,6 +65,7 @@ def build_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.router.route_class = _Route
     app.state.context = context
     _add_routes(app, context)
     app.add_exception_handler(HTTPException, _route_error)

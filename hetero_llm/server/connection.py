@@ -12,6 +12,7 @@ import resource
 import socket
 from collections.abc import Callable
 from http import HTTPStatus
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -33,6 +34,17 @@ _MOST_NOT_SENT = 128 << 10  # bytes
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 
 
+class _Later:
+    """What uvicorn logs before an answer's first byte, logged when what there is has been written:
+    making a line takes longer than making the first token's frame."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._info = logger.info
+
+    def info(self, text: str, *values: Any) -> None:
+        asyncio.get_running_loop().call_soon(self._info, text, *values)
+
+
 class Connection(H11Protocol):
     """uvicorn's connection with a clock on heads of requests and a place in a bounded set.
 
@@ -46,6 +58,10 @@ class Connection(H11Protocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _turned_away = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.access_logger = _Later(self.access_logger)  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ class MachineUse:
         cpu_seconds: CPU time since the first reading, of this process and those below it; the
             difference of two readings divided by their distance in time is the cores in use.
         memory_bytes: their resident memory; pages that they share count several times.
-        gpu: busy part of each GPU, 0 to 1; None without a GPU or a library that tells it.
+        gpu: busy part of each GPU, 0 to 1; None without a GPU that tells it.
     """
 
     cores: int
@@ -111,33 +111,46 @@ def _cpu_seconds(process: Any) -> float:
     return float(times.user + times.system)
 
 
+class _Rates(ctypes.Structure):
+    """Percent of the last moments in which a GPU computed, and used its memory."""
+
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
 def _open_gpus(visible: str | None) -> list[Callable[[], float]]:
-    """A reader for each GPU that CUDA shows us; none without NVIDIA's library for Python."""
-    try:
-        import pynvml
-    except ImportError:
+    """A reader for each GPU that CUDA shows us; none without NVIDIA's driver, and none where one
+    of them cannot be read, such as a part of a card or a name that only CUDA understands."""
+    nvml = _driver()
+    if nvml is None or nvml.nvmlInit_v2():
         return []
+    number = ctypes.c_uint()
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(number))
+    names = visible.split(",") if visible else map(str, range(number.value))
+    readers = [_reader(nvml, name.strip()) for name in names]
+    known = [reader for reader in readers if reader is not None]
+    return known if len(known) == len(readers) else []
+
+
+def _driver() -> Any:
+    """The library that comes with NVIDIA's driver; its functions return 0 if all went well."""
     try:
-        pynvml.nvmlInit()
-        names = visible.split(",") if visible else range(pynvml.nvmlDeviceGetCount())
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(int(name))
-            if str(name).strip().isdecimal()
-            else pynvml.nvmlDeviceGetHandleByUUID(str(name).strip())
-            for name in names
-        ]
-    except pynvml.NVMLError:
-        return []  # no driver, or a name that only CUDA understands
+        return ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
 
-    def reader(handle: Any) -> Callable[[], float]:
-        last = 0.0
 
-        def read() -> float:
-            nonlocal last
-            with suppress(pynvml.NVMLError):  # it is being reset: the figure of before
-                last = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
-            return last
+def _reader(nvml: Any, name: str) -> Callable[[], float] | None:
+    handle, rates = ctypes.c_void_p(), _Rates()
+    if name.isdecimal():
+        unknown = nvml.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(handle))
+    else:
+        unknown = nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle))
+    if unknown or nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(rates)):
+        return None
 
-        return read
+    def read() -> float:
+        # While it is being reset, the figure of before stays.
+        nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(rates))
+        return rates.gpu / 100
 
-    return [reader(handle) for handle in handles]
+    return read

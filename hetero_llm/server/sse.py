@@ -53,6 +53,11 @@ class EventStream:
         """This task is what ends when the client takes nothing any more."""
         self._task = asyncio.current_task()
 
+    def has_ended(self) -> None:
+        """Forgets the task. One that was cancelled refers to us through its traceback: all of its
+        request would wait for a collection of garbage."""
+        self._task = None
+
     async def send(self, payload: Any) -> None:
         """Writes a payload as one event; waits while the client's buffers are full."""
         await self._write(event(payload))

@@ -315,4 +315,4 @@ def token_label(texts: Texts, token_id: int, *, as_id: bool) -> str:
 
 
 def plain_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    return isinstance(value, list) and list(map(type, value)).count(int) == len(value)

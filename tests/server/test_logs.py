@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -113,6 +114,35 @@ def test_monitors_are_logged_where_that_is_wanted(
     ):
         httpx.get(f"{run.url}/health")
     assert '"GET /health HTTP/1.1" 200' in capfd.readouterr().err
+
+
+class Waits(logging.Handler):
+    """Notes of two lines whether what they are about was on its way when they were made."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        super().__init__()
+        self.engine = engine
+        self.came = threading.Event()
+        self.in_time: dict[str, bool] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == "uvicorn.access":
+            self.in_time["answer"] = self.came.wait(5)
+        elif "prompt(s)" in record.msg:
+            self.in_time["request"] = len(self.engine.seen) == 1
+
+
+def test_no_first_token_waits_for_the_log(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(tokenizer)
+    body = {"prompt": "a b c", "max_tokens": 2, "stream": True}
+    handler = Waits(engine)
+    with server_log("text"), running(engine, uvicorn_log_level="info") as run:
+        logging.getLogger().addHandler(handler)  # `server_log` takes it away
+        with httpx.stream("POST", run.url + COMPLETIONS, json=body) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    handler.came.set()
+    assert handler.in_time == {"request": True, "answer": True}
 
 
 # -- throughput ---------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 from typing import Any
 
@@ -255,33 +255,39 @@ def test_a_reading_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.read() is not machine.read()
 
 
-class NVMLError(Exception):
-    pass
+class FakeDriver:
+    """NVIDIA's library with these GPUs, by index or UUID; what is negative fails."""
+
+    def __init__(self, busy: dict[Any, int], *, works: bool = True) -> None:
+        self.busy = busy
+        self.works = works
+
+    def nvmlInit_v2(self) -> int:
+        return int(not self.works)
+
+    def nvmlDeviceGetCount_v2(self, found: Any) -> int:
+        found._obj.value = sum(isinstance(name, int) for name in self.busy)
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, name: Any, found: Any) -> int:
+        found._obj.value = 1 + list(self.busy).index(name) if name in self.busy else None
+        return 0 if name in self.busy else 6
+
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, found: Any) -> int:
+        return self.nvmlDeviceGetHandleByIndex_v2(name.decode(), found)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: ctypes.c_void_p, found: Any) -> int:
+        assert handle.value is not None
+        percent = list(self.busy.values())[handle.value - 1]
+        if percent < 0:
+            return 3
+        found._obj.gpu = percent
+        return 0
 
 
-def fake_nvml(busy: dict[Any, int]) -> types.ModuleType:
-    """NVIDIA's library with these GPUs, by index or UUID."""
-
-    def handle(name: Any) -> Any:
-        if name not in busy:
-            raise NVMLError(name)
-        return name
-
-    def rates(name: Any) -> Any:
-        if busy[name] < 0:
-            raise NVMLError(name)
-        return types.SimpleNamespace(gpu=busy[name])
-
-    module = types.ModuleType("pynvml")
-    module.__dict__.update(
-        NVMLError=NVMLError,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: sum(isinstance(name, int) for name in busy),
-        nvmlDeviceGetHandleByIndex=handle,
-        nvmlDeviceGetHandleByUUID=handle,
-        nvmlDeviceGetUtilizationRates=rates,
-    )
-    return module
+def with_driver(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver | None) -> None:
+    monkeypatch.setattr(machine_module, "_driver", lambda: driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 @pytest.mark.parametrize(
@@ -291,26 +297,44 @@ def fake_nvml(busy: dict[Any, int]) -> types.ModuleType:
 def test_the_gpus_are_those_that_cuda_shows(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[float] | None
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml({0: 10, 1: 90, "GPU-abc": 50}))
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
+    with_driver(monkeypatch, FakeDriver({0: 10, 1: 90, "GPU-abc": 50}))
+    if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert Machine("cuda:0").read().gpu == expected
     assert Machine("cpu").read().gpu is None
 
 
 def test_a_gpu_that_does_not_answer_keeps_its_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    busy: dict[Any, int] = {0: 40}
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(busy))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    driver = FakeDriver({0: 40})
+    with_driver(monkeypatch, driver)
     monkeypatch.setattr(machine_module, "_KEPT_SECONDS", 0.0)
     machine = Machine("cuda")
     assert machine.read().gpu == [0.4]
-    busy[0] = -1
+    driver.busy[0] = -1
     assert machine.read().gpu == [0.4]
+    driver.busy[0] = 70
+    assert machine.read().gpu == [0.7]
 
 
-def test_without_the_library_no_gpu_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+@pytest.mark.parametrize(
+    "driver",
+    [
+        None,
+        FakeDriver({0: 40}, works=False),
+        FakeDriver({}),
+        FakeDriver({0: 40, 1: -1}),  # the second is a part of a card
+    ],
+)
+def test_where_nothing_is_told_no_gpu_is_shown(
+    monkeypatch: pytest.MonkeyPatch, driver: FakeDriver | None
+) -> None:
+    with_driver(monkeypatch, driver)
+    assert Machine("cuda").read().gpu is None
+
+
+def test_a_machine_without_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(machine_module.ctypes, "CDLL", fails)
     assert Machine("cuda").read().gpu is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -28,6 +29,7 @@ from hetero_llm.server.serving import (
     Server,
     bind,
     read_template,
+    rest_collector,
     settings_of,
     uvicorn_config,
 )
@@ -120,6 +122,18 @@ def test_the_first_signal_lets_running_requests_finish() -> None:
         thread.join(10)
         assert found[0].json()["usage"]["completion_tokens"] == 8
         assert run.ended(5) == 0
+
+
+def test_collections_leave_out_what_was_there_before() -> None:
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(700, 10, 10)  # Python's own
+        rest_collector()
+        assert gc.get_freeze_count() > 100_000
+        assert gc.get_threshold()[0] > 7000
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def test_requests_are_still_taken_during_the_drain_delay() -> None:

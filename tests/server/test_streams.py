@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import os
 import re
+import weakref
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,11 @@ import httpx
 import pytest
 
 from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.server import answers
 from hetero_llm.server.settings import Limits, ServerSettings
 from hetero_llm.server.sse import EventStream, Watch
 from tests.server.fake_engine import EOS, FakeEngine
-from tests.server.serving import Served, events, raw_post, serving
+from tests.server.serving import Served, events, raw_post, received, serving
 
 GOLDEN = Path(__file__).with_name("golden")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -346,6 +349,33 @@ def test_a_client_that_reads_nothing_is_dropped(tokenizer: Tokenizer) -> None:
             metrics = served.http.get("/metrics").text
         assert 'hetero_llm:aborted_requests_total{cause="stalled"} 1.0' in metrics
         assert served.post(COMPLETIONS, {"prompt": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_stream_leaves_no_garbage(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    """What a request held is free when it has ended, not only after a collection of garbage."""
+    engine = FakeEngine(tokenizer, silent_above=100)
+    streams: list[weakref.ref[EventStream]] = []
+
+    def noted(*args: Any) -> EventStream:
+        stream = EventStream(*args)
+        streams.append(weakref.ref(stream))
+        return stream
+
+    monkeypatch.setattr(answers, "EventStream", noted)
+    body = {"prompt": "a b", "max_tokens": 1000 if leaves else 2, "stream": True}
+    with serving(engine) as served:
+        gc.disable()
+        try:
+            with raw_post(served, "/v1/completions", body) as connection:
+                received(connection, b"\n\n" if leaves else b"[DONE]")
+            served.wait(lambda: engine.finished and served.context.load == 0)
+            served.wait(lambda: streams[0]() is None)
+        finally:
+            gc.enable()
+    assert len(engine.aborted) == leaves
 
 
 def test_characters_are_never_split(server: Served) -> None:
