@@ -18,7 +18,7 @@ constexpr int64_t kLayers = 3, kLayerBytes = 96, kRows = 40, kCount = 6;
 constexpr int64_t kRowBytes = kLayers * kLayerBytes;
 
 struct Open {
-    bool loads;
+    bool loads, over = false;
     std::vector<int64_t> slots, blocks;
 };
 
@@ -44,9 +44,10 @@ int main(int, char** arguments) {
     const int64_t rounds = atoll(arguments[2]);
     int64_t wrong = 0, over = 0;
     std::vector<Open> open((size_t)rounds);
-    for (int64_t ticket = 0; over < rounds;) {
-        // At most one ticket for each sixth of the rows.
-        if (ticket < rounds && ticket - over < kRows / kCount - 1) {
+    for (int64_t ticket = 0, oldest = 0; over < rounds;) {
+        while (oldest < ticket && open[(size_t)oldest].over) ++oldest;
+        // At most one ticket for each sixth of the rows; they do not end in order.
+        if (ticket < rounds && ticket - oldest < kRows / kCount - 1) {
             Open& own = open[(size_t)ticket];
             own.loads = ticket % 3 != 0;
             for (int64_t i = 0; i < kCount; ++i) {
@@ -72,7 +73,8 @@ int main(int, char** arguments) {
         const int64_t count = hetero_copier_poll(copier, done, 8);
         over += count;
         for (int64_t i = 0; i < count; ++i) {
-            const Open& own = open[(size_t)done[i].ticket];
+            Open& own = open[(size_t)done[i].ticket];
+            own.over = true;
             for (size_t k = 0; k < (size_t)kCount && done[i].ok; ++k) {
                 const char* slot = &host[(size_t)(own.slots[k] * kRowBytes)];
                 const char* block = &device[(size_t)(own.blocks[k] * kRowBytes)];
