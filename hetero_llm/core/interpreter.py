@@ -1,19 +1,13 @@
-"""The interpreter as a thread that steps an engine needs it: back soon, not taken away in the
-middle of a step, and collecting garbage while the device works."""
+"""The interpreter as a thread that steps an engine needs it: back soon, and collecting garbage
+while the device works."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import sys
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_SWITCH_SECONDS, _KEEP_SECONDS = 2e-5, 4e-3
+_SWITCH_SECONDS = 2e-5
 _PR_SET_TIMERSLACK = 29
 _SLACK_NS = 1000
 _DUE, _LATE = 10_000, 40_000
@@ -36,24 +30,6 @@ def serve_promptly() -> None:
     youngest, *older = gc.get_threshold()
     if youngest:  # else there is to be no collection
         gc.set_threshold(max(youngest, _LATE), *older)
-
-
-def undisturbed(call: Callable[P, R]) -> Callable[P, R]:
-    """Lets a call of plain Python keep the interpreter for milliseconds; one that waits for
-    anything must not. A busy thread would ask for it every switch interval, and get half of it."""
-
-    @functools.wraps(call)
-    def keeping(*args: P.args, **kwargs: P.kwargs) -> R:
-        before = sys.getswitchinterval()
-        if before >= _KEEP_SECONDS:  # another engine's thread is in such a call, or never mind
-            return call(*args, **kwargs)
-        sys.setswitchinterval(_KEEP_SECONDS)
-        try:
-            return call(*args, **kwargs)
-        finally:
-            sys.setswitchinterval(before)
-
-    return keeping
 
 
 def collect_if_due() -> None:

@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_llm.core.host_tier import HostHit, HostTier
-from hetero_llm.core.interpreter import undisturbed
 from hetero_llm.engine.block_moves import BlockMoves, OffloadLimits
 from hetero_llm.engine.offload_log import HitCounter
 from hetero_llm.engine.prefix_cache import PrefixCache, block_contents
@@ -183,7 +182,6 @@ class BlockManager:
         self.room[table] = 0
         return len(token_ids) - 1
 
-    @undisturbed
     def load(
         self, table: int, token_ids: Sequence[int], compute: Callable[[int, int], float]
     ) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.core.histogram import Histogram
-from hetero_llm.core.interpreter import collect_if_due, undisturbed
+from hetero_llm.core.interpreter import collect_if_due
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams
@@ -83,7 +83,6 @@ class Engine:
     def has_unfinished(self) -> bool:
         return self._scheduler.num_unfinished > 0
 
-    @undisturbed
     def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
         """Checks everything about a request without starting it.
 

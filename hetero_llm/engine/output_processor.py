@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from hetero_llm.core.interpreter import undisturbed
 from hetero_llm.core.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from hetero_llm.core.request import FinishReason, Request, Sequence
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
@@ -47,7 +46,6 @@ class OutputProcessor:
         self._sent: dict[Sequence, int] = {}
         self._prompts: dict[str, list[TokenLogprobs | None]] = {}  # as far as computed
 
-    @undisturbed
     def process(self, touched: Iterable[Sequence]) -> list[RequestOutput]:
         """Outputs of a step, one per request at most, in the order they were scheduled."""
         ready: dict[str, Request] = {}

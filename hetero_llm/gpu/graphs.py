@@ -15,13 +15,14 @@ MAX_GRAPH_ROWS = 512
 
 
 def row_buckets(limit: int) -> tuple[int, ...]:
-    """Row counts that are captured, ascending: padding wastes at most a seventh from 64 rows on.
+    """Row counts that are captured, ascending: padding wastes at most a quarter from 64 rows on.
+    448 is left out: cuBLAS computes 512 rows of a 7B or 8B shape in 9.8 ms, 448 in 13.8.
 
     Args:
         limit: most rows that a step can have; the last bucket holds it (or `MAX_GRAPH_ROWS`).
     """
     buckets = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
-    buckets += range(320, MAX_GRAPH_ROWS + 1, 64)
+    buckets += [320, 384, MAX_GRAPH_ROWS]
     enough = next((i for i, bucket in enumerate(buckets) if bucket >= limit), len(buckets) - 1)
     return tuple(buckets[: enough + 1])
 

@@ -7,13 +7,12 @@ import ctypes
 import gc
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from hetero_llm.core import interpreter
-from hetero_llm.core.interpreter import collect_if_due, serve_promptly, undisturbed
+from hetero_llm.core.interpreter import collect_if_due, serve_promptly
 
 _SET_SLACK, _GET_SLACK = 29, 30
 
@@ -57,51 +56,6 @@ def test_collections_become_rarer_and_stay_off(before: int, after: int) -> None:
     gc.set_threshold(before, 12, 13)
     serve_promptly()
     assert gc.get_threshold() == (after, 12, 13)
-
-
-def test_a_call_keeps_the_interpreter_and_gives_it_back() -> None:
-    sys.setswitchinterval(2e-5)
-
-    @undisturbed
-    def inner(fails: bool) -> float:
-        if fails:
-            raise KeyError
-        return sys.getswitchinterval()
-
-    outer = undisturbed(lambda: (inner(False), sys.getswitchinterval()))
-    assert outer() == (pytest.approx(4e-3), pytest.approx(4e-3))
-    assert sys.getswitchinterval() == pytest.approx(2e-5)
-    with pytest.raises(KeyError):
-        inner(True)
-    assert sys.getswitchinterval() == pytest.approx(2e-5)
-    sys.setswitchinterval(5e-3)
-    assert inner(False) == pytest.approx(5e-3), "nobody asked for anything"
-
-
-def test_a_busy_thread_gets_nothing_of_such_a_call() -> None:
-    sys.setswitchinterval(2e-5)
-    turns, over = [0], threading.Event()
-
-    def spin() -> None:
-        while not over.is_set():
-            turns[0] += 1
-
-    def work() -> int:
-        """How many turns the other thread made meanwhile; shorter than what may be kept."""
-        first, until = turns[0], time.perf_counter() + 1e-3
-        while time.perf_counter() < until:
-            pass
-        return turns[0] - first
-
-    thread = threading.Thread(target=spin, daemon=True)
-    thread.start()
-    try:
-        plain = [work() for _ in range(50)]
-        kept = [undisturbed(work)() for _ in range(50)]
-    finally:
-        over.set()
-        thread.join()
-    assert sum(map(bool, kept)) < sum(map(bool, plain))
 
 
 def test_young_garbage_is_collected_when_it_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
