@@ -330,7 +330,8 @@ class BlockManager:
         return self._moves is not None and bool(self._moves.moving or self._moves.num_wanted > 0)
 
     def admit(self, table: int, counted: tuple[int, int] = (0, 0)) -> None:
-        """A table's sequence begins to run: its blocks count as hits or misses, once.
+        """A table's sequence begins to run: the runner is told of its blocks, which count as hits or
+        misses, once.
 
         Args:
             counted: what `counted` told when the sequence lost its earlier table.
@@ -338,6 +339,8 @@ class BlockManager:
         entry = self._tables[table]
         entry.counted, entry.used = counted
         entry.admitted = True
+        if self._moves is not None:
+            self._changes.runs.append((table, 0, list(entry.blocks)))
         if not entry.counted:
             self.hits.add(entry.found, entry.loaded, 0)
             entry.counted = entry.found + entry.loaded
@@ -491,10 +494,15 @@ class BlockManager:
         first = len(entry.blocks)
         entry.blocks.extend(blocks)
         self.room[table] = 0 if entry.maybe_shared else len(entry.blocks) * self.block_size
-        if blocks:
-            self._changes.runs.append((table, first, blocks))
+        self._tell(table, entry, first, blocks)
         if entry.admitted:
             self._count_grown(entry)
+
+    def _tell(self, table: int, entry: _Table, first: int, blocks: list[int]) -> None:
+        """The runner need not know of a table before its sequence runs: while a long prefix is on
+        its way, other sequences' steps are not to carry its thousand blocks."""
+        if blocks and (entry.admitted or self._moves is None):
+            self._changes.runs.append((table, first, blocks))
 
     def _copy_on_write(self, table: int, entry: _Table, column: int) -> None:
         old = entry.blocks[column]
@@ -510,7 +518,7 @@ class BlockManager:
         self._freed_at[old] = self._steps + 1
         self._copied.update((old, new))
         entry.blocks[column] = new
-        self._changes.runs.append((table, column, [new]))
+        self._tell(table, entry, column, [new])
         self._changes.copy_from.append(old)
         self._changes.copy_to.append(new)
 

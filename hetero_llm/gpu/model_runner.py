@@ -143,7 +143,9 @@ class GpuModelRunner:
         self._tables = torch.zeros(max_num_seqs, columns, dtype=torch.int32, device=device)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._context = AttentionContext(config, cache, self._tables, parameter.dtype)
-        self._library = LibraryPlanner(self._context, parameter.dtype)
+        self._library = LibraryPlanner(
+            self._context, parameter.dtype, beside_copies=gates is not None
+        )
         self._graph_rows = row_buckets(min(MAX_GRAPH_ROWS, max_num_batched_tokens))
         self._decode_rows = row_buckets(min(MAX_GRAPH_ROWS, max_num_seqs))
         self._gated_rows = gated_buckets(self._graph_rows)
@@ -368,7 +370,8 @@ class GpuModelRunner:
         writes = step.table_writes
         if writes.shape[1] > packet.layout.writes:  # a long prefix hit: more than a packet holds
             last = np.stack((writes[0], writes[1], self._packer.tables[writes[0], writes[1]]))
-            slots, columns, blocks = upload(last, self._device)
+            # Not `upload`: that would queue behind prefixes that are on their way.
+            slots, columns, blocks = torch.from_numpy(last).to(self._device)
             self._tables[slots.long(), columns.long()] = blocks
         return self._packer.pack(step, packet.layout, packet.limits, chosen)
 

@@ -298,9 +298,15 @@ class LibraryPlanner:
     Measured (docs/log.md): one chunk is fastest through cuDNN from a thousand rows on; a call for
     each of many shorter ones costs more than FlashAttention's single call for all. Neither is
     given soft caps or ALiBi.
+
+    Args:
+        beside_copies: prefixes may be on their way to the device, and what is uploaded would queue
+            behind them.
     """
 
-    def __init__(self, context: AttentionContext, dtype: torch.dtype) -> None:
+    def __init__(
+        self, context: AttentionContext, dtype: torch.dtype, *, beside_copies: bool = False
+    ) -> None:
         config = context.config
         device = context.tables.device
         shape = (dtype, config.num_heads, config.num_kv_heads, config.head_dim, device)
@@ -308,6 +314,7 @@ class LibraryPlanner:
         plain = Scoring.of(config).is_plain
         self._cudnn = plain and cudnn_works(*shape)
         self._flash = plain and flash_works(*shape)
+        self._beside_copies = beside_copies
         self._has_windows = any(w is not None for w in context.windows)
 
     def plan(
@@ -376,7 +383,10 @@ class LibraryPlanner:
         return LibraryRows(rows, keys)
 
     def _put(self, values: np.ndarray) -> torch.Tensor:
-        return upload(values, self._context.tables.device)
+        device = self._context.tables.device
+        if self._beside_copies:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+        return upload(values, device)
 
 
 def _ends(lengths: np.ndarray) -> np.ndarray:
