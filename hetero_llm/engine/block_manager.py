@@ -330,7 +330,7 @@ class BlockManager:
         return self._moves is not None and bool(self._moves.moving or self._moves.num_wanted > 0)
 
     def admit(self, table: int, counted: tuple[int, int] = (0, 0)) -> None:
-        """A table's sequence begins to run: the runner is told of its blocks, which count as hits or
+        """A table's sequence begins to run. The runner is told of its blocks; they count as hits or
         misses, once.
 
         Args:
