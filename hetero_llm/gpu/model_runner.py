@@ -44,6 +44,7 @@ from hetero_llm.gpu.paged_attention import (
 from hetero_llm.gpu.step_inputs import StepInputs
 from hetero_llm.gpu.step_packets import Packet, StepPackets
 from hetero_llm.gpu.step_profile import profile_graphs
+from hetero_llm.gpu.uploads import Uploads
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import Attend, CausalLM
 from hetero_llm.runner.draft_trees import tree_rows
@@ -62,6 +63,8 @@ from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import Sampler
 
 _ARRIVALS = 4
+_MOST_WRITES = 1 << 18
+"""Entries of block tables that one step may bring without waiting: 64 prompts of 64K tokens."""
 
 
 @dataclass(slots=True)
@@ -146,6 +149,7 @@ class GpuModelRunner:
         self._library = LibraryPlanner(
             self._context, parameter.dtype, beside_copies=gates is not None
         )
+        self._uploads = Uploads(3 * min(self._tables.numel(), _MOST_WRITES), device)
         self._graph_rows = row_buckets(min(MAX_GRAPH_ROWS, max_num_batched_tokens))
         self._decode_rows = row_buckets(min(MAX_GRAPH_ROWS, max_num_seqs))
         self._gated_rows = gated_buckets(self._graph_rows)
@@ -370,8 +374,7 @@ class GpuModelRunner:
         writes = step.table_writes
         if writes.shape[1] > packet.layout.writes:  # a long prefix hit: more than a packet holds
             last = np.stack((writes[0], writes[1], self._packer.tables[writes[0], writes[1]]))
-            # Not `upload`: that would queue behind prefixes that are on their way.
-            slots, columns, blocks = torch.from_numpy(last).to(self._device)
+            slots, columns, blocks = self._uploads.send(last.astype(np.int32))
             self._tables[slots.long(), columns.long()] = blocks
         return self._packer.pack(step, packet.layout, packet.limits, chosen)
 
