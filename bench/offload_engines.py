@@ -17,6 +17,7 @@ import torch
 from bench.decode import params_for
 from bench.shapes import SHAPES, start, write_shape
 from hetero_llm import LLM, SamplingParams
+from hetero_llm.core.interpreter import prompt_wakeups
 from hetero_llm.core.request import Request
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine.engine import Engine
@@ -218,8 +219,10 @@ class Served:
         return self.engine.make_request(f"b{self._num_requests}", Prompt(None, prompt), params)
 
     def run_until(self, done: Callable[[], bool]) -> None:
+        """Steps as `LLM` does."""
         while not done():
-            self.engine.step()
+            with prompt_wakeups():
+                self.engine.step()
 
     def rest(self) -> None:
         """Until nothing is on its way to host memory.

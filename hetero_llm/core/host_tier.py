@@ -12,6 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 @dataclass(frozen=True, slots=True)
 class HostHit:
@@ -78,11 +81,11 @@ class HostTier(Protocol):
         """Gives back a hit, or the end of one, that is not going to be loaded."""
         ...
 
-    def load(self, hit: HostHit, blocks: Sequence[int], after_step: int, compute: float) -> int:
+    def load(self, hit: HostHit, blocks: NDArray[np.int64], after_step: int, compute: float) -> int:
         """Starts copying a hit to the device's blocks; the slots are unpinned when it is over.
 
         Args:
-            blocks: one for each slot; nobody else uses them before the load is over.
+            blocks: [N], one for each slot; nobody else uses them before the load is over.
             after_step: number of the last step that may still read or write one of them; 0: none.
             compute: seconds that the rows behind the hit are expected to take; 0: unknown.
 

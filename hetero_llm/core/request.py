@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -82,6 +83,7 @@ class Sequence:
     `num_computed == len(token_ids) + num_unknown - 1`, except while it is about to fork.
 
     Attributes:
+        token_ids: prompt and output, int32: garbage collections visit no array.
         num_unknown: tokens that launched steps draw: they follow `token_ids`, their values have
             not reached the host.
         epoch: how often the sequence has lost its slot; results of an earlier epoch are void.
@@ -92,7 +94,7 @@ class Sequence:
 
     request: Request
     index: int
-    token_ids: list[int]
+    token_ids: array[int]
     num_prompt: int
     slot: int = -1
     num_computed: int = 0
@@ -108,7 +110,7 @@ class Sequence:
 
     @property
     def output_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt :]
+        return self.token_ids[self.num_prompt :].tolist()
 
     @property
     def finished(self) -> bool:

@@ -8,7 +8,7 @@ carries only what changed.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +56,8 @@ def has_penalties(params: SamplingParams) -> bool:
 class SlotState:
     """A sequence that enters `slot`, new, forked or resumed; it replaces what was there.
 
-    `token_ids` are all tokens known so far (prompt and output). `params` with `seed` and
+    `token_ids` are all tokens known so far (prompt and output): the scheduler's own, to which it
+    appends later, so whoever needs the output's copies it in `launch`. `params` with `seed` and
     `sample_index` fix every later draw. `num_logprobs` is how many of the most likely tokens to
     report with each draw (None: no log-probabilities at all), `num_prompt_logprobs` the same for
     prompt rows. `end_ids` are the tokens that end the sequence, which `min_tokens` forbids for a
@@ -64,7 +65,7 @@ class SlotState:
     """
 
     slot: int
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     num_prompt_tokens: int
     params: SamplingParams
     seed: int

@@ -5,6 +5,8 @@ Part of the scheduler, which alone calls it.
 
 from __future__ import annotations
 
+from array import array
+
 from hetero_llm.core.config import SchedulerConfig
 from hetero_llm.core.errors import PromptError, SamplingError
 from hetero_llm.core.request import Request, Sequence
@@ -31,8 +33,12 @@ def check_fits(request: Request, config: SchedulerConfig, blocks: BlockManager) 
 
 def first_sequence(request: Request) -> Sequence:
     """Makes a request's first sequence, and its own lists ready for results."""
-    prompt = request.prompt_token_ids
-    sequence = Sequence(request, 0, list(prompt), len(prompt))
+    tokens = array("i")
+    if request.packed_prompt:
+        tokens.frombytes(request.packed_prompt)
+    else:
+        tokens.extend(request.prompt_token_ids)
+    sequence = Sequence(request, 0, tokens, len(tokens))
     if request.params.logprobs is not None:
         sequence.logprobs = []
     request.sequences = [sequence]

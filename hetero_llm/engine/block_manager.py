@@ -15,7 +15,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from hetero_llm.core.host_tier import HostHit, HostTier
 from hetero_llm.engine.block_moves import BlockMoves, OffloadLimits
 from hetero_llm.engine.offload_log import HitCounter
 from hetero_llm.engine.prefix_cache import PrefixCache, block_contents
+from hetero_llm.engine.table_changes import TableChanges
 
 _LONG_PREFIX = 512
 """Blocks from which on a load begins before all of them are looked up: see `load`."""
@@ -44,34 +45,6 @@ class _Table:
     counted: int = 0  # leading blocks that `hits` knows of, in this life of the sequence or another
     used: int = 0  # leading keys whose use was noted
     admitted: bool = False
-
-
-@dataclass(slots=True)
-class TableChanges:
-    """Changes since the last `take_changes`, for the runner.
-
-    Attributes:
-        runs: table, first column and the blocks of columns that follow each other; what comes later
-            overwrites.
-        copy_from, copy_to: whole blocks.
-    """
-
-    runs: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    copy_from: list[int] = field(default_factory=list)
-    copy_to: list[int] = field(default_factory=list)
-
-    def writes(self) -> NDArray[np.int32]:
-        """Table, column and block of each entry, [3, entries]."""
-        sizes = np.array([len(blocks) for _, _, blocks in self.runs], np.int32)
-        entries = np.empty((3, int(sizes.sum())), np.int32)
-        if self.runs:
-            tables, columns, blocks = zip(*self.runs, strict=True)
-            begins = np.cumsum(sizes, dtype=np.int32) - sizes
-            entries[0] = np.repeat(np.array(tables, np.int32), sizes)
-            entries[1] = np.repeat(np.array(columns, np.int32) - begins, sizes)
-            entries[1] += np.arange(entries.shape[1], dtype=np.int32)
-            entries[2] = np.fromiter(chain.from_iterable(blocks), np.int32, entries.shape[1])
-        return entries
 
 
 class BlockManager:
@@ -116,9 +89,11 @@ class BlockManager:
         self._steps = 0  # made so far
         self._freed_at = np.zeros(num_blocks, np.int64)  # last step that may touch a free block
         self._copied: set[int] = set()  # by the copies of the step that is being made
+        self._closed: list[tuple[_Table, int]] = []  # and the last step that may touch its blocks
 
     @property
     def num_free(self) -> int:
+        self.free_closed()
         return len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -214,7 +189,7 @@ class BlockManager:
             rest = len(token_ids) - begin - len(hit.slots) * size
             count = moves.tier.worth_loading(hit, begin, rest) if hit.slots else 0
             if count:
-                if self.blocks_for(len(token_ids)) - len(entry.blocks) > len(self._free):
+                if self._lacks(self.blocks_for(len(token_ids)) - len(entry.blocks)):
                     moves.tier.release(hit)
                     return None
                 blocks = self._pop_for_load(count)
@@ -256,7 +231,7 @@ class BlockManager:
         (content,) = block_contents(token_ids, size, first, first + 1, entry.packed)
         parent = entry.keys[-1] if entry.keys else entry.root
         missing = self.blocks_for(len(token_ids)) - first
-        return moves.tier.holds(parent + content) and missing <= len(self._free)
+        return moves.tier.holds(parent + content) and not self._lacks(missing)
 
     def pending(self, table: int) -> set[int]:
         """Loads under way that fill some of a table's blocks."""
@@ -299,15 +274,8 @@ class BlockManager:
         result = self._moves.poll(over)
         for block in result.void:
             self._prefix_or_fail().evict(block)
-        free, published = self._free, []
-        for block in reversed(result.back):
-            if self._refs[block]:
-                continue
-            free[block] = None
-            free.move_to_end(block, last=False)
-            if self._prefix_or_fail().holds(block):
-                published.append(block)
-        self._moves.returned(published)
+        if result.back:
+            self._take_back(np.concatenate(result.back))
         if not result.failed:
             return []
         return [t for t, entry in self._tables.items() if entry.tickets & result.failed]
@@ -319,6 +287,7 @@ class BlockManager:
         Args:
             most: blocks to look at; some microseconds each.
         """
+        self.free_closed()
         if self._moves is not None:
             for block in self._moves.store(len(self._free), most):
                 del self._free[block]
@@ -363,12 +332,14 @@ class BlockManager:
         missing = self.blocks_for(num_tokens) - len(entry.blocks)
         if missing <= 0 and not entry.maybe_shared:
             return True
+        if entry.maybe_shared:
+            self.free_closed()  # or a table that is over counts as a reader
         shared: list[int] = []
         last = min(self.blocks_for(num_tokens), len(entry.blocks))
         if entry.maybe_shared:
             first = num_computed // size
             shared = [c for c in range(first, last) if self._is_read_only(entry.blocks[c])]
-        if max(missing, 0) + len(shared) > len(self._free):
+        if self._lacks(max(missing, 0) + len(shared)):
             return False
         for column in shared:
             self._copy_on_write(table, entry, column)
@@ -408,28 +379,43 @@ class BlockManager:
         self._append(table, copy, list(origin.blocks))
 
     def close(self, table: int) -> None:
-        """Ends a table. Its blocks without other readers become free, the tail to go first:
-        a prefix is useless once its head is gone."""
+        """Ends a table. Its blocks are free when somebody needs them, or `free_closed` is called:
+        of a long prompt they are thousands, and the token that ended it is to be shown first."""
         entry = self._tables.pop(table)
         del self.room[table]
-        index = np.array(entry.blocks[::-1], np.int64)
-        refs = self._all_refs[index] - 1
-        assert (refs >= 0).all(), "a block was freed twice"
-        self._all_refs[index] = refs
-        freed: list[int] = index[refs == 0].tolist()
+        if self._moves is not None:
+            self._moves.leave(entry.tickets)
+        self._closed.append((entry, self._steps + bool(self._copied)))
+
+    def free_closed(self) -> None:
+        """Gives the blocks of closed tables back. Those without other readers become free, the tail
+        to go first: a prefix is useless once its head is gone."""
+        closed, self._closed = self._closed, []
         moves = self._moves
-        if moves is not None:
-            moves.leave(entry.tickets)
-            self._note_touch(freed)
-            if moves.any_moving:
-                freed = [block for block in freed if not moves.is_moving(block)]
-        self._free.update(dict.fromkeys(freed))
-        unpublished = freed if self._prefix is None else self._prefix.unpublished(freed)
-        for block in unpublished:
-            self._free.move_to_end(block, last=False)
-        if moves is not None:
-            gone = set(unpublished)
-            moves.freed(block for block in freed if block not in gone)
+        for entry, last_step in closed:
+            index = np.array(entry.blocks[::-1], np.int64)
+            refs = self._all_refs[index] - 1
+            assert (refs >= 0).all(), "a block was freed twice"
+            self._all_refs[index] = refs
+            index = index[refs == 0]
+            freed: list[int] = index.tolist()
+            if moves is not None:
+                self._freed_at[index] = np.maximum(self._freed_at[index], last_step)
+                if moves.any_moving:
+                    freed = [block for block in freed if not moves.is_moving(block)]
+            self._free.update(dict.fromkeys(freed))
+            unpublished = freed if self._prefix is None else self._prefix.unpublished(freed)
+            for block in unpublished:
+                self._free.move_to_end(block, last=False)
+            if moves is not None:
+                gone = set(unpublished)
+                moves.freed(block for block in freed if block not in gone)
+
+    def _lacks(self, count: int) -> bool:
+        """Whether there are not so many free blocks."""
+        if count > len(self._free):
+            self.free_closed()
+        return count > len(self._free)
 
     def take_changes(self) -> TableChanges:
         """Everything the runner has to apply before the next step; forgotten here afterwards."""
@@ -440,6 +426,7 @@ class BlockManager:
 
     def launched(self) -> None:
         """The step of the last `take_changes` is on the device's stream."""
+        self.free_closed()
         if self._moves is not None:
             self._moves.tier.step_launched(self._steps)
 
@@ -462,7 +449,7 @@ class BlockManager:
     def check_integrity(self) -> None:
         """Asserts that every block is either free or counted exactly by its tables."""
         counted = [0] * self.num_blocks
-        for entry in self._tables.values():
+        for entry in (*self._tables.values(), *(entry for entry, _ in self._closed)):
             for block in entry.blocks:
                 counted[block] += 1
         assert counted == self._refs.tolist(), "reference counts differ from the tables"
@@ -533,6 +520,17 @@ class BlockManager:
         entry.tickets |= tickets
         self._moves.join(tickets)
 
+    def _take_back(self, blocks: NDArray[np.int64]) -> None:
+        """Blocks that do not move any more. Those without readers are handed out before others."""
+        free, published = self._free, []
+        for block in blocks[self._all_refs[blocks] == 0].tolist()[::-1]:
+            free[block] = None
+            free.move_to_end(block, last=False)
+            if self._prefix_or_fail().holds(block):
+                published.append(block)
+        assert self._moves is not None
+        self._moves.returned(published)
+
     def _pop_for_load(self, count: int) -> list[int] | None:
         """Free blocks that no step still to be launched touches, in ascending order, so that
         neighbours can be copied together; None if there are not as many."""
@@ -558,12 +556,6 @@ class BlockManager:
         for block in aside:
             free.move_to_end(block)
         return sorted(blocks)
-
-    def _note_touch(self, blocks: list[int]) -> None:
-        """The last step made may still touch these; the next one if it copies them."""
-        self._freed_at[blocks] = self._steps
-        if self._copied:
-            self._freed_at[[block for block in blocks if block in self._copied]] = self._steps + 1
 
     def _keep_limit(self, most: int) -> None:
         """Free blocks beyond the limit lose their prefix and are handed out first."""

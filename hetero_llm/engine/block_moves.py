@@ -42,10 +42,10 @@ class OffloadLimits:
 @dataclass(slots=True)
 class MovesOver:
     """What became of moves: blocks whose content is void, blocks that may be free again (to be
-    handed out first), tickets that failed."""
+    handed out first, the last one last), tickets that failed."""
 
     void: list[int] = field(default_factory=list)
-    back: list[int] = field(default_factory=list)
+    back: list[NDArray[np.int64]] = field(default_factory=list)
     failed: set[int] = field(default_factory=set)
 
 
@@ -59,7 +59,7 @@ class BlockMoves:
         self._prefix = prefix
         self._limits = limits
         self._load_of = np.zeros(num_blocks, np.int64)  # ticket that fills a block, or 0
-        self._loads: dict[int, list[int]] = {}
+        self._loads: dict[int, NDArray[np.int64]] = {}
         self._readers: dict[int, int] = {}  # ticket to tables that wait for it
         self._storing: dict[int, int] = {}
         self._stores: dict[int, list[int]] = {}
@@ -148,9 +148,10 @@ class BlockMoves:
     def load(self, hit: HostHit, blocks: list[int], after_step: int, compute: float) -> int:
         """Starts a load into blocks that nobody else has. They are published at once: who finds
         them waits for the ticket, which is returned, as the one who asked does."""
-        ticket = self.tier.load(hit, blocks, after_step, compute)
-        self._loads[ticket] = blocks
-        self._load_of[blocks] = ticket
+        index = np.array(blocks, np.int64)
+        ticket = self.tier.load(hit, index, after_step, compute)
+        self._loads[ticket] = index
+        self._load_of[index] = ticket
         self._readers[ticket] = 0
         self._prefix.adopt(hit.sources, hit.keys, blocks)
         return ticket
@@ -175,7 +176,7 @@ class BlockMoves:
                 continue
             self._readers[ticket] -= 1
             if not self._readers[ticket]:
-                for block in self._loads[ticket]:
+                for block in self._loads[ticket].tolist():
                     self._prefix.evict(block)
                 self.tier.abort(ticket)
 
@@ -186,17 +187,17 @@ class BlockMoves:
         events = self.tier.poll(over)
         result = MovesOver(failed=set(events.failed))
         for ticket in (*events.loaded, *events.failed):
-            blocks = self._loads.pop(ticket)
+            index = self._loads.pop(ticket)
             del self._readers[ticket]
-            self._load_of[blocks] = 0
+            self._load_of[index] = 0
             if ticket in result.failed:
-                result.void += blocks
-            result.back += blocks
+                result.void += index.tolist()
+            result.back.append(index)
         for ticket in events.stored:
             blocks = self._stores.pop(ticket)
             for block in blocks:
                 del self._storing[block]
-            result.back += blocks
+            result.back.append(np.array(blocks, np.int64))
         return result
 
     @property
@@ -258,7 +259,7 @@ class BlockMoves:
 
     def check_integrity(self, free: Iterable[int]) -> None:
         """Asserts that every moving block belongs to one ticket."""
-        by_load = sorted(block for blocks in self._loads.values() for block in blocks)
+        by_load = sorted(block for index in self._loads.values() for block in index.tolist())
         by_store = sorted(block for blocks in self._stores.values() for block in blocks)
         loading = np.flatnonzero(self._load_of).tolist()
         assert by_load == loading, "a loading block was lost or doubled"

@@ -21,9 +21,10 @@ from hetero_llm.core.draft import DraftBatch, chain, join_trees
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import LAST_DRAWN, SchedulerOutput, SlotState
-from hetero_llm.engine.block_manager import BlockManager, TableChanges
+from hetero_llm.engine.block_manager import BlockManager
 from hetero_llm.engine.engine import ModelRunner
 from hetero_llm.engine.prefix_cache import PrefixCache
+from hetero_llm.engine.table_changes import TableChanges
 
 _MOST_UNDER_WAY = 2
 """Steps without `finish` beside which another one may be launched; more the runners do not bear
@@ -306,7 +307,7 @@ def _slot_state(sequence: Sequence) -> SlotState:
     )
     return SlotState(
         sequence.slot,
-        tuple(sequence.token_ids),
+        sequence.token_ids,
         sequence.num_prompt,
         params,
         request.seed,

@@ -123,7 +123,8 @@ class Engine:
             if self._asynchronous:
                 self._pending = self._launch(self._scheduler.schedule_ahead())
                 self._scheduler.settle()
-                collect_if_due()
+                waited_for = self._scheduler.num_waiting or pending[0].has_chunks
+                collect_if_due(calm=not waited_for)
             step, launched, begun = pending
             output = self._runner.finish(launched)
             now = clock.lap("wait")
@@ -133,9 +134,10 @@ class Engine:
             clock.lap("update")
             if self._asynchronous and self._pending is None:
                 self._pending = self._launch(self._scheduler.schedule())
-            if not self._asynchronous or not self.has_unfinished:
-                # What is drafted next may depend on it, or there is no next step to do it in.
-                self._scheduler.settle()
+            if not self._asynchronous:
+                self._scheduler.settle()  # what is drafted next may depend on it
+            elif not self.has_unfinished:
+                self._scheduler.learn()  # there may be no next step to do it in
             if self._speculation_log is not None:
                 self._speculation_log.note(self._scheduler.stats)
             if self._hit_log is not None:

@@ -27,7 +27,7 @@ from hetero_llm.core import env
 from hetero_llm.core.args import resolve_engine_args
 from hetero_llm.core.config import EngineConfig
 from hetero_llm.core.errors import ConfigError, HeteroLLMError, RequestError
-from hetero_llm.core.interpreter import serve_promptly
+from hetero_llm.core.interpreter import prompt_wakeups, serve_promptly
 from hetero_llm.core.log_sink import LineFormatter, Sink
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.engine import messages
@@ -210,8 +210,9 @@ def main(arguments: list[str]) -> int:
     _set_title()
     os.set_inheritable(link_end, False)
     link = Link(socket.socket(fileno=link_end))
-    built = _build(link)
-    code = built if isinstance(built, int) else EngineLoop(link, built).run()
+    with prompt_wakeups():
+        built = _build(link)
+        code = built if isinstance(built, int) else EngineLoop(link, built).run()
     if not isinstance(built, int) and built.offload and not code:
         built.engine.shut_down()  # unpins host memory, which takes the kernel long at a kill
     _flush(link)

@@ -12,7 +12,7 @@ import numpy as np
 from hetero_llm.core.draft import DraftBatch
 from hetero_llm.core.request import Sequence
 from hetero_llm.core.step import LAST_DRAWN, PromptRows, SchedulerOutput, SlotState
-from hetero_llm.engine.block_manager import TableChanges
+from hetero_llm.engine.table_changes import TableChanges
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ def slot_state(sequence: Sequence) -> SlotState:
     request = sequence.request
     return SlotState(
         sequence.slot,
-        tuple(sequence.token_ids),
+        sequence.token_ids,
         sequence.num_prompt,
         request.params,
         request.seed,

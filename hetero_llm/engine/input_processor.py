@@ -318,14 +318,18 @@ def _packed_plain_ids(token_ids: list[int], vocab_size: int) -> bytes | None:
     A few passes in C: a loop over a long prompt would take a good part of the time that a prefix
     hit leaves until the first token.
     """
-    if list(map(type, token_ids)).count(int) < len(token_ids):
-        return None
     try:
+        # Other numbers make another type of the sum, but for booleans, which are 0 and 1.
+        if type(sum(token_ids)) is not int:
+            return None
         packed = token_bytes(token_ids)
-    except struct.error:  # more than 32 bits
+    except (TypeError, struct.error):  # not numbers, or of more than 32 bits
         return None
     unsigned = np.frombuffer(packed, "<u4")  # negative ids become huge ones
-    return packed if (unsigned < vocab_size).all() else None
+    if unsigned.max(initial=0) >= vocab_size:
+        return None
+    small = np.flatnonzero(unsigned < 2).tolist()
+    return None if any(isinstance(token_ids[place], bool) for place in small) else packed
 
 
 def pair_params(params: Any, count: int) -> list[SamplingParams]:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from hetero_llm.core.args import resolve_engine_args
 from hetero_llm.core.config import EngineConfig
 from hetero_llm.core.errors import ConfigError, EngineDeadError, RequestError
-from hetero_llm.core.interpreter import serve_promptly
+from hetero_llm.core.interpreter import prompt_wakeups, serve_promptly
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
@@ -50,7 +50,9 @@ class LLM:
     def __init__(self, model: str, **engine_args: Any) -> None:
         config = EngineConfig.from_args(resolve_engine_args({"model": model, **engine_args}))
         serve_promptly()
-        self._built: BuiltEngine | None = build_engine(config, show_progress=sys.stderr.isatty())
+        with prompt_wakeups():
+            built = build_engine(config, show_progress=sys.stderr.isatty())
+        self._built: BuiltEngine | None = built
         self._num_requests = 0
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # of open streams
 
@@ -257,7 +259,8 @@ class LLM:
             request_id = str(self._num_requests)
             self._num_requests += 1
             try:
-                requests.append(engine.make_request(request_id, prompt, wanted))
+                with prompt_wakeups():
+                    requests.append(engine.make_request(request_id, prompt, wanted))
             except RequestError as error:
                 raise (error.at_prompt(index) if name_index else error) from None
         return requests
@@ -265,7 +268,9 @@ class LLM:
     def _step(self, mine: Set[str]) -> list[RequestOutput]:
         """Runs one step; returns the outputs of `mine` and keeps those of open streams."""
         outputs = []
-        for output in self._engine_parts().engine.step():
+        with prompt_wakeups():
+            seen = self._engine_parts().engine.step()
+        for output in seen:
             if output.request_id in mine:
                 outputs.append(output)
             else:

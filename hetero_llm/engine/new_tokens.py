@@ -38,7 +38,7 @@ def copy_of(parent: Sequence, index: int) -> Sequence:
     return Sequence(
         parent.request,
         index,
-        list(parent.token_ids),
+        parent.token_ids[:],
         parent.num_prompt,
         num_computed=parent.num_computed,
         cumulative_logprob=parent.cumulative_logprob,

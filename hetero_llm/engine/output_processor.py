@@ -76,7 +76,7 @@ class OutputProcessor:
         assert self._tokenizer is not None
         text = self._texts.get(sequence)
         if text is None:
-            prompt = sequence.token_ids[: sequence.num_prompt]
+            prompt = sequence.token_ids[: sequence.num_prompt].tolist()
             stream = self._tokenizer.decode_stream(
                 prompt, skip_special_tokens=params.skip_special_tokens
             )

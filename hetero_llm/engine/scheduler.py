@@ -203,7 +203,11 @@ class Scheduler:
         if self._drafter is not None and not self._drafter.idle:
             return None
         first = self._waiting.first
-        if first is not None and first.request.synchronous and self._has_slots_for(first.request):
+        if (
+            first is not None
+            and first.request.synchronous
+            and self._slots.has_room_for(first.request)
+        ):
             return None
         self._collect_moves()
         sequences: list[Sequence] = []
@@ -305,11 +309,15 @@ class Scheduler:
         begun = 0 if self.loads is None else self.loads.begin_put_off(self._give_up)
         if self._in_flight:
             grow_ahead(self._in_flight[-1], self._blocks)
-        if self._drafter is not None:
-            self._drafter.settle()
+        self.learn()
         rows = self._in_flight[0].prompt_tokens if self._in_flight else 0
         few = FEW_BLOCKS // 4 if begun else FEW_BLOCKS  # beginning took most of the time there is
         self._blocks.offload(max(few, rows // ROWS_PER_BLOCK))
+
+    def learn(self) -> None:
+        """Whoever drafts takes note of what the last steps drew."""
+        if self._drafter is not None:
+            self._drafter.settle()
 
     def tend(self) -> bool:
         """Upkeep of host memory while nothing runs: whether there is more to come."""
@@ -335,7 +343,7 @@ class Scheduler:
             if sequence is None:
                 break
             request = sequence.request
-            if not self._has_slots_for(request) or (self._in_flight and request.synchronous):
+            if not self._slots.has_room_for(request) or (self._in_flight and request.synchronous):
                 break
             forks = forks_to_come(request)
             slot = self._slots.take()
@@ -409,9 +417,6 @@ class Scheduler:
         self._slots.give(self._release(sequence))
         self._waiting.come_back(sequence)
         self._slots.give_reserved(sequence.request)
-
-    def _has_slots_for(self, request: Request) -> bool:
-        return self._slots.num_free > forks_to_come(request)
 
     def _admit(self, sequence: Sequence, slot: int, cached: int) -> None:
         request = sequence.request

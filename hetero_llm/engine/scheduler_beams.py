@@ -5,6 +5,7 @@ Nothing here changes a slot or a block; the scheduler acts on what is returned.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -76,7 +77,7 @@ def grow_beams(
 
     chosen = advance(
         group,
-        [(s.token_ids, s.cumulative_logprob) for s in beams],
+        [(s.token_ids.tolist(), s.cumulative_logprob) for s in beams],
         [c[:needed] for c in candidates],
         ends,
         logprobs_of,
@@ -90,7 +91,7 @@ def best_sequences(request: Request, group: BeamGroup, beams: list[Sequence]) ->
     hypotheses = list(group.hypotheses)
     if len(hypotheses) < request.params.n:  # the search stopped before enough had ended
         hypotheses += [
-            Hypothesis(s.token_ids, s.cumulative_logprob, s.cumulative_logprob, s.logprobs)
+            Hypothesis(s.token_ids.tolist(), s.cumulative_logprob, s.cumulative_logprob, s.logprobs)
             for s in sorted(beams, key=lambda s: -s.cumulative_logprob)
         ]
     finished: list[Sequence] = []
@@ -101,7 +102,7 @@ def best_sequences(request: Request, group: BeamGroup, beams: list[Sequence]) ->
             Sequence(
                 request,
                 index,
-                hypothesis.token_ids,
+                array("i", hypothesis.token_ids),
                 beams[0].num_prompt,
                 cumulative_logprob=hypothesis.score,
                 logprobs=hypothesis.record,

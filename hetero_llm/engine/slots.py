@@ -6,6 +6,7 @@ Part of the scheduler, which alone calls it.
 from __future__ import annotations
 
 from hetero_llm.core.request import Request
+from hetero_llm.engine.admission import forks_to_come
 
 
 class Slots:
@@ -23,6 +24,10 @@ class Slots:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def has_room_for(self, request: Request) -> bool:
+        """Whether there is a slot for its next sequence and for all that fork from it."""
+        return len(self._free) > forks_to_come(request)
 
     def take(self) -> int:
         return self._free.pop()

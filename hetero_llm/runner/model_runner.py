@@ -313,7 +313,7 @@ def prompt_row_logprobs(
     """
     following = int(step.starts[rows.index]) + rows.first + 1
     targets = torch.tensor(
-        state.token_ids[following : following + rows.count], device=hidden.device
+        list(state.token_ids[following : following + rows.count]), device=hidden.device
     )
     begin = int(step.counts[: rows.index].sum()) + rows.first
     wanted = state.num_prompt_logprobs

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from hetero_llm.core import interpreter
-from hetero_llm.core.interpreter import collect_if_due, serve_promptly
+from hetero_llm.core.interpreter import collect_if_due, prompt_wakeups, serve_promptly
 
 _SET_SLACK, _GET_SLACK = 29, 30
 
@@ -26,32 +26,43 @@ def settings() -> Iterator[None]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="timer slack is Linux's")
-def test_the_calling_thread_alone_waits_precisely() -> None:
+def test_wakeups_are_prompt_for_the_caller_and_its_threads_alone() -> None:
     prctl = ctypes.CDLL(None).prctl
     before, seen = prctl(_GET_SLACK), []
 
+    def note() -> None:
+        seen.append(prctl(_GET_SLACK))
+
     def body() -> None:
-        prctl(_SET_SLACK, 50_000)
-        seen.append(prctl(_GET_SLACK))
-        serve_promptly()
-        seen.append(prctl(_GET_SLACK))
+        default = prctl(_GET_SLACK)
+        with pytest.raises(ValueError, match="out"), prompt_wakeups():
+            note()
+            child = threading.Thread(target=note)
+            child.start()
+            child.join()
+            raise ValueError("out")
+        assert prctl(_GET_SLACK) == default
+        late = threading.Thread(target=note)
+        late.start()
+        late.join()
+        seen.append(default)
 
     thread = threading.Thread(target=body)
     thread.start()
     thread.join()
-    assert seen == [50_000, 1000] and prctl(_GET_SLACK) == before
+    assert seen == [1000, 1000, before, before] and prctl(_GET_SLACK) == before
 
 
 def test_the_interval_is_lowered_and_never_raised() -> None:
     sys.setswitchinterval(5e-3)
     serve_promptly()
-    assert sys.getswitchinterval() == pytest.approx(2e-5)
+    assert sys.getswitchinterval() == pytest.approx(5e-6)
     sys.setswitchinterval(1e-6)
     serve_promptly()
     assert sys.getswitchinterval() == pytest.approx(1e-6)
 
 
-@pytest.mark.parametrize(("before", "after"), [(700, 40_000), (90_000, 90_000), (0, 0)])
+@pytest.mark.parametrize(("before", "after"), [(700, 100_000), (900_000, 900_000), (0, 0)])
 def test_collections_become_rarer_and_stay_off(before: int, after: int) -> None:
     gc.set_threshold(before, 12, 13)
     serve_promptly()
@@ -70,16 +81,20 @@ def test_young_garbage_is_collected_when_it_is_much(monkeypatch: pytest.MonkeyPa
     gc.collect()
     gc.callbacks.append(note)
     try:
-        collect_if_due()
+        collect_if_due(calm=True)
         kept: list[list[int]] = []
         for _ in range(4):
             kept += [[] for _ in range(11_000)]
-            collect_if_due()
+            collect_if_due(calm=False)
+            collect_if_due(calm=True)
         assert seen == [0, 0, 0, 1]
+        kept += [[] for _ in range(51_000)]
+        collect_if_due(calm=False)
+        assert len(seen) == 5
         gc.disable()
-        kept += [[] for _ in range(11_000)]
-        collect_if_due()
-        assert len(seen) == 4
+        kept += [[] for _ in range(51_000)]
+        collect_if_due(calm=True)
+        assert len(seen) == 5
     finally:
         gc.enable()
         gc.callbacks.remove(note)

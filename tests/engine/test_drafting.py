@@ -285,7 +285,7 @@ def test_the_arrays_of_a_drafted_step() -> None:
     assert step.drafts.counts.tolist() == [3, 0, 0]
     assert step.drafts.parents.tolist() == [-1, -1, 0]
     assert step.num_samples.tolist() == [1, 1, 1]
-    known = first.sequences[0].token_ids
+    known = first.sequences[0].token_ids.tolist()
     right = next_token(known)
     assert step.token_ids.tolist() == [known[-1], second.sequences[0].token_ids[-1], 5, 5, 5]
     assert step.drafts.token_ids.tolist() == [(right + 1) % VOCAB, right, 9]

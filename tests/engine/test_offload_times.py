@@ -187,7 +187,7 @@ class Served:
             self.engine.step()
         for request in requests:
             expected = expected_output(request.prompt_token_ids, request.params)
-            assert request.sequences[0].token_ids[len(request.prompt_token_ids) :] == expected
+            assert request.sequences[0].output_ids == expected
 
     def forget(self) -> None:
         """What happened so far."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 import pytest
@@ -111,7 +112,7 @@ def text_of(
     """What a user sees of `output`, decoded token by token."""
     processor = OutputProcessor(tokenizer, lambda sequence, reason, num_tokens: None)
     request = make_request("a", prompt, params, max_model_len=999)
-    sequence = Sequence(request, 0, list(prompt), len(prompt))
+    sequence = Sequence(request, 0, array("i", prompt), len(prompt))
     request.sequences, request.live = [sequence], 1
     for token in output:
         sequence.token_ids.append(token)

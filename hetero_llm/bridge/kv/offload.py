@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hetero_llm.bridge.kv.contract import Copier, Done
 from hetero_llm.bridge.kv.host_cache import HostCache
@@ -58,6 +59,7 @@ class _Load:
     slots: tuple[int, ...]
     sources: tuple[bytes, ...]
     aborted: bool = False
+    landed: bool = False
 
 
 class KvOffload:
@@ -84,7 +86,7 @@ class KvOffload:
         self._free_memory = free_memory
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, list[int]] = {}  # slots
-        self._over: list[tuple[int, ...]] = []  # slots of loads that are over, still pinned
+        self._over: list[_Load] = []  # still pinned, and the cache does not know
         self._refused: list[int] = []  # loads that could not begin, to be told as failed
         self._tickets = 0
         self._last_step = 0
@@ -118,7 +120,7 @@ class KvOffload:
     def release(self, hit: HostHit) -> None:
         self._cache.unpin(hit.slots)
 
-    def load(self, hit: HostHit, blocks: Sequence[int], after_step: int, compute: float) -> int:
+    def load(self, hit: HostHit, blocks: NDArray[np.int64], after_step: int, compute: float) -> int:
         assert hit.slots and len(hit.slots) == len(blocks)
         ticket = self._new_ticket()
         if self._off or self._shut or not self._copier.can_load():
@@ -126,13 +128,7 @@ class KvOffload:
             self._refused.append(ticket)
             return ticket
         self._loads[ticket] = _Load(hit.slots, hit.sources)
-        self._copier.load(
-            ticket,
-            np.array(hit.slots, np.int64),
-            np.array(blocks, np.int64),
-            after_step,
-            compute,
-        )
+        self._copier.load(ticket, np.array(hit.slots, np.int64), blocks, after_step, compute)
         return ticket
 
     def abort(self, ticket: int) -> None:
@@ -170,6 +166,7 @@ class KvOffload:
         self._cache.note_use(uses)
 
     def left(self, source: bytes, key: bytes) -> None:
+        self._unpin()
         self._cache.left(source, key)
 
     def step_launched(self, number: int) -> None:
@@ -282,8 +279,10 @@ class KvOffload:
         )
 
     def _unpin(self) -> None:
-        for slots in self._over:
-            self._cache.unpin(slots)
+        for load in self._over:
+            if load.landed:
+                self._cache.loaded(load.sources)
+            self._cache.unpin(load.slots)
         self._over.clear()
 
     def _new_ticket(self) -> int:
@@ -318,15 +317,14 @@ class KvOffload:
 
     def _end_load(self, done: Done, events: TierEvents) -> None:
         load = self._loads.pop(done.ticket)
-        self._over.append(load.slots)  # its readers wait for their tokens, nobody for its slots
+        self._over.append(load)  # its readers wait for their tokens, nobody for its slots
         if done.ok:
             events.loaded.append(done.ticket)
             self._counts["loads"] += 1
             self._counts["loaded_blocks"] += len(load.slots)
             self._load_seconds += done.seconds
-            if not load.aborted:  # else the device forgets it
-                self._cache.loaded(load.sources)
             self._failures = 0
+            load.landed = not load.aborted  # else the device forgets it
             return
         events.failed.append(done.ticket)
         if load.aborted:

@@ -89,5 +89,5 @@ class PromptLookupDrafter:
         text = of_request.get(sequence.index)
         if text is None:
             text = of_request[sequence.index] = self._texts.open(space=0)
-        self._texts.extend(text, sequence.token_ids[text.end - text.first :])
+        self._texts.extend(text, sequence.token_ids[text.end - text.first :].tolist())
         return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -58,7 +59,7 @@ def draft_of(
         root=root,
         metrics=RequestMetrics(arrival_time=0.0),
     )
-    sequence = Sequence(request, 0, list(context), len(context))
+    sequence = Sequence(request, 0, array("i", context), len(context))
     request.sequences.append(sequence)
     batch = drafter.propose([sequence], [20], 1)
     return batch.token_ids.tolist(), batch.parents.tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def make_sequence(name: str, prompt: list[int], salt: str | None = None, **param
         root=root_key(() if salt is None else ("salt", salt)),
         metrics=RequestMetrics(arrival_time=0.0),
     )
-    sequence = Sequence(request, 0, list(prompt), len(prompt))
+    sequence = Sequence(request, 0, array("i", prompt), len(prompt))
     request.sequences.append(sequence)
     return sequence
 
@@ -68,9 +69,9 @@ def test_a_sequence_drafts_from_its_own_text() -> None:
     drafter = make_drafter(capacity=0)
     sequence = make_sequence("a", [*PHRASE, 7, 8])
     assert ask(drafter, sequence) == [[]]
-    sequence.token_ids += PHRASE[:3]
+    sequence.token_ids.extend(PHRASE[:3])
     assert ask(drafter, sequence) == [PHRASE[3:10]]
-    sequence.token_ids += PHRASE[3:8]
+    sequence.token_ids.extend(PHRASE[3:8])
     assert ask(drafter, sequence) == [[48, 49, 7, 8, 40, 41, 42]]
 
 
@@ -78,7 +79,7 @@ def test_it_drafts_from_what_others_were_told() -> None:
     drafter = make_drafter()
     first = make_sequence("a", [5, 6, 7])
     ask(drafter, first)
-    first.token_ids += PHRASE
+    first.token_ids.extend(PHRASE)
     finish(drafter, first)
     second = make_sequence("b", [9, 9, 40, 41])
     assert ask(drafter, second) == [PHRASE[2:9]]
@@ -89,7 +90,7 @@ def test_outputs_are_shared_before_they_end() -> None:
     drafter = make_drafter()
     first = make_sequence("a", [5, 6, 7])
     ask(drafter, first)
-    first.token_ids += [*range(100, 180)]
+    first.token_ids.extend([*range(100, 180)])
     ask(drafter, first)
     assert ask(drafter, make_sequence("b", [9, 120, 121])) == [[*range(122, 129)]]
 
@@ -98,14 +99,14 @@ def test_prompts_of_others_are_not_shared() -> None:
     drafter = make_drafter()
     first = make_sequence("a", [*PHRASE, *PHRASE, 60, 61, 62])
     ask(drafter, first)
-    first.token_ids += [70, 71]
+    first.token_ids.extend([70, 71])
     finish(drafter, first)
     assert ask(drafter, make_sequence("b", [9, 40, 41])) == [[]]
     # The last tokens of a prompt tell which kind of text follows them.
     assert ask(drafter, make_sequence("c", [9, 60, 61])) == [[]]
     long = make_sequence("d", [*PHRASE, 60, 61, 62])
     ask(drafter, long)
-    long.token_ids += [70, 71, 72, 73]
+    long.token_ids.extend([70, 71, 72, 73])
     finish(drafter, long)
     assert ask(drafter, make_sequence("e", [9, 61, 62])) == [[70, 71, 72, 73]]
 
@@ -114,9 +115,9 @@ def test_ignore_prompt() -> None:
     drafter = make_drafter(ignore_prompt=True)
     sequence = make_sequence("a", [*PHRASE, *PHRASE, 40, 41])
     assert ask(drafter, sequence) == [[]]
-    sequence.token_ids += [50, 51, 52, 53, 54, 55, 40, 41]
+    sequence.token_ids.extend([50, 51, 52, 53, 54, 55, 40, 41])
     assert ask(drafter, sequence) == [[]], "the match of the prompt leads to the output"
-    sequence.token_ids += [1, 51, 52]
+    sequence.token_ids.extend([1, 51, 52])
     assert ask(drafter, sequence) == [[53, 54, 55, 40, 41, 1, 51]]
 
 
@@ -124,7 +125,7 @@ def test_a_salt_keeps_requests_apart() -> None:
     drafter = make_drafter()
     first = make_sequence("a", [5, 6, 7], salt="one")
     ask(drafter, first)
-    first.token_ids += PHRASE
+    first.token_ids.extend(PHRASE)
     finish(drafter, first)
     for salt, expected in ((None, []), ("two", []), ("one", PHRASE[2:9])):
         assert ask(drafter, make_sequence(f"b{salt}", [9, 40, 41], salt=salt)) == [expected]
@@ -134,7 +135,7 @@ def test_an_end_inside_a_text_parts_it() -> None:
     drafter = make_drafter()
     sequence = make_sequence("a", [40, 41, 42, 2, 43, 44, 45, 46, 40, 41])
     assert ask(drafter, sequence) == [[]]
-    sequence.token_ids += [42, 43, 44]
+    sequence.token_ids.extend([42, 43, 44])
     assert ask(drafter, sequence) == [[45, 46, 40, 41, 42, 43, 44]]
 
 
@@ -144,7 +145,7 @@ def test_a_request_may_want_fewer_tokens_or_none() -> None:
     for wanted, expected in ((None, 7), (0, 0), (3, 3), (30, 7)):
         sequence = make_sequence(f"a{wanted}", prompt, num_speculative_tokens=wanted)
         ask(drafter, sequence)
-        sequence.token_ids += [42]
+        sequence.token_ids.extend([42])
         assert [len(d) for d in ask(drafter, sequence)] == [expected]
 
 
@@ -152,8 +153,8 @@ def test_tokens_beyond_the_vocabulary_leave_a_sequence_alone() -> None:
     drafter = make_drafter()
     good, bad = make_sequence("a", [*PHRASE, 1]), make_sequence("b", [*PHRASE, 1000])
     ask(drafter, good, bad)
-    good.token_ids += [40, 41]
-    bad.token_ids += [40, 41]
+    good.token_ids.extend([40, 41])
+    bad.token_ids.extend([40, 41])
     assert ask(drafter, good, bad) == [[42, 43, 44, 45, 46, 47, 48], []]
     assert drafter.num_foreign == 1
     finish(drafter, bad)
@@ -163,9 +164,9 @@ def test_sequences_beyond_max_seq_len_are_left_alone() -> None:
     drafter = make_drafter(max_seq_len=17)
     sequence = make_sequence("a", [*PHRASE, 1, 40, 41])
     ask(drafter, sequence)
-    sequence.token_ids += [42]
+    sequence.token_ids.extend([42])
     assert ask(drafter, sequence) == [[43, 44, 45]]
-    sequence.token_ids += [43, 44, 45]
+    sequence.token_ids.extend([43, 44, 45])
     assert ask(drafter, sequence) == [[]]
 
 
@@ -175,8 +176,8 @@ def test_target_parallelism_keeps_the_likeliest_nodes(mode: int) -> None:
     sure, unsure = make_sequence("a", PHRASE * 3), make_sequence("b", [*PHRASE, 1, *range(60, 70)])
     for _ in range(2):
         ask(drafter, sure, unsure)
-        sure.token_ids += PHRASE
-        unsure.token_ids += [40, 41]
+        sure.token_ids.extend(PHRASE)
+        unsure.token_ids.extend([40, 41])
     drafts = ask(drafter, sure, unsure, limit=60)
     assert sum(map(len, drafts)) == 10 and len(drafts[0]) > len(drafts[1])
 
@@ -186,17 +187,17 @@ def test_target_parallelism_favours_those_that_hit() -> None:
     lucky, unlucky = make_sequence("a", [*PHRASE, 1]), make_sequence("b", [*PHRASE, 1])
     ask(drafter, lucky, unlucky)
     for sequence in (lucky, unlucky):
-        sequence.token_ids += [40, 41]
+        sequence.token_ids.extend([40, 41])
     ask(drafter, lucky, unlucky)
-    lucky.token_ids += [42, 43, 44, 45, 46]
-    unlucky.token_ids += [42]
+    lucky.token_ids.extend([42, 43, 44, 45, 46])
+    unlucky.token_ids.extend([42])
     drafts = ask(drafter, lucky, unlucky)
     assert len(drafts[0]) > len(drafts[1]) >= 1
     assert 2 + sum(map(len, drafts)) <= 12
     everyone = [make_sequence(f"c{i}", [*PHRASE, 1]) for i in range(13)]
     ask(drafter, *everyone)
     for sequence in everyone:
-        sequence.token_ids += [40, 41]
+        sequence.token_ids.extend([40, 41])
     assert sum(map(len, ask(drafter, *everyone))) == 0
 
 
@@ -218,7 +219,7 @@ def test_nothing_is_left_of_ended_requests(mode: int) -> None:
         for _ in range(20):
             ask(drafter, *sequences)
             for sequence in sequences:
-                sequence.token_ids += rng.integers(2, 30, int(rng.integers(1, 5))).tolist()
+                sequence.token_ids.extend(rng.integers(2, 30, int(rng.integers(1, 5))).tolist())
         for sequence in sequences:
             finish(drafter, sequence)
     if drafter._raw is not None:
@@ -240,10 +241,10 @@ def test_tokens_that_were_taken_back_do_not_disturb_others() -> None:
     drafter = make_drafter()
     stopped, other = make_sequence("a", [5, 6, 7]), make_sequence("b", [15, 16, 17])
     ask(drafter, stopped, other)
-    stopped.token_ids += [100, 101, 102]
+    stopped.token_ids.extend([100, 101, 102])
     ask(drafter, stopped, other)
     del stopped.token_ids[-2:]
-    other.token_ids += PHRASE
+    other.token_ids.extend(PHRASE)
     drafter.close(stopped.request)
     finish(drafter, other)
     assert ask(drafter, make_sequence("c", [9, 16, 17])) == [PHRASE[:7]]
@@ -254,8 +255,8 @@ def test_prompt_lookup() -> None:
     sequence = make_sequence("a", [*PHRASE, 1, 40, 41])
     other = make_sequence("b", [1, 2, 3], num_speculative_tokens=1)
     assert ask(drafter, sequence, other) == [PHRASE[2:7], []]
-    other.token_ids += [9, 1, 2]
-    sequence.token_ids += [9]
+    other.token_ids.extend([9, 1, 2])
+    sequence.token_ids.extend([9])
     assert ask(drafter, other, sequence) == [[3], []]
     drafter.close(other.request)
     assert len(drafter._known) == 1
@@ -293,9 +294,9 @@ def test_turbo_drafts_from_both(mode: int) -> None:
     drafter = make_drafter(cache_mode=mode)
     first = make_sequence("a", [*PHRASE, 7, 8, 9])
     ask(drafter, first)
-    first.token_ids += [40, 41]
+    first.token_ids.extend([40, 41])
     assert ask(drafter, first) == [PHRASE[2:9]]
-    first.token_ids += [50, 51, 52, 53, 54, 55, 56, 57, 58, 59]
+    first.token_ids.extend([50, 51, 52, 53, 54, 55, 56, 57, 58, 59])
     finish(drafter, first)
     assert drafter._turbo.local.num_nodes == drafter._turbo.local.num_keys == 0
     second = make_sequence("b", [9, 9, 50, 51])
@@ -309,7 +310,7 @@ def test_raw_helps_where_turbo_has_nothing() -> None:
         drafter = make_drafter(cache_mode=mode, capacity=0)
         sequence = make_sequence("a", [*PHRASE, 7, 8, 9])
         ask(drafter, sequence)
-        sequence.token_ids += [40]
+        sequence.token_ids.extend([40])
         assert ask(drafter, sequence) == [expected]
 
 
@@ -317,13 +318,13 @@ def test_a_merged_tree_holds_drafts_of_both() -> None:
     drafter = make_drafter(cache_mode=3, capacity=0, token_paths_top_k=2, match_length=1, top_k=3)
     sequence = make_sequence("a", [40, 41, 5, 6, 41, 7, 8, 41, 9, 1, 41, 5, 3, 40])
     ask(drafter, sequence)
-    sequence.token_ids += [41]
+    sequence.token_ids.extend([41])
     batch = drafter.propose([sequence], [60], 1)
     first = batch.token_ids[batch.parents == -1].tolist()
     assert first[0] == 5, "what has followed both tokens, and followed the last one twice"
     assert set(first) == {5, 7, 9}
     drafter.settle()
-    sequence.token_ids += [9]
+    sequence.token_ids.extend([9])
     before = drafter._record.copy()
     ask(drafter, sequence)
     assert (drafter._record != before).any(), "what came of it is learned"
@@ -334,7 +335,7 @@ def test_merged_trees_match_single_tokens_if_raw_may(hybrid: bool) -> None:
     drafter = make_drafter(cache_mode=3, capacity=0, is_hybrid=hybrid)
     sequence = make_sequence("a", [*PHRASE, 7, 8, 9])
     ask(drafter, sequence)
-    sequence.token_ids += [40]
+    sequence.token_ids.extend([40])
     (draft,) = ask(drafter, sequence)
     assert draft[:3] == ([41, 42, 43] if hybrid else [])
 
@@ -344,7 +345,7 @@ def test_loops_are_gone_round_as_often_as_is_likely() -> None:
     sequence = make_sequence("a", [*range(60, 80), *[50, 51, 52] * 3])
     for _ in range(12):
         (draft,) = ask(drafter, sequence, limit=63)
-        sequence.token_ids += [50, 51, 52]
+        sequence.token_ids.extend([50, 51, 52])
     assert draft == [50, 51, 52] * 5, "15 deep: twice copy_length and one more"
 
 
@@ -366,7 +367,7 @@ def test_branches_are_drafted_where_a_text_went_on_in_two_ways() -> None:
     drafter = make_drafter(cache_mode=1, capacity=0)
     sequence = make_sequence("a", [20, 21, 22, 5, 20, 21, 23, 6, 20, 21, 22, 7, 20, 21, 23, 8])
     ask(drafter, sequence)
-    sequence.token_ids += [20, 21]
+    sequence.token_ids.extend([20, 21])
     batch = drafter.propose([sequence], [16], 1)
     assert {22, 23} <= set(batch.token_ids[batch.parents == -1].tolist())
 
@@ -381,7 +382,7 @@ def test_threads_share_large_batches_without_changing_drafts(mode: int) -> None:
         sequences = [make_sequence(str(i), rng.integers(3, 20, 60).tolist()) for i in range(70)]
         ask(drafter, *sequences)
         for sequence in sequences:
-            sequence.token_ids += rng.integers(3, 20, 4).tolist()
+            sequence.token_ids.extend(rng.integers(3, 20, 4).tolist())
         drafts.append(ask(drafter, *sequences))
     assert drafts[0] == drafts[1] and sum(map(len, drafts[0])) > 100
 
@@ -391,9 +392,9 @@ def test_the_record_learns_what_comes_of_drafts() -> None:
     before = drafter._record.copy()
     sequence = make_sequence("a", [*PHRASE, 7, 8, 9])
     ask(drafter, sequence)
-    sequence.token_ids += [40, 41]
+    sequence.token_ids.extend([40, 41])
     ask(drafter, sequence)
-    sequence.token_ids += [42, 43, 99]
+    sequence.token_ids.extend([42, 43, 99])
     ask(drafter, sequence)
     changed = drafter._record - before
     assert changed[:, 1].sum() == 3 and changed[:, 0].sum() == 2
@@ -403,12 +404,12 @@ def test_steps_without_drafts_do_not_count_as_hits() -> None:
     drafter = make_drafter(cache_mode=0, capacity=0)
     sequence = make_sequence("a", [*PHRASE, 7, 8, 9])
     ask(drafter, sequence)
-    sequence.token_ids += [40, 41]
+    sequence.token_ids.extend([40, 41])
     (draft,) = ask(drafter, sequence)
     assert draft[:2] == [42, 43]
     averages = drafter._live.arrays.averages[drafter._live._row_of[sequence]]
     hits = averages[HITS]
-    sequence.token_ids += [42, 99, *range(200, 230)]
+    sequence.token_ids.extend([42, 99, *range(200, 230)])
     ask(drafter, sequence)
     assert averages[HITS] == pytest.approx(0.8 * hits + 0.2 * 1)
 
@@ -418,7 +419,7 @@ def test_a_request_that_ends_before_anything_is_learned_leaves_nothing(mode: int
     drafter = make_drafter(cache_mode=mode, capacity=0, ignore_prompt=True)
     sequence = make_sequence("a", [*PHRASE, 7])
     for _ in range(2):
-        sequence.token_ids += [40]
+        sequence.token_ids.extend([40])
         ask(drafter, sequence)
     finish(drafter, sequence)
     assert_forgotten(drafter)
@@ -436,10 +437,10 @@ def test_drafts_are_judged_although_the_next_batch_is_much_larger() -> None:
     sequence = make_sequence("a", [*PHRASE, 7, 8, 9])
     others = [make_sequence(f"{i}", [500 + i] * 3) for i in range(50)]
     ask(drafter, sequence)
-    sequence.token_ids += [40, 41]
+    sequence.token_ids.extend([40, 41])
     (draft,) = ask(drafter, sequence)
     before = drafter._record.copy()
-    sequence.token_ids += draft[:3]
+    sequence.token_ids.extend(draft[:3])
     ask(drafter, *others, sequence)
     changed = drafter._record - before
     assert changed[:, 0].sum() == changed[:, 1].sum() == 3
@@ -450,16 +451,16 @@ def test_what_changes_between_two_steps_is_looked_up_at_once(mode: int) -> None:
     """Also with arrays that are larger than those of the step before."""
     drafter = make_drafter(cache_mode=mode)
     sequence = make_sequence("a", [900, 901])
-    sequence.token_ids += [40]
+    sequence.token_ids.extend([40])
     ask(drafter, sequence)
     space = drafter._live.arrays.numbers[drafter._live._row_of[sequence], SPACE]
     static = drafter.history.new_static()
     static.add(np.arange(300, 800, dtype=np.int32), 0, int(space), 0)
     drafter.history.use(static)
-    sequence.token_ids += [600, 601]
+    sequence.token_ids.extend([600, 601])
     assert ask(drafter, sequence)[0][:2] == [602, 603]
     drafter.history.add(np.arange(100, 200, dtype=np.int32), 0, int(space), 0)
-    sequence.token_ids += [150, 151]
+    sequence.token_ids.extend([150, 151])
     assert ask(drafter, sequence)[0][:2] == [152, 153]
 
 
@@ -535,7 +536,7 @@ class Stepping:
             self.source.run()
             drafted += self._drafts
             end = len(self.sequence.token_ids)
-            self.sequence.token_ids += range(end, end + 1 + self._drafts)
+            self.sequence.token_ids.extend(range(end, end + 1 + self._drafts))
             self._drafts = 0
             if not self._asynchronous:
                 self.drafter.settle()
