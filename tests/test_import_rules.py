@@ -37,6 +37,7 @@ SCHEDULING = tuple(
         "beam",
         "offload_log",
         "block_moves",
+        "table_changes",
         "scheduler_loads",
         "scheduler_rows",
         "slots",

@@ -126,6 +126,11 @@ class HostTier(Protocol):
         useless."""
         ...
 
+    def take_lost(self) -> list[tuple[bytes, bytes]]:
+        """Blocks that host memory has given up since the last call: source and key. If they are
+        on the device no longer, what follows them there is useless."""
+        ...
+
     def step_launched(self, number: int) -> None:
         """All device work of this step is on the current stream."""
         ...

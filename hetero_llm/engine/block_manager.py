@@ -45,6 +45,7 @@ class _Table:
     counted: int = 0  # leading blocks that `hits` knows of, in this life of the sequence or another
     used: int = 0  # leading keys whose use was noted
     admitted: bool = False
+    stale: bool = False  # older than the cache, which was cleared
 
 
 class BlockManager:
@@ -272,8 +273,6 @@ class BlockManager:
         if self._moves is None:
             return []
         result = self._moves.poll(over)
-        for block in result.void:
-            self._prefix_or_fail().evict(block)
         if result.back:
             self._take_back(np.concatenate(result.back))
         if not result.failed:
@@ -292,6 +291,9 @@ class BlockManager:
             for block in self._moves.store(len(self._free), most):
                 del self._free[block]
             self._keep_limit(most)
+            for block in self._prefix_or_fail().unpublished(self._moves.take_dropped()):
+                if block in self._free:
+                    self._free.move_to_end(block, last=False)
 
     @property
     def is_moving(self) -> bool:
@@ -353,9 +355,9 @@ class BlockManager:
 
     def commit(self, table: int, token_ids: Sequence[int], num_computed: int) -> None:
         """Publishes every block that is full of computed tokens, for later prefix hits."""
-        if self._prefix is None:
-            return
         entry = self._tables[table]
+        if self._prefix is None or entry.stale:
+            return
         first, last = len(entry.keys), num_computed // self.block_size
         if first < last:
             parent = entry.keys[-1] if entry.keys else entry.root
@@ -371,7 +373,7 @@ class BlockManager:
         origin = self._tables[source]
         copy = _Table([], list(origin.keys), origin.root, origin.packed, maybe_shared=True)
         copy.counted, copy.used = len(origin.blocks), len(origin.keys)
-        copy.admitted = True
+        copy.admitted, copy.stale = True, origin.stale
         self._tables[table] = copy
         origin.maybe_shared = True
         self.room[source] = 0
@@ -398,7 +400,7 @@ class BlockManager:
             assert (refs >= 0).all(), "a block was freed twice"
             self._all_refs[index] = refs
             index = index[refs == 0]
-            freed: list[int] = index.tolist()
+            freed = self._part_twins(index.tolist())
             if moves is not None:
                 self._freed_at[index] = np.maximum(self._freed_at[index], last_step)
                 if moves.any_moving:
@@ -416,6 +418,22 @@ class BlockManager:
         if count > len(self._free):
             self.free_closed()
         return count > len(self._free)
+
+    def _part_twins(self, freed: list[int]) -> list[int]:
+        """Of blocks that lose their last reader some may be twins of free ones, which take their
+        place in the order of eviction: before these come those that follow both."""
+        if self._prefix is None or not self._prefix.twins:
+            return freed
+        order: list[int] = []
+        for block in freed:
+            order.append(block)
+            holder = self._prefix.unread(block)
+            if holder is not None and holder in self._free:
+                del self._free[holder]
+                if self._moves is not None:
+                    self._moves.taken(holder)
+                order.append(holder)
+        return order
 
     def take_changes(self) -> TableChanges:
         """Everything the runner has to apply before the next step; forgotten here afterwards."""
@@ -443,6 +461,8 @@ class BlockManager:
         """Forgets all published prefixes; running tables keep their blocks."""
         if self._prefix is not None:
             self._prefix.clear()
+            for entry in self._tables.values():
+                entry.stale = True
         if self._moves is not None:
             self._moves.forget_published()
 
@@ -458,6 +478,8 @@ class BlockManager:
             self._moves.check_integrity(self._free)
             free -= self._moves.moving
         assert free == set(self._free), "the free list differs from the reference counts"
+        if self._prefix is not None:
+            assert all(counted[block] for block in self._prefix.twins), "a twin without readers"
         for table, entry in self._tables.items():
             held = 0 if entry.maybe_shared else len(entry.blocks) * self.block_size
             assert self.room[table] == held, "room differs from the blocks"
@@ -470,9 +492,7 @@ class BlockManager:
     def _pop_free(self) -> int:
         block, _ = self._free.popitem(last=False)
         if self._prefix is not None:
-            if self._moves is not None and self._prefix.holds(block):
-                self._moves.evicted(block)
-            self._prefix.evict(block)
+            (self._moves or self._prefix).evict(block)
         self._refs[block] = 1
         return block
 
@@ -545,24 +565,22 @@ class BlockManager:
         if len(blocks) < count:
             return None
         assert self._moves is not None
-        free, prefix = self._free, self._prefix_or_fail()
-        published = set(blocks).difference(prefix.unpublished(blocks))
         self._all_refs[blocks] = 1
         for block in blocks:
-            del free[block]
-        for block in published:
-            self._moves.evicted(block)
-            prefix.evict(block)
+            del self._free[block]
+        unpublished = set(self._prefix_or_fail().unpublished(blocks))
+        for block in blocks:
+            if block not in unpublished:
+                self._moves.evict(block)
         for block in aside:
-            free.move_to_end(block)
+            self._free.move_to_end(block)
         return sorted(blocks)
 
     def _keep_limit(self, most: int) -> None:
         """Free blocks beyond the limit lose their prefix and are handed out first."""
         assert self._moves is not None and self._prefix is not None
         for block in self._moves.beyond_limit(most):
-            self._moves.evicted(block)
-            self._prefix.evict(block)
+            self._moves.evict(block)
             self._free.move_to_end(block, last=False)
 
     def _count_grown(self, entry: _Table) -> None:

@@ -41,10 +41,9 @@ class OffloadLimits:
 
 @dataclass(slots=True)
 class MovesOver:
-    """What became of moves: blocks whose content is void, blocks that may be free again (to be
-    handed out first, the last one last), tickets that failed."""
+    """What became of moves: blocks that may be free again (to be handed out first, the last one
+    last), tickets that failed."""
 
-    void: list[int] = field(default_factory=list)
     back: list[NDArray[np.int64]] = field(default_factory=list)
     failed: set[int] = field(default_factory=set)
 
@@ -67,6 +66,7 @@ class BlockMoves:
         self._noted: list[Sequence[bytes]] = []  # the same, not yet counted
         self._cached: OrderedDict[int, None] = OrderedDict()  # free and published, oldest first
         self._unsaved: OrderedDict[int, None] = OrderedDict()  # those of them not yet looked at
+        self._dropped: list[int] = []  # blocks that nobody finds any more for want of a parent
 
     # -- blocks -----------------------------------------------------------------------------
 
@@ -86,10 +86,42 @@ class BlockMoves:
         self._cached.pop(block, None)
         self._unsaved.pop(block, None)
 
-    def evicted(self, block: int) -> None:
-        """A free block is handed out for new content; to be called while it is published."""
+    def evict(self, block: int) -> None:
+        """Forgets what is in a block, which is handed out or void. Those that follow it lose their
+        prefix as well, if it was nowhere else: nobody finds them without it."""
+        if not self._prefix.holds(block):
+            self._prefix.evict(block)  # it may be a twin
+            return
         self.taken(block)
-        self.tier.left(*self._prefix.entry(block))
+        source, key = self._prefix.entry(block)
+        self._prefix.evict(block)
+        if not self._prefix.finds(source):  # not by a twin either
+            self.tier.left(source, key)
+            self._drop_behind([(source, key), *self.tier.take_lost()])
+
+    def _drop_behind(self, lost: list[tuple[bytes, bytes]]) -> None:
+        """Forgets blocks of the device behind these (source and key), as far as they are nowhere
+        any more. Few have any: as a rule, what follows a block leaves before it does."""
+        prefix = self._prefix
+        while lost:
+            source, key = lost.pop()
+            children = prefix.children(key)
+            if not children or prefix.finds(source) or self.tier.holds(source):
+                continue
+            lost.append((source, key))  # until none is left: a child may have a twin
+            for child in children:
+                self.taken(child)
+                entry = prefix.entry(child)
+                prefix.evict(child)
+                self.tier.left(*entry)
+                lost.append(entry)
+            self._dropped += children
+            lost += self.tier.take_lost()
+
+    def take_dropped(self) -> list[int]:
+        """Blocks that lost their prefix with a parent, since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     def freed(self, blocks: Iterable[int]) -> None:
         """Published blocks that are free now, in the order in which they are to be handed out."""
@@ -142,6 +174,7 @@ class BlockMoves:
         self._cached.clear()
         self._unsaved.clear()
         self.tier.clear()
+        self.tier.take_lost()
 
     # -- loads ------------------------------------------------------------------------------
 
@@ -177,7 +210,7 @@ class BlockMoves:
             self._readers[ticket] -= 1
             if not self._readers[ticket]:
                 for block in self._loads[ticket].tolist():
-                    self._prefix.evict(block)
+                    self.evict(block)
                 self.tier.abort(ticket)
 
     # -- both -------------------------------------------------------------------------------
@@ -190,14 +223,15 @@ class BlockMoves:
             index = self._loads.pop(ticket)
             del self._readers[ticket]
             self._load_of[index] = 0
-            if ticket in result.failed:
-                result.void += index.tolist()
+            for block in index.tolist() if ticket in result.failed else ():
+                self.evict(block)  # its content is void
             result.back.append(index)
         for ticket in events.stored:
             blocks = self._stores.pop(ticket)
             for block in blocks:
                 del self._storing[block]
             result.back.append(np.array(blocks, np.int64))
+        self._drop_behind(self.tier.take_lost())
         return result
 
     @property
@@ -255,6 +289,7 @@ class BlockMoves:
         if ticket:
             self._stores[ticket] = blocks
             self._storing.update(dict.fromkeys(blocks, ticket))
+        self._drop_behind(self.tier.take_lost())
         return blocks
 
     def check_integrity(self, free: Iterable[int]) -> None:

@@ -4,15 +4,20 @@ A block's key is SHA-256 over (parent key, its tokens as little-endian int32), s
 whole prefix up to and including its block; the root holds what else must match (adapter, salt).
 Published blocks are found by what their key is the hash of: parent key and tokens, compared byte
 by byte. So a hit hashes nothing, and only blocks that are published for the first time do.
+
+A block is of no use without those before it. Sequences that compute one prefix at the same time
+have *twins*: one block is found (its holder), and the others stand by, as long as they have
+readers. So what a running sequence publishes always follows something that is published, too.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
+_KEY_BYTES = 32  # SHA-256: what a source begins with
 _TOKENS_AT_ONCE = 2048
 """Tokens turned into bytes in one go: a prompt that is not cached stops the search early."""
 
@@ -82,6 +87,10 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}  # by parent key + token bytes
         self._source_of: dict[int, bytes] = {}  # block to its entry in `_block_of`
         self._key_of: dict[int, bytes] = {}
+        self._child_of: dict[bytes, int] = {}  # by parent key: one of the blocks that follow it
+        self._more_of: dict[bytes, set[int]] = {}  # the others, where prompts part
+        self._twin_of: dict[int, bytes] = {}  # unpublished block to what it could be found by
+        self._twins: dict[bytes, set[int]] = {}  # the other way round
         self._evictions = 0
         self._last: _LastFound | None = None
 
@@ -151,7 +160,7 @@ class PrefixCache:
     ) -> list[bytes]:
         """Publishes blocks that follow each other, the first one after `parent`.
 
-        A block whose prefix another block already holds stays unpublished.
+        A block whose prefix another block already holds stays unpublished: a twin.
 
         Args:
             parent: key of the block before, or the root key.
@@ -166,36 +175,79 @@ class PrefixCache:
             holder = self._block_of.get(source)
             if holder is None:
                 assert block not in self._key_of, "a block is published once"
-                parent = sha256(source).digest()
+                key = sha256(source).digest()
                 self._block_of[source] = block
                 self._source_of[block] = source
-                self._key_of[block] = parent
+                self._key_of[block] = key
+                if self._child_of.setdefault(parent, block) != block:
+                    self._more_of.setdefault(parent, set()).add(block)
+                parent = key
             else:
                 parent = self._key_of[holder]
+                if holder != block:
+                    self._add_twin(source, block)
             keys.append(parent)
         return keys
 
     def adopt(self, sources: Iterable[bytes], keys: Iterable[bytes], blocks: Iterable[int]) -> None:
         """Publishes blocks whose entries are known: what `entry` told of them once.
 
-        A block whose prefix another block already holds stays unpublished.
+        A block whose prefix another block already holds stays unpublished: a twin.
         """
+        block_of, child_of = self._block_of, self._child_of
         for source, key, block in zip(sources, keys, blocks, strict=True):
-            if source not in self._block_of:
-                assert block not in self._key_of, "a block is published once"
-                self._block_of[source] = block
-                self._source_of[block] = source
-                self._key_of[block] = key
+            if source in block_of:
+                self._add_twin(source, block)
+                continue
+            assert block not in self._key_of, "a block is published once"
+            block_of[source] = block
+            self._source_of[block] = source
+            self._key_of[block] = key
+            parent = source[:_KEY_BYTES]
+            if child_of.setdefault(parent, block) != block:
+                self._more_of.setdefault(parent, set()).add(block)
 
     def entry(self, block: int) -> tuple[bytes, bytes]:
         """What a published block is found by (parent key + token bytes), and its key."""
         return self._source_of[block], self._key_of[block]
 
     def evict(self, block: int) -> None:
-        """Forgets `block` before it is written anew; harmless if it was never published."""
-        if self._key_of.pop(block, None) is not None:
-            self._evictions += 1
-            del self._block_of[self._source_of.pop(block)]
+        """Forgets `block` before it is written anew; harmless if it was never published. If it has
+        a twin, that one is found from now on."""
+        key = self._key_of.pop(block, None)
+        if key is None:
+            self._end_twin(block)
+            return
+        self._evictions += 1
+        source = self._source_of.pop(block)
+        del self._block_of[source]
+        parent = source[:_KEY_BYTES]
+        if parent in self._more_of:
+            self._leave(parent, block)
+        else:
+            del self._child_of[parent]
+        if source in self._twins:
+            heir = min(self._twins[source])
+            self._end_twin(heir)
+            self.adopt([source], [key], [heir])
+
+    def unread(self, block: int) -> int | None:
+        """`block` lost its last reader. If it has twins, one of them is found instead. If it is a
+        twin, it stands by no longer: returns the block that is found, which counts as used now."""
+        if block in self._twin_of:
+            return self._block_of[self._end_twin(block)]
+        if self._twins and self._source_of.get(block) in self._twins:
+            self.evict(block)
+        return None
+
+    def finds(self, source: bytes) -> bool:
+        """Whether a block is found by `source`."""
+        return source in self._block_of
+
+    def children(self, key: bytes) -> list[int]:
+        """Published blocks that follow the one with this key."""
+        first = self._child_of.get(key)
+        return [] if first is None else [first, *self._more_of.get(key, ())]
 
     def holds(self, block: int) -> bool:
         """Whether a published prefix is in `block`."""
@@ -210,6 +262,37 @@ class PrefixCache:
         self._block_of.clear()
         self._source_of.clear()
         self._key_of.clear()
+        for links in (self._child_of, self._more_of, self._twin_of, self._twins):
+            links.clear()
+
+    @property
+    def twins(self) -> Collection[int]:
+        """Blocks that stand by, to be found once another one is gone."""
+        return self._twin_of.keys()
+
+    def _leave(self, parent: bytes, block: int) -> None:
+        """A block follows its parent no longer; others do."""
+        more = self._more_of[parent]
+        if self._child_of[parent] == block:
+            self._child_of[parent] = more.pop()
+        else:
+            more.remove(block)
+        if not more:
+            del self._more_of[parent]
+
+    def _add_twin(self, source: bytes, block: int) -> None:
+        self._twin_of[block] = source
+        self._twins.setdefault(source, set()).add(block)
+
+    def _end_twin(self, block: int) -> bytes:
+        """What it could have been found by."""
+        source = self._twin_of.pop(block, b"")
+        if source:
+            twins = self._twins[source]
+            twins.remove(block)
+            if not twins:
+                del self._twins[source]
+        return source
 
     def __len__(self) -> int:
         return len(self._key_of)

@@ -100,7 +100,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Without a slot, or with a prefix that is still on its way."""
-        return len(self._waiting) + (0 if self.loads is None else len(self.loads))
+        return len(self._waiting) + len(self.loads or ())
 
     @property
     def kv_cache_usage(self) -> float:
@@ -236,8 +236,7 @@ class Scheduler:
             self._collect_moves(step.loads, in_vain=output.loads_timed_out)
         touched: list[Sequence] = []
         groups: list[Request] = []
-        before = self.stats.generation_tokens
-        first = 0
+        before, first = self.stats.generation_tokens, 0
         for sequence, epoch, start, count, samples, nodes, produced in zip(
             flight.sequences,
             flight.epochs,
@@ -506,12 +505,10 @@ class Scheduler:
 
     def _fork_samples(self, sequence: Sequence, samples: int) -> list[Sequence]:
         """Turns a prompt's one sequence into `samples` that share its KV."""
-        request = sequence.request
-        slots = self._slots.take_reserved(request)
-        for index in range(1, samples):
-            self._fork(sequence, index, slots.pop())
-        assert not slots
-        return list(request.sequences)
+        for index, slot in enumerate(reversed(self._slots.take_reserved(sequence.request)), 1):
+            self._fork(sequence, index, slot)
+        assert len(sequence.request.sequences) == samples
+        return list(sequence.request.sequences)
 
     def _fork(self, parent: Sequence, index: int, slot: int) -> Sequence:
         self._publisher.publish()
@@ -580,12 +577,11 @@ class Scheduler:
         """Gives the blocks back and leaves the running list; returns the slot, now unused."""
         self._publisher.publish()
         slot = sequence.slot
-        loads = self.loads
-        if loads is not None:
+        if self.loads is not None:
             sequence.kv_counted = self._blocks.counted(slot)
         self._blocks.close(slot)
-        if loads is not None and sequence in loads:
-            loads.end(sequence)
+        if self.loads is not None and sequence in self.loads:
+            self.loads.end(sequence)
         else:
             self._num_synchronous -= sequence.request.synchronous
             self._running.remove(sequence)

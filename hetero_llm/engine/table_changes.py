@@ -1,4 +1,4 @@
-"""What the runner has to do to its block tables and blocks before a step."""
+"""What the block manager tells the runner of before a step."""
 
 from __future__ import annotations
 

@@ -108,6 +108,7 @@ class FakeTier:
     num_stored: int = 0
     num_failed: int = 0
     uses: dict[bytes, int] = field(default_factory=dict)
+    lost: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -215,7 +216,10 @@ class FakeTier:
                 self.num_stored += 1
             free = [s for s in self.held if not self.pinned.get(s)]
             while len(self.held) > self.num_slots and free:
-                del self.held[free.pop(0)]
+                source = free.pop(0)
+                self.lost.append((source, self.held.pop(source)[0]))
+        else:
+            self.lost += [(victim.source, victim.key) for victim in victims]
         self.over.stored.append(ticket)
 
     def holds(self, source: bytes) -> bool:
@@ -231,6 +235,10 @@ class FakeTier:
 
     def left(self, source: bytes, key: bytes) -> None:
         pass
+
+    def take_lost(self) -> list[tuple[bytes, bytes]]:
+        lost, self.lost = self.lost, []
+        return lost
 
     def seconds_left(self, tickets: Iterable[int]) -> float:
         return (
@@ -255,6 +263,7 @@ class FakeTier:
         assert 0.0 < seconds <= 1e-3
 
     def clear(self) -> None:
+        self.lost += [(s, key) for s, (key, _) in self.held.items() if not self.pinned.get(s)]
         self.held = {s: e for s, e in self.held.items() if self.pinned.get(s)}
 
     def metrics(self) -> dict[str, float]:

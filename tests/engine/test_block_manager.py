@@ -46,6 +46,7 @@ class Traffic(RuleBasedStateMachine):
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.roots: dict[int, str] = {}
+        self.stale: set[int] = set()  # tables that are older than what is published
         self.num_opened = 0
 
     # -- what the scheduler does ------------------------------------------------------------
@@ -101,7 +102,11 @@ class Traffic(RuleBasedStateMachine):
             entry = (self.roots[table], tuple(tokens[: position + 1])) if known else None
             self.memory[block][position % SIZE] = entry
         self.computed[table] = end
+        published = self._state()[2]
         self.manager.commit(table, tokens, end)
+        if table in self.stale:
+            assert self._state()[2] == published, "published although what comes before is gone"
+            return
         for key in keys_of(self.roots[table], tokens[:end])[start // SIZE :]:
             assert key in self._published(), "a full block was not published"
 
@@ -111,6 +116,7 @@ class Traffic(RuleBasedStateMachine):
         source = self._any_table(data)
         table = self._new_table(self.tokens[source], self.roots[source])
         self.computed[table] = self.computed[source]
+        self.stale |= {table} if source in self.stale else set()
         before = self.manager.num_free
         self.manager.fork(source, table)
         assert self.manager.num_free == before
@@ -128,6 +134,7 @@ class Traffic(RuleBasedStateMachine):
     def reset_prefix_cache(self) -> None:
         self.manager.reset_prefix_cache()
         assert len(self.cache) == 0
+        self.stale |= self.tokens.keys()
 
     # -- what must always hold --------------------------------------------------------------
 
@@ -159,6 +166,16 @@ class Traffic(RuleBasedStateMachine):
             first = len(tokens) - SIZE + 1
             expected = [(root, tokens[:end]) for end in range(first, len(tokens) + 1)]
             assert self.memory[block] == expected
+
+    @invariant()
+    def published_blocks_follow_published_blocks(self) -> None:
+        """However many tables compute one prefix, and in whatever order they end."""
+        children: dict[bytes, set[int]] = {}
+        for block, source in self.cache._source_of.items():
+            children.setdefault(source[:32], set()).add(block)
+        assert children.keys() <= {*ROOTS.values(), *self._published()}
+        found = {key: set(self.cache.children(key)) for key in children}
+        assert found == children and self.cache._child_of.keys() == children.keys()
 
     @invariant()
     def published_blocks_are_found_by_what_their_key_hashes(self) -> None:
@@ -262,6 +279,43 @@ def test_a_prefix_that_was_hit_is_young_again() -> None:
     opened(manager, 3, [3] * 8)
     assert manager.open(4, [1] * 9, ROOTS["a"]) == 8
     assert manager.open(5, [2] * 9, ROOTS["a"]) == 0
+
+
+def twins(manager: BlockManager, first: int, second: int, tokens: list[int]) -> None:
+    """Two tables that compute the same tokens at the same time: the first one is found."""
+    for table in (first, second):
+        assert manager.open(table, tokens, ROOTS["a"]) == 0
+        assert manager.grow(table, 0, len(tokens))
+    for table in (first, second):
+        manager.commit(table, tokens, len(tokens))
+
+
+def test_a_table_takes_over_what_is_found_when_its_twin_ends() -> None:
+    manager = BlockManager(4, SIZE, PrefixCache())
+    twins(manager, 0, 1, [1] * 8)
+    manager.close(0)
+    manager.free_closed()
+    assert manager.open(2, [1] * 9, ROOTS["a"]) == 8
+    assert manager.block_ids(2) == manager.block_ids(1)
+    assert manager.num_free == 2, "what is twice is kept once"
+
+
+def test_a_free_block_is_as_young_as_its_last_twin() -> None:
+    """Else it would go before what follows the twin, which nobody could find any more."""
+    manager = BlockManager(6, SIZE, PrefixCache())
+    manager.open(0, [1] * 4, ROOTS["a"])
+    manager.open(1, [1] * 8, ROOTS["a"])
+    for table, count in ((0, 4), (1, 8)):
+        assert manager.grow(table, 0, count)
+    manager.commit(0, [1] * 4, 4)
+    manager.close(0)  # free before its twin is known
+    opened(manager, 2, [2] * 4)
+    manager.close(2)
+    manager.commit(1, [1] * 8, 8)
+    manager.close(1)  # the twin: of no use any more
+    opened(manager, 3, [3] * 16)  # the unused ones, the twin, and the oldest
+    assert manager.open(4, [2] * 5, ROOTS["a"]) == 0
+    assert manager.open(5, [1] * 9, ROOTS["a"]) == 8
 
 
 def test_namespaces_do_not_share() -> None:

@@ -93,6 +93,7 @@ class HostCache:
         self._ghosts: OrderedDict[bytes, int] = OrderedDict()  # uses of blocks that are not here
         self._protected: OrderedDict[int, None] = OrderedDict()  # slru, least recent first
         self._twice: dict[bytes, None] = {}  # sources of blocks that the device has as well
+        self._lost: list[tuple[bytes, bytes]] = []  # given up since `take_lost`: source, key
         # Of each slot.
         self._state = bytearray()
         self._pins: list[int] = []
@@ -276,6 +277,11 @@ class HostCache:
                     freed.append(slot)
         self._make_free(freed)
 
+    def take_lost(self) -> list[tuple[bytes, bytes]]:
+        """Blocks that were given up since the last call: source and key."""
+        lost, self._lost = self._lost, []
+        return lost
+
     def set_depth(self, slots: Sequence[int], first: int) -> None:
         """Tells how many blocks come before these: `first` before the first of them, and so on."""
         if self._policy == "cost":
@@ -287,6 +293,7 @@ class HostCache:
     def clear(self) -> None:
         """Forgets all blocks and their uses; slots that are read or written become free later."""
         used = [slot for slot, source in enumerate(self._source) if source]
+        self._lost += [(self._source[slot], self._key[slot]) for slot in used]
         for slot in used:
             self._source[slot] = self._key[slot] = self._parent[slot] = b""
             self._next[slot] = self._previous[slot] = _NONE
@@ -386,6 +393,7 @@ class HostCache:
     def _forget(self, slot: int) -> None:
         """Takes a block out of all maps. The slot's state stays: its caller sees to that."""
         key, parent = self._key[slot], self._parent[slot]
+        self._lost.append((self._source[slot], key))
         del self._slot_of[self._source[slot]], self._slot_of_key[key]
         following, previous = self._next[slot], self._previous[slot]
         if following >= 0:

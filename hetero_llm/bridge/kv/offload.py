@@ -128,7 +128,8 @@ class KvOffload:
             self._refused.append(ticket)
             return ticket
         self._loads[ticket] = _Load(hit.slots, hit.sources)
-        self._copier.load(ticket, np.array(hit.slots, np.int64), blocks, after_step, compute)
+        slots, places = np.array(hit.slots, np.int64), np.asarray(blocks, np.int64)
+        self._copier.load(ticket, slots, places, after_step, compute)
         return ticket
 
     def abort(self, ticket: int) -> None:
@@ -168,6 +169,9 @@ class KvOffload:
     def left(self, source: bytes, key: bytes) -> None:
         self._unpin()
         self._cache.left(source, key)
+
+    def take_lost(self) -> list[tuple[bytes, bytes]]:
+        return self._cache.take_lost()
 
     def step_launched(self, number: int) -> None:
         self._last_step = number
@@ -351,5 +355,6 @@ class KvOffload:
         broken = self._copier.metrics().get("kv_offload_broken", 0.0) > 0.0
         if not self._off and (broken or self._failures >= _FAILURES_IN_A_ROW):
             self._off = True
+            self._cache.clear()  # what follows it on the device is of no use either
             why = "the driver reports a lasting error" if broken else "copy after copy fails"
             logger.error("prefix KV in host memory is switched off: %s", why)
