@@ -146,10 +146,11 @@ class GpuModelRunner:
         self._tables = torch.zeros(max_num_seqs, columns, dtype=torch.int32, device=device)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._context = AttentionContext(config, cache, self._tables, parameter.dtype)
+        most_words = min(self._tables.numel(), _MOST_WRITES)
+        self._uploads = Uploads(3 * most_words, device)  # of table writes
         self._library = LibraryPlanner(
-            self._context, parameter.dtype, beside_copies=gates is not None
+            self._context, parameter.dtype, Uploads(2 * most_words, device)
         )
-        self._uploads = Uploads(3 * min(self._tables.numel(), _MOST_WRITES), device)
         self._graph_rows = row_buckets(min(MAX_GRAPH_ROWS, max_num_batched_tokens))
         self._decode_rows = row_buckets(min(MAX_GRAPH_ROWS, max_num_seqs))
         self._gated_rows = gated_buckets(self._graph_rows)

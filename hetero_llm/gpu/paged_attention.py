@@ -7,7 +7,9 @@ libraries instead (`library_attention`), where that was measured faster.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -37,12 +39,12 @@ from hetero_llm.gpu.library_attention import (
     flash_works,
 )
 from hetero_llm.gpu.step_inputs import StepInputs
+from hetero_llm.gpu.uploads import Uploads
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import RotaryHeads
 from hetero_llm.models.rotary import RotaryRows
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.scored_attention import Scoring
-from hetero_llm.runner.upload import upload
 
 _PIECES_PER_SM = 8
 _FEW_ROWS = 8
@@ -300,13 +302,10 @@ class LibraryPlanner:
     given soft caps or ALiBi.
 
     Args:
-        beside_copies: prefixes may be on their way to the device, and what is uploaded would queue
-            behind them.
+        uploads: of its own, one for each step.
     """
 
-    def __init__(
-        self, context: AttentionContext, dtype: torch.dtype, *, beside_copies: bool = False
-    ) -> None:
+    def __init__(self, context: AttentionContext, dtype: torch.dtype, uploads: Uploads) -> None:
         config = context.config
         device = context.tables.device
         shape = (dtype, config.num_heads, config.num_kv_heads, config.head_dim, device)
@@ -314,7 +313,7 @@ class LibraryPlanner:
         plain = Scoring.of(config).is_plain
         self._cudnn = plain and cudnn_works(*shape)
         self._flash = plain and flash_works(*shape)
-        self._beside_copies = beside_copies
+        self._uploads = uploads
         self._has_windows = any(w is not None for w in context.windows)
 
     def plan(
@@ -335,23 +334,35 @@ class LibraryPlanner:
         if self._cudnn and not self._has_windows:
             long = counts >= (_LONG_ROWS_ALONE if alone else _LONG_ROWS)
             ragged &= ~long
-        parts = [
+        made = [
             self._long(int(starts[i]), int(counts[i]), int(first_rows[i]), tables[slots[i]])
             for i in np.flatnonzero(long).tolist()
         ]
         if ragged.any():
-            parts.append(
+            made.append(
                 self._ragged(
                     slots[ragged], starts[ragged], counts[ragged], first_rows[ragged], tables
                 )
             )
-        return tuple(parts), ~(long | ragged)
+        return self._sent(made), ~(long | ragged)
 
-    def _long(self, start: int, count: int, first_row: int, table: np.ndarray) -> LibraryRows:
+    def _sent(self, made: list[_Unsent]) -> tuple[LibraryRows, ...]:
+        """All parts' arrays go to the device as one."""
+        if not made:
+            return ()
+        arrays = [array for part in made for array in part.arrays]
+        words = self._uploads.send(np.concatenate(arrays).astype(np.int32))
+        pieces = iter(words.split([len(array) for array in arrays]))
+        return tuple(part.make(*islice(pieces, len(part.arrays))) for part in made)
+
+    def _long(self, start: int, count: int, first_row: int, table: np.ndarray) -> _Unsent:
         size = self._context.cache.shape.block_size
-        blocks = self._put(table[: -(-(start + count) // size)].astype(np.int64))
         rows = slice(first_row, first_row + count)
-        return LibraryRows(rows, ChunkKeys(blocks, start, count))
+
+        def make(blocks: torch.Tensor) -> LibraryRows:
+            return LibraryRows(rows, ChunkKeys(blocks.long(), start, count))
+
+        return _Unsent((table[: -(-(start + count) // size)],), make)
 
     def _ragged(
         self,
@@ -360,7 +371,7 @@ class LibraryPlanner:
         count: np.ndarray,
         first: np.ndarray,
         tables: np.ndarray,
-    ) -> LibraryRows:
+    ) -> _Unsent:
         size = self._context.cache.shape.block_size
         used = starts + count
         columns = -(-used // size)
@@ -368,25 +379,34 @@ class LibraryPlanner:
             [tables[slot, :n] for slot, n in zip(slots, columns.tolist(), strict=True)]
         )
         total = int(count.sum())
-        rows: torch.Tensor | slice = slice(int(first[0]), int(first[0]) + total)
-        if int(first[-1] + count[-1]) - int(first[0]) != total:  # others lie in between
+        begin = int(first[0])
+        within = np.zeros(0, np.int32)
+        if int(first[-1] + count[-1]) - begin != total:  # others lie in between
             within = np.arange(total) - np.repeat(np.cumsum(count) - count, count)
-            rows = self._put(np.repeat(first, count) + within)
-        keys = RaggedKeys(
-            self._put(blocks.astype(np.int64)),
-            self._put(_ends(columns * size)),
-            self._put(used.astype(np.int32)),
-            self._put(_ends(count)),
-            int(count.max()),
-            int((columns * size).max()),
-        )
-        return LibraryRows(rows, keys)
+            within += np.repeat(first, count)
+        longest, most = int(count.max()), int((columns * size).max())
 
-    def _put(self, values: np.ndarray) -> torch.Tensor:
-        device = self._context.tables.device
-        if self._beside_copies:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
-        return upload(values, device)
+        def make(
+            blocks: torch.Tensor,
+            begins: torch.Tensor,
+            used: torch.Tensor,
+            row_begins: torch.Tensor,
+            places: torch.Tensor,
+        ) -> LibraryRows:
+            rows = places.long() if len(places) else slice(begin, begin + total)
+            return LibraryRows(
+                rows, RaggedKeys(blocks.long(), begins, used, row_begins, longest, most)
+            )
+
+        return _Unsent((blocks, _ends(columns * size), used, _ends(count), within), make)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsent:
+    """Rows for a library: integer arrays, and what is made of them on the device, int32 there."""
+
+    arrays: tuple[np.ndarray, ...]
+    make: Callable[..., LibraryRows]
 
 
 def _ends(lengths: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ import torch
 from hetero_llm.gpu import paged_attention
 from hetero_llm.gpu.library_attention import ChunkKeys, RaggedKeys
 from hetero_llm.gpu.paged_attention import LibraryPlanner
+from hetero_llm.gpu.uploads import Uploads
 
 TABLES = np.arange(9 * 600, dtype=np.int32).reshape(9, 600)
 
@@ -40,7 +41,7 @@ def planner(
         tables=torch.zeros(1),
         windows=windows,
     )
-    return LibraryPlanner(context, torch.bfloat16)
+    return LibraryPlanner(context, torch.bfloat16, Uploads(4096, torch.device("cpu")))
 
 
 def plan(made: LibraryPlanner, *work: tuple[int, int, int]) -> tuple[list[Any], list[bool]]:
