@@ -81,13 +81,16 @@ class HostTier(Protocol):
         """Gives back a hit, or the end of one, that is not going to be loaded."""
         ...
 
-    def load(self, hit: HostHit, blocks: NDArray[np.int64], after_step: int, compute: float) -> int:
+    def load(
+        self, hit: HostHit, blocks: NDArray[np.int64], after_step: int, compute: float | None
+    ) -> int:
         """Starts copying a hit to the device's blocks; the slots are unpinned when it is over.
 
         Args:
             blocks: [N], one for each slot; nobody else uses them before the load is over.
             after_step: number of the last step that may still read or write one of them; 0: none.
-            compute: seconds that the rows behind the hit are expected to take; 0: unknown.
+            compute: seconds that the rows behind the hit are expected to take; 0: unknown; None:
+                more of the same prefix is loaded behind it, which nobody waits for any less.
 
         Returns:
             The ticket.

@@ -196,7 +196,9 @@ class BlockManager:
                 blocks = self._pop_for_load(count)
                 if blocks is None:
                     break
-                self._load(table, entry, hit.first(count), blocks, len(token_ids), compute)
+                behind = begin + count * size
+                rest_s = None if most == part else compute(behind, len(token_ids) - behind)
+                self._load(table, entry, hit.first(count), blocks, rest_s)
                 hit = hit.behind(count)
                 held = len(entry.blocks) * size
             # A first part that is not worth it may be so together with what follows.
@@ -211,13 +213,11 @@ class BlockManager:
         entry: _Table,
         hit: HostHit,
         blocks: list[int],
-        num_tokens: int,
-        compute: Callable[[int, int], float],
+        compute: float | None,
     ) -> None:
         assert self._moves is not None
-        end = (len(entry.blocks) + len(blocks)) * self.block_size
         after = int(self._freed_at[blocks].max())
-        ticket = self._moves.load(hit, blocks, after, compute(end, num_tokens - end))
+        ticket = self._moves.load(hit, blocks, after, compute)
         self._join(entry, {ticket})
         entry.keys += hit.keys
         entry.loaded += len(blocks)

@@ -178,7 +178,7 @@ class BlockMoves:
 
     # -- loads ------------------------------------------------------------------------------
 
-    def load(self, hit: HostHit, blocks: list[int], after_step: int, compute: float) -> int:
+    def load(self, hit: HostHit, blocks: list[int], after_step: int, compute: float | None) -> int:
         """Starts a load into blocks that nobody else has. They are published at once: who finds
         them waits for the ticket, which is returned, as the one who asked does."""
         index = np.array(blocks, np.int64)

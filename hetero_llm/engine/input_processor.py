@@ -98,7 +98,7 @@ def _parse_one(item: Any, index: int | None) -> Prompt:
         if ids is not None:
             if not isinstance(ids, Sequence) or isinstance(ids, str):
                 raise PromptError("prompt_token_ids", ids, "must be a list", prompt_index=index)
-            ids = list(ids)
+            ids = ids if type(ids) is list else list(ids)  # of a long one a copy takes its time
         try:
             images = given_images(item.get("multi_modal_data"))
         except PromptError as error:

@@ -114,6 +114,8 @@ class Loads:
         self._joined: set[int] = set()
         self._last_rows = self._flying = 0  # of the step made last; steps that are not over
         self._no_room = False  # for the rows of one whose prefix has come
+        # Whether it is time, by tickets, rows, context and `alone`: the same for all of a burst.
+        self._judged: dict[tuple[frozenset[int], int, int, bool], bool] = {}
 
     def __len__(self) -> int:
         return len(self._loading)
@@ -181,6 +183,7 @@ class Loads:
     def candidates(self) -> list[tuple[Loading, int]]:
         """Who may join the next step, and how many rows it would have for them and for all who
         wait for nothing more than they do: those with one prefix join together."""
+        self._judged.clear()
         ready = [loading for loading in self._loading.values() if not loading.put_off]
         waiting = [frozenset(self._blocks.pending(each.sequence.slot)) for each in ready]
         rows: Counter[frozenset[int]] = Counter()
@@ -205,14 +208,18 @@ class Loads:
         sequence, cached = loading.sequence, loading.cached
         missing = len(sequence.token_ids) - cached
         count = min(missing, budget)
-        if not self._is_time(sequence.slot, rows, cached, alone=alone):
+        tickets = frozenset(self._blocks.pending(sequence.slot))
+        case = tickets, rows, cached, alone
+        if case not in self._judged:
+            self._judged[case] = self._is_time(sequence.slot, rows, cached, alone=alone)
+        if not self._judged[case]:
             return 0
         if count < missing and not self._chunked:
             return 0
         if not self._blocks.grow(sequence.slot, cached, cached + count):
             self._no_room = True
             return 0
-        self._joined |= self._blocks.pending(sequence.slot)
+        self._joined |= tickets
         self.end(sequence)
         return count
 

@@ -143,8 +143,10 @@ class FakeTier:
         assert rest >= 1
         return self.random.choice([len(hit.slots)] * 3 + [0, len(hit.slots) // 2])
 
-    def load(self, hit: HostHit, blocks: Sequence[int], after_step: int, compute: float) -> int:
-        assert len(hit.slots) == len(blocks) > 0 and compute >= 0.0
+    def load(
+        self, hit: HostHit, blocks: Sequence[int], after_step: int, compute: float | None
+    ) -> int:
+        assert len(hit.slots) == len(blocks) > 0 and (compute is None or compute >= 0.0)
         assert after_step <= self.launched, "a load that waits for a step that is not launched"
         self.tickets += 1
         self.num_loads += 1

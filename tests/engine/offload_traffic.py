@@ -214,7 +214,12 @@ class FaultyCopier:
         return getattr(self._inner, name)
 
     def load(
-        self, ticket: int, slots: np.ndarray, blocks: np.ndarray, after_step: int, compute: float
+        self,
+        ticket: int,
+        slots: np.ndarray,
+        blocks: np.ndarray,
+        after_step: int,
+        compute: float | None,
     ) -> None:
         if self._spoils(ticket, "loads"):
             slots = (slots + 1) % self._inner.num_slots

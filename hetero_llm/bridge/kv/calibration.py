@@ -34,28 +34,36 @@ _GROUP_S = 5e-6
 # show: it has to be so much faster than the copy engines.
 _KERNEL_HANDICAP = 1.25
 
-_MEASURED_BYTES = 64 << 20  # of one measurement
+_SMALL_BYTES, _LARGE_BYTES = 64 << 20, 256 << 20  # of one measurement
 _REPEATS = 2
-_BUDGET_S = 0.4
+_BUDGET_S = 0.5
+_HOPELESS = 0.75
+"""Who copies a small load at less than so much of the best rate is not tried with a large one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Bytes a second of one method at one size of pieces.
+    """How fast one method is at one size of pieces.
 
     Attributes:
         layers: of a group; its pieces are so many layers of a block.
-        scattered, ascending: with blocks that follow each other nowhere, or everywhere.
+        scattered, ascending: bytes a second with blocks that follow each other nowhere, or
+            everywhere, of large loads.
+        scattered_start, ascending_start: seconds that every group takes besides.
     """
 
     method: Method
     layers: int
     scattered: float
     ascending: float
+    scattered_start: float = 0.0
+    ascending_start: float = 0.0
 
-    def at(self, share: float) -> float:
-        """Bytes a second if a share of the blocks follows the one before."""
-        return 1 / (share / self.ascending + (1 - share) / self.scattered)
+    def seconds(self, num_bytes: int, num_groups: int, share: float) -> float:
+        """Of a load of which a share of the blocks follows the one before."""
+        scattered = num_groups * self.scattered_start + num_bytes / self.scattered
+        ascending = num_groups * self.ascending_start + num_bytes / self.ascending
+        return share * ascending + (1 - share) * scattered
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +88,27 @@ class Calibration:
     rates: tuple[Rate, ...]
     measured: bool = True
 
-    def choose(self, num_layers: int, num_blocks: int, share: float, compute: float) -> Choice:
+    def choose(
+        self, num_layers: int, num_blocks: int, share: float, compute: float | None
+    ) -> Choice:
         """The method and the group that let a step of `compute` seconds end the soonest.
 
         Args:
             share: of the blocks that follow the one before on both sides.
-            compute: of the step's rows; 0: unknown.
+            compute: of the step's rows; 0: unknown; None: what follows this load takes longer.
         """
-        compute = compute or num_layers * _LAYER_COMPUTE_S
+        if compute == 0:
+            compute = num_layers * _LAYER_COMPUTE_S
         num_bytes = num_blocks * num_layers * self.layer_bytes
 
         def seconds(method: Method, group: int) -> float:
-            rate = self._rate(method, group).at(share)
+            num_groups = -(-num_layers // group)
+            load = self._rate(method, group).seconds(num_bytes, num_groups, share)
             if method == Method.KERNEL:
-                rate /= _KERNEL_HANDICAP
-            load = num_bytes / rate + -(-num_layers // group) * _GROUP_S
+                load *= _KERNEL_HANDICAP
+            load += num_groups * _GROUP_S
+            if compute is None:
+                return load
             # What is not hidden: the first group before the compute, or the last layers after it.
             return max(load, compute) + min(load, compute) * group / num_layers
 
@@ -160,7 +174,7 @@ def calibrate(copier: NativeCopier, *, seed: int = 0) -> Calibration:
     """Measures all methods that the copier has, through the copier itself, and makes it use them.
 
     Loads garbage: it must run before anything is in the device's blocks, whose content changes.
-    Host rows are only read. Takes 0.4 s at most on a usual machine; sizes that there was no time
+    Host rows are only read. Takes 0.5 s at most on a usual machine; sizes that there was no time
     for are left out, as are methods that fail. With less than two blocks or rows there is nothing
     to measure.
 
@@ -172,12 +186,13 @@ def calibrate(copier: NativeCopier, *, seed: int = 0) -> Calibration:
     if most < 2:
         return copier.calibration
     rng = np.random.default_rng(seed)
-    rates = []
+    rates: list[Rate] = []
     for method in copier.methods():
         for group in GROUPS:
             if group > copier.device.num_layers or time.monotonic() > deadline:
                 break
-            rate = _measure(copier, method, group, rng)
+            best = max((max(rate.scattered, rate.ascending) for rate in rates), default=0.0)
+            rate = _measure(copier, method, group, best, rng)
             if rate is None:
                 break
             rates.append(rate)
@@ -187,22 +202,57 @@ def calibrate(copier: NativeCopier, *, seed: int = 0) -> Calibration:
 
 
 def _measure(
-    copier: NativeCopier, method: Method, group: int, rng: np.random.Generator
+    copier: NativeCopier, method: Method, group: int, best: float, rng: np.random.Generator
 ) -> Rate | None:
+    """None if copies fail. best: the highest rate so far."""
+    sizes = (copier.num_slots, copier.device.num_blocks)
+    scattered = _fit(copier, Choice(method, group), [rng.permutation(n) for n in sizes], best)
+    ascending = _fit(copier, Choice(method, group), [np.arange(n) for n in sizes], best)
+    if scattered is None or ascending is None:
+        return None
+    rates, starts = zip(scattered, ascending, strict=True)
+    return Rate(method, group, *rates, *starts)
+
+
+def _fit(
+    copier: NativeCopier, choice: Choice, orders: list[np.ndarray], best: float
+) -> tuple[float, float] | None:
+    """Bytes a second and seconds of a group besides: the line through a small load and a large one,
+    if there is room for it and the small one is not hopeless.
+
+    Args:
+        orders: host rows and blocks, of which the first are loaded.
+    """
     layers = min(copier.device.num_layers, GROUPS[-1])
-    wanted = max(2, _MEASURED_BYTES // (layers * copier.layer_bytes))
-    count = min(wanted, copier.num_slots, copier.device.num_blocks)
-    num_bytes = count * layers * copier.layer_bytes
-    scattered = [rng.permutation(n)[:count] for n in (copier.num_slots, copier.device.num_blocks)]
-    orders = (scattered, [np.arange(count)] * 2)
-    rates = []
-    for slots, blocks in orders:
-        took = [copier.time_load(slots, blocks, method, group, layers) for _ in range(_REPEATS)]
-        good = [seconds for seconds in took if seconds is not None]
-        if len(good) < _REPEATS:
-            return None
-        rates.append(num_bytes / min(good))
-    return Rate(method, group, *rates)
+    block = layers * copier.layer_bytes
+    room = min(map(len, orders))
+    small, large = (min(max(2, most // block), room) for most in (_SMALL_BYTES, _LARGE_BYTES))
+    short = _time(copier, choice, orders, small, layers)
+    if short is None:
+        return None
+    rate = small * block / short
+    if large < 2 * small or rate < _HOPELESS * best:
+        return rate, 0.0
+    long = _time(copier, choice, orders, large, layers)
+    if long is None:
+        return None
+    if long > short:
+        rate = (large - small) * block / (long - short)
+    num_groups = -(-layers // choice.group)
+    return rate, max(0.0, short - small * block / rate) / num_groups
+
+
+def _time(
+    copier: NativeCopier, choice: Choice, orders: list[np.ndarray], count: int, layers: int
+) -> float | None:
+    """Seconds of the faster of two loads; None if one fails."""
+    slots, blocks = (order[:count] for order in orders)
+    took = [
+        copier.time_load(slots, blocks, choice.method, choice.group, layers)
+        for _ in range(_REPEATS)
+    ]
+    good = [seconds for seconds in took if seconds is not None]
+    return min(good) if len(good) == _REPEATS else None
 
 
 def calibrate_device(libcuda: str = "libcuda.so.1", *, layer_bytes: int = 64 << 10) -> Calibration:

@@ -41,7 +41,12 @@ class Copier(Protocol):
         ...
 
     def load(
-        self, ticket: int, slots: np.ndarray, blocks: np.ndarray, after_step: int, compute: float
+        self,
+        ticket: int,
+        slots: np.ndarray,
+        blocks: np.ndarray,
+        after_step: int,
+        compute: float | None,
     ) -> None:
         """Host to device, [n] int64 each, layer by layer in ascending order.
 

@@ -181,7 +181,12 @@ class NativeCopier:
         return bool(self._free_places) and self._handle is not None
 
     def load(
-        self, ticket: int, slots: np.ndarray, blocks: np.ndarray, after_step: int, compute: float
+        self,
+        ticket: int,
+        slots: np.ndarray,
+        blocks: np.ndarray,
+        after_step: int,
+        compute: float | None,
     ) -> None:
         self._begin_load(ticket, slots, blocks, after_step, self._choose(slots, blocks, compute))
 
@@ -281,7 +286,7 @@ class NativeCopier:
         self._handle = None
         self._quick.hetero_copier_free(handle)
 
-    def _choose(self, slots: np.ndarray, blocks: np.ndarray, compute: float) -> Choice:
+    def _choose(self, slots: np.ndarray, blocks: np.ndarray, compute: float | None) -> Choice:
         if self.force is not None:
             return Choice(*self.force)
         follows = (np.diff(slots) == 1) & (np.diff(blocks) == 1)

@@ -120,7 +120,9 @@ class KvOffload:
     def release(self, hit: HostHit) -> None:
         self._cache.unpin(hit.slots)
 
-    def load(self, hit: HostHit, blocks: NDArray[np.int64], after_step: int, compute: float) -> int:
+    def load(
+        self, hit: HostHit, blocks: NDArray[np.int64], after_step: int, compute: float | None
+    ) -> int:
         assert hit.slots and len(hit.slots) == len(blocks)
         ticket = self._new_ticket()
         if self._off or self._shut or not self._copier.can_load():

@@ -88,7 +88,12 @@ class ModelCopier:
         return len(self._used_places()) < self.places
 
     def load(
-        self, ticket: int, slots: np.ndarray, blocks: np.ndarray, after_step: int, compute: float
+        self,
+        ticket: int,
+        slots: np.ndarray,
+        blocks: np.ndarray,
+        after_step: int,
+        compute: float | None,
     ) -> None:
         assert slots.dtype == blocks.dtype == np.int64 and len(slots) == len(blocks) > 0
         assert slots.max() < self.num_slots and after_step <= self.last_launched
