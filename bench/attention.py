@@ -1,6 +1,6 @@
 """Paged attention alone on a CUDA device: KV layouts, tile shapes, contexts, trees.
 
-    python -m bench.attention [--parts layouts,tiles,trees,prefill,variants] [--out FILE]
+    python -m bench.attention [--parts layouts,tiles,trees,shared,prefill,variants] [--out FILE]
 
 Shape of one Llama-3.1-8B layer unless a row says otherwise: 32 query heads, 8 KV heads of 128,
 bf16. Every figure is a
@@ -89,13 +89,20 @@ def attention_ms(
     nodes: int = 1,
     tree: bool = False,
     of: Heads = LLAMA,
+    shared: int = 0,
+    together: bool = True,
 ) -> float:
-    """Milliseconds of one layer: `batch` sequences of `nodes` rows, `context` keys in all."""
+    """Milliseconds of one layer: `batch` sequences of `nodes` rows, `context` keys in all.
+
+    shared: keys at the beginning that are in the same blocks for all. together: the plan may read
+    them once for several sequences.
+    """
     rng = np.random.default_rng(0)
     per_sequence = -(-context // BLOCK)
     blocks = cache.keys[0].shape[0]
     assert batch * per_sequence <= blocks
     tables = rng.permutation(blocks)[: batch * per_sequence].reshape(batch, -1).astype(np.int32)
+    tables[:, : shared // BLOCK] = tables[0, : shared // BLOCK]
     starts = np.full(batch, context - nodes, np.int32)
     counts = np.full(batch, nodes, np.int32)
     slots = np.arange(batch, dtype=np.int32)
@@ -104,8 +111,9 @@ def attention_ms(
         tile.rows * of.kv_heads // of.heads, tile.keys, parallel, 4 * parallel, 2 * tile.keys
     )
     items, cut_rows = plan_work(
-        slots, starts, counts, np.ones(batch, bool) if tree else None, None, limits
-    )
+        slots, starts, counts, np.ones(batch, bool) if tree else None, None, limits,
+        tables if together else None, BLOCK,
+    )  # fmt: skip
     rows = batch * nodes
     position = np.repeat(starts, counts) + np.tile(np.arange(nodes), batch)
     seen = np.repeat(starts, counts) if tree else position + 1
@@ -209,6 +217,40 @@ def trees() -> list[dict[str, Any]]:
             ms = attention_ms(cache, batch, 4096, tile, nodes, tree=True)
             row[f"{nodes}r {tile.rows}/{tile.keys}/{tile.num_warps}/{tile.num_stages}"] = ms / alone
         rows.append(row)
+    return rows
+
+
+def shared() -> list[dict[str, Any]]:
+    """Sequences on one prefix of 10K keys, and 64 keys of their own: microseconds with a copy of it
+    for each, with the same blocks read by each, and read once for several."""
+    prefix = 10240
+    context = prefix + 64
+    cache = make_cache(LAYOUTS[0], 50 * (context // BLOCK))
+    rows = []
+    for batch, nodes, tile in (
+        (50, 8, TileShape(64, 64, 4, 3, 2)),
+        (50, 8, TileShape(128, 64, 8, 3, 1)),
+        (50, 8, TileShape(32, 64, 4, 5, 2)),
+        (32, 8, TileShape(64, 64, 4, 3, 2)),
+        (8, 8, TileShape(32, 128, 4, 3, 2)),
+        (50, 1, DEFAULT),
+        (32, 1, DEFAULT),
+        (32, 1, TileShape(64, 64, 4, 3, 2)),
+        (8, 1, TileShape(16, 128, 4, 5, 1)),
+    ):
+        own = attention_ms(cache, batch, context, tile, nodes)
+        each = attention_ms(cache, batch, context, tile, nodes, shared=prefix, together=False)
+        once = attention_ms(cache, batch, context, tile, nodes, shared=prefix)
+        rows.append(
+            {
+                "sequences x rows": f"{batch} x {nodes}",
+                "tile": f"{tile.rows}/{tile.keys}/{tile.num_warps}/{tile.num_stages}",
+                "own blocks us": own * 1e3,
+                "shared, read by each us": each * 1e3,
+                "shared, read together us": once * 1e3,
+                "own / together": own / once,
+            }
+        )
     return rows
 
 
@@ -321,7 +363,7 @@ def _library(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", default="layouts,tiles,trees,prefill,variants")
+    parser.add_argument("--parts", default="layouts,tiles,trees,shared,prefill,variants")
     parser.add_argument("--out")
     args = parser.parse_args()
     copy = copy_bandwidth()
@@ -332,6 +374,7 @@ def main() -> None:
             "layouts": lambda: layouts(copy),
             "tiles": lambda: tiles(copy),
             "trees": trees,
+            "shared": shared,
             "variants": lambda: variants(copy),
             "prefill": prefill,
         }[part]

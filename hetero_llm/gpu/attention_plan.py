@@ -1,11 +1,16 @@
 """Cuts a step's attention into pieces of equal length: the work list of `kernels.paged_attention`.
 
+Neighbouring sequences whose block tables begin with the same blocks attend to those keys together:
+one tile with all their rows reads them once, and each sequence has a tile of its own for what
+follows (Hydragen, Juravsky et al. 2024, arXiv 2402.05099).
+
 Compiled for the host by numba: a verify step waits for it. Positions are known on the host even
 when tokens are not.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +22,11 @@ _WAVES = (1, 2, 3, 4, 6)
 _ITEM_COST = 96
 """What starting a work item costs, in keys read by one program (a guess; only ratios matter)."""
 _GOOD_ENOUGH = 1.05  # times the even share
+_SHARED_STEPS = 8
+"""Fewest key steps that a group shares (512 keys where a step has 64). A row's piece, written and
+read, moves the bytes of two keys for each query head: the two pieces of a row in a group of 64
+matrix rows take 256 keys, and the tile more takes `_ITEM_COST`; two members have to save more."""
+_NO_TABLES = np.zeros((0, 0), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,8 @@ def plan_into(
     counts: np.ndarray,
     trees: np.ndarray,
     chosen: np.ndarray,
+    tables: np.ndarray,
+    block_size: int,
     window: int,
     limits: tuple[int, int, int, int, int],
     items: np.ndarray,
@@ -60,69 +72,226 @@ def plan_into(
         slots, starts, counts: [S] int32 slot, keys in the cache before the step, rows of the step.
         trees: [S] bool, rows form a draft tree: every one may see any of them.
         chosen: [S] bool, sequences that the list covers.
-        window: 0 for none.
+        tables: [slots, columns] int32 block ids; [0, 0]: no keys are read together.
+        block_size: keys of a block.
+        window: 0 for none. With one, no keys are read together.
         limits: `PlanLimits.as_tuple`.
         items: [>= most_items, 8] int32, see `WORK_FIELDS`; written.
-        cut_rows: [>= rows, 4] int32, see `CUT_ROW_FIELDS`; written.
+        cut_rows: [>= rows, 8] int32, see `CUT_ROW_FIELDS`; written.
 
     Returns:
         How many items and cut rows there are.
     """
     tile_rows, key_step, parallel, max_pieces, min_keys = limits
+    shortest, cost = min_keys // key_step, _ITEM_COST / key_step
+    members = np.zeros(len(slots), np.int64)
+    shared = np.zeros(len(slots), np.int64)
+    tiles = _tiles(
+        slots, starts, counts, trees, chosen, window, tile_rows, key_step, members, shared
+    )
+    pieces, time = _cut(tiles, key_step, parallel, max_pieces, shortest, cost)
+    may_share = window == 0 and max_pieces > 0 and tables.size > 0
+    if may_share and _share(
+        slots, starts, counts, chosen, tables, block_size, limits, members, shared
+    ):
+        joined = _tiles(
+            slots, starts, counts, trees, chosen, window, tile_rows, key_step, members, shared
+        )
+        others, other_time = _cut(joined, key_step, parallel, max_pieces, shortest, cost)
+        if other_time < time:  # else the chip has room to read them again, and less to merge
+            tiles, pieces = joined, others
+    return _write(tiles, pieces, key_step, items, cut_rows)
+
+
+@njit(cache=True, nogil=True)
+def _share(
+    slots: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+    chosen: np.ndarray,
+    tables: np.ndarray,
+    block_size: int,
+    limits: tuple[int, int, int, int, int],
+    members: np.ndarray,
+    shared: np.ndarray,
+) -> bool:
+    """Finds groups; whether there are any.
+
+    Args:
+        slots .. limits: see `plan_into`.
+        members: [S] int64 zeros; at a group's first sequence, how many it has is written.
+        shared: [S] int64, the same for the keys that they read together.
+    """
+    tile_rows, key_step, _, max_pieces, min_keys = limits
+    unit = key_step // math.gcd(key_step, block_size) * block_size
+    least = max(_SHARED_STEPS * key_step, min_keys)
+    left = max_pieces  # a group takes one for its shared tile and one for each member at least
+    first = 0
+    while first < len(slots) - 1 and left > 2:
+        size = 1
+        if tables[slots[first], 0] == tables[slots[first + 1], 0]:
+            size, keys = _neighbours(
+                first, slots, starts, counts, chosen, tables, block_size, tile_rows, unit, least
+            )
+            size = min(size, left - 1)
+            if size > 1:
+                members[first], shared[first] = size, keys
+                left -= size + 1
+        first += size
+    return left < max_pieces
+
+
+@njit(cache=True, nogil=True)
+def _neighbours(
+    first: int,
+    slots: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+    chosen: np.ndarray,
+    tables: np.ndarray,
+    block_size: int,
+    tile_rows: int,
+    unit: int,
+    least: int,
+) -> tuple[int, int]:
+    """Sequences of the group that begins with `first`, and the keys that they share.
+
+    All rows fit one tile, and every row sees every shared key: these end at a multiple of `unit`
+    before the rows of any member, and are `least` or more.
+    """
+    size, keys, rows = 1, 0, counts[first]
+    table, most = slots[first], starts[first] // block_size
+    if not chosen[first]:
+        return size, keys
+    for other in range(first + 1, len(slots)):
+        rows += counts[other]
+        most = min(most, starts[other] // block_size)
+        if not chosen[other] or rows > tile_rows or most * block_size < least:
+            break
+        same = 0
+        while same < most and tables[table, same] == tables[slots[other], same]:
+            same += 1
+        reach = same * block_size // unit * unit
+        # Who shares so little that the group would save no more than before begins another.
+        if reach < least or reach * size <= keys * (size - 1):
+            break
+        size, keys, most = size + 1, reach, same
+    return size, keys
+
+
+@njit(cache=True, nogil=True)
+def _tiles(
+    slots: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+    trees: np.ndarray,
+    chosen: np.ndarray,
+    window: int,
+    tile_rows: int,
+    key_step: int,
+    members: np.ndarray,
+    shared: np.ndarray,
+) -> np.ndarray:
+    """[tiles, 6] int64 slot, first row, rows, key begin, key end, index of the shared tile whose
+    keys the rows see besides (-1: none; a shared tile names itself).
+
+    Shared tiles come first and those of their members last: items are dealt out with a fixed
+    stride, and long ones that alternate with short ones could all fall to the same programs.
+    members, shared: see `_share`.
+    """
     num_tiles = 0
     for sequence in range(len(slots)):
         if chosen[sequence]:
             num_tiles += (counts[sequence] + tile_rows - 1) // tile_rows
-    tiles = np.empty((num_tiles, 5), np.int64)  # slot, row, rows, begin, end
-    steps = np.empty(num_tiles, np.int64)
+        if members[sequence] > 0:
+            num_tiles += 1
+    tiles = np.empty((num_tiles, 6), np.int64)
     tile = row = 0
+    late = num_tiles  # where those of members begin
+    for sequence in range(len(slots)):
+        size = members[sequence]
+        if size > 0:
+            tiles[tile, 0], tiles[tile, 1] = slots[sequence], row
+            tiles[tile, 2] = counts[sequence : sequence + size].sum()
+            late -= (counts[sequence : sequence + size] > 0).sum()
+            tiles[tile, 3], tiles[tile, 4], tiles[tile, 5] = 0, shared[sequence], tile
+            tile += 1
+        row += counts[sequence]
+    row = keys = joined = 0  # joined: members of the present group from this sequence on
+    group = -1
     for sequence in range(len(slots)):
         start, count = starts[sequence], counts[sequence]
+        if members[sequence] > 0:
+            joined, keys, group = members[sequence], shared[sequence], group + 1
         if chosen[sequence]:
             for offset in range(0, count, tile_rows):
                 rows = min(tile_rows, count - offset)
                 position, end = start + offset, start + offset + rows
                 if trees[sequence]:
                     position, end = start, start + count
-                begin = 0
+                begin, at = 0, tile
                 if window > 0:
                     begin = max(position - window + 1, 0) // key_step * key_step
-                tiles[tile, 0], tiles[tile, 1], tiles[tile, 2] = slots[sequence], row + offset, rows
-                tiles[tile, 3], tiles[tile, 4] = begin, end
-                steps[tile] = (end - begin + key_step - 1) // key_step
-                tile += 1
+                if joined > 0:
+                    begin, at = keys, late
+                    late += 1
+                else:
+                    tile += 1
+                tiles[at, 0], tiles[at, 1], tiles[at, 2] = slots[sequence], row + offset, rows
+                tiles[at, 3], tiles[at, 4], tiles[at, 5] = begin, end, group if joined > 0 else -1
         row += count
-    pieces = _cut(steps, parallel, max_pieces, min_keys // key_step, _ITEM_COST / key_step)
+        joined -= 1
+    return tiles
+
+
+@njit(cache=True, nogil=True)
+def _write(
+    tiles: np.ndarray, pieces: np.ndarray, key_step: int, items: np.ndarray, cut_rows: np.ndarray
+) -> tuple[int, int]:
+    """Writes items and cut rows of `_tiles` in so many pieces each; how many of both."""
+    first_pieces = np.zeros((len(tiles), 2), np.int64)  # of shared tiles, and how many
     num_items = num_cut = piece = 0
-    for tile in range(num_tiles):
-        size = (steps[tile] + pieces[tile] - 1) // pieces[tile]
-        count = (steps[tile] + size - 1) // size  # rounding up may have left the last one empty
-        slot, row, rows, begin, end = tiles[tile]
-        if count > 1:
+    for tile in range(len(tiles)):
+        slot, row, rows, begin, end, group = tiles[tile]
+        steps = (end - begin + key_step - 1) // key_step
+        size = (steps + pieces[tile] - 1) // pieces[tile]
+        count = (steps + size - 1) // size  # rounding up may have left the last one empty
+        kept = count > 1 or group >= 0
+        if group == tile:
+            first_pieces[tile, 0], first_pieces[tile, 1] = piece, count
+        elif kept:
             for within in range(rows):
-                cut_rows[num_cut, 0], cut_rows[num_cut, 1] = row + within, piece
-                cut_rows[num_cut, 2], cut_rows[num_cut, 3] = count, within
+                cut = cut_rows[num_cut]
+                cut[0], cut[1], cut[2], cut[3] = row + within, piece, count, within
+                cut[4], cut[5], cut[6], cut[7] = 0, 0, 0, 0
+                if group >= 0:
+                    cut[4], cut[5] = first_pieces[group, 0], first_pieces[group, 1]
+                    cut[6] = row + within - tiles[group, 1]
                 num_cut += 1
         for part in range(count):
             first = begin + part * size * key_step
             last = min(first + size * key_step, end)
             item = items[num_items]
             item[0], item[1], item[2], item[3], item[4] = slot, row, rows, first, last
-            item[5] = piece if count > 1 else -1
+            item[5] = piece if kept else -1
             num_items += 1
-            if count > 1:
+            if kept:
                 piece += 1
     return num_items, num_cut
 
 
 @njit(cache=True, nogil=True)
 def _cut(
-    steps: np.ndarray, parallel: int, max_pieces: int, shortest: int, cost: float
-) -> np.ndarray:
-    """[tiles] pieces of each tile: the cut with the shortest estimated time."""
-    best = np.ones(len(steps), np.int64)
-    if max_pieces == 0 or len(steps) == 0:
-        return best
+    tiles: np.ndarray, key_step: int, parallel: int, max_pieces: int, shortest: int, cost: float
+) -> tuple[np.ndarray, float]:
+    """[tiles] pieces of each tile: the cut with the shortest estimated time; and that time.
+
+    Tiles of groups are in pieces even when they are whole. max_pieces 0: nothing is cut.
+    """
+    best = np.ones(len(tiles), np.int64)
+    if max_pieces == 0 or len(tiles) == 0:
+        return best, 0.0
+    steps = (tiles[:, 4] - tiles[:, 3] + key_step - 1) // key_step
     total = steps.sum()
     pieces = np.empty(len(steps), np.int64)
     best_time = _time(steps, best, parallel, cost)
@@ -135,7 +304,7 @@ def _cut(
         used = 0
         for tile in range(len(steps)):
             pieces[tile] = (steps[tile] + size - 1) // size
-            if pieces[tile] > 1:
+            if pieces[tile] > 1 or tiles[tile, 5] >= 0:
                 used += pieces[tile]
         if used > max_pieces:
             break
@@ -143,7 +312,7 @@ def _cut(
         if time < best_time:
             best[:] = pieces
             best_time = time
-    return best
+    return best, best_time
 
 
 @njit(cache=True, nogil=True)
@@ -166,13 +335,30 @@ def plan_work(
     is_tree: np.ndarray | None,
     window: int | None,
     limits: PlanLimits,
+    tables: np.ndarray | None = None,
+    block_size: int = 1,
+    chosen: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The items [W, 8] and cut rows [C, 4] of a step, see `plan_into`; is_tree None: no trees."""
+    """The items [W, 8] and cut rows [C, 8] of a step, see `plan_into`.
+
+    is_tree None: no trees. tables None: no keys are read together. chosen None: all.
+    """
     none = np.zeros(len(slots), np.bool_)
     items = np.zeros((limits.most_items(counts), WORK_FIELDS), np.int32)
     cut_rows = np.zeros((int(counts.sum()), CUT_ROW_FIELDS), np.int32)
     trees = none if is_tree is None else is_tree
     num_items, num_cut = plan_into(
-        slots, starts, counts, trees, ~none, window or 0, limits.as_tuple(), items, cut_rows
+        slots,
+        starts,
+        counts,
+        trees,
+        ~none if chosen is None else chosen,
+        _NO_TABLES if tables is None else tables,
+        block_size,
+        window or 0,
+        limits.as_tuple(),
+        items,
+        cut_rows,
     )
+    assert num_items <= len(items) and num_cut <= len(cut_rows)
     return items[:num_items], cut_rows[:num_cut]

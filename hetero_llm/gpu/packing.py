@@ -174,8 +174,7 @@ def fill_packet(
     """Writes every part of a packet, padding included; whether any tile is cut.
 
     Args:
-        packet: int32, as long as the layout says at least.
-        at: `packet_offsets` of the layout.
+        packet: int32, as long as the layout says at least. at: `packet_offsets` of it.
         slots .. num_samples, table_writes: of the step.
         nodes, node_ids, parents: of its `DraftBatch`, empty if it has none.
         tables: the host's, with the step's writes. sampling: `SamplingTable.packed`.
@@ -226,12 +225,13 @@ def fill_packet(
                     packet[at[20] + 2 * at[6] + group] = slot
                     group += 1
             sample += 1
-        row += count
-        token += 1 if tree else count
+        row, token = row + count, token + (1 if tree else count)
     assert row <= at[0] and sample <= at[1] and (at[5] == 0 or group <= at[5])
     _pad(packet, at, row, sample, group)
     _put_writes(packet, at, table_writes, tables)
-    return _put_work(packet, at, slots, starts, counts, trees, chosen, windows, limits)
+    return _put_work(
+        packet, at, slots, starts, counts, trees, chosen, tables, block_size, windows, limits
+    )
 
 
 @njit(cache=True, nogil=True)
@@ -274,6 +274,8 @@ def _put_work(
     counts: np.ndarray,
     trees: np.ndarray,
     chosen: np.ndarray,
+    tables: np.ndarray,
+    block_size: int,
     windows: np.ndarray,
     limits: tuple[int, int, int, int, int],
 ) -> bool:
@@ -289,6 +291,8 @@ def _put_work(
             counts,
             trees,
             chosen,
+            tables,
+            block_size,
             windows[window],
             limits,
             items,

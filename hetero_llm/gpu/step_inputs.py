@@ -74,7 +74,7 @@ class StepInputs(Generic[A]):
         sample_rows: [N] row of each drawn token; sample_slots: [N], -1 for padding.
         pick: [8, N], see `kernels.pick.PickRows`.
         writes: [3, K] block-table writes.
-        items: [windows][W, 8]; cut_rows: [windows][C, 4].
+        items: [windows][W, 8]; cut_rows: [windows][C, 8].
         tree: None unless the layout has groups.
     """
 

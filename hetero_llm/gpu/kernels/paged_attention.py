@@ -6,6 +6,11 @@ in FlashInfer, Ye et al. 2025). A *work item* is a tile and a piece of its conte
 the list of items times KV heads with a fixed stride, so one captured launch serves any mix of
 rows. A second kernel merges the pieces of cut tiles by log-sum-exp, each row and head by itself.
 
+Keys that several sequences share can be read once for all of them: an item may have rows of
+neighbouring sequences of the step, if all of them see all its keys and their block tables agree
+there. Their rows then have pieces of two tiles, the shared one and their own sequence's (Hydragen,
+Juravsky et al. 2024; "cascade" attention in FlashInfer).
+
 What a row sees: keys below its limit (and inside its window), and of the 64 keys that follow the
 limit those whose bit is set in its ancestor mask. A plain row at position p has limit p + 1 and no
 bits; node i of a draft tree has its sequence's length as limit and the bits of itself and its
@@ -29,12 +34,13 @@ from hetero_llm.gpu.kernels.launch import (
 )
 
 WORK_FIELDS = 8
-"""int32 fields of a work item: slot, first row, rows, key begin, key end, piece (index among all
-pieces of cut tiles; -1: the tile is whole), two unused that align it."""
+"""int32 fields of a work item: slot whose block table is read, first row, rows, key begin, key end,
+piece (index among all pieces of cut tiles; -1: the tile is whole), two unused that align it."""
 
-CUT_ROW_FIELDS = 4
+CUT_ROW_FIELDS = 8
 """int32 fields of a row whose tile is cut: row, the tile's first piece, the tile's pieces, the
-row's index in the tile."""
+row's index in the tile; the same three of the tile that it shares with other sequences (no pieces:
+there is none); one unused that aligns it."""
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MAX_GROUP = 128
@@ -57,7 +63,7 @@ class RowMasks:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The step's work list on the device, int32: items [W, 8]; cut_rows [C, 4]; counts [2], how
+    """The step's work list on the device, int32: items [W, 8]; cut_rows [C, 8]; counts [2], how
     many of each are in use."""
 
     items: torch.Tensor
@@ -120,8 +126,8 @@ def _merge(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     TILE_M: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows with a stride, one query head: joins the pieces of the row's tile by log-sum-exp, WIDE
-    at a time."""
+    """Rows with a stride, one query head: joins the pieces of the row's tile, and then of the tile
+    that it shares, by log-sum-exp, WIDE at a time."""
     total = tl.load(count_ptr + 1)
     q_head = tl.program_id(1)
     wide = tl.arange(0, WIDE)
@@ -129,20 +135,24 @@ def _merge(
     wait_for_inputs(PDL)
     let_next_start(PDL)
     for index in tl.range(tl.program_id(0), total, tl.num_programs(0)):
-        row = tl.load(cut_ptr + index * 4).to(tl.int64)
-        first_piece = tl.load(cut_ptr + index * 4 + 1)
-        pieces = tl.load(cut_ptr + index * 4 + 2)
-        line = tl.load(cut_ptr + index * 4 + 3) * GROUP + q_head % GROUP
+        cut = cut_ptr + index * 8
+        row = tl.load(cut).to(tl.int64)
+        own_first, own_pieces, own_index = tl.load(cut + 1), tl.load(cut + 2), tl.load(cut + 3)
+        first, index_there = tl.load(cut + 4), tl.load(cut + 6)
+        pieces = own_pieces + tl.load(cut + 5)
         highest = float("-inf")
         weight = 0.0
         acc = tl.zeros((PADDED,), tl.float32)
         for low in tl.range(0, pieces, WIDE):
-            exists = low + wide < pieces
-            place = ((first_piece + low + wide) * KV_HEADS + q_head // GROUP).to(tl.int64)
+            part = low + wide
+            exists, own = part < pieces, part < own_pieces
+            piece = part + tl.where(own, own_first, first - own_pieces)
+            line = tl.where(own, own_index, index_there) * GROUP + q_head % GROUP
+            place = (piece * KV_HEADS + q_head // GROUP).to(tl.int64)
             state = states_ptr + place * (2 * TILE_M) + line
             part_highest = tl.load(state, mask=exists, other=float("-inf"))
             part_weight = tl.load(state + TILE_M, mask=exists, other=0.0)
-            part = tl.load(
+            part_sums = tl.load(
                 sums_ptr + (place * (TILE_M * PADDED) + line * PADDED)[:, None] + dims[None, :],
                 mask=exists[:, None],
                 other=0.0,
@@ -152,7 +162,7 @@ def _merge(
             shrink = tl.exp2(highest - base)
             grow = tl.exp2(part_highest - base)
             weight = weight * shrink + tl.sum(part_weight * grow, 0)
-            acc = acc * shrink + tl.sum(part * grow[:, None], 0)
+            acc = acc * shrink + tl.sum(part_sums * grow[:, None], 0)
             highest = higher
         acc = acc / tl.where(weight == 0.0, 1.0, weight)
         place = out_ptr + row * out_stride + q_head * DIM

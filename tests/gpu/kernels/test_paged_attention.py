@@ -10,6 +10,7 @@ import torch
 
 from hetero_llm.gpu.attention_plan import PlanLimits, plan_work
 from hetero_llm.gpu.kernels.paged_attention import (
+    CUT_ROW_FIELDS,
     RowMasks,
     TileShape,
     Work,
@@ -23,7 +24,11 @@ BLOCK = 16
 
 @dataclass
 class Case:
-    """Sequences as (keys in the cache, rows, parent of each row if they form a tree)."""
+    """Sequences as (keys in the cache, rows, parent of each row if they form a tree).
+
+    shared: all block tables begin with the same blocks, so many keys. differs: one of these
+    blocks, which each sequence has for itself.
+    """
 
     sequences: list[tuple[int, int, list[int] | None]]
     heads: int = 4
@@ -38,6 +43,8 @@ class Case:
     block_first: bool = True
     softcap: float | None = None
     alibi: bool = False
+    shared: int = 0
+    differs: int | None = None
     tile: TileShape | None = None  # instead of tile_rows and keys
 
     def __post_init__(self) -> None:
@@ -81,7 +88,23 @@ def row_masks(case: Case, device: torch.device) -> RowMasks:
     )
 
 
-def check(case: Case, device: torch.device, seed: int = 0) -> None:
+def block_tables(case: Case, slots: np.ndarray, blocks: list[int], order: np.ndarray) -> np.ndarray:
+    """[slots, columns] int32 of sequences with so many blocks, taken in `order`."""
+    tables = np.full((len(slots) + 2, max(blocks) + 1), 2**30, np.int32)  # the rest is never read
+    used = 0
+    for slot, n in zip(slots, blocks):
+        tables[slot, :n] = order[used : used + n]
+        used += n
+    longest = tables[slots[int(np.argmax(blocks))]].copy()
+    for slot, n in zip(slots, blocks):
+        for column in range(min(case.shared // BLOCK, n)):
+            if column != case.differs:
+                tables[slot, column] = longest[column]
+    return tables
+
+
+def check(case: Case, device: torch.device, seed: int = 0) -> int:
+    """Compares; returns how many rows have pieces of a tile of several sequences."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     num = len(case.sequences)
@@ -90,12 +113,7 @@ def check(case: Case, device: torch.device, seed: int = 0) -> None:
     slots = rng.permutation(num + 2)[:num].astype(np.int32)
     blocks = [-(-int(s + c) // BLOCK) for s, c in zip(starts, counts)]
     num_blocks = sum(blocks) + 3
-    order = rng.permutation(num_blocks)
-    tables = np.full((num + 2, max(blocks) + 1), 2**30, np.int32)  # unused entries must not be read
-    used = 0
-    for slot, n in zip(slots, blocks):
-        tables[slot, :n] = order[used : used + n]
-        used += n
+    tables = block_tables(case, slots, blocks, rng.permutation(num_blocks))
     rows = row_masks(case, device)
     group = case.heads // case.kv_heads
     work, cut_rows = plan_work(
@@ -105,6 +123,8 @@ def check(case: Case, device: torch.device, seed: int = 0) -> None:
         np.array([p is not None for _, _, p in case.sequences]),
         case.window,
         PlanLimits(case.tile_rows // group, case.keys, case.parallel, 64, case.keys),
+        tables,
+        BLOCK,
     )
     cache_dtype = case.cache_dtype or case.dtype
     layers = 2
@@ -154,6 +174,7 @@ def check(case: Case, device: torch.device, seed: int = 0) -> None:
     )
     tolerance = 1e-5 if case.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    return int((cut_rows[:, 5] > 0).sum())
 
 
 @pytest.mark.parametrize(
@@ -204,6 +225,34 @@ def test_scores_that_change(case: Case, device: torch.device) -> None:
     check(case, device)
 
 
+FIVE = [(150, 1, None), (170, 2, None), (144, 1, None), (181, 1, None), (160, 3, None)]
+MIXED = [(150, 2, None), (160, 6, TREE[:6]), (155, 1, None), (9, 3, None), (180, 4, None)]
+
+
+@pytest.mark.parametrize(
+    "case, rows_that_share",
+    [
+        (Case(FIVE, shared=144, parallel=1), 8),
+        (Case(FIVE, shared=144, parallel=7), 8),  # the shared tile is cut, too
+        (Case(FIVE, shared=160, parallel=2, softcap=0.7, alibi=True), 8),
+        (Case(FIVE, shared=160, parallel=2, window=200), 0),
+        (Case(FIVE, shared=112, parallel=1), 0),  # too few keys
+        (Case(FIVE, shared=144, parallel=2, heads=5, kv_heads=1, tile_rows=32), 5),
+        (Case(FIVE, shared=144, parallel=2, dim=80, dtype=torch.bfloat16, block_first=False), 8),
+        (Case(FIVE, shared=144, parallel=2, dtype=torch.float16), 8),
+        (Case(MIXED, shared=144, parallel=2, tile_rows=32, alibi=True), 9),
+        (Case(MIXED, shared=144, parallel=3, tile_rows=32), 9),
+        (Case([(303, 8, TREE[:8])] * 2, shared=288, parallel=3, tile_rows=32), 16),
+        # Blocks after one that differs are the same ones again: nobody may look at them alone.
+        (Case([(303, 2, None)] * 3, shared=288, differs=0, parallel=1), 0),
+        (Case([(303, 2, None)] * 3, shared=288, differs=7, parallel=1), 0),
+        (Case([(303, 2, None)] * 3, shared=288, differs=9, parallel=1), 6),
+    ],
+)
+def test_a_shared_prefix(case: Case, rows_that_share: int, device: torch.device) -> None:
+    assert check(case, device) == rows_that_share
+
+
 @pytest.mark.parametrize("heads, dim, tile_rows", [(71, 64, 128), (48, 32, 64), (24, 16, 32)])
 def test_groups_that_are_no_power_of_two(
     heads: int, dim: int, tile_rows: int, device: torch.device
@@ -233,7 +282,7 @@ def test_a_node_is_at_the_position_of_its_depth(device: torch.device) -> None:
         case = Case([(11, len(taken), parents if len(taken) == 9 else chain)])
         rows = row_masks(case, device)
         item = torch.tensor([[0, 0, len(taken), 0, len(places), -1, 0, 0]], dtype=torch.int32)
-        none = torch.zeros(0, 4, dtype=torch.int32, device=device)
+        none = torch.zeros(0, CUT_ROW_FIELDS, dtype=torch.int32, device=device)
         work = Work(item.to(device), none, torch.tensor([1, 0], device=device).int())
         out = paged_attention(
             q[taken], keys, values, tables, rows, work, make_workspace(1, 2, 32, 32, device),
@@ -253,3 +302,16 @@ def test_random_steps(seed: int, device: torch.device) -> None:
         sequences.append((int(rng.integers(0, 120)), count, tree))
     window = int(rng.integers(70, 100)) if rng.random() < 0.4 else None
     check(Case(sequences, window=window, parallel=int(rng.integers(1, 12))), device, seed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_steps_that_share(seed: int, device: torch.device) -> None:
+    rng = np.random.default_rng(seed)
+    sequences: list[tuple[int, int, list[int] | None]] = []
+    for _ in range(int(rng.integers(2, 7))):
+        count = int(rng.integers(1, 6))
+        tree = random_tree(rng, count) if rng.random() < 0.3 else None
+        sequences.append((int(rng.integers(128, 300)), count, tree))
+    differs = int(rng.integers(8, 18)) if rng.random() < 0.5 else None
+    case = Case(sequences, parallel=int(rng.integers(1, 4)), shared=288, differs=differs)
+    assert check(case, device, seed) > 0
