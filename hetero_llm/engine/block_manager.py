@@ -411,7 +411,7 @@ class BlockManager:
                 self._free.move_to_end(block, last=False)
             if moves is not None:
                 gone = set(unpublished)
-                moves.freed(block for block in freed if block not in gone)
+                moves.freed([b for b in freed if b not in gone] if gone else freed)
 
     def _lacks(self, count: int) -> bool:
         """Whether there are not so many free blocks."""

@@ -125,9 +125,9 @@ class BlockMoves:
 
     def freed(self, blocks: Iterable[int]) -> None:
         """Published blocks that are free now, in the order in which they are to be handed out."""
-        for block in blocks:
-            self._cached[block] = None
-            self._unsaved[block] = None
+        fresh = dict.fromkeys(blocks)
+        self._cached.update(fresh)
+        self._unsaved.update(fresh)
 
     def returned(self, blocks: Iterable[int]) -> None:
         """Published blocks that are free again and to be handed out before all others, the last

@@ -190,22 +190,26 @@ class PrefixCache:
         return keys
 
     def adopt(self, sources: Iterable[bytes], keys: Iterable[bytes], blocks: Iterable[int]) -> None:
-        """Publishes blocks whose entries are known: what `entry` told of them once.
+        """Publishes blocks that follow each other, whose entries are known: what `entry` told of
+        them once.
 
         A block whose prefix another block already holds stays unpublished: a twin.
         """
-        block_of, child_of = self._block_of, self._child_of
+        block_of, source_of, key_of, child_of = (
+            self._block_of, self._source_of, self._key_of, self._child_of,
+        )  # fmt: skip
+        parent = b""
         for source, key, block in zip(sources, keys, blocks, strict=True):
+            parent, before = key, parent or source[:_KEY_BYTES]
             if source in block_of:
                 self._add_twin(source, block)
                 continue
-            assert block not in self._key_of, "a block is published once"
+            assert block not in key_of, "a block is published once"
             block_of[source] = block
-            self._source_of[block] = source
-            self._key_of[block] = key
-            parent = source[:_KEY_BYTES]
-            if child_of.setdefault(parent, block) != block:
-                self._more_of.setdefault(parent, set()).add(block)
+            source_of[block] = source
+            key_of[block] = key
+            if child_of.setdefault(before, block) != block:
+                self._more_of.setdefault(before, set()).add(block)
 
     def entry(self, block: int) -> tuple[bytes, bytes]:
         """What a published block is found by (parent key + token bytes), and its key."""

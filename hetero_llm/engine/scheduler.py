@@ -36,7 +36,7 @@ from hetero_llm.engine.scheduler_loads import Loads
 from hetero_llm.engine.scheduler_rows import running_rows
 from hetero_llm.engine.scheduler_stats import SchedulerStats
 from hetero_llm.engine.slots import Slots
-from hetero_llm.engine.upkeep import FEW_BLOCKS, MANY_BLOCKS, ROWS_PER_BLOCK, Publisher, grow_ahead
+from hetero_llm.engine.upkeep import MANY_BLOCKS, Pace, Publisher, grow_ahead
 from hetero_llm.engine.waiting import WaitingQueue
 
 
@@ -84,7 +84,7 @@ class Scheduler:
         self._admitted: list[SlotState] = []
         self._in_flight: deque[InFlight] = deque()
         self._newcomers: list[Sequence] = []  # admitted; the drafter does not know of them
-        self._publisher = Publisher(blocks)
+        self._publisher, self._pace = Publisher(blocks), Pace()
         self._num_synchronous = 0  # running sequences of requests that allow no step ahead
 
     # -- requests ---------------------------------------------------------------------------
@@ -310,8 +310,8 @@ class Scheduler:
             grow_ahead(self._in_flight[-1], self._blocks)
         self.learn()
         rows = self._in_flight[0].prompt_tokens if self._in_flight else 0
-        few = FEW_BLOCKS // 4 if begun else FEW_BLOCKS  # beginning took most of the time there is
-        self._blocks.offload(max(few, rows // ROWS_PER_BLOCK))
+        if most := self._pace.most(rows, begun=bool(begun)):
+            self._blocks.offload(most)
 
     def learn(self) -> None:
         """Whoever drafts takes note of what the last steps drew."""

@@ -17,6 +17,23 @@ _PLENTY = 4
 """Free blocks per sequence from which on some are handed out before they are needed."""
 
 
+class Pace:
+    """How many blocks are looked at for host memory beside a step."""
+
+    def __init__(self) -> None:
+        self._rested = False
+
+    def most(self, rows: int, *, begun: bool) -> int:
+        """
+        Args:
+            rows: of prompts in the step.
+            begun: loads have begun beside it, which took most of the time there is. None are looked
+                at then, but not twice in a row: stores have to go on.
+        """
+        self._rested = begun and not self._rested
+        return 0 if self._rested else max(FEW_BLOCKS, rows // ROWS_PER_BLOCK)
+
+
 class Publisher:
     """Publishes blocks that are full of confirmed tokens, some time after they were."""
 

@@ -48,7 +48,7 @@ MAX_GROUP = 128
 TREE_NODES = 64
 _LOG2_E = 1.4426950408889634
 _MERGED_AT_ONCE = 16
-_MERGING_PROGRAMS = 16  # for each head: a step that cuts nothing launches few for nothing
+_MERGING_PROGRAMS = 64  # for each head: a step that cuts nothing launches few for nothing
 
 
 @dataclass(frozen=True, slots=True)
