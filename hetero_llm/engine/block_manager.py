@@ -21,15 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_llm.core.host_tier import HostHit, HostTier
-from hetero_llm.engine.block_moves import BlockMoves, OffloadLimits
+from hetero_llm.engine.block_moves import BlockMoves, OffloadLimits, parts_of
 from hetero_llm.engine.offload_log import HitCounter
 from hetero_llm.engine.prefix_cache import PrefixCache, block_contents
 from hetero_llm.engine.table_changes import TableChanges
-
-_LONG_PREFIX = 512
-"""Blocks from which on a load begins before all of them are looked up: see `load`."""
-_FIRST_PART = 16
-"""One in so many blocks is copied meanwhile: looking one up takes 2 microseconds, copying 40."""
 
 
 @dataclass(slots=True)
@@ -164,8 +159,8 @@ class BlockManager:
         """Lets the blocks behind an opened table's come from host memory, as far as they are there
         and are worth it. To be called once, before the table grows.
 
-        Of a long prefix the first part is loaded on its own, so that the link is busy while the
-        rest is looked up; the rest then comes layer by layer.
+        Of a long prefix two parts are loaded on their own, a small and a larger one, so that the
+        link is busy while the rest is looked up; the rest then comes layer by layer.
 
         Args:
             compute: seconds that so many rows take that begin at a position.
@@ -180,9 +175,9 @@ class BlockManager:
         if moves is None or first >= last:
             return held
         contents = block_contents(token_ids, size, first, last, entry.packed)
-        part = (last - first) // _FIRST_PART if last - first >= _LONG_PREFIX else 0
+        parts = parts_of(last - first)
         hit = HostHit((), (), ())
-        for most in (part, last - first - part) if part else (last - first,):
+        for place, most in enumerate(parts, 1):
             before = hit.keys or entry.keys
             found = moves.tier.match(before[-1] if before else entry.root, islice(contents, most))
             hit += found
@@ -197,7 +192,8 @@ class BlockManager:
                 if blocks is None:
                     break
                 behind = begin + count * size
-                rest_s = None if most == part else compute(behind, len(token_ids) - behind)
+                goes_on = place < len(parts)
+                rest_s = None if goes_on else compute(behind, len(token_ids) - behind)
                 self._load(table, entry, hit.first(count), blocks, rest_s)
                 hit = hit.behind(count)
                 held = len(entry.blocks) * size
@@ -444,7 +440,6 @@ class BlockManager:
 
     def launched(self) -> None:
         """The step of the last `take_changes` is on the device's stream."""
-        self.free_closed()
         if self._moves is not None:
             self._moves.tier.step_launched(self._steps)
 

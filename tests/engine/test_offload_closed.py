@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_llm.bridge.kv.host_cache import READY, HostCache
-from hetero_llm.engine import block_manager
+from hetero_llm.engine import block_moves
 from hetero_llm.engine.block_manager import BlockManager
 from hetero_llm.engine.block_moves import BlockMoves, OffloadLimits
 from hetero_llm.engine.prefix_cache import PrefixCache, root_key
@@ -154,8 +154,9 @@ def test_on_the_device_whatever_host_memory_does(
     )  # fmt: skip
     watch(served.blocks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_manager, "_LONG_PREFIX", 2)
-        patch.setattr(block_manager, "_FIRST_PART", 2)
+        patch.setattr(block_moves, "_LONG_PREFIX", 2)
+        patch.setattr(block_moves, "_FIRST_PART", 2)
+        patch.setattr(block_moves, "_LARGER", 1)
         serve_on(served, requests, settle=partial(settle, served))
 
 

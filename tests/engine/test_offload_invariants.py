@@ -166,7 +166,7 @@ def test_blocks_count_once(asynchronous: bool) -> None:
     for seed in range(4):
         served = build(seed, asynchronous, limits=ALL_LEAVE)
         traffic.join_at_once(served.engine)
-        traffic.spoil(served.engine, seed, 0.3)
+        traffic.spoil(served.engine, seed, 0.5)
         jobs = [
             replace(one, abort=None) for one in traffic.traffic(seed, longest=LONGEST, vocab=VOCAB)
         ]

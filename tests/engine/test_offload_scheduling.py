@@ -14,7 +14,7 @@ from hetero_llm.core.config import SchedulerConfig
 from hetero_llm.core.host_tier import HostHit
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import SchedulerOutput
-from hetero_llm.engine import block_manager
+from hetero_llm.engine import block_moves
 from hetero_llm.engine.block_manager import BlockManager
 from hetero_llm.engine.block_moves import OffloadLimits
 from hetero_llm.engine.engine import Engine
@@ -93,8 +93,9 @@ def test_host_memory_changes_no_output(
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         if in_parts:
-            patch.setattr(block_manager, "_LONG_PREFIX", 2)
-            patch.setattr(block_manager, "_FIRST_PART", 2)
+            patch.setattr(block_moves, "_LONG_PREFIX", 2)
+            patch.setattr(block_moves, "_FIRST_PART", 2)
+            patch.setattr(block_moves, "_LARGER", 1)
         with_host, with_counters, _ = serve_on(served, traffic, settle=partial(settle, served))
     assert with_host.keys() == plain.keys()
     for name, outputs in plain.items():
@@ -196,17 +197,19 @@ def worth(served: Served, tier: FakeTier, blocks: list[int]) -> list[str]:
 @pytest.mark.parametrize(
     ("blocks", "expected"),
     [
-        ([2, 8], ["found 2", "load 2", "found 8", "load 8"]),
-        ([10], ["found 2", "found 8", "load 10"]),
-        ([2], ["found 2", "load 2", "found 8"]),
-        ([], ["found 2", "found 8"]),
+        ([2, 4, 4], ["found 2", "load 2", "found 4", "load 4", "found 4", "load 4"]),
+        ([2, 0, 8], ["found 2", "load 2", "found 4", "found 4", "load 8"]),
+        ([0, 0, 10], ["found 2", "found 4", "found 4", "load 10"]),
+        ([2], ["found 2", "load 2", "found 4", "found 4"]),
+        ([], ["found 2", "found 4", "found 4"]),
     ],
 )
 def test_the_first_part_of_a_long_prefix_is_loaded_while_the_rest_is_looked_up(
     monkeypatch: pytest.MonkeyPatch, blocks: list[int], expected: list[str]
 ) -> None:
-    monkeypatch.setattr(block_manager, "_LONG_PREFIX", 10)
-    monkeypatch.setattr(block_manager, "_FIRST_PART", 5)
+    monkeypatch.setattr(block_moves, "_LONG_PREFIX", 10)
+    monkeypatch.setattr(block_moves, "_FIRST_PART", 5)
+    monkeypatch.setattr(block_moves, "_LARGER", 2)
     served, tier, texts = golden(seed=3, cached=0)
     tier.dawdle = 0.0
     run_one(served, "first", texts[0])
