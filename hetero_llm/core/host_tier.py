@@ -124,9 +124,9 @@ class HostTier(Protocol):
         """How many requests have begun that use these blocks, since it was told last."""
         ...
 
-    def left(self, source: bytes, key: bytes) -> None:
-        """A published block left the device. If it is not in host memory, what follows it there is
-        useless."""
+    def left(self, entries: Iterable[tuple[bytes, bytes]]) -> None:
+        """Published blocks left the device: source and key of each. Of those that are not in host
+        memory, what follows them there is useless."""
         ...
 
     def take_lost(self) -> list[tuple[bytes, bytes]]:

@@ -487,7 +487,10 @@ class BlockManager:
     def _pop_free(self) -> int:
         block, _ = self._free.popitem(last=False)
         if self._prefix is not None:
-            (self._moves or self._prefix).evict(block)
+            if self._moves is None:
+                self._prefix.evict(block)
+            else:
+                self._moves.evict((block,))
         self._refs[block] = 1
         return block
 
@@ -563,10 +566,7 @@ class BlockManager:
         self._all_refs[blocks] = 1
         for block in blocks:
             del self._free[block]
-        unpublished = set(self._prefix_or_fail().unpublished(blocks))
-        for block in blocks:
-            if block not in unpublished:
-                self._moves.evict(block)
+        self._moves.evict(blocks)
         for block in aside:
             self._free.move_to_end(block)
         return sorted(blocks)
@@ -574,8 +574,9 @@ class BlockManager:
     def _keep_limit(self, most: int) -> None:
         """Free blocks beyond the limit lose their prefix and are handed out first."""
         assert self._moves is not None and self._prefix is not None
-        for block in self._moves.beyond_limit(most):
-            self._moves.evict(block)
+        blocks = self._moves.beyond_limit(most)
+        self._moves.evict(blocks)
+        for block in blocks:
             self._free.move_to_end(block, last=False)
 
     def _count_grown(self, entry: _Table) -> None:

@@ -91,18 +91,19 @@ class BlockMoves:
         self._cached.pop(block, None)
         self._unsaved.pop(block, None)
 
-    def evict(self, block: int) -> None:
-        """Forgets what is in a block, which is handed out or void. Those that follow it lose their
-        prefix as well, if it was nowhere else: nobody finds them without it."""
-        if not self._prefix.holds(block):
-            self._prefix.evict(block)  # it may be a twin
-            return
-        self.taken(block)
-        source, key = self._prefix.entry(block)
-        self._prefix.evict(block)
-        if not self._prefix.finds(source):  # not by a twin either
-            self.tier.left(source, key)
-            self._drop_behind([(source, key), *self.tier.take_lost()])
+    def evict(self, blocks: Iterable[int]) -> None:
+        """Forgets what is in blocks, which are handed out or void. Those that follow them lose
+        their prefix as well, if it was nowhere else: nobody finds them without it."""
+        gone = []
+        for block in blocks:
+            entry = self._prefix.evict(block)
+            if block in self._cached:
+                self.taken(block)
+            if entry is not None:
+                gone.append(entry)
+        if gone:
+            self.tier.left(gone)
+            self._drop_behind(gone + self.tier.take_lost())
 
     def _drop_behind(self, lost: list[tuple[bytes, bytes]]) -> None:
         """Forgets blocks of the device behind these (source and key), as far as they are nowhere
@@ -116,10 +117,10 @@ class BlockMoves:
             lost.append((source, key))  # until none is left: a child may have a twin
             for child in children:
                 self.taken(child)
-                entry = prefix.entry(child)
-                prefix.evict(child)
-                self.tier.left(*entry)
-                lost.append(entry)
+                entry = prefix.evict(child)
+                if entry is not None:  # else its twin follows, which is here soon
+                    self.tier.left([entry])
+                    lost.append(entry)
             self._dropped += children
             lost += self.tier.take_lost()
 
@@ -214,8 +215,7 @@ class BlockMoves:
                 continue
             self._readers[ticket] -= 1
             if not self._readers[ticket]:
-                for block in self._loads[ticket].tolist():
-                    self.evict(block)
+                self.evict(self._loads[ticket].tolist())
                 self.tier.abort(ticket)
 
     # -- both -------------------------------------------------------------------------------
@@ -228,8 +228,8 @@ class BlockMoves:
             index = self._loads.pop(ticket)
             del self._readers[ticket]
             self._load_of[index] = 0
-            for block in index.tolist() if ticket in result.failed else ():
-                self.evict(block)  # its content is void
+            if ticket in result.failed:
+                self.evict(index.tolist())  # their content is void
             result.back.append(index)
         for ticket in events.stored:
             blocks = self._stores.pop(ticket)

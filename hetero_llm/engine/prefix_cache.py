@@ -215,13 +215,18 @@ class PrefixCache:
         """What a published block is found by (parent key + token bytes), and its key."""
         return self._source_of[block], self._key_of[block]
 
-    def evict(self, block: int) -> None:
+    def evict(self, block: int) -> tuple[bytes, bytes] | None:
         """Forgets `block` before it is written anew; harmless if it was never published. If it has
-        a twin, that one is found from now on."""
+        a twin, that one is found from now on.
+
+        Returns:
+            Its `entry`, if it had one by which nothing is found any more.
+        """
         key = self._key_of.pop(block, None)
         if key is None:
-            self._end_twin(block)
-            return
+            if block in self._twin_of:
+                self._end_twin(block)
+            return None
         self._evictions += 1
         source = self._source_of.pop(block)
         del self._block_of[source]
@@ -234,6 +239,8 @@ class PrefixCache:
             heir = min(self._twins[source])
             self._end_twin(heir)
             self.adopt([source], [key], [heir])
+            return None
+        return source, key
 
     def unread(self, block: int) -> int | None:
         """`block` lost its last reader. If it has twins, one of them is found instead. If it is a

@@ -235,7 +235,7 @@ class FakeTier:
         for key, times in uses.items():
             self.uses[key] = self.uses.get(key, 0) + times
 
-    def left(self, source: bytes, key: bytes) -> None:
+    def left(self, entries: Iterable[tuple[bytes, bytes]]) -> None:
         pass
 
     def take_lost(self) -> list[tuple[bytes, bytes]]:

@@ -258,10 +258,11 @@ class HostCache:
         """The device has these blocks as well, until `left` is told."""
         self._twice.update(dict.fromkeys(sources))
 
-    def left(self, source: bytes, key: bytes) -> None:
-        """A block is on the device no longer."""
-        self._twice.pop(source, None)
-        self.lost(key)
+    def left(self, entries: Iterable[tuple[bytes, bytes]]) -> None:
+        """Blocks are on the device no longer: source and key of each."""
+        for source, key in entries:
+            self._twice.pop(source, None)
+            self.lost(key)
 
     def lost(self, key: bytes) -> None:
         """A block is nowhere any more: forgets all blocks behind it. Nothing if it is here."""

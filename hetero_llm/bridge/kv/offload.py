@@ -168,9 +168,9 @@ class KvOffload:
         self._unpin()
         self._cache.note_use(uses)
 
-    def left(self, source: bytes, key: bytes) -> None:
+    def left(self, entries: Iterable[tuple[bytes, bytes]]) -> None:
         self._unpin()
-        self._cache.left(source, key)
+        self._cache.left(entries)
 
     def take_lost(self) -> list[tuple[bytes, bytes]]:
         return self._cache.take_lost()

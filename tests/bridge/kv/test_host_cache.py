@@ -167,7 +167,7 @@ def test_what_the_device_has_as_well_goes_first(policy: str) -> None:
     assert held(cache, (2,), (2, 0)) == [True, False]
     put(cache, (4,))
     assert held(cache, (2,), (2, 0)) == [False, False]
-    cache.left(source_of((1, 0)), key_of((1, 0)))
+    cache.left([(source_of((1, 0)), key_of((1, 0)))])
     put(cache, (5,))
     assert held(cache, (1,)) == [True], "(1, 0) followed it"
     assert policy != "lru" or held(cache, (0,), (0, 0), (1, 0)) == [True, False, True]
@@ -429,7 +429,7 @@ class Slots(RuleBasedStateMachine):
     def left(self, name: tuple[str, Path]) -> None:
         salt, path = name
         before = self.held()
-        self.cache.left(source_of(path, salt), key_of(path, salt))
+        self.cache.left([(source_of(path, salt), key_of(path, salt))])
         here = source_of(path, salt) in before
         gone = {source for source in before if not here and is_behind(before, source, name)}
         assert before - self.held() == gone

@@ -484,7 +484,7 @@ class Traffic(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(sorted(self.cached)))
         path = self.cached.pop(block)
         self.free[block] = self.copier.last_launched
-        self.tier.left(source_of(path), key_of(path))
+        self.tier.left([(source_of(path), key_of(path))])
 
     @rule(path=st.sampled_from(PATHS), keep=st.integers(0, 3))
     def load(self, path: Path, keep: int) -> None:
