@@ -154,16 +154,22 @@ class BlockManager:
         return len(token_ids) - 1
 
     def load(
-        self, table: int, token_ids: Sequence[int], compute: Callable[[int, int], float]
+        self,
+        table: int,
+        token_ids: Sequence[int],
+        compute: Callable[[int, int], float],
+        *,
+        whole: bool = True,
     ) -> int | None:
         """Lets the blocks behind an opened table's come from host memory, as far as they are there
-        and are worth it. To be called once, before the table grows.
+        and are worth it. To be called before the table grows: once, or a second time for the rest.
 
         Of a long prefix two parts are loaded on their own, a small and a larger one, so that the
         link is busy while the rest is looked up; the rest then comes layer by layer.
 
         Args:
             compute: seconds that so many rows take that begin at a position.
+            whole: False: of a long prefix those two parts only.
 
         Returns:
             Number of tokens in the table's blocks now, loading or loaded; None if there are not
@@ -175,9 +181,9 @@ class BlockManager:
         if moves is None or first >= last:
             return held
         contents = block_contents(token_ids, size, first, last, entry.packed)
-        parts = parts_of(last - first)
+        parts = parts_of(last - first) if not entry.loaded else (last - first,)
         hit = HostHit((), (), ())
-        for place, most in enumerate(parts, 1):
+        for place, most in enumerate(parts if whole else parts[: max(len(parts) - 1, 1)], 1):
             before = hit.keys or entry.keys
             found = moves.tier.match(before[-1] if before else entry.root, islice(contents, most))
             hit += found

@@ -77,12 +77,14 @@ class StepTimes:
 @dataclass(slots=True)
 class Loading:
     """A sequence with a slot and a table, but not running: `cached` tokens of it are there or
-    loading. `under_way`: some are loading, or will be (`put_off`)."""
+    loading. `under_way`: some are loading, or will be (`put_off`); `in_part`: the beginning of a
+    long prefix is, and the rest is put off."""
 
     sequence: Sequence
     cached: int
     under_way: bool
     put_off: bool = False
+    in_part: bool = False
 
 
 class Loads:
@@ -155,25 +157,30 @@ class Loads:
 
     def begin_put_off(self, give_up: Callable[[Sequence], None]) -> int:
         """Starts the loads that `begin` has put off: to be called while the device works. Returns
-        how many there were.
+        how many there were. Of long prefixes the rest is looked up at the next call, while the
+        beginning is copied: beside a short step there is no time for all.
 
         Args:
             give_up: lets a sequence wait again, for which there is no room now.
         """
         put_off = [loading for loading in self._loading.values() if loading.put_off]
         for loading in put_off:
-            loading.put_off = False
-            if not self._load(loading, loading.sequence.slot):
-                give_up(loading.sequence)
+            sequence = loading.sequence
+            whole, loading.put_off = loading.in_part, False
+            if not self._load(loading, sequence.slot, whole=whole):
+                give_up(sequence)
+            elif not whole and self._blocks.may_load(sequence.slot, sequence.token_ids):
+                loading.put_off = loading.in_part = True
         return len(put_off)
 
-    def _load(self, loading: Loading, slot: int) -> bool:
+    def _load(self, loading: Loading, slot: int, *, whole: bool = True) -> bool:
         """Whether there is room for what would be loaded; then it is being loaded."""
         token_ids = loading.sequence.token_ids
-        reached = self._blocks.load(slot, token_ids, self._times.predict)
+        reached = self._blocks.load(slot, token_ids, self._times.predict, whole=whole)
         if reached is None:
             return False
-        self._queried += len(token_ids) - loading.cached
+        if not loading.in_part:
+            self._queried += len(token_ids) - loading.cached
         self._hit += reached - loading.cached
         loading.cached = reached
         return True

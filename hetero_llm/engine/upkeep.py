@@ -13,6 +13,7 @@ FEW_BLOCKS, MANY_BLOCKS = 128, 4096
 """Blocks to look at for host memory beside a short step, and while nothing runs."""
 ROWS_PER_BLOCK = 4
 """Looking at one takes some 5 microseconds, computing so many rows of an 8B model 100."""
+_MOST_RESTS = 2
 _PLENTY = 4
 """Free blocks per sequence from which on some are handed out before they are needed."""
 
@@ -21,16 +22,16 @@ class Pace:
     """How many blocks are looked at for host memory beside a step."""
 
     def __init__(self) -> None:
-        self._rested = False
+        self._rested = 0
 
     def most(self, rows: int, *, begun: bool) -> int:
         """
         Args:
             rows: of prompts in the step.
             begun: loads have begun beside it, which took most of the time there is. None are looked
-                at then, but not twice in a row: stores have to go on.
+                at then, but not three times in a row: stores have to go on.
         """
-        self._rested = begun and not self._rested
+        self._rested = self._rested + 1 if begun and self._rested < _MOST_RESTS else 0
         return 0 if self._rested else max(FEW_BLOCKS, rows // ROWS_PER_BLOCK)
 
 

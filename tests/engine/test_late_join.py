@@ -25,7 +25,7 @@ class Link:
     seconds: dict[int, float]
     waiting: dict[int, set[int]] = field(default_factory=dict)  # slot to tickets
 
-    def load(self, slot: int, token_ids: list[int], compute: Any) -> int:
+    def load(self, slot: int, token_ids: list[int], compute: Any, *, whole: bool) -> int:
         return CACHED
 
     def pending(self, slot: int) -> set[int]:

@@ -243,6 +243,46 @@ def test_nobodys_step_waits_until_a_prefix_is_looked_up() -> None:
     assert tokens["other"] == expected_output(other, many)
 
 
+@pytest.mark.parametrize("pays", [[2, 4], [4], []], ids=["all", "the rest", "nothing"])
+def test_the_rest_of_a_long_prefix_is_looked_up_beside_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, pays: list[int]
+) -> None:
+    """What is loaded, or found not to be worth it, counts once. Nothing runs before all of it."""
+    for name, value in (("_LONG_PREFIX", 10), ("_FIRST_PART", 5), ("_LARGER", 2)):
+        monkeypatch.setattr(block_moves, name, value)
+    served, tier = make_served(
+        True, num_blocks=100, block_size=16, max_model_len=200, max_num_batched_tokens=200,
+        num_slots=200, seed=6, cached=0, dawdle=0.0,
+    )  # fmt: skip
+    first, other = prompts(2)
+    run_one(served, "first", first)
+    many = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    served.engine.add_request(make_request("other", other, many, 200))
+    served.engine.step()
+    asked = worth(served, tier, pays)
+    before = served.engine.metrics()
+    served.engine.add_request(make_request("again", first, ONE, 200))
+    tokens: dict[str, list[int]] = {}
+    while served.engine.has_unfinished:
+        for out in served.engine.step():
+            tokens[out.request_id] = list(out.outputs[0].token_ids)
+    asked = asked[asked.index("found 2") :]
+    if pays == [2, 4]:
+        beside = ["found 2", "load 2", "found 4", "load 4"], ["found 4", "load 4"]
+        assert asked[:7] == [*beside[0], "step of 1", *beside[1]]
+    grown = {
+        name: value - before[name]
+        for name, value in served.engine.metrics().items()
+        if name.startswith("external_prefix_cache")
+    }
+    loaded = sum(int(words.split()[1]) for words in asked if words.startswith("load"))
+    assert grown["external_prefix_cache_hits"] == 16 * loaded
+    assert grown["external_prefix_cache_queries"] == len(first)
+    assert tokens["again"] == expected_output(first, ONE)
+    assert tokens["other"] == expected_output(other, many)
+    assert not any(tier.pinned.values())
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("loading_pays", [True, False])
 def test_a_preempted_sequence_comes_back_from_host_memory(
