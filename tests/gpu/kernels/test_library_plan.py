@@ -14,6 +14,7 @@ from hetero_llm.gpu.library_attention import ChunkKeys, RaggedKeys
 from hetero_llm.gpu.paged_attention import LibraryPlanner
 from hetero_llm.gpu.uploads import Uploads
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TABLES = np.arange(9 * 600, dtype=np.int32).reshape(9, 600)
 
 
@@ -41,7 +42,7 @@ def planner(
         tables=torch.zeros(1),
         windows=windows,
     )
-    return LibraryPlanner(context, torch.bfloat16, Uploads(4096, torch.device("cpu")))
+    return LibraryPlanner(context, torch.bfloat16, Uploads(4096, DEVICE))
 
 
 def plan(made: LibraryPlanner, *work: tuple[int, int, int]) -> tuple[list[Any], list[bool]]:
