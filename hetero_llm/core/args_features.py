@@ -68,7 +68,7 @@ OFFLOAD = grouped(
     effective(
         "apc_offload_max_inflight_mb",
         _INT,
-        64,
+        32,
         "Most MiB of loads that are submitted and not yet copied: so long may another copy to the "
         "GPU have to wait. Not in the manual.",
         minimum=1,
