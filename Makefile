@@ -54,13 +54,13 @@ test-native: $(STAMP)
 	$(BIN)/python -m hetero_llm.bridge.build --sanitize
 	HETERO_LLM_NATIVE=sanitized ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  LD_PRELOAD=$$(g++ -print-file-name=libasan.so) $(BIN)/python -m pytest tests/cpu/step \
-	  tests/bridge/test_rings.py tests/bridge/test_corruption.py tests/bridge/test_records.py \
-	  tests/bridge/kv/test_copier.py tests/bridge/kv/test_copier_failures.py \
-	  tests/bridge/kv/test_copier_calibration.py tests/bridge/kv/test_pinned_pool.py
+	  tests/bridge/ipc/test_rings.py tests/bridge/ipc/test_rings_corruption.py tests/bridge/ipc/test_messages.py \
+	  tests/bridge/kv_offload/test_copier.py tests/bridge/kv_offload/test_copier_failures.py \
+	  tests/bridge/kv_offload/test_copy_calibration.py tests/bridge/kv_offload/test_pinned_pool.py
 
 # cpu_backend="ipex", in an environment of its own; `make test` skips these tests.
 test-ipex: $(IPEX_STAMP)
-	$(IPEX_VENV)/bin/python -m pytest tests/cpu/test_ipex.py tests/engine/test_cpu_backend.py \
+	$(IPEX_VENV)/bin/python -m pytest tests/cpu/test_ipex.py tests/scenarios/test_cpu_backend.py \
 	  tests/engine/test_tokenizer.py
 
 $(IPEX_STAMP): pyproject.toml
@@ -88,8 +88,10 @@ test-browser: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy hetero_llm/core hetero_llm/bridge hetero_llm/engine hetero_llm/server \
-	  hetero_llm/bench_client hetero_llm/commands hetero_llm/cpu/draft hetero_llm/models
+	$(BIN)/mypy hetero_llm/core hetero_llm/config hetero_llm/utils hetero_llm/bridge \
+	  hetero_llm/kv_cache hetero_llm/scheduler hetero_llm/engine hetero_llm/server \
+	  hetero_llm/bench_client hetero_llm/commands hetero_llm/spec_decode \
+	  hetero_llm/cpu/draft_worker hetero_llm/models
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/gen_flags_doc.py --check
 	$(BIN)/python tools/gen_lookahead_doc.py --check

@@ -8,7 +8,7 @@ out=${1:?folder for results and logs}
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
 mkdir -p "$out"
 readonly whole=540
-cores=$(python3 -c "from hetero_llm.cpu.topology import compute_cpus; print(len(compute_cpus(0)))")
+cores=$(python3 -c "from hetero_llm.utils.topology import compute_cpus; print(len(compute_cpus(0)))")
 threads=${THREADS:-$((cores < 12 ? cores : 12))}
 
 run() { # a name, a limit in seconds, then a command

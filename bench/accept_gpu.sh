@@ -22,9 +22,9 @@ tests() { # a name, a limit in seconds, then what pytest gets
 }
 if [ "$part" = tests ]; then
   tests kernels 200 tests/gpu/kernels -n 12
-  tests engine 280 tests/gpu --ignore tests/gpu/kernels --ignore tests/gpu/test_memory.py \
+  tests engine 280 tests/gpu --ignore tests/gpu/kernels --ignore tests/gpu/test_memory_cuda.py \
     -n 5 --dist loadfile
-  tests memory 150 tests/gpu/test_memory.py # they claim the card's memory or look what is free
+  tests memory 150 tests/gpu/test_memory_cuda.py # they claim the card's memory or look what is free
   echo "== done after $SECONDS s"
   exit
 fi

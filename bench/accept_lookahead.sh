@@ -20,8 +20,8 @@ run() { # a name, a limit in seconds, then a command
 }
 
 run build 90 python3 -m hetero_llm.cpu.build
-run tests 200 python3 -m pytest tests/gpu/test_lookahead_cuda.py \
-  tests/gpu/test_drafts_beside_cuda.py -n 5 --dist loadfile -q --tb=short -p no:benchmark
+run tests 200 python3 -m pytest tests/gpu/scenarios/test_lookahead_cuda.py \
+  tests/gpu/scenarios/test_drafts_beside_cuda.py -n 5 --dist loadfile -q --tb=short -p no:benchmark
 run scale_up 60 python3 tools/scale_up.py hetero_llm/demo_models/demo mistral-7b "$model" --device cuda
 lines=45 run speculation 260 python3 -m bench.speculation --model "$model" --device cuda \
   --batches 1,8,32,128 --prompt 1024 --tokens 256 --random 8 --repeats 1 \

@@ -31,10 +31,10 @@ for part in "$@"; do
       ;;
     moe) run moe 120 python3 -m bench.moe_decode --batches 1,32 --out "$out/moe_decode.g.json" ;;
     tests)
-      run tests 240 python3 -m pytest tests/gpu/test_attention_variants_cuda.py \
-        tests/gpu/test_experts_cuda.py tests/gpu/test_loading_cuda.py \
-        tests/gpu/test_transformers_backend_cuda.py tests/gpu/kernels/test_norm.py \
-        tests/gpu/kernels/test_activation.py tests/gpu/kernels/test_fused.py \
+      run tests 240 python3 -m pytest tests/gpu/scenarios/test_attention_variants_cuda.py \
+        tests/gpu/scenarios/test_experts_cuda.py tests/gpu/scenarios/test_loading_cuda.py \
+        tests/gpu/scenarios/test_transformers_backend_cuda.py tests/gpu/kernels/test_norm.py \
+        tests/gpu/kernels/test_activation.py tests/gpu/test_fused.py \
         tests/gpu/kernels/test_experts.py -n 8 -q -rf -o timeout=120
       ;;
     *) echo "no part '$part'" >&2; exit 2 ;;

@@ -42,7 +42,7 @@ scaled() { # a model, a shape, a device
 failed=no
 run build 120 sh -c "python3 -m hetero_llm.cpu.build && python3 -m hetero_llm.bridge.build"
 if [ $tests = yes ]; then
-  run tests 90 python3 -m pytest tests/gpu/test_offload_cuda.py -v --tb=short --durations=5
+  run tests 90 python3 -m pytest tests/gpu/scenarios/test_offload_cuda.py -v --tb=short --durations=5
 fi
 if [ -n "$parts" ]; then
   pair=()
@@ -60,7 +60,7 @@ if [ -n "$parts" ]; then
     "$out/offload.ttft.json" "$out/offload_ttft.png"
 fi
 if [ $soak = yes ]; then
-  SOAK_SECONDS=300 lines=30 run soak 420 python3 -m pytest tests/gpu/test_offload_cuda.py \
+  SOAK_SECONDS=300 lines=30 run soak 420 python3 -m pytest tests/gpu/scenarios/test_offload_cuda.py \
     -k soak -v --tb=short
 fi
 echo "== done after $SECONDS s"

@@ -40,13 +40,14 @@ from hetero_llm.cpu.executor import (
 )
 from hetero_llm.cpu.fused import speed_up
 from hetero_llm.cpu.paged_attention import native_row_kernel
-from hetero_llm.cpu.topology import compute_cpus
-from hetero_llm.models.config import ModelConfig, load_model_config
+from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.models.loader import load_model
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.attention import TorchPagedAttention
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.runner.scored_attention import Scoring
+from hetero_llm.utils.topology import compute_cpus
 
 BLOCK = 16
 KINDS = ("batch", "branches")

@@ -15,15 +15,15 @@ import numpy as np
 from bench.common import print_table, write_results
 from bench.synthetic_drafter import SyntheticDrafter
 from hetero_llm import SamplingParams
-from hetero_llm.core.config import SchedulerConfig
+from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.sampling_params import RequestOutputKind
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
-from hetero_llm.engine.block_manager import BlockManager
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
 from hetero_llm.engine.output_processor import OutputProcessor
-from hetero_llm.engine.prefix_cache import PrefixCache
-from hetero_llm.engine.scheduler import Scheduler
+from hetero_llm.kv_cache.block_manager import BlockManager
+from hetero_llm.kv_cache.prefix_cache import PrefixCache
+from hetero_llm.scheduler.scheduler import Scheduler
 
 PROMPT = 128
 STEPS = 512

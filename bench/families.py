@@ -25,7 +25,8 @@ import torch
 from bench.common import print_table, write_results
 from bench.decode import PROMPT, batch_list, params_for, seconds
 from hetero_llm import LLM
-from hetero_llm.models.config import ModelConfig, load_model_config
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.registry import model_class
 
 HIDDEN, HEADS, KV_HEADS, LAYERS, VOCAB, INNER = 4096, 32, 8, 16, 32000, 14336

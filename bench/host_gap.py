@@ -29,12 +29,12 @@ import numpy as np
 from bench.common import print_table, write_results
 from bench.speculation import ARMS, Bench, batches_of
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
-from hetero_llm.cpu.draft.source import DraftSource
-from hetero_llm.cpu.lookahead.desk import Desk
-from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
-from hetero_llm.cpu.lookahead.live import Live
 from hetero_llm.engine.output_processor import OutputProcessor
-from hetero_llm.engine.scheduler import Scheduler
+from hetero_llm.scheduler.scheduler import Scheduler
+from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+from hetero_llm.spec_decode.lookahead.sequence_state import Live
+from hetero_llm.spec_decode.proposal_step import Desk
 
 _PARTS: list[tuple[type, str, str]] = [
     (Scheduler, "update", "update"),

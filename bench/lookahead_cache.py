@@ -18,11 +18,11 @@ import numpy as np
 
 from bench.common import print_table, write_results
 from bench.replay_drafts import ARMS, END_ID, VOCAB, sequence_of
-from hetero_llm.core.lookahead_config import LookaheadConfig
+from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.request import Sequence
-from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
-from hetero_llm.cpu.lookahead.live import SPACE
 from hetero_llm.demo_models import heldout_prompts
+from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+from hetero_llm.spec_decode.lookahead.sequence_state import SPACE
 
 PROMPT, NEW = 512, 3
 WIDTH = 2048

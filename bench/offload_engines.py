@@ -17,13 +17,14 @@ import torch
 from bench.decode import params_for
 from bench.shapes import SHAPES, start, write_shape
 from hetero_llm import LLM, SamplingParams
-from hetero_llm.core.interpreter import prompt_wakeups
 from hetero_llm.core.request import Request
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.input_processor import Prompt
-from hetero_llm.models.config import ModelConfig, load_model_config
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.kv_cache import KVCacheShape
+from hetero_llm.utils.gc_control import prompt_wakeups
 
 BLOCK = 16
 GIB = 1 << 30

@@ -107,7 +107,7 @@ def run_trace(served: Served, conversations: list[Conversation]) -> dict[str, An
 
 def hits_text(total: int, gpu: int, cpu: int) -> str:
     """Blocks by tier, as the engine's log has them."""
-    from hetero_llm.engine.offload_log import HitCounter, hit_line
+    from hetero_llm.kv_cache.hit_log import HitCounter, hit_line
 
     return hit_line(HitCounter(gpu, cpu, total - gpu - cpu))
 
@@ -173,7 +173,7 @@ def _pin(num_rows: int, background: bool) -> tuple[float, float]:
     Raises:
         WrongTier: memory was refused.
     """
-    from hetero_llm.bridge.kv.pinned_pool import PinnedPool
+    from hetero_llm.bridge.kv_offload.pinned_pool import PinnedPool
 
     begin = time.perf_counter()
     made = PinnedPool(POOL_ROW, num_rows, threads=_TOUCHERS, background=background)

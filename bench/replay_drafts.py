@@ -25,16 +25,16 @@ import numpy as np
 
 from bench.common import RESULTS, print_table, write_results
 from bench.speculation import repeats
-from hetero_llm.core.draft import MAX_NODES
-from hetero_llm.core.lookahead_config import LookaheadConfig
+from hetero_llm.config.lookahead_config import LookaheadConfig
+from hetero_llm.core.draft_tree import MAX_NODES
+from hetero_llm.core.drafter import Drafter
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
-from hetero_llm.cpu.lookahead.prompt_lookup_drafter import PromptLookupDrafter
 from hetero_llm.demo_models import heldout_prompts
-from hetero_llm.engine.drafting import Drafter
-from hetero_llm.gpu.graphs import row_buckets
+from hetero_llm.gpu.graph_set import row_buckets
+from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+from hetero_llm.spec_decode.ngram.drafter import PromptLookupDrafter
 
 END_ID, VOCAB = 0, 4096
 WIDTH = 2048

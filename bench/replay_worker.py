@@ -31,24 +31,24 @@ import torch
 from bench.common import RESULTS, print_table, write_results
 from bench.replay_drafts import Clock, halves, walk
 from bench.speculation import SPAN, batches_of, repeats
-from hetero_llm.bridge.records import Kind, Outbox, Records
-from hetero_llm.bridge.rings import Consumer, Producer, create_ring
-from hetero_llm.core.draft import MAX_NODES
-from hetero_llm.core.draft_model_config import DraftModelConfig
-from hetero_llm.core.lookahead_config import LookaheadConfig
+from hetero_llm.bridge.ipc.messages import Kind, Outbox, Records
+from hetero_llm.bridge.ipc.rings import Consumer, Producer, create_ring
+from hetero_llm.config.draft_model_config import DraftModelConfig
+from hetero_llm.config.lookahead_config import LookaheadConfig
+from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.cpu.draft.client import WorkerCounters
-from hetero_llm.cpu.draft.costs import StepTimes
-from hetero_llm.cpu.draft.forest import Forest
-from hetero_llm.cpu.draft.growth import WINDOW
-from hetero_llm.cpu.draft.kinds import Record
-from hetero_llm.cpu.draft.model import DraftModel, DraftSizes
-from hetero_llm.cpu.draft.source import DraftSource
-from hetero_llm.cpu.draft.worker import Worker
-from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
+from hetero_llm.cpu.draft_worker.draft_model import DraftModel, DraftSizes
+from hetero_llm.cpu.draft_worker.step_times import StepTimes
+from hetero_llm.cpu.draft_worker.tree_ops import WINDOW
+from hetero_llm.cpu.draft_worker.tree_pool import Forest
+from hetero_llm.cpu.draft_worker.worker import Worker
 from hetero_llm.demo_models import demo_folder, heldout_prompts
+from hetero_llm.spec_decode.draft_model.node_buckets import Record
+from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+from hetero_llm.spec_decode.draft_model.worker_client import WorkerCounters
+from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
 
 VOCAB, END_ID = 4096, 0
 SEES = 512  # tokens of a long text that the draft model looks at, as in an engine

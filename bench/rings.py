@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from bench.common import print_table, write_results
-from hetero_llm.bridge.records import (
+from hetero_llm.bridge.ipc.messages import (
     HEADER,
     NODE_WORDS,
     Kind,
@@ -36,9 +36,9 @@ from hetero_llm.bridge.records import (
     put_nodes,
     put_stop,
 )
-from hetero_llm.bridge.rings import Consumer, Producer, RingStatus, attach_ring, create_ring
-from hetero_llm.cpu.draft.kinds import Record
-from hetero_llm.cpu.draft.mirror import Mirror
+from hetero_llm.bridge.ipc.rings import Consumer, Producer, RingStatus, attach_ring, create_ring
+from hetero_llm.spec_decode.draft_model.node_buckets import Record
+from hetero_llm.spec_decode.draft_model.tree_replica import Mirror
 
 NEW_TOKENS, NODES = 2, 8
 WARM_UP = 200

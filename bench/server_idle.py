@@ -43,7 +43,7 @@ _PATH = "/v1/completions"
 
 def serve(port_fd: int) -> int:
     """The server's process; `port_fd` is its bound socket."""
-    from hetero_llm.core.args import resolve_server_args
+    from hetero_llm.config.args import resolve_server_args
     from hetero_llm.server.app import build_app
     from hetero_llm.server.serving import Server, rest_collector, settings_of, uvicorn_config
     from tests.server.fake_engine import FakeEngine, demo_tokenizer

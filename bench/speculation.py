@@ -34,23 +34,23 @@ import numpy as np
 
 from bench.common import print_table, write_results
 from hetero_llm import SamplingParams
-from hetero_llm.core.args import resolve_engine_args
-from hetero_llm.core.config import EngineConfig
-from hetero_llm.core.draft import DraftBatch
+from hetero_llm.config.args import resolve_engine_args
+from hetero_llm.config.engine_config import EngineConfig
+from hetero_llm.core.draft_tree import DraftBatch
+from hetero_llm.core.drafter import Drafter, Preparing
 from hetero_llm.core.request import Request, Sequence
-from hetero_llm.cpu.lookahead.budget import StepCosts
-from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
-from hetero_llm.cpu.lookahead.texts import namespace
 from hetero_llm.demo_models import ALIASES, demo_folder, heldout_prompts
-from hetero_llm.engine.chain_drafter import ChainDrafter
-from hetero_llm.engine.draft_model import DraftModel, prepare_draft_model
-from hetero_llm.engine.drafters import make_drafter
-from hetero_llm.engine.drafting import Drafter, Preparing
+from hetero_llm.engine.build_draft_worker import DraftModel, prepare_draft_model
+from hetero_llm.engine.build_drafter import make_drafter
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import build_engine
 from hetero_llm.engine.input_processor import parse_prompts
-from hetero_llm.engine.prefix_cache import root_key
-from hetero_llm.models.config import load_model_config
+from hetero_llm.kv_cache.prefix_cache import root_key
+from hetero_llm.models.read_config import load_model_config
+from hetero_llm.spec_decode.budget import StepCosts
+from hetero_llm.spec_decode.draft_model.on_device import ChainDrafter
+from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+from hetero_llm.spec_decode.lookahead.token_buffer import namespace
 
 LOOKAHEAD = {"method": "lookahead", "cache_size": 4 << 20, "token_paths_top_k": 2}
 GPU_DRAFT = "gpu draft"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 from numba import njit
 
-from hetero_llm.core.draft import MAX_NODES, DraftBatch
+from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
 from hetero_llm.core.request import Request, Sequence
 
 

@@ -35,11 +35,11 @@ import torch
 from bench.common import print_table, write_results
 from bench.graph_clock import GraphClock
 from bench.speculation import Bench, SwitchedDrafter, batches_of
-from hetero_llm.core.draft import DraftBatch
+from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.request import Sequence
-from hetero_llm.cpu.draft.trees import ID, PARENT, TOKEN
-from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
 from hetero_llm.gpu.model_runner import GpuModelRunner
+from hetero_llm.spec_decode.draft_model.tree_arrays import ID, PARENT, TOKEN
+from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
 
 _SHOWN = 0.03  # seconds in the picture
 

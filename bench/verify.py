@@ -27,9 +27,9 @@ from bench.graph_clock import GraphClock, same_share
 from bench.shapes import SHAPES, Prompts, write_shape
 from bench.synthetic_drafter import SyntheticDrafter
 from hetero_llm import SamplingParams
-from hetero_llm.core.args import resolve_engine_args
-from hetero_llm.core.config import EngineConfig
-from hetero_llm.core.draft import DraftBatch
+from hetero_llm.config.args import resolve_engine_args
+from hetero_llm.config.engine_config import EngineConfig
+from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import build_engine

@@ -14,7 +14,8 @@ import pytest
 
 import hetero_llm
 from hetero_llm import cli
-from hetero_llm.core.args import resolve_engine_args
+from hetero_llm.commands import demo
+from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.core.errors import HeteroLLMError, ModelLoadError
 from hetero_llm.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from hetero_llm.core.sampling_params import SamplingParams
@@ -86,7 +87,7 @@ class FakeLLM:
 
 @pytest.fixture(autouse=True)
 def fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_llm_class", lambda: FakeLLM)
+    monkeypatch.setattr("hetero_llm.engine.llm.LLM", FakeLLM)
 
 
 def generate(*words: str) -> int:
@@ -219,13 +220,13 @@ class TestDemo:
     def test_streams_three_prompts_and_a_table(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["demo", "--max-tokens", "6"]) == 0
         shown = capsys.readouterr().out
-        for prompt in cli.DEMO_PROMPTS:
+        for prompt in demo.DEMO_PROMPTS:
             assert f"{prompt}abc é\n" in shown
         assert "\x1b" not in shown
         assert FakeLLM.last.args["model"] == "demo"
         assert all(p.greedy and p.max_tokens == 6 for p in FakeLLM.last.params)
         table = shown[shown.index("prompt ") :].splitlines()
-        assert len(table) == 2 + len(cli.DEMO_PROMPTS) + 2
+        assert len(table) == 2 + len(demo.DEMO_PROMPTS) + 2
         words = " 5 tokens/s, 1.0x, 2.0 tokens a step"
         assert table[-1] == f"with the lookahead cache{words}, then, as it knows them,{words}"
         assert FakeLLM.last.args["use_lookahead"] is True
@@ -239,21 +240,21 @@ class TestDemo:
         shown = capsys.readouterr().out.splitlines()
         assert shown[-2] == "native executor 5 tokens/s, torch on this CPU 5: 1.0x"
         assert FakeLLM.last.closed
-        assert FakeLLM.last.prompts == 2 * list(cli.DEMO_PROMPTS)
+        assert FakeLLM.last.prompts == 2 * list(demo.DEMO_PROMPTS)
 
     def test_gain_over_torch(self) -> None:
         fast, slow = output("a", "abcdefg", seconds=0.5), output("a", "abcdefg", seconds=2.0)
-        assert cli.backend_line([fast, fast], [slow, slow]).endswith(
+        assert demo.backend_line([fast, fast], [slow, slow]).endswith(
             "12 tokens/s, torch on this CPU 3: 4.0x\n"
         )
         slow.metrics = None
-        assert cli.backend_line([fast], [slow]) == ""
+        assert demo.backend_line([fast], [slow]) == ""
 
     def test_table_without_times(self) -> None:
         one = output("p" * 60, "a", seconds=0.0)
         nothing = output("q", "")
         nothing.metrics = None
-        lines = cli.speed_table([one, nothing]).splitlines()
+        lines = demo.speed_table([one, nothing]).splitlines()
         assert lines[2].split() == ["p" * 37 + "...", "1", "-", "250.0"]
         assert lines[3].split() == ["q", "0", "-", "-"]
 
@@ -336,14 +337,16 @@ def test_reader_that_leaves() -> None:
     code = (
         "import os, sys\n"
         "from hetero_llm import cli\n"
+        "from hetero_llm.commands import console\n"
+        "from hetero_llm.engine import llm\n"
         "reader, writer = os.pipe()\n"
         "os.close(reader); os.dup2(writer, 1)\n"
         "class LLM:\n"
         "    def __init__(self, model): pass\n"
         "    def __enter__(self): return self\n"
         "    def __exit__(self, *e): pass\n"
-        "    def generate(self, *a, **k): cli._write('text')\n"
-        "cli._llm_class = lambda: LLM\n"
+        "    def generate(self, *a, **k): console.write('text')\n"
+        "llm.LLM = LLM\n"
         "sys.exit(cli.main(['generate', '--prompt', 'x']))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)

@@ -45,13 +45,17 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # A draft model on the target's device has block tables of its own.
     "spec_decode.draft_model.on_device": ("core", "config", "kv_cache"),
     "models": ("core", "config", "utils"),
-    "models.configs": ("core", "models.config", "models.config_reader", "models.rope_config"),
+    "models.configs": (
+        "core", "models.config", "models.config_reader", "models.rope_config", "models.registry",
+    ),
     "runner": ("core", "models", "sampling", "spec_decode.verify"),
     "cpu": _DEVICE,
     "cpu.draft_worker": (*_DEVICE, "cpu", "spec_decode", "bridge.ipc"),
     "gpu": (*_DEVICE, "bridge.kv_offload"),
     "gpu.kernels": ("models", "sampling"),
     "engine": _ENGINE,
+    "engine.resolve": (*_ENGINE, "demo_models"),
+    "engine.draft_cores": ("core", "config", "utils", "cpu.core_plan"),
     "engine.factory": _BUILDER,
     "engine.build_runner": _BUILDER,
     "engine.build_host_tier": _BUILDER,
@@ -184,7 +188,7 @@ def file_graph(imports: Iterable[Import], names: Iterable[str]) -> dict[str, set
 
 
 def package_graph(graph: Mapping[str, set[str]], depth: int) -> dict[str, set[str]]:
-    """The same between the names cut to `depth` parts: packages, sub-packages, files beside them."""
+    """The same between names cut to `depth` parts: packages, sub-packages, files beside them."""
     cut: dict[str, set[str]] = {}
     for name, targets in graph.items():
         own = ".".join(name.split(".")[:depth])
@@ -274,7 +278,7 @@ def test_light_modules_import_nothing_heavy_at_the_top() -> None:
         ("cpu.draft_worker.a", "from hetero_llm.spec_decode import budget", None),
         ("gpu.a", "import hetero_llm.cpu.executor", "cpu.executor"),
         ("gpu.kernels.a", "from hetero_llm.gpu import graph_set", "gpu.graph_set"),
-        ("spec_decode.a", "from hetero_llm.kv_cache import block_manager", "kv_cache.block_manager"),
+        ("spec_decode.a", "from hetero_llm.kv_cache import prefix_cache", "kv_cache.prefix_cache"),
         ("spec_decode.lookahead.a", "from hetero_llm.cpu import executor", "cpu.executor"),
         ("spec_decode.lookahead.a", "from hetero_llm.bridge import build", "bridge.build"),
         ("spec_decode.draft_model.on_device", "from hetero_llm.kv_cache import prefix_cache", None),

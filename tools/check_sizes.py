@@ -44,9 +44,9 @@ def too_large(name: str, source: str) -> list[str]:
         elif excess:
             found.append(f"{name}:{node.lineno}: {node.name} has {excess}, without a reason above")
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and token.string.startswith(MARK.strip()):
-            if token.start[0] not in used:
-                found.append(f"{name}:{token.start[0]}: a reason above nothing large")
+        is_mark = token.type == tokenize.COMMENT and token.string.startswith(MARK.strip())
+        if is_mark and token.start[0] not in used:
+            found.append(f"{name}:{token.start[0]}: a reason above nothing large")
     return found
 
 

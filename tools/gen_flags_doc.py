@@ -14,8 +14,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hetero_llm.core.args import ARGS, ArgSpec, Kind, Status
-from hetero_llm.core.args_sampling import SAMPLING_ARGS
+from hetero_llm.config.args import ARGS, ArgSpec, Kind, Status
+from hetero_llm.config.args_sampling import SAMPLING_ARGS
 
 TARGET = Path(__file__).parents[1] / "docs" / "flags.md"
 

@@ -9,7 +9,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from hetero_llm.core.lookahead_config import SPECS, LookaheadConfig
+from hetero_llm.config.lookahead_config import SPECS, LookaheadConfig
 
 TARGET = Path(__file__).parents[1] / "docs" / "lookahead_cache.md"
 BEGIN, END = "<!-- keys: written by tools/gen_lookahead_doc.py -->\n", "<!-- end of keys -->\n"

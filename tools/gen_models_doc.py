@@ -21,8 +21,8 @@ import torch
 from bench.families import FAMILIES as SHAPES
 from hetero_llm.core.errors import ModelLoadError
 from hetero_llm.cpu.executor import unsupported_reason
-from hetero_llm.models.config import load_model_config
 from hetero_llm.models.llama import LlamaForCausalLM
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.registry import FAMILIES, model_class
 from tests.models.tiny import VARIANTS
 from tools.models_doc_rows import IMAGES, INTRODUCTION, NOTES, TEXT, ImageRow, TextRow

@@ -30,7 +30,7 @@ NOTES = """\
 - "against transformers' class": log-probabilities through `LLM` equal those of transformers in
   float32 to 1e-4 (mixtures of experts 1e-3), all prompts in one step, in chunks and with prefix
   hits, and 32 greedy tokens of a batch of four with `batch_invariant=True` are the same
-  (`tests/engine/test_families.py`). A variant is a configuration with other switches.
+  (`tests/scenarios/test_families.py`). A variant is a configuration with other switches.
 - Classes whose code comes with the checkpoint (Baichuan, ChatGLM, InternLM, QWen, Xverse) are
   compared with transformers' Llama or GLM fed with the same weights, split and renamed, and with
   references written for the tests; nobody has run their published weights here.
@@ -85,7 +85,7 @@ class ImageRow:
     tested: str = ""
 
 
-_RENAMED = ("tests/models/test_renamed.py", "tests/engine/test_renamed_families.py")
+_RENAMED = ("tests/models/test_renamed.py", "tests/scenarios/test_renamed_families.py")
 
 TEXT: tuple[TextRow, ...] = (
     TextRow(

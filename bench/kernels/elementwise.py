@@ -16,7 +16,7 @@ import torch
 
 from bench.common import print_table, write_results
 from hetero_llm.gpu.kernels.activation import activation, silu_mul
-from hetero_llm.gpu.kernels.compact import compact_kv
+from hetero_llm.gpu.kernels.compact_kv import compact_kv
 from hetero_llm.gpu.kernels.norm import add_gemma_rms_norm, add_layer_norm, add_rms_norm
 from hetero_llm.gpu.kernels.rope_store import rope_store, store
 from hetero_llm.models import layers

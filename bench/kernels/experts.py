@@ -24,7 +24,7 @@ from bench.kernels.small_linear import compile_all, graph_us
 from hetero_llm.gpu.kernels import experts as op
 from hetero_llm.gpu.kernels.experts import GroupedConfig, Groups, VectorConfig
 from hetero_llm.gpu.kernels.routing import route_sparse_mixer, route_top_k
-from hetero_llm.gpu.kernels.small_linear import Launch
+from hetero_llm.gpu.kernels.skinny_gemm import Launch
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
 SHARED_BYTES = 227 << 10

@@ -20,7 +20,7 @@ import torch
 
 from bench.common import print_table, write_results
 from bench.gpu_timing import event_ms, graph_ms
-from hetero_llm.gpu.kernels.pick import (
+from hetero_llm.gpu.kernels.sample import (
     PickRows,
     make_pick_workspace,
     pack_rows,

@@ -17,10 +17,10 @@ import torch
 
 from bench.common import print_table, write_results
 from bench.gpu_timing import event_ms, graph_ms
+from hetero_llm.gpu.kernels.apply_step_inputs import apply_step_inputs
 from hetero_llm.gpu.kernels.exchange import fetch_packet, send_results
 from hetero_llm.gpu.kernels.join_parts import join_parts, join_parts_reference
-from hetero_llm.gpu.kernels.load_gate import ARMED_WORDS, PLACES, wait_for_loads
-from hetero_llm.gpu.kernels.step_inputs import apply_step_inputs
+from hetero_llm.gpu.kernels.layer_ready import ARMED_WORDS, PLACES, wait_for_loads
 
 CALLS = 100
 LOOKS = 1 << 16

@@ -15,7 +15,7 @@ import torch
 
 from bench.common import print_table, write_results
 from bench.gpu_timing import graph_ms
-from hetero_llm.gpu.kernels.walk import make_walk_result, walk_trees
+from hetero_llm.gpu.kernels.tree_verify import make_walk_result, walk_trees
 
 CALLS = 100
 VOCAB = 128256

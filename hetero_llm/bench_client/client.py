@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from hetero_llm.bench_client.errors import ServerError
-from hetero_llm.bench_client.protocol import (
+from hetero_llm.bench_client.sse import SseDecoder
+from hetero_llm.bench_client.wire_format import (
     CHAT,
     DONE,
     Piece,
@@ -21,7 +22,6 @@ from hetero_llm.bench_client.protocol import (
     read_event,
     refusal,
 )
-from hetero_llm.bench_client.sse import SseDecoder
 from hetero_llm.core.errors import ConfigError, HeteroLLMError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_llm.bench_client.protocol import Sample
+from hetero_llm.bench_client.wire_format import Sample
 from hetero_llm.core.errors import ConfigError, shown
 
 logger = logging.getLogger(__name__)

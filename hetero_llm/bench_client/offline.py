@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from hetero_llm.bench_client.datasets import DatasetOptions, load_samples
 from hetero_llm.bench_client.metrics import percentile
-from hetero_llm.bench_client.protocol import Sample
+from hetero_llm.bench_client.wire_format import Sample
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.sampling_params import SamplingParams

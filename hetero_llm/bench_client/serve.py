@@ -23,8 +23,8 @@ from hetero_llm.bench_client.datasets import DatasetOptions, load_samples
 from hetero_llm.bench_client.errors import ServerError
 from hetero_llm.bench_client.load import Load, LoadResult, arrival_times, run_load
 from hetero_llm.bench_client.metrics import Counted, Metrics, count_request, summarise
-from hetero_llm.bench_client.protocol import Sample, request_body
 from hetero_llm.bench_client.report import Point, Run
+from hetero_llm.bench_client.wire_format import Sample, request_body
 
 if TYPE_CHECKING:
     import aiohttp

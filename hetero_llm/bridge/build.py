@@ -7,9 +7,9 @@ import argparse
 import subprocess
 import sys
 
-from hetero_llm.bridge import native as rings
-from hetero_llm.bridge.kv import native as copier
-from hetero_llm.core.native_build import build_library, reason
+from hetero_llm.bridge.ipc import ring_library as rings
+from hetero_llm.bridge.kv_offload import copier_library as copier
+from hetero_llm.utils.native_build import build_library, reason
 
 
 def main(arguments: list[str] | None = None) -> int:

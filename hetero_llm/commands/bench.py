@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_llm.commands.dataset_flags import DATASET_FLAGS, dataset_of
 from hetero_llm.commands.options import SERVER_FLAGS, add_rows, numbers, server_of, values_of
-from hetero_llm.core.args_spec import ArgSpec, Kind, effective, grouped
+from hetero_llm.config.args_spec import ArgSpec, Kind, effective, grouped
 from hetero_llm.core.errors import ConfigError, HeteroLLMError
 
 if TYPE_CHECKING:
-    from hetero_llm.bench_client.datasets import DatasetOptions
     from hetero_llm.bench_client.load import Load
     from hetero_llm.bench_client.report import Point
     from hetero_llm.bench_client.serve import ServeBench
@@ -30,71 +30,6 @@ METRIC_NAMES = ("ttft", "tpot", "itl", "e2el")
 FEWEST_RUNS = 3
 EXIT_FAILED_REQUESTS = 1
 _P99 = 99.0
-
-DATASET_FLAGS: tuple[ArgSpec, ...] = grouped(
-    "Prompts",
-    effective(
-        "dataset_name",
-        Kind.STR,
-        "random",
-        "random: drawn from --seed; sharegpt and jsonl: a file; heldout: the package's Python "
-        "files that the demo models have not seen.",
-        choices=("random", "sharegpt", "jsonl", "heldout"),
-    ),
-    effective(
-        "dataset_path",
-        Kind.PATH,
-        None,
-        'File for sharegpt (its JSON) or jsonl (lines like {"prompt": "...", "output_len": 64}).',
-    ),
-    effective("num_prompts", Kind.INT, 100, "Requests of each run.", minimum=1),
-    effective(
-        "prompt_as",
-        Kind.STR,
-        None,
-        "How random and held-out prompts are sent (default: ids; text to chat endpoints). Random "
-        "text is counted in words.",
-        choices=("ids", "text"),
-    ),
-    effective(
-        "input_len",
-        Kind.INT,
-        1024,
-        "Length of random and held-out prompts in tokens.",
-        minimum=1,
-        aliases=("random_input_len",),
-    ),
-    effective(
-        "output_len",
-        Kind.INT,
-        None,
-        "Tokens to generate (default: what a file says, else 128).",
-        minimum=1,
-        aliases=("random_output_len", "sharegpt_output_len"),
-    ),
-    effective(
-        "random_range_ratio",
-        Kind.FLOAT,
-        0.0,
-        "r: random lengths lie evenly between (1 - r) and (1 + r) times the given ones.",
-        minimum=0,
-        maximum=1,
-    ),
-    effective(
-        "random_prefix_len",
-        Kind.INT,
-        0,
-        "Tokens that all random prompts begin with, on top of their length.",
-        minimum=0,
-    ),
-    effective(
-        "random_vocab_size",
-        Kind.INT,
-        2000,
-        "Random token ids are below this.",
-        minimum=2,
-    ),
-)
 
 _LOAD_FLAGS: tuple[ArgSpec, ...] = grouped(
     "Load",
@@ -233,8 +168,8 @@ def run_serve(options: argparse.Namespace) -> int:
 
 def _bench_of(values: Mapping[str, Any], output: _Output) -> ServeBench:
     from hetero_llm.bench_client.client import is_chat
-    from hetero_llm.bench_client.protocol import CHAT, COMPLETIONS
     from hetero_llm.bench_client.serve import ServeBench
+    from hetero_llm.bench_client.wire_format import CHAT, COMPLETIONS
 
     path = values["endpoint"] or (CHAT if values["backend"] in CHAT_BACKENDS else COMPLETIONS)
     if not path.startswith("/"):
@@ -260,27 +195,6 @@ def _bench_of(values: Mapping[str, Any], output: _Output) -> ServeBench:
         tokenizer=values["tokenizer"],
         percentiles=tuple(sorted({*output.percentiles, _P99})),
         show_progress=sys.stderr.isatty() and not values["disable_tqdm"],
-    )
-
-
-def dataset_of(values: Mapping[str, Any], *, chat: bool, seed: int) -> DatasetOptions:
-    """The data set that the values of `DATASET_FLAGS` name; `chat` cannot take token ids."""
-    from hetero_llm.bench_client.datasets import DatasetOptions
-
-    name = values["dataset_name"]
-    in_file = name in ("sharegpt", "jsonl")
-    if values["dataset_path"] is not None and not in_file:
-        raise ConfigError("dataset_path", values["dataset_path"], f"{name} prompts are no file")
-    return DatasetOptions(
-        name=name,
-        path=values["dataset_path"],
-        prompt_as=values["prompt_as"] or ("text" if chat else "ids"),
-        input_len=values["input_len"],
-        output_len=values["output_len"],
-        range_ratio=values["random_range_ratio"],
-        prefix_len=values["random_prefix_len"],
-        vocab_size=values["random_vocab_size"],
-        seed=seed,
     )
 
 

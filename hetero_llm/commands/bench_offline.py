@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hetero_llm.commands.console import DEMO_MODEL, llm_class
+from hetero_llm.commands.dataset_flags import DATASET_FLAGS, dataset_of
 from hetero_llm.commands.options import add_rows, values_of
-from hetero_llm.core.args import add_engine_arguments, engine_args_from_namespace
-from hetero_llm.core.args_spec import ArgSpec, Kind, effective, grouped
+from hetero_llm.config.args import add_engine_arguments, engine_args_from_namespace
+from hetero_llm.config.args_spec import ArgSpec, Kind, effective, grouped
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.sampling_params import SamplingParams
 
 Finish = Callable[[argparse.ArgumentParser, Any], None]
-
-DEMO_MODEL = "demo"
 
 _REQUEST_FLAGS: tuple[ArgSpec, ...] = grouped(
     "Requests",
@@ -44,8 +44,6 @@ _LATENCY_FLAGS: tuple[ArgSpec, ...] = grouped(
 
 def add_throughput(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `bench throughput`."""
-    from hetero_llm.commands.bench import DATASET_FLAGS
-
     add_rows(parser, (*DATASET_FLAGS, *_REQUEST_FLAGS))
     add_engine_arguments(parser)
     parser.usage = "%(prog)s [--model MODEL] [options]"
@@ -66,7 +64,6 @@ def run_throughput(options: argparse.Namespace) -> int:
     """Prints requests/s and tokens/s of one `generate`."""
     from hetero_llm.bench_client import offline
     from hetero_llm.bench_client.datasets import load_samples
-    from hetero_llm.commands.bench import DATASET_FLAGS, dataset_of
 
     values = values_of((*DATASET_FLAGS, *_REQUEST_FLAGS), options)
     engine_args = engine_args_from_namespace(options)
@@ -107,9 +104,7 @@ def run_latency(options: argparse.Namespace) -> int:
 
 
 def _llm(engine_args: dict[str, Any]) -> Any:
-    from hetero_llm.cli import _llm_class
-
-    return _llm_class()(**{"model": DEMO_MODEL, **engine_args})
+    return llm_class()(**{"model": DEMO_MODEL, **engine_args})
 
 
 def _counter(llm: Any) -> Callable[[str], int] | None:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hetero_llm.commands.console import EXIT_INTERRUPTED, llm_class, write
 from hetero_llm.commands.options import SERVER_FLAGS, add_rows, server_of, values_of
-from hetero_llm.core.args import add_engine_arguments, add_flags, engine_args_from_namespace
-from hetero_llm.core.args_sampling import SAMPLING_ARGS
-from hetero_llm.core.args_spec import ArgSpec, Kind, effective, grouped
+from hetero_llm.config.args import add_engine_arguments, add_flags, engine_args_from_namespace
+from hetero_llm.config.args_sampling import SAMPLING_ARGS
+from hetero_llm.config.args_spec import ArgSpec, Kind, effective, grouped
 from hetero_llm.core.errors import ConfigError, HeteroLLMError
 from hetero_llm.core.sampling_params import SamplingParams
 
@@ -28,7 +29,6 @@ Finish = Callable[[argparse.ArgumentParser, Any], None]
 Write = Callable[[str], None]
 Messages = list[dict[str, str]]
 
-EXIT_INTERRUPTED = 130
 HELP = "/reset forgets the conversation, /quit leaves; Ctrl-C stops an answer"
 
 _COMPLETE_TOKENS = 256
@@ -128,18 +128,16 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def run_chat(options: argparse.Namespace) -> int:
     """Talks until the end of the input or /quit."""
-    from hetero_llm.cli import _write
-
     values = values_of((*_CHAT_FLAGS, *_SHOW_FLAGS), options)
     interactive = sys.stdin.isatty()
     if interactive:
-        _write(f"({HELP})\n")
+        write(f"({HELP})\n")
     with _open_model(options, {}, values["chat_template"]) as model:
         converse(
             model,
             system=values["system"],
             read=_read_prompted if interactive else _read_line,
-            write=_write,
+            write=write,
             note=_note,
             interactive=interactive,
             stats=values["stats"],
@@ -149,13 +147,11 @@ def run_chat(options: argparse.Namespace) -> int:
 
 def run_complete(options: argparse.Namespace) -> int:
     """Continues one prompt, streaming."""
-    from hetero_llm.cli import _write
-
     values = values_of((*_COMPLETE_FLAGS, *_SHOW_FLAGS), options)
     prompt = _prompt(options.prompt_words, values["prompt"])
     with _open_model(options, {"max_tokens": _COMPLETE_TOKENS}, None) as model:
-        answer = model.answer(prompt, _write)
-    _write("\n")
+        answer = model.answer(prompt, write)
+    write("\n")
     if values["stats"]:
         _note(answer.stats())
     return EXIT_INTERRUPTED if answer.interrupted else 0
@@ -263,9 +259,7 @@ def _open_model(
         for row in rows:
             if row.name in given:
                 raise ConfigError(row.name, given[row.name], "is for servers, not for --model")
-        from hetero_llm.cli import _llm_class
-
-        with _llm_class()(**engine_args) as llm:
+        with llm_class()(**engine_args) as llm:
             params = SamplingParams(**{"max_tokens": None, **sampling})
             yield LocalModel(llm, params, None if template is None else _file(template))
         return
@@ -361,7 +355,7 @@ class ServedModel:
     ) -> int | None:
         """Fills `texts` and `times` as the answer comes; returns the server's token count."""
         from hetero_llm.bench_client.client import first_model, open_session, pieces
-        from hetero_llm.bench_client.protocol import CHAT, COMPLETIONS, Sample, request_body
+        from hetero_llm.bench_client.wire_format import CHAT, COMPLETIONS, Sample, request_body
 
         chat = not isinstance(request, str)
         if isinstance(request, str):

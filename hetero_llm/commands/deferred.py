@@ -25,7 +25,13 @@ class DeferredParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
 
-def later(module: str, name: str, finish: Callable[..., None]) -> Callable[[Any], None]:
+def finish(parser: argparse.ArgumentParser, run: Any) -> None:
+    """Names the command's function, and its flags for the hint after a misspelt one."""
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    parser.set_defaults(run=run, flags=flags)
+
+
+def later(module: str, name: str) -> Callable[[Any], None]:
     """A function that makes a parser call `hetero_llm.commands.<module>.<name>(parser, finish)`
     when its command is chosen."""
 

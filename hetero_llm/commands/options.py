@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hetero_llm.core.args import add_flags
-from hetero_llm.core.args_spec import ArgSpec, Kind, checked, effective, grouped
+from hetero_llm.config.args import add_flags
+from hetero_llm.config.args_spec import ArgSpec, Kind, checked, effective, grouped
 from hetero_llm.core.errors import ConfigError
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_llm.core import env
-from hetero_llm.core.args import (
+from hetero_llm.config.args import (
     ARGS,
     ENGINE_ARGS,
     SERVER_ARGS,
@@ -22,8 +21,9 @@ from hetero_llm.core.args import (
     resolve_server_args,
     spec_of,
 )
-from hetero_llm.core.args_spec import ArgSpec, Kind, from_text
+from hetero_llm.config.args_spec import ArgSpec, Kind, from_text
 from hetero_llm.core.errors import ConfigError
+from hetero_llm.utils import env
 
 Finish = Callable[[argparse.ArgumentParser, Any], None]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_llm.core.draft import DraftBatch
+from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.images import PromptImages
 from hetero_llm.core.sampling_params import SamplingParams
 
@@ -114,7 +114,7 @@ class SchedulerOutput:
             the sequence's rows; its root is the row before, the sequence's last token. Row i of a
             drafted sequence has cache index start + i and position start + depth. When the step is
             done, the KV of the accepted nodes lies behind the root's without gaps.
-        loads: tickets (`core.host_tier`) whose KV this step reads and which may still be on its
+        loads: tickets (`kv_cache.host_tier`) whose KV this step reads and which may still be on its
             way: no layer's attention runs before that layer has landed. Such a step has no drafts.
     """
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from hetero_llm.core.config import CpuConfig
+from hetero_llm.config.engine_config import CpuConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.cpu import native
 from hetero_llm.cpu.executor import Executor, native_format, unsupported_reason
 from hetero_llm.cpu.ipex import require_ipex
-from hetero_llm.cpu.topology import compute_cpus
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.runner.kv_cache import PagedKVCache
+from hetero_llm.utils.topology import compute_cpus
 
 logger = logging.getLogger(__name__)
 

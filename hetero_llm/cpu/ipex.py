@@ -16,8 +16,8 @@ from torch import Tensor
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.cpu.fused import fuse_elementwise, replace_products
 from hetero_llm.cpu.ipex_version import INSTALL, MODULE, PACKAGE, installed_version, mismatch
-from hetero_llm.cpu.topology import read_topology
 from hetero_llm.models.layers import CausalLM, Linear, Product
+from hetero_llm.utils.topology import read_topology
 
 _NEEDS_ISA = {torch.float32: "avx2", torch.bfloat16: "avx512f"}
 _BLOCK_INPUTS = 64

@@ -26,11 +26,11 @@ from hetero_llm.cpu.executor import GREEDY, LOGITS_ONLY, NOISY, Executor, StepDr
 from hetero_llm.cpu.step_buffers import StepBuffers
 from hetero_llm.cpu.step_profile import profile_executor
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.runner.draft_trees import TreeRows, row_places, tree_rows, walk_tree
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.model_runner import PendingStep, observe_inputs, plain_output
 from hetero_llm.runner.verify import DraftedStep, gaps, verify
 from hetero_llm.sampling.sampler import Sampler, token_logprobs
+from hetero_llm.spec_decode.verify import TreeRows, row_places, tree_rows, walk_tree
 
 _PROMPT_LOGPROB_ROWS = 256
 """Rows of full-vocabulary logits held at once for prompt_logprobs."""

@@ -1,6 +1,6 @@
 """The compiled CPU library: built at first use, loaded with ctypes.
 
-`core/native_build.py` compiles it and keeps it. The code itself picks its instruction set at run
+`utils/native_build.py` compiles it and keeps it. The code itself picks its instruction set at run
 time. Without a compiler there is no library and callers stay on torch.
 
 OpenMP: the library names the runtime's functions but is linked against none. `load` first makes
@@ -16,11 +16,11 @@ import subprocess
 from functools import lru_cache
 from pathlib import Path
 
-from hetero_llm.core import native_build
-from hetero_llm.core.env import cpu_isa, native_choice
 from hetero_llm.core.errors import ConfigError
-from hetero_llm.core.native_build import FAST, PORTABLE, SANITIZED, SANITIZERS, Recipe, reason
-from hetero_llm.cpu.topology import read_topology
+from hetero_llm.utils import native_build
+from hetero_llm.utils.env import cpu_isa, native_choice
+from hetero_llm.utils.native_build import FAST, PORTABLE, SANITIZED, SANITIZERS, Recipe, reason
+from hetero_llm.utils.topology import read_topology
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from hetero_llm.cpu import native
-from hetero_llm.cpu.topology import read_topology
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.runner.scored_attention import Scoring
+from hetero_llm.utils.topology import read_topology
 
 _MAX_HEAD_DIM = 256
 _LANES = 16

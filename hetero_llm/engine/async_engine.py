@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from hetero_llm.core.args import ENGINE_ARGS, Status, resolve_engine_args
-from hetero_llm.core.config import EngineConfig
+from hetero_llm.config.args import ENGINE_ARGS, Status, resolve_engine_args
+from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -35,7 +35,7 @@ from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.engine import messages
-from hetero_llm.engine.client import EngineInfo, EngineStats
+from hetero_llm.engine.engine_client import EngineInfo, EngineStats
 from hetero_llm.engine.engine_launcher import EngineProcess, launch
 from hetero_llm.engine.factory import open_model
 from hetero_llm.engine.images import ImageInputs

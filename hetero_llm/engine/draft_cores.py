@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hetero_llm.core.config import EngineConfig
+from hetero_llm.config.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from hetero_llm.cpu.core_plan import CorePlan
@@ -24,7 +24,7 @@ def plan_cores(config: EngineConfig, *, target_on_cpu: bool) -> CorePlan | None:
     if not drafts and not copies:
         return None
     from hetero_llm.cpu.core_plan import deal_cores, deal_to_engine
-    from hetero_llm.cpu.topology import compute_cpus
+    from hetero_llm.utils.topology import compute_cpus
 
     cpus = compute_cpus(reserve=0)
     if draft is None or not drafts:

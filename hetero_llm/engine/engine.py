@@ -7,37 +7,25 @@ between when stepping is asynchronous. What a step does belongs to the part call
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
+from hetero_llm.core.drafter import Attended
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.core.histogram import Histogram
-from hetero_llm.core.interpreter import collect_if_due
+from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
-from hetero_llm.engine.drafting import Attended
+from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
-from hetero_llm.engine.offload_log import HitLog
 from hetero_llm.engine.output_processor import OutputProcessor
-from hetero_llm.engine.scheduler import Scheduler
 from hetero_llm.engine.speculation_log import SpeculationLog, speculation_metrics
 from hetero_llm.engine.step_clock import StepClock
+from hetero_llm.kv_cache.hit_log import HitLog
+from hetero_llm.scheduler.scheduler import Scheduler
+from hetero_llm.utils.gc_control import collect_if_due
 
 logger = logging.getLogger(__name__)
-P = TypeVar("P")
-
-
-class ModelRunner(Protocol[P]):
-    """What the engine needs of a runner: `launch` must not wait for the device, `finish` may.
-
-    With asynchronous stepping a step is launched before the one launched last is finished; the
-    device runs them in order, and `finish` waits for its own step only.
-    """
-
-    def launch(self, step: SchedulerOutput) -> P: ...
-
-    def finish(self, pending: P) -> ModelRunnerOutput: ...
 
 
 class Engine:

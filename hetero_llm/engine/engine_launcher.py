@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hetero_llm.core.errors import EngineDeadError
-from hetero_llm.core.log_sink import kind_of_root
 from hetero_llm.engine import messages
-from hetero_llm.engine.link import Link
+from hetero_llm.engine.message_socket import Link
+from hetero_llm.utils.log_sink import kind_of_root
 
 MODULE = "hetero_llm.engine.engine_process"
 _SECONDS_TO_REAP = 0.5

@@ -23,20 +23,20 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hetero_llm.core import env
-from hetero_llm.core.args import resolve_engine_args
-from hetero_llm.core.config import EngineConfig
+from hetero_llm.config.args import resolve_engine_args
+from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import ConfigError, HeteroLLMError, RequestError
-from hetero_llm.core.interpreter import prompt_wakeups, serve_promptly
-from hetero_llm.core.log_sink import LineFormatter, Sink
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.engine import messages
-from hetero_llm.engine.faults import with_faults
-from hetero_llm.engine.link import Link
+from hetero_llm.engine.fault_injection import with_faults
+from hetero_llm.engine.message_socket import Link
+from hetero_llm.utils import env
+from hetero_llm.utils.gc_control import prompt_wakeups, serve_promptly
+from hetero_llm.utils.log_sink import LineFormatter, Sink
 
 if TYPE_CHECKING:
-    from hetero_llm.cpu.lookahead.store import Store
     from hetero_llm.engine.factory import BuiltEngine
+    from hetero_llm.spec_decode.lookahead.store import Store
 
 logger = logging.getLogger(__name__)
 

@@ -9,33 +9,31 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_llm.core.config import EngineConfig, SchedulerConfig
+from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
+from hetero_llm.config.offload_config import no_effect_on_cpu
+from hetero_llm.core.drafter import Priced
 from hetero_llm.core.errors import ConfigError, ModelLoadError
-from hetero_llm.core.offload_config import no_effect_on_cpu
-from hetero_llm.engine.block_manager import BlockManager
-from hetero_llm.engine.device_draft import DeviceDraft, count_blocks, draft_limits
-from hetero_llm.engine.draft_model import (
+from hetero_llm.engine.build_device_draft import DeviceDraft, count_blocks, draft_limits
+from hetero_llm.engine.build_draft_worker import (
     DraftModel,
     attended_by,
     find_draft_model,
     own_load_format,
     prepare_draft_model,
 )
-from hetero_llm.engine.drafters import make_drafter
-from hetero_llm.engine.drafting import Priced
-from hetero_llm.engine.engine import Engine
-from hetero_llm.engine.images import ImageInputs, open_images
-from hetero_llm.engine.input_processor import InputProcessor
-from hetero_llm.engine.offload import (
+from hetero_llm.engine.build_drafter import make_drafter
+from hetero_llm.engine.build_host_tier import (
     HostMemory,
     HostPlatform,
     offload_limits,
     open_host_memory,
     step_times,
 )
-from hetero_llm.engine.offload_log import HitCounter, HitLog
+from hetero_llm.engine.build_runner import BuiltRunner, build_runner, cache_shape
+from hetero_llm.engine.engine import Engine
+from hetero_llm.engine.images import ImageInputs, open_images
+from hetero_llm.engine.input_processor import InputProcessor
 from hetero_llm.engine.output_processor import OutputProcessor, holds_stop
-from hetero_llm.engine.prefix_cache import PrefixCache
 from hetero_llm.engine.resolve import (
     find_model,
     limit_steps,
@@ -45,23 +43,25 @@ from hetero_llm.engine.resolve import (
     resolve_max_model_len,
 )
 from hetero_llm.engine.resolve import open_model as open_model  # for whoever needs no engine
-from hetero_llm.engine.runners import BuiltRunner, build_runner, cache_shape
-from hetero_llm.engine.scheduler import Scheduler
-from hetero_llm.engine.scheduler_loads import Loads, StepTimes
 from hetero_llm.engine.speculation_log import make_log
 from hetero_llm.engine.tokenizer import Tokenizer
-from hetero_llm.models.vision_config import ImageModelConfig
+from hetero_llm.kv_cache.block_manager import BlockManager
+from hetero_llm.kv_cache.hit_log import HitCounter, HitLog
+from hetero_llm.kv_cache.prefix_cache import PrefixCache
+from hetero_llm.models.configs.transformers_vision import ImageModelConfig
+from hetero_llm.scheduler.kv_loads import Loads, StepTimes
+from hetero_llm.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     import torch
 
-    from hetero_llm.core.draft_model_config import DraftModelConfig
-    from hetero_llm.core.host_tier import HostTier
+    from hetero_llm.config.draft_model_config import DraftModelConfig
+    from hetero_llm.core.drafter import Drafter
     from hetero_llm.cpu.backend import NativeBackend
-    from hetero_llm.cpu.lookahead.store import Store
-    from hetero_llm.engine.drafting import Drafter
+    from hetero_llm.kv_cache.host_tier import HostTier
     from hetero_llm.models.config import ModelConfig
     from hetero_llm.models.layers import CausalLM
+    from hetero_llm.spec_decode.lookahead.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -334,7 +334,7 @@ def _room_for_caches(config: EngineConfig, device: torch.device) -> int:
         from hetero_llm.gpu.memory import memory_left
 
         return memory_left(share)
-    from hetero_llm.cpu.topology import usable_memory_bytes
+    from hetero_llm.utils.topology import usable_memory_bytes
 
     return int(usable_memory_bytes() * share)
 
@@ -364,8 +364,8 @@ def _platform(config: EngineConfig, device: torch.device) -> HostPlatform | None
     import torch
 
     from hetero_llm.engine.draft_cores import plan_cores
-    from hetero_llm.gpu.load_gates import DeviceGates
-    from hetero_llm.gpu.place import numa_node
+    from hetero_llm.gpu.layer_ready import DeviceGates
+    from hetero_llm.utils.numa import numa_node
 
     plan = plan_cores(config, target_on_cpu=False)
     return HostPlatform(

@@ -13,12 +13,8 @@ import numpy as np
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError, PromptError, shown
 from hetero_llm.core.images import PromptImage, PromptImages, images_key
-from hetero_llm.models.vision_config import (
-    ImageModelConfig,
-    VisionConfig,
-    image_grid,
-    num_image_rows,
-)
+from hetero_llm.models.configs.transformers_vision import ImageModelConfig, VisionConfig
+from hetero_llm.models.image_tokens import image_grid, num_image_rows
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -15,10 +15,10 @@ from hetero_llm.core.images import PromptImages
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams, is_text
-from hetero_llm.engine.beam import candidates_needed
 from hetero_llm.engine.images import FIELD, ImageInputs, given_images
-from hetero_llm.engine.prefix_cache import root_key, token_bytes
 from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.kv_cache.prefix_cache import root_key, token_bytes
+from hetero_llm.scheduler.beam_search import candidates_needed
 
 _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data"})
 _MASK = (1 << 64) - 1

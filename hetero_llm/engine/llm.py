@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from hetero_llm.core.args import resolve_engine_args
-from hetero_llm.core.config import EngineConfig
+from hetero_llm.config.args import resolve_engine_args
+from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import ConfigError, EngineDeadError, RequestError
-from hetero_llm.core.interpreter import prompt_wakeups, serve_promptly
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.engine.factory import BuiltEngine, build_engine, free_unreachable
 from hetero_llm.engine.image_uri import chat_images
 from hetero_llm.engine.input_processor import Prompt, pair_params, parse_prompts
+from hetero_llm.utils.gc_control import prompt_wakeups, serve_promptly
 
 if TYPE_CHECKING:
-    from hetero_llm.cpu.lookahead.store import Store
+    from hetero_llm.spec_decode.lookahead.store import Store
 
 logger = logging.getLogger(__name__)
 

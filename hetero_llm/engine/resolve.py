@@ -7,12 +7,12 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetero_llm.core.config import EngineConfig, LoadConfig, SchedulerConfig
+from hetero_llm.config.engine_config import EngineConfig, LoadConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.demo_models import ALIASES, demo_folder
 from hetero_llm.engine.images import ImageInputs, open_images
 from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
-from hetero_llm.models.vision_config import ImageModelConfig
+from hetero_llm.models.configs.transformers_vision import ImageModelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -37,9 +37,9 @@ def find_model(load: LoadConfig, *, weights: bool = True) -> tuple[Path, ModelCo
         ModelLoadError: the model folder is missing, damaged, not supported, or not as its manifest
             says.
     """
-    from hetero_llm.models.config import load_model_config
     from hetero_llm.models.folders import resolve_model_folder
     from hetero_llm.models.manifest import check_model
+    from hetero_llm.models.read_config import load_model_config
 
     folder = resolve_model_folder(
         resolve_alias(load.model),

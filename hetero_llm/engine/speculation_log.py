@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 
-from hetero_llm.core.config import SpeculationConfig
-from hetero_llm.engine.scheduler_stats import SchedulerStats
+from hetero_llm.config.engine_config import SpeculationConfig
+from hetero_llm.scheduler.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from hetero_llm.gpu.kernels.norm import (
     add_layer_norm,
     add_rms_norm,
 )
-from hetero_llm.gpu.kernels.small_linear import linear
+from hetero_llm.gpu.kernels.skinny_gemm import linear
 from hetero_llm.models.layers import (
     Activation,
     AddLayerNorm,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from hetero_llm.core.config import SchedulerConfig
+from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState

@@ -23,17 +23,17 @@ import numpy as np
 import torch
 
 from hetero_llm.core.acceptance import TypicalAcceptance
-from hetero_llm.core.draft import DraftBatch
+from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
-from hetero_llm.gpu.graphs import MAX_GRAPH_ROWS, GraphSet, gated_buckets, row_buckets
-from hetero_llm.gpu.kernels.compact import compact_kv
+from hetero_llm.gpu.fill_step import RING, StepPacker, verified_output
+from hetero_llm.gpu.graph_set import MAX_GRAPH_ROWS, GraphSet, gated_buckets, row_buckets
+from hetero_llm.gpu.kernels.apply_step_inputs import apply_step_inputs
+from hetero_llm.gpu.kernels.compact_kv import compact_kv
 from hetero_llm.gpu.kernels.exchange import fetch_packet, send_results
 from hetero_llm.gpu.kernels.paged_attention import TileShape
-from hetero_llm.gpu.kernels.pick import PickRows, make_pick_workspace, pick_tokens
-from hetero_llm.gpu.kernels.step_inputs import apply_step_inputs
-from hetero_llm.gpu.kernels.walk import make_walk_result, walk_trees
-from hetero_llm.gpu.load_gates import DeviceGates
-from hetero_llm.gpu.packing import RING, StepPacker, verified_output
+from hetero_llm.gpu.kernels.sample import PickRows, make_pick_workspace, pick_tokens
+from hetero_llm.gpu.kernels.tree_verify import make_walk_result, walk_trees
+from hetero_llm.gpu.layer_ready import DeviceGates
 from hetero_llm.gpu.paged_attention import (
     AttentionContext,
     LibraryPlanner,
@@ -41,15 +41,14 @@ from hetero_llm.gpu.paged_attention import (
     StepAttention,
     check_supported,
 )
-from hetero_llm.gpu.step_inputs import StepInputs
-from hetero_llm.gpu.step_packets import Packet, StepPackets
+from hetero_llm.gpu.step_buffer import StepInputs
+from hetero_llm.gpu.step_buffers import Packet, StepPackets
 from hetero_llm.gpu.step_profile import profile_graphs
 from hetero_llm.gpu.uploads import Uploads
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import Attend, CausalLM
-from hetero_llm.runner.draft_trees import tree_rows
-from hetero_llm.runner.gates import GatedAttention
 from hetero_llm.runner.kv_cache import PagedKVCache
+from hetero_llm.runner.layer_ready import GatedAttention
 from hetero_llm.runner.model_runner import (
     PendingStep,
     arm_gates,
@@ -61,6 +60,7 @@ from hetero_llm.runner.model_runner import (
 from hetero_llm.runner.upload import upload
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import Sampler
+from hetero_llm.spec_decode.verify import tree_rows
 
 _ARRIVALS = 4
 _MOST_WRITES = 1 << 18

@@ -38,7 +38,7 @@ from hetero_llm.gpu.library_attention import (
     cudnn_works,
     flash_works,
 )
-from hetero_llm.gpu.step_inputs import StepInputs
+from hetero_llm.gpu.step_buffer import StepInputs
 from hetero_llm.gpu.uploads import Uploads
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import RotaryHeads

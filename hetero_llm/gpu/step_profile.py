@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from hetero_llm.gpu.graphs import GraphSet
+from hetero_llm.gpu.graph_set import GraphSet
 
 K = TypeVar("K")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from hetero_llm.gpu.fill_step import RING
 from hetero_llm.gpu.kernels.exchange import fetch_packet
-from hetero_llm.gpu.packing import RING
 
 
 class Uploads:

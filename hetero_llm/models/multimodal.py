@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hetero_llm.core.images import PromptImage
+from hetero_llm.models.configs.transformers_vision import ImageModelConfig
 from hetero_llm.models.layers import Attend, CausalLM
-from hetero_llm.models.vision_config import ImageModelConfig
 
 
 @dataclass(frozen=True, slots=True)

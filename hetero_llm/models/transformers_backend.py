@@ -22,18 +22,16 @@ from hetero_llm.core.errors import ModelLoadError
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.transformers import TransformersConfig
 from hetero_llm.models.layers import Attend, CausalLM, Place
-from hetero_llm.models.transformers_modules import Conversion, parameters_without_memory
+from hetero_llm.models.transformers_check import check_rows, try_model
+from hetero_llm.models.transformers_modules import (
+    ATTENTION,
+    AttentionCall,
+    Conversion,
+    parameters_without_memory,
+)
 from hetero_llm.models.transformers_names import CheckpointNames
 
-ATTENTION = "hetero_llm"
-"""Our name in transformers' attention interface."""
 _KEYWORD = "hetero_llm_attend"
-
-# (attention module, query [1, heads, T, dim], key and value [1, kv_heads, T, dim], mask, what else
-# the module passes) -> [1, T, heads, dim]
-AttentionCall = Callable[
-    [nn.Module, Tensor, Tensor, Tensor, Tensor | None, Mapping[str, Any]], Tensor
-]
 
 
 class TransformersForCausalLM(CausalLM):
@@ -106,8 +104,6 @@ class TransformersForCausalLM(CausalLM):
         return call
 
     def finish_loading(self, *, batch_invariant: bool) -> None:
-        from hetero_llm.models.transformers_check import check_rows, try_model
-
         self.number_layers(try_model(self))
         if batch_invariant:
             check_rows(self)

@@ -9,19 +9,16 @@ rows or counts positions in its own way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError, shown
+from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.transformers import TransformersConfig
-from hetero_llm.models.transformers_backend import (
-    ATTENTION,
-    AttentionCall,
-    TransformersForCausalLM,
-)
+from hetero_llm.models.transformers_modules import ATTENTION, AttentionCall
 
 _LENGTHS = (7, 4)
 _SPREAD = 7919  # a prime: token ids far apart
@@ -40,7 +37,20 @@ _HARMLESS = frozenset(
 _CHECKED = frozenset({"scaling", "sliding_window", "softcap"})
 
 
-def try_model(model: TransformersForCausalLM) -> list[nn.Module]:
+class TriedModel(Protocol):
+    """What a trial needs of `transformers_backend.TransformersForCausalLM`; see there."""
+
+    config: ModelConfig
+    causal: Any
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def run(self, attention: AttentionCall, **inputs: Any) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+def try_model(model: TriedModel) -> list[nn.Module]:
     """The attention modules in the order of layers.
 
     Raises:
@@ -58,7 +68,7 @@ def try_model(model: TransformersForCausalLM) -> list[nn.Module]:
 
 
 @torch.inference_mode()
-def _try(model: TransformersForCausalLM, config: TransformersConfig) -> list[nn.Module]:
+def _try(model: TriedModel, config: TransformersConfig) -> list[nn.Module]:
     lengths = [n for n in _LENGTHS if n <= config.max_model_len]
     device = next(model.parameters()).device
     sequences = [
@@ -88,7 +98,7 @@ def _check_order(config: TransformersConfig, modules: list[nn.Module]) -> None:
         raise _refusal(config, f"its layers attend in the order {shown(numbers)}")
 
 
-def _left_alone(model: TransformersForCausalLM, sequences: list[Tensor]) -> Tensor:
+def _left_alone(model: TriedModel, sequences: list[Tensor]) -> Tensor:
     """[T, vocab] logits of the class with its own attention, one sequence a call."""
     causal = model.causal
     causal.set_attn_implementation("eager")
@@ -215,7 +225,7 @@ class _Trial:
 
 
 @torch.inference_mode()
-def check_rows(model: TransformersForCausalLM) -> None:
+def check_rows(model: TriedModel) -> None:
     """Raises ConfigError unless a row is computed alike in every batch, but for attention."""
     config = model.config
     assert isinstance(config, TransformersConfig)
@@ -233,7 +243,7 @@ def check_rows(model: TransformersForCausalLM) -> None:
             )
 
 
-def trial_rows(model: TransformersForCausalLM, count: int) -> Callable[[], None]:
+def trial_rows(model: TriedModel, count: int) -> Callable[[], None]:
     """What runs `count` rows, each of which sees only itself, up to their logits: for whoever asks
     whether that can be captured in a CUDA graph."""
     ids, positions = _some_rows(model, count)
@@ -244,14 +254,14 @@ def trial_rows(model: TransformersForCausalLM, count: int) -> Callable[[], None]
     return run
 
 
-def _some_rows(model: TransformersForCausalLM, count: int) -> tuple[Tensor, Tensor]:
+def _some_rows(model: TriedModel, count: int) -> tuple[Tensor, Tensor]:
     """Token ids and positions, both [count]."""
     config, device = model.config, next(model.parameters()).device
     ids = torch.arange(1, count + 1, device=device) * _SPREAD % config.vocab_size
     return ids, torch.arange(count, device=device) % config.max_model_len
 
 
-def _run_alone(model: TransformersForCausalLM, ids: Tensor, positions: Tensor) -> Tensor:
+def _run_alone(model: TriedModel, ids: Tensor, positions: Tensor) -> Tensor:
     """Hidden states with an attention in which every row sees only itself."""
     group = model.config.num_heads // model.config.num_kv_heads
 

@@ -34,6 +34,15 @@ from hetero_llm.models.layers import (
 )
 from hetero_llm.models.loader import default_dtype
 
+ATTENTION = "hetero_llm"
+"""Our name in transformers' attention interface."""
+
+# (attention module, query [1, heads, T, dim], key and value [1, kv_heads, T, dim], mask, what else
+# the module passes) -> [1, T, heads, dim]
+AttentionCall = Callable[
+    [nn.Module, Tensor, Tensor, Tensor, Tensor | None, Mapping[str, Any]], Tensor
+]
+
 _PROBED_ROWS = 3
 _LINEARS_OF_MLP = ("gate_proj", "up_proj", "down_proj")
 _PARTS_OF_MLP = {*_LINEARS_OF_MLP, "act_fn"}

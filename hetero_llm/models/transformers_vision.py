@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from hetero_llm.core.images import PromptImage
 from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.configs.transformers_vision import ImageModelConfig
 from hetero_llm.models.layers import Attend
 from hetero_llm.models.multimodal import ImageCausalLM, ImageRows
 from hetero_llm.models.transformers_backend import TransformersForCausalLM
 from hetero_llm.models.transformers_modules import Conversion
-from hetero_llm.models.vision_config import ImageModelConfig
 
 _TOWERS = {"qwen2_vl": "visual", "llava": "vision_tower", "llava_next": "vision_tower"}
 """Of the class's base model, by kind of `VisionConfig`."""

@@ -23,9 +23,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import RotaryHeads
 from hetero_llm.models.rotary import RotaryRows
-from hetero_llm.runner.draft_trees import TreeRows
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.scored_attention import Reach, ScoredAttention, Scoring
+from hetero_llm.spec_decode.verify import TreeRows
 
 
 class RowKernel(Protocol):

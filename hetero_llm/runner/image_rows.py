@@ -9,8 +9,8 @@ import torch
 
 from hetero_llm.core.images import PromptImages
 from hetero_llm.core.step import SchedulerOutput, SlotState
+from hetero_llm.models.image_tokens import mrope_table
 from hetero_llm.models.multimodal import ImageCausalLM, ImageRows
-from hetero_llm.models.vision_config import mrope_table
 
 
 @dataclass(slots=True)

@@ -26,12 +26,12 @@ from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import Attend, CausalLM
 from hetero_llm.models.multimodal import ImageCausalLM
 from hetero_llm.runner.attention import RowKernel, TorchPagedAttention
-from hetero_llm.runner.draft_trees import TreeRows, row_places, tree_rows
-from hetero_llm.runner.gates import GatedAttention, Gates
 from hetero_llm.runner.image_rows import SlotImages
 from hetero_llm.runner.kv_cache import PagedKVCache
+from hetero_llm.runner.layer_ready import GatedAttention, Gates
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import LogprobTensors, Sampler, SampleResult, token_logprobs
+from hetero_llm.spec_decode.verify import TreeRows, row_places, tree_rows
 
 _PROMPT_LOGPROB_ROWS = 256
 """Rows of full-vocabulary logits held at once for prompt_logprobs."""

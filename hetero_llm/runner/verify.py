@@ -22,9 +22,9 @@ import torch
 
 from hetero_llm.core.acceptance import TypicalAcceptance
 from hetero_llm.core.step import ModelRunnerOutput, SampleLogprobs, SchedulerOutput
-from hetero_llm.runner.draft_trees import TreeRows, next_row
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.sampling.sampler import LogprobTensors, Sampler
+from hetero_llm.spec_decode.verify import TreeRows, next_row
 
 LogitsAfter = Callable[[np.ndarray], torch.Tensor]
 """Rows of a step, [R] int64, to the logits after them, [R, vocab]."""

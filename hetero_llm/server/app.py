@@ -16,22 +16,22 @@ from starlette.routing import request_response
 
 from hetero_llm import __version__
 from hetero_llm.core.errors import HeteroLLMError
-from hetero_llm.engine.client import EngineClient
-from hetero_llm.server.answers import CLIENT_CLOSED_REQUEST, reported
-from hetero_llm.server.chat import chat_endpoint
-from hetero_llm.server.completions import completions_endpoint
+from hetero_llm.engine.engine_client import EngineClient
 from hetero_llm.server.context import Context, request_id_of
+from hetero_llm.server.endpoints.chat import chat_endpoint
+from hetero_llm.server.endpoints.completions import completions_endpoint
+from hetero_llm.server.endpoints.info import Info
+from hetero_llm.server.endpoints.page import PAGE_FILES, Page
 from hetero_llm.server.errors import ApiError
-from hetero_llm.server.gate import Gate
-from hetero_llm.server.info import Info
+from hetero_llm.server.middleware import Gate
 from hetero_llm.server.openapi import request_schema
-from hetero_llm.server.page import PAGE_FILES, Page
 from hetero_llm.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from hetero_llm.server.responses import CLIENT_CLOSED_REQUEST, reported
 from hetero_llm.server.settings import ServerSettings
 
 _MODEL_PARAMETER = {

@@ -11,12 +11,12 @@ from typing import Any
 
 from starlette.requests import Request
 
-from hetero_llm.engine.client import EngineClient
+from hetero_llm.engine.engine_client import EngineClient
 from hetero_llm.server.errors import ApiError, busy, duplicate
 from hetero_llm.server.metrics import Metrics
 from hetero_llm.server.settings import ServerSettings
 from hetero_llm.server.sse import Watch
-from hetero_llm.server.texts import Texts
+from hetero_llm.server.tokenization import Texts
 
 _DRAIN_RETRY_SECONDS = 5.0
 _ERRORS_KEPT = 20

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from hetero_llm.core.errors import shown
-from hetero_llm.server.body import decode_json
 from hetero_llm.server.errors import ApiError, invalid, unsupported
 from hetero_llm.server.protocol import ContentPart, ImageUrl, Message, ToolCall
+from hetero_llm.server.request_parsing import decode_json
 from hetero_llm.server.settings import Limits
 from hetero_llm.server.templates import ChatTemplate
 

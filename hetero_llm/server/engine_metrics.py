@@ -20,7 +20,7 @@ from prometheus_client.utils import floatToGoString
 
 from hetero_llm.core.errors import EngineDeadError, EngineHungError
 from hetero_llm.core.histogram import Histogram
-from hetero_llm.engine.client import EngineClient
+from hetero_llm.engine.engine_client import EngineClient
 
 _GAUGES = {
     "num_requests_running": "Requests in the running batch.",

@@ -8,7 +8,7 @@ from typing import Any
 
 from hetero_llm.core.outputs import TokenLogprobs
 from hetero_llm.server.protocol import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
-from hetero_llm.server.texts import TextOffsets, Texts, token_label
+from hetero_llm.server.tokenization import TextOffsets, Texts, token_label
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot say; vLLM's."""

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
-from hetero_llm.core.log_sink import LineFormatter, Pump, Sink, lost_notice
-from hetero_llm.engine.client import EngineClient, EngineStats
+from hetero_llm.engine.engine_client import EngineClient, EngineStats
+from hetero_llm.utils.log_sink import LineFormatter, Pump, Sink, lost_notice
 
 logger = logging.getLogger(__name__)
 

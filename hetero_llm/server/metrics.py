@@ -23,7 +23,7 @@ from prometheus_client import (
 from hetero_llm.core.errors import DuplicateRequestError, OverloadedError, RequestError
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.engine.client import EngineClient
+from hetero_llm.engine.engine_client import EngineClient
 from hetero_llm.server.engine_metrics import EngineCollector
 from hetero_llm.server.tracing import Finished, Tracer
 

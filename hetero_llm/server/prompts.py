@@ -22,7 +22,7 @@ from hetero_llm.server.protocol import (
     refused_template,
 )
 from hetero_llm.server.settings import Limits, ServerSettings
-from hetero_llm.server.texts import Texts, guard_for, last_tokens, plain_ids
+from hetero_llm.server.tokenization import Texts, guard_for, last_tokens, plain_ids
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _MAX_KWARG_CHARS = 256

@@ -25,10 +25,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from hetero_llm import __version__
-from hetero_llm.core.config import EngineConfig
+from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import ConfigError, EngineDeadError, EngineHungError
 from hetero_llm.engine.async_engine import AsyncEngineArgs, AsyncLLMEngine
-from hetero_llm.engine.client import EngineClient
+from hetero_llm.engine.engine_client import EngineClient
 from hetero_llm.server.app import build_app
 from hetero_llm.server.connection import (
     bound_kernel_buffers,

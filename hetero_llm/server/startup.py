@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hetero_llm.core.config import EngineConfig
-from hetero_llm.engine.client import EngineInfo
+from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.engine.draft_cores import plan_cores
+from hetero_llm.engine.engine_client import EngineInfo
 
 
 def plan_table(info: EngineInfo, config: EngineConfig) -> str:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hetero_llm.core.env import traces_protocol
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.utils.env import traces_protocol
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context as TraceContext

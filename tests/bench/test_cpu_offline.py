@@ -26,8 +26,8 @@ from bench.cpu_shapes import (
     write_shape,
 )
 from hetero_llm import LLM, SamplingParams
-from hetero_llm.models.config import load_model_config
 from hetero_llm.models.layers import Linear
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.registry import model_class
 
 # Millions of parameters, and of bytes that a decode step reads in bfloat16.

@@ -11,7 +11,8 @@ import torch
 
 from bench import moe_decode
 from bench.moe_decode import SHAPES, bytes_per_step
-from hetero_llm.models.config import ModelConfig, load_model_config
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.registry import model_class
 
 # Parameters that the model cards state: 46.7 and 14.3 billion.

@@ -13,8 +13,8 @@ import torch
 from bench import closed_batch, decode, gpu_suite, ttft
 from bench.shapes import SHAPES, Prompts, linear_sizes, start, write_shape
 from hetero_llm import LLM
-from hetero_llm.models.config import load_model_config
 from hetero_llm.models.layers import Linear
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.registry import model_class
 
 # Parameters that the model cards state.

@@ -9,8 +9,8 @@ import pytest
 from bench.synthetic_drafter import SyntheticDrafter
 from hetero_llm import SamplingParams
 from hetero_llm.core.request import Sequence
-from tests.engine.harness import VOCAB, expected_output, make_request
-from tests.engine.traffic import make_engine, run_all
+from tests.helpers.harness import VOCAB, expected_output, make_request
+from tests.helpers.traffic import make_engine, run_all
 
 PARAMS = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True, detokenize=False)
 PROMPTS = ([1, 2, 3], [4, 5], [6] * 9)

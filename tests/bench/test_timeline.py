@@ -18,7 +18,7 @@ from bench.timeline import (
     spans_of,
     used_ids,
 )
-from hetero_llm.core.draft import DraftBatch
+from hetero_llm.core.draft_tree import DraftBatch
 
 VERIFY = np.array([[0.0, 4.0], [5.0, 9.0], [10.0, 14.0]])
 

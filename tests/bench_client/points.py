@@ -8,9 +8,9 @@ from dataclasses import replace
 from hetero_llm.bench_client.client import RequestResult
 from hetero_llm.bench_client.load import ClientHealth
 from hetero_llm.bench_client.metrics import Metrics, count_request, summarise
-from hetero_llm.bench_client.protocol import Usage
 from hetero_llm.bench_client.report import Point, Run
 from hetero_llm.bench_client.serve import pooled
+from hetero_llm.bench_client.wire_format import Usage
 
 PERCENTILES = (90.0, 99.0)
 

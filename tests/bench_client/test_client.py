@@ -24,7 +24,7 @@ from hetero_llm.bench_client.client import (
     pieces,
 )
 from hetero_llm.bench_client.errors import ServerError
-from hetero_llm.bench_client.protocol import Usage
+from hetero_llm.bench_client.wire_format import Usage
 from hetero_llm.core.errors import ConfigError
 from tests.bench_client.scripted_server import (
     FakeClock,

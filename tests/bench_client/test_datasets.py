@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_llm.bench_client.datasets import DEFAULT_OUTPUT_LEN, DatasetOptions, load_samples
-from hetero_llm.bench_client.protocol import Sample
+from hetero_llm.bench_client.wire_format import Sample
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.demo_models import heldout_prompts
 

@@ -16,7 +16,7 @@ from hetero_llm.bench_client.metrics import (
     spread,
     summarise,
 )
-from hetero_llm.bench_client.protocol import Usage
+from hetero_llm.bench_client.wire_format import Usage
 
 DONE = RequestResult(
     arrival=0.0,

@@ -7,7 +7,7 @@ import pytest
 
 from hetero_llm.bench_client.datasets import DatasetOptions
 from hetero_llm.bench_client.offline import run_latency, run_throughput
-from hetero_llm.bench_client.protocol import Sample
+from hetero_llm.bench_client.wire_format import Sample
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.core.sampling_params import SamplingParams

@@ -15,7 +15,7 @@ import pytest
 from hetero_llm import cli
 from hetero_llm.bench_client.load import ClientHealth
 from hetero_llm.commands import bench
-from hetero_llm.core.args import resolve_engine_args
+from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from tests.bench_client.scripted_server import (
     Reply,
@@ -385,7 +385,7 @@ class FakeLLM:
 
 @pytest.fixture
 def fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_llm_class", lambda: FakeLLM)
+    monkeypatch.setattr("hetero_llm.engine.llm.LLM", FakeLLM)
 
 
 def test_throughput_command(

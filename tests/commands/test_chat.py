@@ -18,7 +18,7 @@ from hetero_llm import cli
 from hetero_llm.bench_client.errors import ServerError
 from hetero_llm.commands import chat
 from hetero_llm.commands.chat import Answer, LocalModel, converse
-from hetero_llm.core.args import resolve_engine_args
+from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.core.sampling_params import SamplingParams
 from tests.bench_client.scripted_server import (
@@ -193,7 +193,7 @@ def test_mistakes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cli, "_llm_class", lambda: FakeLLM)
+    monkeypatch.setattr("hetero_llm.engine.llm.LLM", FakeLLM)
     assert through_pipe(monkeypatch, arguments) == 2
     assert message in capsys.readouterr().err
 
@@ -240,7 +240,7 @@ def test_complete_in_this_process(
         made.append(FakeLLM(**args))
         return made[-1]
 
-    monkeypatch.setattr(cli, "_llm_class", lambda: make)
+    monkeypatch.setattr("hetero_llm.engine.llm.LLM", make)
     arguments = ["complete", "hi", "--model", "m", "--dtype", "float32", "--top-k", "4", "--stats"]
     assert cli.main(arguments) == 0
     output = capsys.readouterr()

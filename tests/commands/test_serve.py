@@ -10,9 +10,9 @@ import pytest
 
 from hetero_llm.cli import build_parser, main
 from hetero_llm.commands.serve import gather
-from hetero_llm.core import env
-from hetero_llm.core.args import ARGS, SERVER_ARGS, Kind, Status, resolve_server_args
+from hetero_llm.config.args import ARGS, SERVER_ARGS, Kind, Status, resolve_server_args
 from hetero_llm.core.errors import ConfigError
+from hetero_llm.utils import env
 
 
 def options(*words: str) -> argparse.Namespace:

@@ -1,5 +1,5 @@
 """`cpu_backend="ipex"` beside a matching IPEX. `make test-ipex` makes the environment for it; the
-refusals of every other environment are tested in tests/engine/test_cpu_backend.py."""
+refusals of every other environment are tested in tests/scenarios/test_cpu_backend.py."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hetero_llm import LLM, RequestOutput, SamplingParams
 from hetero_llm.cpu import ipex
 from hetero_llm.cpu.ipex_version import installed_version, mismatch
 from hetero_llm.demo_models import heldout_prompts
-from hetero_llm.models.config import load_model_config
 from hetero_llm.models.layers import Linear
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.model_runner import TorchModelRunner
 from tests.models.tiny import make_tiny_checkpoint
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_llm.core.env import cache_dir
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.cpu import native
 from hetero_llm.cpu.fused import native_add_rms_norm, native_silu_mul
@@ -19,6 +18,7 @@ from hetero_llm.cpu.paged_attention import NativeRowKernel, native_row_kernel
 from hetero_llm.models.layers import GatedActivation, add_rms_norm
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.runner.scored_attention import Scoring
+from hetero_llm.utils.env import cache_dir
 from tests.cpu.attention_cases import AttentionCase, attend_all, attend_both
 
 CPU = torch.device("cpu")

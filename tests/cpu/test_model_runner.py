@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from hetero_llm import LLM, RequestOutput, SamplingParams
-from hetero_llm.core.args import resolve_engine_args
-from hetero_llm.core.config import EngineConfig
-from hetero_llm.core.draft import DraftBatch, DraftTree, join_trees
+from hetero_llm.config.args import resolve_engine_args
+from hetero_llm.config.engine_config import EngineConfig
+from hetero_llm.core.draft_tree import DraftBatch, DraftTree, join_trees
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.cpu import model_runner, native
 from hetero_llm.cpu.executor import unsupported_reason
@@ -24,7 +24,7 @@ from hetero_llm.cpu.model_runner import NativeModelRunner
 from hetero_llm.engine import factory
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.input_processor import Prompt
-from hetero_llm.models.config import load_model_config
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.model_runner import TorchModelRunner
 from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
 

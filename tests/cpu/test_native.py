@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hetero_llm.core.env import cache_dir
 from hetero_llm.cpu import build, native
+from hetero_llm.utils.env import cache_dir
 
 OUTER = (
     '#include "part.h"\n#include "deeper/part.h"\nextern "C" int hetero_isa_best() { return 0; }\n'

@@ -29,7 +29,7 @@ from hetero_llm import (
 )
 from hetero_llm.engine import output_stream
 from hetero_llm.engine.input_processor import Prompt
-from tests.engine.async_tools import idle_metrics, read, until
+from tests.helpers.async_tools import idle_metrics, read, until
 
 ARGS = {
     "model": "demo",

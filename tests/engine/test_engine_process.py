@@ -27,19 +27,19 @@ from hetero_llm import (
     SamplingParams,
     SnapshotError,
 )
-from hetero_llm.core.config import SchedulerConfig
+from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine import engine_process, messages
-from hetero_llm.engine.block_manager import BlockManager
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.engine_launcher import launch
 from hetero_llm.engine.engine_process import EngineLoop
 from hetero_llm.engine.factory import BuiltEngine
 from hetero_llm.engine.input_processor import InputProcessor
-from hetero_llm.engine.link import Link
+from hetero_llm.engine.message_socket import Link
 from hetero_llm.engine.output_processor import OutputProcessor
-from hetero_llm.engine.prefix_cache import PrefixCache
-from hetero_llm.engine.scheduler import Scheduler
+from hetero_llm.kv_cache.block_manager import BlockManager
+from hetero_llm.kv_cache.prefix_cache import PrefixCache
+from hetero_llm.scheduler.scheduler import Scheduler
 
 DELTA = RequestOutputKind.DELTA
 TOKEN = 7

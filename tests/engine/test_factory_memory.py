@@ -1,5 +1,5 @@
 """Sharing out the GPU's memory, as far as that can be seen without one: what stays on the host, the
-profile step, the arithmetic, and every message. Sizes on a real GPU: tests/gpu/test_memory.py."""
+profile step, the arithmetic, and every message. On a real GPU: tests/gpu/test_memory_cuda.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hetero_llm import LLM
-from hetero_llm.core.args import resolve_engine_args
-from hetero_llm.core.config import EngineConfig, SchedulerConfig
+from hetero_llm.config.args import resolve_engine_args
+from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.engine import factory
 from hetero_llm.gpu import memory
@@ -26,9 +26,9 @@ from hetero_llm.gpu.weight_offload import (
     staged,
     weights_on_host,
 )
-from hetero_llm.models.config import load_model_config
 from hetero_llm.models.layers import CausalLM, Linear
 from hetero_llm.models.loader import load_model
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.runner.model_runner import TorchModelRunner
 from tests.models.tiny import DenseAttend, make_tiny_checkpoint

@@ -14,16 +14,16 @@ import torch
 import transformers
 
 from hetero_llm import LLM, ConfigError, ModelLoadError, RequestOutput, SamplingParams
-from hetero_llm.core.args import resolve_engine_args
-from hetero_llm.core.config import EngineConfig
+from hetero_llm.config.args import resolve_engine_args
+from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import PromptError, SamplingError
 from hetero_llm.core.images import PromptImages
-from hetero_llm.cpu.lookahead.budget import StepCosts
 from hetero_llm.engine.images import open_images
 from hetero_llm.engine.input_processor import parse_prompts
 from hetero_llm.engine.resolve import find_model
-from hetero_llm.models.config import load_model_config
-from hetero_llm.models.vision_config import best_pinpoint, mrope_table
+from hetero_llm.models.image_tokens import best_pinpoint, mrope_table
+from hetero_llm.models.read_config import load_model_config
+from hetero_llm.spec_decode.budget import StepCosts
 from tests.models.tiny import rewrite_config
 from tests.models.tiny_images import (
     CLASSES,

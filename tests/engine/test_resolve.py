@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from hetero_llm.core.args import resolve_engine_args
-from hetero_llm.core.config import EngineConfig
+from hetero_llm.config.args import resolve_engine_args
+from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import ModelLoadError
 from hetero_llm.demo_models import demo_folder
-from hetero_llm.engine.draft_model import own_load_format
+from hetero_llm.engine.build_draft_worker import own_load_format
 from hetero_llm.engine.resolve import find_model, open_model, open_tokenizer
 from hetero_llm.models.manifest import manifest_of
 

@@ -17,7 +17,7 @@ from hetero_llm.core.request import FinishReason, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.tokenizer import Tokenizer
-from tests.engine.harness import make_request
+from tests.helpers.harness import make_request
 
 REPLACEMENT = "\ufffd"
 SPECIALS = ["<pad>", "<s>", "</s>"]

@@ -139,7 +139,7 @@ def server(
 
     Args:
         folder: for its log.
-        faults: see `core.env.faults`.
+        faults: see `utils.env.faults`.
         before_exec: called in the child.
         wrap: a command that starts it.
     """

@@ -23,18 +23,18 @@ import pytest
 import torch
 
 from hetero_llm import LLM, SamplingParams
-from hetero_llm.bridge.rings import Ring, create_ring
+from hetero_llm.bridge.ipc.rings import Ring, create_ring
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.core.outputs import RequestOutput
-from hetero_llm.cpu.draft import client
-from hetero_llm.cpu.draft.client import DraftWorker
-from hetero_llm.cpu.draft.source import DraftSource
-from hetero_llm.cpu.lookahead.budget import StepCosts
-from hetero_llm.cpu.lookahead.drafter import LookaheadDrafter
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.input_processor import Prompt
-from tests.bridge.tools import HEAD, SLOT_BYTES, SLOTS_AT, TAIL
-from tests.engine.draft_traffic import (
+from hetero_llm.spec_decode.budget import StepCosts
+from hetero_llm.spec_decode.draft_model import worker_client
+from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+from hetero_llm.spec_decode.draft_model.worker_client import DraftWorker
+from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+from tests.bridge.ipc.tools import HEAD, SLOT_BYTES, SLOTS_AT, TAIL
+from tests.helpers.draft_traffic import (
     EVERYTHING,
     MAX_LEN,
     Served,
@@ -163,8 +163,8 @@ def plain(target: Path) -> Served:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new worker starts at once, whatever became of the last ones."""
-    monkeypatch.setattr(client, "_BACK_OFF", 0.0)
-    monkeypatch.setattr(client, "_MOST_DEATHS", 1000)
+    monkeypatch.setattr(worker_client, "_BACK_OFF", 0.0)
+    monkeypatch.setattr(worker_client, "_MOST_DEATHS", 1000)
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +274,7 @@ def test_stopped(
             os.kill(worker.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
         if len(stopped) == 40:
-            monkeypatch.setattr(worker, "_clock", lambda: clock() + 2 * client.SILENCE)
+            monkeypatch.setattr(worker, "_clock", lambda: clock() + 2 * worker_client.SILENCE)
         stopped.append(broken.metric("draft_worker_up"))
 
     stopped: list[float] = []
@@ -435,7 +435,7 @@ def test_a_ring_that_is_none(target: Path, draft: Path, monkeypatch: pytest.Monk
         ring = create_ring(*slots)
         return replace(ring, stamp=ring.stamp ^ 1)
 
-    monkeypatch.setattr(client, "create_ring", stale)
+    monkeypatch.setattr(worker_client, "create_ring", stale)
     before = children()
     with pytest.raises(ConfigError, match="RingError: .* it is another ring than the ticket") as e:
         build(target, 7, None, batch_invariant=True, speculative_model=str(draft), **DRAFTS)

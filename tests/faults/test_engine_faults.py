@@ -33,7 +33,7 @@ from hetero_llm import (
 )
 from hetero_llm.engine.engine_launcher import launch
 from hetero_llm.engine.input_processor import Prompt
-from tests.engine.async_tools import PATIENCE, idle_metrics, read, until
+from tests.helpers.async_tools import PATIENCE, idle_metrics, read, until
 from tests.models.tiny import make_tiny_checkpoint
 
 STEP_TIMEOUT = 3.0

@@ -1,5 +1,5 @@
-"""Tests of this folder need a CUDA device and are skipped without one; those of `kernels/` run
-anywhere: on the device where there is one, else on the CPU in Triton's interpreter."""
+"""Tests of `scenarios/` and of files named `*_cuda.py` need a CUDA device, else they are skipped;
+the others run anywhere: on the device where there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -28,9 +28,15 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = pytest.mark.skip(reason="no CUDA device")
     for item in items:
-        parents = item.path.parents
-        if _HERE not in parents or _HERE / "kernels" in parents:
+        if _HERE not in item.path.parents:
+            continue
+        if _HERE / "scenarios" not in item.path.parents and not item.path.stem.endswith("_cuda"):
             continue
         item.add_marker(pytest.mark.gpu)
         if not torch.cuda.is_available():
             item.add_marker(missing)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

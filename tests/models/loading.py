@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hetero_llm.models.config import load_model_config
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.models.loader import load_model
+from hetero_llm.models.read_config import load_model_config
 
 
 def load(

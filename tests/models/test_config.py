@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
-from hetero_llm.models.config import ModelConfig, load_model_config
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.registry import model_class, supported_architectures
 
 LLAMA: dict[str, Any] = {

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hetero_llm.models.config import load_model_config
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.models.loader import load_model
+from hetero_llm.models.read_config import load_model_config
 from tests.models.tiny import (
     VARIANTS,
     VOCAB_SIZE,

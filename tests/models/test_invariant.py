@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetero_llm.models.config import ModelConfig, load_model_config
+from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.invariant import (
     TILE_ROWS,
     make_batch_invariant,
@@ -19,6 +19,7 @@ from hetero_llm.models.invariant import (
 )
 from hetero_llm.models.layers import CausalLM, Linear
 from hetero_llm.models.loader import load_model
+from hetero_llm.models.read_config import load_model_config
 from tests.models.tiny import VARIANTS, VOCAB_SIZE, DenseAttend, make_tiny_checkpoint
 
 BATCHES = (1, 7, 33, 64)

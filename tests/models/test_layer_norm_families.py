@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hetero_llm.core.errors import ModelLoadError
-from hetero_llm.models.config import ModelConfig, load_model_config
+from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.falcon import _bfloat16
 from hetero_llm.models.configs.layer_norm import LayerNormConfig, alibi_slopes
 from hetero_llm.models.loader import load_model
+from hetero_llm.models.read_config import load_model_config
 from tests.models.test_families import log_probs, random_sequences, reference_log_probs
 from tests.models.tiny import make_tiny_checkpoint, rewrite_config
 

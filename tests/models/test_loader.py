@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
-from hetero_llm.models.config import load_model_config
 from hetero_llm.models.layers import CausalLM
+from hetero_llm.models.read_config import load_model_config
 from tests.models.loading import edit_weights, load, same_parameters
 from tests.models.tiny import make_tiny_checkpoint, rewrite_config
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_llm.models.config import load_model_config
 from hetero_llm.models.loader import load_model
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.rotary import half_split_order
 from tests.models import renamed
 from tests.models.definition import by_definition, plain_frequencies

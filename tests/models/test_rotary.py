@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from hetero_llm.models.config import load_model_config
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.rotary import RotaryEmbedding, apply_rotary
 
 LONGROPE = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from hetero_llm.models.config import load_model_config
+from hetero_llm.models.read_config import load_model_config
 from tests.models.tiny import VARIANTS, make_tiny_checkpoint
 
 

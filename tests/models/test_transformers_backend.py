@@ -16,8 +16,8 @@ import transformers
 from torch import Tensor, nn
 
 from hetero_llm import LLM, ConfigError, ModelLoadError, RequestOutput, SamplingParams
-from hetero_llm.core.args import resolve_engine_args
-from hetero_llm.core.config import EngineConfig
+from hetero_llm.config.args import resolve_engine_args
+from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.engine.resolve import find_model
 from hetero_llm.models import transformers_check
 from hetero_llm.models.config import ModelConfig

@@ -157,7 +157,7 @@ def test_how_far_ahead() -> None:
 CHILD = """
 import sys, torch
 import concurrent.futures.thread, hetero_llm.models.llama
-from hetero_llm.models.config import load_model_config
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.loader import load_model
 
 def resident(kind):
@@ -198,7 +198,7 @@ def test_loading_takes_little_more_than_the_weights(tmp_path: Path) -> None:
 
 def write_zeros(folder: Path) -> None:
     """A safetensors file of float16 with a hole for its data."""
-    from hetero_llm.models.config import load_model_config
+    from hetero_llm.models.read_config import load_model_config
     from hetero_llm.models.registry import model_class
 
     config = load_model_config(folder)

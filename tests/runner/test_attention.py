@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_llm.core.draft import DraftBatch
+from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.cpu.paged_attention import native_row_kernel
 from hetero_llm.runner.attention import TorchPagedAttention
-from hetero_llm.runner.draft_trees import TreeRows, tree_rows
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.runner.scored_attention import Reach, ScoredAttention, Scoring
+from hetero_llm.spec_decode.verify import TreeRows, tree_rows
 
 LAYERS, HEADS, KV_HEADS, DIM, BLOCK = 2, 6, 2, 16, 8
 STARTS, COUNTS = [0, 30, 7, 19, 64], [11, 1, 9, 1, 24]

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_llm.core.draft import DraftTree, join_trees
+from hetero_llm.core.draft_tree import DraftTree, join_trees
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import SchedulerOutput, SlotState
-from hetero_llm.runner.draft_trees import tree_rows
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import Sampler
+from hetero_llm.spec_decode.verify import tree_rows
 
 VOCAB, SLOTS, BLOCK = 32, 4, 4
 PROMPT = (3, 1, 4)

@@ -28,7 +28,7 @@ from hetero_llm.core.outputs import (
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.demo_models import demo_folder
-from hetero_llm.engine.client import EngineInfo, EngineStats
+from hetero_llm.engine.engine_client import EngineInfo, EngineStats
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
 from hetero_llm.engine.output_processor import _find_stop
 from hetero_llm.engine.tokenizer import Stream, Tokenizer, load_tokenizer

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from hetero_llm.engine.client import EngineClient
+from hetero_llm.engine.engine_client import EngineClient
 from hetero_llm.server.app import build_app
 from hetero_llm.server.context import Context
 from hetero_llm.server.settings import ServerSettings

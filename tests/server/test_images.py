@@ -18,7 +18,7 @@ from hetero_llm.engine import messages
 from hetero_llm.engine.async_engine import AsyncLLMEngine
 from hetero_llm.engine.image_uri import picture_of_uri
 from hetero_llm.engine.images import open_images
-from hetero_llm.models.config import load_model_config
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.server.settings import Limits, ServerSettings
 from tests.models.tiny_images import IMAGE_TOKEN_ID, make_tiny_vision, picture
 from tests.server.serving import Served, serving

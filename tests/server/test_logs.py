@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hetero_llm.engine.client import EngineStats
+from hetero_llm.engine.engine_client import EngineStats
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.server.logs import StatsLine, log_stats, server_log
 from hetero_llm.server.settings import ServerSettings

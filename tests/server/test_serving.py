@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 import pytest
 
-from hetero_llm.core.args import resolve_engine_args, resolve_server_args
-from hetero_llm.core.config import EngineConfig
+from hetero_llm.config.args import resolve_engine_args, resolve_server_args
+from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.server.app import build_app
 from hetero_llm.server.serving import (
@@ -220,7 +220,7 @@ def test_the_plan_names_what_serves() -> None:
 
 
 def test_the_plan_tells_of_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero_llm.cpu.topology.compute_cpus", lambda reserve: (0, 1, 2, 3, 4))
+    monkeypatch.setattr("hetero_llm.utils.topology.compute_cpus", lambda reserve: (0, 1, 2, 3, 4))
 
     def rows(device: str, offload: str, **given: Any) -> dict[str, str]:
         config = EngineConfig.from_args(resolve_engine_args({"model": "demo", **given}))

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from hetero_llm.engine.tokenizer import Tokenizer
-from hetero_llm.server import answers
+from hetero_llm.server import responses
 from hetero_llm.server.settings import Limits, ServerSettings
 from hetero_llm.server.sse import EventStream, Watch
 from tests.server.fake_engine import EOS, FakeEngine
@@ -364,7 +364,7 @@ def test_a_stream_leaves_no_garbage(
         streams.append(weakref.ref(stream))
         return stream
 
-    monkeypatch.setattr(answers, "EventStream", noted)
+    monkeypatch.setattr(responses, "EventStream", noted)
     body = {"prompt": "a b", "max_tokens": 1000 if leaves else 2, "stream": True}
     with serving(engine) as served:
         gc.disable()

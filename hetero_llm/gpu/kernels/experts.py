@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hetero_llm.gpu.kernels.activation import _KINDS, _activate
 from hetero_llm.gpu.kernels.launch import INTERPRETED, let_next_start, pdl_options, wait_for_inputs
-from hetero_llm.gpu.kernels.small_linear import Launch, _add_products, _load_row
+from hetero_llm.gpu.kernels.skinny_gemm import Launch, _add_products, _load_row
 from hetero_llm.models.experts import Experts
 
 _INTERPRETED = tl.constexpr(INTERPRETED)  # there tl.dot takes the bits of bf16 for integers

@@ -3,16 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError, shown
 from hetero_llm.models.config_reader import ConfigSource, Reader
-from hetero_llm.models.configs.transformers import OLDEST, model_fields
-from hetero_llm.models.vision_config import ImageModelConfig, VisionConfig
+from hetero_llm.models.configs.transformers import OLDEST, TransformersConfig, model_fields
 
 _CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """Embeddings before those of the patches, by the vision tower's model_type."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """How many embeddings an image becomes, by family.
+
+    Attributes:
+        kind: "llava", "llava_next" or "qwen2_vl".
+        image_token_id: Of the token that stands for an embedding.
+        patch_size: Side of a patch, in pixels.
+        image_size: Side of what the tower takes at once, in pixels; unused by Qwen2-VL, whose
+            tower takes any size.
+        more_rows: Embeddings of an image, or of one piece of it, that are no patch's: 1 if the
+            class token's is kept.
+        merge_size: Patches, in both directions, that become one embedding (Qwen2-VL).
+        patch_values: Numbers of a patch as the processor makes them (Qwen2-VL).
+        pinpoints: Sizes in pixels (height, width) that a large image may be scaled to, to be cut
+            into pieces of `image_size` (LLaVA-NeXT).
+    """
+
+    kind: str
+    image_token_id: int
+    patch_size: int
+    image_size: int = 0
+    more_rows: int = 0
+    merge_size: int = 1
+    patch_values: int = 0
+    pinpoints: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageModelConfig(TransformersConfig):
+    """Of a class of transformers that takes images. `mrope`: positions are [3, T], see
+    `mrope_table`."""
+
+    vision: VisionConfig
+    mrope: bool = False
 
 
 def read(source: ConfigSource) -> ImageModelConfig:

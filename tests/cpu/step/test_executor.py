@@ -16,8 +16,8 @@ import transformers
 from hetero_llm.cpu import native
 from hetero_llm.cpu.executor import GREEDY, NOISY, Executor, StepDraws, StepRows
 from hetero_llm.demo_models import demo_folder, heldout_prompts
-from hetero_llm.models.config import load_model_config
 from hetero_llm.models.loader import load_model
+from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.sampling.noise import gumbel_noise, signed_seed
 

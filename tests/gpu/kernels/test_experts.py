@@ -13,10 +13,10 @@ from hetero_llm.gpu.experts import speed_up_experts
 from hetero_llm.gpu.kernels import experts as op
 from hetero_llm.gpu.kernels import routing
 from hetero_llm.gpu.kernels.experts import GroupedConfig, Groups, VectorConfig
-from hetero_llm.models.config import load_model_config
 from hetero_llm.models.experts import Experts
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.mixtral import MixtralLayer
+from hetero_llm.models.read_config import load_model_config
 from tests.models.tiny import make_tiny_checkpoint
 
 BF16 = torch.bfloat16

@@ -1,0 +1,1 @@
+"""Records between the engine and its draft worker: rings in shared memory."""

@@ -1,0 +1,89 @@
+"""The compiled rings, built at first use: the headers in `csrc` tell what each function does."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from hetero_llm.core.errors import RingError
+from hetero_llm.utils.native_build import (
+    FAST,
+    PORTABLE,
+    SANITIZED,
+    SANITIZERS,
+    CallableLibrary,
+    NativeMissingError,
+    Recipe,
+    open_both_ways,
+)
+
+_SOURCES = Path(__file__).parent / "csrc"
+_POINTER, _INT, _UINT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
+
+
+COUNTERS = (
+    "records",
+    "slots",
+    "corrupt_slots",
+    "dropped_slots",
+    "bad_positions",
+    "full",
+    "naps",
+    "wakes",
+    "missed_wakes",
+)
+
+
+class Counters(ctypes.Structure):
+    """What `hetero_ring_counters` tells."""
+
+    _fields_ = [(name, _INT) for name in COUNTERS]
+
+
+def recipe(*, sanitize: bool = False) -> Recipe:
+    """How the library is built; `sanitize`: with AddressSanitizer and UBSan."""
+    return Recipe(
+        "rings-sanitized" if sanitize else "rings",
+        _SOURCES,
+        (*PORTABLE, *(SANITIZED if sanitize else FAST)),
+        link_flags=SANITIZERS if sanitize else (),
+    )
+
+
+# None: called with `c_void_p`, bytes and numbers of 31 bits, whose conversion by declared types
+# would take longer than the function.
+_FUNCTIONS: tuple[tuple[str, Any, list[Any] | None], ...] = (
+    ("hetero_ring_bytes", _INT, [_INT]),
+    ("hetero_ring_format", None, [_POINTER, _INT, ctypes.c_uint64, _UINT]),
+    ("hetero_ring_refusal", _INT, [_POINTER, _INT, _INT, ctypes.c_uint64]),
+    ("hetero_ring_open", _POINTER, [_POINTER, _INT]),
+    ("hetero_ring_close", None, [_POINTER]),
+    ("hetero_ring_push", _INT, [_POINTER] * 3 + [_INT] * 2),
+    ("hetero_ring_buffers", None, [_POINTER] * 3 + [_INT] * 2),
+    ("hetero_ring_pop", _INT, None),
+    ("hetero_ring_wait", _INT, [_POINTER] + [_INT] * 2),
+    ("hetero_ring_counters", None, [_POINTER, _POINTER]),
+    ("hetero_outbox_make", _POINTER, []),
+    ("hetero_outbox_free", None, [_POINTER]),
+    ("hetero_outbox_push", _INT, None),
+    ("hetero_outbox_drop", None, [_POINTER, _INT]),
+    ("hetero_outbox_words", _INT, [_POINTER]),
+    ("hetero_outbox_copy", None, [_POINTER] * 3),
+    ("hetero_outbox_push", _INT, [_POINTER] * 2),
+    ("hetero_crc32c", _UINT, [_POINTER, _INT, _UINT, _INT]),
+)
+
+
+@lru_cache(maxsize=1)
+def load() -> CallableLibrary:
+    """The library, compiled if need be.
+
+    Raises:
+        RingError: there is no compiler, it fails, or HETERO_LLM_NATIVE is 0.
+    """
+    try:
+        return open_both_ways("compiled library", recipe, _FUNCTIONS)
+    except NativeMissingError as error:
+        raise RingError(str(error)) from error

@@ -1,0 +1,248 @@
+"""The compiled copier, built at first use: `csrc/copier.h` tells what each function does. Its copy
+kernel is compiled at run time, by the compiler library of the CUDA that the process has loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from hetero_llm.core.errors import HeteroLLMError
+from hetero_llm.utils.native_build import (
+    FAST,
+    PORTABLE,
+    SANITIZED,
+    SANITIZERS,
+    CallableLibrary,
+    NativeMissingError,
+    Recipe,
+    open_both_ways,
+    reason,
+)
+
+_SOURCES = Path(__file__).parent / "csrc"
+_POINTER, _INT, _TEXT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
+_MESSAGE_BYTES = 256
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+
+
+class CopierError(HeteroLLMError):
+    """Copies between host memory and the device cannot be had; serving goes on without them."""
+
+
+class Method(enum.IntEnum):
+    """How a group of layers is loaded; see `csrc/copier.h`."""
+
+    BATCH = 0
+    """One call of the driver for many blocks (CUDA 12.8 and later)."""
+    RUNS = 1
+    """One two-dimensional copy for blocks that follow each other on both sides."""
+    PLAIN = 2
+    """One copy for each block."""
+    KERNEL = 3
+    """A kernel that reads host memory."""
+
+
+class Setup(ctypes.Structure):
+    """What `hetero_copier_open` is told."""
+
+    _fields_ = [
+        (name, _INT)
+        for name in (
+            "device",
+            "host",
+            "flags",
+            "block_bytes",
+            "num_layers",
+            "chunk_rows",
+            "lookahead",
+            "ahead_bytes",
+            "max_inflight",
+            "part_bytes",
+            "lazy",
+            "core",
+        )
+    ]
+
+
+class Load(ctypes.Structure):
+    """What `hetero_copier_load` is told."""
+
+    _fields_ = [
+        (name, _INT)
+        for name in ("ticket", "place", "base", "method", "group", "layers", "after_step")
+    ]
+
+
+COUNTERS = (
+    "bytes_in",
+    "bytes_out",
+    "loads",
+    "failed_loads",
+    "aborted_loads",
+    "stores",
+    "failed_stores",
+    "busy_in_ns",
+    "busy_out_ns",
+    "loading_ns",
+    "cpu_ns",
+    "errors",
+    "broken",
+)
+
+
+class Totals(ctypes.Structure):
+    """What `hetero_copier_totals` tells."""
+
+    _fields_ = [*((name, _INT) for name in COUNTERS), ("rate", ctypes.c_double)]
+
+
+def recipe(*, sanitize: bool = False) -> Recipe:
+    """How the library is built; `sanitize`: with AddressSanitizer and UBSan."""
+    return Recipe(
+        "kv-copier-sanitized" if sanitize else "kv-copier",
+        _SOURCES,
+        (*PORTABLE, *(SANITIZED if sanitize else FAST)),
+        # Before glibc 2.34 dlopen is in a library of its own.
+        link_flags=("-Wl,--no-as-needed", "-ldl", *(SANITIZERS if sanitize else ())),
+    )
+
+
+_FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
+    ("open", _POINTER, [_TEXT, _POINTER, _TEXT, _INT]),
+    ("methods", _INT, [_POINTER]),
+    ("add_kernel", _INT, [_POINTER, _TEXT, _TEXT, _INT]),
+    ("load", None, [_POINTER] * 4 + [_INT]),
+    ("store", None, [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT]),
+    ("abort", None, [_POINTER, _INT]),
+    ("step_launched", None, [_POINTER, _INT, _POINTER]),
+    ("step_done", _INT, [_POINTER, _INT]),
+    ("ahead", _INT, [_POINTER, _INT]),
+    ("poll", _INT, [_POINTER, _POINTER, _INT]),
+    ("wait", _INT, [_POINTER, _INT]),
+    ("set_rate", None, [_POINTER, ctypes.c_double]),
+    ("totals", None, [_POINTER, _POINTER]),
+    ("trouble", _INT, [_POINTER, _TEXT, _INT]),
+    ("close", None, [_POINTER]),
+    ("free", None, [_POINTER]),
+)
+
+
+@lru_cache(maxsize=1)
+def load() -> CallableLibrary:
+    """The library, compiled if need be.
+
+    Raises:
+        CopierError: there is no compiler, it fails, or HETERO_LLM_NATIVE is 0.
+    """
+    try:
+        functions = [(f"hetero_copier_{name}", *types) for name, *types in _FUNCTIONS]
+        return open_both_ways("compiled copier", recipe, functions)
+    except NativeMissingError as error:
+        raise CopierError(str(error)) from error
+
+
+def open_copier(library: CallableLibrary, libcuda: str, setup: Setup) -> tuple[int, str]:
+    """A copier's handle for the context that is current in this thread, and a warning or "".
+
+    Raises:
+        CopierError: there is no driver, or no context.
+    """
+    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+    handle = library.waiting.hetero_copier_open(
+        libcuda.encode(), ctypes.addressof(setup), message, len(message)
+    )
+    text = message.value.decode(errors="replace")
+    if not handle:
+        raise CopierError(f"no copies with {libcuda}: {text}")
+    return handle, text
+
+
+def add_kernel(library: CallableLibrary, handle: int, image: bytes) -> None:
+    """Raises:
+    CopierError: the driver refuses it, or the rows are not at multiples of 16 bytes.
+    """
+    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+    if library.waiting.hetero_copier_add_kernel(handle, image, message, len(message)) != 0:
+        text = message.value.decode(errors="replace")
+        raise CopierError(f"the copy kernel cannot be used: {text}")
+
+
+def trouble(library: CallableLibrary, handle: int) -> str:
+    """The first error that the driver told, "" if none."""
+    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+    library.quick.hetero_copier_trouble(handle, message, len(message))
+    return message.value.decode(errors="replace")
+
+
+def compile_kernel(libcuda: str) -> bytes:
+    """The copy kernel for the device whose context is current.
+
+    Raises:
+        CopierError: there is no compiler library, or it fails.
+    """
+    source = (_SOURCES / "copy_rows.cu").read_bytes()
+    option = f"--gpu-architecture={_architecture(libcuda)}".encode()
+    nvrtc = _open_nvrtc()
+    program = ctypes.c_void_p()
+    options = (ctypes.c_char_p * 1)(option)
+    created = nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), source, b"copy_rows.cu", 0, None, None
+    )
+    if created != 0:
+        raise CopierError(f"the copy kernel cannot be compiled: NVRTC error {created}")
+    try:
+        result = nvrtc.nvrtcCompileProgram(program, 1, options)
+        size = ctypes.c_size_t()
+        if result == 0:
+            result = nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        image = ctypes.create_string_buffer(max(1, size.value))
+        if result == 0:
+            result = nvrtc.nvrtcGetCUBIN(program, image)
+        if result != 0:
+            raise CopierError(f"the copy kernel cannot be compiled: NVRTC error {result}")
+        return image.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _architecture(libcuda: str) -> str:
+    numbers = []
+    try:
+        driver = ctypes.CDLL(libcuda)
+        device, value = ctypes.c_int(), ctypes.c_int()
+        result = driver.cuCtxGetDevice(ctypes.byref(device))
+        for attribute in (_MAJOR, _MINOR):
+            result = result or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+            numbers.append(value.value)
+    except (OSError, AttributeError) as error:
+        raise CopierError(f"the device's architecture is not known: {reason(error)}") from error
+    if result != 0:
+        raise CopierError(f"the device's architecture is not known: error {result}")
+    return "sm_" + "".join(map(str, numbers))
+
+
+def _open_nvrtc() -> ctypes.CDLL:
+    for path in _nvrtc_paths():
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    raise CopierError("there is no NVRTC library beside the CUDA that is loaded")
+
+
+def _nvrtc_paths() -> Iterator[str]:
+    """NVRTC itself if it is loaded, then the one that belongs to the CUDA runtime that is."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        maps = ""
+    found = re.findall(r"(/\S*/lib(nvrtc|cudart)\.so\.(\d+)\S*)$", maps, re.MULTILINE)
+    yield from sorted({path for path, name, _ in found if name == "nvrtc"})
+    for path, major in sorted({(path, major) for path, name, major in found if name == "cudart"}):
+        folder, file = Path(path).parent, f"libnvrtc.so.{major}"
+        yield from (str(folder / file), str(folder.parents[1] / "cuda_nvrtc/lib" / file), file)

@@ -1,0 +1,177 @@
+"""Which way of copying is the fastest here: measured at the start, chosen from at every load.
+
+Loads only. Nothing is decided by how fast stores are: nobody waits for one, how many are under way
+is limited by blocks, and there is no choice to make for whole rows, which are large.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero_llm.bridge.kv_offload.copier import PLACES, CopyOptions, DeviceRows, NativeCopier
+from hetero_llm.bridge.kv_offload.copier_library import CopierError, Method
+from hetero_llm.bridge.kv_offload.copy_rates import Calibration, Choice, Rate
+
+logger = logging.getLogger(__name__)
+
+GROUPS = (1, 2, 4, 8)
+"""Layers of a group that are measured."""
+
+_SMALL_BYTES, _LARGE_BYTES = 64 << 20, 256 << 20  # of one measurement
+_REPEATS = 2
+_BUDGET_S = 0.5
+_HOPELESS = 0.75
+"""Who copies a small load at less than so much of the best rate is not tried with a large one."""
+
+
+def prepare(copier: NativeCopier) -> Calibration:
+    """What a server does with a new copier: adds the copy kernel if it can be had, calibrates (see
+    there when it may), and logs the table."""
+    try:
+        copier.add_kernel()
+    except CopierError as error:
+        logger.info("%s; the copy engines remain", error)
+    calibration = calibrate(copier)
+    logger.info("%s", calibration.table())
+    return calibration
+
+
+def calibrate(copier: NativeCopier, *, seed: int = 0) -> Calibration:
+    """Measures all methods that the copier has, through the copier itself, and makes it use them.
+
+    Loads garbage: it must run before anything is in the device's blocks, whose content changes.
+    Host rows are only read. Takes 0.5 s at most on a usual machine; sizes that there was no time
+    for are left out, as are methods that fail. With less than two blocks or rows there is nothing
+    to measure.
+
+    Returns:
+        What the copier chooses from, from now on.
+    """
+    deadline = time.monotonic() + _BUDGET_S
+    most = min(copier.num_slots, copier.device.num_blocks)
+    if most < 2:
+        return copier.calibration
+    rng = np.random.default_rng(seed)
+    rates: list[Rate] = []
+    for method in copier.methods():
+        for group in GROUPS:
+            if group > copier.device.num_layers or time.monotonic() > deadline:
+                break
+            best = max((max(rate.scattered, rate.ascending) for rate in rates), default=0.0)
+            rate = _measure(copier, method, group, best, rng)
+            if rate is None:
+                break
+            rates.append(rate)
+    if rates:
+        copier.use(Calibration(copier.layer_bytes, tuple(rates)))
+    return copier.calibration
+
+
+def _measure(
+    copier: NativeCopier, method: Method, group: int, best: float, rng: np.random.Generator
+) -> Rate | None:
+    """None if copies fail. best: the highest rate so far."""
+    sizes = (copier.num_slots, copier.device.num_blocks)
+    scattered = _fit(copier, Choice(method, group), [rng.permutation(n) for n in sizes], best)
+    ascending = _fit(copier, Choice(method, group), [np.arange(n) for n in sizes], best)
+    if scattered is None or ascending is None:
+        return None
+    rates, starts = zip(scattered, ascending, strict=True)
+    return Rate(method, group, *rates, *starts)
+
+
+def _fit(
+    copier: NativeCopier, choice: Choice, orders: list[np.ndarray], best: float
+) -> tuple[float, float] | None:
+    """Bytes a second and seconds of a group besides: the line through a small load and a large one,
+    if there is room for it and the small one is not hopeless.
+
+    Args:
+        orders: host rows and blocks, of which the first are loaded.
+    """
+    layers = min(copier.device.num_layers, GROUPS[-1])
+    block = layers * copier.layer_bytes
+    room = min(map(len, orders))
+    small, large = (min(max(2, most // block), room) for most in (_SMALL_BYTES, _LARGE_BYTES))
+    short = _time(copier, choice, orders, small, layers)
+    if short is None:
+        return None
+    rate = small * block / short
+    if large < 2 * small or rate < _HOPELESS * best:
+        return rate, 0.0
+    long = _time(copier, choice, orders, large, layers)
+    if long is None:
+        return None
+    if long > short:
+        rate = (large - small) * block / (long - short)
+    num_groups = -(-layers // choice.group)
+    return rate, max(0.0, short - small * block / rate) / num_groups
+
+
+def _time(
+    copier: NativeCopier, choice: Choice, orders: list[np.ndarray], count: int, layers: int
+) -> float | None:
+    """Seconds of the faster of two loads; None if one fails."""
+    slots, blocks = (order[:count] for order in orders)
+    took = [
+        copier.time_load(slots, blocks, choice.method, choice.group, layers)
+        for _ in range(_REPEATS)
+    ]
+    good = [seconds for seconds in took if seconds is not None]
+    return min(good) if len(good) == _REPEATS else None
+
+
+def calibrate_device(libcuda: str = "libcuda.so.1", *, layer_bytes: int = 64 << 10) -> Calibration:
+    """Measures the present CUDA device with memory of its own, 256 MiB on either side, for
+    `hetero-llm doctor`.
+
+    Args:
+        layer_bytes: of one layer of a block; the default is that of an 8B Llama in 16 bits.
+
+    Raises:
+        CopierError: there is no device, no memory or no driver.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise CopierError("there is no CUDA device")
+    num_layers, num_rows = 32, 128
+    row_bytes = num_layers * layer_bytes
+    try:
+        blocks = torch.empty(num_rows * row_bytes, dtype=torch.uint8, device="cuda")
+        rows = torch.empty(num_rows * row_bytes, dtype=torch.uint8, pin_memory=True)
+        flags = torch.zeros(PLACES, dtype=torch.int32, device="cuda")
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise CopierError(f"no memory to measure copies with: {error}") from error
+    device = DeviceRows(blocks.data_ptr(), num_rows, row_bytes, num_layers, flags.data_ptr())
+    copier = NativeCopier(
+        device,
+        FixedRows(rows.data_ptr(), row_bytes, num_rows),
+        CopyOptions(libcuda=libcuda),
+        current_stream=lambda: torch.cuda.current_stream().cuda_stream,
+    )
+    try:
+        with suppress(CopierError):  # the table has no line for it then
+            copier.add_kernel()
+        return calibrate(copier)
+    finally:
+        copier.close()
+
+
+@dataclass(frozen=True, slots=True)
+class FixedRows:
+    """`copier.HostRows` of memory that was page-locked at once."""
+
+    address: int
+    row_bytes: int
+    ready_rows: int
+
+    @property
+    def chunk_rows(self) -> int:
+        return self.ready_rows

@@ -1,0 +1,237 @@
+"""Host memory for blocks that left the device: touched by many threads, pinned chunk by chunk.
+
+`pool_csrc/pool.h` tells what the compiled part does. All waiting happens in its threads; whoever
+wants to serve at once takes the rows that are ready and sees more of them later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import mmap
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from hetero_llm.core.errors import HeteroLLMError
+from hetero_llm.utils.native_build import (
+    FAST,
+    PORTABLE,
+    SANITIZED,
+    SANITIZERS,
+    CallableLibrary,
+    NativeMissingError,
+    Recipe,
+    open_both_ways,
+)
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 1 << 30
+BACKGROUND_CHUNK_BYTES = 128 << 20
+"""Pinned at a time. The driver's lock is held for that long, some 0.1 s a GiB, and an engine that
+serves meanwhile waits for that lock with every launch."""
+
+_SOURCES = Path(__file__).parent / "pool_csrc"
+_POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_NAP_S = 0.1  # between looks at signals
+_GIB = 1 << 30
+
+
+class PoolError(HeteroLLMError):
+    """There is no memory for the pool, or no compiled library: the engine serves without it."""
+
+
+class _Options(ctypes.Structure):
+    _fields_ = [
+        *((name, _INT) for name in ("row_bytes", "num_rows", "chunk_rows")),
+        *((name, _INT) for name in ("node", "threads", "pause")),
+        ("libcuda", ctypes.c_char_p),
+    ]
+
+
+class _State(ctypes.Structure):
+    _fields_ = [
+        *((name, _INT) for name in ("address", "ready_rows", "finished")),
+        *((name, _INT) for name in ("chunks", "mbind_error", "cuda_error")),
+        *((name, _DOUBLE) for name in ("touch_seconds", "register_seconds")),
+    ]
+
+
+class PinnedPool:
+    """Rows of equal size, one behind the other, in memory that the device can copy from and to.
+
+    Made in the thread whose current CUDA context the memory is pinned for.
+
+    Args:
+        row_bytes: of one block.
+        num_rows: how many there will be if nothing fails.
+        chunk_bytes: about so much is pinned at a time; None: a size that suits `background`.
+        node: NUMA node to prefer, that of the device; None: wherever the kernel puts it.
+        threads: that touch the memory.
+        background: return at once, with more and more rows becoming ready; else when all are.
+        libcuda: the driver library's path or name; None: nothing is pinned.
+
+    Attributes:
+        address: of the first row; it starts a page.
+        chunk_rows: rows pinned together: no single copy may cross from one such chunk to the next.
+
+    Raises:
+        PoolError: there is no such memory, or no compiled library.
+    """
+
+    def __init__(
+        self,
+        row_bytes: int,
+        num_rows: int,
+        *,
+        chunk_bytes: int | None = None,
+        node: int | None = None,
+        threads: int = 8,
+        background: bool = False,
+        libcuda: str | None = "libcuda.so.1",
+    ) -> None:
+        assert row_bytes > 0 and num_rows > 0 and threads > 0
+        if chunk_bytes is None:
+            chunk_bytes = BACKGROUND_CHUNK_BYTES if background else CHUNK_BYTES
+        self.row_bytes = row_bytes
+        self.num_rows = num_rows
+        self.chunk_rows = _chunk_rows(row_bytes, chunk_bytes)
+        self._node = node
+        self._told = False
+        library = _load()
+        self._waiting, self._quick = library.waiting, library.quick
+        path = None if libcuda is None else os.fsencode(libcuda)
+        options = _Options(
+            row_bytes,
+            num_rows,
+            self.chunk_rows,
+            -1 if node is None else node,
+            threads,
+            background,
+            path,
+        )
+        error = _INT()
+        pool = self._waiting.hetero_pool_open(ctypes.byref(options), ctypes.byref(error))
+        if not pool:
+            what = os.strerror(error.value)
+            raise PoolError(f"no {_gib(row_bytes * num_rows)} of host memory for the pool: {what}")
+        self._pool: int | None = pool
+        self._last = _State()
+        self.address = self._state().address
+        if not background:
+            try:
+                while not self.wait(_NAP_S):
+                    pass
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def ready_rows(self) -> int:
+        """Rows that can be used, from the first one on; grows in the background."""
+        if self._pool is None:
+            return 0
+        rows = self._quick.hetero_pool_ready(self._pool)
+        if rows >= 0:
+            return rows
+        if not self._told:
+            self._told = True
+            logger.warning("host memory for prefix KV: %s", self.failure)
+        return ~rows
+
+    @property
+    def failure(self) -> str:
+        """Why no more rows will become ready; empty if nothing failed."""
+        if self._pool is None:
+            return ""
+        buffer = ctypes.create_string_buffer(400)
+        self._waiting.hetero_pool_failure(self._pool, buffer, len(buffer))
+        text = buffer.value.decode(errors="replace")
+        if not text:
+            return ""
+        ready = self._state().ready_rows * self.row_bytes
+        total = self.num_rows * self.row_bytes
+        return f"{text}; {_gib(ready)} of {_gib(total)} can be used"
+
+    @property
+    def placement(self) -> str:
+        """On which NUMA node the memory is."""
+        if self._node is None:
+            return "any NUMA node"
+        error = self._state().mbind_error
+        if error:
+            return f"any NUMA node ({self._node} cannot be preferred: {os.strerror(error)})"
+        return f"NUMA node {self._node} preferred"
+
+    @property
+    def touch_seconds(self) -> float:
+        """Until all memory was touched."""
+        return self._state().touch_seconds
+
+    @property
+    def register_seconds(self) -> float:
+        """Spent in the driver, pinning."""
+        return self._state().register_seconds
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until no more rows will become ready, at most so long; whether that is so."""
+        return self._pool is None or bool(self._waiting.hetero_pool_wait(self._pool, seconds))
+
+    def close(self) -> None:
+        """Unpins and frees the memory; harmless if it was done. No copy may be under way."""
+        if self._pool is not None:
+            self._last = self._state()
+            pool, self._pool = self._pool, None
+            self._waiting.hetero_pool_close(pool)
+
+    def _state(self) -> _State:
+        if self._pool is None:
+            return self._last
+        state = _State()
+        self._waiting.hetero_pool_state(self._pool, ctypes.byref(state))
+        return state
+
+
+def recipe(*, sanitize: bool = False) -> Recipe:
+    """How the library is built; `sanitize`: with AddressSanitizer and UBSan."""
+    return Recipe(
+        "pool-sanitized" if sanitize else "pool",
+        _SOURCES,
+        (*PORTABLE, *(SANITIZED if sanitize else FAST)),
+        link_flags=(*(SANITIZERS if sanitize else ()), "-ldl"),
+    )
+
+
+def _chunk_rows(row_bytes: int, chunk_bytes: int) -> int:
+    """Rows of about so many bytes, at least one, that end where a page ends: a page is pinned once.
+
+    Chunks are longer than asked for where rows are so odd that only many of them fill whole pages.
+    """
+    unit = mmap.PAGESIZE // math.gcd(row_bytes, mmap.PAGESIZE)
+    return max(chunk_bytes // (unit * row_bytes), 1) * unit
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB"
+
+
+_FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
+    ("hetero_pool_open", _POINTER, [_POINTER, _POINTER]),
+    ("hetero_pool_state", None, [_POINTER, _POINTER]),
+    ("hetero_pool_ready", _INT, [_POINTER]),
+    ("hetero_pool_wait", _INT, [_POINTER, _DOUBLE]),
+    ("hetero_pool_failure", None, [_POINTER, _POINTER, _INT]),
+    ("hetero_pool_close", None, [_POINTER]),
+)
+
+
+@lru_cache(maxsize=1)
+def _load() -> CallableLibrary:
+    """The library, compiled if need be."""
+    try:
+        return open_both_ways("compiled pool of host memory", recipe, _FUNCTIONS)
+    except NativeMissingError as error:
+        raise PoolError(str(error)) from error

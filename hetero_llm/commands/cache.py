@@ -1,0 +1,203 @@
+"""`hetero-llm cache`: snapshots of the lookahead cache without a running engine.
+
+Each command returns the text to print. Nothing heavy is imported before one runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_llm.commands.console import DEMO_MODEL, PROGRAM, common_flags, write
+from hetero_llm.config.args import (
+    ENGINE_ARGS,
+    add_flags,
+    engine_args_from_namespace,
+    resolve_engine_args,
+)
+from hetero_llm.config.engine_config import EngineConfig
+from hetero_llm.core.errors import ConfigError, SnapshotError
+
+if TYPE_CHECKING:
+    from hetero_llm.engine.tokenizer import Tokenizer
+    from hetero_llm.spec_decode.lookahead.snapshot import Place
+
+_MODEL_FLAGS = (
+    "model", "tokenizer", "tokenizer_mode", "trust_remote_code", "revision", "tokenizer_revision",
+    "download_dir", "max_model_len", "lookahead_cache_config_dir",
+    "cpu_decoding_memory_utilization",
+)  # fmt: skip
+"""Engine arguments that say which tokens a cache holds, and how many."""
+
+
+def add_save(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("texts", metavar="TEXT", nargs="+", help="a file of UTF-8 text")
+    parser.add_argument("--out", metavar="FILE", required=True, help="the snapshot to write")
+    _add_model(parser)
+
+
+def save(options: argparse.Namespace) -> str:
+    """Writes a snapshot of text files, each of which is one document.
+
+    Raises:
+        ConfigError: a text cannot be read, or the texts do not fit the configuration.
+        SnapshotError: the snapshot cannot be written.
+    """
+    place, tokenizer = _open(options)
+    import numpy as np
+
+    from hetero_llm.kv_cache.prefix_cache import root_key
+    from hetero_llm.spec_decode.lookahead.global_cache import Generation, IndexParams, Parts
+    from hetero_llm.spec_decode.lookahead.snapshot import write_snapshot
+    from hetero_llm.spec_decode.lookahead.token_buffer import namespace, parted
+
+    bare = IndexParams(None, None)
+    documents, nothing = Generation(bare), Generation(bare).part()
+    for name in options.texts:
+        # Not verbose: a text may be longer than any context.
+        ids = tokenizer.hf.encode(_text(name), add_special_tokens=False, verbose=False)
+        tokens = np.array(ids, np.int32)
+        if len(tokens) and tokens.max() >= place.voc_size:
+            reason = f"{name} holds token id {tokens.max()}"
+            raise ConfigError("voc_size", place.voc_size, reason)
+        documents.add(parted(tokens, place.ends), 0, namespace(root_key()), 0)
+    if documents.end > place.capacity:
+        reason = f"the texts need {documents.end}, one token between two of them included"
+        raise ConfigError("cache_size", place.capacity, reason)
+    parts = Parts(static=documents.part(), old=nothing, young=nothing)
+    size = write_snapshot(options.out, parts, tokenizer.fingerprint())
+    tokens_held = documents.end - documents.num_documents
+    return f"{options.out}: {len(options.texts)} texts, {tokens_held} tokens, {size} bytes\n"
+
+
+def add_load(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a snapshot")
+    _add_model(parser)
+
+
+def load(options: argparse.Namespace) -> str:
+    """Verifies that an engine of this model and configuration could load a snapshot.
+
+    Raises:
+        ConfigError: model or configuration are wrong.
+        SnapshotError: it could not.
+    """
+    place, _ = _open(options)
+    from hetero_llm.spec_decode.lookahead.snapshot import read_parts
+
+    header, _ = read_parts(options.file, place)
+    return (
+        f"{options.file} fits: {header.num_tokens - header.num_documents} tokens in "
+        f"{header.num_documents} documents; needs a cache_size of {header.needed}, "
+        f"there is room for {place.capacity}\n"
+    )
+
+
+def add_stats(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a snapshot")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def stats(options: argparse.Namespace) -> str:
+    """What a snapshot holds, and the memory that it takes with the default configuration.
+
+    Raises:
+        SnapshotError: it cannot be read or is damaged.
+    """
+    from hetero_llm.config.lookahead_config import LookaheadConfig
+    from hetero_llm.spec_decode.lookahead.global_cache import SPACE, History
+    from hetero_llm.spec_decode.lookahead.snapshot import read_parts
+
+    header, parts = read_parts(options.file)
+    history = History(LookaheadConfig(), header.needed, uses_raw=True, uses_trie=True)
+    history.restore(parts)
+    generations = (parts.static, parts.old, parts.young)
+    report: dict[str, Any] = {
+        "tokens": header.num_tokens - header.num_documents,
+        "documents": header.num_documents,
+        "namespaces": len({s for part in generations for s in part.documents[:, SPACE].tolist()}),
+        "bigrams": history.num_bigrams,
+        "cache_size": header.needed,
+        "file_bytes": Path(options.file).stat().st_size,
+        "memory_bytes": history.num_bytes,
+        "tokenizer": header.tokenizer,
+    }
+    if options.json:
+        return json.dumps(report) + "\n"
+    return "".join(f"{_LABELS[key]:<28}{value}\n" for key, value in report.items())
+
+
+_LABELS = {
+    "tokens": "tokens",
+    "documents": "documents",
+    "namespaces": "namespaces (cache_salt)",
+    "bigrams": "different pairs of tokens",
+    "cache_size": "cache_size needed",
+    "file_bytes": "bytes of the file",
+    "memory_bytes": "bytes in memory",
+    "tokenizer": "tokenizer (SHA-256)",
+}
+
+COMMANDS = (
+    ("save", add_save, save, "write a snapshot that an engine can start from, from text files"),
+    ("load", add_load, load, "check that a snapshot fits a model and a configuration"),
+    ("stats", add_stats, stats, "show what a snapshot holds"),
+)
+"""Name, function that adds the arguments, function that runs, and one line of help."""
+
+
+def add_cache(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> None:
+    """Fills the parser of `cache`."""
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, add, run, text in COMMANDS:
+        command = commands.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", parents=[common_flags()],
+            allow_abbrev=False,
+        )  # fmt: skip
+        add(command)
+        finish(command, partial(run_cache, run))
+
+
+def run_cache(command: Callable[[argparse.Namespace], str], options: argparse.Namespace) -> int:
+    """Print what a command says; 1 if a snapshot is at fault."""
+    try:
+        write(command(options))
+    except SnapshotError as error:
+        print(f"{PROGRAM}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Model and configuration")
+    for spec in ENGINE_ARGS:
+        if spec.name in _MODEL_FLAGS:
+            add_flags(group, spec)
+
+
+def _open(options: argparse.Namespace) -> tuple[Place, Tokenizer]:
+    """What the cache of an engine with these flags may hold, and its tokenizer."""
+    given = {"model": DEMO_MODEL, "use_lookahead": True, **engine_args_from_namespace(options)}
+    config = EngineConfig.from_args(resolve_engine_args(given))
+    from hetero_llm.engine.build_drafter import fit_to_model, place_for
+    from hetero_llm.engine.factory import open_model
+
+    model, max_model_len, tokenizer, _ = open_model(config)
+    speculation = config.speculation
+    assert speculation is not None and speculation.lookahead is not None and tokenizer is not None
+    settings = fit_to_model(speculation.lookahead, model, max_model_len)
+    return place_for(settings, speculation.memory_utilization, tokenizer), tokenizer
+
+
+def _text(name: str) -> str:
+    try:
+        return Path(name).read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError("TEXT", name, error.strerror or str(error)) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError("TEXT", name, f"is not UTF-8 text: {error}") from None

@@ -1,0 +1,67 @@
+"""What the commands have in common: names, exit codes, how they write, and how they find `LLM`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from hetero_llm.core.errors import HeteroLLMError
+
+if TYPE_CHECKING:
+    from hetero_llm.core.outputs import RequestOutput
+
+PROGRAM = "hetero-llm"
+DEMO_MODEL = "demo"
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+def common_flags() -> argparse.ArgumentParser:
+    """Flags of every command, as a parent of its parser."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--verbose",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="log more, and show the traceback of errors",
+    )
+    return common
+
+
+def llm_class() -> Any:
+    try:
+        from hetero_llm.engine.llm import LLM
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("hetero_llm"):
+            raise
+        raise HeteroLLMError(
+            f"module {error.name!r} is not installed; `{PROGRAM} doctor` shows what is missing"
+        ) from error
+    return LLM
+
+
+def stream_text(updates: Iterator[RequestOutput]) -> RequestOutput:
+    """Write a request's text as it grows; returns the last update."""
+    shown = 0
+    last: RequestOutput | None = None
+    for last in updates:
+        text = last.outputs[0].text
+        write(text[shown:])
+        shown = max(shown, len(text))
+    assert last is not None, "a stream ends with the finished request"
+    return last
+
+
+def write(text: str) -> None:
+    """Print at once; characters that the terminal cannot show are escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()
+
+
+def shortened(text: str, width: int = 40) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 3] + "..."

@@ -1,0 +1,129 @@
+"""`hetero-llm demo`: the embedded model continues three snippets, then shows how fast."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from hetero_llm.commands.console import DEMO_MODEL, llm_class, shortened, stream_text, write
+from hetero_llm.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from hetero_llm.core.outputs import RequestOutput
+
+DEMO_PROMPTS = (
+    "import os\nimport sys\n\n\n"
+    'def read_file(path):\n    """Return the contents of the file at path."""\n    with open(',
+    "class Node:\n"
+    "    def __init__(self, value, next=None):\n"
+    "        self.value = value\n"
+    "        self.next = next\n\n"
+    "    def __repr__(self):\n"
+    "        return",
+    'def is_prime(n):\n    """Return True if n is a prime number."""\n    for i in range(',
+)
+"""Beginnings that end within a line, which leaves a small model the least room to wander off."""
+
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+def add_demo(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> None:
+    """Fills the parser of `demo`."""
+    parser.add_argument("--model", default=DEMO_MODEL, help="model to use (default: %(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=96, help="tokens for each snippet (default: %(default)s)"
+    )
+    finish(parser, run_demo)
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    """Stream the demo model's continuations, then show how fast they were."""
+    params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
+    dim, undim = (_DIM, _PLAIN) if sys.stdout.isatty() else ("", "")
+    finished: list[RequestOutput] = []
+    with llm_class()(options.model) as llm:
+        for prompt in DEMO_PROMPTS:
+            write(f"{dim}{prompt}{undim}")
+            finished.append(stream_text(llm.stream(prompt, params)))
+            write("\n\n")
+        backend = llm.backend
+    write(speed_table(finished))
+    if backend == "native":
+        with llm_class()(options.model, cpu_backend="torch") as llm:
+            plain = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in DEMO_PROMPTS]
+        write(backend_line(finished, plain))
+    with llm_class()(options.model, use_lookahead=True) as llm:
+        line = "with the lookahead cache"
+        for when in ("", ", then, as it knows them,"):
+            before = llm.get_metrics()
+            again = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in DEMO_PROMPTS]
+            line += when + lookahead_words(finished, again, before, llm.get_metrics())
+    write(f"{line}\n")
+    return 0
+
+
+def lookahead_words(
+    plain: Sequence[RequestOutput],
+    drafted: Sequence[RequestOutput],
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+) -> str:
+    """What drafts made of the same prompts, one after another: speed and tokens of each step."""
+    tokens, accepted = (
+        after[name] - before[name]
+        for name in ("generation_tokens", "spec_decode_num_accepted_tokens")
+    )
+    ours, theirs = _rate(drafted), _rate(plain)
+    times = f", {ours / theirs:.1f}x" if theirs else ""
+    return f" {ours:.0f} tokens/s{times}, {tokens / max(tokens - accepted, 1):.1f} tokens a step"
+
+
+def backend_line(native: Sequence[RequestOutput], torch: Sequence[RequestOutput]) -> str:
+    """How much faster the native executor is than torch on the same prompts, one after another."""
+    ours, theirs = _rate(native), _rate(torch)
+    if not ours or not theirs:
+        return ""
+    return (
+        f"native executor {ours:.0f} tokens/s, torch on this CPU {theirs:.0f}: "
+        f"{ours / theirs:.1f}x\n"
+    )
+
+
+def _rate(outputs: Sequence[RequestOutput]) -> float:
+    """Tokens/s after the first token of each output; 0 if there are none."""
+    tokens, seconds = 0, 0.0
+    for output in outputs:
+        metrics = output.metrics
+        if metrics is None or metrics.first_token_time is None or metrics.last_token_time is None:
+            continue
+        tokens += sum(len(one.token_ids) for one in output.outputs) - 1
+        seconds += metrics.last_token_time - metrics.first_token_time
+    return tokens / seconds if seconds > 0 else 0.0
+
+
+def speed_table(outputs: Sequence[RequestOutput]) -> str:
+    """One line for each output: prompt, tokens, tokens/s after the first, time to the first."""
+    rows = [("prompt", "tokens", "tokens/s", "first token, ms")]
+    for output in outputs:
+        tokens = sum(len(one.token_ids) for one in output.outputs)
+        rate, first = _speed(output, tokens)
+        rows.append((shortened(output.prompt or ""), str(tokens), rate, first))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0])]
+                  + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)])
+        for row in rows
+    ]  # fmt: skip
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines) + "\n(tokens/s counts the tokens after the first)\n"
+
+
+def _speed(output: RequestOutput, tokens: int) -> tuple[str, str]:
+    metrics = output.metrics
+    if metrics is None or metrics.first_token_time is None:
+        return "-", "-"
+    first = f"{(metrics.first_token_time - metrics.arrival_time) * 1e3:.1f}"
+    seconds = (metrics.last_token_time or metrics.first_token_time) - metrics.first_token_time
+    return (f"{(tokens - 1) / seconds:.1f}" if tokens > 1 and seconds > 0 else "-"), first

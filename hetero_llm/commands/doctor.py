@@ -1,0 +1,428 @@
+"""`hetero-llm doctor`: what this machine offers, and what is missing with the command that adds it.
+
+Works on a broken installation, which is when it is needed: nothing outside the standard library
+is imported at the top, and every look at a third-party package may fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_llm import __version__
+from hetero_llm.commands.console import write
+from hetero_llm.cpu import ipex_version
+
+REQUIRED_PACKAGES = {
+    "torch": "2.8",
+    "transformers": "4.51",
+    "tokenizers": "0.21",
+    "safetensors": "0.4.5",
+    "huggingface-hub": "0.30",
+    "numba": "0.60",
+    "numpy": "1.26",
+    "psutil": "5.9",
+    "tqdm": "4.66",
+}
+"""What pyproject.toml requires, with the lowest version."""
+
+OPTIONAL_PACKAGES = ("triton",)
+DEMO_MODELS = ("demo", "demo-draft")
+COMPILERS = ("c++", "g++", "clang++")
+SUPPORTED_PYTHON = ((3, 11), (3, 13))
+
+_PACKAGE_FOLDER = Path(__file__).parents[1]
+_GIB = 1 << 30
+_USUAL_ROW = 2 << 20  # bytes of a KV block of 16 tokens of an 8B model
+_PINNED_ROWS = 32
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Something that is not there, and how to get it. `needed`: the engine cannot run without."""
+
+    what: str
+    fix: str
+    needed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Facts by section, in the order they are shown, and what is missing."""
+
+    sections: dict[str, Facts]
+    missing: tuple[Missing, ...]
+
+    @property
+    def can_run(self) -> bool:
+        """Whether nothing that the engine needs is missing."""
+        return not any(thing.needed for thing in self.missing)
+
+
+def examine() -> Report:
+    """Look at the machine. Imports torch, if it is there, to ask for the GPU, and compiles the
+    CPU library if that was not done before."""
+    sections: dict[str, Facts] = {}
+    missing: list[Missing] = []
+    parts: tuple[tuple[str, Callable[[], tuple[Facts, list[Missing]]]], ...] = (
+        ("System", _system),
+        ("CPU", _cpu),
+        ("Memory", _memory),
+        ("GPU", _gpu),
+        ("Prefix cache offload", _offload),
+        ("Packages", _packages),
+        ("Demo models", _demo_models),
+        ("Tools", _tools),
+    )
+    for title, look in parts:
+        facts, lacking = look()
+        sections[title] = facts
+        missing.extend(lacking)
+    return Report(sections, tuple(dict.fromkeys(missing)))
+
+
+def as_text(report: Report) -> str:
+    """The report for people."""
+    lines: list[str] = []
+    for title, facts in report.sections.items():
+        width = max((len(name) for name in facts), default=0)
+        lines.append(title)
+        behind = "\n" + " " * (width + 4)  # of a value's further lines
+        lines.extend(
+            f"  {name:<{width}}  {str(value).replace(chr(10), behind)}"
+            for name, value in facts.items()
+        )
+    lines.append("Missing")
+    for thing in report.missing:
+        kind = "needed" if thing.needed else "optional"
+        lines.append(f"  {thing.what} ({kind})\n    -> {thing.fix}")
+    if not report.missing:
+        lines.append("  nothing")
+    verdict = "The engine can run here." if report.can_run else "The engine cannot run yet."
+    return "\n".join([*lines, verdict]) + "\n"
+
+
+def as_json(report: Report) -> str:
+    """The report for programs."""
+    missing = [dataclasses.asdict(thing) for thing in report.missing]
+    content = {"can_run": report.can_run, "sections": report.sections, "missing": missing}
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _system() -> tuple[Facts, list[Missing]]:
+    facts = {
+        "hetero_llm": __version__,
+        "Python": platform.python_version(),
+        "OS": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+    low, high = SUPPORTED_PYTHON
+    if low <= sys.version_info[:2] <= high:
+        return facts, []
+    wanted = " to ".join(f"{major}.{minor}" for major, minor in SUPPORTED_PYTHON)
+    return facts, [Missing(f"Python {wanted}", "python3.12 -m venv .venv", needed=True)]
+
+
+def _cpu() -> tuple[Facts, list[Missing]]:
+    topology = _import_topology()
+    if topology is None:
+        return {"model": platform.processor() or platform.machine()}, []
+    host = topology.read_topology()
+    quota = "no limit" if host.cpu_quota is None else f"{host.cpu_quota:g} CPUs"
+    facts: Facts = {
+        "model": host.model_name,
+        "instruction sets": " ".join(host.isa) or "none of " + " ".join(topology.ISA_FLAGS),
+        "cores": f"{host.physical_cores}, with {host.hyperthreads} thread(s) each",
+        "allowed": f"{host.allowed_cores} cores, {len(host.allowed_cpus)} threads",
+        "cgroup quota": quota,
+        "usable cores": host.usable_cores,
+        **_core_plans(topology),
+    }
+    for node in host.numa_nodes:
+        memory = f"{node.memory_bytes / _GIB:.1f} GiB"
+        facts[f"NUMA node {node.index}"] = f"{len(node.cpus)} threads, {memory}"
+    return facts, []
+
+
+def _core_plans(topology: Any) -> dict[str, str]:
+    """Who would compute on which core beside a draft worker, or a thread that copies KV."""
+    from hetero_llm.cpu.core_plan import deal_cores, deal_to_engine
+
+    cpus = topology.compute_cpus(reserve=0)
+
+    def with_drafts(target: str, *, copies: bool = False) -> str:
+        on_cpu = target == "CPU"
+        return deal_cores(cpus, target_on_cpu=on_cpu, draft_threads=None, copies=copies).words()
+
+    return {
+        "drafts for a GPU": with_drafts("GPU"),
+        "drafts for a CPU": with_drafts("CPU"),
+        "offload for a GPU": deal_to_engine(cpus).words(),
+        "drafts and offload": with_drafts("GPU", copies=True),
+    }
+
+
+def _memory() -> tuple[Facts, list[Missing]]:
+    facts: Facts = {}
+    topology = _import_topology()
+    if topology is not None:
+        host = topology.read_topology()
+        limit = host.memory_limit
+        facts["total"] = f"{host.total_memory / _GIB:.1f} GiB"
+        facts["available"] = f"{host.available_memory / _GIB:.1f} GiB"
+        facts["cgroup limit"] = "none" if limit is None else f"{limit.limit_bytes / _GIB:.1f} GiB"
+        facts["usable now"] = f"{topology.usable_memory_bytes() / _GIB:.1f} GiB"
+    facts["transparent huge pages"] = transparent_huge_pages(
+        _read("/sys/kernel/mm/transparent_hugepage/enabled")
+    )
+    facts["reserved huge pages"] = reserved_huge_pages(_read("/proc/meminfo"))
+    return facts, []
+
+
+def _gpu() -> tuple[Facts, list[Missing]]:
+    driver = driver_version(_read("/proc/driver/nvidia/version"))
+    facts: Facts = {"driver": driver or "none"}
+    try:
+        import torch
+    except Exception as error:  # a broken installation fails in many ways
+        facts["devices"] = f"unknown: torch cannot be imported ({type(error).__name__}: {error})"
+        if _version_of("torch") is None:
+            return facts, []  # reported with the packages
+        fix = "pip install --force-reinstall torch"
+        return facts, [Missing("a torch that can be imported", fix, needed=True)]
+    facts["torch built for"] = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(count):
+        device = torch.cuda.get_device_properties(index)
+        facts[f"device {index}"] = f"{device.name}, {device.total_memory / _GIB:.1f} GiB"
+    if count == 0:
+        facts["devices"] = "none that torch can use"
+        if driver and not torch.version.cuda:
+            fix = "pip install --force-reinstall torch  (a build for CUDA)"
+            return facts, [Missing("torch for CUDA, to use the GPU", fix, needed=False)]
+    return facts, []
+
+
+def _offload() -> tuple[Facts, list[Missing]]:
+    """What enable_prefix_cache_offload would find here."""
+    facts: Facts = {"host memory": _pool_words()}
+    try:
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    except Exception:  # reported with the GPU
+        count = 0
+    if not count:
+        facts["copies"] = "none: without a GPU it has no effect"
+        return facts, []
+    from hetero_llm.utils import numa
+
+    for index in range(count):
+        node = numa.numa_node(index)
+        facts[f"NUMA node of device {index}"] = "not known" if node is None else node
+    facts["pinned memory"] = _pinning()
+    facts["copies"] = _calibration()
+    return facts, []
+
+
+def _pool_words() -> str:
+    """How much of the host's memory the defaults would take."""
+    topology = _import_topology()
+    if topology is None:
+        return "unknown: psutil is missing"
+    from hetero_llm.bridge.kv_offload.sizing import pool_size
+    from hetero_llm.config.args import spec_of
+    from hetero_llm.core.errors import ConfigError
+
+    spec = spec_of("cpu_prefill_memory_utilization")
+    assert spec is not None
+    host = topology.read_topology()
+    limit = host.memory_limit
+    try:
+        return pool_size(
+            spec.default,
+            total_bytes=host.total_memory,
+            available_bytes=host.available_memory,
+            headroom_bytes=None if limit is None else limit.headroom_bytes,
+            row_bytes=_USUAL_ROW,
+        ).sentence
+    except ConfigError as error:
+        return str(error)
+
+
+def _pinning() -> str:
+    """Whether a little memory can be pinned for the first GPU."""
+    try:
+        import torch
+
+        from hetero_llm.bridge.kv_offload.pinned_pool import PinnedPool
+
+        torch.zeros(1, device="cuda")  # memory is pinned for the current context
+        pool = PinnedPool(_USUAL_ROW, _PINNED_ROWS)
+        try:
+            failure = pool.failure
+            return f"does not work: {failure}" if failure else f"works, {pool.placement}"
+        finally:
+            pool.close()
+    except Exception as error:
+        return f"does not work: {_first(error)}"
+
+
+def _calibration() -> str:
+    """What the copies of the first GPU are found to do, measured now."""
+    try:
+        from hetero_llm.bridge.kv_offload.copy_calibration import calibrate_device
+    except ImportError as error:
+        return f"not available: {_first(error)}"
+    try:
+        return str(calibrate_device().table())
+    except Exception as error:
+        return f"cannot be measured: {_first(error)}"
+
+
+def _packages() -> tuple[Facts, list[Missing]]:
+    facts: Facts = {}
+    missing = []
+    for name, lowest in REQUIRED_PACKAGES.items():
+        version = _version_of(name)
+        facts[name] = version or "not installed"
+        if version is None or _numbers(version) < _numbers(lowest):
+            fix = f"pip install '{name}>={lowest}'  (in a checkout: make install)"
+            missing.append(Missing(f"{name} {lowest} or later", fix, needed=True))
+    for name in OPTIONAL_PACKAGES:
+        facts[name] = _version_of(name) or "not installed"
+    ipex, torch = _version_of(ipex_version.PACKAGE), _version_of("torch")
+    facts[ipex_version.PACKAGE] = ipex or "not installed"
+    if ipex is not None and torch is not None:
+        problem = ipex_version.mismatch(ipex, torch)
+        facts[ipex_version.PACKAGE] = (
+            f"{ipex}, {'fits' if problem is None else 'not for'} torch {torch}"
+        )
+        if problem is not None:
+            fix = f"in an environment of its own: {ipex_version.INSTALL}"
+            what = f"a torch for {ipex_version.PACKAGE} {ipex}, to use cpu_backend='ipex'"
+            missing.append(Missing(what, fix, needed=False))
+    return facts, missing
+
+
+def _demo_models() -> tuple[Facts, list[Missing]]:
+    facts: Facts = {}
+    missing = []
+    for name in DEMO_MODELS:
+        present = (_PACKAGE_FOLDER / "demo_models" / name / "config.json").is_file()
+        facts[name] = "present" if present else "not there"
+        if not present:
+            fix = "in a checkout: python tools/train_demo_pair.py hetero_llm/demo_models"
+            missing.append(Missing(f"embedded model {name!r}", fix, needed=False))
+    return facts, missing
+
+
+def _tools() -> tuple[Facts, list[Missing]]:
+    path = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if path is None:
+        fix = "install a C++ compiler, e.g. apt-get install g++"
+        facts = {"C++ compiler": "none", "native CPU executor": _native_executor()}
+        return facts, [Missing("a C++ compiler", fix, needed=False)]
+    version = _first_line([path, "--version"]) or path
+    return {"C++ compiler": version, "native CPU executor": _native_executor()}, []
+
+
+def _first(error: Exception) -> str:
+    """The first line of its message, or its name."""
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _native_executor() -> str:
+    """Whether it is there, compiled now if need be, as its first use would."""
+    try:
+        from hetero_llm.cpu import native
+        from hetero_llm.utils.env import native_choice
+
+        if native_choice() == "0":
+            return "none, HETERO_LLM_NATIVE=0: plain torch serves"
+        level = native.isa_level(native.open_library())
+        return f"for {native.ISA_NAMES[level]}"
+    except Exception as error:  # without psutil, torch, a compiler, a writable cache ...
+        return f"none, plain torch serves: {_first(error)}"
+
+
+def transparent_huge_pages(text: str) -> str:
+    """The chosen word of `always [madvise] never`."""
+    chosen = re.search(r"\[(\w+)\]", text)
+    return chosen.group(1) if chosen else "unknown"
+
+
+def reserved_huge_pages(meminfo: str) -> str:
+    """How many explicit huge pages the kernel holds, from the text of /proc/meminfo."""
+    count = re.search(r"^HugePages_Total:\s+(\d+)", meminfo, re.MULTILINE)
+    size = re.search(r"^Hugepagesize:\s+(\d+) kB", meminfo, re.MULTILINE)
+    if not count or not size:
+        return "unknown"
+    return f"{count.group(1)} of {int(size.group(1)) // 1024} MiB"
+
+
+def driver_version(text: str) -> str:
+    """The NVIDIA driver's version, from the text of /proc/driver/nvidia/version."""
+    found = re.search(r"Kernel Module\D*?\s(\d+\.\d+(?:\.\d+)?)\s", text.replace("x86_64", ""))
+    return found.group(1) if found else ""
+
+
+def _import_topology() -> Any:
+    try:
+        from hetero_llm.utils import topology
+    except ImportError:  # psutil is missing: reported with the packages
+        return None
+    return topology
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: enough to compare a release with a lower bound."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, release.group().split("."))) if release else ()
+
+
+def _first_line(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.partition("\n")[0].strip()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def add_doctor(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> None:
+    """Fills the parser of `doctor`."""
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    finish(parser, run_doctor)
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    """Print the report; 0 if the engine can run on this machine, else 1."""
+    report = examine()
+    write(as_json(report) if options.json else as_text(report))
+    return 0 if report.can_run else 1

@@ -1,0 +1,184 @@
+"""`hetero-llm generate`: prompts of the command line, continued by a model in this process."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_llm.commands.console import (
+    DEMO_MODEL,
+    EXIT_INTERRUPTED,
+    llm_class,
+    shortened,
+    stream_text,
+    write,
+)
+from hetero_llm.config.args import (
+    ENGINE_ARGS,
+    add_engine_arguments,
+    add_flags,
+    engine_args_from_namespace,
+)
+from hetero_llm.config.args_sampling import SAMPLING_ARGS
+from hetero_llm.config.args_spec import Kind
+from hetero_llm.core.errors import ConfigError
+from hetero_llm.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from hetero_llm.core.outputs import RequestOutput, TokenLogprobs
+
+_EARLY_STOPPING_WORDS: dict[str, bool | str] = {"true": True, "false": False}
+
+
+def add_generate(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> None:
+    """Fills the parser of `generate`."""
+    parser.add_argument(
+        "model_tag",
+        metavar="MODEL",
+        nargs="?",
+        help=f"folder or Hugging Face name of the model, as --model (default: {DEMO_MODEL})",
+    )
+    prompts = parser.add_argument_group("Prompts")
+    prompts.add_argument("--prompt", action="append", default=[], help="a prompt; repeatable")
+    prompts.add_argument(
+        "--prompt-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a file that is one prompt, '-' for standard input; repeatable",
+    )
+    output = parser.add_argument_group("Output").add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="one JSON object a line")
+    output.add_argument("--stream", action="store_true", help="show the text as it is produced")
+    sampling = parser.add_argument_group(
+        "Sampling", "--seed and --num-speculative-tokens, below, also hold for every request."
+    )
+    of_engine = {spec.name for spec in ENGINE_ARGS}  # one flag for the engine and its requests
+    for spec in SAMPLING_ARGS:
+        if spec.kind is not Kind.PYTHON and spec.name not in of_engine:
+            add_flags(sampling, spec)
+    add_engine_arguments(parser)
+    parser.epilog = (
+        "More flags of the manual are accepted without effect, or wait for their feature: "
+        "docs/flags.md lists them all."
+    )
+    parser.usage = "%(prog)s [MODEL] [--prompt PROMPT] [options]"
+    finish(parser, run_generate)
+
+
+def run_generate(options: argparse.Namespace) -> int:
+    """Generate for the prompts of the command line and print the results."""
+    engine_args = engine_args_from_namespace(options)
+    model = _chosen_model(options.model_tag, engine_args.pop("model", None))
+    params = _sampling_params(options)
+    _check_output(options, params)
+    prompts = _prompts(options)
+    with llm_class()(model, **engine_args) as llm:
+        if options.stream:
+            for index, prompt in enumerate(prompts):
+                write(_heading(prompts, index))
+                stream_text(llm.stream(prompt, params))
+                write("\n")
+            return 0
+        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+    for index, output in enumerate(outputs):
+        if options.json:
+            write(json.dumps(_as_json(output)) + "\n")
+            continue
+        for one in output.outputs:
+            write(f"{_heading(prompts, index)}{one.text}\n")
+    return EXIT_INTERRUPTED if any(map(_was_interrupted, outputs)) else 0
+
+
+def _was_interrupted(output: RequestOutput) -> bool:
+    """After Ctrl-C, `generate` returns what there is so far."""
+    return any(one.finish_reason == "abort" for one in output.outputs)
+
+
+def _chosen_model(positional: str | None, flag: str | None) -> str:
+    if positional is not None and flag is not None and positional != flag:
+        raise ConfigError("model", flag, f"contradicts the first argument, {positional!r}")
+    return positional or flag or DEMO_MODEL
+
+
+def _sampling_params(options: argparse.Namespace) -> SamplingParams:
+    given = {
+        spec.name: getattr(options, spec.name)
+        for spec in SAMPLING_ARGS
+        if hasattr(options, spec.name)
+    }
+    word = given.get("early_stopping")
+    if word is not None:
+        given["early_stopping"] = _EARLY_STOPPING_WORDS.get(word, word)
+    return SamplingParams(**given)
+
+
+def _check_output(options: argparse.Namespace, params: SamplingParams) -> None:
+    """Refuse to compute what the chosen form of output would not show."""
+    if options.stream and params.width > 1:
+        raise ConfigError("stream", True, "shows one sequence for each prompt, so n must be 1")
+    if options.json:
+        return
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None:
+            raise ConfigError(name, getattr(params, name), "is shown with --json only")
+    if not params.detokenize:
+        raise ConfigError("detokenize", False, "token ids are shown with --json only")
+
+
+def _prompts(options: argparse.Namespace) -> list[str]:
+    prompts = [*options.prompt, *(_prompt_in(name) for name in options.prompt_file)]
+    if not prompts and not sys.stdin.isatty():
+        prompts = [_prompt_in("-")]
+    if not prompts:
+        raise ConfigError("prompt", None, "give --prompt, --prompt-file or standard input")
+    return prompts
+
+
+def _prompt_in(name: str) -> str:
+    """The whole text of a file, its last newline included."""
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise ConfigError("prompt_file", name, error.strerror or str(error)) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError("prompt_file", name, f"is not UTF-8 text: {error}") from None
+
+
+def _heading(prompts: Sequence[str], index: int) -> str:
+    """What goes above a result where there are several; one result is printed alone."""
+    return f"--- {shortened(prompts[index], 60)}\n" if len(prompts) > 1 else ""
+
+
+def _as_json(output: RequestOutput) -> dict[str, Any]:
+    return {
+        "prompt": output.prompt,
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "prompt_logprobs": _logprobs_as_json(output.prompt_logprobs),
+        "outputs": [
+            {
+                "index": one.index,
+                "text": one.text,
+                "token_ids": list(one.token_ids),
+                "logprobs": _logprobs_as_json(one.logprobs),
+                "finish_reason": one.finish_reason,
+                "stop_reason": one.stop_reason,
+            }
+            for one in output.outputs
+        ],
+    }
+
+
+def _logprobs_as_json(positions: Sequence[TokenLogprobs | None] | None) -> list[Any] | None:
+    if positions is None:
+        return None
+    return [
+        tokens and {token: dataclasses.asdict(logprob) for token, logprob in tokens.items()}
+        for tokens in positions
+    ]

@@ -1,0 +1,197 @@
+"""The one table of engine and server arguments, for the Python API and the command line alike.
+
+Every argument of TACO-LLM's manual is here with its status: EFFECTIVE (checked and used),
+OBSOLETE (any value accepted with one notice line) or NOT_YET (only the default is accepted).
+docs/flags.md is generated from this table by tools/gen_flags_doc.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from hetero_llm.config.args_server import SERVER_ARGS
+from hetero_llm.config.args_spec import (
+    ArgSpec,
+    Kind,
+    Scope,
+    Status,
+    checked,
+    from_text,
+    is_default,
+)
+from hetero_llm.config.args_table import ENGINE_ARGS
+from hetero_llm.core.errors import ConfigError
+
+__all__ = [
+    "ARGS",
+    "ENGINE_ARGS",
+    "SERVER_ARGS",
+    "ArgSpec",
+    "Kind",
+    "Scope",
+    "Status",
+    "add_engine_arguments",
+    "add_flags",
+    "engine_args_from_namespace",
+    "nearest",
+    "resolve_engine_args",
+    "resolve_server_args",
+    "spec_of",
+]
+
+logger = logging.getLogger(__name__)
+
+ARGS: tuple[ArgSpec, ...] = ENGINE_ARGS + SERVER_ARGS
+
+_ENGINE_BY_NAME = {name: spec for spec in ENGINE_ARGS for name in (spec.name, *spec.aliases)}
+_SERVER_BY_NAME = {name: spec for spec in SERVER_ARGS for name in (spec.name, *spec.aliases)}
+
+
+def resolve_engine_args(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the engine arguments of one `LLM` or one command and fill in the defaults.
+
+    Logs one warning for each OBSOLETE argument that is given.
+
+    Args:
+        given: The arguments as the user wrote them, by Python name or alias.
+
+    Returns:
+        The value of every engine argument, by Python name, in the table's order.
+
+    Raises:
+        ConfigError: An argument is unknown, of the wrong type, out of range, given twice, or
+            asks for a feature that is not available yet.
+    """
+    return _resolve(ENGINE_ARGS, _ENGINE_BY_NAME, given)
+
+
+def resolve_server_args(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the server's own arguments and fill in the defaults, as `resolve_engine_args` does."""
+    return _resolve(SERVER_ARGS, _SERVER_BY_NAME, given)
+
+
+def spec_of(name: str) -> ArgSpec | None:
+    """The row of an engine or server argument, by Python name or alias."""
+    return _ENGINE_BY_NAME.get(name) or _SERVER_BY_NAME.get(name)
+
+
+def _resolve(
+    specs: Iterable[ArgSpec], by_any_name: Mapping[str, ArgSpec], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    by_name: dict[str, Any] = {}
+    for name, value in given.items():
+        spec = by_any_name.get(name)
+        if spec is None:
+            raise ConfigError(name, value, _why_unknown(name))
+        if spec.name in by_name:
+            raise ConfigError(name, value, f"is another name of {spec.name!r}, also given")
+        by_name[spec.name] = value
+    return {
+        spec.name: _resolved(spec, by_name[spec.name]) if spec.name in by_name else _default(spec)
+        for spec in specs
+    }
+
+
+def add_engine_arguments(
+    parser: argparse.ArgumentParser, specs: Iterable[ArgSpec] = ENGINE_ARGS
+) -> None:
+    """Add a flag for every argument; one that is not given leaves no attribute.
+
+    Flags may be written with `-` or `_`, booleans also as `--no-x`. Only EFFECTIVE ones show in
+    `--help`. Read the result with `engine_args_from_namespace`.
+    """
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for spec in specs:
+        if spec.group not in groups:
+            groups[spec.group] = parser.add_argument_group(spec.group)
+        add_flags(groups[spec.group], spec)
+
+
+def add_flags(group: argparse._ArgumentGroup, spec: ArgSpec) -> None:
+    """Add one row's flags in every spelling; none of them leaves an attribute unless given."""
+    hyphened = [n.replace("_", "-") for n in (spec.name, *spec.aliases)]
+    underscored = [n for n in (spec.name, *spec.aliases) if "_" in n]
+    shown = spec.help.replace("%", "%%") if spec.status is Status.EFFECTIVE else argparse.SUPPRESS
+    _add_spelling(group, spec, [*spec.short, *(f"--{n}" for n in hyphened)], shown)
+    if underscored:
+        _add_spelling(group, spec, [f"--{n}" for n in underscored], argparse.SUPPRESS)
+        if spec.kind is Kind.BOOL:
+            _add_negation(group, spec, [f"--no_{n}" for n in underscored])
+
+
+def engine_args_from_namespace(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The engine arguments that were on the command line, ready for `LLM(**...)`."""
+    given = vars(namespace)
+    return {spec.name: given[spec.name] for spec in ENGINE_ARGS if spec.name in given}
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` is most probably a misspelling of, or None."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+
+
+def _why_unknown(name: str) -> str:
+    if name in _SERVER_BY_NAME:
+        return "is an argument of the server, not of the engine"
+    guess = nearest(name.replace("-", "_"), _ENGINE_BY_NAME)
+    return "unknown argument" + (f"; did you mean {guess!r}?" if guess else "")
+
+
+def _default(spec: ArgSpec) -> Any:
+    if spec.required:
+        raise ConfigError(spec.name, None, "is required")
+    return spec.default
+
+
+def _resolved(spec: ArgSpec, value: Any) -> Any:
+    if spec.status is Status.EFFECTIVE:
+        return checked(spec, value)
+    if spec.status is Status.NOT_YET:
+        if is_default(spec, value):
+            return spec.default
+        raise ConfigError(spec.name, value, f"{spec.feature} is not available yet")
+    if value is None:
+        return spec.default
+    logger.warning("%s has no effect and can be left out: %s", spec.flag, spec.reason)
+    return value
+
+
+def _add_spelling(
+    group: argparse._ArgumentGroup, spec: ArgSpec, flags: list[str], shown: str
+) -> None:
+    shared: dict[str, Any] = {"dest": spec.name, "default": argparse.SUPPRESS, "help": shown}
+    if spec.kind is not Kind.BOOL:
+        if spec.choices:
+            shared["metavar"] = "{" + ",".join(map(str, spec.choices)) + "}"
+        action = "append" if spec.kind is Kind.LIST else "store"
+        group.add_argument(*flags, type=_parser_of(spec), action=action, **shared)
+    elif spec.optional_value:
+        shared["metavar"] = "true|false"
+        group.add_argument(*flags, type=_parser_of(spec), nargs="?", const=True, **shared)
+        _add_negation(group, spec, [f"--no-{flag[2:]}" for flag in flags if flag[:2] == "--"])
+    else:
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **shared)
+
+
+def _add_negation(group: argparse._ArgumentGroup, spec: ArgSpec, flags: list[str]) -> None:
+    group.add_argument(
+        *flags,
+        dest=spec.name,
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )
+
+
+def _parser_of(spec: ArgSpec) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return from_text(spec, text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse

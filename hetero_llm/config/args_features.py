@@ -1,0 +1,421 @@
+"""Arguments of the larger features: offload, parallelism, speculation, adapters."""
+
+from __future__ import annotations
+
+from hetero_llm.config.args_spec import Kind, effective, grouped, not_yet, obsolete
+
+_BOOL, _INT, _FLOAT, _STR, _JSON = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Kind.JSON
+_LARGEST = 2**31 - 1
+
+_TENSOR_PARALLEL = "tensor parallelism"
+_LORA = "LoRA"
+_PROMPT_ADAPTERS = "prompt adapter support"
+_ONE_DEVICE = "the engine runs on one device, without remote workers."
+
+OFFLOAD = grouped(
+    "Prefix cache offload",
+    effective(
+        "enable_prefix_cache_offload",
+        _BOOL,
+        False,
+        "Keep evicted blocks of the prefix cache in pinned host memory and load them back, layer "
+        "by layer, when a prompt wants them. Needs a GPU to have an effect.",
+    ),
+    effective(
+        "cpu_prefill_memory_utilization",
+        _FLOAT,
+        0.3,
+        "Share of the host's total memory for offloaded blocks, in (0, 1]; what is not available "
+        "is not taken, and the log says so.",
+        above=0,
+        maximum=1,
+    ),
+    effective(
+        "apc_offload_not_lazy",
+        _BOOL,
+        False,
+        "Submit all layers of a load at once instead of a few at a time; for debugging.",
+    ),
+    effective(
+        "apc_offload_min_access_threshold",
+        _INT,
+        1,
+        "Requests that must have used a block before it is worth offloading; 1 offloads all.",
+        minimum=1,
+    ),
+    effective(
+        "apc_offload_enable_hit_cnt",
+        _BOOL,
+        False,
+        "Log how many blocks were found on the GPU, on the CPU or nowhere, every 100 blocks.",
+    ),
+    effective(
+        "apc_offload_gpu_evictor_limit",
+        _INT,
+        -1,
+        "Most unused blocks that stay cached on the GPU; -1 for no limit. For debugging.",
+        minimum=-1,
+        maximum=_LARGEST,
+    ),
+    effective(
+        "apc_offload_lookahead",
+        _INT,
+        2,
+        "Groups of layers of one load that are submitted ahead of the copies. Not in the manual.",
+        minimum=1,
+        maximum=_LARGEST,
+    ),
+    effective(
+        "apc_offload_max_inflight_mb",
+        _INT,
+        32,
+        "Most MiB of loads that are submitted and not yet copied: so long may another copy to the "
+        "GPU have to wait. Not in the manual.",
+        minimum=1,
+        maximum=1 << 20,
+    ),
+    effective(
+        "apc_offload_write_policy",
+        _STR,
+        "victim",
+        "When a block is copied to host memory: 'victim' when it is about to leave the GPU, "
+        "'write_through' as soon as it is full. Not in the manual.",
+        choices=("victim", "write_through"),
+    ),
+    effective(
+        "apc_offload_host_policy",
+        _STR,
+        "slru",
+        "Which block leaves host memory when it is full: 'lru' the one unused for longest, 'slru' "
+        "the same, but those used once before those used again, 'cost' the one that is cheapest "
+        "to compute for how often it is used. Never one before those that follow it. Not in the "
+        "manual.",
+        choices=("lru", "slru", "cost"),
+    ),
+    effective(
+        "apc_offload_load_min_tokens",
+        _INT,
+        None,
+        "Shorter hits in host memory are computed again; by default a hit is loaded where that is "
+        "faster. Not in the manual.",
+        minimum=0,
+        maximum=_LARGEST,
+    ),
+    effective(
+        "apc_offload_background_pin",
+        _BOOL,
+        True,
+        "Serve while the host memory is still being pinned: the pool grows in the background. Not "
+        "in the manual.",
+    ),
+)
+
+PARALLEL = grouped(
+    "Parallelism",
+    not_yet(
+        "tensor_parallel_size",
+        _INT,
+        1,
+        "GPUs that share each layer.",
+        feature=_TENSOR_PARALLEL,
+        short=("-tp",),
+    ),
+    not_yet(
+        "pipeline_parallel_size",
+        _INT,
+        1,
+        "Stages that the layers are cut into.",
+        feature="pipeline parallelism",
+        short=("-pp",),
+    ),
+    not_yet(
+        "sequence_parallel_size",
+        _INT,
+        1,
+        "GPUs that share each long prompt.",
+        feature="sequence parallelism",
+    ),
+    obsolete(
+        "distributed_executor_backend",
+        _STR,
+        None,
+        "What starts the workers: 'ray' or 'mp'.",
+        reason=_ONE_DEVICE,
+    ),
+    obsolete("worker_use_ray", _BOOL, False, "Older form of 'ray'.", reason=_ONE_DEVICE),
+    obsolete(
+        "ray_workers_use_nsight",
+        _BOOL,
+        False,
+        "Profile Ray workers with Nsight.",
+        reason=_ONE_DEVICE,
+        aliases=("ray_workers_use_nslight",),
+    ),
+    obsolete(
+        "max_parallel_loading_workers",
+        _INT,
+        None,
+        "Workers that may load weights at the same time.",
+        reason=_ONE_DEVICE,
+    ),
+    obsolete(
+        "disable_custom_all_reduce",
+        _BOOL,
+        False,
+        "Use NCCL's all-reduce only.",
+        reason=_ONE_DEVICE,
+    ),
+)
+
+SPECULATIVE = grouped(
+    "Speculative decoding",
+    effective(
+        "speculative_model",
+        Kind.PATH,
+        None,
+        "Draft model, a folder or a hub id, which needs num_speculative_tokens; or '[ngram]': "
+        "drafts are looked up in the sequence's own tokens (prompt lookup), which needs "
+        "num_speculative_tokens and ngram_prompt_lookup_max.",
+    ),
+    effective(
+        "num_speculative_tokens",
+        _INT,
+        None,
+        "Longest draft in tokens; with the lookahead cache and no draft model another name of its "
+        "copy_length.",
+        minimum=1,
+        maximum=63,
+    ),
+    effective(
+        "cpu_draft_worker",
+        _BOOL,
+        False,
+        "Run the draft model on the CPU, in a process of its own, while the target verifies; "
+        "without it the draft model runs on the target's device, in turn with the target.",
+    ),
+    effective(
+        "speculative_overlap",
+        _STR,
+        "auto",
+        "What the draft worker does while its last drafts are verified: 'enumerate' drafts for the "
+        "likeliest outcomes, and what is not there in time is not waited for; 'off' drafts for "
+        "what is committed only, and the engine waits; 'auto' does both as far as it pays. Not in "
+        "the manual.",
+        choices=("auto", "off", "enumerate"),
+    ),
+    effective(
+        "draft_timeout_ms",
+        _FLOAT,
+        None,
+        "Longest that a step waits for the draft worker; by default twice what it took lately, at "
+        "most 2 ms. Not in the manual.",
+        above=0,
+        maximum=10_000,
+    ),
+    effective(
+        "draft_threads",
+        _INT,
+        None,
+        "Threads of the draft worker, a core each; by default all that nothing else needs. Not in "
+        "the manual.",
+        minimum=1,
+    ),
+    effective(
+        "draft_weight_dtype",
+        _STR,
+        "auto",
+        "How the draft worker holds weights: 'int8', 'bfloat16' or 'float32'; 'auto' is int8 where "
+        "the native executor runs the model, else bfloat16. Not in the manual.",
+        choices=("auto", "int8", "bfloat16", "float32"),
+    ),
+    effective(
+        "draft_optional",
+        _BOOL,
+        False,
+        "Serve without drafts if the draft model cannot be loaded. Not in the manual.",
+    ),
+    effective(
+        "speculative_config",
+        _JSON,
+        None,
+        "vLLM's mapping instead of single flags: method 'ngram' with num_speculative_tokens, "
+        "prompt_lookup_max and prompt_lookup_min (5 and 5; one alone stands for both), method "
+        "'lookahead' with config_dir and the keys of lookahead_cache_config.json, or method "
+        "'draft_model' with model and num_speculative_tokens. Not in the manual.",
+    ),
+    not_yet(
+        "speculative_model_quantization",
+        _STR,
+        None,
+        "How the draft model's weights are quantized.",
+        feature="quantization of draft models",
+    ),
+    not_yet(
+        "speculative_draft_tensor_parallel_size",
+        _INT,
+        None,
+        "GPUs that share the draft model.",
+        feature="tensor parallelism of draft models",
+        short=("-spec-draft-tp",),
+    ),
+    effective(
+        "speculative_max_model_len",
+        _INT,
+        None,
+        "Longest context of the draft model; longer sequences are not drafted for.",
+        minimum=1,
+    ),
+    effective(
+        "speculative_disable_by_batch_size",
+        _INT,
+        None,
+        "No drafts in steps of more than this many sequences.",
+        minimum=1,
+    ),
+    effective(
+        "ngram_prompt_lookup_max",
+        _INT,
+        None,
+        "Longest match for drafts looked up in the sequence's own tokens.",
+        minimum=1,
+        maximum=_LARGEST,
+    ),
+    effective(
+        "ngram_prompt_lookup_min",
+        _INT,
+        None,
+        "Shortest match for drafts looked up in the sequence's own tokens; 1 unless given.",
+        minimum=1,
+        maximum=_LARGEST,
+    ),
+    effective(
+        "spec_decoding_acceptance_method",
+        _STR,
+        "rejection_sampler",
+        "How drafts are accepted. The default is lossless: drafts change how fast tokens come, "
+        "never which. 'typical_acceptance_sampler' is lossy: where temperature is above 0 it also "
+        "accepts draft tokens that are likely enough without being drawn, so outputs depend on who "
+        "drafts; greedy requests stay exact.",
+        choices=("rejection_sampler", "typical_acceptance_sampler"),
+    ),
+    effective(
+        "typical_acceptance_sampler_posterior_threshold",
+        _FLOAT,
+        0.09,
+        "With the typical_acceptance_sampler: a draft token of higher probability is accepted.",
+        above=0,
+        maximum=1,
+    ),
+    effective(
+        "typical_acceptance_sampler_posterior_alpha",
+        _FLOAT,
+        0.3,
+        "With the typical_acceptance_sampler: so is one of more than this times exp(-entropy of "
+        "the distribution).",
+        above=0,
+    ),
+    not_yet(
+        "disable_logprobs_during_spec_decoding",
+        _BOOL,
+        None,
+        "Return no log probabilities while speculating.",
+        feature="speculation without log probabilities",
+        optional_value=True,
+    ),
+)
+
+LOOKAHEAD_CACHE = grouped(
+    "Lookahead cache",
+    effective(
+        "lookahead_cache_config_dir",
+        Kind.PATH,
+        None,
+        "Switch the lookahead cache on, configured by lookahead_cache_config.json in this folder "
+        "or, without such a file, by its defaults.",
+    ),
+    effective(
+        "use_lookahead",
+        _BOOL,
+        False,
+        "Switch the lookahead cache on (Angel-vLLM's flag), with its defaults unless "
+        "lookahead_cache_config_dir is given too.",
+    ),
+    effective(
+        "cpu_decoding_memory_utilization",
+        _FLOAT,
+        0.15,
+        "Share of the host's memory for the lookahead cache, in (0, 1].",
+        above=0,
+        maximum=1,
+    ),
+    effective(
+        "ignore_prompt_for_lookahead_cache",
+        _BOOL,
+        False,
+        "The lookahead cache learns from outputs only.",
+    ),
+)
+
+ADAPTERS = grouped(
+    "Adapters",
+    not_yet("enable_lora", _BOOL, False, "Accept LoRA adapters.", feature=_LORA),
+    not_yet("max_loras", _INT, 1, "Most adapters in one batch.", feature=_LORA),
+    not_yet("max_lora_rank", _INT, 16, "Highest rank of an adapter.", feature=_LORA),
+    not_yet(
+        "lora_extra_vocab_size",
+        _INT,
+        256,
+        "Most tokens that an adapter may add to the vocabulary.",
+        feature=_LORA,
+    ),
+    not_yet(
+        "lora_dtype",
+        _STR,
+        "auto",
+        "Type of the adapters' weights; 'auto' is the model's.",
+        feature=_LORA,
+    ),
+    not_yet(
+        "long_lora_scaling_factors",
+        _STR,
+        None,
+        "Scaling factors of Long LoRA adapters.",
+        feature=_LORA,
+    ),
+    not_yet("max_cpu_loras", _INT, None, "Most adapters in host memory.", feature=_LORA),
+    not_yet(
+        "fully_sharded_loras",
+        _BOOL,
+        False,
+        "Shard all of the LoRA computation.",
+        feature=_LORA,
+    ),
+    not_yet(
+        "enable_prompt_adapter",
+        _BOOL,
+        False,
+        "Accept prompt adapters.",
+        feature=_PROMPT_ADAPTERS,
+    ),
+    not_yet(
+        "max_prompt_adapters",
+        _INT,
+        1,
+        "Most prompt adapters in one batch.",
+        feature=_PROMPT_ADAPTERS,
+    ),
+    not_yet(
+        "max_prompt_adapter_token",
+        _INT,
+        0,
+        "Most tokens of a prompt adapter.",
+        feature=_PROMPT_ADAPTERS,
+    ),
+    not_yet(
+        "qlora_adapter_name_or_path",
+        Kind.PATH,
+        None,
+        "Name or folder of the QLoRA adapter.",
+        feature="QLoRA",
+    ),
+)

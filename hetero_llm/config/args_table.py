@@ -1,0 +1,412 @@
+"""Every argument of the engine: the rows of TACO-LLM's manual and a few of our own.
+
+Here are those that concern every run; the larger features have theirs in `args_features.py`.
+"""
+
+from __future__ import annotations
+
+from hetero_llm.config.args_features import (
+    ADAPTERS,
+    LOOKAHEAD_CACHE,
+    OFFLOAD,
+    PARALLEL,
+    SPECULATIVE,
+)
+from hetero_llm.config.args_spec import ArgSpec, Kind, effective, grouped, not_yet, obsolete
+
+_BOOL, _INT, _FLOAT, _STR, _JSON = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Kind.JSON
+
+_GRAPH_LENGTH = "no limit on the context length applies to graph capture."
+_OWN_THREADS = "tokenization needs no pool of workers."
+
+_MODEL = grouped(
+    "Model",
+    effective(
+        "model",
+        Kind.PATH,
+        None,
+        "Folder or Hugging Face name of the model; 'demo' is the embedded one.",
+        required=True,
+    ),
+    effective("revision", _STR, None, "Branch, tag or commit of the model to fetch."),
+    not_yet(
+        "code_revision",
+        _STR,
+        None,
+        "Branch, tag or commit of the model's remote code.",
+        feature="pinning the revision of remote code",
+    ),
+    effective(
+        "trust_remote_code",
+        _BOOL,
+        False,
+        "Let code run that comes with the model or its tokenizer.",
+    ),
+    effective(
+        "model_impl",
+        _STR,
+        "auto",
+        "What computes the model: 'native' is our implementation, 'transformers' the class of that "
+        "library with our attention; 'auto' is the first where there is one. Not in the manual.",
+        choices=("auto", "native", "transformers"),
+    ),
+    effective("download_dir", Kind.PATH, None, "Where to download; default: Hugging Face cache."),
+    effective(
+        "load_format",
+        _STR,
+        "auto",
+        "How weights are stored: 'auto' is safetensors, 'pt' is pickled files (needs "
+        "allow_pickle_weights); 'dummy' makes random ones, for profiling.",
+        choices=("auto", "safetensors", "pt", "dummy"),
+        later_choices=(
+            *("npcache", "tensorizer", "sharded_state"),
+            *("gguf", "bitsandbytes", "mistral"),
+        ),
+    ),
+    effective(
+        "allow_pickle_weights",
+        _BOOL,
+        False,
+        "Read pickled weights (*.bin, *.pt) where there are no safetensors files. Nothing but "
+        "tensors is unpickled, but the format invites attacks. Not in the manual.",
+    ),
+    effective(
+        "model_sha256",
+        Kind.PATH,
+        None,
+        "Manifest of the model's files, as sha256sum writes it, or the SHA-256 of the file "
+        "SHA256SUMS in the model's folder: nothing else is served. `hetero-llm manifest` writes "
+        "one. Not in the manual.",
+    ),
+    effective(
+        "config_format",
+        _STR,
+        "auto",
+        "Format of the model's configuration file.",
+        choices=("auto", "hf"),
+        later_choices=("mistral",),
+    ),
+    not_yet(
+        "model_loader_extra_config",
+        _JSON,
+        None,
+        "Options for the loader of the chosen load format.",
+        feature="a loader with options of its own",
+    ),
+    obsolete(
+        "ignore_patterns",
+        Kind.LIST,
+        ("original/**/*",),
+        "Patterns of files not to download with the model; repeatable.",
+        reason="only the files that serving needs are downloaded.",
+    ),
+    effective(
+        "dtype",
+        Kind.DTYPE,
+        "auto",
+        "Type of weights and activations. 'auto' is the checkpoint's, but bfloat16 for float32 "
+        "and, on the CPU, for float16. 'half' is float16, 'float' is float32.",
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+    ),
+    not_yet(
+        "quantization",
+        _STR,
+        None,
+        "How the weights are quantized; default: what the checkpoint says.",
+        feature="quantization",
+        short=("-q",),
+    ),
+    not_yet(
+        "quantization_param_path",
+        Kind.PATH,
+        None,
+        "JSON file with the scaling factors of an FP8 KV cache.",
+        feature="an FP8 KV cache",
+    ),
+    effective(
+        "max_model_len",
+        _INT,
+        None,
+        "Longest context (prompt and output); default: what the model was made for.",
+        minimum=1,
+    ),
+    effective(
+        "rope_scaling",
+        _JSON,
+        None,
+        'RoPE scaling instead of the model\'s, such as {"rope_type": "linear", "factor": 2}.',
+    ),
+    effective("rope_theta", _FLOAT, None, "RoPE base; default: the model's.", above=0),
+    effective(
+        "disable_sliding_window",
+        _BOOL,
+        False,
+        "Attend to everything, and cap the context length at the model's window.",
+    ),
+    effective(
+        "limit_mm_per_prompt",
+        Kind.COUNTS,
+        None,
+        "Images allowed in each prompt, as image=16; default: one.",
+    ),
+)
+
+_TOKENIZER = grouped(
+    "Tokenizer",
+    effective("tokenizer", Kind.PATH, None, "Folder or name of the tokenizer; default: the model."),
+    effective(
+        "tokenizer_mode",
+        _STR,
+        "auto",
+        "'auto' takes the fast tokenizer if there is one, 'slow' never does.",
+        choices=("auto", "slow"),
+        later_choices=("mistral",),
+    ),
+    effective("tokenizer_revision", _STR, None, "Branch, tag or commit of the tokenizer."),
+    effective(
+        "skip_tokenizer_init",
+        _BOOL,
+        False,
+        "Load no tokenizer: prompts are token ids, and outputs have no text.",
+    ),
+    obsolete(
+        "tokenizer_pool_size",
+        _INT,
+        0,
+        "Size of the pool for asynchronous tokenization.",
+        reason=_OWN_THREADS,
+    ),
+    obsolete(
+        "tokenizer_pool_type",
+        _STR,
+        "ray",
+        "Type of the tokenizer pool.",
+        reason=_OWN_THREADS,
+    ),
+    obsolete(
+        "tokenizer_pool_extra_config",
+        _JSON,
+        None,
+        "Options of the tokenizer pool.",
+        reason=_OWN_THREADS,
+    ),
+)
+
+_MEMORY = grouped(
+    "Device and memory",
+    effective(
+        "device",
+        _STR,
+        "auto",
+        "Where the model runs; 'auto' is the GPU if there is one.",
+        choices=("auto", "cpu", "cuda"),
+    ),
+    effective(
+        "gpu_memory_utilization",
+        _FLOAT,
+        0.9,
+        "Share of the GPU's memory for weights, activations and KV cache, in (0, 1]. "
+        "On the CPU: share of the free host memory that the KV cache may take.",
+        above=0,
+        maximum=1,
+    ),
+    effective("block_size", _INT, 16, "Tokens in one KV cache block.", choices=(8, 16, 32)),
+    effective(
+        "num_gpu_blocks_override",
+        _INT,
+        None,
+        "Number of KV cache blocks on the device, instead of what fits in memory.",
+        minimum=1,
+    ),
+    effective(
+        "enable_prefix_caching",
+        _BOOL,
+        True,
+        "Reuse the KV cache of prompts that start alike.",
+    ),
+    effective(
+        "kv_cache_dtype",
+        _STR,
+        "auto",
+        "Type of the KV cache on a GPU: 'auto' is the model's; 'fp8' (e4m3, no scale) halves it.",
+        choices=("auto", "fp8", "fp8_e4m3"),
+        later_choices=("fp8_e5m2",),
+    ),
+    obsolete(
+        "swap_space",
+        _FLOAT,
+        4,
+        "Host memory (GiB) for swapped-out requests.",
+        reason="a preempted request is computed again, with the help of the prefix cache.",
+    ),
+    effective(
+        "conservative_dry_run",
+        _BOOL,
+        False,
+        "Size the KV cache by what the driver reports at the fullest moment of the profile run, "
+        "memory that kernels take for themselves included. For runs that end out of memory.",
+    ),
+    effective(
+        "cpu_offload_gb",
+        _FLOAT,
+        0,
+        "GiB of weights to keep in pinned host memory; each step copies them to the GPU. Needs "
+        "a GPU.",
+        minimum=0,
+    ),
+    effective(
+        "cpu_backend",
+        _STR,
+        "native",
+        "What runs the model on a CPU: our compiled executor, torch, or torch with the matrix "
+        "products of Intel's extension (IPEX; needs an installation that fits torch). Models that "
+        "the executor cannot run, machines without a C++ compiler and batch_invariant are served "
+        "by torch.",
+        choices=("native", "torch", "ipex"),
+    ),
+    effective(
+        "cpu_weight_dtype",
+        _STR,
+        "auto",
+        "How the native CPU backend holds weights: 'auto' is the model's type, 'int8' rounds "
+        "them to 8 bits with one scale for each output.",
+        choices=("auto", "int8"),
+    ),
+    effective(
+        "cpu_threads",
+        _INT,
+        None,
+        "Threads of a model on the CPU; default: one for each usable core.",
+        minimum=1,
+    ),
+    obsolete(
+        "use_v2_block_manager",
+        _BOOL,
+        False,
+        "Use the second block manager.",
+        reason="there is one block manager, and it does what this one did.",
+    ),
+)
+
+_SCHEDULING = grouped(
+    "Scheduling and execution",
+    effective(
+        "max_num_batched_tokens",
+        _INT,
+        None,
+        "Most tokens in one step; default: chosen for the device.",
+        minimum=1,
+    ),
+    effective("max_num_seqs", _INT, 256, "Most sequences in one step.", minimum=1),
+    effective(
+        "enable_chunked_prefill",
+        _BOOL,
+        None,
+        "Spread long prompts over several steps; on unless switched off.",
+        optional_value=True,
+    ),
+    effective(
+        "max_logprobs",
+        _INT,
+        20,
+        "Most log probabilities per token that a request may ask for; -1 is no limit.",
+        minimum=-1,
+    ),
+    effective(
+        "seed",
+        _INT,
+        0,
+        "Seed of everything random; requests without a seed of their own derive it from this.",
+        minimum=0,
+        maximum=2**64 - 1,
+    ),
+    effective(
+        "enforce_eager",
+        _BOOL,
+        None,
+        "Never use CUDA graphs: ready sooner, slower steps. Default: use them on a GPU.",
+    ),
+    effective(
+        "batch_invariant",
+        _BOOL,
+        False,
+        "Compute each row in the same way whatever shares its batch: slower, but the output "
+        "does not depend on other requests. Not in the manual.",
+    ),
+    effective("disable_log_stats", _BOOL, False, "Log no throughput statistics."),
+    not_yet(
+        "guided_decoding_backend",
+        _STR,
+        None,
+        "Library that constrains the output to a schema or an expression.",
+        feature="guided decoding",
+    ),
+    obsolete(
+        "num_scheduler_steps",
+        _INT,
+        1,
+        "Steps taken for one call of the scheduler.",
+        reason="every step is scheduled on its own.",
+    ),
+    obsolete(
+        "scheduler_delay_factor",
+        _FLOAT,
+        0.0,
+        "Delay before the next prompt is scheduled, in units of the last prompt's latency.",
+        reason="prompts join running requests in one step, so that waiting saves nothing.",
+    ),
+    obsolete(
+        "num_lookahead_slots",
+        _INT,
+        0,
+        "KV slots reserved for each sequence beyond its tokens.",
+        reason="the scheduler reserves the slots that each step needs.",
+    ),
+    obsolete(
+        "preemption_mode",
+        _STR,
+        None,
+        "What becomes of a preempted request: 'recompute' or 'swap'.",
+        reason="a preempted request is always computed again ('recompute').",
+    ),
+    obsolete(
+        "disable_async_output_proc",
+        _BOOL,
+        False,
+        "Process outputs in step with the model.",
+        reason="the order of output processing changes no result.",
+    ),
+    obsolete(
+        "max_seq_len_to_capture",
+        _INT,
+        8192,
+        "Longest context covered by CUDA graphs.",
+        reason=_GRAPH_LENGTH,
+    ),
+    obsolete(
+        "max_context_len_to_capture",
+        _INT,
+        None,
+        "Older name of max_seq_len_to_capture.",
+        reason=_GRAPH_LENGTH,
+    ),
+    obsolete(
+        "override_neuron_config",
+        _JSON,
+        None,
+        "Configuration of Neuron devices.",
+        reason="Neuron devices are not supported.",
+    ),
+)
+
+ENGINE_ARGS: tuple[ArgSpec, ...] = (
+    *_MODEL,
+    *_TOKENIZER,
+    *_MEMORY,
+    *_SCHEDULING,
+    *OFFLOAD,
+    *PARALLEL,
+    *SPECULATIVE,
+    *LOOKAHEAD_CACHE,
+    *ADAPTERS,
+)

@@ -1,0 +1,184 @@
+"""Frozen configuration objects, one per component. Values are checked here or in `config/args.py`;
+nothing writes to them later: what is found out at start-up (number of blocks, device) is passed on
+as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_llm.config.offload_config import OffloadConfig as OffloadConfig
+from hetero_llm.config.offload_config import offload_from_args
+from hetero_llm.config.speculation_config import SpeculationConfig as SpeculationConfig
+from hetero_llm.config.speculation_config import speculation_from_args
+from hetero_llm.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """Where the model and tokenizer come from. `dtype` and `device` may be "auto"; `model_impl` is
+    "auto", "native" or "transformers".
+    `cpu_offload_gb` is GiB of weights that stay in host memory."""
+
+    model: str
+    tokenizer: str
+    tokenizer_mode: str
+    skip_tokenizer_init: bool
+    trust_remote_code: bool
+    revision: str | None
+    tokenizer_revision: str | None
+    download_dir: str | None
+    load_format: str
+    allow_pickle_weights: bool
+    model_sha256: str | None
+    dtype: str
+    device: str
+    rope_scaling: Mapping[str, Any] | None
+    rope_theta: float | None
+    disable_sliding_window: bool
+    cpu_offload_gb: float
+    seed: int
+    model_impl: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """KV cache: `block_size` in tokens, `num_blocks` None means sized from free memory.
+    `conservative` counts memory that torch's allocator does not know of, too. `dtype` is "auto",
+    "fp8" or "fp8_e4m3"."""
+
+    block_size: int
+    dtype: str
+    num_blocks: int | None
+    memory_utilization: float
+    conservative: bool
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CpuConfig:
+    """What runs a model on a CPU. `backend` is "native", "torch" or "ipex", `weight_dtype` "auto"
+    or "int8"; `threads` None means one for each usable core."""
+
+    backend: str
+    weight_dtype: str
+    threads: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one step. All in tokens but `max_num_seqs`, which counts sequences."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_chunked_prefill: bool
+    block_size: int
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ConfigError(
+                "max_num_seqs",
+                self.max_num_seqs,
+                "one decode step needs a token per sequence, so it cannot exceed "
+                f"max_num_batched_tokens ({self.max_num_batched_tokens})",
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                "max_num_batched_tokens",
+                self.max_num_batched_tokens,
+                "without chunked prefill a whole prompt runs in one step, so it must be at "
+                f"least max_model_len ({self.max_model_len})",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything a user chose, checked. None means "decided at start-up from the machine"; no
+    `speculation` means no drafts, no `offload` no prefix cache in host memory. `max_images` is
+    of a prompt."""
+
+    load: LoadConfig
+    cache: CacheConfig
+    cpu: CpuConfig
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    enable_chunked_prefill: bool
+    max_logprobs: int
+    batch_invariant: bool
+    enforce_eager: bool
+    disable_log_stats: bool
+    seed: int
+    speculation: SpeculationConfig | None
+    offload: OffloadConfig | None
+    max_images: int | None = None
+
+    @staticmethod
+    def from_args(args: Mapping[str, Any]) -> EngineConfig:
+        """Builds the configuration from the complete dict of `config.args.resolve_engine_args`."""
+        model = args["model"]
+        if not model:
+            raise ConfigError("model", model, "a folder or a hub id is needed")
+        load = LoadConfig(
+            model=model,
+            tokenizer=args["tokenizer"] or model,
+            tokenizer_mode=args["tokenizer_mode"],
+            skip_tokenizer_init=args["skip_tokenizer_init"],
+            trust_remote_code=args["trust_remote_code"],
+            revision=args["revision"],
+            # The model's revision means nothing in another repository.
+            tokenizer_revision=args["tokenizer_revision"]
+            or (args["revision"] if args["tokenizer"] in (None, model) else None),
+            download_dir=args["download_dir"],
+            load_format=args["load_format"],
+            allow_pickle_weights=args["allow_pickle_weights"],
+            model_sha256=args["model_sha256"],
+            dtype=args["dtype"],
+            device=args["device"],
+            rope_scaling=args["rope_scaling"],
+            rope_theta=args["rope_theta"],
+            disable_sliding_window=args["disable_sliding_window"],
+            cpu_offload_gb=args["cpu_offload_gb"],
+            seed=args["seed"],
+            model_impl=args["model_impl"],
+        )
+        cache = CacheConfig(
+            block_size=args["block_size"],
+            dtype=args["kv_cache_dtype"],
+            num_blocks=args["num_gpu_blocks_override"],
+            memory_utilization=args["gpu_memory_utilization"],
+            conservative=args["conservative_dry_run"],
+            enable_prefix_caching=args["enable_prefix_caching"],
+        )
+        return EngineConfig(
+            load=load,
+            cache=cache,
+            cpu=CpuConfig(
+                backend=args["cpu_backend"],
+                weight_dtype=args["cpu_weight_dtype"],
+                threads=args["cpu_threads"],
+            ),
+            max_model_len=args["max_model_len"],
+            max_num_seqs=args["max_num_seqs"],
+            max_num_batched_tokens=args["max_num_batched_tokens"],
+            enable_chunked_prefill=args["enable_chunked_prefill"] is not False,
+            max_logprobs=args["max_logprobs"],
+            batch_invariant=args["batch_invariant"],
+            enforce_eager=bool(args["enforce_eager"]),
+            disable_log_stats=args["disable_log_stats"],
+            seed=args["seed"],
+            speculation=speculation_from_args(args),
+            offload=offload_from_args(args),
+            max_images=_max_images(args["limit_mm_per_prompt"]),
+        )
+
+
+def _max_images(limits: Mapping[str, int] | None) -> int | None:
+    """None if it was not given."""
+    for name in limits or ():
+        if name != "image":
+            reason = "input other than text and images is not available yet"
+            raise ConfigError("limit_mm_per_prompt", name, reason)
+    return None if limits is None else limits.get("image")

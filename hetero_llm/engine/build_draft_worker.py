@@ -1,0 +1,224 @@
+"""Starts the draft worker that the configuration asks for, and checks that it fits the target."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetero_llm.config.draft_model_config import DraftModelConfig
+from hetero_llm.config.engine_config import EngineConfig, SpeculationConfig
+from hetero_llm.core.draft_tree import MAX_NODES
+from hetero_llm.core.drafter import Attended, Drafter
+from hetero_llm.core.errors import ConfigError, ModelLoadError
+from hetero_llm.demo_models import ALIASES, demo_folder
+from hetero_llm.engine.draft_cores import plan_cores
+from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.folders import resolve_model_folder
+from hetero_llm.models.read_config import load_model_config
+
+if TYPE_CHECKING:
+    from hetero_llm.cpu.core_plan import CorePlan
+    from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+    from hetero_llm.spec_decode.draft_model.worker_client import DraftWorker
+
+logger = logging.getLogger(__name__)
+
+_WINDOW = 512
+"""Tokens of a long text that the draft model looks at: more changes drafts little, and a prompt's
+are run while the target computes the prompt."""
+_NODES_EACH = 4  # of a tree that does not grow ahead, for each level of the draft
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A worker on its way, and what it was made for."""
+
+    worker: DraftWorker
+    config: DraftModelConfig
+    slots: int
+    vocab_size: int
+    max_positions: int
+
+    def source(self) -> DraftSource | None:
+        """The worker's drafts, once it is ready; None if it is not and need not be.
+
+        Raises:
+            ConfigError: it cannot serve this target, or could not load its model.
+        """
+        from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+
+        try:
+            self.worker.wait_ready()
+        except ConfigError as error:
+            self.worker.close()
+            if not self.config.optional:
+                raise
+            logger.warning("serving without the draft model: %s", error)
+            return None
+        return DraftSource(
+            self.worker, self.config, slots=self.slots, vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+        )  # fmt: skip
+
+
+class MissingWorker:
+    """In the place of a worker that is asked for, optional, and not there."""
+
+    def metrics(self) -> dict[str, float]:
+        return {"draft_worker_up": 0.0}
+
+    def shut_down(self) -> None:
+        pass
+
+
+def attended_by(drafter: Drafter | None, speculation: SpeculationConfig | None) -> Attended | None:
+    """What an engine has beside it: its drafter, if something of that runs in another process."""
+    found = drafter if isinstance(drafter, Attended) else None
+    wanted = None if speculation is None else speculation.draft
+    if wanted is None or not wanted.on_cpu:
+        return found
+    if found is None or "draft_worker_up" not in found.metrics():
+        return MissingWorker()
+    return found
+
+
+def prepare_draft_model(
+    config: EngineConfig,
+    target: ModelConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    target_on_cpu: bool,
+    max_model_len: int,
+) -> tuple[EngineConfig, DraftModel | None]:
+    """Starts the worker of the draft model that is asked for, if one is; the configuration comes
+    back with the threads that are left to a target on the CPU.
+
+    Raises:
+        ConfigError, ModelLoadError: see `start_draft_model`.
+    """
+    wanted = None if config.speculation is None else config.speculation.draft
+    if wanted is None or not wanted.on_cpu:
+        return config, None
+    plan = plan_cores(config, target_on_cpu=target_on_cpu)
+    assert plan is not None
+    try:
+        model = start_draft_model(
+            wanted, target, tokenizer, plan=plan, slots=config.max_num_seqs,
+            max_model_len=max_model_len, load_format=own_load_format(config.load.load_format),
+            allow_pickle=config.load.allow_pickle_weights,
+        )  # fmt: skip
+    except (ConfigError, ModelLoadError) as error:
+        if not wanted.optional:
+            raise
+        logger.warning("serving without the draft model: %s", error)
+        return config, None
+    if target_on_cpu and config.cpu.threads is None:
+        config = replace(config, cpu=replace(config.cpu, threads=len(plan.engine)))
+    return config, model
+
+
+def start_draft_model(
+    config: DraftModelConfig,
+    target: ModelConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    plan: CorePlan,
+    slots: int,
+    max_model_len: int,
+    load_format: str,
+    allow_pickle: bool = False,
+) -> DraftModel:
+    """Starts loading in a process of its own.
+
+    Args:
+        tokenizer: the target's; None: only the sizes of the vocabularies are compared.
+        slots: sequences that run at a time.
+        load_format: of `own_load_format`. allow_pickle: whether its weights may be pickled.
+
+    Raises:
+        ConfigError: the models do not fit each other, or no worker can be started.
+        ModelLoadError: there is no such model.
+    """
+    from hetero_llm.spec_decode.draft_model.worker_client import DraftWorker
+    from hetero_llm.spec_decode.draft_model.worker_settings import WorkerSettings
+
+    folder, model = find_draft_model(
+        config, target, tokenizer, load_format=load_format, allow_pickle=allow_pickle
+    )
+    longest = min(model.max_model_len, max_model_len, config.max_model_len or max_model_len)
+    settings = WorkerSettings(
+        folder=str(folder),
+        load_format=load_format,
+        allow_pickle=allow_pickle,
+        dtype="float32" if config.weight_dtype == "float32" else "bfloat16",
+        weight_format={"bfloat16": "bf16", "float32": "float"}.get(
+            config.weight_dtype, config.weight_dtype
+        ),
+        slots=slots,
+        max_model_len=longest,
+        window=_WINDOW,
+        max_depth=min(2 * config.num_tokens + 2, MAX_NODES),
+        threads=len(plan.draft),
+        cpus=() if plan.shared else plan.draft,
+        ahead=config.overlap != "off",
+        most_nodes=min(_NODES_EACH * config.num_tokens, MAX_NODES),
+    )
+    logger.info("cores: %s", plan.words())
+    worker = DraftWorker(settings, vocab_size=target.vocab_size)
+    return DraftModel(worker, config, slots, target.vocab_size, longest)
+
+
+def own_load_format(target: str) -> str:
+    """A draft model's load format: dummy weights go with dummy weights, else it may be stored in
+    another way than the target."""
+    return "dummy" if target == "dummy" else "auto"
+
+
+def find_draft_model(
+    config: DraftModelConfig,
+    target: ModelConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    load_format: str,
+    allow_pickle: bool,
+) -> tuple[Path, ModelConfig]:
+    """The checkpoint's folder and configuration.
+
+    Args:
+        tokenizer: the target's; None: only the sizes of the vocabularies are compared.
+        load_format, allow_pickle: as `start_draft_model`.
+
+    Raises:
+        ConfigError: its tokens are not the target's.
+        ModelLoadError: there is no such model.
+    """
+    name = str(demo_folder(config.model)) if config.model in ALIASES else config.model
+    folder = resolve_model_folder(
+        name, revision=config.revision, load_format=load_format, allow_pickle=allow_pickle
+    )
+    model = load_model_config(folder)
+    _check_vocabulary(config.model, folder, model, target, tokenizer)
+    return folder, model
+
+
+def _check_vocabulary(
+    name: str, folder: Path, model: ModelConfig, target: ModelConfig, tokenizer: Tokenizer | None
+) -> None:
+    if model.vocab_size != target.vocab_size:
+        raise ConfigError(
+            "speculative_model", name,
+            f"its vocabulary has {model.vocab_size} tokens, the target's {target.vocab_size}: a "
+            "draft model must share the target's tokenizer",
+        )  # fmt: skip
+    if tokenizer is None:
+        return
+    try:
+        own = load_tokenizer(folder, mode="auto", trust_remote_code=False)
+    except ModelLoadError:
+        return  # a draft model may come without one
+    if own.fingerprint() != tokenizer.fingerprint():
+        reason = "its tokenizer is another one than the target's: its tokens mean something else"
+        raise ConfigError("speculative_model", name, reason)

@@ -1,0 +1,190 @@
+"""Joins the block manager with host memory: a pinned pool, the thread that copies, the bookkeeping.
+
+Whatever is missing for it (no memory, no compiler, pinning refused) costs the tier and nothing
+else: the engine serves without it and says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from hetero_llm.bridge.kv_offload.copier import CopyOptions, DeviceRows, NativeCopier
+from hetero_llm.bridge.kv_offload.copier_library import CopierError
+from hetero_llm.bridge.kv_offload.copier_protocol import Gate
+from hetero_llm.bridge.kv_offload.copy_calibration import prepare
+from hetero_llm.bridge.kv_offload.host_block_index import HostCache
+from hetero_llm.bridge.kv_offload.pinned_host_tier import KvOffload, LoadRule
+from hetero_llm.bridge.kv_offload.pinned_pool import PinnedPool, PoolError
+from hetero_llm.bridge.kv_offload.sizing import pool_size
+from hetero_llm.config.engine_config import SchedulerConfig
+from hetero_llm.config.offload_config import OffloadConfig, pool_words
+from hetero_llm.kv_cache.block_transfers import OffloadLimits
+from hetero_llm.scheduler.kv_loads import StepTimes
+from hetero_llm.utils.topology import read_topology
+
+if TYPE_CHECKING:
+    from hetero_llm.models.config import ModelConfig
+    from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
+
+logger = logging.getLogger(__name__)
+
+_TOUCHING_THREADS = 16
+_CALIBRATED_ROWS = 64
+_NAP_S = 0.05
+_RESERVED_STEPS = 8
+
+
+class LoadGates(Protocol):
+    """`runner.layer_ready.Gates` over flags on the device.
+
+    Attributes:
+        gate_of: of a load, None if it is over; set once there is somebody who loads.
+        flags_address: of the flags, int32, all zero.
+    """
+
+    gate_of: Callable[[int], Gate | None]
+
+    @property
+    def flags_address(self) -> int: ...
+
+    def arm(self, tickets: Sequence[int]) -> None: ...
+
+    def wait(self, layer: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlatform:
+    """How this machine's device copies.
+
+    Attributes:
+        libcuda: the driver's library.
+        current_stream: the handle of the stream that steps are launched on.
+        make_gates: what steps wait at.
+        node: the device's NUMA node; None: unknown.
+        core: for the thread that copies; None: any.
+    """
+
+    libcuda: str
+    current_stream: Callable[[], int]
+    make_gates: Callable[[], LoadGates]
+    node: int | None = None
+    core: int | None = None
+
+
+@dataclass(slots=True)
+class HostMemory:
+    """The pool, and what steps wait at, before there is a KV cache."""
+
+    config: OffloadConfig
+    platform: HostPlatform
+    pool: PinnedPool
+    gates: LoadGates
+    method: str = ""
+
+    def join(self, cache: PagedKVCache, times: StepTimes) -> KvOffload | None:
+        """The tier that the block manager sees; None with a warning if nothing can copy. To be
+        called before the cache holds anything."""
+        copier = _open_copier(self, cache)
+        if copier is None:
+            return None
+        self.gates.gate_of = copier.gate
+        self.method = copier.calibration.best()[-1].method.name.lower()
+        shape, config = cache.shape, self.config
+        rule = LoadRule(
+            block_size=shape.block_size,
+            block_bytes=shape.block_bytes,
+            num_layers=shape.num_layers,
+            compute=times.predict,
+            min_tokens=config.load_min_tokens,
+            window_bytes=config.max_inflight_bytes if config.lazy else None,
+        )
+        slots = HostCache(policy=config.host_policy, min_uses=config.min_uses)
+        return KvOffload(slots, copier, rule, free_memory=self.pool.close)
+
+    def words(self) -> str:
+        """For the start-up table."""
+        return pool_words(self.pool.num_rows * self.pool.row_bytes, f"copied by {self.method}")
+
+
+def open_host_memory(
+    config: OffloadConfig | None,
+    platform: HostPlatform | None,
+    shape: KVCacheShape,
+    scheduler: SchedulerConfig,
+) -> HostMemory | None:
+    """Pinned memory for offloaded blocks; None without a configuration or a platform, and with a
+    warning if there is none to be had. To be called before the KV cache is sized: page tables of a
+    large pool take memory on the device, too.
+
+    Raises:
+        ConfigError: the share of memory that was asked for does not make a pool.
+    """
+    if config is None or platform is None:
+        return None
+    row_bytes = shape.block_bytes
+    host = read_topology()
+    limit = host.memory_limit
+    size = pool_size(
+        config.memory_utilization,
+        total_bytes=host.total_memory,
+        available_bytes=host.available_memory,
+        headroom_bytes=None if limit is None else limit.headroom_bytes,
+        row_bytes=row_bytes,
+        min_rows=-(-scheduler.max_model_len // scheduler.block_size),
+    )
+    logger.info("%s", size.sentence)
+    try:
+        pool = PinnedPool(
+            row_bytes, size.num_rows, node=platform.node, threads=_TOUCHING_THREADS,
+            background=config.background_pin, libcuda=platform.libcuda,
+        )  # fmt: skip
+    except PoolError as error:
+        logger.warning("serving without prefix cache offload: %s", error)
+        return None
+    if pool.failure and not pool.ready_rows:
+        logger.warning("serving without prefix cache offload: %s", pool.failure)
+        pool.close()
+        return None
+    return HostMemory(config, platform, pool, platform.make_gates())
+
+
+def _open_copier(host: HostMemory, cache: PagedKVCache) -> NativeCopier | None:
+    """The thread that copies, calibrated; None with a warning, and then the pool is closed."""
+    config, pool, platform, shape = host.config, host.pool, host.platform, cache.shape
+    while pool.ready_rows < min(_CALIBRATED_ROWS, pool.num_rows) and not pool.wait(_NAP_S):
+        pass  # weights took longer to load: it is there as a rule
+    rows = DeviceRows(
+        cache.data.data_ptr(), cache.num_blocks, shape.block_bytes, shape.num_layers,
+        host.gates.flags_address,
+    )  # fmt: skip
+    options = CopyOptions(
+        lookahead=config.lookahead, max_inflight=config.max_inflight_bytes, lazy=config.lazy,
+        libcuda=platform.libcuda, core=platform.core,
+    )  # fmt: skip
+    try:
+        copier = NativeCopier(rows, pool, options, current_stream=platform.current_stream)
+    except CopierError as error:
+        logger.warning("serving without prefix cache offload: %s", error)
+        pool.close()
+        return None
+    prepare(copier)
+    return copier
+
+
+def offload_limits(config: OffloadConfig, scheduler: SchedulerConfig) -> OffloadLimits:
+    """When blocks are stored: so many blocks as several of the largest steps may take stay ready to
+    be handed out without loss, since prompts come faster than they can be stored."""
+    reserve = _RESERVED_STEPS * -(-scheduler.max_num_batched_tokens // scheduler.block_size)
+    return OffloadLimits(
+        reserve, config.gpu_evictor_limit, write_through=config.write_policy == "write_through"
+    )
+
+
+def step_times(config: ModelConfig, num_parameters: int) -> StepTimes:
+    """A row attends to each token before it with 4 operations per head dimension (2 products, each
+    a multiplication and an addition), and meets each parameter with 2."""
+    per_context = 4 * config.num_layers * config.num_heads * config.head_dim
+    return StepTimes(per_context / (2 * max(num_parameters, 1)))

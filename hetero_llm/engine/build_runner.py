@@ -1,0 +1,280 @@
+"""Builds a model's runner with its KV cache, on any device. Part of the factory."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from hetero_llm.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
+from hetero_llm.core.errors import ConfigError
+from hetero_llm.core.model_runner import ModelRunner
+from hetero_llm.models.configs.transformers_vision import ImageModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from hetero_llm.core.acceptance import TypicalAcceptance
+    from hetero_llm.cpu.backend import NativeBackend
+    from hetero_llm.cpu.model_runner import NativeModelRunner
+    from hetero_llm.gpu.layer_ready import DeviceGates
+    from hetero_llm.models.config import ModelConfig
+    from hetero_llm.models.layers import CausalLM
+    from hetero_llm.runner.attention import RowKernel
+    from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
+    from hetero_llm.runner.layer_ready import Gates
+    from hetero_llm.runner.model_runner import TorchModelRunner
+
+logger = logging.getLogger(__name__)
+
+_TRIED_ROWS = (1, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRunner:
+    """A runner and the KV cache that it works on."""
+
+    runner: ModelRunner[Any]
+    cache: PagedKVCache
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInputs:
+    """What a runner is built from, on any device."""
+
+    model: CausalLM
+    model_config: ModelConfig
+    shape: KVCacheShape
+    device: torch.device
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    batch_invariant: bool
+    enforce_eager: bool
+    drafts: bool
+    native: NativeBackend | None
+    typical: TypicalAcceptance | None
+    gates: Gates | None
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        """Of one sequence of max_model_len."""
+        return -(-self.scheduler.max_model_len // self.cache.block_size)
+
+
+def build_runner(
+    config: EngineConfig,
+    scheduler_config: SchedulerConfig,
+    model: CausalLM,
+    *,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    drafts: bool,
+    native: NativeBackend | None,
+    gates: Gates | None = None,
+) -> BuiltRunner:
+    """The runner with its KV cache.
+
+    Args:
+        drafts: there will be steps with draft trees.
+        native: the native executor's settings where it runs the model.
+        gates: what steps that read KV on its way from host memory wait at; None: there are none.
+
+    Raises:
+        ConfigError: there is no memory for them.
+    """
+    inputs = RunnerInputs(
+        model,
+        model_config,
+        cache_shape(config, model_config, dtype, device),
+        device,
+        scheduler_config,
+        config.cache,
+        config.batch_invariant,
+        config.enforce_eager,
+        drafts,
+        native,
+        None if config.speculation is None else config.speculation.typical,
+        gates,
+    )
+    _check_fixed_blocks(inputs)
+    return _cuda_runner(inputs) if device.type == "cuda" else _cpu_runner(inputs)
+
+
+def _cpu_runner(inputs: RunnerInputs) -> BuiltRunner:
+    from hetero_llm.runner.kv_cache import PagedKVCache
+    from hetero_llm.utils.topology import usable_memory_bytes
+
+    if inputs.cache.conservative:
+        logger.warning("conservative_dry_run has no effect on a CPU: there is no profile run")
+    needed, num_blocks = inputs.blocks_per_sequence, inputs.cache.num_blocks
+    if num_blocks is None:
+        share = inputs.cache.memory_utilization
+        num_blocks = int(usable_memory_bytes() * share) // inputs.shape.block_bytes
+        # host memory beyond what sequences can fill is left alone
+        num_blocks = min(num_blocks, needed * inputs.scheduler.max_num_seqs)
+        if num_blocks < needed:
+            raise ConfigError(
+                "gpu_memory_utilization",
+                share,
+                f"gives {num_blocks} KV blocks of the free host memory, one sequence of "
+                f"max_model_len ({inputs.scheduler.max_model_len}) needs {needed}; lower "
+                f"max_model_len or raise gpu_memory_utilization",
+            )
+    cache = PagedKVCache(inputs.shape, num_blocks, inputs.device)
+    if inputs.native is not None:
+        assert inputs.gates is None, "the native executor has its KV in host memory"
+        return BuiltRunner(_native_runner(inputs, inputs.native, cache), cache)
+    row_kernel = None
+    if not inputs.batch_invariant:
+        from hetero_llm.cpu.paged_attention import native_row_kernel
+        from hetero_llm.runner.scored_attention import Scoring
+
+        config = inputs.model_config
+        row_kernel = native_row_kernel(cache, config.num_heads, Scoring.of(config))
+    return BuiltRunner(_torch_runner(inputs, cache, row_kernel), cache)
+
+
+def _native_runner(
+    inputs: RunnerInputs, native: NativeBackend, cache: PagedKVCache
+) -> NativeModelRunner:
+    from hetero_llm.cpu.model_runner import NativeModelRunner
+
+    runner = NativeModelRunner(
+        native.executor(inputs.model, inputs.model_config, cache),
+        inputs.model_config,
+        cache,
+        max_num_seqs=inputs.scheduler.max_num_seqs,
+        max_model_len=inputs.scheduler.max_model_len,
+        max_num_batched_tokens=inputs.scheduler.max_num_batched_tokens,
+        drafts=inputs.drafts,
+    )
+    runner.typical = inputs.typical
+    return runner
+
+
+def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
+    from hetero_llm.gpu.memory import build_runner as build_within
+    from hetero_llm.gpu.memory import measure_room, too_small_error
+    from hetero_llm.gpu.model_runner import GpuModelRunner
+    from hetero_llm.runner.kv_cache import PagedKVCache
+
+    takes_images = isinstance(inputs.model_config, ImageModelConfig)
+    if takes_images:
+        logger.info("a model with images runs without CUDA graphs")
+    on_torch = inputs.batch_invariant or takes_images
+    graphs = not on_torch and not inputs.enforce_eager and _can_be_captured(inputs.model)
+
+    def runner_with(num_blocks: int, graphs: bool) -> BuiltRunner:
+        cache = PagedKVCache(inputs.shape, num_blocks, inputs.device)
+        if on_torch:
+            return BuiltRunner(_torch_runner(inputs, cache, None), cache)
+        runner = GpuModelRunner(
+            inputs.model,
+            inputs.model_config,
+            cache,
+            max_num_seqs=inputs.scheduler.max_num_seqs,
+            max_model_len=inputs.scheduler.max_model_len,
+            max_num_batched_tokens=inputs.scheduler.max_num_batched_tokens,
+            graphs=graphs,
+            drafts=inputs.drafts,
+            gates=cast("DeviceGates | None", inputs.gates),
+        )
+        runner.typical = inputs.typical
+        return BuiltRunner(runner, cache)
+
+    room, num_blocks = None, inputs.cache.num_blocks
+    if num_blocks is None:
+        room = measure_room(
+            lambda blocks: runner_with(blocks, graphs=False).runner,
+            inputs.scheduler,
+            inputs.shape,
+            utilization=inputs.cache.memory_utilization,
+            conservative=inputs.cache.conservative,
+        )
+        num_blocks = room.pool_bytes // inputs.shape.block_bytes
+        if num_blocks < inputs.blocks_per_sequence:
+            raise too_small_error(num_blocks, inputs.scheduler, inputs.shape, room)
+    final = partial(runner_with, graphs=graphs)
+    return build_within(final, num_blocks, inputs.shape, room)
+
+
+def _can_be_captured(model: CausalLM) -> bool:
+    """Whether steps fit into CUDA graphs. Our own models' do; classes of transformers may ask the
+    device how to go on (how many rows an expert gets, for example), and are tried."""
+    from hetero_llm.gpu.graph_set import why_not_captured
+    from hetero_llm.models.transformers_backend import TransformersForCausalLM
+    from hetero_llm.models.transformers_check import trial_rows
+
+    if not isinstance(model, TransformersForCausalLM):
+        return True
+    for count in _TRIED_ROWS:
+        reason = why_not_captured(trial_rows(model, count))
+        if reason is not None:
+            name = type(model.causal).__name__
+            logger.warning("%s of transformers runs without CUDA graphs: %s", name, reason)
+            return False
+    return True
+
+
+def cache_shape(
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> KVCacheShape:
+    from hetero_llm.runner.kv_cache import KVCacheShape
+
+    if config.cache.dtype != "auto" and isinstance(model_config, ImageModelConfig):
+        raise ConfigError("kv_cache_dtype", config.cache.dtype, "a model with images needs auto")
+    return KVCacheShape(
+        model_config.num_layers,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+        config.cache.block_size,
+        _cache_dtype(config, dtype, device),
+    )
+
+
+def _cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    import torch
+
+    wanted = config.cache.dtype
+    if wanted == "auto":
+        return dtype
+    if device.type == "cpu":
+        raise ConfigError("kv_cache_dtype", wanted, "needs a GPU; use auto on a CPU")
+    if config.batch_invariant:
+        raise ConfigError(
+            "kv_cache_dtype", wanted, "cannot be combined with batch_invariant: use one of them"
+        )
+    return torch.float8_e4m3fn
+
+
+def _check_fixed_blocks(inputs: RunnerInputs) -> None:
+    fixed, needed = inputs.cache.num_blocks, inputs.blocks_per_sequence
+    if fixed is not None and fixed < needed:
+        raise ConfigError(
+            "num_gpu_blocks_override",
+            fixed,
+            f"one sequence of max_model_len ({inputs.scheduler.max_model_len}) needs {needed}; "
+            "lower max_model_len or raise num_gpu_blocks_override",
+        )
+
+
+def _torch_runner(
+    inputs: RunnerInputs, cache: PagedKVCache, row_kernel: RowKernel | None
+) -> TorchModelRunner:
+    from hetero_llm.runner.model_runner import TorchModelRunner
+
+    runner = TorchModelRunner(
+        inputs.model,
+        inputs.model_config,
+        cache,
+        max_num_seqs=inputs.scheduler.max_num_seqs,
+        max_model_len=inputs.scheduler.max_model_len,
+        device=inputs.device,
+        batch_invariant=inputs.batch_invariant,
+        row_kernel=row_kernel,
+    )
+    runner.typical = inputs.typical
+    runner.gates = inputs.gates
+    return runner

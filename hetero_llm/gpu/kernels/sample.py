@@ -1,0 +1,494 @@
+"""Picks the next token of every row: argmax, or a noisy argmax within min-p, top-k and top-p.
+
+Two kernels, whatever the mix of rows, without a sort and without a word to the host:
+
+1. `_scan`, programs over (chunks of the vocabulary, rows): best score of each chunk; the score is
+   the logit (greedy row) or logit / temperature + noise (unrestricted row). Of a restricted row it
+   leaves the maxima of small blocks and the chunk's sum of exponentials instead.
+2. `_finish`, a program per row: best of the chunks. In a restricted row the block maxima bound the
+   support from below, which leaves few blocks to read; thresholds are found there (pick_support)
+   and the noisy argmax is taken over what is beyond them.
+
+Which token a row draws depends on its logits and parameters alone: no sum depends on the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from hetero_llm.gpu.kernels.launch import let_next_start, pdl_options, wait_for_inputs
+from hetero_llm.gpu.kernels.sample_support import (
+    NEVER,
+    bisect,
+    draw_listed,
+    gather,
+    gumbel,
+    key_of,
+    load_scores,
+    narrow,
+    noise_words,
+    score_of,
+    weigh,
+)
+from hetero_llm.sampling.noise import gumbel_noise
+from hetero_llm.sampling.processors import restrict_support
+
+ROW_FIELDS = 8
+CHUNK = 1024  # tokens of a partial result; part of the definition of a row's sums
+SUB_BLOCK = 32
+TILE = 4096  # tokens that a program of `_finish` looks at together
+CAPACITY = 2048  # scores that it searches in registers
+SCAN_PROGRAMS = 2048  # beyond these a program of `_scan` takes several chunks
+MAX_CHUNKS_PER_PROGRAM = 8
+BLOCK_SEARCH_STOP = tl.constexpr(1 << 13)  # last bits of a bound need no search
+
+_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class PickRows:
+    """Sampling parameters of rows, in one tensor so that one copy uploads them.
+
+    `packed` is [ROW_FIELDS, >= R] int32, last dim contiguous; `pack_rows` makes its content.
+    """
+
+    packed: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PickWorkspace:
+    """Scratch of `pick_tokens` for up to `max_rows` rows; one call at a time may use it."""
+
+    vocab_size: int
+    best: torch.Tensor  # [max_rows, chunks] float32
+    best_ids: torch.Tensor  # [max_rows, chunks] int32
+    masses: torch.Tensor  # [max_rows, chunks] float32, sum of exp(score - best)
+    block_maxima: torch.Tensor  # [max_rows, blocks] float32
+    blocks: torch.Tensor  # [max_rows, blocks] int32, blocks that the support may touch
+    scores: torch.Tensor  # [max_rows, capacity] float32
+
+
+def make_pick_workspace(
+    max_rows: int, vocab_size: int, device: torch.device, *, capacity: int = CAPACITY
+) -> PickWorkspace:
+    """Scratch on `device`; `capacity` is a power of two, and tests make it small."""
+    assert capacity & (capacity - 1) == 0
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    blocks = chunks * (CHUNK // SUB_BLOCK)
+
+    def make(columns: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(max_rows, columns, dtype=dtype, device=device)
+
+    return PickWorkspace(
+        vocab_size,
+        make(chunks, torch.float32),
+        make(chunks, torch.int32),
+        make(chunks, torch.float32),
+        make(blocks, torch.float32),
+        make(blocks, torch.int32),
+        make(capacity, torch.float32),
+    )
+
+
+def pack_rows(
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    *,
+    min_p: np.ndarray,
+    seeds: np.ndarray,
+    sample_indices: np.ndarray,
+    positions: np.ndarray,
+) -> np.ndarray:
+    """Content of `PickRows.packed`: [ROW_FIELDS, R] int32.
+
+    Args:
+        temperature: [R], 0 for a greedy row.
+        top_k: [R], at least 1; vocabulary size where off.
+        top_p: [R], 1 or more where off.
+        min_p: [R], 0 where off.
+        seeds: [R] int64, the bits of the unsigned seeds.
+        sample_indices: [R], index among the request's `n`.
+        positions: [R], absolute position of the token to be drawn; negative for a padding row.
+    """
+    packed = np.empty((ROW_FIELDS, len(temperature)), np.int32)
+    packed[0] = np.asarray(temperature, np.float32).view(np.int32)
+    packed[1] = top_k
+    packed[2] = np.asarray(top_p, np.float32).view(np.int32)
+    packed[3] = np.asarray(min_p, np.float32).view(np.int32)
+    packed[4:6] = np.ascontiguousarray(seeds, np.int64).view(np.int32).reshape(-1, 2).T
+    packed[6] = sample_indices
+    packed[7] = positions
+    return packed
+
+
+@triton.jit
+def _load_row(rows, stride, row):
+    """The fields of a row, in their order in `pack_rows`."""
+    rows += row
+    return (
+        tl.load(rows).to(tl.float32, bitcast=True),
+        tl.load(rows + stride),
+        tl.load(rows + 2 * stride).to(tl.float32, bitcast=True),
+        tl.load(rows + 3 * stride).to(tl.float32, bitcast=True),
+        tl.load(rows + 4 * stride),
+        tl.load(rows + 5 * stride),
+        tl.load(rows + 6 * stride),
+        tl.load(rows + 7 * stride),
+    )
+
+
+@triton.jit
+def _is_restricted(temperature, top_k, top_p, min_p, vocab):
+    return (temperature > 0.0) & ((top_k < vocab) | (top_p < 1.0) | (min_p > 0.0))
+
+
+@triton.jit(do_not_specialize=["rows_stride", "chunks_per_program"])
+def _scan(
+    best,
+    best_ids,
+    masses,
+    block_maxima,
+    logits,
+    rows,
+    logits_stride,
+    rows_stride,
+    vocab,
+    num_chunks,
+    chunks_per_program,
+    CHUNK: tl.constexpr,
+    SUB: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    fields = _load_row(rows, rows_stride, row)
+    temperature, top_k, top_p, min_p, key_low, key_high, sample_index, position = fields
+    restricted = _is_restricted(temperature, top_k, top_p, min_p, vocab)
+    if position >= 0:
+        first = tl.program_id(0) * chunks_per_program
+        for chunk in range(first, tl.minimum(first + chunks_per_program, num_chunks)):
+            tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+            divisor = tl.where(temperature > 0.0, temperature, 1.0)
+            scores = load_scores(logits + row * logits_stride, tokens, tokens < vocab, divisor)
+            if restricted:
+                maxima = tl.max(tl.reshape(scores, [CHUNK // SUB, SUB]), axis=1)
+                block = chunk * (CHUNK // SUB) + tl.arange(0, CHUNK // SUB)
+                tl.store(block_maxima + row * num_chunks * (CHUNK // SUB) + block, maxima)
+                top = tl.max(maxima)
+                finite = (top > NEVER) & (top < -NEVER)
+                mass = tl.sum(tl.exp(scores - tl.where(finite, top, 0.0)))
+                tl.store(masses + row * num_chunks + chunk, tl.where(finite, mass, 0.0))
+            elif temperature > 0.0:
+                lanes = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
+                scores += gumbel(noise_words(lanes, key_low, key_high, sample_index, position))
+            top = tl.max(scores)
+            token = tl.min(tl.where(scores == top, tokens, vocab))
+            tl.store(best + row * num_chunks + chunk, top)
+            tl.store(best_ids + row * num_chunks + chunk, token)
+
+
+@triton.jit
+def _reachable(
+    block_maxima,
+    num_blocks,
+    highest,
+    mass,
+    top_k,
+    top_p,
+    min_p,
+    vocab,
+    BLOCKS: tl.constexpr,
+):
+    """A key such that what the thresholds depend on lies beyond it, int64; and the block keys.
+
+    Top-k needs no token below the k-th largest block maximum: k tokens are at least as large.
+    Top-p alone needs none below the maxima that hold top_p of the mass by themselves, and none so
+    faint that all of the vocabulary at that score would not make up 1 - top_p. Min-p, and top-k
+    with top-p, need all of their own set, for its mass.
+    """
+    block = tl.arange(0, BLOCKS)
+    maxima = tl.load(block_maxima + block, mask=block < num_blocks, other=NEVER)
+    keys = key_of(maxima)
+    high = key_of(highest).to(tl.int64)
+    low = key_of(highest + NEVER).to(tl.int64) - 1
+    if min_p > 0.0:
+        low = key_of(highest + tl.log(min_p)).to(tl.int64) - 1
+    by_mass = top_k >= vocab
+    if (top_k < vocab) | (min_p <= 0.0):
+        weights = tl.where(by_mass, tl.exp(maxima - highest), 1.0)
+        weights = tl.where(block < num_blocks, weights, 0.0)
+        # The margin covers the rounding of sums: it only lets a few more tokens in.
+        target = tl.where(by_mass, top_p * mass * 1.00001, top_k.to(tl.float32))
+        low = bisect(keys, weights, low, high, tl.zeros([], tl.float32), target, BLOCK_SEARCH_STOP)[
+            0
+        ]
+        if by_mass:
+            faint = highest + tl.log((1.0 - top_p) * mass / (2.0 * vocab))
+            low = tl.maximum(low, key_of(faint).to(tl.int64) - 1)
+    return low, keys
+
+
+@triton.jit
+def _find_support(
+    logits,
+    blocks,
+    num_blocks,
+    scores,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    vocab,
+    highest,
+    mass,
+    low,
+    CAPACITY: tl.constexpr,
+    SUB: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The lowest key of the support, int32, and how many tokens with that key belong to it."""
+    high = key_of(highest).to(tl.int64)
+    count = gather(
+        logits, blocks, num_blocks, vocab, temperature, low, high, scores, CAPACITY, SUB, TILE
+    )
+    fits = count <= CAPACITY
+    allowed_ties = tl.zeros([], tl.int32) + vocab
+    place = tl.arange(0, CAPACITY)
+    for phase in range(2):  # top-k, then top-p: one copy of the search in the code
+        by_mass = phase == 1
+        if tl.where(by_mass, top_p < 1.0, top_k < vocab):
+            if by_mass & ((top_k < vocab) | (min_p > 0.0)):
+                if fits:
+                    values = tl.load(scores + place, mask=place < count, other=NEVER)
+                    beyond = key_of(values) > low.to(tl.int32)
+                    mass = tl.sum(tl.where(beyond, tl.exp(values - highest), 0.0))
+                else:
+                    pivots = tl.zeros_like(tl.arange(0, 4)) + low.to(tl.int32)
+                    masses = weigh(
+                        logits, blocks, num_blocks, vocab, temperature, highest, pivots, SUB, TILE
+                    )[1]
+                    mass = tl.max(masses)
+            target = tl.where(by_mass, top_p * mass, top_k.to(tl.float32))
+            bottom = low
+            top = high
+            above = tl.zeros([], tl.float32)
+            if not fits:
+                bottom, top, above = narrow(
+                    logits, blocks, num_blocks, vocab, temperature, highest, low, high,
+                    target, by_mass, CAPACITY, SUB, TILE,
+                )  # fmt: skip
+                count = gather(
+                    logits, blocks, num_blocks, vocab, temperature, bottom, top, scores,
+                    CAPACITY, SUB, TILE,
+                )  # fmt: skip
+            values = tl.load(scores + place, mask=place < count, other=NEVER)
+            weights = tl.where(by_mass, tl.exp(values - highest), 1.0)
+            weights = tl.where(place < count, weights, 0.0)
+            bottom, top, above = bisect(key_of(values), weights, bottom, top, above, target, 1)
+            low = top - 1
+            if by_mass:
+                tie = tl.maximum(tl.exp(score_of(top.to(tl.int32)) - highest), 1e-37)
+                ties = tl.minimum(tl.ceil((target - above) / tie), vocab.to(tl.float32))
+                allowed_ties = tl.maximum(ties.to(tl.int32), 1)
+    return (low + 1).to(tl.int32), allowed_ties
+
+
+@triton.jit(do_not_specialize=["rows_stride"])
+def _finish(
+    tokens,
+    last_tokens,
+    slots,
+    best,
+    best_ids,
+    masses,
+    block_maxima,
+    blocks,
+    scores,
+    logits,
+    rows,
+    logits_stride,
+    rows_stride,
+    vocab,
+    num_chunks,
+    num_blocks,
+    HAS_SLOTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SUB: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    fields = _load_row(rows, rows_stride, row)  # no kernel of ours writes them
+    temperature, top_k, top_p, min_p, key_low, key_high, sample_index, position = fields
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    token = tl.zeros([], tl.int32)
+    if position >= 0:
+        chunk = tl.arange(0, CHUNKS)
+        partial = row * num_chunks + chunk
+        tops = tl.load(best + partial, mask=chunk < num_chunks, other=NEVER)
+        ids = tl.load(best_ids + partial, mask=chunk < num_chunks, other=vocab)
+        highest = tl.max(tops)
+        token = tl.min(tl.where(tops == highest, ids, vocab))
+        restricted = _is_restricted(temperature, top_k, top_p, min_p, vocab)
+        if restricted & (highest > NEVER) & (highest < -NEVER):
+            mass = tl.load(masses + partial, mask=chunk < num_chunks, other=0.0)
+            mass = tl.sum(mass * tl.exp(tops - highest))
+            low, keys = _reachable(
+                block_maxima + row * num_blocks,
+                num_blocks, highest, mass, top_k, top_p, min_p, vocab, BLOCKS,
+            )  # fmt: skip
+            listed = (tl.arange(0, BLOCKS) < num_blocks) & (keys > low.to(tl.int32))
+            blocks += row * num_blocks
+            place = tl.cumsum(listed.to(tl.int32)) - 1
+            tl.store(blocks + place, tl.arange(0, BLOCKS), mask=listed)
+            num_listed = tl.sum(listed.to(tl.int32))
+            logits += row * logits_stride
+            threshold, allowed_ties = _find_support(
+                logits, blocks, num_listed, scores + row * CAPACITY, temperature, top_k, top_p,
+                min_p, vocab, highest, mass, low, CAPACITY, SUB, TILE,
+            )  # fmt: skip
+            token = draw_listed(
+                logits, blocks, num_listed, vocab, temperature, threshold, allowed_ties,
+                key_low, key_high, sample_index, position, SUB, TILE,
+            )  # fmt: skip
+    tl.store(tokens + row, token.to(tl.int64))
+    if HAS_SLOTS:
+        slot = tl.load(slots + row)
+        if slot >= 0:
+            tl.store(last_tokens + slot, token.to(tl.int64))
+
+
+def _check_arguments(
+    logits: torch.Tensor,
+    packed: torch.Tensor,
+    workspace: PickWorkspace,
+    slots: torch.Tensor | None,
+    last_tokens: torch.Tensor | None,
+) -> None:
+    num_rows, vocab = logits.shape
+    assert logits.stride(1) == 1 and logits.dtype in _FLOAT_DTYPES
+    assert packed.dtype == torch.int32 and packed.shape[0] == ROW_FIELDS and packed.stride(1) == 1
+    assert num_rows <= min(packed.shape[1], len(workspace.best)) and vocab == workspace.vocab_size
+    assert (slots is None) == (last_tokens is None)
+    if slots is not None and last_tokens is not None:
+        assert slots.dtype in (torch.int32, torch.int64) and last_tokens.dtype == torch.int64
+        assert len(slots) >= num_rows and slots.is_contiguous() and last_tokens.is_contiguous()
+
+
+def pick_tokens(
+    logits: torch.Tensor,
+    rows: PickRows,
+    workspace: PickWorkspace,
+    *,
+    slots: torch.Tensor | None = None,
+    last_tokens: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Picks a token for each row of logits.
+
+    A greedy row takes its argmax. Another takes the argmax of logit / temperature + noise
+    (sampling/noise.py) within the support of `processors.restrict_support`. Equal scores: the
+    lowest id. NaN counts as -inf; a row without a finite maximum gives the first id of its maximum.
+    Against the reference the border of top-p may move by the rounding of a float32 sum (about
+    1e-6 of the mass), that of min-p by one ulp of a logarithm, and noise by a few ulp.
+
+    Args:
+        logits: [R, vocab] float32, bfloat16 or float16, last dim contiguous.
+        rows: parameters of at least R rows.
+        workspace: for this vocabulary and at least R rows.
+        slots: [>= R] int32 or int64; where not negative, the row's token also goes to
+            `last_tokens[slot]`. A slot that two rows name gets the token of one of them.
+        last_tokens: [slots] int64, given together with `slots`.
+        out: [R] int64, contiguous.
+
+    Returns:
+        `out`: [R] int64; 0 for padding rows.
+    """
+    num_rows, vocab = logits.shape
+    packed = rows.packed
+    num_chunks = workspace.best.shape[1]
+    _check_arguments(logits, packed, workspace, slots, last_tokens)
+    if out is None:
+        out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    assert out.shape == (num_rows,) and out.dtype == torch.int64 and out.is_contiguous()
+    if num_rows == 0:
+        return out
+    wanted = triton.cdiv(num_rows * num_chunks, SCAN_PROGRAMS)
+    per_program = min(wanted, MAX_CHUNKS_PER_PROGRAM)
+    options = pdl_options(logits.device)
+    partial = (workspace.best, workspace.best_ids, workspace.masses, workspace.block_maxima)
+    _scan[(triton.cdiv(num_chunks, per_program), num_rows)](
+        *partial,
+        logits,
+        packed,
+        logits.stride(0),
+        packed.stride(0),
+        vocab,
+        num_chunks,
+        per_program,
+        CHUNK=CHUNK,
+        SUB=SUB_BLOCK,
+        num_warps=4,
+        **options,
+    )
+    _finish[(num_rows,)](
+        out,
+        out if last_tokens is None else last_tokens,
+        out if slots is None else slots,
+        *partial,
+        workspace.blocks,
+        workspace.scores,
+        logits,
+        packed,
+        logits.stride(0),
+        packed.stride(0),
+        vocab,
+        num_chunks,
+        workspace.blocks.shape[1],
+        HAS_SLOTS=slots is not None,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        BLOCKS=triton.next_power_of_2(workspace.blocks.shape[1]),
+        CAPACITY=workspace.scores.shape[1],
+        SUB=SUB_BLOCK,
+        TILE=TILE,
+        num_warps=16,
+        **options,
+    )
+    return out
+
+
+def pick_tokens_reference(
+    logits: torch.Tensor,
+    rows: PickRows,
+    *,
+    slots: torch.Tensor | None = None,
+    last_tokens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same in plain torch, by sorting: see `pick_tokens`."""
+    num_rows, vocab = logits.shape
+    packed = rows.packed[:, :num_rows].contiguous()
+    scores = logits.float().masked_fill(logits.isnan(), float("-inf"))
+    temperature, top_p, min_p = (packed[field].view(torch.float32) for field in (0, 2, 3))
+    top_k, sample_indices, positions = (packed[field].long() for field in (1, 6, 7))
+    words = packed[4:6].long() & 0xFFFFFFFF
+    seeds = words[0] | (words[1] << 32)
+    scaled = scores / torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
+    off = torch.where(top_p < 1, top_p, 2.0)  # no sum of probabilities is beyond 2
+    scaled = restrict_support(scaled, top_k, off, min_p)
+    noisy = scaled + gumbel_noise(seeds, positions.clamp(min=0), sample_indices, vocab)
+    sampled = torch.where(temperature > 0, noisy.argmax(dim=-1), scores.argmax(dim=-1))
+    tokens = torch.where(positions < 0, 0, sampled)
+    if slots is not None and last_tokens is not None:
+        wanted = slots[:num_rows].long()
+        last_tokens[wanted[wanted >= 0]] = tokens[wanted >= 0]
+    return tokens

@@ -1,0 +1,69 @@
+"""config.json and generation_config.json of a model folder, read by us, as one frozen object.
+
+Each architecture has a reader in `models.configs`. Defaults of absent keys are those of the
+family's transformers class. A feature we do not compute is a `ModelLoadError` that names it, never
+ignored.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hetero_llm.core.errors import ConfigError
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.config_reader import ConfigSource, Reader, read_json
+from hetero_llm.models.registry import FAMILIES, REFUSED, supported_architectures
+
+
+def load_model_config(
+    folder: Path,
+    *,
+    rope_scaling: Mapping[str, Any] | None = None,
+    rope_theta: float | None = None,
+    disable_sliding_window: bool = False,
+) -> ModelConfig:
+    """Reads the configuration of a model folder.
+
+    Args:
+        folder: Holds config.json and maybe generation_config.json.
+        rope_scaling: Replaces the file's rope scaling; a mistake in it is a `ConfigError`.
+        rope_theta: Replaces the file's rotary base.
+        disable_sliding_window: Full attention everywhere, with the context capped to the window,
+            inside which both are the same.
+
+    Raises:
+        ModelLoadError: A file cannot be read, or names something that is not supported.
+        ConfigError: `rope_scaling` or `rope_theta` is wrong, or the model has no rotary embedding.
+    """
+    path = Path(folder) / "config.json"
+    reader = Reader(read_json(path), str(path))
+    generation_path = Path(folder) / "generation_config.json"
+    generation = Reader({}, str(generation_path))
+    if generation_path.exists():
+        generation = Reader(read_json(generation_path), str(generation_path))
+    architecture = _architecture(reader)
+    source = ConfigSource(
+        reader, generation, architecture, rope_scaling, rope_theta, disable_sliding_window
+    )
+    source.refuse("quantization_config")
+    module = importlib.import_module(f"hetero_llm.models.configs.{FAMILIES[architecture].reader}")
+    config: ModelConfig = module.read(source)
+    if config.rope is None:
+        for field, value in (("rope_scaling", rope_scaling), ("rope_theta", rope_theta)):
+            if value is not None:
+                raise ConfigError(field, value, f"{architecture} has no rotary embedding")
+    return config
+
+
+def _architecture(reader: Reader) -> str:
+    names = reader.raw.get("architectures")
+    if isinstance(names, list):
+        for name in names:
+            if name in FAMILIES:
+                return name
+            if name in REFUSED:
+                raise reader.bad("architectures", f"not supported, {REFUSED[name]}")
+    raise reader.bad("architectures", "supported are " + ", ".join(supported_architectures()))

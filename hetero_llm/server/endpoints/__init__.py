@@ -1,0 +1,1 @@
+"""The HTTP endpoints, one file for each group of paths."""

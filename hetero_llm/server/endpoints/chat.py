@@ -1,0 +1,165 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from msgspec import UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hetero_llm.core.outputs import CompletionOutput, RequestOutput
+from hetero_llm.server.context import Context
+from hetero_llm.server.errors import invalid
+from hetero_llm.server.logprobs import chat_logprobs, prompt_logprobs
+from hetero_llm.server.prompts import chat_prompt
+from hetero_llm.server.protocol import (
+    AnswerMessage,
+    Chat,
+    ChatChoice,
+    ChatLogprobs,
+    ChatRequest,
+    Chunk,
+    ChunkChoice,
+    Delta,
+    Usage,
+    conversation_of,
+)
+from hetero_llm.server.response_builder import AnswerWriter
+from hetero_llm.server.responses import Work, make_work, send_answer, take_in
+from hetero_llm.server.sampling import check_max_tokens, sampling_params
+
+_OBJECT, _CHUNK = "chat.completion", "chat.completion.chunk"
+
+
+def chat_endpoint(context: Context) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """The handler of the route."""
+
+    async def chat_completions(request: Request) -> Response:
+        body = await take_in(context, request, ChatRequest)
+        work = await _work(context, request, body)
+        writer = _Writer(context, body, work)
+        return await send_answer(context, request, work, writer, streamed=bool(body.stream))
+
+    return chat_completions
+
+
+async def _work(context: Context, request: Request, body: ChatRequest) -> Work:
+    wanted, name = _max_tokens(body)
+    params = sampling_params(body, max_tokens=wanted)
+    prompt = await chat_prompt(
+        conversation_of(body),
+        context.texts,
+        context.settings,
+        add_special_tokens=bool(body.add_special_tokens),
+        cut=body.truncate_prompt_tokens,
+    )
+    return make_work(
+        context,
+        request,
+        body,
+        [prompt],
+        params,
+        prefix="chatcmpl",
+        wanted=wanted,
+        default=None,
+        name=name,
+    )
+
+
+def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:
+    """The limit, and the name of the field that sets it: OpenAI's new one or its old one."""
+    old, new = body.max_tokens, body.max_completion_tokens
+    check_max_tokens(old, "max_tokens", lowest=1)
+    check_max_tokens(new, "max_completion_tokens", lowest=1)
+    if old is not None and new is not None and old != new:
+        raise invalid(
+            "max_tokens", f"max_tokens={old}: contradicts max_completion_tokens={new}; send one"
+        )
+    return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
+
+
+class _Writer(AnswerWriter[ChatRequest]):
+    """Makes the answer of one conversation."""
+
+    async def whole(self) -> Chat:
+        """The answer in one piece."""
+        choices: list[ChatChoice] = []
+        likely: list[Any] | None = None
+        async for index, output in self._run.outputs():
+            self._counter.note(index, output, output.outputs)
+            if output.finished:
+                choices = [self._choice(one) for one in output.outputs]
+                likely = prompt_logprobs(self._texts, output.prompt_logprobs, as_ids=self._as_ids)
+        work = self._work
+        answer = Chat(work.id, _OBJECT, work.created, work.model, choices, self._counter.usage())
+        if self._body.prompt_logprobs is not None:
+            answer.prompt_logprobs = likely
+        if self._body.return_token_ids:
+            answer.prompt_token_ids = list(work.prompts[0].token_ids or ())
+        return answer
+
+    def _choice(self, one: CompletionOutput) -> ChatChoice:
+        deadline = self._run.deadline
+        choice = ChatChoice(
+            one.index,
+            AnswerMessage(self._role(), one.text),
+            self._logprobs(one),
+            deadline.reason(one.finish_reason),
+            one.stop_reason,
+        )
+        if deadline.cut(one.finish_reason):
+            choice.timeout = True
+        if self._body.return_token_ids:
+            choice.token_ids = one.token_ids
+        return choice
+
+    def _chunk_choice(
+        self, index: int, output: RequestOutput, one: CompletionOutput
+    ) -> ChunkChoice:
+        deadline = self._run.deadline
+        choice = ChunkChoice(
+            one.index,
+            Delta(content=one.text),
+            self._logprobs(one),
+            deadline.reason(one.finish_reason),
+        )
+        if one.finish_reason is not None:
+            choice.stop_reason = one.stop_reason
+            if deadline.cut(one.finish_reason):
+                choice.timeout = True
+        if self._body.return_token_ids:
+            choice.token_ids = one.token_ids
+        return choice
+
+    def _openings(self, usage: Usage | UnsetType | None) -> Iterable[Chunk]:
+        """The role of each choice."""
+        for number in range(self._work.params[0].n):
+            delta = Delta(role=self._role(), content="")
+            chunk = self._chunk([ChunkChoice(number, delta, None, None)], usage)
+            if self._body.return_token_ids and number == 0:
+                chunk.prompt_token_ids = list(self._work.prompts[0].token_ids or ())
+            yield chunk
+
+    def _chunk(self, choices: Sequence[ChunkChoice], usage: Usage | UnsetType | None) -> Chunk:
+        work = self._work
+        return Chunk(work.id, _CHUNK, work.created, work.model, list(choices), usage)
+
+    def _logprobs(self, one: CompletionOutput) -> ChatLogprobs | None:
+        if not self._body.logprobs or one.logprobs is None:
+            return None
+        return chat_logprobs(
+            self._texts,
+            one.token_ids,
+            one.logprobs,
+            count=self._body.top_logprobs or 0,
+            as_ids=self._as_ids,
+        )
+
+    def _role(self) -> str:
+        """An answer that goes on with the last message has that message's role."""
+        messages = self._body.messages
+        if self._body.continue_final_message and messages and messages[-1].role:
+            return messages[-1].role
+        return self._settings.response_role

@@ -1,0 +1,214 @@
+"""The small endpoints: models, tokens, health, version, load and metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hetero_llm import __version__
+from hetero_llm.core.errors import EngineDeadError, EngineHungError
+from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.server.context import Context
+from hetero_llm.server.errors import invalid
+from hetero_llm.server.metrics import CONTENT_TYPE
+from hetero_llm.server.prompts import chat_prompt
+from hetero_llm.server.protocol import Conversation, DetokenizeRequest, TokenizeRequest
+from hetero_llm.server.request_parsing import read_json
+
+_OWNER = "hetero_llm"
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+
+
+class Info:
+    """Handlers of the small endpoints of one server."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    # -- models -------------------------------------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models"""
+        cards = [self._card(name) for name in self._context.names]
+        return json_response({"object": "list", "data": cards})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{id}"""
+        name = self._context.model_name(request.path_params["model"])
+        return json_response(self._card(name))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        context = self._context
+        permission = {
+            "id": f"modelperm-{name}",
+            "object": "model_permission",
+            "created": context.created,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
+        return {
+            "id": name,
+            "object": "model",
+            "created": context.created,
+            "owned_by": _OWNER,
+            "root": context.client.info.model,
+            "parent": None,
+            "max_model_len": context.client.info.max_model_len,
+            "permission": [permission],
+        }
+
+    # -- tokens -------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize: of a prompt, or of a conversation through the chat template."""
+        context = self._context
+        body = await self._read(request, TokenizeRequest)
+        context.model_name(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("prompt", "prompt: send either prompt or messages")
+        if body.prompt is not None:
+            ids = await self._encode(body)
+        else:
+            conversation = Conversation(
+                **{name: getattr(body, name) for name in Conversation.__struct_fields__}
+            )
+            special = bool(body.add_special_tokens)
+            prompt = await chat_prompt(
+                conversation, context.texts, context.settings, add_special_tokens=special
+            )
+            ids = prompt.token_ids or []
+        pieces = None
+        if body.return_token_strs:
+            pieces = self._tokenizer().hf.convert_ids_to_tokens(ids)
+        return json_response(
+            {
+                "count": len(ids),
+                "max_model_len": context.client.info.max_model_len,
+                "tokens": ids,
+                "token_strs": pieces,
+            }
+        )
+
+    async def _encode(self, body: TokenizeRequest) -> list[int]:
+        """An empty text is fine here: it has no tokens, or those put around every text."""
+        texts, text = self._context.texts, body.prompt or ""
+        special = body.add_special_tokens is not False
+        if not text:
+            return self._tokenizer().encode(text, add_special_tokens=special)
+        return await texts.encode(text, add_special_tokens=special, truncated=True)
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize"""
+        context = self._context
+        body = await self._read(request, DetokenizeRequest)
+        context.model_name(body.model)
+        if body.tokens is None:
+            raise invalid("tokens", "tokens is required", "missing_required_parameter")
+        tokenizer, ids = self._tokenizer(), body.tokens
+        size = context.client.info.vocab_size
+        for token in ids:
+            if not 0 <= token < size:
+                raise invalid(
+                    "tokens", f"tokens: {token} is outside the vocabulary (0 to {size - 1})"
+                )
+        text = await context.texts.in_thread(
+            lambda: tokenizer.decode(ids, skip_special_tokens=False), size=len(ids)
+        )
+        return json_response({"prompt": text})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """GET /tokenizer_info: what a client needs to use the same tokenizer."""
+        hf = self._tokenizer().hf
+        template = self._context.settings.chat_template or getattr(hf, "chat_template", None)
+        return json_response(
+            {
+                "tokenizer_class": type(hf).__name__,
+                "vocab_size": len(hf),
+                "model_max_length": self._context.client.info.max_model_len,
+                "bos_token": hf.bos_token,
+                "eos_token": hf.eos_token,
+                "pad_token": hf.pad_token,
+                "unk_token": hf.unk_token,
+                "chat_template": template,
+            }
+        )
+
+    def _tokenizer(self) -> Tokenizer:
+        return self._context.texts.need("tokenizer")
+
+    async def _read(self, request: Request, kind: type[Any]) -> Any:
+        settings = self._context.settings
+        body, _ = await read_json(
+            request, kind, settings.limits, strict_fields=settings.strict_fields
+        )
+        return body
+
+    # -- health -------------------------------------------------------------------------------
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: empty, 200 or 503; with ?verbose=1 the details, which need a key."""
+        if not request.query_params.get("verbose"):
+            return self._empty(self.state() in ("ready", "draining"))
+        state = self.state()
+        stats = self._context.client.stats()
+        drafts = stats.metrics.get("spec_decode_num_drafts")
+        details = {
+            "state": state,
+            "last_step_age_ms": round(stats.last_step_age * 1e3, 1),
+            "num_steps": stats.num_steps,
+            "queue": stats.queue,
+            "running": stats.metrics.get("num_requests_running", 0),
+            "waiting": stats.metrics.get("num_requests_waiting", 0),
+            "kv": stats.metrics.get("kv_cache_usage_perc", 0.0),
+            "draft": None if not drafts else {"drafts": drafts},
+        }
+        return json_response(details, 200 if state in ("ready", "draining") else 503)
+
+    async def live(self, request: Request) -> Response:
+        """GET /live: 503 if only a restart can help."""
+        return self._empty(self.state() in ("ready", "draining"))
+
+    async def ready(self, request: Request) -> Response:
+        """GET /ready: 503 if no request should be sent here now."""
+        return self._empty(self.state() == "ready")
+
+    def state(self) -> str:
+        """ "ready", "draining", "hung" or "dead"."""
+        try:
+            self._context.client.check_health()
+        except EngineHungError:
+            return "hung"
+        except EngineDeadError:
+            return "dead"
+        context = self._context
+        return "draining" if context.leaving or context.draining else "ready"
+
+    def _empty(self, fine: bool) -> Response:
+        return Response(status_code=200 if fine else 503)
+
+    # -- the rest -----------------------------------------------------------------------------
+
+    async def version(self, request: Request) -> Response:
+        """GET /version"""
+        return json_response({"version": __version__})
+
+    async def load(self, request: Request) -> Response:
+        """GET /load: generation requests being answered."""
+        return json_response({"server_load": self._context.load})
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics"""
+        return Response(self._context.metrics.text(), headers={"content-type": CONTENT_TYPE})

@@ -1,0 +1,330 @@
+"""Warm-up: a file of texts enters the history while requests are served already.
+
+Two kinds of file. TACO-LLM's, JSON: `[{"prompt": [ids], "output": [ids]}, ...]`, for which the same
+objects one a line (JSON Lines) will do as well; its texts belong to no cache_salt. Or a snapshot.
+
+A thread of its own builds the static generation, which takes its place when it is whole; until then
+drafts come without it. Compiled code holds no lock, and the thread works a fifth of the time, in
+short bursts, so that the step loop hardly waits for it. What cannot be read is left out, counted,
+and told in one line of the log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import weakref
+from collections.abc import Iterator
+from threading import Event, Thread, current_thread
+from time import perf_counter
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_llm.config.lookahead_config import is_snapshot
+from hetero_llm.core.errors import SnapshotError
+from hetero_llm.spec_decode.lookahead.global_cache import Generation, History
+from hetero_llm.spec_decode.lookahead.snapshot import Place, read_header, read_parts
+from hetero_llm.spec_decode.lookahead.token_buffer import HEADER, parted
+
+logger = logging.getLogger(__name__)
+
+_KEYS = ("prompt", "output")
+_CHUNK = 1 << 20  # characters read at once
+_MARGIN = 1024  # a mistake that far from the end of what was read is not for want of the rest
+_BATCH = 4096  # tokens learned at once
+_BURST = 2e-4  # seconds of work before a rest
+_REST = 4  # times as long: of equal length, rests let steps on two cores take half as long again
+_SPACE = re.compile(r"[ \t\r\n]*")
+_decode = json.JSONDecoder().raw_decode
+
+
+class Record(NamedTuple):
+    """A JSON value of a warm-up file and the line where it begins; or why there is none."""
+
+    line: int
+    value: Any
+    problem: str | None = None
+
+
+class Warmup:
+    """A warm-up file on its way into a history, from the moment of its construction.
+
+    Args:
+        space: the salt in the history of requests without a cache_salt.
+        ignore_prompt: learn outputs only.
+
+    Attributes:
+        num_records, num_left_out, num_tokens: so far: records read, those that could not be used,
+            and tokens learned. Of a snapshot each document is a record.
+        problem: the first reason for leaving something out.
+
+    Raises:
+        SnapshotError: the file is a snapshot that does not belong here.
+    """
+
+    def __init__(
+        self, history: History, path: str, place: Place, *, space: int, ignore_prompt: bool
+    ) -> None:
+        self._path = path
+        self._place = place
+        self._space = space
+        self._ignore_prompt = ignore_prompt
+        self._is_snapshot = is_snapshot(path)
+        if self._is_snapshot:
+            place.check(path, read_header(path), as_static=True)
+        self.num_records = self.num_left_out = self.num_tokens = 0
+        self.problem: str | None = None
+        self._stop = Event()
+        self._busy_since = 0.0
+        goal = weakref.ref(history), history.new_static()
+        self._thread = Thread(target=self._run, args=goal, name="hetero-warmup", daemon=True)
+        # Neither a closed engine nor the end of the process waits for the rest of the file.
+        weakref.finalize(history, _end, self._stop, self._thread)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Waits for the end of the file."""
+        self._thread.join()
+
+    def stop(self) -> None:
+        """Gives up: nothing gets into the history any more."""
+        _end(self._stop, self._thread)
+
+    # -- in the thread ----------------------------------------------------------------------
+
+    def _run(self, history: weakref.ref[History], static: Generation) -> None:
+        begin = self._busy_since = perf_counter()
+        try:
+            self._learn_snapshot(static) if self._is_snapshot else self._learn_records(static)
+        except SnapshotError as error:
+            self._leave_out(error.reason)
+        except (OSError, MemoryError) as error:
+            self._leave_out(f"the rest cannot be read: {error or type(error).__name__}")
+        except Exception:
+            logger.exception("warm-up file %s: the rest is left out", self._path)
+        known = history()
+        if known is None or self._stop.is_set():
+            return
+        known.use(static)
+        counts = self.num_records, self.num_tokens, perf_counter() - begin
+        if self.problem is None:
+            logger.info("warm-up file %s: %d records, %d tokens in %.1f s", self._path, *counts)
+            return
+        logger.warning(
+            "warm-up file %s: %s (%d of %d records left out; %d tokens learned)",
+            self._path, self.problem, self.num_left_out, self.num_records, self.num_tokens,
+        )  # fmt: skip
+
+    def _learn_snapshot(self, static: Generation) -> None:
+        _, parts = read_parts(self._path, self._place, as_static=True)
+        batch = _Batch(static)
+        for part in (parts.static, parts.old, parts.young):
+            for tokens, told, space, _ in part.each():
+                self.num_records += 1
+                self.num_tokens += len(tokens) - told
+                batch.add(tokens, told, space)
+                if not self._goes_on():
+                    return
+        batch.learn()
+
+    def _learn_records(self, static: Generation) -> None:
+        batch = _Batch(static)
+        with open(self._path, encoding="utf-8-sig") as file:
+            for line, value, problem in read_records(file):
+                self.num_records += 1
+                try:
+                    tokens = self._document(value, problem)
+                    if batch.end + len(tokens) + 1 > self._place.capacity:
+                        raise ValueError(f"cache_size ({self._place.capacity}) is full")
+                except ValueError as error:
+                    self._leave_out(f"line {line}: {error}")
+                else:
+                    self.num_tokens += len(tokens)
+                    batch.add(tokens, 0, self._space)
+                if not self._goes_on():
+                    return
+        batch.learn()
+
+    def _document(self, value: Any, problem: str | None) -> NDArray[np.int32]:
+        """The text of a record; ValueError for one that is none."""
+        if problem is not None:
+            raise ValueError(problem)
+        if not isinstance(value, dict) or sorted(value) != sorted(_KEYS):
+            raise ValueError('is not of the form {"prompt": [ids], "output": [ids]}')
+        for key in _KEYS:
+            ids = value[key]
+            if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
+                raise ValueError(f"{key!r} must be a list of token ids")
+            most = self._place.voc_size
+            if ids and (min(ids) < 0 or max(ids) >= most):
+                wrong = next(token for token in ids if not 0 <= token < most)
+                raise ValueError(f"token id {wrong} in {key!r} is beyond the vocabulary ({most})")
+        prompt = value["prompt"][-HEADER:] if self._ignore_prompt else value["prompt"]
+        return parted(np.array(prompt + value["output"], np.int32), self._place.ends)
+
+    def _leave_out(self, problem: str) -> None:
+        self.num_left_out += 1
+        if self.problem is None:
+            self.problem = problem
+
+    def _goes_on(self) -> bool:
+        busy = perf_counter() - self._busy_since
+        if busy < _BURST:
+            return True
+        stopped = self._stop.wait(_REST * busy)
+        self._busy_since = perf_counter()
+        return not stopped
+
+
+class _Batch:
+    """Documents on their way into a generation, some thousand tokens at a time."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._waiting: list[tuple[NDArray[np.int32], int, int]] = []
+        self._size = 0
+
+    @property
+    def end(self) -> int:
+        """Of the generation's text when it has learned all."""
+        return self._generation.end + self._size
+
+    def add(self, tokens: NDArray[np.int32], told: int, space: int) -> None:
+        if len(tokens) >= _BATCH:
+            self.learn()
+            self._generation.add(tokens, told, space, 0)
+            return
+        self._waiting.append((tokens, told, space))
+        self._size += len(tokens) + 1
+        if self._size >= _BATCH:
+            self.learn()
+
+    def learn(self) -> None:
+        if self._waiting:
+            self._generation.add_many(self._waiting, 0)
+        self._waiting, self._size = [], 0
+
+
+def _end(stop: Event, thread: Thread) -> None:
+    stop.set()
+    if thread is not current_thread() and thread.is_alive():
+        thread.join()
+
+
+def read_records(file: TextIO) -> Iterator[Record]:
+    """The values of a JSON list, or of each line if it begins otherwise.
+
+    A line that is no JSON is a record with a problem. So is the last one where a list, or a file,
+    cannot be read on.
+    """
+    source = _Source(file)
+    try:
+        yield from _of_list(source) if source.peek() == "[" else _of_lines(source)
+    except RecursionError:
+        yield Record(source.line, None, "is nested too deeply; the rest cannot be read")
+    except json.JSONDecodeError as error:
+        yield Record(source.line, None, f"{error.msg}; the rest cannot be read")
+    except UnicodeDecodeError as error:
+        yield Record(source.line, None, f"is not UTF-8 ({error.reason}); the rest cannot be read")
+    except (OSError, ValueError) as error:
+        yield Record(source.line, None, f"{error}; the rest cannot be read")
+
+
+def _of_list(source: _Source) -> Iterator[Record]:
+    source.skip(1)
+    following = source.peek()
+    if following == "]":
+        source.skip(1)
+    while following != "]":
+        source.peek()
+        yield Record(source.line, source.value())
+        following = source.peek()
+        if not following:
+            raise ValueError("the list does not end")
+        if following not in ",]":
+            raise ValueError("',' or ']' is missing")
+        source.skip(1)
+    if source.peek():
+        raise ValueError("something follows the list")
+
+
+def _of_lines(source: _Source) -> Iterator[Record]:
+    while source.peek():
+        line = source.line
+        text = source.rest_of_line()
+        try:
+            record = Record(line, json.loads(text))
+        except json.JSONDecodeError as error:
+            record = Record(line, None, error.msg)
+        except (ValueError, RecursionError) as error:  # a number too long, or nesting too deep
+            record = Record(line, None, str(error))
+        yield record
+
+
+class _Source:
+    """A file's characters, read in chunks.
+
+    Attributes:
+        line: of the next character.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._text = ""
+        self._at = 0
+        self.line = 1
+
+    def skip(self, count: int) -> None:
+        end = self._at + count
+        self.line += self._text.count("\n", self._at, end)
+        self._at = end
+
+    def peek(self) -> str:
+        """The next character that is no white space, which is skipped; "" at the end."""
+        while True:
+            space = _SPACE.match(self._text, self._at)
+            assert space is not None
+            self.skip(space.end() - self._at)
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._read_on():
+                return ""
+
+    def value(self) -> Any:
+        """The JSON value that begins here; ValueError or RecursionError if there is none."""
+        while True:
+            try:
+                value, end = _decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                cut = error.pos > len(self._text) - _MARGIN or error.msg.startswith("Unterminated")
+                if cut and self._read_on():
+                    continue
+                self.skip(error.pos - self._at)
+                raise
+            self.skip(end - self._at)
+            return value
+
+    def rest_of_line(self) -> str:
+        begin = 0
+        while (end := self._text.find("\n", self._at + begin)) < 0:
+            begin = len(self._text) - self._at
+            if not self._read_on():
+                end = len(self._text)
+                break
+        line = self._text[self._at : end]
+        self.skip(len(line))
+        return line
+
+    def _read_on(self) -> bool:
+        """Appends at least as much as is left, so that a long value is not parsed too often."""
+        rest = self._text[self._at :]
+        more = self._file.read(max(_CHUNK, len(rest)))
+        self._text, self._at = rest + more, 0
+        return bool(more)

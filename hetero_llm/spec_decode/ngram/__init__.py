@@ -1,0 +1,1 @@
+"""Prompt lookup, vLLM's `[ngram]`: a sequence drafts from its own tokens."""

@@ -1,0 +1,1 @@
+"""What any part may need of the machine: native builds, logs, environment, topology."""

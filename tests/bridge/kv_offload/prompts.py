@@ -1,0 +1,42 @@
+"""Keys of short prompts over few tokens, as `kv_cache.prefix_cache` makes them."""
+
+from __future__ import annotations
+
+from functools import cache
+from hashlib import sha256
+from itertools import product
+
+from hetero_llm.kv_cache.host_tier import Victim
+
+Path = tuple[int, ...]
+"""One token for each block."""
+
+
+def root(salt: str = "") -> bytes:
+    return sha256(salt.encode()).digest()
+
+
+def content(token: int) -> bytes:
+    """Token bytes of a block."""
+    return bytes([token]) * 16
+
+
+@cache
+def source_of(path: Path, salt: str = "") -> bytes:
+    return key_of(path[:-1], salt) + content(path[-1])
+
+
+@cache
+def key_of(path: Path, salt: str = "") -> bytes:
+    return sha256(source_of(path, salt)).digest() if path else root(salt)
+
+
+def victim(path: Path, block: int = 0, salt: str = "") -> Victim:
+    return Victim(block, source_of(path, salt), key_of(path, salt))
+
+
+def all_paths(tokens: int, depth: int) -> list[Path]:
+    """Every prompt of up to `depth` blocks over so many tokens."""
+    return [
+        path for length in range(1, depth + 1) for path in product(range(tokens), repeat=length)
+    ]

@@ -1,0 +1,527 @@
+"""Slots of host memory against a model of what every slot must hold. The numbers of invariants are
+those of the design of the bridge: 1 one state each, 2 nothing in use is handed out, 5 visible only
+when final and one slot a key, 6 leaf first, 7 ends at any moment, 11 salts and clearing, 12 always
+progress."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hetero_llm.bridge.kv_offload.free_runs import FreeRuns
+from hetero_llm.bridge.kv_offload.host_block_index import POLICIES, HostCache
+from hetero_llm.kv_cache.host_tier import HostHit
+from tests.bridge.kv_offload.prompts import (
+    Path,
+    all_paths,
+    content,
+    key_of,
+    root,
+    source_of,
+    victim,
+)
+
+PATHS = [(salt, path) for salt in ("a", "b") for path in all_paths(2, 3)]
+NAMES = {source_of(path, salt): (salt, path) for salt, path in PATHS}
+
+
+def put(cache: HostCache, *paths: Path) -> list[int]:
+    """Stores blocks, all of which there must be room for; their slots in the order given."""
+    reserved = cache.reserve([victim(path, block) for block, path in enumerate(paths)])
+    assert reserved.taken == len(paths)
+    cache.stored(reserved.slots, True)
+    slot_of = dict(zip(reserved.blocks, reserved.slots))
+    return [slot_of[block] for block in range(len(paths))]
+
+
+def find(cache: HostCache, path: Path, salt: str = "") -> HostHit:
+    return cache.match(root(salt), [content(token) for token in path])
+
+
+def use(cache: HostCache, path: Path) -> int:
+    """A request uses a prompt; how many blocks of it are here."""
+    hit = find(cache, path)
+    cache.note_use({key_of(path[:length]): 1 for length in range(1, len(path) + 1)})
+    cache.unpin(hit.slots)
+    return len(hit.slots)
+
+
+def test_found_as_far_as_it_goes() -> None:
+    cache = HostCache(8)
+    put(cache, (0,), (0, 1), (0, 1, 1, 1))
+    hit = find(cache, (0, 1, 1, 1))
+    assert hit.sources == (source_of((0,)), source_of((0, 1)))
+    assert hit.keys == (key_of((0,)), key_of((0, 1)))
+    assert not find(cache, (1,)).slots
+    assert len(find(cache, (1, 1)).slots) == 0
+    behind = cache.match(key_of((0, 1, 1)), [content(1)])
+    assert len(behind.slots) == 1
+
+
+def test_reads_no_further_than_needed() -> None:
+    cache = HostCache(4)
+    put(cache, (0,))
+    rest = iter([content(0), content(1), content(0), content(0)])
+    assert len(cache.match(root(), rest).slots) == 1
+    assert len(list(rest)) == 2
+
+
+def test_not_found_before_its_bytes_are_final() -> None:
+    """Invariant 5."""
+    cache = HostCache(4)
+    first = cache.reserve([victim((0,))])
+    assert cache.holds(source_of((0,))) and not find(cache, (0,)).slots
+    again = cache.reserve([victim((0,)), victim((0,))])
+    assert (again.taken, again.slots) == (2, []), "one key, one slot"
+    cache.stored(first.slots, True)
+    assert find(cache, (0,)).slots == tuple(first.slots)
+
+
+def test_a_failed_store_leaves_nothing() -> None:
+    cache = HostCache(2)
+    first = cache.reserve([victim((0,)), victim((0, 0))])
+    cache.stored(first.slots, False)
+    assert cache.num_used == 0 and not cache.holds(source_of((0,)))
+    put(cache, (0,), (0, 0))
+    cache.check_integrity()
+
+
+def test_one_source_twice_in_one_call() -> None:
+    cache = HostCache(4)
+    reserved = cache.reserve([victim((0,), 5), victim((0,), 6), victim((1,), 7)])
+    assert reserved.taken == 3 and sorted(reserved.blocks) == [5, 7]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64])
+def test_a_prompt_stored_tail_first_lies_in_one_run(batch: int) -> None:
+    cache = HostCache(100)
+    path = tuple(index % 7 for index in range(64))
+    victims = [victim(path[:length], length) for length in range(64, 0, -1)]
+    for at in range(0, 64, batch):
+        cache.stored(cache.reserve(victims[at : at + batch]).slots, True)
+    hit = find(cache, path)
+    assert hit.slots == tuple(range(hit.slots[0], hit.slots[0] + 64))
+
+
+@pytest.mark.parametrize("batch", [2, 16])
+def test_a_prompt_stored_head_first_lies_in_one_run(batch: int) -> None:
+    cache = HostCache(100)
+    path = tuple(index % 7 for index in range(64))
+    victims = [victim(path[:length], length) for length in range(1, 65)]
+    for at in range(0, 64, batch):
+        cache.stored(cache.reserve(victims[at : at + batch]).slots, True)
+    hit = find(cache, path)
+    assert hit.slots == tuple(range(hit.slots[0], hit.slots[0] + 64))
+
+
+def test_runs_survive_turnover() -> None:
+    """Prompts of different lengths replace each other many times over: those found whole still lie
+    in few pieces."""
+    rng = random.Random(3)
+    cache = HostCache(512)
+    pieces = blocks = 0
+    for number in range(200):
+        path = (number % 256, *(rng.randrange(256) for _ in range(rng.randint(7, 63))))
+        victims = [victim(path[:length]) for length in range(len(path), 0, -1)]
+        for at in range(0, len(victims), 16):
+            cache.stored(cache.reserve(victims[at : at + 16]).slots, True)
+        hit = find(cache, path)
+        cache.unpin(hit.slots)
+        assert len(hit.slots) == len(path)
+        blocks += len(path)
+        pieces += 1 + sum(b != a + 1 for a, b in zip(hit.slots, hit.slots[1:]))
+    assert pieces < blocks / 8
+    cache.check_integrity()
+
+
+def test_lru_gives_up_the_oldest_leaf() -> None:
+    cache = HostCache(4)
+    put(cache, (0,), (0, 0))
+    put(cache, (1,), (1, 0))
+    assert use(cache, (0, 0)) == 2
+    put(cache, (2,))  # (1, 0) goes
+    assert use(cache, (1, 0)) == 1
+    put(cache, (3,))  # (0, 0) is older than (2,) and (1,) now
+    assert (use(cache, (0, 0)), use(cache, (2,)), use(cache, (1,))) == (1, 1, 1)
+
+
+def held(cache: HostCache, *paths: Path) -> list[bool]:
+    return [cache.holds(source_of(path)) for path in paths]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_the_device_has_as_well_goes_first(policy: str) -> None:
+    """The newest load before others, its tail before its head; never before what follows it."""
+    cache = HostCache(6, policy=policy)
+    put(cache, (0,), (0, 0), (1,), (1, 0), (2,), (2, 0))
+    for path in ((0, 0), (1, 0), (2, 0)):
+        use(cache, path)
+    for token in (1, 2):
+        cache.loaded([source_of((token,)), source_of((token, 0))])
+    put(cache, (3,))
+    assert held(cache, (2,), (2, 0)) == [True, False]
+    put(cache, (4,))
+    assert held(cache, (2,), (2, 0)) == [False, False]
+    cache.left([(source_of((1, 0)), key_of((1, 0)))])
+    put(cache, (5,))
+    assert held(cache, (1,)) == [True], "(1, 0) followed it"
+    assert policy != "lru" or held(cache, (0,), (0, 0), (1, 0)) == [True, False, True]
+    assert cache.evictions == 3
+    cache.check_integrity()
+
+
+def test_what_is_read_or_followed_by_a_newcomer_is_not_given_up_for_it() -> None:
+    cache = HostCache(3)
+    put(cache, (0,), (1,), (2,))
+    hit = find(cache, (2,))
+    cache.loaded([source_of((0,)), source_of((1,)), source_of((2,))])
+    put(cache, (1, 0))
+    assert held(cache, (0,), (1,), (2,)) == [False, True, True]
+    cache.unpin(hit.slots)
+    cache.loaded([source_of((2,))])
+    cache.clear()
+    put(cache, (2,), (3,), (4,))
+    put(cache, (5,))
+    assert held(cache, (2,)) == [False], "the oldest: what was loaded before counts no more"
+
+
+def test_slru_keeps_what_two_requests_used() -> None:
+    def hits_of_the_first(policy: str) -> int:
+        cache = HostCache(10, policy=policy)
+        put(cache, (0,), (0, 0))
+        use(cache, (0, 0))
+        use(cache, (0, 0))
+        for token in range(10, 30):  # a scan
+            put(cache, (token,))
+            use(cache, (token,))
+        cache.check_integrity()
+        return use(cache, (0, 0))
+
+    assert hits_of_the_first("slru") == 2
+    assert hits_of_the_first("lru") == 0
+
+
+def test_slru_lets_newcomers_in() -> None:
+    """What was used often once does not fill the memory for ever."""
+    cache = HostCache(10, policy="slru")
+    for token in range(10):
+        put(cache, (token,))
+        use(cache, (token,))
+        use(cache, (token,))
+    put(cache, (20,))
+    put(cache, (21,))
+    assert use(cache, (20,)) == use(cache, (21,)) == 1
+    cache.check_integrity()
+
+
+def test_slru_gives_up_what_lost_its_protection() -> None:
+    cache = HostCache(5, policy="slru")
+    for token in range(5):
+        put(cache, (token,))
+        use(cache, (token,))
+        use(cache, (token,))
+    put(cache, (5,))  # 0 was the first beyond the share; the others have moved up in the heap
+    assert use(cache, (0,)) == 0
+    use(cache, (5,))
+    use(cache, (5,))  # and now 1 is
+    cache.check_integrity()
+    put(cache, (6,))
+    assert (use(cache, (1,)), use(cache, (6,))) == (0, 1)
+
+
+def test_cost_keeps_the_deeper_and_the_more_used() -> None:
+    cache = HostCache(3, policy="cost")
+    put(cache, (0,), (1,), (2,))
+    hit = find(cache, (0,))
+    cache.set_depth(hit.slots, 4000)
+    cache.unpin(hit.slots)
+    for _ in range(8):
+        use(cache, (1,))
+    put(cache, (3,))  # (2,) is cheap and unused
+    assert (use(cache, (0,)), use(cache, (1,)), use(cache, (2,))) == (1, 1, 0)
+    cache.check_integrity()
+
+
+def test_cost_forgets_old_uses() -> None:
+    cache = HostCache(2, policy="cost")
+    put(cache, (0,))
+    for _ in range(30):
+        use(cache, (0,))
+    for token in range(1, 60):
+        put(cache, (token,))
+    assert use(cache, (0,)) == 0
+
+
+def test_uses_are_counted_and_remembered() -> None:
+    cache = HostCache(1, min_uses=2, ghost_keys=3)
+    key = key_of((0,))
+    assert not cache.wants(key)
+    cache.note_use({key: 1})
+    assert not cache.wants(key)
+    cache.note_use({key: 1})
+    assert cache.wants(key)
+    put(cache, (0,))
+    assert cache.uses(key) == 2
+    put(cache, (1,))  # the other one is given up, its uses are not
+    assert cache.uses(key) == 2
+    cache.note_use({key_of((token,)): 1 for token in (3, 4, 5)})
+    assert cache.uses(key) == 0, "only so many are remembered"
+    assert HostCache(1).wants(key)
+
+
+def test_what_follows_a_lost_block_is_forgotten() -> None:
+    cache = HostCache(8)
+    put(cache, (0, 0), (0, 0, 0), (0, 0, 1), (0, 1), (1, 0))
+    pinned = cache.match(key_of((0,)), [content(1)])
+    cache.lost(key_of((0,)))
+    assert cache.num_used == 2 and not cache.holds(source_of((0, 1)))
+    cache.check_integrity()
+    cache.unpin(pinned.slots)
+    assert cache.num_used == 1 and cache.holds(source_of((1, 0)))
+    put(cache, (1,))
+    cache.lost(key_of((1,)))  # it is here: nothing is lost
+    assert cache.num_used == 2
+
+
+def test_lost_while_it_is_being_stored() -> None:
+    cache = HostCache(2)
+    reserved = cache.reserve([victim((0, 0))])
+    cache.lost(key_of((0,)))
+    assert not cache.holds(source_of((0, 0))) and cache.num_used == 1
+    second = cache.reserve([victim((0, 0)), victim((1,))])
+    assert second.taken == 1, "the slot is still written to"
+    cache.stored(reserved.slots, True)
+    assert cache.num_used == 1
+    cache.stored(second.slots, True)
+    cache.check_integrity()
+
+
+def test_clearing_leaves_nothing_readable() -> None:
+    """Invariant 11, with a load and a store under way."""
+    cache = HostCache(4)
+    put(cache, (0,), (1,))
+    hit = find(cache, (0,))
+    reserved = cache.reserve([victim((2,))])
+    cache.note_use({key_of((5,)): 1})
+    cache.clear()
+    assert cache.num_used == 2 and cache.uses(key_of((5,))) == 0
+    for path in ((0,), (1,), (2,)):
+        assert not find(cache, path).slots and not cache.holds(source_of(path))
+    put(cache, (0,))
+    cache.check_integrity()
+    cache.stored(reserved.slots, True)
+    cache.unpin(hit.slots)
+    assert cache.num_used == 1 and not find(cache, (2,)).slots
+
+
+def test_everything_pinned() -> None:
+    """Invariant 12."""
+    cache = HostCache(2)
+    put(cache, (0,), (0, 0))
+    hit = find(cache, (0, 0))
+    assert cache.reserve([victim((1,))]).taken == 0
+    cache.unpin(hit.slots)
+    assert cache.reserve([victim((1,)), victim((2,)), victim((3,))]).taken == 2
+    assert HostCache(0).reserve([victim((1,))]).taken == 0
+
+
+def test_the_parent_of_a_newcomer_stays() -> None:
+    cache = HostCache(1)
+    put(cache, (0,))
+    assert cache.reserve([victim((0, 0))]).taken == 0
+    assert cache.reserve([victim((0,)), victim((1,))]).taken == 1, "and so does what is held"
+    assert cache.holds(source_of((0,)))
+
+
+class Slots(RuleBasedStateMachine):
+    """`memory` is what the slots would hold; a slot that is written to holds None."""
+
+    @initialize(
+        policy=st.sampled_from(POLICIES), slots=st.integers(0, 4), ghosts=st.sampled_from([2, 99])
+    )
+    def begin(self, policy: str, slots: int, ghosts: int) -> None:
+        self.cache = HostCache(slots, policy=policy, ghost_keys=ghosts)
+        self.memory: list[bytes | None] = [None] * slots
+        self.stores: list[list[tuple[int, bytes]]] = []
+        self.hits: list[HostHit] = []
+
+    def held(self) -> set[bytes]:
+        return {source for source in NAMES if self.cache.holds(source)}
+
+    def pinned(self) -> set[int]:
+        return {slot for hit in self.hits for slot in hit.slots}
+
+    @rule(names=st.lists(st.sampled_from(PATHS), min_size=1, max_size=6))
+    def store(self, names: list[tuple[str, Path]]) -> None:
+        victims = [victim(path, block, salt) for block, (salt, path) in enumerate(names)]
+        before = self.held()
+        reserved = self.cache.reserve(victims)
+        after = self.held()
+        taken = {entry.source for entry in victims[: reserved.taken]}
+        assert taken <= after
+        new = taken - before
+        assert len(reserved.slots) == len(set(reserved.slots)) == len(new)
+        # 2, 7: what is read, or written, is not handed out.
+        busy = self.pinned() | {slot for store in self.stores for slot, _ in store}
+        assert not busy & set(reserved.slots)
+        # 6: nothing is given up before what follows it, nor what newcomers follow.
+        parents = {source[:32] for source in after}
+        for gone in before - after:
+            salt, path = NAMES[gone]
+            assert key_of(path, salt) not in parents
+        # 12: whoever is refused is refused for want of a slot that could be given up.
+        if reserved.taken < len(victims):
+            writing = {source for store in self.stores for _, source in store} | new
+            read = {source for hit in self.hits for source in hit.sources}
+            guarded = {entry.source for entry in victims}
+            followed = parents | {entry.source[:32] for entry in victims}
+            for source in after - writing - guarded - read:
+                salt, path = NAMES[source]
+                assert key_of(path, salt) in followed, "there was room"
+        sources = {block: entry.source for block, entry in enumerate(victims)}
+        if reserved.slots:
+            self.stores.append(
+                [(slot, sources[b]) for slot, b in zip(reserved.slots, reserved.blocks)]
+            )
+            for slot in reserved.slots:
+                self.memory[slot] = None
+
+    @precondition(lambda self: self.stores)
+    @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]))
+    def finish_store(self, data: st.DataObject, ok: bool) -> None:
+        store = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
+        for slot, source in store:
+            self.memory[slot] = source if ok else None
+        self.cache.stored([slot for slot, _ in store], ok)
+
+    @rule(name=st.sampled_from(PATHS))
+    def match(self, name: tuple[str, Path]) -> None:
+        salt, path = name
+        hit = find(self.cache, path, salt)
+        # 5, 11: final bytes of exactly these blocks of exactly this salt.
+        expected = [source_of(path[: n + 1], salt) for n in range(len(hit.slots))]
+        assert list(hit.sources) == expected
+        assert [self.memory[slot] for slot in hit.slots] == expected
+        if hit.slots:
+            self.hits.append(hit)
+
+    @precondition(lambda self: self.hits)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        hit = self.hits.pop(data.draw(st.integers(0, len(self.hits) - 1)))
+        self.cache.unpin(hit.slots)
+
+    @rule(names=st.lists(st.sampled_from(PATHS), max_size=3))
+    def note_use(self, names: list[tuple[str, Path]]) -> None:
+        self.cache.note_use(Counter(key_of(path, salt) for salt, path in names))
+
+    @rule(name=st.sampled_from(PATHS))
+    def load(self, name: tuple[str, Path]) -> None:
+        salt, path = name
+        self.cache.loaded([source_of(path[: n + 1], salt) for n in range(len(path))])
+
+    @rule(name=st.sampled_from(PATHS))
+    def left(self, name: tuple[str, Path]) -> None:
+        salt, path = name
+        before = self.held()
+        self.cache.left([(source_of(path, salt), key_of(path, salt))])
+        here = source_of(path, salt) in before
+        gone = {source for source in before if not here and is_behind(before, source, name)}
+        assert before - self.held() == gone
+
+    @rule(count=st.integers(1, 2))
+    def grow(self, count: int) -> None:
+        if len(self.memory) < 7:
+            self.cache.add_slots(count)
+            self.memory += [None] * count
+
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+        assert not self.held()
+
+    @invariant()
+    def books_agree(self) -> None:
+        """1: each slot in one state; pins are those of live hits."""
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check_integrity()
+        self.cache.check_busy(
+            [slot for hit in self.hits for slot in hit.slots],
+            [slot for store in self.stores for slot, _ in store],
+        )
+        assert self.cache.num_pinned == len(self.pinned())
+
+    @invariant()
+    def what_is_read_stays(self) -> None:
+        """2, 7: as long as a hit is held, whatever is lost, cleared or stored meanwhile."""
+        for hit in getattr(self, "hits", ()):
+            assert [self.memory[slot] for slot in hit.slots] == list(hit.sources)
+
+    def teardown(self) -> None:
+        """1: after everything is over, every slot is free or holds what can be found."""
+        if not hasattr(self, "cache"):
+            return
+        for hit in self.hits:
+            self.cache.unpin(hit.slots)
+        for store in self.stores:
+            self.cache.stored([slot for slot, _ in store], True)
+        self.cache.check_integrity()
+        assert self.cache.num_pinned == 0
+        assert self.cache.num_used == len(self.held())
+
+
+def is_behind(held: set[bytes], source: bytes, lost: tuple[str, Path]) -> bool:
+    """Whether a block follows a lost one, and all between them are held."""
+    (salt, path), (lost_salt, lost_path) = NAMES[source], lost
+    first = len(lost_path)
+    return (
+        salt == lost_salt
+        and len(path) > first
+        and path[:first] == lost_path
+        and all(source_of(path[:n], salt) in held for n in range(first + 1, len(path) + 1))
+    )
+
+
+Slots.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSlots = Slots.TestCase
+
+
+def test_free_runs_against_a_set() -> None:
+    rng = random.Random(11)
+    runs, free = FreeRuns(), set(range(40))
+    runs.give_range(0, 40)
+    for _ in range(2000):
+        taken = sorted(set(range(40)) - free)
+        if taken and rng.random() < 0.5:
+            back = rng.sample(taken, rng.randint(1, len(taken)))
+            runs.give(back)
+            free |= set(back)
+        elif free:
+            got = runs.take(
+                rng.randint(1, len(free)),
+                after=rng.randint(-1, 39),
+                before=rng.randint(-1, 39),
+                low=rng.random() < 0.5,
+            )
+            assert len(got) == len(set(got)) and set(got) <= free
+            free -= set(got)
+        assert runs.count == len(free)
+        assert {slot for run in runs.runs() for slot in range(*run)} == free
+        starts = [slot for slot in free if slot - 1 not in free]
+        assert [start for start, _ in runs.runs()] == sorted(starts)
+
+
+def test_neighbours_are_taken_where_they_are_free() -> None:
+    runs = FreeRuns()
+    runs.give_range(0, 100)
+    assert runs.take(3, after=-1, before=-1, low=True) == [0, 1, 2]
+    assert runs.take(2, after=2, before=-1, low=False) == [3, 4]
+    assert runs.take(2, after=-1, before=-1, low=False) == [98, 99]
+    assert runs.take(2, after=-1, before=98, low=True) == [96, 97]
+    assert runs.take(2, after=50, before=51, low=True) == [5, 6], "no run begins there"

@@ -1,0 +1,210 @@
+"""Gates in front of attention: which of them let a step through, and what happens if none does."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_llm.bridge.kv_offload.copier_protocol import Gate
+from hetero_llm.gpu.graph_set import gated_buckets, row_buckets
+from hetero_llm.gpu.kernels.layer_ready import (
+    ARMED_WORDS,
+    GAVE_UP,
+    MOST_LOOKS,
+    PLACES,
+    TURN,
+    wait_for_loads,
+    wait_for_loads_reference,
+)
+from hetero_llm.gpu.layer_ready import DeviceGates
+from hetero_llm.runner.model_runner import TimedGates
+
+LOOKS = 3
+LOWEST, HIGHEST = -(2**31), 2**31 - 1
+
+
+@dataclass
+class State:
+    flags: torch.Tensor
+    armed: torch.Tensor
+    errors: torch.Tensor
+
+    @classmethod
+    def of(cls, places: dict[int, tuple[int, int]], device: torch.device, turn: int = 0) -> State:
+        """Armed places as base and flag; all others have flags that no one has to look at."""
+        flags = torch.full((PLACES,), -5, dtype=torch.int32)
+        armed = torch.zeros(ARMED_WORDS, dtype=torch.int32)
+        for place, (base, flag) in places.items():
+            armed[place], armed[PLACES + place], flags[place] = base, 1, flag
+        armed[TURN] = turn
+        errors = torch.zeros(4, dtype=torch.int32, pin_memory=device.type == "cuda")
+        return cls(flags.to(device), armed.to(device), errors)
+
+    def wait(self, layer: int, *, twin: bool = False, most_looks: int = LOOKS) -> bool:
+        """Whether the gate opened."""
+        wait = wait_for_loads_reference if twin else wait_for_loads
+        before = self.errors.tolist()
+        wait(self.flags, self.armed, self.errors, layer=layer, most_looks=most_looks)
+        gave_up = bool(self.armed[GAVE_UP].item())
+        after = self.errors.tolist()
+        turn = int(self.armed[TURN])
+        assert after[:turn] + after[turn + 1 :] == before[:turn] + before[turn + 1 :]
+        assert bool(after[turn]) == gave_up
+        return not gave_up
+
+
+def write(tensor: torch.Tensor, place: int, value: int) -> None:
+    """As a copy stream does, beside whatever runs."""
+    if tensor.device.type != "cuda":
+        tensor[place] = value
+        return
+    with torch.cuda.stream(torch.cuda.Stream()):
+        tensor[place : place + 1].fill_(value)
+
+
+@pytest.mark.parametrize("twin", [False, True])
+@pytest.mark.parametrize(
+    ("places", "layer", "opens"),
+    [
+        ({}, 0, True),
+        ({7: (100, 100)}, 0, False),
+        ({7: (100, 101)}, 0, True),
+        ({7: (100, 101)}, 1, False),
+        ({7: (100, 132)}, 31, True),
+        ({7: (100, 131)}, 31, False),
+        ({0: (0, 1)}, 0, True),  # no base is special
+        ({0: (0, 0)}, 0, False),
+        ({7: (100, 300)}, 5, True),  # the place has been used again: this load is long over
+        ({7: (300, 132)}, 0, False),  # so far it tells of the load before
+        ({0: (0, 4), 31: (50, 54), 63: (-9, -5)}, 3, True),
+        ({0: (0, 4), 31: (50, 54), 63: (-9, -6)}, 3, False),
+        ({0: (0, 3), 31: (50, 54), 63: (-9, -5)}, 3, False),
+        # What is waited for lies beyond the largest number, and so does the flag, or not yet.
+        ({5: (HIGHEST - 1, LOWEST + 2)}, 3, True),
+        ({5: (HIGHEST - 1, LOWEST + 1)}, 3, False),
+        ({5: (HIGHEST - 1, HIGHEST)}, 3, False),
+        ({5: (HIGHEST - 1, HIGHEST)}, 0, True),
+        ({5: (HIGHEST, HIGHEST)}, 0, False),
+        ({5: (HIGHEST, LOWEST)}, 0, True),
+        (dict.fromkeys(range(PLACES), (10, 12)), 1, True),
+        ({**dict.fromkeys(range(PLACES), (10, 12)), 40: (10, 11)}, 1, False),
+    ],
+)
+def test_a_gate_opens_once_the_layer_has_landed_everywhere(
+    places: dict[int, tuple[int, int]], layer: int, opens: bool, twin: bool, device: torch.device
+) -> None:
+    state = State.of(places, device, turn=2)
+    assert state.wait(layer, twin=twin) == opens
+    for place, (_, flag) in places.items():
+        assert state.flags[place] == flag  # nobody but who loads writes there
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_state_is_judged_as_the_twin_does(seed: int, device: torch.device) -> None:
+    rng = np.random.default_rng(seed)
+    layer = int(rng.integers(0, 80))
+    bases = rng.integers(LOWEST, HIGHEST, PLACES, np.int32, endpoint=True)
+    short = rng.choice([0, 0, 0, 0, 0, 0, 0, 1], PLACES).astype(np.int32)
+    landed = np.int32(layer + 1) + rng.integers(0, 3, PLACES, np.int32) * (1 - short) - short
+    armed = np.flatnonzero(rng.random(PLACES) < 0.1)
+    places = {int(p): (int(bases[p]), int(bases[p] + landed[p])) for p in armed}
+    ours, twin = (State.of(places, device, turn=seed % 4) for _ in "ab")
+    assert ours.wait(layer) == twin.wait(layer, twin=True) == (not short[armed].any())
+    assert torch.equal(ours.armed, twin.armed) and torch.equal(ours.errors, twin.errors)
+
+
+def test_a_step_that_gave_up_waits_no_more(device: torch.device) -> None:
+    """The looks are no small number here: the test would not end."""
+    state = State.of({3: (0, 1)}, device)
+    assert not state.wait(1)
+    assert not state.wait(2, most_looks=HIGHEST - 1)
+    state.errors[0] = 0  # the host took notice; the step still knows
+    assert not state.wait(3, most_looks=HIGHEST - 1)
+
+
+def test_it_waits_for_who_comes_late(device: torch.device) -> None:
+    state = State.of({3: (10, 10), 9: (20, 21)}, device)
+    write(state.flags, 9, 20)
+    state.wait(1)  # everything is compiled and loaded now
+    state = State.of({3: (10, 10), 9: (20, 21)}, device)
+
+    def load() -> None:
+        write(state.flags, 9, 22)
+        write(state.flags, 3, 11)
+        write(state.flags, 3, 12)
+
+    thread = threading.Timer(0.01, load)
+    thread.start()
+    assert state.wait(1, most_looks=MOST_LOOKS)
+    thread.join()
+    assert state.flags[3] == 12 and state.flags[9] == 22
+
+
+# -- arming ---------------------------------------------------------------------------------------
+
+
+def test_gates_are_armed_with_what_is_under_way(device: torch.device) -> None:
+    found = {11: Gate(4, 30), 12: None, 13: Gate(63, 2**31 + 5)}
+    gates = DeviceGates(device, found.__getitem__, most_looks=LOOKS)
+    gates._flags[4], gates._flags[63] = 30, 5 - 2**31
+    assert isinstance(gates, TimedGates)
+    assert gates.flags_address == gates._flags.data_ptr()
+
+    def opens(tickets: tuple[int, ...], layer: int) -> bool:
+        gates.arm(tickets)
+        gates.wait(layer)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        turn = gates.turn
+        gave_up = gates.take_error(turn)
+        assert not gates.take_error(turn)  # it is told once
+        return not gave_up
+
+    assert opens((), 5) and opens((12,), 5)  # nothing to wait for, or over
+    assert not opens((11,), 0)
+    write(gates._flags, 4, 32)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert opens((11,), 0) and opens((12, 11), 1) and not opens((11,), 2)
+    assert not opens((11, 13), 0)
+    write(gates._flags, 63, 6 - 2**31)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert opens((11, 13), 0) and not opens((11, 13), 1)
+    assert opens((11,), 1)  # what an earlier step was armed for is forgotten
+
+
+def test_every_step_has_its_own_error(device: torch.device) -> None:
+    """Steps are launched ahead of the results of those before."""
+    gates = DeviceGates(device, lambda ticket: Gate(ticket, 0), most_looks=LOOKS)
+    gates._flags[1] = 8
+    turns = []
+    for tickets in ((1,), (2,), (1,), (1, 2), (1,)):
+        gates.arm(tickets)
+        for layer in range(3):
+            gates.wait(layer)
+        turns.append(gates.turn)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert len(set(turns)) == len(turns)
+    assert [gates.take_error(turn) for turn in turns] == [False, True, False, True, False]
+
+
+def test_a_place_belongs_to_one_load(device: torch.device) -> None:
+    gates = DeviceGates(device, lambda ticket: Gate(7, ticket), most_looks=LOOKS)
+    with pytest.raises(AssertionError, match="two loads at one place"):
+        gates.arm((1, 2))
+
+
+@pytest.mark.parametrize("limit", [1, 4, 5, 24, 100, 512, 8192])
+def test_every_step_that_is_captured_finds_a_gated_bucket(limit: int) -> None:
+    buckets = row_buckets(limit)
+    gated = gated_buckets(buckets)
+    assert set(gated) <= set(buckets) and gated[-1] == buckets[-1] and len(gated) <= 12
+    for rows in range(1, buckets[-1] + 1):
+        bucket = next(b for b in gated if b >= rows)
+        assert bucket <= 128 or bucket == next(b for b in buckets if b >= rows)

@@ -1,0 +1,166 @@
+"""Which parts of a model `speed_up` replaces, and which tiles attention is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hetero_llm.core.errors import ConfigError
+from hetero_llm.gpu import fused
+from hetero_llm.gpu.kernels.activation import activation
+from hetero_llm.gpu.kernels.norm import (
+    MAX_NORM_SIZE,
+    add_gemma_rms_norm,
+    add_layer_norm,
+    add_rms_norm,
+)
+from hetero_llm.gpu.paged_attention import AttentionContext, check_supported
+from hetero_llm.models import layers
+from hetero_llm.models.loader import load_model
+from hetero_llm.models.read_config import load_model_config
+from hetero_llm.models.transformers_modules import FlatActivation
+from tests.models.tiny import DenseAttend, make_tiny_checkpoint
+
+
+class Blocks(nn.Module):
+    """One of each block whose arithmetic may be replaced."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(hidden_size=hidden_size)
+        self.norms = nn.ModuleList(
+            [
+                layers.RMSNorm(64, 1e-5),
+                layers.GemmaRMSNorm(64, 1e-5),
+                layers.AddLayerNorm(64, 1e-5),
+                layers.AddLayerNorm(64, 1e-5, affine=False),
+            ]
+        )
+        self.gate = layers.GatedActivation("relu2")
+        self.activation = layers.Activation("gelu")
+
+
+def test_every_norm_has_a_kernel(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model: Any = Blocks(64).to(device)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    x, gate_up = torch.randn(3, 64, device=device), torch.randn(3, 128, device=device)
+    expected = [norm(x, x.clone()) for norm in model.norms] + [
+        (model.gate(gate_up), model.activation(x))
+    ]
+    fused.speed_up(model)
+    functions = [norm.function for norm in model.norms]
+    assert functions == [add_rms_norm, add_gemma_rms_norm, add_layer_norm, add_layer_norm]
+    assert model.gate.function != model.gate.plain
+    assert model.activation.function is not torch.nn.functional.gelu
+    found = [norm(x, x.clone()) for norm in model.norms] + [
+        (model.gate(gate_up), model.activation(x))
+    ]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "norms"),
+    [("gpt_neox", "parallel", 2), ("falcon", "grouped", 2), ("gptj", "partial", 1)],
+)
+def test_parallel_layers_take_one_norm_kernel_each(
+    tmp_path: Path,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    variant: str,
+    norms: int,
+) -> None:
+    made: list[tuple[bool, int]] = []
+
+    def counted(x: Any, residual: Any, extra: Any, affines: Any, eps: float) -> Any:
+        made.append((extra is not None, len(affines)))
+        return add_layer_norm(x, residual, extra, affines, eps)
+
+    monkeypatch.setattr(fused, "add_layer_norm", counted)
+    folder = make_tiny_checkpoint(tmp_path, family, variant)
+    config = load_model_config(folder)
+    model = load_model(folder, config, dtype=torch.float32, device="cpu", show_progress=False)
+    model.to(device)
+    ids, positions = torch.arange(3, 12, device=device), torch.arange(9, device=device)
+
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            return model.logits(model(ids, positions, DenseAttend(config, [9])))
+
+    expected = logits()
+    fused.speed_up(model)
+    torch.testing.assert_close(logits(), expected, rtol=1e-4, atol=1e-5)
+    between = [(True, norms)] * (config.num_layers - 1)
+    assert made == [(False, norms), *between, (True, 1)]
+
+
+def test_activations_the_kernel_does_not_serve_stay_on_torch(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def counted(x: torch.Tensor, name: str) -> torch.Tensor:
+        calls.append(x.shape)
+        return activation(x, name)
+
+    monkeypatch.setattr(fused, "activation", counted)
+    torch.manual_seed(0)
+    model: Any = Blocks(64).to(device)
+    model.unnamed = FlatActivation(nn.GELU())
+    before = model.unnamed.function
+    fused.speed_up(model)
+    assert model.unnamed.function == before
+    x = torch.randn(4, 6, device=device)
+    for rows in (x, x.t(), x.view(2, 2, 6)):
+        expected = torch.nn.functional.gelu(rows)
+        torch.testing.assert_close(model.activation(rows), expected, rtol=1e-5, atol=1e-6)
+    assert calls == [(4, 6)]
+
+
+def test_rows_too_long_for_one_program_stay_on_torch() -> None:
+    model: Any = Blocks(MAX_NORM_SIZE + 8)
+    before = [norm.function for norm in model.norms]
+    fused.speed_up(model)
+    assert [norm.function for norm in model.norms] == before
+
+
+def context_of(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> AttentionContext:
+    config: Any = SimpleNamespace(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        num_layers=0,
+        sliding_windows=(),
+        alibi_slopes=None,
+    )
+    return AttentionContext(config, SimpleNamespace(), torch.zeros(1, 1), dtype)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 12, 16, 24, 48, 71, 128])
+def test_a_tile_holds_whole_groups(group: int) -> None:
+    context = context_of(2 * group, 2, 64, torch.bfloat16)
+    for rows in (1, 8, 64, 512):
+        tiles = [context.tile_for(rows, single) for single in (False, True)]
+        tiles += [context.tree_tile(rows, short=short) for short in (False, True)]
+        for tile in (*tiles, context.short_tile(rows)):
+            assert tile.rows >= group and tile.rows & (tile.rows - 1) == 0
+            assert context.limits(tile).tile_rows == tile.rows // group
+            # What was seen to spill registers: so many values of a tile on so few threads.
+            assert tile.rows * tile.keys <= 1536 * tile.num_warps
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "message"),
+    [(129, 64, "129 query heads on each KV head"), (4, 12, "head size 12"), (4, 264, "head size")],
+)
+def test_what_the_kernels_do_not_serve_is_said(heads: int, dim: int, message: str) -> None:
+    config: Any = SimpleNamespace(num_heads=heads, num_kv_heads=1, head_dim=dim)
+    with pytest.raises(ConfigError, match=message):
+        check_supported(config, torch.bfloat16)

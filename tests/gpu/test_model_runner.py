@@ -1,0 +1,184 @@
+"""The whole runner without graphs against the torch runner, in Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_llm.core.draft_tree import DraftBatch
+from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.core.step import SchedulerOutput, SlotState
+from hetero_llm.gpu.fused import speed_up
+from hetero_llm.gpu.model_runner import GpuModelRunner
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.layers import CausalLM
+from hetero_llm.models.loader import load_model
+from hetero_llm.models.read_config import load_model_config
+from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
+from hetero_llm.runner.model_runner import TorchModelRunner
+from tests.models.tiny import make_tiny_checkpoint
+
+BLOCKS, SLOTS, MAX_LEN = 24, 4, 64
+
+
+@pytest.fixture(scope="module", params=[("llama", "heads_of_16"), ("opt", "heads_of_16")])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family, variant = request.param
+    return make_tiny_checkpoint(tmp_path_factory.mktemp(family), family, variant, layers=2)
+
+
+def step_of(
+    work: list[tuple[int, int, list[int], int]],
+    admitted: tuple[SlotState, ...] = (),
+    writes: list[tuple[int, int, int]] | None = None,
+) -> SchedulerOutput:
+    """Sequences as (slot, start, tokens, draws)."""
+    return SchedulerOutput(
+        slots=np.array([w[0] for w in work], np.int32),
+        starts=np.array([w[1] for w in work], np.int32),
+        counts=np.array([len(w[2]) for w in work], np.int32),
+        token_ids=np.array([t for w in work for t in w[2]], np.int32),
+        num_samples=np.array([w[3] for w in work], np.int32),
+        prompt_rows=(),
+        admitted=admitted,
+        table_writes=np.array(writes or np.zeros((0, 3)), np.int32).T.reshape(3, -1),
+        block_copies=np.zeros((2, 0), np.int32),
+    )
+
+
+def steps(num_logprobs: int | None = None) -> list[SchedulerOutput]:
+    """Prompts in chunks, decoding with tokens that only the device knows, several draws."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 90, n).tolist() for n in (20, 5, 17)]
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, top_k=9, top_p=0.9, seed=3),
+        SamplingParams(temperature=1.3, n=2, seed=4),
+    ]
+    states = tuple(
+        SlotState(i, tuple(p), len(p), q, q.seed or 0, 0, num_logprobs)
+        for i, (p, q) in enumerate(zip(prompts, params))
+    )
+    blocks = rng.permutation(BLOCKS)
+    writes = [
+        (slot, column, int(blocks[slot * 4 + column])) for slot in range(3) for column in range(3)
+    ]
+    return [
+        step_of(
+            [(0, 0, prompts[0], 1), (1, 0, prompts[1], 1), (2, 0, prompts[2][:10], 0)],
+            states,
+            writes,
+        ),
+        step_of([(0, 20, [-1], 1), (1, 5, [-1], 1), (2, 10, prompts[2][10:], 2)]),
+        step_of([(0, 21, [-1], 1), (1, 6, [-1], 1)]),
+        step_of([(1, 7, [-1], 1), (0, 22, [7], 1)]),
+    ]
+
+
+def build(checkpoint: Path, device: torch.device) -> tuple[ModelConfig, CausalLM, PagedKVCache]:
+    config = load_model_config(checkpoint)
+    model = load_model(checkpoint, config, dtype=torch.float32, device=device, show_progress=False)
+    shape = KVCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, 16, torch.float32)
+    return config, model, PagedKVCache(shape, BLOCKS, device)
+
+
+@pytest.mark.parametrize("num_logprobs", [None, 2])
+def test_it_draws_what_the_torch_runner_draws(
+    checkpoint: Path, num_logprobs: int | None, device: torch.device
+) -> None:
+    config, model, cache = build(checkpoint, device)
+    reference = TorchModelRunner(
+        model, config, cache, max_num_seqs=SLOTS, max_model_len=MAX_LEN, device=device
+    )
+    work = steps(num_logprobs)
+    expected = [reference.finish(reference.launch(step)) for step in work]
+    config, model, cache = build(checkpoint, device)
+    speed_up(model)
+    runner = GpuModelRunner(
+        model,
+        config,
+        cache,
+        max_num_seqs=SLOTS,
+        max_model_len=MAX_LEN,
+        max_num_batched_tokens=64,
+        graphs=False,
+    )
+    launched = [runner.launch(step) for step in work[:2]]  # two steps under way
+    ours = [runner.finish(pending) for pending in launched]
+    ours += [runner.finish(runner.launch(step)) for step in work[2:]]
+    assert [o.token_ids for o in ours] == [o.token_ids for o in expected]
+    for output, wanted in zip(ours, expected):
+        assert (output.logprobs is None) == (num_logprobs is None)
+        for entry, other in zip(output.logprobs or (), wanted.logprobs or ()):
+            assert entry.rank == other.rank and entry.top[0][0] == other.top[0][0]
+            assert entry.drawn == pytest.approx(other.drawn, abs=1e-4)
+
+
+def test_soft_caps_and_alibi_reach_the_kernel(tmp_path: Path, device: torch.device) -> None:
+    """Chunks, then decoding beside the rest of a prompt, with both set for a model without them."""
+    folder = make_tiny_checkpoint(tmp_path, "llama", "heads_of_16", layers=1)
+    outputs = []
+    for kernels, change in (
+        (False, {}),
+        (False, {"attn_softcap": 0.5, "alibi_slopes": (0.5, 0.3, 0.2, 0.1)}),
+        (True, {"attn_softcap": 0.5, "alibi_slopes": (0.5, 0.3, 0.2, 0.1)}),
+    ):
+        config, model, cache = build(folder, device)
+        config = dataclasses.replace(config, **change)
+        sizes = {"max_num_seqs": SLOTS, "max_model_len": MAX_LEN}
+        runner: Any = TorchModelRunner(model, config, cache, device=device, **sizes)
+        if kernels:
+            runner = GpuModelRunner(
+                model, config, cache, max_num_batched_tokens=64, graphs=False, **sizes
+            )
+        work = [runner.finish(runner.launch(step)) for step in steps(2)[:2]]
+        outputs.append(torch.tensor([e.drawn for o in work for e in o.logprobs]))
+    plain, torchs, ours = outputs
+    torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-4)
+    assert float((plain - torchs).abs().max()) > 1e-2
+
+
+def test_a_tree_yields_what_plain_steps_yield(checkpoint: Path, device: torch.device) -> None:
+    """The right path is the second child and its child, so its KV has to move."""
+    outputs: list[list[int]] = []
+    for drafted in (False, True):
+        config, model, cache = build(checkpoint, device)
+        speed_up(model)
+        runner = GpuModelRunner(
+            model,
+            config,
+            cache,
+            max_num_seqs=SLOTS,
+            max_model_len=MAX_LEN,
+            max_num_batched_tokens=64,
+            graphs=False,
+            drafts=drafted,
+        )
+        for step in steps()[:2]:
+            last = runner.finish(runner.launch(step)).token_ids
+        if not drafted:
+            tokens = []
+            for position in range(21, 26):
+                work = [(0, position, [-1], 1)] + [(1, 6, [-1], 1)] * (position == 21)
+                tokens.append(runner.finish(runner.launch(step_of(work))).token_ids)
+            outputs = tokens
+            continue
+        right = [step[0] for step in outputs]
+        wrong = (right[0] + 1) % 90
+        drafts = [last[0], wrong, right[0], right[1], right[1]]
+        step = step_of([(0, 21, drafts, 1), (1, 6, [-1], 1)])
+        nodes = ([4, 0], drafts[1:], [-1, -1, 0, 1])
+        batch = DraftBatch(*(np.array(values, np.int32) for values in nodes))
+        known = step.token_ids[[0, 5]]
+        step = dataclasses.replace(step, token_ids=known, drafts=batch)
+        output = runner.finish(runner.launch(step))
+        assert output.num_tokens == [3, 1]
+        assert output.token_ids == [*right[:3], outputs[0][1]]
+        for position in (24, 25):  # decoding goes on over the moved KV
+            output = runner.finish(runner.launch(step_of([(0, position, [-1], 1)])))
+            assert output.token_ids == [right[position - 21]]

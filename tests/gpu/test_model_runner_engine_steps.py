@@ -1,0 +1,153 @@
+"""The engine over the GPU runner, stepping asynchronously and with drafts, against the torch runner
+stepping synchronously: in Triton's interpreter or on a GPU, without graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bench.synthetic_drafter import SyntheticDrafter
+from hetero_llm import SamplingParams
+from hetero_llm.config.engine_config import SchedulerConfig
+from hetero_llm.core.drafter import Drafter
+from hetero_llm.engine.engine import Engine
+from hetero_llm.engine.input_processor import InputProcessor, Prompt
+from hetero_llm.engine.output_processor import OutputProcessor
+from hetero_llm.gpu.fused import speed_up
+from hetero_llm.gpu.model_runner import GpuModelRunner
+from hetero_llm.kv_cache.block_manager import BlockManager
+from hetero_llm.kv_cache.prefix_cache import PrefixCache
+from hetero_llm.models.loader import load_model
+from hetero_llm.models.read_config import load_model_config
+from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
+from hetero_llm.runner.model_runner import TorchModelRunner
+from hetero_llm.scheduler.scheduler import Scheduler
+from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
+
+SEQS, BLOCKS, BUDGET, MAX_LEN = 4, 9, 24, 64
+Work = list[tuple[list[int], SamplingParams]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    return make_tiny_checkpoint(folder, "llama", "heads_of_16", layers=2)
+
+
+def start(
+    checkpoint: Path, device: torch.device, *, ours: bool, drafter: Drafter | None = None
+) -> tuple[Engine, Scheduler]:
+    config = load_model_config(checkpoint)
+    model = load_model(checkpoint, config, dtype=torch.float32, device=device, show_progress=False)
+    shape = KVCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, 16, torch.float32)
+    cache = PagedKVCache(shape, BLOCKS, device)
+    runner: GpuModelRunner | TorchModelRunner
+    if ours:
+        speed_up(model)
+        runner = GpuModelRunner(
+            model,
+            config,
+            cache,
+            max_num_seqs=SEQS,
+            max_model_len=MAX_LEN,
+            max_num_batched_tokens=BUDGET,
+            graphs=False,
+            drafts=drafter is not None,
+        )
+    else:
+        runner = TorchModelRunner(
+            model, config, cache, max_num_seqs=SEQS, max_model_len=MAX_LEN, device=device
+        )
+    scheduler = Scheduler(
+        SchedulerConfig(SEQS, BUDGET, MAX_LEN, True, 16),
+        BlockManager(BLOCKS, 16, PrefixCache()),
+        drafter=drafter,
+    )
+    inputs = InputProcessor(
+        None, vocab_size=VOCAB_SIZE, max_model_len=MAX_LEN, eos_ids=(2,), max_logprobs=5, seed=0
+    )
+    outputs = OutputProcessor(None, scheduler.stop_sequence)
+    return Engine(inputs, scheduler, runner, outputs, asynchronous=ours), scheduler
+
+
+def run(engine: Engine, work: Work) -> dict[str, list[tuple[list[int], str | None]]]:
+    """Half of the requests at once, the others one at a time."""
+    requests = [
+        engine.make_request(str(i), Prompt(token_ids=ids), params)
+        for i, (ids, params) in enumerate(work)
+    ]
+    late = requests[len(requests) // 2 :]
+    for request in requests[: len(requests) // 2]:
+        engine.add_request(request)
+    done = {}
+    while engine.has_unfinished or late:
+        if late:
+            engine.add_request(late.pop(0))
+        for output in engine.step():
+            if output.finished:
+                texts = [(list(c.token_ids), c.finish_reason) for c in output.outputs]
+                done[output.request_id] = texts
+    return done
+
+
+def mixed_work() -> Work:
+    rng = np.random.default_rng(1)
+    whole_blocks = rng.integers(3, 90, 16).tolist()
+
+    def ids(count: int) -> list[int]:
+        return rng.integers(3, 90, count).tolist()
+
+    def params(**given: object) -> SamplingParams:
+        return SamplingParams(detokenize=False, **given)  # type: ignore[arg-type]
+
+    return [
+        (whole_blocks, params(temperature=0.0, max_tokens=2)),
+        (ids(26), params(seed=1, top_p=0.9, top_k=20, max_tokens=3, n=2)),
+        (ids(5), params(seed=2, max_tokens=4, stop_token_ids=list(range(3, 50)))),
+        (whole_blocks, params(temperature=0.0, max_tokens=3)),
+        (ids(10), params(seed=3, max_tokens=2, logprobs=1)),
+        (ids(4), params(temperature=0.0, max_tokens=2, repetition_penalty=1.3)),
+    ]
+
+
+def test_asynchronous_steps_give_the_same_tokens(checkpoint: Path, device: torch.device) -> None:
+    expected = run(start(checkpoint, device, ours=False)[0], mixed_work())
+    engine, scheduler = start(checkpoint, device, ours=True)
+    assert run(engine, mixed_work()) == expected
+    scheduler.check_integrity()
+    assert scheduler.stats.prefix_cache_hits >= 15  # all but the last token of a known prompt
+
+
+def test_drafted_steps_give_the_same_tokens(checkpoint: Path, device: torch.device) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, detokenize=False, ignore_eos=True)
+    work = [(ids, params) for ids, _ in mixed_work()[:3]]
+    expected = run(start(checkpoint, device, ours=False)[0], work)
+    record = {tuple(ids): expected[str(i)][0][0] for i, (ids, _) in enumerate(work)}
+    drafter = SyntheticDrafter(record, right=2, nodes=4, vocab_size=VOCAB_SIZE)
+    engine, scheduler = start(checkpoint, device, ours=True, drafter=drafter)
+    assert run(engine, work) == expected
+    scheduler.check_integrity()
+    assert scheduler.stats.num_accepted_tokens >= 8
+
+
+def test_drafts_beside_requests_that_look_back(checkpoint: Path, device: torch.device) -> None:
+    """Their steps are walked by depth; without graphs the model alone runs before."""
+    (first, _), (second, _), (third, _) = mixed_work()[:3]
+    given = {"max_tokens": 5, "detokenize": False, "ignore_eos": True}
+    greedy = SamplingParams(temperature=0.0, **given)
+    work = [
+        (first, greedy),
+        (second, replace(greedy, repetition_penalty=1.5, logprobs=1)),
+        (third, replace(greedy, temperature=1.0, seed=5, no_repeat_ngram_size=1)),
+    ]
+    expected = run(start(checkpoint, device, ours=False)[0], work)
+    record = {tuple(ids): expected[str(i)][0][0] for i, (ids, _) in enumerate(work)}
+    drafter = SyntheticDrafter(record, right=2, nodes=3, vocab_size=VOCAB_SIZE)
+    engine, scheduler = start(checkpoint, device, ours=True, drafter=drafter)
+    assert run(engine, work) == expected
+    scheduler.check_integrity()
+    assert scheduler.stats.num_accepted_tokens >= 6

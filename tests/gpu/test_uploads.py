@@ -1,0 +1,23 @@
+"""Arrays through page-locked memory arrive as they were sent, in every place of the ring."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_llm.gpu.fill_step import RING
+from hetero_llm.gpu.uploads import Uploads
+
+
+@pytest.mark.parametrize("max_words", [0, 5, 4096])
+def test_what_is_sent_arrives(device: torch.device, max_words: int) -> None:
+    uploads = Uploads(max_words, device)
+    rng = np.random.default_rng(0)
+    kept = []
+    for size in (1, 4, 5, 1300, *range(RING)):
+        values = rng.integers(-9, 1 << 30, (3, size)).astype(np.int32)
+        kept.append((values, uploads.send(values)))
+        assert kept[-1][1].device.type == device.type
+    for values, sent in kept:
+        assert sent.shape == values.shape and sent.cpu().numpy().tolist() == values.tolist()

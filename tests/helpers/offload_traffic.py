@@ -1,0 +1,278 @@
+"""Requests that come back to prefixes of others while those leave the device's cache and return
+from host memory, faults among the copies, and what has to hold when all is over. For tests on a
+CPU and on a GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import transformers
+
+from hetero_llm import SamplingParams
+from hetero_llm.bridge.kv_offload.copier_protocol import Copier, Done
+from hetero_llm.core.request import Request
+from hetero_llm.engine.engine import Engine
+from hetero_llm.engine.input_processor import Prompt
+from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint, rewrite_config
+
+GOLDEN = "[HIT CNT] total: 132, gpu: 0 (0.00%) cpu: 10 (7.58%) not hit: 122 (92.42%)"
+"""The manual's example: 100 blocks, 11 prompts of 10 full blocks and a token, the first again."""
+GREEDY = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+_CONTEXT = 512
+_MOST_STEPS = 50_000
+
+
+def tiny_folder(folder: Path) -> Path:
+    """A random Llama of three layers that takes 512 tokens."""
+    make_tiny_checkpoint(folder, "llama", "heads_of_16")
+    return rewrite_config(folder, max_position_embeddings=_CONTEXT)
+
+
+def heavy_folder(folder: Path, *, layers: int = 16) -> Path:
+    """A random Llama whose KV is large for what it computes: 8 KiB a token and layer in float32."""
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=64, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=8, head_dim=128, max_position_embeddings=4096,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if parameter.dim() == 1 else 0.25 * noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+def share_for(num_bytes: int) -> float:
+    """`cpu_prefill_memory_utilization` that asks for so much, and a little more for rounding."""
+    return (num_bytes + 4096) / psutil.virtual_memory().total
+
+
+def golden_prompts() -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    prompts = rng.integers(3, VOCAB_SIZE, (11, 161)).tolist()
+    return [*prompts, prompts[0]]
+
+
+# -- traffic ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that comes with step `at`, aborted `abort` steps later if that is given."""
+
+    name: str
+    prompt: list[int]
+    params: SamplingParams
+    at: int
+    abort: int | None = None
+
+
+def traffic(
+    seed: int, count: int = 24, *, longest: int = 300, vocab: int = VOCAB_SIZE
+) -> list[Job]:
+    """Prompts that share heads of several lengths, more than a small pool holds, and some that
+    are a whole head and nothing else."""
+    rng = np.random.default_rng(seed)
+    heads = [rng.integers(3, vocab, rng.integers(40, longest - 60)).tolist() for _ in range(6)]
+    jobs, at = [], 0
+    for number in range(count):
+        head = heads[rng.integers(len(heads))]
+        head = head[: rng.integers(20, len(head) + 1)] if rng.random() < 0.5 else head
+        tail = rng.integers(3, vocab, rng.integers(0, 40)).tolist()
+        tokens = int(rng.integers(1, 24))
+        params = replace(GREEDY, max_tokens=tokens)
+        if rng.random() < 0.4:
+            params = replace(params, temperature=1.0, seed=number)
+        abort = int(rng.integers(0, 8)) if rng.random() < 0.25 else None
+        jobs.append(Job(f"{seed}-{number}", head + tail, params, at, abort))
+        at += int(rng.integers(0, 5))
+    return jobs
+
+
+def serve(
+    engine: Engine,
+    jobs: Iterable[Job],
+    *,
+    aborts: bool = True,
+    make: Callable[[Job], Request] | None = None,
+) -> dict[str, list[int]]:
+    """The tokens of each job, as far as they were seen; books are checked after every step.
+
+    Args:
+        make: requests, where the engine itself cannot.
+    """
+
+    def made(job: Job) -> Request:
+        return engine.make_request(job.name, Prompt(None, job.prompt), job.params)
+
+    waiting = sorted(jobs, key=lambda job: job.at)
+    seen: dict[str, list[int]] = {job.name: [] for job in waiting}
+    active: set[str] = set()
+    ends: dict[str, int] = {}  # steps at which jobs are aborted
+    for step in range(_MOST_STEPS):
+        while waiting and (waiting[0].at <= step or not active):
+            job = waiting.pop(0)
+            engine.add_request((make or made)(job))
+            active.add(job.name)
+            if aborts and job.abort is not None:
+                ends[job.name] = step + job.abort
+        for name in [name for name, end in ends.items() if end <= step]:
+            del ends[name]
+            engine.abort(name)
+            active.discard(name)
+        if not waiting and not active:
+            return seen
+        for output in engine.step():
+            assert output.error is None, output.error
+            seen[output.request_id] = list(output.outputs[0].token_ids)
+            if output.finished:
+                active.discard(output.request_id)
+        engine._scheduler.check_integrity()
+    raise AssertionError("no end in sight")
+
+
+class WrongTokens(AssertionError):
+    """A request has other tokens than without host memory."""
+
+
+def check_same(jobs: Iterable[Job], ours: dict[str, list[int]], plain: dict[str, list[int]]) -> int:
+    """Compares with the tokens without host memory, where nothing was aborted; how many there were
+    to compare.
+
+    Raises:
+        WrongTokens: they differ.
+    """
+    compared = 0
+    for job in jobs:
+        mine, its = ours[job.name], plain[job.name]
+        assert len(its) == job.params.max_tokens
+        if mine != (its if job.abort is None else its[: len(mine)]):
+            raise WrongTokens(f"{job}: {mine} instead of {its}")
+        compared += len(mine)
+    return compared
+
+
+# -- inside an engine ---------------------------------------------------------------------------
+
+
+def tier_of(engine: Engine) -> Any:
+    """The engine's `bridge.kv_offload.pinned_host_tier.KvOffload`."""
+    moves = engine._scheduler._blocks._moves
+    assert moves is not None, "the engine has no host memory behind its cache"
+    return moves.tier
+
+
+def rest(engine: Engine) -> None:
+    """Until no copy is under way."""
+    assert engine.step() == []  # there may be a stray one that nobody waits for
+    deadline = time.monotonic() + 60
+    while engine.tend():
+        assert time.monotonic() < deadline, "copies do not end"
+        tier_of(engine).wait(1e-3)
+
+
+def check_over(engine: Engine) -> None:
+    """That nothing is left when all requests are over: no copy, no pin, no block."""
+    assert not engine.has_unfinished
+    rest(engine)
+    scheduler, tier = engine._scheduler, tier_of(engine)
+    scheduler.check_integrity()
+    tier.check_integrity()
+    blocks = scheduler._blocks
+    assert blocks.num_free == blocks.num_blocks, "a block was lost"
+    metrics = engine.metrics()
+    assert metrics["kv_offload_open_loads"] == metrics["kv_offload_open_stores"] == 0
+    assert tier._cache.num_pinned == 0, "a slot is still pinned"
+    assert tier._copier.poll() == []
+
+
+class FaultyCopier:
+    """Spoils some copies: a spoiled load brings bytes of other slots to its blocks, lets its gates
+    through and is told as failed; a spoiled store is told as failed.
+
+    Attributes:
+        spoiled: how many loads and stores.
+    """
+
+    def __init__(self, inner: Copier, seed: int, share: float) -> None:
+        self._inner = inner
+        self._rng = np.random.default_rng(seed)
+        self._share = share
+        self._bad: set[int] = set()
+        self.spoiled = {"loads": 0, "stores": 0}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def load(
+        self,
+        ticket: int,
+        slots: np.ndarray,
+        blocks: np.ndarray,
+        after_step: int,
+        compute: float | None,
+    ) -> None:
+        if self._spoils(ticket, "loads"):
+            slots = (slots + 1) % self._inner.num_slots
+        self._inner.load(ticket, slots, blocks, after_step, compute)
+
+    def store(self, ticket: int, blocks: np.ndarray, slots: np.ndarray, after_step: int) -> None:
+        self._spoils(ticket, "stores")
+        self._inner.store(ticket, blocks, slots, after_step)
+
+    def poll(self) -> list[Done]:
+        told = self._inner.poll()
+        return [replace(done, ok=done.ok and done.ticket not in self._bad) for done in told]
+
+    def _spoils(self, ticket: int, kind: str) -> bool:
+        spoils = self._rng.random() < self._share
+        if spoils:
+            self._bad.add(ticket)
+            self.spoiled[kind] += 1
+        return bool(spoils)
+
+
+def spoil(engine: Engine, seed: int, share: float) -> FaultyCopier:
+    """From now on some of the engine's copies fail."""
+    tier = tier_of(engine)
+    tier._copier = FaultyCopier(tier._copier, seed, share)
+    return tier._copier
+
+
+def join_at_once(engine: Engine) -> None:
+    """Sequences run as soon as their loads have begun, so that steps wait at their gates."""
+    engine._scheduler._blocks.seconds_left = lambda table: 0.0  # type: ignore[method-assign]
+
+
+def load_always(engine: Engine) -> None:
+    """Whatever host memory holds is loaded, even if it were computed faster."""
+    tier_of(engine).worth_loading = lambda hit, start, rest: len(hit.slots)
+
+
+class OpenGates:
+    """Gates that do not wait: what a reader of unfinished blocks gets is wrong."""
+
+    def __init__(self, gates: Any) -> None:
+        self._gates = gates
+
+    @property
+    def turn(self) -> int:
+        return self._gates.turn
+
+    def arm(self, tickets: Any) -> None:
+        self._gates.arm(())
+
+    def wait(self, layer: int) -> None:
+        pass
+
+    def take_error(self, turn: int) -> bool:
+        return self._gates.take_error(turn)

@@ -1,0 +1,525 @@
+"""Mistakes that a verifier could make, each a function that puts it in place of what is right.
+
+Tokens have to stay the same, so a verifier that keeps their law alone, as rejection sampling does,
+counts as a mistake. Not here are mutants that are none, such as following the last of two children
+alike. Of the native library, which cannot be patched, the arrays handed to it are changed instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.cpu import model_runner as native_runner
+from hetero_llm.cpu.executor import GREEDY, Executor, StepDraws, StepRows
+from hetero_llm.runner import model_runner as torch_runner
+from hetero_llm.runner import verify as verify_module
+from hetero_llm.runner.kv_cache import PagedKVCache
+from hetero_llm.scheduler import scheduler as scheduler_module
+from hetero_llm.scheduler.scheduler import Scheduler
+from hetero_llm.spec_decode.verify import TreeRows, next_row, tree_rows, walk_tree
+from tests.helpers.draft_traffic import EVERYTHING, FAST
+from tests.helpers.drafters import Oracle, Siblings
+
+Patch = pytest.MonkeyPatch
+
+_SOME = [name for name in EVERYTHING if name not in FAST and name not in ("ranked", "beams")]
+_DEEP = {name: EVERYTHING[name] for name in ("stop string", "stop token", *_SOME)}
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fast": (FAST, {}),  # the library draws after all rows, then trees are walked
+    "deep": (_DEEP, {}),  # the sampler draws depth after depth, on the library's logits
+    "torch": (_DEEP, {"batch_invariant": True}),  # the same, and torch attends
+}
+DEEP = ("deep", "torch")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    patch: Callable[[Patch], None]
+    ways: tuple[str, ...]
+    drafter: type[Siblings] | type[Oracle]
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(
+    *ways: str, drafter: type[Siblings] | type[Oracle] = Siblings
+) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """Enters a function that puts a mistake in place."""
+
+    def enter(patch: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        MUTANTS[patch.__name__] = Mutant(patch, ways or tuple(WAYS), drafter)
+        return patch
+
+    return enter
+
+
+# -- the rows of a tree ----------------------------------------------------------------------------
+
+
+def change_trees(patch: Patch, change: Callable[[TreeRows, SchedulerOutput], TreeRows]) -> None:
+    for module in (native_runner, torch_runner):
+        patch.setattr(module, "tree_rows", lambda s, drafts: change(tree_rows(s, drafts), s))
+
+
+def within_trees(trees: TreeRows, step: SchedulerOutput) -> np.ndarray:
+    """[T] uint64 index of each row in its sequence's."""
+    firsts = np.cumsum(step.counts) - step.counts
+    return (np.arange(len(trees.places)) - np.repeat(firsts, step.counts)).astype(np.uint64)
+
+
+def change_masks(patch: Patch, change: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> None:
+    """`change` takes the nodes' bits and their indices."""
+
+    def changed(trees: TreeRows, step: SchedulerOutput) -> TreeRows:
+        bits, within = trees.ancestors, within_trees(trees, step)
+        return replace(trees, ancestors=np.where(bits > 1, change(bits, within), bits))
+
+    change_trees(patch, changed)
+
+
+@mutant()
+def nodes_see_all_rows_before(patch: Patch) -> None:
+    one = np.uint64(1)
+    change_masks(patch, lambda bits, within: (one << within) - one | one << within)
+
+
+@mutant()
+def nodes_see_the_first_node(patch: Patch) -> None:
+    change_masks(patch, lambda bits, within: bits | np.uint64(2))
+
+
+@mutant()
+def nodes_miss_the_root(patch: Patch) -> None:
+    change_masks(patch, lambda bits, within: bits & ~np.uint64(1))
+
+
+@mutant()
+def nodes_miss_their_parents(patch: Patch) -> None:
+    def changed(trees: TreeRows, step: SchedulerOutput) -> TreeRows:
+        above = np.array([p for own in map(_all_parents, trees.parents, step.counts) for p in own])
+        bits = trees.ancestors & ~(np.uint64(1) << np.maximum(above, 0).astype(np.uint64))
+        return replace(trees, ancestors=np.where(above >= 0, bits, trees.ancestors))
+
+    change_trees(patch, changed)
+
+
+def _all_parents(parents: list[int], count: int) -> list[int]:
+    return parents or [-1] * count
+
+
+@mutant()
+def positions_by_row(patch: Patch) -> None:
+    change_trees(patch, lambda trees, step: replace(trees, positions=trees.places))
+
+
+@mutant()
+def positions_one_too_deep(patch: Patch) -> None:
+    change_trees(
+        patch,
+        lambda trees, step: replace(
+            trees, positions=trees.positions + (trees.ancestors > 1).astype(np.int32)
+        ),
+    )
+
+
+# -- the walk --------------------------------------------------------------------------------------
+
+NextRow = Callable[[int, int, list[int], list[int]], int | None]
+
+
+def change_walk(patch: Patch, step_down: NextRow) -> None:
+    def walk(drawn: list[int], token_ids: list[int], parents: list[int]) -> list[int]:
+        path = [0]
+        while (row := step_down(path[-1], drawn[path[-1]], token_ids, parents)) is not None:
+            path.append(row)
+        return path
+
+    patch.setattr(native_runner, "walk_tree", walk)
+    patch.setattr(verify_module, "next_row", step_down)
+
+
+@mutant("fast", "deep")
+def a_sibling_is_taken(patch: Patch) -> None:
+    def wrong(row: int, drawn: int, token_ids: list[int], parents: list[int]) -> int | None:
+        child = next_row(row, drawn, token_ids, parents)
+        if child is None:
+            return None
+        return next(r for r in range(row + 1, len(parents)) if parents[r] == row)
+
+    change_walk(patch, wrong)
+
+
+@mutant("fast", "deep")
+def any_row_with_the_token_is_taken(patch: Patch) -> None:
+    def wrong(row: int, drawn: int, token_ids: list[int], parents: list[int]) -> int | None:
+        later = range(row + 1, len(parents))
+        return next((child for child in later if token_ids[child] == drawn), None)
+
+    change_walk(patch, wrong)
+
+
+@mutant("fast", "deep")
+def one_node_too_many_is_taken(patch: Patch) -> None:
+    def wrong(row: int, drawn: int, token_ids: list[int], parents: list[int]) -> int | None:
+        child = next_row(row, drawn, token_ids, parents)
+        if child is None and row == 0:
+            child = next((r for r in range(1, len(parents)) if parents[r] == 0), None)
+        return child
+
+    change_walk(patch, wrong)
+
+
+@mutant("fast")
+def the_last_token_is_drawn_after_the_last_row(patch: Patch) -> None:
+    def walk(drawn: list[int], token_ids: list[int], parents: list[int]) -> list[int]:
+        path = walk_tree(drawn, token_ids, parents)
+        drawn[path[-1]] = drawn[-1]
+        return path
+
+    patch.setattr(native_runner, "walk_tree", walk)
+
+
+@mutant("fast")
+def the_last_token_is_drawn_after_the_row_before(patch: Patch) -> None:
+    def walk(drawn: list[int], token_ids: list[int], parents: list[int]) -> list[int]:
+        path = walk_tree(drawn, token_ids, parents)
+        drawn[path[-1]] = drawn[max(path[-1] - 1, 0)]
+        return path
+
+    patch.setattr(native_runner, "walk_tree", walk)
+
+
+# -- KV --------------------------------------------------------------------------------------------
+
+move_tokens = PagedKVCache.move_tokens
+
+
+@mutant()
+def accepted_kv_stays_where_it_is(patch: Patch) -> None:
+    patch.setattr(PagedKVCache, "move_tokens", lambda *_: None)
+
+
+@mutant("fast", "deep")
+def the_last_accepted_kv_stays(patch: Patch) -> None:
+    patch.setattr(PagedKVCache, "move_tokens", lambda c, s, t: move_tokens(c, s[:-1], t[:-1]))
+
+
+@mutant("fast", "deep")
+def keys_move_without_values(patch: Patch) -> None:
+    def move(cache: PagedKVCache, sources: np.ndarray, targets: np.ndarray) -> None:
+        values = cache.data[:, :, 1].clone()
+        move_tokens(cache, sources, targets)
+        cache.data[:, :, 1] = values
+
+    patch.setattr(PagedKVCache, "move_tokens", move)
+
+
+@mutant("fast", "deep")
+def the_first_layer_alone_moves(patch: Patch) -> None:
+    def move(cache: PagedKVCache, sources: np.ndarray, targets: np.ndarray) -> None:
+        others = cache.data[:, 1:].clone()
+        move_tokens(cache, sources, targets)
+        cache.data[:, 1:] = others
+
+    patch.setattr(PagedKVCache, "move_tokens", move)
+
+
+@mutant("fast", "deep")
+def kv_moves_over_what_is_still_to_move(patch: Patch) -> None:
+    def move(cache: PagedKVCache, sources: np.ndarray, targets: np.ndarray) -> None:
+        for i in reversed(range(len(sources))):
+            move_tokens(cache, sources[i : i + 1], targets[i : i + 1])
+
+    patch.setattr(PagedKVCache, "move_tokens", move)
+
+
+@mutant("fast", "deep")
+def a_gap_of_one_row_is_overlooked(patch: Patch) -> None:
+    for module in (native_runner, verify_module):
+        patch.setattr(module, "gaps", lambda path: bool(path) and path[-1] > len(path))
+
+
+# -- draws where the logits are --------------------------------------------------------------------
+
+
+def change_draws(
+    patch: Patch, change: Callable[[StepDraws, np.ndarray, np.ndarray], StepDraws]
+) -> None:
+    """`change` takes the draws, and of each the index of its row in the sequence and whether the
+    row is a draft node."""
+    step = Executor.step
+
+    def changed(self: Executor, rows: StepRows, draws: StepDraws) -> np.ndarray:
+        firsts = np.repeat(np.cumsum(rows.counts) - rows.counts, rows.counts)[draws.rows]
+        is_node = rows.ancestors[draws.rows] > 1
+        return step(self, rows, change(draws, draws.rows - firsts, is_node))
+
+    patch.setattr(Executor, "step", changed)
+
+
+def roots_of(is_node: np.ndarray) -> np.ndarray:
+    """[N] of each draw the draw after its tree's root, or itself."""
+    return np.maximum.accumulate(np.where(is_node, 0, np.arange(len(is_node))))
+
+
+@mutant("fast")
+def noise_by_row_on_the_device(patch: Patch) -> None:
+    def changed(draws: StepDraws, within: np.ndarray, is_node: np.ndarray) -> StepDraws:
+        positions = draws.positions[roots_of(is_node)] + within
+        return replace(
+            draws, positions=np.where(is_node, positions, draws.positions).astype(np.int32)
+        )
+
+    change_draws(patch, changed)
+
+
+@mutant("fast")
+def noise_of_the_root_on_the_device(patch: Patch) -> None:
+    def changed(draws: StepDraws, within: np.ndarray, is_node: np.ndarray) -> StepDraws:
+        return replace(draws, positions=draws.positions[roots_of(is_node)])
+
+    change_draws(patch, changed)
+
+
+@mutant("fast")
+def nodes_are_greedy_on_the_device(patch: Patch) -> None:
+    def changed(draws: StepDraws, within: np.ndarray, is_node: np.ndarray) -> StepDraws:
+        return replace(draws, modes=np.where(is_node, GREEDY, draws.modes).astype(np.uint8))
+
+    change_draws(patch, changed)
+
+
+@mutant("fast")
+def nodes_draw_for_the_first_sample_on_the_device(patch: Patch) -> None:
+    def changed(draws: StepDraws, within: np.ndarray, is_node: np.ndarray) -> StepDraws:
+        indices = np.where(is_node, 0, draws.sample_indices)
+        return replace(draws, sample_indices=indices.astype(np.int32))
+
+    change_draws(patch, changed)
+
+
+@mutant("fast")
+def nodes_are_drawn_after_the_row_before_on_the_device(patch: Patch) -> None:
+    def changed(draws: StepDraws, within: np.ndarray, is_node: np.ndarray) -> StepDraws:
+        return replace(draws, rows=(draws.rows - is_node).astype(np.int32))
+
+    change_draws(patch, changed)
+
+
+# -- draws depth after depth -----------------------------------------------------------------------
+
+
+class Around:
+    """A sampler with a mistake for one walk. Call 0 of `sample` draws after the roots."""
+
+    def __init__(self, sampler: Any, drafted: verify_module.DraftedStep) -> None:
+        self.sampler = sampler
+        self.drafted = drafted
+        self.num_calls = 0
+        self.rows = np.zeros(0, np.int64)  # that the logits are of
+
+    def logits_after(self, rows: np.ndarray) -> torch.Tensor:
+        self.rows = rows
+        return self.drafted.logits_after(rows)
+
+    def sample(
+        self, logits: Any, slots: Any, positions: Any, samples: Any, settle: None = None
+    ) -> Any:
+        result = self.draw(logits, slots, positions, samples)
+        self.num_calls += 1
+        return result
+
+    def draw(self, logits: Any, slots: Any, positions: Any, samples: Any) -> Any:
+        return self.sampler.sample(logits, slots, positions, samples)
+
+    def observe(self, slot: int, position: int, token: int) -> None:
+        self.sampler.observe(slot, position, token)
+
+    def ends_at(self, slot: int, token: int) -> bool:
+        return bool(self.sampler.ends_at(slot, token))
+
+    def draw_with(self, name: str, value: Any, *args: Any) -> Any:
+        """Draws with an array of the sampler's set to a value, but for the roots."""
+        array = getattr(self.sampler, name)
+        kept = array.copy()
+        if self.num_calls:
+            array[:] = value
+        result = self.sampler.sample(*args)
+        array[:] = kept
+        return result
+
+
+def change_sampler(patch: Patch, kind: type[Around]) -> None:
+    def verify(
+        drafted: verify_module.DraftedStep, sampler: Any, *others: Any, typical: None = None
+    ) -> Any:
+        around: Any = kind(sampler, drafted)
+        drafted = replace(drafted, logits_after=around.logits_after)
+        return verify_module.verify(drafted, around, *others)
+
+    for module in (native_runner, torch_runner):
+        patch.setattr(module, "verify", verify)
+
+
+@mutant(*DEEP)
+def noise_by_row(patch: Patch) -> None:
+    class Wrong(Around):
+        def draw(self, logits: Any, slots: Any, positions: Any, samples: Any) -> Any:
+            is_node = self.drafted.trees.ancestors[self.rows] > 1
+            positions = np.where(is_node, self.drafted.trees.places[self.rows] + 1, positions)
+            return super().draw(logits, slots, positions, samples)
+
+    change_sampler(patch, Wrong)
+
+
+@mutant("deep")
+def noise_of_the_root(patch: Patch) -> None:
+    class Wrong(Around):
+        def draw(self, logits: Any, slots: Any, positions: Any, samples: Any) -> Any:
+            return super().draw(logits, slots, positions - self.num_calls, samples)
+
+    change_sampler(patch, Wrong)
+
+
+@mutant("deep")
+def nodes_are_greedy(patch: Patch) -> None:
+    class Wrong(Around):
+        def draw(self, *args: Any) -> Any:
+            return self.draw_with("_temperature", 0.0, *args)
+
+    change_sampler(patch, Wrong)
+
+
+@mutant("deep", drafter=Oracle)
+def nodes_are_drawn_without_thresholds(patch: Patch) -> None:
+    class Wrong(Around):
+        def draw(self, *args: Any) -> Any:
+            return self.draw_with("_restricts", False, *args)
+
+    change_sampler(patch, Wrong)
+
+
+@mutant("deep")
+def nodes_draw_for_the_first_sample(patch: Patch) -> None:
+    class Wrong(Around):
+        def draw(self, *args: Any) -> Any:
+            return self.draw_with("_sample_index", 0, *args)
+
+    change_sampler(patch, Wrong)
+
+
+@mutant("deep")
+def nodes_are_drawn_after_the_row_before(patch: Patch) -> None:
+    class Wrong(Around):
+        def logits_after(self, rows: np.ndarray) -> torch.Tensor:
+            return super().logits_after(rows - (self.drafted.trees.ancestors[rows] > 1))
+
+    change_sampler(patch, Wrong)
+
+
+@mutant("deep")
+def a_draft_is_accepted_as_in_rejection_sampling(patch: Patch) -> None:
+    """u < p of the first child, else a draw without it: of the right law, but not the same."""
+
+    class Wrong(Around):
+        def draw(self, logits: torch.Tensor, slots: Any, positions: Any, samples: Any) -> Any:
+            parents, firsts = self.drafted.trees.parents, np.cumsum(self.drafted.step.counts)
+            logits = logits.clone()
+            for index, row in enumerate(self.rows.tolist()):
+                sequence = int(np.searchsorted(firsts, row, "right"))
+                first = int(firsts[sequence] - self.drafted.step.counts[sequence])
+                if row - first in parents[sequence]:
+                    child = first + parents[sequence].index(row - first)
+                    token = int(self.drafted.trees.token_ids[child])
+                    u = np.random.default_rng(row).random()
+                    accepts = u < float(logits[index].softmax(0)[token])
+                    logits[index, token] = 1e4 if accepts else -torch.inf
+            return super().draw(logits, slots, positions, samples)
+
+    change_sampler(patch, Wrong)
+
+
+@mutant(*DEEP, drafter=Oracle)
+def processors_do_not_hear_of_the_path(patch: Patch) -> None:
+    class Wrong(Around):
+        def observe(self, slot: int, position: int, token: int) -> None:
+            pass
+
+    change_sampler(patch, Wrong)
+
+
+@mutant("deep", drafter=Oracle)
+def processors_hear_of_the_path_twice(patch: Patch) -> None:
+    class Wrong(Around):
+        def observe(self, slot: int, position: int, token: int) -> None:
+            self.sampler.observe(slot, position, token)
+            self.sampler.observe(slot, position + 1, token)
+
+    change_sampler(patch, Wrong)
+
+
+@mutant("deep", drafter=Oracle)
+def processors_do_not_hear_of_the_last_token(patch: Patch) -> None:
+    observe_inputs = native_runner.observe_inputs
+
+    def deaf(sampler: Any, step: SchedulerOutput) -> None:
+        if step.drafts is None:
+            observe_inputs(sampler, step)
+
+    patch.setattr(native_runner, "observe_inputs", deaf)
+
+
+@mutant("deep")
+def nodes_have_the_log_probabilities_of_the_root(patch: Patch) -> None:
+    class Wrong(Around):
+        def draw(self, logits: Any, slots: Any, positions: Any, samples: Any) -> Any:
+            result = super().draw(logits, slots, positions, samples)
+            entries = result.logprob_entries()
+            if self.num_calls == 0:
+                self.of_roots = dict(zip(np.repeat(slots, samples).tolist(), entries, strict=True))
+            else:
+                entries = [self.of_roots[slot] for slot in slots.tolist()]
+            return SimpleNamespace(
+                token_ids=result.token_ids, errors=result.errors, logprob_entries=lambda: entries
+            )
+
+    change_sampler(patch, Wrong)
+
+
+# -- what the scheduler makes of it ----------------------------------------------------------------
+
+
+@mutant("fast", "deep", drafter=Oracle)
+def tokens_behind_an_end_are_kept(patch: Patch) -> None:
+    patch.setattr(scheduler_module, "num_before_end", lambda sequence, new: len(new) - 1)
+
+
+@mutant("fast", drafter=Oracle)
+def tokens_behind_a_stop_string_are_kept(patch: Patch) -> None:
+    patch.setattr(scheduler_module, "drop_tokens", lambda sequence, count: None)
+
+
+# -- mistakes that cost speed alone ----------------------------------------------------------------
+
+
+def no_token_behind_the_accepted_ones(patch: Patch) -> None:
+    accept = Scheduler._accept
+
+    def fewer(self: Scheduler, sequence: Any, output: Any, drawn: slice, **others: int) -> None:
+        stop = max(drawn.start + 1, drawn.stop - 1)
+        accept(self, sequence, output, slice(drawn.start, stop), **others)
+
+    patch.setattr(Scheduler, "_accept", fewer)
+
+
+def no_node_below_the_first_is_taken(patch: Patch) -> None:
+    change_walk(patch, lambda row, *others: None if row else next_row(row, *others))

@@ -1,0 +1,357 @@
+"""Block manager and prefix cache against a model of what every block must hold. No torch."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hetero_llm.kv_cache.block_manager import BlockManager
+from hetero_llm.kv_cache.prefix_cache import PrefixCache, block_key, root_key, token_bytes
+
+SIZE = 4
+NUM_BLOCKS = 7
+ROOTS = {name: root_key(("salt", name)) for name in ("a", "b")}
+# Few distinct prompts, so that prefixes often coincide, and whole blocks more often than not.
+PROMPTS = st.builds(
+    lambda token, blocks, rest: [token] * (blocks * SIZE) + [1] * rest,
+    st.integers(0, 1),
+    st.integers(1, 3),
+    st.sampled_from([0, 0, 1, SIZE - 1]),
+)
+
+Entry = tuple[str, tuple[int, ...]]
+"""KV of one position: it depends on the namespace and on all tokens up to and with its own."""
+
+
+def keys_of(root: str, tokens: tuple[int, ...] | list[int]) -> list[bytes]:
+    """Key of each full block."""
+    keys: list[bytes] = []
+    for end in range(SIZE, len(tokens) + 1, SIZE):
+        keys.append(block_key(keys[-1] if keys else ROOTS[root], tokens[end - SIZE : end]))
+    return keys
+
+
+class Traffic(RuleBasedStateMachine):
+    """Plays scheduler and runner; `memory` and `columns` are what the device would have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = PrefixCache()
+        self.manager = BlockManager(NUM_BLOCKS, SIZE, self.cache)
+        self.memory: list[list[Entry | None]] = [[None] * SIZE for _ in range(NUM_BLOCKS)]
+        self.columns: dict[int, dict[int, int]] = {}  # of each table, as `take_changes` tells
+        self.tokens: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+        self.roots: dict[int, str] = {}
+        self.stale: set[int] = set()  # tables that are older than what is published
+        self.num_opened = 0
+
+    # -- what the scheduler does ------------------------------------------------------------
+
+    @rule(
+        tokens=PROMPTS,
+        root=st.sampled_from(["a", "a", "b"]),
+        reuse=st.sampled_from([True, True, False]),
+        packed=st.sampled_from([0, 5, 99]),
+    )
+    def open(self, tokens: list[int], root: str, reuse: bool, packed: int) -> None:
+        expected = 0
+        for key in keys_of(root, tokens) if reuse else ():
+            if key not in self._published():
+                break
+            expected += SIZE
+        expected = min(expected, len(tokens) - 1)
+        table = self._new_table(tokens, root)
+        self.computed[table] = self.manager.open(
+            table, tokens, ROOTS[root], reuse, token_bytes(tokens[:packed])
+        )
+        assert self.computed[table] == expected
+        self._apply_changes()
+
+    @precondition(lambda self: self.tokens)
+    @rule(
+        data=st.data(),
+        count=st.sampled_from([1, 3, SIZE, 99]),
+        drafts=st.sampled_from([0, 0, 0, 1, SIZE, 2 * SIZE]),
+    )
+    def compute(self, data: st.DataObject, count: int, drafts: int) -> None:
+        """One chunk of one table: grow, apply the changes, write, commit. Behind it lie rows of
+        draft nodes, all rejected."""
+        table = self._any_table(data)
+        tokens, start = self.tokens[table], self.computed[table]
+        if start == len(tokens):
+            tokens.append(data.draw(st.integers(0, 1)))
+        end = min(len(tokens), start + count)
+        before = self._state()
+        needed, freed = self._blocks_needed(table, start, end + drafts)
+        if not self.manager.grow(table, start, end + drafts):
+            assert needed > self.manager.num_free, "refused although there was room"
+            assert self._state() == before
+            assert not self._apply_changes()
+            return
+        assert self.manager.num_free == before[0] - needed + freed
+        self._apply_changes()
+        for position in range(start, end + drafts):
+            block = self.columns[table][position // SIZE]
+            assert self._readers(block) == [table], "a shared block was written"
+            assert self.cache.unpublished([block]), "a published block was written"
+            known = position < end
+            entry = (self.roots[table], tuple(tokens[: position + 1])) if known else None
+            self.memory[block][position % SIZE] = entry
+        self.computed[table] = end
+        published = self._state()[2]
+        self.manager.commit(table, tokens, end)
+        if table in self.stale:
+            assert self._state()[2] == published, "published although what comes before is gone"
+            return
+        for key in keys_of(self.roots[table], tokens[:end])[start // SIZE :]:
+            assert key in self._published(), "a full block was not published"
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        source = self._any_table(data)
+        table = self._new_table(self.tokens[source], self.roots[source])
+        self.computed[table] = self.computed[source]
+        self.stale |= {table} if source in self.stale else set()
+        before = self.manager.num_free
+        self.manager.fork(source, table)
+        assert self.manager.num_free == before
+        self._apply_changes()
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        table = self._any_table(data)
+        self.manager.close(table)
+        for state in (self.columns, self.tokens, self.computed, self.roots):
+            del state[table]
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.manager.reset_prefix_cache()
+        assert len(self.cache) == 0
+        self.stale |= self.tokens.keys()
+
+    # -- what must always hold --------------------------------------------------------------
+
+    @invariant()
+    def every_block_is_free_or_counted(self) -> None:
+        self.manager.check_integrity()
+        held = {block for table in self.tokens for block in self.manager.block_ids(table)}
+        assert self.manager.num_free == NUM_BLOCKS - len(held)
+
+    @invariant()
+    def every_table_reads_its_own_tokens(self) -> None:
+        for table, tokens in self.tokens.items():
+            blocks = self.manager.block_ids(table)
+            assert blocks == tuple(self.columns[table][c] for c in range(len(blocks)))
+            for position in range(self.computed[table]):
+                entry = self.memory[blocks[position // SIZE]][position % SIZE]
+                assert entry == (self.roots[table], tuple(tokens[: position + 1]))
+
+    @invariant()
+    def published_blocks_hold_the_tokens_of_their_key(self) -> None:
+        for block in range(NUM_BLOCKS):
+            key = self.cache._key_of.get(block)
+            if key is None:
+                continue
+            last = self.memory[block][-1]
+            assert last is not None
+            root, tokens = last
+            assert keys_of(root, tokens)[-1] == key
+            first = len(tokens) - SIZE + 1
+            expected = [(root, tokens[:end]) for end in range(first, len(tokens) + 1)]
+            assert self.memory[block] == expected
+
+    @invariant()
+    def published_blocks_follow_published_blocks(self) -> None:
+        """However many tables compute one prefix, and in whatever order they end."""
+        children: dict[bytes, set[int]] = {}
+        for block, source in self.cache._source_of.items():
+            children.setdefault(source[:32], set()).add(block)
+        assert children.keys() <= {*ROOTS.values(), *self._published()}
+        found = {key: set(self.cache.children(key)) for key in children}
+        assert found == children and self.cache._child_of.keys() == children.keys()
+
+    @invariant()
+    def published_blocks_are_found_by_what_their_key_hashes(self) -> None:
+        assert len(self._published()) == len(self.cache) == len(self.cache._source_of)
+        assert self.cache._block_of == {s: b for b, s in self.cache._source_of.items()}
+        for block, source in self.cache._source_of.items():
+            assert sha256(source).digest() == self.cache._key_of[block]
+
+    # -- helpers ----------------------------------------------------------------------------
+
+    def _published(self) -> dict[bytes, int]:
+        """Block by key."""
+        return {key: block for block, key in self.cache._key_of.items()}
+
+    def _new_table(self, tokens: list[int], root: str) -> int:
+        table = self.num_opened
+        self.num_opened += 1
+        self.tokens[table], self.roots[table], self.columns[table] = list(tokens), root, {}
+        return table
+
+    def _any_table(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.tokens)))
+
+    def _readers(self, block: int) -> list[int]:
+        return [table for table in self.tokens if block in self.manager.block_ids(table)]
+
+    def _blocks_needed(self, table: int, start: int, end: int) -> tuple[int, int]:
+        """New ones, and copies of those that others read or may find; how many of the originals
+        have no reader then."""
+        blocks = self.manager.block_ids(table)
+        new = max(0, -(-end // SIZE) - len(blocks))
+        written = blocks[start // SIZE : -(-end // SIZE)]
+        shared = [len(self._readers(block)) > 1 for block in written]
+        found = [not self.cache.unpublished([block]) for block in written]
+        copied = sum(s or f for s, f in zip(shared, found))
+        return new + copied, sum(f and not s for s, f in zip(shared, found))
+
+    def _apply_changes(self) -> bool:
+        """Does what the runner does; True if there was anything to do."""
+        changes = self.manager.take_changes()
+        for table, column, block in changes.writes().T.tolist():
+            self.columns[table][column] = block
+        for source, destination in zip(changes.copy_from, changes.copy_to):
+            self.memory[destination] = list(self.memory[source])
+        return bool(changes.runs or changes.copy_to)
+
+    def _state(self) -> tuple[int, dict[int, tuple[int, ...]], dict[int, bytes]]:
+        tables = {table: self.manager.block_ids(table) for table in self.tokens}
+        return self.manager.num_free, tables, dict(self.cache._key_of)
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(
+    max_examples=150, stateful_step_count=50, deadline=None, derandomize=True
+)
+
+
+def opened(manager: BlockManager, table: int, tokens: list[int]) -> int:
+    """Opens, computes and publishes a table as one step would; returns the tokens found."""
+    found = manager.open(table, tokens, ROOTS["a"])
+    assert manager.grow(table, found, len(tokens))
+    manager.commit(table, tokens, len(tokens))
+    return found
+
+
+def test_without_a_prefix_cache_nothing_is_shared() -> None:
+    manager = BlockManager(NUM_BLOCKS, SIZE)
+    assert opened(manager, 0, [1] * 9) == 0
+    assert opened(manager, 1, [1] * 9) == 0
+    assert not set(manager.block_ids(0)) & set(manager.block_ids(1))
+
+
+def test_blocks_without_a_prefix_go_before_cached_ones() -> None:
+    manager = BlockManager(4, SIZE, PrefixCache())
+    opened(manager, 0, [1] * 8)
+    opened(manager, 1, [2] * 3)
+    manager.close(0)
+    manager.close(1)
+    opened(manager, 2, [3] * 8)
+    assert manager.open(3, [1] * 9, ROOTS["a"]) == 8
+
+
+def test_a_cached_prefix_loses_its_tail_first_and_the_oldest_goes_first() -> None:
+    manager = BlockManager(4, SIZE, PrefixCache())
+    for table, token in enumerate((1, 2)):
+        opened(manager, table, [token] * 8)
+        manager.close(table)
+    opened(manager, 2, [3] * 4)  # takes one block: the tail of the oldest prefix
+    manager.close(2)
+    assert manager.open(3, [1] * 9, ROOTS["a"]) == 4
+    assert manager.open(4, [2] * 9, ROOTS["a"]) == 8
+
+
+def test_a_prefix_that_was_hit_is_young_again() -> None:
+    manager = BlockManager(4, SIZE, PrefixCache())
+    for table, token in enumerate((1, 2)):
+        opened(manager, table, [token] * 8)
+        manager.close(table)
+    assert manager.open(2, [1] * 9, ROOTS["a"]) == 8
+    manager.close(2)
+    opened(manager, 3, [3] * 8)
+    assert manager.open(4, [1] * 9, ROOTS["a"]) == 8
+    assert manager.open(5, [2] * 9, ROOTS["a"]) == 0
+
+
+def twins(manager: BlockManager, first: int, second: int, tokens: list[int]) -> None:
+    """Two tables that compute the same tokens at the same time: the first one is found."""
+    for table in (first, second):
+        assert manager.open(table, tokens, ROOTS["a"]) == 0
+        assert manager.grow(table, 0, len(tokens))
+    for table in (first, second):
+        manager.commit(table, tokens, len(tokens))
+
+
+def test_a_table_takes_over_what_is_found_when_its_twin_ends() -> None:
+    manager = BlockManager(4, SIZE, PrefixCache())
+    twins(manager, 0, 1, [1] * 8)
+    manager.close(0)
+    manager.free_closed()
+    assert manager.open(2, [1] * 9, ROOTS["a"]) == 8
+    assert manager.block_ids(2) == manager.block_ids(1)
+    assert manager.num_free == 2, "what is twice is kept once"
+
+
+def test_a_free_block_is_as_young_as_its_last_twin() -> None:
+    """Else it would go before what follows the twin, which nobody could find any more."""
+    manager = BlockManager(6, SIZE, PrefixCache())
+    manager.open(0, [1] * 4, ROOTS["a"])
+    manager.open(1, [1] * 8, ROOTS["a"])
+    for table, count in ((0, 4), (1, 8)):
+        assert manager.grow(table, 0, count)
+    manager.commit(0, [1] * 4, 4)
+    manager.close(0)  # free before its twin is known
+    opened(manager, 2, [2] * 4)
+    manager.close(2)
+    manager.commit(1, [1] * 8, 8)
+    manager.close(1)  # the twin: of no use any more
+    opened(manager, 3, [3] * 16)  # the unused ones, the twin, and the oldest
+    assert manager.open(4, [2] * 5, ROOTS["a"]) == 0
+    assert manager.open(5, [1] * 9, ROOTS["a"]) == 8
+
+
+def test_namespaces_do_not_share() -> None:
+    manager = BlockManager(NUM_BLOCKS, SIZE, PrefixCache())
+    opened(manager, 0, [1] * 9)
+    assert manager.open(1, [1] * 9, ROOTS["b"]) == 0
+    assert manager.open(2, [1] * 9, ROOTS["a"]) == 8
+
+
+def test_a_fork_shares_no_block_that_was_grown_for_drafts_and_is_written_later() -> None:
+    manager = BlockManager(NUM_BLOCKS, SIZE)
+    manager.open(0, [1] * 5, ROOTS["a"])
+    assert manager.grow(0, 0, 5 + SIZE)  # the last block is for drafts, which were rejected
+    manager.fork(0, 1)
+    for start in (5, 2 * SIZE):  # both go on in the second block, then in the third
+        for table in (0, 1):
+            assert manager.grow(table, start, start + 1)
+        first, second = (manager.block_ids(table) for table in (0, 1))
+        assert first[start // SIZE] != second[start // SIZE]
+    assert first[0] == second[0]
+    manager.check_integrity()
+
+
+def test_changes_tell_each_entry_of_a_long_prompt_once() -> None:
+    """Hits first, then new blocks, then the copy that a fork needs before it writes."""
+    manager = BlockManager(12, SIZE, PrefixCache())
+    opened(manager, 0, [1] * 14)
+    manager.take_changes()
+    assert opened(manager, 1, [1] * 18) == 12
+    changes = manager.take_changes()
+    own = [[1, column, block] for column, block in enumerate(manager.block_ids(1))]
+    assert changes.writes().T.tolist() == own and len(own) == 5
+    assert manager.block_ids(1)[:3] == manager.block_ids(0)[:3]
+    manager.fork(1, 2)
+    assert manager.grow(2, 18, 19)
+    changes = manager.take_changes()
+    assert changes.writes()[:2].tolist() == [[2] * 6, [0, 1, 2, 3, 4, 4]]
+    assert changes.copy_from == [manager.block_ids(1)[4]]
+    assert changes.copy_to == changes.writes()[2, 5:].tolist() == [manager.block_ids(2)[4]]

@@ -1,0 +1,189 @@
+"""Beam search equals transformers' `generate` on the same model, and survives preemption."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hetero_llm import LLM, CompletionOutput, SamplingParams
+from hetero_llm.scheduler.beam_search import BeamGroup, advance, candidates_needed
+
+PROMPTS = ["beam", "a longer prompt for it", "xyz"]
+
+
+def beams(width: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(
+        use_beam_search=True, n=width, best_of=width, temperature=0, max_tokens=14, **fields
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("width", "early_stopping", "length_penalty"),
+    [
+        (2, False, 1.0),
+        (4, False, 2.0),
+        (4, False, -1.5),
+        (3, True, 1.0),
+        (4, True, 0.0),
+        (4, "never", 1.0),
+        (2, "never", -1.5),
+        (3, "never", 2.0),
+    ],
+)
+def test_equals_transformers(
+    tiny: LLM, reference: Any, width: int, early_stopping: Any, length_penalty: float
+) -> None:
+    # An end token that is often likely makes beams finish at different lengths.
+    end = 77
+    params = beams(
+        width,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        stop_token_ids=[end],
+        ignore_eos=True,
+        logit_bias={end: 3.0},
+    )
+    for output in tiny.generate(PROMPTS, params, use_tqdm=False):
+        ids = torch.tensor([output.prompt_token_ids])
+        expected = reference.generate(
+            ids,
+            num_beams=width,
+            num_return_sequences=width,
+            do_sample=False,
+            max_new_tokens=14,
+            early_stopping=early_stopping,
+            length_penalty=length_penalty,
+            eos_token_id=end,
+            pad_token_id=0,
+            sequence_bias=[[[end], 3.0]],
+            renormalize_logits=True,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        assert len(output.outputs) == width
+        for completion, row in zip(output.outputs, expected.sequences, strict=True):
+            tokens = row[ids.shape[1] :].tolist()
+            if end in tokens:
+                tokens = tokens[: tokens.index(end) + 1]
+            assert completion.token_ids == tokens
+            ended = tokens[-1] == end
+            assert completion.finish_reason == ("stop" if ended else "length")
+        scores = [c.cumulative_logprob / len(c.token_ids) ** length_penalty for c in output.outputs]
+        torch.testing.assert_close(
+            torch.tensor(scores), expected.sequences_scores, rtol=1e-4, atol=1e-4
+        )
+
+
+def test_n_of_best_of_are_the_first(tiny: LLM) -> None:
+    params = SamplingParams(use_beam_search=True, n=2, best_of=4, temperature=0, max_tokens=10)
+    (few,) = tiny.generate(PROMPTS[0], params, use_tqdm=False)
+    (all_four,) = tiny.generate(
+        PROMPTS[0],
+        SamplingParams(use_beam_search=True, n=4, best_of=4, temperature=0, max_tokens=10),
+        use_tqdm=False,
+    )
+    assert [c.token_ids for c in few.outputs] == [c.token_ids for c in all_four.outputs[:2]]
+    assert few.outputs[0].text
+
+
+def test_result_does_not_depend_on_preemption_or_batch(tiny_folder: Path, tiny: LLM) -> None:
+    mixed = [beams(3), SamplingParams(temperature=0, max_tokens=14), beams(2)]
+    expected = [tiny.generate(p, s, use_tqdm=False)[0] for p, s in zip(PROMPTS, mixed)]
+    for prefix_caching in (True, False):
+        with LLM(
+            str(tiny_folder),
+            dtype="float32",
+            device="cpu",
+            block_size=8,
+            max_model_len=48,
+            num_gpu_blocks_override=10,
+            max_num_seqs=8,
+            enable_prefix_caching=prefix_caching,
+        ) as small:
+            outputs = small.generate(PROMPTS, mixed, use_tqdm=False)
+            assert small.get_metrics()["num_preemptions"] > 0
+            assert small.get_metrics()["kv_cache_usage_perc"] == 0.0
+        for got, wanted in zip(outputs, expected, strict=True):
+            assert [c.token_ids for c in got.outputs] == [c.token_ids for c in wanted.outputs]
+
+
+def test_min_tokens_and_penalties_apply_to_beams(tiny: LLM) -> None:
+    (output,) = tiny.generate(
+        PROMPTS[0], beams(3, min_tokens=6, logit_bias={2: 100.0}), use_tqdm=False
+    )
+    assert all(len(c.token_ids) >= 7 for c in output.outputs)
+    (output,) = tiny.generate(
+        PROMPTS[0], beams(3, no_repeat_ngram_size=1, ignore_eos=True), use_tqdm=False
+    )
+    for completion in output.outputs:
+        assert len(set(completion.token_ids)) == len(completion.token_ids)
+
+
+def test_advance_ranks_all_beams_together() -> None:
+    group = BeamGroup(2, 1, 10, 1.0, False)
+    chosen = advance(
+        group,
+        [([1, 5], -1.0), ([1, 6], -1.1)],
+        [
+            ((7, -2.0), (8, -3.0), (4, -4.0), (2, -5.0)),
+            ((9, -0.1), (3, -0.2), (8, -5.0), (4, -6.0)),
+        ],
+        lambda item: item.token == 3,
+        lambda item: item.rank,
+    )
+    assert [(c.parent, c.token) for c in chosen] == [(1, 9), (0, 7)]
+    assert [h.token_ids for h in group.hypotheses] == [[1, 6, 3]]
+    assert group.hypotheses[0].record == 2  # the second best continuation of its beam
+    assert group.hypotheses[0].value == pytest.approx(-1.3 / 2)
+
+
+def test_candidates_leave_enough_after_every_end_token() -> None:
+    assert candidates_needed(4, 0) == 8
+    assert candidates_needed(4, 3) == 16
+
+
+def test_stop_strings_finish_beams_like_end_tokens(tiny: LLM) -> None:
+    letters = tiny.get_tokenizer().encode("abcdefghij", add_special_tokens=False)
+
+    def search(**fields: Any) -> list[CompletionOutput]:
+        params = beams(3, ignore_eos=True, allowed_token_ids=letters, **fields)
+        return tiny.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs
+
+    stop = search()[0].text[3:5]
+    outputs = search(stop=[stop], early_stopping=True)
+    stopped = [c for c in outputs if c.finish_reason == "stop"]
+    assert stopped
+    assert all(stop not in c.text for c in outputs)
+    for completion in stopped:
+        assert completion.stop_reason == stop
+        # One letter a token: the sequence ends where the stop string does.
+        assert len(completion.token_ids) == len(completion.text) + len(stop)
+    kept = search(stop=stop, early_stopping=True, include_stop_str_in_output=True)
+    assert [c.text.endswith(stop) for c in kept] == [c.finish_reason == "stop" for c in kept]
+    assert all(len(c.token_ids) > 10 for c in search(stop=stop, min_tokens=10))
+
+
+def test_beams_report_the_log_probabilities_they_are_ranked_by(tiny: LLM) -> None:
+    params = beams(3, logprobs=2, stop_token_ids=[77], logit_bias={77: 3.0})
+    (output,) = tiny.generate(PROMPTS[1], params, use_tqdm=False)
+    (plain,) = tiny.generate(
+        PROMPTS[1], beams(3, stop_token_ids=[77], logit_bias={77: 3.0}), use_tqdm=False
+    )
+    for completion, without in zip(output.outputs, plain.outputs, strict=True):
+        assert completion.token_ids == without.token_ids and without.logprobs is None
+        assert len(completion.logprobs) == len(completion.token_ids)
+        drawn = 0.0
+        for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+            assert next(iter(entry)) == token
+            assert {1, 2} <= {e.rank for e in entry.values()}
+            drawn += entry[token].logprob
+        assert completion.cumulative_logprob == pytest.approx(drawn, abs=1e-4)

@@ -1,0 +1,148 @@
+"""The engine as the factory joins it, pool, native copier and gates included, on a driver that is
+played on host memory: the manual's example to the letter, and tokens as without host memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_llm.bridge.kv_offload.copier import PLACES, NativeCopier
+from hetero_llm.bridge.kv_offload.copier_protocol import Gate
+from hetero_llm.config.args import resolve_engine_args
+from hetero_llm.config.engine_config import EngineConfig
+from hetero_llm.engine.build_host_tier import HostPlatform
+from hetero_llm.engine.engine import Engine
+from hetero_llm.engine.factory import build_engine
+from tests.bridge.kv_offload.conftest import FakeCuda, fake, fake_cuda_library  # noqa: F401
+from tests.helpers import offload_traffic as traffic
+
+_PATIENCE_S = 60
+
+
+class PolledGates:
+    """Flags in host memory, looked at until they say what is waited for."""
+
+    def __init__(self) -> None:
+        self.gate_of: Callable[[int], Gate | None] = lambda ticket: None
+        self._flags = np.zeros(PLACES, np.int32)
+        self._armed: list[Gate] = []
+
+    @property
+    def flags_address(self) -> int:
+        return self._flags.ctypes.data
+
+    def arm(self, tickets: Sequence[int]) -> None:
+        gates = [self.gate_of(ticket) for ticket in tickets]
+        self._armed = [gate for gate in gates if gate is not None]
+
+    def wait(self, layer: int) -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        for gate in self._armed:
+            while not self._landed(gate, layer):
+                assert time.monotonic() < deadline, "a gate that never opens"
+                time.sleep(0)
+
+    def _landed(self, gate: Gate, layer: int) -> bool:
+        return int(self._flags[gate.place]) - (gate.base + layer + 1) >= 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return traffic.tiny_folder(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture
+def compute(fake: FakeCuda) -> Iterator[int]:  # noqa: F811
+    """The stream of the steps; on a CPU they are over when they are launched."""
+    stream = fake.new_stream()
+    yield stream
+    fake.destroy_stream(stream)
+
+
+def start(
+    folder: Path, driver: FakeCuda, compute: int, gates: PolledGates, **engine_args: Any
+) -> Engine:
+    torch.set_num_threads(1)
+    given = {
+        "model": str(folder), "device": "cpu", "cpu_backend": "torch", "dtype": "float32",
+        "skip_tokenizer_init": True, "max_num_seqs": 4, "block_size": 16, "max_model_len": 176,
+        "max_num_batched_tokens": 176, "num_gpu_blocks_override": 100, "disable_log_stats": True,
+        "enable_prefix_cache_offload": True, "apc_offload_enable_hit_cnt": True,
+        "apc_offload_background_pin": False,
+        "cpu_prefill_memory_utilization": traffic.share_for(8 << 20),
+    }  # fmt: skip
+    config = EngineConfig.from_args(resolve_engine_args(given | engine_args))
+    platform = HostPlatform(driver.path, lambda: compute, lambda: gates)
+    return build_engine(config, show_progress=False, platform=platform).engine
+
+
+def test_the_manuals_example(
+    folder: Path,
+    fake: FakeCuda,  # noqa: F811
+    compute: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.INFO, "hetero_llm")
+    # Whether a load pays is judged by measured rates, which a busy machine turns around.
+    monkeypatch.setattr(NativeCopier, "load_rate", lambda self: 1e12)
+    engine = start(folder, fake, compute, PolledGates())
+    seen = []
+    for number, prompt in enumerate(traffic.golden_prompts()):
+        job = traffic.Job(str(number), prompt, traffic.GREEDY, 0)
+        seen.append(traffic.serve(engine, [job])[job.name])
+        traffic.rest(engine)
+    assert seen[0] == seen[-1]
+    traffic.check_over(engine)
+    engine.shut_down()
+    lines = [r.getMessage() for r in caplog.records if "[HIT CNT]" in r.getMessage()]
+    assert len(lines) == 2 and lines[0].startswith("[HIT CNT] total: 110, ")
+    assert lines[-1] == traffic.GOLDEN
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "model_impl"), [(0.0, "native"), (0.3, "native"), (0.0, "transformers")]
+)
+def test_tokens_are_those_without_host_memory(
+    folder: Path,
+    fake: FakeCuda,  # noqa: F811
+    compute: int,
+    spoiled: float,
+    model_impl: str,
+) -> None:
+    """Prompts of a few heads, over and over, with and without failing copies."""
+    rng = np.random.default_rng(6)
+    heads = rng.integers(3, traffic.VOCAB_SIZE, (5, 96)).tolist()
+    jobs = [
+        traffic.Job(f"{turn}-{i}", head + rng.integers(3, traffic.VOCAB_SIZE, 5).tolist(),
+                    traffic.GREEDY, 3 * (5 * turn + i))
+        for turn in range(4) for i, head in enumerate(heads)
+    ]  # fmt: skip
+    args = {
+        "batch_invariant": True, "num_gpu_blocks_override": 16, "max_model_len": 128,
+        "model_impl": model_impl,
+    }  # fmt: skip
+    gates = PolledGates()
+    engine = start(folder, fake, compute, gates, apc_offload_gpu_evictor_limit=0, **args)
+    traffic.join_at_once(engine)
+    traffic.load_always(engine)
+    copier = traffic.spoil(engine, 0, spoiled) if spoiled else None
+    plain = start(
+        folder, fake, compute, gates, enable_prefix_cache_offload=False,
+        apc_offload_enable_hit_cnt=False, apc_offload_background_pin=True,
+        cpu_prefill_memory_utilization=0.3, **args,
+    )  # fmt: skip
+    expected = traffic.serve(plain, jobs, aborts=False)
+    assert traffic.check_same(jobs, traffic.serve(engine, jobs), expected) == len(jobs)
+    traffic.check_over(engine)
+    metrics = engine.metrics()
+    assert metrics["kv_offload_loads"] > 3
+    assert copier is None or (metrics["kv_offload_failed_loads"] and copier.spoiled["stores"])
+    engine.shut_down()

@@ -1,0 +1,336 @@
+"""Hidden and exposed time of loads, by a clock that only copies and computation move: the whole
+engine over the native copier and the driver that is played on host memory. What the counters say
+is compared with when something was computed while a load was under way, and with sums by hand."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero_llm.bridge.kv_offload import copier_library
+from hetero_llm.bridge.kv_offload.copier import PLACES, CopyOptions, DeviceRows, NativeCopier
+from hetero_llm.bridge.kv_offload.copier_library import Method
+from hetero_llm.bridge.kv_offload.copy_calibration import FixedRows
+from hetero_llm.bridge.kv_offload.copy_rates import Calibration, Rate
+from hetero_llm.bridge.kv_offload.host_block_index import HostCache
+from hetero_llm.bridge.kv_offload.pinned_host_tier import KvOffload, LoadRule
+from hetero_llm.config.engine_config import SchedulerConfig
+from hetero_llm.core.request import Request
+from hetero_llm.core.step import ModelRunnerOutput
+from hetero_llm.engine import step_clock
+from hetero_llm.engine.engine import Engine
+from hetero_llm.engine.output_processor import OutputProcessor
+from hetero_llm.kv_cache.block_manager import BlockManager
+from hetero_llm.kv_cache.block_transfers import OffloadLimits
+from hetero_llm.kv_cache.prefix_cache import PrefixCache
+from hetero_llm.scheduler import kv_loads
+from hetero_llm.scheduler.kv_loads import Loads, StepTimes
+from hetero_llm.scheduler.scheduler import Scheduler
+from hetero_llm.utils.native_build import find_compiler, open_both_ways
+from tests.bridge.kv_offload.conftest import FakeCuda, fake, fake_cuda_library, until  # noqa: F401
+from tests.helpers import offload_traffic as traffic
+from tests.helpers.harness import VOCAB, FakeRunner, expected_output, make_request
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+
+HEADER = Path(__file__).parents[1] / "bridge/kv_offload/fake_clock.h"
+BLOCK = LAYERS = 8
+LAYER_BYTES = 16
+PREFIX = 10  # blocks
+MS = 1_000_000
+BYTE_NS = MS // (PREFIX * LAYER_BYTES)
+"""A layer of a prefix takes a millisecond, all of it eight."""
+ROW_NS = MS // 2
+"""A row takes half a millisecond, whatever is before it."""
+MAX_LEN = 176
+
+
+@dataclass
+class Machine:
+    """Time, a link that copies one operation after the other, and what happened when.
+
+    Attributes:
+        now: ns.
+        open: loads to when they began; loads, computed: from when to when, ns.
+    """
+
+    copier: NativeCopier
+    library: Any
+    fake: FakeCuda
+    lane: int
+    now: int = 0
+    open: dict[int, int] = field(default_factory=dict)
+    loads: list[tuple[int, int]] = field(default_factory=list)
+    computed: list[tuple[int, int]] = field(default_factory=list)
+    _landing: int | None = None  # when the operation at the front of the stream will be over
+    _num_over: int = 0
+
+    def run_to(self, end: int, stop: Callable[[], bool] = lambda: False) -> None:
+        """Lets time pass until then, or until something is so when a copy has landed."""
+        while not stop():
+            self._settle()
+            if self._landing is None and (size := self.fake.next_bytes(self.lane)) > 0:
+                self._landing = self.now + size * BYTE_NS
+            if self._landing is None or self._landing > end:
+                self._set(end)
+                return
+            self._set(self._landing)
+            self._landing = None
+            self._run_one()
+            while self.fake.next_bytes(self.lane) == 0:  # flags and events
+                self._run_one()
+            self._settle()
+
+    def compute(self, duration: int) -> None:
+        self.computed.append((self.now, self.now + duration))
+        self.run_to(self.now + duration)
+
+    def nap(self, seconds: float) -> None:
+        """Until a load is over, at most so long."""
+        self._settle()
+        count = len(self.loads)
+        self.run_to(self.now + round(seconds * 1e9), lambda: len(self.loads) > count)
+
+    def begin(self, ticket: int) -> None:
+        self.open[ticket] = self.now
+
+    def hidden_and_exposed(self) -> tuple[float, float]:
+        """Seconds in which a load was under way, by whether something was computed."""
+        assert not self.open
+        edges = sorted({edge for span in (*self.loads, *self.computed) for edge in span})
+        times = [0, 0]
+        for begin, end in zip(edges, edges[1:]):
+            covered = [
+                any(first <= begin and end <= last for first, last in spans)
+                for spans in (self.loads, self.computed)
+            ]
+            times[covered[1]] += (end - begin) * covered[0]
+        return times[1] * 1e-9, times[0] * 1e-9
+
+    def _set(self, now: int) -> None:
+        self.now = now
+        self.library.waiting.fake_clock_set(now)
+
+    def _run_one(self) -> None:
+        before = self.fake.run(self.lane)
+        self.fake.hold(self.lane, 1, 1)
+        until(lambda: self.fake.run(self.lane) > before)
+
+    def _settle(self) -> None:
+        """Until the copy thread has done whatever there is to do at this moment."""
+        reads = self.library.waiting.fake_clock_reads()
+        until(lambda: not self._is_open() or self.library.waiting.fake_clock_reads() > reads + 60)
+        over = [ticket for ticket in self.open if not self._left(ticket)]
+        self._num_over += len(over)
+        until(lambda: self._told_over() == self._num_over)
+        self.loads += [(self.open.pop(ticket), self.now) for ticket in over]
+
+    def _is_open(self) -> bool:
+        return any(self._left(ticket) for ticket in self.open)
+
+    def _told_over(self) -> float:
+        told = self.copier.metrics()
+        return sum(told[f"kv_offload_{kind}loads"] for kind in ("", "failed_", "aborted_"))
+
+    def _left(self, ticket: int) -> int:
+        return int(self.library.quick.hetero_copier_ahead(self.copier._handle, ticket))
+
+
+class TimedRunner(FakeRunner):
+    """Computes layer by layer, each once its loads have landed."""
+
+    machine: Machine
+    flags: np.ndarray
+
+    def finish(self, pending: int) -> ModelRunnerOutput:
+        machine, step = self.machine, self._queue[0][1]
+        for layer in range(LAYERS):
+            for ticket in step.loads:
+                landed = lambda: self._landed(ticket, layer)  # noqa: B023, E731
+                machine.run_to(machine.now + 60_000 * MS, landed)
+            machine.compute(int(step.counts.sum()) * ROW_NS // LAYERS)
+        return super().finish(pending)
+
+    def _context(self, slot: int, length: int) -> list[int]:
+        """Wrong for who waits for a load that failed: nobody gets these tokens."""
+        try:
+            return super()._context(slot, length)
+        except AssertionError:
+            return [VOCAB] * length
+
+    def _landed(self, ticket: int, layer: int) -> bool:
+        gate = self.machine.copier.gate(ticket)
+        return gate is None or int(self.flags[gate.place]) - (gate.base + layer + 1) >= 0
+
+
+@dataclass
+class Served:
+    engine: Engine
+    machine: Machine
+    loads: Loads
+
+    def add(self, name: str, prompt: list[int], max_tokens: int = 1) -> Request:
+        params = replace(traffic.GREEDY, max_tokens=max_tokens)
+        request = make_request(name, prompt, params, MAX_LEN)
+        self.engine.add_request(request)
+        return request
+
+    def finish(self, *requests: Request) -> None:
+        """Until these are over; their tokens are right."""
+        while self.engine.has_unfinished:
+            self.engine.step()
+        for request in requests:
+            expected = expected_output(request.prompt_token_ids, request.params)
+            assert request.sequences[0].output_ids == expected
+
+    def forget(self) -> None:
+        """What happened so far."""
+        traffic.rest(self.engine)
+        self.machine.loads.clear()
+        self.machine.computed.clear()
+
+    def told(self) -> tuple[float, float]:
+        metrics = self.engine.metrics()
+        return tuple(metrics[f"kv_offload_{name}_seconds_total"] for name in ("hidden", "exposed"))
+
+
+def clocked_library() -> Any:
+    """The copier, compiled with a clock of ours."""
+
+    def recipe(*, sanitize: bool = False) -> Any:
+        known = copier_library.recipe(sanitize=sanitize)
+        digest = hashlib.sha256(HEADER.read_bytes()).hexdigest()
+        flags = (*known.flags, "-include", str(HEADER), f"-DHEADER_{digest}")
+        return replace(known, name="kv-copier-clocked", flags=flags)
+
+    functions = [(f"hetero_copier_{name}", *types) for name, *types in copier_library._FUNCTIONS]
+    functions += [
+        ("fake_clock_set", None, [ctypes.c_int64]),
+        ("fake_clock_reads", ctypes.c_int64, []),
+    ]
+    return open_both_ways("copier with a clock", recipe, functions)
+
+
+@pytest.fixture
+def served(
+    fake: FakeCuda,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Served]:
+    """An engine whose device keeps nothing that is not used, with time at 0."""
+    config = SchedulerConfig(6, MAX_LEN, MAX_LEN, True, BLOCK)
+    runner = TimedRunner(100, BLOCK, 6, MAX_LEN // BLOCK)
+    library = clocked_library()
+    monkeypatch.setattr(copier_library, "load", lambda: library)
+    host = np.zeros((200, LAYERS, LAYER_BYTES), np.uint8)
+    flags = np.zeros(PLACES, np.int32)
+    copier = NativeCopier(
+        DeviceRows(runner.memory.ctypes.data, 100, LAYERS * LAYER_BYTES, LAYERS, flags.ctypes.data),
+        FixedRows(host.ctypes.data, LAYERS * LAYER_BYTES, len(host)),
+        CopyOptions(libcuda=fake.path, ahead_bytes=0),
+        current_stream=lambda: 0,
+    )
+    copier.force = (Method.BATCH, 1)
+    rate = 1e9 / BYTE_NS
+    copier.use(Calibration(LAYER_BYTES, (Rate(Method.BATCH, 1, rate, rate),)))
+    machine = Machine(copier, library, fake, fake.stream(0))
+    machine._set(0)
+    fake.hold(machine.lane, 1, 0)
+    runner.machine, runner.flags = machine, flags
+    begin = copier.load
+    monkeypatch.setattr(
+        copier, "load", lambda ticket, *rest: (begin(ticket, *rest), machine.begin(ticket))
+    )
+    monkeypatch.setattr(copier, "wait", machine.nap)
+    clock = SimpleNamespace(monotonic=lambda: machine.now * 1e-9)
+    monkeypatch.setattr(kv_loads, "time", clock)
+    monkeypatch.setattr(step_clock, "perf_counter", clock.monotonic)
+    times = StepTimes(0.0)
+    rule = LoadRule(BLOCK, LAYERS * LAYER_BYTES, LAYERS, times.predict, 0)
+    tier = KvOffload(HostCache(), copier, rule)
+    blocks = BlockManager(100, BLOCK, PrefixCache(), tier=tier, limits=OffloadLimits(40, cached=0))
+    loads = Loads(blocks, LAYERS, times)
+    scheduler = Scheduler(config, blocks, loads=loads)
+    inputs: Any = None
+    engine = Engine(inputs, scheduler, runner, OutputProcessor(None, scheduler.stop_sequence))
+    yield Served(engine, machine, loads)
+    fake.hold(machine.lane, 0, 0)
+    engine.shut_down()
+
+
+def prompts(served: Served, count: int) -> list[list[int]]:
+    """That begin with a prefix in host memory, and go on with nine tokens."""
+    rng = np.random.default_rng(4)
+    heads = rng.integers(1, VOCAB, (count, PREFIX * BLOCK)).tolist()
+    for number, head in enumerate(heads):
+        served.finish(served.add(f"first {number}", [*head, *range(1, 10)]))
+    served.forget()
+    assert served.told() == (0.0, 0.0)
+    return [[*head, *range(11, 20)] for head in heads]
+
+
+def check(served: Served) -> tuple[float, float]:
+    """That the counters are what happened; hidden and exposed milliseconds."""
+    told, metrics = served.told(), served.engine.metrics()
+    assert told == pytest.approx(served.machine.hidden_and_exposed(), abs=1e-9)
+    each = sum(end - begin for begin, end in served.machine.loads) * 1e-9
+    assert metrics["kv_offload_load_seconds_total"] == pytest.approx(each, abs=1e-9)
+    assert metrics["kv_offload_h2d_busy_seconds_total"] == pytest.approx(sum(told), abs=1e-9)
+    return round(told[0] * 1e3, 6), round(told[1] * 1e3, 6)
+
+
+def test_a_load_that_is_waited_for(served: Served) -> None:
+    (prompt,) = prompts(served, 1)
+    served.loads.wait_whole = True
+    served.finish(served.add("again", prompt))
+    assert check(served) == (0.0, 8.0)
+
+
+def test_a_load_behind_which_the_prompt_itself_computes(served: Served) -> None:
+    """Its nine rows take 4.5 ms: all layers but the first one hide as much."""
+    (prompt,) = prompts(served, 1)
+    served.finish(served.add("again", prompt))
+    assert check(served) == (4.5 * 7 / 8, 8.0 - 4.5 * 7 / 8)
+
+
+def test_a_load_beside_others(served: Served) -> None:
+    """They decode all the time."""
+    (prompt,) = prompts(served, 1)
+    other = served.add("other", [3, 4, 5], 40)
+    served.engine.step()
+    served.finish(served.add("again", prompt), other)
+    assert check(served) == (8.0, 0.0)
+
+
+@pytest.mark.parametrize("wait_whole", [True, False])
+def test_loads_at_the_same_time_count_once(served: Served, wait_whole: bool) -> None:
+    """Three of them, one behind the other on one link."""
+    served.loads.wait_whole = wait_whole
+    requests = [served.add(str(n), prompt) for n, prompt in enumerate(prompts(served, 3))]
+    served.finish(*requests)
+    hidden, exposed = check(served)
+    assert hidden + exposed == pytest.approx(24.0)
+    assert hidden > 0.0
+
+
+def test_counters_only_grow(served: Served) -> None:
+    """Also in the middle of a load, and of one that fails."""
+    texts = prompts(served, 3)
+    served.machine.fake.fail(b"cuMemcpyBatchAsync", 12, 1, 1)
+    requests = [served.add(str(n), prompt) for n, prompt in enumerate(texts)]
+    before = (0.0, 0.0)
+    while served.engine.has_unfinished:
+        served.engine.step()
+        told = served.told()
+        assert all(now >= then for now, then in zip(told, before)), (told, before)
+        before = told
+    served.finish(*requests)
+    assert served.engine.metrics()["kv_offload_failed_loads"] == 1
+    assert sum(told) == pytest.approx(sum(served.machine.hidden_and_exposed()))

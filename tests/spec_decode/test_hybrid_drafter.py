@@ -1,0 +1,581 @@
+"""The lookahead drafter with sequences that nobody computes: what it learns and drafts."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_llm.config.lookahead_config import LookaheadConfig
+from hetero_llm.core.draft_tree import DraftBatch
+from hetero_llm.core.outputs import RequestMetrics
+from hetero_llm.core.request import Request, Sequence
+from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.kv_cache.prefix_cache import root_key
+from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+from hetero_llm.spec_decode.lookahead.global_cache import History
+from hetero_llm.spec_decode.lookahead.indexes import Proposals
+from hetero_llm.spec_decode.lookahead.sequence_state import HITS, SPACE
+from hetero_llm.spec_decode.lookahead.token_buffer import Texts
+from hetero_llm.spec_decode.ngram.drafter import PromptLookupDrafter
+
+RAW = LookaheadConfig(cache_mode=0, eos_token_id=(2,), max_seq_len=4096, voc_size=1000)
+PHRASE = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49]
+
+
+def make_drafter(capacity: int = 1 << 14, **changes: Any) -> LookaheadDrafter:
+    config = dataclasses.replace(RAW, **changes)
+    return LookaheadDrafter(config, width=4096, capacity=capacity)
+
+
+def make_sequence(name: str, prompt: list[int], salt: str | None = None, **params: Any) -> Sequence:
+    request = Request(
+        request_id=name,
+        prompt=None,
+        prompt_token_ids=prompt,
+        params=SamplingParams(max_tokens=500, **params),
+        seed=0,
+        end_ids=frozenset({2}),
+        eos_ids=frozenset({2}),
+        max_total_tokens=len(prompt) + 500,
+        root=root_key(() if salt is None else ("salt", salt)),
+        metrics=RequestMetrics(arrival_time=0.0),
+    )
+    sequence = Sequence(request, 0, array("i", prompt), len(prompt))
+    request.sequences.append(sequence)
+    return sequence
+
+
+def ask(drafter: Any, *sequences: Sequence, limit: int = 20) -> list[list[int]]:
+    """Drafts for sequences as the scheduler asks, in order."""
+    batch: DraftBatch = drafter.propose(list(sequences), [limit] * len(sequences), len(sequences))
+    drafter.settle()
+    assert batch.counts.sum() == len(batch.token_ids) == len(batch.parents)
+    parts = np.split(batch.token_ids, np.cumsum(batch.counts)[:-1])
+    return [part.tolist() for part in parts]
+
+
+def finish(drafter: LookaheadDrafter, sequence: Sequence) -> None:
+    drafter.close(sequence.request)
+    drafter.settle()
+
+
+def test_a_sequence_drafts_from_its_own_text() -> None:
+    drafter = make_drafter(capacity=0)
+    sequence = make_sequence("a", [*PHRASE, 7, 8])
+    assert ask(drafter, sequence) == [[]]
+    sequence.token_ids.extend(PHRASE[:3])
+    assert ask(drafter, sequence) == [PHRASE[3:10]]
+    sequence.token_ids.extend(PHRASE[3:8])
+    assert ask(drafter, sequence) == [[48, 49, 7, 8, 40, 41, 42]]
+
+
+def test_it_drafts_from_what_others_were_told() -> None:
+    drafter = make_drafter()
+    first = make_sequence("a", [5, 6, 7])
+    ask(drafter, first)
+    first.token_ids.extend(PHRASE)
+    finish(drafter, first)
+    second = make_sequence("b", [9, 9, 40, 41])
+    assert ask(drafter, second) == [PHRASE[2:9]]
+    assert ask(make_drafter(capacity=0), second) == [[]]
+
+
+def test_outputs_are_shared_before_they_end() -> None:
+    drafter = make_drafter()
+    first = make_sequence("a", [5, 6, 7])
+    ask(drafter, first)
+    first.token_ids.extend([*range(100, 180)])
+    ask(drafter, first)
+    assert ask(drafter, make_sequence("b", [9, 120, 121])) == [[*range(122, 129)]]
+
+
+def test_prompts_of_others_are_not_shared() -> None:
+    drafter = make_drafter()
+    first = make_sequence("a", [*PHRASE, *PHRASE, 60, 61, 62])
+    ask(drafter, first)
+    first.token_ids.extend([70, 71])
+    finish(drafter, first)
+    assert ask(drafter, make_sequence("b", [9, 40, 41])) == [[]]
+    # The last tokens of a prompt tell which kind of text follows them.
+    assert ask(drafter, make_sequence("c", [9, 60, 61])) == [[]]
+    long = make_sequence("d", [*PHRASE, 60, 61, 62])
+    ask(drafter, long)
+    long.token_ids.extend([70, 71, 72, 73])
+    finish(drafter, long)
+    assert ask(drafter, make_sequence("e", [9, 61, 62])) == [[70, 71, 72, 73]]
+
+
+def test_ignore_prompt() -> None:
+    drafter = make_drafter(ignore_prompt=True)
+    sequence = make_sequence("a", [*PHRASE, *PHRASE, 40, 41])
+    assert ask(drafter, sequence) == [[]]
+    sequence.token_ids.extend([50, 51, 52, 53, 54, 55, 40, 41])
+    assert ask(drafter, sequence) == [[]], "the match of the prompt leads to the output"
+    sequence.token_ids.extend([1, 51, 52])
+    assert ask(drafter, sequence) == [[53, 54, 55, 40, 41, 1, 51]]
+
+
+def test_a_salt_keeps_requests_apart() -> None:
+    drafter = make_drafter()
+    first = make_sequence("a", [5, 6, 7], salt="one")
+    ask(drafter, first)
+    first.token_ids.extend(PHRASE)
+    finish(drafter, first)
+    for salt, expected in ((None, []), ("two", []), ("one", PHRASE[2:9])):
+        assert ask(drafter, make_sequence(f"b{salt}", [9, 40, 41], salt=salt)) == [expected]
+
+
+def test_an_end_inside_a_text_parts_it() -> None:
+    drafter = make_drafter()
+    sequence = make_sequence("a", [40, 41, 42, 2, 43, 44, 45, 46, 40, 41])
+    assert ask(drafter, sequence) == [[]]
+    sequence.token_ids.extend([42, 43, 44])
+    assert ask(drafter, sequence) == [[45, 46, 40, 41, 42, 43, 44]]
+
+
+def test_a_request_may_want_fewer_tokens_or_none() -> None:
+    drafter = make_drafter()
+    prompt = [*PHRASE, 1, 40, 41]
+    for wanted, expected in ((None, 7), (0, 0), (3, 3), (30, 7)):
+        sequence = make_sequence(f"a{wanted}", prompt, num_speculative_tokens=wanted)
+        ask(drafter, sequence)
+        sequence.token_ids.extend([42])
+        assert [len(d) for d in ask(drafter, sequence)] == [expected]
+
+
+def test_tokens_beyond_the_vocabulary_leave_a_sequence_alone() -> None:
+    drafter = make_drafter()
+    good, bad = make_sequence("a", [*PHRASE, 1]), make_sequence("b", [*PHRASE, 1000])
+    ask(drafter, good, bad)
+    good.token_ids.extend([40, 41])
+    bad.token_ids.extend([40, 41])
+    assert ask(drafter, good, bad) == [[42, 43, 44, 45, 46, 47, 48], []]
+    assert drafter.num_foreign == 1
+    finish(drafter, bad)
+
+
+def test_sequences_beyond_max_seq_len_are_left_alone() -> None:
+    drafter = make_drafter(max_seq_len=17)
+    sequence = make_sequence("a", [*PHRASE, 1, 40, 41])
+    ask(drafter, sequence)
+    sequence.token_ids.extend([42])
+    assert ask(drafter, sequence) == [[43, 44, 45]]
+    sequence.token_ids.extend([43, 44, 45])
+    assert ask(drafter, sequence) == [[]]
+
+
+@pytest.mark.parametrize("mode", [1, 2, 3])
+def test_target_parallelism_keeps_the_likeliest_nodes(mode: int) -> None:
+    drafter = make_drafter(target_parallelism=12, capacity=0, cache_mode=mode)
+    sure, unsure = make_sequence("a", PHRASE * 3), make_sequence("b", [*PHRASE, 1, *range(60, 70)])
+    for _ in range(2):
+        ask(drafter, sure, unsure)
+        sure.token_ids.extend(PHRASE)
+        unsure.token_ids.extend([40, 41])
+    drafts = ask(drafter, sure, unsure, limit=60)
+    assert sum(map(len, drafts)) == 10 and len(drafts[0]) > len(drafts[1])
+
+
+def test_target_parallelism_favours_those_that_hit() -> None:
+    drafter = make_drafter(target_parallelism=12, capacity=0)
+    lucky, unlucky = make_sequence("a", [*PHRASE, 1]), make_sequence("b", [*PHRASE, 1])
+    ask(drafter, lucky, unlucky)
+    for sequence in (lucky, unlucky):
+        sequence.token_ids.extend([40, 41])
+    ask(drafter, lucky, unlucky)
+    lucky.token_ids.extend([42, 43, 44, 45, 46])
+    unlucky.token_ids.extend([42])
+    drafts = ask(drafter, lucky, unlucky)
+    assert len(drafts[0]) > len(drafts[1]) >= 1
+    assert 2 + sum(map(len, drafts)) <= 12
+    everyone = [make_sequence(f"c{i}", [*PHRASE, 1]) for i in range(13)]
+    ask(drafter, *everyone)
+    for sequence in everyone:
+        sequence.token_ids.extend([40, 41])
+    assert sum(map(len, ask(drafter, *everyone))) == 0
+
+
+def assert_forgotten(drafter: LookaheadDrafter) -> None:
+    live = drafter._live
+    assert live.num_rows == 0 and not live._row_of and not live._of_request
+    assert not drafter._unlearned and not drafter._ended
+    assert len(live.texts._free) == live.texts._rows
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2, 3])
+def test_nothing_is_left_of_ended_requests(mode: int) -> None:
+    drafter = make_drafter(capacity=0, cache_mode=mode)
+    rng = np.random.default_rng(0)
+    for round_ in range(3):
+        sequences = [
+            make_sequence(f"{round_}-{i}", rng.integers(3, 30, 50).tolist()) for i in range(20)
+        ]
+        for _ in range(20):
+            ask(drafter, *sequences)
+            for sequence in sequences:
+                sequence.token_ids.extend(rng.integers(2, 30, int(rng.integers(1, 5))).tolist())
+        for sequence in sequences:
+            finish(drafter, sequence)
+    if drafter._raw is not None:
+        assert drafter._raw.local.arrays.state[0] == 0, "keys of ended sequences"
+    if drafter._turbo is not None:
+        trie = drafter._turbo.local
+        assert trie.num_keys == trie.num_nodes == trie.num_entries == 0
+    assert_forgotten(drafter)
+
+
+def test_requests_that_were_never_asked_about_may_end() -> None:
+    drafter = make_drafter()
+    finish(drafter, make_sequence("a", [1, 2, 3]))
+    assert ask(drafter, make_sequence("b", [1, 2, 3])) == [[]]
+
+
+def test_tokens_that_were_taken_back_do_not_disturb_others() -> None:
+    """A stop string ends a sequence inside what the drafter has seen of it."""
+    drafter = make_drafter()
+    stopped, other = make_sequence("a", [5, 6, 7]), make_sequence("b", [15, 16, 17])
+    ask(drafter, stopped, other)
+    stopped.token_ids.extend([100, 101, 102])
+    ask(drafter, stopped, other)
+    del stopped.token_ids[-2:]
+    other.token_ids.extend(PHRASE)
+    drafter.close(stopped.request)
+    finish(drafter, other)
+    assert ask(drafter, make_sequence("c", [9, 16, 17])) == [PHRASE[:7]]
+
+
+def test_prompt_lookup() -> None:
+    drafter = PromptLookupDrafter(width=64, smallest=2, largest=4, num_tokens=5)
+    sequence = make_sequence("a", [*PHRASE, 1, 40, 41])
+    other = make_sequence("b", [1, 2, 3], num_speculative_tokens=1)
+    assert ask(drafter, sequence, other) == [PHRASE[2:7], []]
+    other.token_ids.extend([9, 1, 2])
+    sequence.token_ids.extend([9])
+    assert ask(drafter, other, sequence) == [[3], []]
+    drafter.close(other.request)
+    assert len(drafter._known) == 1
+
+
+# -- texts and history --------------------------------------------------------------------------
+
+
+def test_rows_are_used_again_and_grow_in_number() -> None:
+    texts = Texts(8)
+    rows = [texts.open(0) for _ in range(40)]
+    for i, text in enumerate(rows):
+        texts.extend(text, [i] * 8)
+    assert all((texts.tokens[t.first : t.end] == i).all() for i, t in enumerate(rows))
+    assert len({t.salt for t in rows}) == 40
+    texts.close(rows[7])
+    again = texts.open(0)
+    assert again.first == rows[7].first and again.salt not in {t.salt for t in rows}
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(0, 100))
+def test_the_history_keeps_to_its_capacity(sizes: list[int], capacity: int) -> None:
+    history = History(RAW, capacity, uses_raw=True, uses_trie=True)
+    for tick, size in enumerate(sizes):
+        history.add(np.arange(size, dtype=np.int32), 0, 5, tick)
+        texts = [part.text[: part.end] for part in history.generations]
+        assert sum(map(len, texts)) <= capacity
+        if size + 1 <= capacity // 2:
+            assert texts[0][-size:].tolist() == [*range(size)]
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+def test_turbo_drafts_from_both(mode: int) -> None:
+    drafter = make_drafter(cache_mode=mode)
+    first = make_sequence("a", [*PHRASE, 7, 8, 9])
+    ask(drafter, first)
+    first.token_ids.extend([40, 41])
+    assert ask(drafter, first) == [PHRASE[2:9]]
+    first.token_ids.extend([50, 51, 52, 53, 54, 55, 56, 57, 58, 59])
+    finish(drafter, first)
+    assert drafter._turbo.local.num_nodes == drafter._turbo.local.num_keys == 0
+    second = make_sequence("b", [9, 9, 50, 51])
+    assert ask(drafter, second) == [[52, 53, 54, 55, 56, 57, 58]]
+    assert ask(drafter, make_sequence("c", [9, 50, 51], salt="other")) == [[]]
+
+
+def test_raw_helps_where_turbo_has_nothing() -> None:
+    """A single token that matches is below Turbo's shortest context."""
+    for mode, expected in ((1, []), (2, [41, 42])):
+        drafter = make_drafter(cache_mode=mode, capacity=0)
+        sequence = make_sequence("a", [*PHRASE, 7, 8, 9])
+        ask(drafter, sequence)
+        sequence.token_ids.extend([40])
+        assert ask(drafter, sequence) == [expected]
+
+
+def test_a_merged_tree_holds_drafts_of_both() -> None:
+    drafter = make_drafter(cache_mode=3, capacity=0, token_paths_top_k=2, match_length=1, top_k=3)
+    sequence = make_sequence("a", [40, 41, 5, 6, 41, 7, 8, 41, 9, 1, 41, 5, 3, 40])
+    ask(drafter, sequence)
+    sequence.token_ids.extend([41])
+    batch = drafter.propose([sequence], [60], 1)
+    first = batch.token_ids[batch.parents == -1].tolist()
+    assert first[0] == 5, "what has followed both tokens, and followed the last one twice"
+    assert set(first) == {5, 7, 9}
+    drafter.settle()
+    sequence.token_ids.extend([9])
+    before = drafter._record.copy()
+    ask(drafter, sequence)
+    assert (drafter._record != before).any(), "what came of it is learned"
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_merged_trees_match_single_tokens_if_raw_may(hybrid: bool) -> None:
+    drafter = make_drafter(cache_mode=3, capacity=0, is_hybrid=hybrid)
+    sequence = make_sequence("a", [*PHRASE, 7, 8, 9])
+    ask(drafter, sequence)
+    sequence.token_ids.extend([40])
+    (draft,) = ask(drafter, sequence)
+    assert draft[:3] == ([41, 42, 43] if hybrid else [])
+
+
+def test_loops_are_gone_round_as_often_as_is_likely() -> None:
+    drafter = make_drafter(cache_mode=1, capacity=0, copy_length=7)
+    sequence = make_sequence("a", [*range(60, 80), *[50, 51, 52] * 3])
+    for _ in range(12):
+        (draft,) = ask(drafter, sequence, limit=63)
+        sequence.token_ids.extend([50, 51, 52])
+    assert draft == [50, 51, 52] * 5, "15 deep: twice copy_length and one more"
+
+
+def test_the_wait_between_steps_is_measured_from_their_end() -> None:
+    now = [5.0]
+    config = dataclasses.replace(RAW, cache_mode=2)
+    drafter = LookaheadDrafter(config, width=4096, capacity=0, clock=lambda: now[0])
+    sequence = make_sequence("a", [*PHRASE, 1, 40])
+    drafter.price([(1, 1.0), (64, 1.01)])
+    for _ in range(80):
+        drafter.observe(1, 1.0)
+        now[0] += 0.0025
+        ask(drafter, sequence)
+        now[0] += 1.0
+    assert drafter._turn == pytest.approx(0.0025, rel=0.05)
+
+
+def test_branches_are_drafted_where_a_text_went_on_in_two_ways() -> None:
+    drafter = make_drafter(cache_mode=1, capacity=0)
+    sequence = make_sequence("a", [20, 21, 22, 5, 20, 21, 23, 6, 20, 21, 22, 7, 20, 21, 23, 8])
+    ask(drafter, sequence)
+    sequence.token_ids.extend([20, 21])
+    batch = drafter.propose([sequence], [16], 1)
+    assert {22, 23} <= set(batch.token_ids[batch.parents == -1].tolist())
+
+
+@pytest.mark.parametrize("mode", [2, 3])
+def test_threads_share_large_batches_without_changing_drafts(mode: int) -> None:
+    drafts = []
+    for threads in (1, 8):
+        drafter = make_drafter(cache_mode=mode, num_threads=threads)
+        drafter._threads = threads  # more than this machine may have
+        rng = np.random.default_rng(0)
+        sequences = [make_sequence(str(i), rng.integers(3, 20, 60).tolist()) for i in range(70)]
+        ask(drafter, *sequences)
+        for sequence in sequences:
+            sequence.token_ids.extend(rng.integers(3, 20, 4).tolist())
+        drafts.append(ask(drafter, *sequences))
+    assert drafts[0] == drafts[1] and sum(map(len, drafts[0])) > 100
+
+
+def test_the_record_learns_what_comes_of_drafts() -> None:
+    drafter = make_drafter(cache_mode=0, capacity=0)
+    before = drafter._record.copy()
+    sequence = make_sequence("a", [*PHRASE, 7, 8, 9])
+    ask(drafter, sequence)
+    sequence.token_ids.extend([40, 41])
+    ask(drafter, sequence)
+    sequence.token_ids.extend([42, 43, 99])
+    ask(drafter, sequence)
+    changed = drafter._record - before
+    assert changed[:, 1].sum() == 3 and changed[:, 0].sum() == 2
+
+
+def test_steps_without_drafts_do_not_count_as_hits() -> None:
+    drafter = make_drafter(cache_mode=0, capacity=0)
+    sequence = make_sequence("a", [*PHRASE, 7, 8, 9])
+    ask(drafter, sequence)
+    sequence.token_ids.extend([40, 41])
+    (draft,) = ask(drafter, sequence)
+    assert draft[:2] == [42, 43]
+    averages = drafter._live.arrays.averages[drafter._live._row_of[sequence]]
+    hits = averages[HITS]
+    sequence.token_ids.extend([42, 99, *range(200, 230)])
+    ask(drafter, sequence)
+    assert averages[HITS] == pytest.approx(0.8 * hits + 0.2 * 1)
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2, 3])
+def test_a_request_that_ends_before_anything_is_learned_leaves_nothing(mode: int) -> None:
+    drafter = make_drafter(cache_mode=mode, capacity=0, ignore_prompt=True)
+    sequence = make_sequence("a", [*PHRASE, 7])
+    for _ in range(2):
+        sequence.token_ids.extend([40])
+        ask(drafter, sequence)
+    finish(drafter, sequence)
+    assert_forgotten(drafter)
+
+
+@pytest.mark.parametrize("capacity", [0, 64])
+def test_a_document_larger_than_a_generation_is_left_out(capacity: int) -> None:
+    history = History(RAW, capacity, uses_raw=True, uses_trie=True)
+    history.add(np.arange(capacity // 2, dtype=np.int32), 0, 5, 0)
+    assert all(part.end == 0 for part in history.generations)
+
+
+def test_drafts_are_judged_although_the_next_batch_is_much_larger() -> None:
+    drafter = make_drafter(cache_mode=0, capacity=0)
+    sequence = make_sequence("a", [*PHRASE, 7, 8, 9])
+    others = [make_sequence(f"{i}", [500 + i] * 3) for i in range(50)]
+    ask(drafter, sequence)
+    sequence.token_ids.extend([40, 41])
+    (draft,) = ask(drafter, sequence)
+    before = drafter._record.copy()
+    sequence.token_ids.extend(draft[:3])
+    ask(drafter, *others, sequence)
+    changed = drafter._record - before
+    assert changed[:, 0].sum() == changed[:, 1].sum() == 3
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2, 3])
+def test_what_changes_between_two_steps_is_looked_up_at_once(mode: int) -> None:
+    """Also with arrays that are larger than those of the step before."""
+    drafter = make_drafter(cache_mode=mode)
+    sequence = make_sequence("a", [900, 901])
+    sequence.token_ids.extend([40])
+    ask(drafter, sequence)
+    space = drafter._live.arrays.numbers[drafter._live._row_of[sequence], SPACE]
+    static = drafter.history.new_static()
+    static.add(np.arange(300, 800, dtype=np.int32), 0, int(space), 0)
+    drafter.history.use(static)
+    sequence.token_ids.extend([600, 601])
+    assert ask(drafter, sequence)[0][:2] == [602, 603]
+    drafter.history.add(np.arange(100, 200, dtype=np.int32), 0, int(space), 0)
+    sequence.token_ids.extend([150, 151])
+    assert ask(drafter, sequence)[0][:2] == [152, 153]
+
+
+# -- rests --------------------------------------------------------------------------------------
+
+_LEVELS = 3  # of the trees of `Stepwise`
+
+
+class Stepwise:
+    """In the place of a `DraftSource` that never waits. Its worker drafts while a step runs, for
+    texts as they were told before; it is always right: texts count up.
+
+    Attributes:
+        stands: nothing is drafted. tellings: how often there was something new.
+    """
+
+    def __init__(self) -> None:
+        self.drafts = Proposals.empty(16)
+        self.stands, self.tellings = False, 0
+        self._lengths: dict[int, int] = {}
+        self._drafted: dict[int, int] = {}
+
+    def run(self) -> None:
+        """A step of the target."""
+        if not self.stands:
+            self._drafted = dict(self._lengths)
+
+    def commit(self, rows: Any, fresh: Any, sizes: Any, sequences: list[Sequence]) -> None:
+        self.tellings += len(fresh) > 0
+        for row, size in zip(rows.tolist(), sizes.tolist()):
+            self._lengths[row] = self._lengths.get(row, 0) + size
+
+    def propose(self, rows: Any, most: Any, seconds: float, found: Proposals) -> Proposals:
+        for index, row in enumerate(rows.tolist()):
+            known = self._lengths[row]
+            left = max(self._drafted.get(row, -_LEVELS) + _LEVELS - known, 0)
+            self.drafts.tokens[index, :left] = known + np.arange(left)
+            self.drafts.parents[index, :left] = np.arange(left) - 1
+            self.drafts.survival[index, :left], self.drafts.kind[index, :left] = 0.9, -1
+            self.drafts.counts[index] = left
+        return self.drafts.some(slice(len(rows)))
+
+    def graft(self, rows: Any, found: Proposals, kept: Any) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+
+class Stepping:
+    """Steps of one sequence that counts up, in the order of `Engine.step`."""
+
+    def __init__(self, *, asynchronous: bool, **settings: Any) -> None:
+        self.source = Stepwise()
+        config = dataclasses.replace(RAW, cache_mode=0)
+        self.drafter = LookaheadDrafter(
+            config, width=4096, capacity=0, uses_cache=False, model=self.source, **settings
+        )  # type: ignore[arg-type]
+        self.sequence = make_sequence("a", [*range(5)])
+        self._asynchronous = asynchronous
+        self._drafts, self._is_ahead = 0, False
+        self.drafter.begin([self.sequence])
+
+    def steps(self, count: int) -> int:
+        """Runs them; how many nodes were drafted, which all come true."""
+        drafted = 0
+        for _ in range(count):
+            if not self._asynchronous:
+                self._propose()
+            next_is_ahead = self._asynchronous and self.drafter.idle and not self._drafts
+            if self._asynchronous:
+                self.drafter.settle()
+            self.source.run()
+            drafted += self._drafts
+            end = len(self.sequence.token_ids)
+            self.sequence.token_ids.extend(range(end, end + 1 + self._drafts))
+            self._drafts = 0
+            if not self._asynchronous:
+                self.drafter.settle()
+            elif not next_is_ahead:
+                self._propose()
+        return drafted
+
+    def _propose(self) -> None:
+        if not self.drafter.idle:
+            self._drafts = int(self.drafter.propose([self.sequence], [20], 1).counts[0])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_drafts_come_again_after_a_rest(asynchronous: bool) -> None:
+    """Also from a worker that nobody waits for: it is told the text before it is asked."""
+    stepping = Stepping(asynchronous=asynchronous)
+    assert stepping.steps(8) >= 8
+    stepping.source.stands = True
+    stepping.steps(5)
+    assert stepping.steps(40) == 0
+    stepping.source.stands = False
+    stepping.steps(20)
+    assert stepping.steps(8) >= 8
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_who_is_never_right_is_rarely_asked_and_told(asynchronous: bool) -> None:
+    stepping = Stepping(asynchronous=asynchronous)
+    stepping.source.stands = True
+    stepping.steps(60)
+    tellings, idle = stepping.source.tellings, 0
+    for _ in range(90):
+        stepping.steps(1)
+        idle += stepping.drafter.idle
+    assert 75 <= idle < 90
+    assert 5 <= stepping.source.tellings - tellings <= 25
+
+
+def test_what_is_too_many_is_not_told_either() -> None:
+    stepping = Stepping(asynchronous=True, most_sequences=0)
+    stepping.steps(30)
+    assert stepping.source.tellings == 1, "the prompt"

@@ -1,0 +1,59 @@
+"""Rows of draft trees, and the walk from one to the next."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hetero_llm.core.draft_tree import DraftBatch
+from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.spec_decode.verify import next_row, tree_rows, walk_tree
+
+
+def test_rows_of_a_step() -> None:
+    """A chunk, a tree, a decoding row, a tree of one node."""
+    drafts = DraftBatch(
+        *(np.array(a, np.int32) for a in ([0, 4, 0, 1], [50, 51, 52, 53, 60], [-1, -1, 1, 2, -1]))
+    )
+    step = SchedulerOutput(
+        slots=np.array([3, 0, 2, 1], np.int32),
+        starts=np.array([4, 10, 7, 0], np.int32),
+        counts=np.array([3, 5, 1, 2], np.int32),
+        token_ids=np.array([1, 2, 3, 4, 5, 6], np.int32),
+        num_samples=np.array([0, 1, 1, 1], np.int32),
+        prompt_rows=(),
+        admitted=(),
+        table_writes=np.zeros((3, 0), np.int32),
+        block_copies=np.zeros((2, 0), np.int32),
+        drafts=drafts,
+    )
+    rows = tree_rows(step, drafts)
+    assert rows.token_ids.tolist() == [1, 2, 3, 4, 50, 51, 52, 53, 5, 6, 60]
+    assert rows.places.tolist() == [4, 5, 6, 10, 11, 12, 13, 14, 7, 0, 1]
+    assert rows.positions.tolist() == [4, 5, 6, 10, 11, 11, 12, 13, 7, 0, 1]
+    assert rows.ancestors.tolist() == [0, 0, 0, 1, 3, 5, 13, 29, 0, 1, 3]
+    assert rows.is_tree.tolist() == [0, 1, 0, 1]
+    assert rows.parents == [[], [-1, 0, 0, 2, 3], [], [-1, 0]]
+    for column in (rows.token_ids, rows.places, rows.positions):
+        assert column.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("drawn", "tokens", "parents", "path"),
+    [
+        ([5], [0], [-1], [0]),
+        ([5, 6, 7], [0, 5, 6], [-1, 0, 1], [0, 1, 2]),
+        ([5, 6, 7], [0, 4, 5], [-1, 0, 0], [0, 2]),
+        ([5, 6, 7, 8], [0, 5, 5, 6], [-1, 0, 0, 2], [0, 1]),  # the first of two alike counts
+        ([5, 1, 6, 8], [0, 4, 5, 6], [-1, 0, 0, 2], [0, 2, 3]),
+        ([5, 5, 5], [0, 4, 5], [-1, 0, 1], [0]),
+    ],
+)
+def test_walk(drawn: list[int], tokens: list[int], parents: list[int], path: list[int]) -> None:
+    assert walk_tree(drawn, tokens, parents) == path
+    row: int | None = 0
+    visited = []
+    while row is not None:
+        visited.append(row)
+        row = next_row(row, drawn[row], tokens, parents)
+    assert visited == path

@@ -1,0 +1,32 @@
+"""Tests lie where their module lies: `hetero_llm/a/b.py` is tested in `tests/a/test_b.py`, or in
+several files `tests/a/test_b_<aspect>.py`. What tests no single module is a scenario."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# Folders of tests that mirror nothing, or another folder than hetero_llm.
+_OTHERS = ("scenarios", "gpu/scenarios", "faults", "browser", "clients", "tools", "bench")
+
+
+def _mirrored() -> list[Path]:
+    tests = ROOT / "tests"
+    return [
+        path.relative_to(tests)
+        for path in tests.rglob("test_*.py")
+        if not path.relative_to(tests).as_posix().startswith(tuple(f"{one}/" for one in _OTHERS))
+    ]
+
+
+def _tests_a_module(test: Path) -> bool:
+    folder = ROOT / "hetero_llm" / test.parent
+    words = test.stem.removeprefix("test_").split("_")
+    names = ["_".join(words[:count]) for count in range(len(words), 0, -1)]
+    return any((folder / f"{name}.py").exists() or (folder / name).is_dir() for name in names)
+
+
+def test_every_test_mirrors_a_module_or_is_a_scenario() -> None:
+    here = {Path(name) for name in ("test_import_rules.py", "test_layout.py")}
+    strays = [str(test) for test in _mirrored() if test not in here and not _tests_a_module(test)]
+    assert strays == []
