@@ -42,7 +42,7 @@ lines=30 run matmul 75 python3 -m bench.kernels.cpu_matmul --threads "$threads" 
   --formats BF16 INT8 --out "$out/kernels_cpu_matmul.g.json"
 lines=16 run attention 60 python3 -m bench.kernels.cpu_attention \
   --out "$out/kernels_cpu_attention.g.json"
-lines=6 run tests 150 python3 -m pytest tests/cpu/step -q --tb=short --durations=5
+lines=6 run tests 150 python3 -m pytest tests/cpu/csrc/step -q --tb=short --durations=5
 offline L int8 --rounds 1 --work decode1,prefill
 offline S bfloat16 --rounds 1
 echo "== done after $SECONDS s"

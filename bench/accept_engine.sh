@@ -12,5 +12,5 @@ run python3 -m bench.batch_vs_transformers --threads 2 --out "$out/batch_vs_tran
 run python3 -m bench.prefix_hit --threads 2 --out "$out/prefix_hit.g.json"
 run python3 -m bench.cpu_kernels --threads 2 --out "$out/cpu_kernels.g.json"
 run python3 -m bench.scaled_target --out "$out/scaled_target.g.json"
-run python3 -m pytest tests/gpu tests/cpu/test_kernels.py -q --durations=3
+run python3 -m pytest tests/gpu tests/cpu/test_native_kernels.py -q --durations=3
 echo "== done"

@@ -39,7 +39,7 @@ class FakeRunner:
     def finish(self, pending: SchedulerOutput) -> ModelRunnerOutput:
         if pending.drafts is None:
             return ModelRunnerOutput([7] * int(pending.num_samples.sum()), None, {}, {})
-        num_tokens = np.minimum(pending.counts, _ACCEPTED + 1).tolist()
+        num_tokens = np.minimum(pending.num_scheduled_tokens, _ACCEPTED + 1).tolist()
         return ModelRunnerOutput([7] * sum(num_tokens), None, {}, {}, num_tokens)
 
 

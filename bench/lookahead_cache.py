@@ -65,7 +65,7 @@ def measure(settings: dict[str, Any], batch: int, args: argparse.Namespace) -> d
     ]
     limits = [60] * batch
     drafter.propose(sequences, limits, batch)
-    drafter.settle()
+    drafter.run_deferred()
     fill(drafter, args.tokens, seed=0)
     looked: list[float] = []
     proposed: list[float] = []
@@ -81,7 +81,7 @@ def measure(settings: dict[str, Any], batch: int, args: argparse.Namespace) -> d
         drafter._look_up(batch)
         looked.append(time.perf_counter() - begin)
         begin = time.perf_counter()
-        drafter.settle()
+        drafter.run_deferred()
         settled.append(time.perf_counter() - begin)
     return {
         "lookup us": median_us(looked),

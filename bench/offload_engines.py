@@ -160,7 +160,7 @@ class StepWatch:
         step, launched = pending
         output = self.inner.finish(launched)
         if self._steps is not None:
-            seen = SeenStep(time.perf_counter(), step.has_chunks, bool(step.loads))
+            seen = SeenStep(time.perf_counter(), step.has_chunks, bool(step.kv_loads))
             self._steps.append(seen)
             self.num_plain += not (seen.has_chunks or seen.has_loads)
         return output

@@ -113,7 +113,7 @@ def _behind_once(
     due = begin + BEHIND
     served.engine.add_request(first)
     served.run_until(lambda: time.monotonic() >= due)
-    if first.live == 0:
+    if first.num_unfinished == 0:
         raise WrongTier("the large load was over before the small one came")
     served.engine.add_request(second)
     served.run_until(lambda: not served.engine.has_unfinished)
@@ -151,7 +151,7 @@ class _Loaders:
 
     def look(self) -> bool:
         """Whether there is none, after a step."""
-        if self._now is not None and self._now.live == 0:
+        if self._now is not None and self._now.num_unfinished == 0:
             self.times.append(token_seconds(self._now, self._added))
             self._now = None
         return self._now is None

@@ -80,7 +80,7 @@ def sequence_of(name: str, prompt: list[int], tokens: int, nodes: int | None) ->
     request = Request(
         request_id=name, prompt=None, prompt_token_ids=prompt, params=params, seed=0,
         end_ids=frozenset(), eos_ids=frozenset(), max_total_tokens=len(prompt) + tokens,
-        root=b"lookahead", metrics=RequestMetrics(arrival_time=0.0),
+        root_hash=b"lookahead", metrics=RequestMetrics(arrival_time=0.0),
     )  # fmt: skip
     sequence = Sequence(request, 0, list(prompt), len(prompt))
     request.sequences.append(sequence)
@@ -117,7 +117,7 @@ def drafter_of(settings: dict[str, Any] | None, clock: Clock | None) -> Drafter:
     if clock is None:
         return LookaheadDrafter(config, width=WIDTH, capacity=CAPACITY)
     drafter = LookaheadDrafter(config, width=WIDTH, capacity=CAPACITY, clock=lambda: clock.now)
-    drafter.price(clock.profile())
+    drafter.set_step_times(clock.profile())
     return drafter
 
 
@@ -161,12 +161,12 @@ def replay(
         drafts = drafter.propose(
             [sequences[i] for i in asked], [limits[i] for i in asked], len(sequences)
         ) if asked else None  # fmt: skip
-        drafter.settle()
+        drafter.run_deferred()
         sums["seconds"] += time.perf_counter() - begin
         if clock is not None:
             rows = len(sequences) + (int(drafts.counts.sum()) if drafts else 0)
             clock.now += clock.seconds(rows)
-            drafter.observe(rows, clock.seconds(rows))
+            drafter.observe_step(rows, clock.seconds(rows))
             clock.now += clock.gap if drafts else 0.0
             sums["run"] += clock.seconds(rows) + (clock.gap if drafts else 0.0)
             if sums["tokens"] < len(prompts) * (len(outputs[0]) - 1) / 2:
@@ -174,7 +174,7 @@ def replay(
         ends = dict(zip(asked, np.cumsum(drafts.counts).tolist(), strict=True)) if drafts else {}
         first = 0
         for index, (sequence, output) in enumerate(live):
-            done = len(sequence.token_ids) - sequence.num_prompt
+            done = len(sequence.token_ids) - sequence.num_prompt_tokens
             accepted = 0
             if index in ends and drafts is not None:
                 part = slice(first, ends[index])
@@ -188,14 +188,14 @@ def replay(
             sums["accepted"] += accepted
             sums["hits"] += accepted > 0
         for sequence, output in live:
-            if len(sequence.token_ids) - sequence.num_prompt == len(output):
+            if len(sequence.token_ids) - sequence.num_prompt_tokens == len(output):
                 drafter.close(sequence.request)
         live = [
             (sequence, output)
             for sequence, output in live
-            if len(sequence.token_ids) - sequence.num_prompt < len(output)
+            if len(sequence.token_ids) - sequence.num_prompt_tokens < len(output)
         ]
-    drafter.settle()
+    drafter.run_deferred()
     return sums
 
 
@@ -206,7 +206,7 @@ def warm(drafter: Drafter, prompts: list[list[int]], outputs: list[list[int]]) -
         drafter.propose([sequence], [1], 1)
         sequence.token_ids += output
         drafter.close(sequence.request)
-        drafter.settle()
+        drafter.run_deferred()
 
 
 def measure(

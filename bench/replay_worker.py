@@ -201,7 +201,7 @@ def sequence_of(seed: int, prompt: list[int], tokens: int, temperature: float) -
     request = Request(
         request_id="replay", prompt=None, prompt_token_ids=prompt, params=params, seed=seed,
         end_ids=frozenset(), eos_ids=frozenset(), max_total_tokens=len(prompt) + tokens,
-        root=b"replay", metrics=RequestMetrics(arrival_time=0.0),
+        root_hash=b"replay", metrics=RequestMetrics(arrival_time=0.0),
     )  # fmt: skip
     sequence = Sequence(request, 0, list(prompt), len(prompt))
     request.sequences.append(sequence)
@@ -243,7 +243,7 @@ class Player:
             width=self._width, capacity=0, uses_cache=False, model=source,
             clock=lambda: worker.now,
         )  # fmt: skip
-        drafter.price(self._clock.profile())
+        drafter.set_step_times(self._clock.profile())
         return worker, source, drafter
 
     def play(self, seed: int, prompt: list[int], output: list[int], heat: float) -> Counter[str]:
@@ -251,9 +251,9 @@ class Player:
         worker, source, drafter = self._prepare()
         clock, gap = self._clock, self._clock.gap
         sequence = sequence_of(seed, prompt, len(output), heat)
-        drafter.begin([sequence])
+        drafter.prompts_started([sequence])
         worker.now += self._args.prefill * 1e-3  # the worker runs the prompt, too
-        drafter.settle()
+        drafter.run_deferred()
         sequence.token_ids.append(output[0])
         begin, sums = worker.now, Counter[str]()
         while (done := len(sequence.token_ids) - len(prompt)) < len(output):
@@ -266,10 +266,10 @@ class Player:
                 drafts = drafter.propose([sequence], [limit], 1)
                 worker.now += (1 - NEWS) * gap
                 tokens, parents = drafts.token_ids.tolist(), drafts.parents.tolist()
-            drafter.settle()
+            drafter.run_deferred()
             seconds = clock.seconds(1 + len(tokens))
             worker.now += seconds
-            drafter.observe(1 + len(tokens), seconds)
+            drafter.observe_step(1 + len(tokens), seconds)
             accepted = walk(tokens, parents, output[done:-1])
             if tokens:
                 sums.update(asked=1, firsts=tokens[0] == output[done])
@@ -285,7 +285,7 @@ class Player:
         for name, value in {**times, "none": clock.seconds(1) * sums["tokens"]}.items():
             sums[name] = cast(int, value)
         drafter.close(sequence.request)
-        drafter.settle()
+        drafter.run_deferred()
         worker.close()
         return sums
 

@@ -37,7 +37,7 @@ from hetero_llm import SamplingParams
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.draft_tree import DraftBatch
-from hetero_llm.core.drafter import Drafter, Preparing
+from hetero_llm.core.drafter import Drafter, PromptObserver
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.demo_models import ALIASES, demo_folder, heldout_prompts
 from hetero_llm.engine.build_draft_worker import DraftModel, prepare_draft_model
@@ -112,15 +112,15 @@ class SwitchedDrafter:
     inner: Drafter | None = None
     profile: list[tuple[int, float]] | None = None
 
-    def price(self, profile: list[tuple[int, float]]) -> None:
+    def set_step_times(self, profile: list[tuple[int, float]]) -> None:
         self.profile = profile
 
     @property
     def idle(self) -> bool:
         return self.inner is None or self.inner.idle
 
-    def begin(self, sequences: list[Sequence]) -> None:
-        if isinstance(self.inner, Preparing):
+    def prompts_started(self, sequences: list[Sequence]) -> None:
+        if isinstance(self.inner, PromptObserver):
             self.inner.begin(sequences)
 
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
@@ -131,13 +131,13 @@ class SwitchedDrafter:
         if self.inner is not None:
             self.inner.close(request)
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, num_rows: int, seconds: float) -> None:
         if self.inner is not None:
-            self.inner.observe(num_rows, seconds)
+            self.inner.observe_step(num_rows, seconds)
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         if self.inner is not None:
-            self.inner.settle()
+            self.inner.run_deferred()
 
 
 class Bench:
@@ -199,7 +199,7 @@ class Bench:
         self._chains, scheduler._drafter = scheduler._drafter, self._switch
         profile = getattr(engine._runner, "profile", None)
         if profile:
-            self._switch.price(profile)
+            self._switch.set_step_times(profile)
         return engine
 
     def close(self) -> None:
@@ -240,7 +240,7 @@ class Bench:
         )
         if isinstance(drafter, LookaheadDrafter):
             if self._switch.profile:
-                drafter.price(self._switch.profile)
+                drafter.set_step_times(self._switch.profile)
             drafter._costs, drafter._turn = self._known.get(arm, (drafter._costs, 0.0))
             self._known[arm] = drafter._costs, drafter._turn
             if arm == "warm":

@@ -63,7 +63,7 @@ class SyntheticDrafter:
                 known = self._rows.get(tuple(request.prompt_token_ids), (0, 0))
                 self._open[request.request_id] = known
             first, length = known
-            done = len(sequence.token_ids) - sequence.num_prompt
+            done = len(sequence.token_ids) - sequence.num_prompt_tokens
             if sequence.index or done >= length:
                 rows.append(0)
                 counts.append(0)
@@ -76,10 +76,10 @@ class SyntheticDrafter:
     def close(self, request: Request) -> None:
         self._open.pop(request.request_id, None)
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, num_rows: int, seconds: float) -> None:
         pass
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         pass
 
 

@@ -57,10 +57,10 @@ class SwitchedDrafter:
         if self.inner is not None:
             self.inner.close(request)
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, num_rows: int, seconds: float) -> None:
         pass
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         pass
 
 

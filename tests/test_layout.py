@@ -9,6 +9,8 @@ ROOT = Path(__file__).parents[1]
 # Folders of tests that mirror nothing, or another folder than hetero_llm.
 _OTHERS = ("scenarios", "gpu/scenarios", "faults", "browser", "clients", "tools", "bench")
 
+_ENDINGS = (".py", ".cpp", ".h")
+
 
 def _mirrored() -> list[Path]:
     tests = ROOT / "tests"
@@ -23,10 +25,13 @@ def _tests_a_module(test: Path) -> bool:
     folder = ROOT / "hetero_llm" / test.parent
     words = test.stem.removeprefix("test_").split("_")
     names = ["_".join(words[:count]) for count in range(len(words), 0, -1)]
-    return any((folder / f"{name}.py").exists() or (folder / name).is_dir() for name in names)
+    return any(
+        (folder / name).is_dir() or any((folder / f"{name}{end}").exists() for end in _ENDINGS)
+        for name in names
+    )
 
 
 def test_every_test_mirrors_a_module_or_is_a_scenario() -> None:
-    here = {Path(name) for name in ("test_import_rules.py", "test_layout.py")}
+    here = {Path(f"test_{name}.py") for name in ("import_rules", "layout", "exports", "deploy")}
     strays = [str(test) for test in _mirrored() if test not in here and not _tests_a_module(test)]
     assert strays == []

@@ -85,7 +85,7 @@ class ImageRow:
     tested: str = ""
 
 
-_RENAMED = ("tests/models/test_renamed.py", "tests/scenarios/test_renamed_families.py")
+_RENAMED = ("tests/models/test_loader_renamed.py", "tests/scenarios/test_renamed_families.py")
 
 TEXT: tuple[TextRow, ...] = (
     TextRow(
@@ -130,7 +130,7 @@ TEXT: tuple[TextRow, ...] = (
     TextRow(
         ("Phi3SmallForCausalLM",),
         "Phi-3-Small",
-        tested="the error (`tests/models/test_renamed.py`)",
+        tested="the error (`tests/models/test_loader_renamed.py`)",
         remark="not served: block-sparse attention and muP are not computed; a clear error",
     ),
     TextRow(("PhiMoEForCausalLM", "PhimoeForCausalLM"), "Phi-3.5-MoE", tiny=("phimoe",)),
@@ -146,7 +146,7 @@ TEXT: tuple[TextRow, ...] = (
     TextRow(("Qwen3ForCausalLM",), "Qwen3 (not in the manual)", "qwen3", ("qwen3",)),
 )  # fmt: skip
 
-_VISION = ("tests/engine/test_images.py", "tests/server/test_images.py")
+_VISION = ("tests/engine/test_images.py", "tests/server/test_app_images.py")
 _BACK_END, _NONE = "transformers back end", "none"
 
 IMAGES: tuple[ImageRow, ...] = (

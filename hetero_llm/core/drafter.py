@@ -34,20 +34,20 @@ class Drafter(Protocol):
         """A request has ended, whether it was ever asked about or not; its tokens are final."""
         ...
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, num_rows: int, seconds: float) -> None:
         """A step of so many rows, drafts included, took so long."""
         ...
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         """Called once a step while the device works: for what the next proposals can do without."""
         ...
 
 
 @runtime_checkable
-class Priced(Protocol):
+class CostAware(Protocol):
     """A drafter that weighs what its nodes cost."""
 
-    def price(self, profile: list[tuple[int, float]]) -> None:
+    def set_step_times(self, profile: list[tuple[int, float]]) -> None:
         """Tells rows and seconds of every size that steps are padded to (or of sizes between which
         they differ), ascending and beginning with a single row, before the first step. Without
         it the steps themselves tell."""
@@ -55,17 +55,17 @@ class Priced(Protocol):
 
 
 @runtime_checkable
-class Preparing(Protocol):
+class PromptObserver(Protocol):
     """A drafter that wants to know of prompts early."""
 
-    def begin(self, sequences: list[Sequence]) -> None:
+    def prompts_started(self, sequences: list[Sequence]) -> None:
         """The prompts of these are being computed: time to prepare. Called while the device works,
         once for a sequence; those that fork from another are met by `propose` first."""
         ...
 
 
 @runtime_checkable
-class Attended(Protocol):
+class BackgroundDrafter(Protocol):
     """A drafter with something that runs beside the engine's process."""
 
     def metrics(self) -> dict[str, float]:

@@ -9,7 +9,7 @@ from enum import Enum
 from hetero_llm.core.images import PromptImages
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.core.step import SampleLogprobs, looks_back
+from hetero_llm.core.step import SampleLogprobs, depends_on_history
 
 
 class FinishReason(Enum):
@@ -27,18 +27,18 @@ class Request:
         seed: seed of every draw, given or derived.
         end_ids: tokens that end a sequence (EOS unless ignored, and stop_token_ids).
         max_total_tokens: a sequence of this many tokens (prompt included) is finished.
-        root: prefix-cache root key of this request.
+        root_hash: prefix-cache root key of this request.
         num_logprobs: most likely tokens to report with each draw; None for no log-probabilities.
             Beam search asks here for its candidates.
         bad_word_ids: token sequences of `params.bad_words`.
         prompt_logprobs: one entry per prompt token computed so far, the first is None.
-        live: sequences not finished; `sequences` has all, finished ones included.
+        num_unfinished: sequences not finished; `sequences` has all, finished ones included.
         packed_prompt: the prompt's tokens as bytes, int32, for the prefix cache; may be empty.
         images: of its prompt, whose tokens `prompt_token_ids` holds; None without any.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; -1 before.
         synchronous: every token must be known on the host before the next step is made.
         may_draft: its sequences can be drafted for: all but beams, which a draw does not continue.
-        num_first_draws: tokens drawn where its prompt ends: the samples that fork there.
+        num_first_samples: tokens drawn where its prompt ends: the samples that fork there.
     """
 
     request_id: str
@@ -49,43 +49,43 @@ class Request:
     end_ids: frozenset[int]
     eos_ids: frozenset[int]
     max_total_tokens: int
-    root: bytes
+    root_hash: bytes
     metrics: RequestMetrics
     num_logprobs: int | None = None
     num_prompt_logprobs: int = 0
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: list[SampleLogprobs | None] | None = None
     sequences: list[Sequence] = field(default_factory=list)
-    live: int = 0
+    num_unfinished: int = 0
     num_cached_tokens: int = -1
     error: str | None = None
     images: PromptImages | None = None
     packed_prompt: bytes = b""
     synchronous: bool = field(init=False)
     may_draft: bool = field(init=False)
-    num_first_draws: int = field(init=False)
+    num_first_samples: int = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
-        self.synchronous = params.use_beam_search or looks_back(
+        self.synchronous = params.use_beam_search or depends_on_history(
             params, self.end_ids, self.bad_word_ids
         )
         self.may_draft = not params.use_beam_search
-        self.num_first_draws = 1 if params.use_beam_search else params.width
+        self.num_first_samples = 1 if params.use_beam_search else params.width
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One continuation of a request's prompt.
 
-    Invariant between steps: `num_computed` tokens have their KV in the cache, or will have it once
-    the launched steps are done; the others are still to be fed. A decoding sequence has
-    `num_computed == len(token_ids) + num_unknown - 1`, except while it is about to fork.
+    Invariant between steps: the KV of the first `num_computed_tokens` tokens is in the cache, or
+    will be when the launched steps are done. A decoding sequence has `num_computed_tokens ==
+    len(token_ids) + num_pending_tokens - 1`, except while it is about to fork.
 
     Attributes:
         token_ids: prompt and output, int32: garbage collections visit no array.
-        num_unknown: tokens that launched steps draw: they follow `token_ids`, their values have
-            not reached the host.
+        num_pending_tokens: tokens that launched steps sample: they follow `token_ids`, their values
+            have not reached the host.
         epoch: how often the sequence has lost its slot; results of an earlier epoch are void.
         earlier_sums: `cumulative_logprob` before each token that the last step added.
         skips_host: its next prefix is not loaded from host memory, since a load failed.
@@ -95,10 +95,10 @@ class Sequence:
     request: Request
     index: int
     token_ids: array[int]
-    num_prompt: int
-    slot: int = -1
-    num_computed: int = 0
-    num_unknown: int = 0
+    num_prompt_tokens: int
+    request_slot: int = -1
+    num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
     epoch: int = 0
     cumulative_logprob: float = 0.0
     earlier_sums: list[float] = field(default_factory=list)
@@ -110,7 +110,7 @@ class Sequence:
 
     @property
     def output_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt :].tolist()
+        return self.token_ids[self.num_prompt_tokens :].tolist()
 
     @property
     def finished(self) -> bool:
@@ -118,4 +118,4 @@ class Sequence:
 
     def may_end(self, length: int) -> bool:
         """Whether `min_tokens` lets an end token or stop string end it at `length` tokens."""
-        return length - self.num_prompt > self.request.params.min_tokens
+        return length - self.num_prompt_tokens > self.request.params.min_tokens

@@ -17,11 +17,11 @@ from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.images import PromptImages
 from hetero_llm.core.sampling_params import SamplingParams
 
-LAST_DRAWN = -1
+LAST_SAMPLED = -1
 """As an input token: the one last drawn for the row's slot, which only the device knows yet."""
 
 
-def looks_back(
+def depends_on_history(
     params: SamplingParams,
     end_ids: Collection[int],
     bad_word_ids: tuple[tuple[int, ...], ...],
@@ -53,8 +53,8 @@ def has_penalties(params: SamplingParams) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotState:
-    """A sequence that enters `slot`, new, forked or resumed; it replaces what was there.
+class AdmittedSequence:
+    """A sequence that enters `request_slot`, new, forked or resumed; it replaces what was there.
 
     `token_ids` are all tokens known so far (prompt and output): the scheduler's own, to which it
     appends later, so whoever needs the output's copies it in `launch`. `params` with `seed` and
@@ -64,7 +64,7 @@ class SlotState:
     while; `bad_word_ids` are the token sequences of `bad_words`; `images` are those of its prompt.
     """
 
-    slot: int
+    request_slot: int
     token_ids: Sequence[int]
     num_prompt_tokens: int
     params: SamplingParams
@@ -78,7 +78,7 @@ class SlotState:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptRows:
+class PromptLogprobSpan:
     """Rows `first .. first + count - 1` of the chunk of scheduled sequence `index`."""
 
     index: int
@@ -94,57 +94,58 @@ class SchedulerOutput:
     of their launch, host-side changes included.
 
     Attributes:
-        slots: [S] slot of each scheduled sequence.
-        starts: [S] tokens of it already in the KV cache.
-        counts: [S] rows of it in this step, draft nodes included; sum is T.
-        token_ids: input tokens of all rows but draft nodes, sequence after sequence. `LAST_DRAWN`
+        request_slots: [S] slot of each scheduled sequence.
+        num_computed_tokens: [S] tokens of it already in the KV cache.
+        num_scheduled_tokens: [S] rows of it in this step, draft nodes included; sum is T.
+        token_ids: input tokens of all rows but draft nodes, sequence after sequence. `LAST_SAMPLED`
             (-1) stands for the token last drawn for the row's slot: the runner keeps those on the
             device. It appears only as a sequence's single row, right after a step that drew one
             token for the slot, and is not drafted for.
         num_samples: [S] tokens to draw after its last row: 0 while the prompt is unfinished,
             more than 1 when the prompt's end forks into several samples (indices 0, 1, ...). It
             is 1 for a drafted sequence, however many tokens its tree may yield.
-        prompt_rows: rows whose log-probability of the following prompt token is wanted.
+        prompt_logprob_spans: rows whose log-probability of the following prompt token is wanted.
         admitted: sequences that enter a slot in this step, applied first.
-        table_writes: [3, K] rows slot, column, block: block-table entries to write, second; of two
-            writes to one entry the later counts.
+        block_table_writes: [3, K] rows request slot, column, block: block-table entries to write,
+            second; of two writes to one entry the later counts.
         block_copies: [2, M] rows source, destination: whole blocks to copy, third, before any
             row is computed (copy-on-write).
         drafts: one draft per scheduled sequence; None if nobody has any. Its nodes are the last of
             the sequence's rows; its root is the row before, the sequence's last token. Row i of a
             drafted sequence has cache index start + i and position start + depth. When the step is
             done, the KV of the accepted nodes lies behind the root's without gaps.
-        loads: tickets (`kv_cache.host_tier`) whose KV this step reads and which may still be on its
-            way: no layer's attention runs before that layer has landed. Such a step has no drafts.
+        kv_loads: transfer ids (`kv_cache.host_tier`) of loads whose KV this step reads; they may
+            still run: each layer's attention waits until that layer is on the device. Such a
+            step has no drafts.
     """
 
-    slots: np.ndarray
-    starts: np.ndarray
-    counts: np.ndarray
+    request_slots: np.ndarray
+    num_computed_tokens: np.ndarray
+    num_scheduled_tokens: np.ndarray
     token_ids: np.ndarray
     num_samples: np.ndarray
-    prompt_rows: tuple[PromptRows, ...]
-    admitted: tuple[SlotState, ...]
-    table_writes: np.ndarray
+    prompt_logprob_spans: tuple[PromptLogprobSpan, ...]
+    admitted: tuple[AdmittedSequence, ...]
+    block_table_writes: np.ndarray
     block_copies: np.ndarray
     drafts: DraftBatch | None = None
-    loads: tuple[int, ...] = ()
+    kv_loads: tuple[int, ...] = ()
 
     @property
     def has_chunks(self) -> bool:
         """Whether a sequence has several rows of its own, draft nodes aside."""
-        return len(self.token_ids) > len(self.slots)
+        return len(self.token_ids) > len(self.request_slots)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleLogprobs:
     """Log-probabilities of one drawn position.
 
-    `drawn` is the drawn token's; `top` the most likely tokens (id, log-probability) best first;
+    `sampled` is the drawn token's; `top` the most likely tokens (id, log-probability) best first;
     `rank` the drawn token's rank from 1.
     """
 
-    drawn: float
+    sampled: float
     rank: int
     top: tuple[tuple[int, float], ...]
 
@@ -164,7 +165,7 @@ class ModelRunnerOutput:
             is reported by the next step, if the tokens before do not end the sequence.
         num_tokens: [S] tokens of each scheduled sequence; None: `num_samples[i]`. A drafted
             sequence has one more than accepted nodes.
-        loads_timed_out: the step gave up waiting for one of its `loads`: what it drew for their
+        kv_loads_timed_out: the step gave up waiting for one of its `loads`: what it drew for their
             sequences, and the KV it wrote for them, mean nothing.
     """
 
@@ -173,4 +174,4 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[int, list[SampleLogprobs]]
     errors: dict[int, str]
     num_tokens: list[int] | None = None
-    loads_timed_out: bool = False
+    kv_loads_timed_out: bool = False

@@ -15,12 +15,12 @@ import torch
 
 from hetero_llm.core.acceptance import TypicalAcceptance
 from hetero_llm.core.step import (
-    LAST_DRAWN,
+    LAST_SAMPLED,
+    AdmittedSequence,
     ModelRunnerOutput,
     SampleLogprobs,
     SchedulerOutput,
-    SlotState,
-    looks_back,
+    depends_on_history,
 )
 from hetero_llm.cpu.executor import GREEDY, LOGITS_ONLY, NOISY, Executor, StepDraws, StepRows
 from hetero_llm.cpu.step_buffers import StepBuffers
@@ -97,14 +97,14 @@ class NativeModelRunner:
         self._buffers = StepBuffers(max_num_batched_tokens, max_num_seqs, self._tables)
         buffers = self._buffers
         self._prepared = executor.prepare(buffers.rows, buffers.draws, buffers.tokens)
-        self._prompts: dict[int, SlotState] = {}  # of slots that want prompt_logprobs
+        self._prompts: dict[int, AdmittedSequence] = {}  # of slots that want prompt_logprobs
 
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Runs a step to its end: there is no device to leave it to."""
-        assert LAST_DRAWN not in step.token_ids, "steps follow each other, so tokens are known"
+        assert LAST_SAMPLED not in step.token_ids, "steps follow each other, so tokens are known"
         self._apply_changes(step)
-        plain = not step.prompt_rows and not self._sampler.has_history
+        plain = not step.prompt_logprob_spans and not self._sampler.has_history
         if plain and step.drafts is None:
             draws = self._buffers.fill(step, self._sampling, self._cache.shape.block_size)
             if draws is not None:
@@ -116,9 +116,9 @@ class NativeModelRunner:
         if trees is not None:
             return self._verify(step, rows, trees)
         owners = np.flatnonzero(step.num_samples)
-        last = (np.cumsum(step.counts) - 1)[owners]
+        last = (np.cumsum(step.num_scheduled_tokens) - 1)[owners]
         drawn = _DrawnRows(owners, last, step.num_samples[owners])
-        if step.prompt_rows or self._needs_logits(step):
+        if step.prompt_logprob_spans or self._needs_logits(step):
             logits, prompt_logprobs = self._logits(step, rows, drawn.rows)
             output = self._sample(step, rows, drawn, logits)
             return replace(output, prompt_logprobs=prompt_logprobs)
@@ -130,24 +130,26 @@ class NativeModelRunner:
 
     def _run_plain(self, step: SchedulerOutput, draws: int) -> ModelRunnerOutput:
         """Runs the step that the buffers hold."""
-        self._executor.run(self._prepared, len(step.token_ids), len(step.slots), draws)
+        self._executor.run(self._prepared, len(step.token_ids), len(step.request_slots), draws)
         return ModelRunnerOutput(self._buffers.tokens[:draws].tolist(), None, {}, {})
 
     def _apply_changes(self, step: SchedulerOutput) -> None:
         for state in step.admitted:
             self._admit(state)
-        writes = step.table_writes
+        writes = step.block_table_writes
         if writes.shape[1]:
             self._tables[writes[0], writes[1]] = writes[2]
         copies = step.block_copies
         if copies.shape[1]:
             self._cache.copy_blocks(list(zip(*copies.tolist(), strict=True)))
 
-    def _admit(self, state: SlotState) -> None:
-        slot, params = state.slot, state.params
+    def _admit(self, state: AdmittedSequence) -> None:
+        slot, params = state.request_slot, state.params
         self._sampler.admit(state)
         restricts = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-        if state.num_logprobs is not None or looks_back(params, state.end_ids, state.bad_word_ids):
+        if state.num_logprobs is not None or depends_on_history(
+            params, state.end_ids, state.bad_word_ids
+        ):
             self._sampling.modes[slot] = LOGITS_ONLY
         elif params.greedy:
             self._sampling.modes[slot] = GREEDY
@@ -164,32 +166,35 @@ class NativeModelRunner:
     def _rows(self, step: SchedulerOutput, trees: TreeRows | None) -> StepRows:
         size = np.int32(self._cache.shape.block_size)
         if trees is not None:
-            places, owners = trees.places, np.repeat(step.slots, step.counts)
-        elif len(step.token_ids) == len(step.slots):  # one row each
-            places, owners = step.starts, step.slots
+            places, owners = trees.places, np.repeat(step.request_slots, step.num_scheduled_tokens)
+        elif len(step.token_ids) == len(step.request_slots):  # one row each
+            places, owners = step.num_computed_tokens, step.request_slots
         else:
-            places, owners = row_places(step), np.repeat(step.slots, step.counts)
+            places, owners = (
+                row_places(step),
+                np.repeat(step.request_slots, step.num_scheduled_tokens),
+            )
         return StepRows(
             token_ids=step.token_ids if trees is None else trees.token_ids,
             positions=places if trees is None else trees.positions,
             cache_rows=self._tables[owners, places // size] * size + places % size,
-            slots=step.slots,
-            starts=step.starts,
-            counts=step.counts,
-            bases=step.starts,
-            is_tree=np.zeros(len(step.slots), np.uint8) if trees is None else trees.is_tree,
+            slots=step.request_slots,
+            starts=step.num_computed_tokens,
+            counts=step.num_scheduled_tokens,
+            bases=step.num_computed_tokens,
+            is_tree=np.zeros(len(step.request_slots), np.uint8) if trees is None else trees.is_tree,
             ancestors=np.zeros(len(places), np.uint64) if trees is None else trees.ancestors,
             tables=self._tables,
         )
 
     def _needs_logits(self, step: SchedulerOutput) -> bool:
         """Whether any draw of the step is not one of the library's."""
-        modes = self._sampling.modes[step.slots[step.num_samples > 0]]
+        modes = self._sampling.modes[step.request_slots[step.num_samples > 0]]
         return bool((modes == LOGITS_ONLY).any())
 
     def _draw(self, step: SchedulerOutput, rows: StepRows, drawn: _DrawnRows) -> list[int]:
         """Runs a step with the library's draws."""
-        slots = step.slots[drawn.owners]
+        slots = step.request_slots[drawn.owners]
         sampled, indices = drawn.rows, self._sampling.sample_indices[slots]
         if (drawn.samples > 1).any():  # a prompt's end that forks
             source = np.repeat(np.arange(len(slots)), drawn.samples)
@@ -215,7 +220,9 @@ class NativeModelRunner:
         if len(drawn.rows) == 0:
             return ModelRunnerOutput([], None, {}, {})
         positions = rows.positions[drawn.rows] + 1
-        result = self._sampler.sample(logits, step.slots[drawn.owners], positions, drawn.samples)
+        result = self._sampler.sample(
+            logits, step.request_slots[drawn.owners], positions, drawn.samples
+        )
         return plain_output(result.token_ids.tolist(), PendingStep(step, result, []))
 
     # -- draft trees ------------------------------------------------------------------------
@@ -223,13 +230,13 @@ class NativeModelRunner:
     def _verify(self, step: SchedulerOutput, rows: StepRows, trees: TreeRows) -> ModelRunnerOutput:
         """Draws after every row of every tree, walks the trees and closes the gaps in the KV."""
         is_tree = trees.is_tree > 0
-        ends = np.cumsum(step.counts)
-        firsts = np.where(is_tree, ends - step.counts, ends - 1)
-        counts = np.where(is_tree, step.counts, np.minimum(step.num_samples, 1))
+        ends = np.cumsum(step.num_scheduled_tokens)
+        firsts = np.where(is_tree, ends - step.num_scheduled_tokens, ends - 1)
+        counts = np.where(is_tree, step.num_scheduled_tokens, np.minimum(step.num_samples, 1))
         owners = np.repeat(np.arange(len(counts)), counts)
         within = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
         after = firsts[owners] + within
-        if step.prompt_rows or self.typical is not None or self._needs_logits(step):
+        if step.prompt_logprob_spans or self.typical is not None or self._needs_logits(step):
             logits, prompt_logprobs = self._logits(step, rows, after)
             table = logits.numpy()
 
@@ -241,7 +248,7 @@ class NativeModelRunner:
             return replace(output, prompt_logprobs=prompt_logprobs)
         samples = np.where(is_tree, 1, step.num_samples)[owners]
         token_ids = self._draw(step, rows, _DrawnRows(owners, after, samples))
-        num_drawn = np.where(is_tree, step.counts, step.num_samples).tolist()
+        num_drawn = np.where(is_tree, step.num_scheduled_tokens, step.num_samples).tolist()
         return self._accept(rows, trees, token_ids, num_drawn)
 
     def _accept(
@@ -287,7 +294,7 @@ class NativeModelRunner:
         and `_PROMPT_LOGPROB_ROWS` others are held at once. Pieces begin within prompts: a tree is
         never cut.
         """
-        if not step.prompt_rows:
+        if not step.prompt_logprob_spans:
             return self._executor.logits(rows, after), {}
         wanted, targets, counts = self._prompt_targets(step)
         logits: list[torch.Tensor] = []
@@ -303,20 +310,20 @@ class NativeModelRunner:
             found += token_logprobs(asked, targets[first:last], counts[first:last]).to_host()
         by_slot: dict[int, list[SampleLogprobs]] = {}
         begin = 0
-        for part in step.prompt_rows:
-            by_slot[int(step.slots[part.index])] = found[begin : begin + part.count]
+        for part in step.prompt_logprob_spans:
+            by_slot[int(step.request_slots[part.index])] = found[begin : begin + part.count]
             begin += part.count
         return torch.cat(logits), by_slot
 
     def _prompt_targets(self, step: SchedulerOutput) -> tuple[np.ndarray, torch.Tensor, list[int]]:
         """Of every wanted prompt row: the row, the token after it, how many of the most likely."""
-        firsts = np.cumsum(step.counts) - step.counts
+        firsts = np.cumsum(step.num_scheduled_tokens) - step.num_scheduled_tokens
         rows: list[np.ndarray] = []
         targets: list[int] = []
         counts: list[int] = []
-        for part in step.prompt_rows:
-            state = self._prompts[int(step.slots[part.index])]
-            following = int(step.starts[part.index]) + part.first + 1
+        for part in step.prompt_logprob_spans:
+            state = self._prompts[int(step.request_slots[part.index])]
+            following = int(step.num_computed_tokens[part.index]) + part.first + 1
             rows.append(firsts[part.index] + part.first + np.arange(part.count))
             targets += state.token_ids[following : following + part.count]
             counts += [state.num_prompt_logprobs] * part.count

@@ -59,13 +59,13 @@ class StepBuffers:
         Args:
             sampling: of every slot; its `rows` and `positions` are not looked at.
         """
-        if len(step.token_ids) > self._most_rows or len(step.slots) > self._most_sequences:
+        if len(step.token_ids) > self._most_rows or len(step.request_slots) > self._most_sequences:
             return None
         rows, draws = self.rows, self.draws
         count: int = _fill(
-            step.slots,
-            step.starts,
-            step.counts,
+            step.request_slots,
+            step.num_computed_tokens,
+            step.num_scheduled_tokens,
             step.token_ids,
             step.num_samples,
             rows.tables,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hetero_llm.config.draft_model_config import DraftModelConfig
 from hetero_llm.config.engine_config import EngineConfig, SpeculationConfig
 from hetero_llm.core.draft_tree import MAX_NODES
-from hetero_llm.core.drafter import Attended, Drafter
+from hetero_llm.core.drafter import BackgroundDrafter, Drafter
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.demo_models import ALIASES, demo_folder
 from hetero_llm.engine.draft_cores import plan_cores
@@ -74,9 +74,11 @@ class MissingWorker:
         pass
 
 
-def attended_by(drafter: Drafter | None, speculation: SpeculationConfig | None) -> Attended | None:
+def attended_by(
+    drafter: Drafter | None, speculation: SpeculationConfig | None
+) -> BackgroundDrafter | None:
     """What an engine has beside it: its drafter, if something of that runs in another process."""
-    found = drafter if isinstance(drafter, Attended) else None
+    found = drafter if isinstance(drafter, BackgroundDrafter) else None
     wanted = None if speculation is None else speculation.draft
     if wanted is None or not wanted.on_cpu:
         return found

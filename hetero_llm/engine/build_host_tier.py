@@ -15,8 +15,8 @@ from hetero_llm.bridge.kv_offload.copier import CopyOptions, DeviceRows, NativeC
 from hetero_llm.bridge.kv_offload.copier_library import CopierError
 from hetero_llm.bridge.kv_offload.copier_protocol import Gate
 from hetero_llm.bridge.kv_offload.copy_calibration import prepare
-from hetero_llm.bridge.kv_offload.host_block_index import HostCache
-from hetero_llm.bridge.kv_offload.pinned_host_tier import KvOffload, LoadRule
+from hetero_llm.bridge.kv_offload.host_block_index import HostBlockIndex
+from hetero_llm.bridge.kv_offload.pinned_host_tier import LoadRule, PinnedHostTier
 from hetero_llm.bridge.kv_offload.pinned_pool import PinnedPool, PoolError
 from hetero_llm.bridge.kv_offload.sizing import pool_size
 from hetero_llm.config.engine_config import SchedulerConfig
@@ -84,7 +84,7 @@ class HostMemory:
     gates: LoadGates
     method: str = ""
 
-    def join(self, cache: PagedKVCache, times: StepTimes) -> KvOffload | None:
+    def join(self, cache: PagedKVCache, times: StepTimes) -> PinnedHostTier | None:
         """The tier that the block manager sees; None with a warning if nothing can copy. To be
         called before the cache holds anything."""
         copier = _open_copier(self, cache)
@@ -101,8 +101,8 @@ class HostMemory:
             min_tokens=config.load_min_tokens,
             window_bytes=config.max_inflight_bytes if config.lazy else None,
         )
-        slots = HostCache(policy=config.host_policy, min_uses=config.min_uses)
-        return KvOffload(slots, copier, rule, free_memory=self.pool.close)
+        slots = HostBlockIndex(policy=config.host_policy, min_uses=config.min_uses)
+        return PinnedHostTier(slots, copier, rule, free_memory=self.pool.close)
 
     def words(self) -> str:
         """For the start-up table."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from hetero_llm.core.drafter import Attended
+from hetero_llm.core.drafter import BackgroundDrafter
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.model_runner import ModelRunner
@@ -51,7 +51,7 @@ class Engine:
         *,
         asynchronous: bool = False,
         speculation_log: SpeculationLog | None = None,
-        attended: Attended | None = None,
+        attended: BackgroundDrafter | None = None,
         hit_log: HitLog | None = None,
     ) -> None:
         self._input_processor = input_processor
@@ -110,22 +110,22 @@ class Engine:
                 return []
             if self._asynchronous:
                 self._pending = self._launch(self._scheduler.schedule_ahead())
-                self._scheduler.settle()
+                self._scheduler.run_deferred()
                 waited_for = self._scheduler.num_waiting or pending[0].has_chunks
                 collect_if_due(calm=not waited_for)
             step, launched, begun = pending
             output = self._runner.finish(launched)
             now = clock.lap("wait")
-            self._scheduler.observe(step, now - max(begun, self._finished))
+            self._scheduler.observe_step(step, now - max(begun, self._finished))
             self._finished = now
             touched = self._scheduler.update(step, output)
             clock.lap("update")
             if self._asynchronous and self._pending is None:
                 self._pending = self._launch(self._scheduler.schedule())
             if not self._asynchronous:
-                self._scheduler.settle()  # what is drafted next may depend on it
+                self._scheduler.run_deferred()  # what is drafted next may depend on it
             elif not self.has_unfinished:
-                self._scheduler.learn()  # there may be no next step to do it in
+                self._scheduler.observe_tokens()  # there may be no next step to do it in
             if self._speculation_log is not None:
                 self._speculation_log.note(self._scheduler.stats)
             if self._hit_log is not None:
@@ -173,11 +173,11 @@ class Engine:
             **self._clock.histograms(),
         }
 
-    def tend(self) -> bool:
+    def poll_host_memory(self) -> bool:
         """Lets copies to host memory go on while there is nothing to run; whether more is to come.
         To be called now and then when idle."""
         self._check_alive()
-        return self._scheduler.tend()
+        return self._scheduler.poll_host_memory()
 
     def shut_down(self) -> None:
         """Ends what runs beside this process; the engine is not to be used afterwards."""
@@ -197,7 +197,7 @@ class Engine:
         if step is None:
             return None
         launched = self._runner.launch(step)
-        self._scheduler.prepare()
+        self._scheduler.step_launched()
         self._clock.lap("launch")
         return step, launched, begun
 

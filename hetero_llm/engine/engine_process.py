@@ -85,7 +85,7 @@ class EngineLoop:
         unsent = self._link.num_unsent
         if not self._engine.has_unfinished or unsent >= _MOST_UNSENT:
             wait = self._last_beat + HEARTBEAT_SECONDS - time.monotonic()
-            if not self._engine.has_unfinished and self._engine.tend():
+            if not self._engine.has_unfinished and self._engine.poll_host_memory():
                 wait = min(wait, _SECONDS_TO_TEND)
             self._poll.register(self._link, select.POLLIN | (select.POLLOUT if unsent else 0))
             self._poll.poll(max(wait, 0.0) * 1e3 + 1.0)

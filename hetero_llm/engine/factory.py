@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
 from hetero_llm.config.offload_config import no_effect_on_cpu
-from hetero_llm.core.drafter import Priced
+from hetero_llm.core.drafter import CostAware
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.engine.build_device_draft import DeviceDraft, count_blocks, draft_limits
 from hetero_llm.engine.build_draft_worker import (
@@ -49,7 +49,7 @@ from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.hit_log import HitCounter, HitLog
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
-from hetero_llm.scheduler.kv_loads import Loads, StepTimes
+from hetero_llm.scheduler.kv_loads import KVLoadQueue, StepTimes
 from hetero_llm.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -255,7 +255,9 @@ def _scheduler(
         blocks,
         None if tokenizer is None else partial(holds_stop, tokenizer),
         drafter=drafter,
-        loads=None if tier is None else Loads(blocks, shape.num_layers, times, chunked=chunked),
+        loads=None
+        if tier is None
+        else KVLoadQueue(blocks, shape.num_layers, times, chunked=chunked),
     )
     return scheduler, blocks.hits
 
@@ -342,8 +344,8 @@ def _room_for_caches(config: EngineConfig, device: torch.device) -> int:
 def _tell_costs(drafter: Drafter | None, runner: Any) -> None:
     """Step times of runners that have measured them, to whoever weighs them."""
     profile = getattr(runner, "profile", None)
-    if profile and isinstance(drafter, Priced):
-        drafter.price(profile)
+    if profile and isinstance(drafter, CostAware):
+        drafter.set_step_times(profile)
 
 
 def free_unreachable(device: str) -> None:

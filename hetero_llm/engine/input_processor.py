@@ -177,7 +177,7 @@ class InputProcessor:
             end_ids=end_ids,
             eos_ids=self._eos_ids - frozenset(params.stop_token_ids or ()),
             max_total_tokens=limit,
-            root=root_key(extras),
+            root_hash=root_key(extras),
             metrics=RequestMetrics(time.monotonic()),
             num_logprobs=num_logprobs,
             num_prompt_logprobs=self._count(params.prompt_logprobs) or 0,

@@ -56,7 +56,7 @@ class OutputProcessor:
             if final_only or params.use_beam_search or params.ranks_by_logprob:
                 if params.stop and not (params.use_beam_search and sequence.finished):
                     self._decode(sequence)
-                if request.live == 0:
+                if request.num_unfinished == 0:
                     ready[request.request_id] = request
             else:
                 if params.detokenize:
@@ -76,7 +76,7 @@ class OutputProcessor:
         assert self._tokenizer is not None
         text = self._texts.get(sequence)
         if text is None:
-            prompt = sequence.token_ids[: sequence.num_prompt].tolist()
+            prompt = sequence.token_ids[: sequence.num_prompt_tokens].tolist()
             stream = self._tokenizer.decode_stream(
                 prompt, skip_special_tokens=params.skip_special_tokens
             )
@@ -87,10 +87,10 @@ class OutputProcessor:
             params.include_stop_str_in_output or isinstance(sequence.stop_reason, str)
         ):
             end -= 1  # the token that ended it is not part of the text
-        for position in range(sequence.num_prompt + text.num_tokens, end):
+        for position in range(sequence.num_prompt_tokens + text.num_tokens, end):
             new = self._push(text, tokens[position], params)
             text.num_tokens += 1
-            generated = position + 1 - sequence.num_prompt
+            generated = position + 1 - sequence.num_prompt_tokens
             if new and params.stop and generated > params.min_tokens:
                 found = _find_stop(text.text, len(new), params)
                 if found is not None:
@@ -131,7 +131,7 @@ class OutputProcessor:
     # -- outputs ----------------------------------------------------------------------------
 
     def _output(self, request: Request) -> RequestOutput:
-        finished = request.live == 0
+        finished = request.num_unfinished == 0
         sequences = request.sequences
         if finished and request.params.ranks_by_logprob:
             ranked = sorted(sequences, key=lambda s: -s.cumulative_logprob)
@@ -205,7 +205,7 @@ class OutputProcessor:
 
     def _token_logprobs(self, token: int, entry: SampleLogprobs) -> TokenLogprobs:
         """The token itself first, then the most likely ones."""
-        result = {token: Logprob(entry.drawn, entry.rank, self._shown(token))}
+        result = {token: Logprob(entry.sampled, entry.rank, self._shown(token))}
         for rank, (other, value) in enumerate(entry.top, start=1):
             if other != token:
                 result[other] = Logprob(value, rank, self._shown(other))

@@ -11,7 +11,7 @@ import torch
 from numba import njit
 
 from hetero_llm.core.draft_tree import DraftBatch
-from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
+from hetero_llm.core.step import AdmittedSequence, ModelRunnerOutput, SchedulerOutput
 from hetero_llm.gpu.attention_plan import PlanLimits, plan_into
 from hetero_llm.gpu.kernels.paged_attention import CUT_ROW_FIELDS, WORK_FIELDS
 from hetero_llm.gpu.kernels.sample import ROW_FIELDS, pack_rows
@@ -32,11 +32,11 @@ class SamplingTable:
         self._vocab_size = vocab_size
         self.packed = np.zeros((ROW_FIELDS, max_num_seqs), np.int32)
 
-    def admit(self, state: SlotState) -> None:
+    def admit(self, state: AdmittedSequence) -> None:
         """Takes over a sequence's parameters; replaces what the slot held."""
         params = state.params
         top_k = params.top_k if params.top_k > 0 else self._vocab_size
-        self.packed[:, state.slot] = pack_rows(
+        self.packed[:, state.request_slot] = pack_rows(
             np.array([0.0 if params.greedy else params.temperature]),
             np.array([min(top_k, self._vocab_size)]),
             np.array([params.top_p if params.top_p < 1.0 else _TOP_P_OFF]),
@@ -94,8 +94,8 @@ class StepPacker:
 
     def write_tables(self, step: SchedulerOutput) -> None:
         """Applies the step's block-table writes to the host's copy."""
-        if step.table_writes.shape[1]:
-            slots, columns, blocks = step.table_writes
+        if step.block_table_writes.shape[1]:
+            slots, columns, blocks = step.block_table_writes
             self.tables[slots, columns] = blocks
 
     def pack(
@@ -124,15 +124,15 @@ class StepPacker:
         cut: bool = fill_packet(
             self._arrays[index],
             packet_offsets(layout),
-            step.slots,
-            step.starts,
-            step.counts,
+            step.request_slots,
+            step.num_computed_tokens,
+            step.num_scheduled_tokens,
             step.token_ids,
             step.num_samples,
             nodes,
             node_ids,
             parents,
-            step.table_writes,
+            step.block_table_writes,
             self.tables,
             self.sampling.packed,
             self._block_size,
@@ -343,7 +343,7 @@ def verified_output(
     """
     drafts = step.drafts
     assert drafts is not None
-    num_tokens = np.empty(len(step.slots), np.int64)
+    num_tokens = np.empty(len(step.request_slots), np.int64)
     token_ids = np.empty(len(packed) - num_groups, np.int64)
     total = _read_walk(packed, num_groups, drafts.counts, step.num_samples, token_ids, num_tokens)
     return ModelRunnerOutput(token_ids[:total].tolist(), None, {}, {}, num_tokens.tolist())

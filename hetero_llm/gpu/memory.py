@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
+from hetero_llm.core.step import AdmittedSequence, ModelRunnerOutput, SchedulerOutput
 from hetero_llm.gpu.weight_offload import GIB, OffloadPlan, stage_products, weights_on_host
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.runner.kv_cache import KVCacheShape
@@ -88,7 +88,7 @@ def measure_room(
         ConfigError: the step ran out of memory.
     """
     step = largest_step(config)
-    num_blocks = int(step.table_writes[2].max()) + 1
+    num_blocks = int(step.block_table_writes[2].max()) + 1
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     free, total = torch.cuda.mem_get_info()
@@ -261,14 +261,14 @@ def largest_step(config: SchedulerConfig) -> SchedulerOutput:
     blocks = np.arange(len(columns), dtype=np.int32)
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
     return SchedulerOutput(
-        slots=slots,
-        starts=np.zeros(len(counts), np.int32),
-        counts=counts,
+        request_slots=slots,
+        num_computed_tokens=np.zeros(len(counts), np.int32),
+        num_scheduled_tokens=counts,
         token_ids=np.zeros(int(counts.sum()), np.int32),
         num_samples=np.ones(len(counts), np.int32),
-        prompt_rows=(),
-        admitted=tuple(SlotState(int(s), (0,), 1, params, 0, 0) for s in slots),
-        table_writes=np.stack([np.repeat(slots, per_sequence), columns, blocks]),
+        prompt_logprob_spans=(),
+        admitted=tuple(AdmittedSequence(int(s), (0,), 1, params, 0, 0) for s in slots),
+        block_table_writes=np.stack([np.repeat(slots, per_sequence), columns, blocks]),
         block_copies=np.zeros((2, 0), np.int32),
     )
 

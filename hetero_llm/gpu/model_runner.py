@@ -24,7 +24,7 @@ import torch
 
 from hetero_llm.core.acceptance import TypicalAcceptance
 from hetero_llm.core.draft_tree import DraftBatch
-from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
+from hetero_llm.core.step import AdmittedSequence, ModelRunnerOutput, SchedulerOutput
 from hetero_llm.gpu.fill_step import RING, StepPacker, verified_output
 from hetero_llm.gpu.graph_set import MAX_GRAPH_ROWS, GraphSet, gated_buckets, row_buckets
 from hetero_llm.gpu.kernels.apply_step_inputs import apply_step_inputs
@@ -186,7 +186,7 @@ class GpuModelRunner:
             self._graph_rows[-1], config.hidden_size, dtype=parameter.dtype, device=device
         )
         self._sampler = Sampler(max_num_seqs, config.vocab_size, device, self._draw_processed)
-        self._prompts: dict[int, SlotState] = {}  # of slots that want prompt_logprobs
+        self._prompts: dict[int, AdmittedSequence] = {}  # of slots that want prompt_logprobs
         self._captured: dict[tuple[str, int], Packet] = {}
         self._graphs: GraphSet[tuple[str, int]] | None = None
         self.profile: list[tuple[int, float]] = []
@@ -199,37 +199,37 @@ class GpuModelRunner:
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Issues all device work of a step."""
-        if step.loads:
+        if step.kv_loads:
             arm_gates(self._gates, step)
         self._admit(step)
-        num_rows = int(step.counts.sum())
+        num_rows = int(step.num_scheduled_tokens.sum())
         if step.drafts is not None:
             return self._launch_drafted(step, step.drafts, num_rows)
         launched = self._launch_plain(step, num_rows)
-        if step.loads:
+        if step.kv_loads:
             assert self._gates is not None
             launched.results.turn = self._gates.turn
         return launched
 
     def _launch_plain(self, step: SchedulerOutput, num_rows: int) -> LaunchedStep:
         """A step without drafts."""
-        plain = not step.prompt_rows and self._sampler.is_plain(step.slots)
+        plain = not step.prompt_logprob_spans and self._sampler.is_plain(step.request_slots)
         graphs = self._graphs
         drawn = int(step.num_samples.sum())
         if graphs is None or num_rows > self._graph_rows[-1] or drawn > self._decode_rows[-1]:
             return self._launch_eager(step, num_rows, plain)
-        single = len(step.slots) == num_rows
-        if single and plain and not step.loads and bool((step.num_samples == 1).all()):
+        single = len(step.request_slots) == num_rows
+        if single and plain and not step.kv_loads and bool((step.num_samples == 1).all()):
             bucket = _bucket(self._decode_rows, num_rows)
             if bucket is not None:
-                short = self._context.is_short(step.starts + 1)
+                short = self._context.is_short(step.num_computed_tokens + 1)
                 key = ("short decode" if short else "decode", bucket)
                 self._pack(step, self._captured[key])
                 graphs.replay(key)
                 return self._sent_by_graph(step, num_rows)
-        bucket = _bucket(self._gated_rows if step.loads else self._graph_rows, num_rows)
+        bucket = _bucket(self._gated_rows if step.kv_loads else self._graph_rows, num_rows)
         assert bucket is not None
-        key = ("gated rows" if step.loads else "rows", bucket)
+        key = ("gated rows" if step.kv_loads else "rows", bucket)
         self._pack(step, self._captured[key])
         graphs.replay(key)
         if not plain:
@@ -256,17 +256,19 @@ class GpuModelRunner:
         if turn is None:
             return output
         assert self._gates is not None
-        return dataclasses.replace(output, loads_timed_out=self._gates.take_error(turn))
+        return dataclasses.replace(output, kv_loads_timed_out=self._gates.take_error(turn))
 
     def _launch_drafted(
         self, step: SchedulerOutput, drafts: DraftBatch, num_rows: int
     ) -> LaunchedStep:
-        drawn = step.slots[step.num_samples > 0]
-        plain = self.typical is None and not step.prompt_rows and self._sampler.is_plain(drawn)
+        drawn = step.request_slots[step.num_samples > 0]
+        plain = (
+            self.typical is None and not step.prompt_logprob_spans and self._sampler.is_plain(drawn)
+        )
         is_tree = drafts.counts > 0
-        num_samples = int(np.where(is_tree, step.counts, step.num_samples).sum())
+        num_samples = int(np.where(is_tree, step.num_scheduled_tokens, step.num_samples).sum())
         bucket = _bucket(self._graph_rows, num_rows) if self._graphs is not None else None
-        short = self._context.is_short(step.starts + step.counts)
+        short = self._context.is_short(step.num_computed_tokens + step.num_scheduled_tokens)
         if bucket is not None and num_samples <= bucket:
             assert self._graphs is not None
             key = ("short verify" if short else "verify", bucket)
@@ -301,7 +303,9 @@ class GpuModelRunner:
         nothing is launched ahead of a step with drafts."""
         trees = tree_rows(step, drafts)
         size, places = self._cache.shape.block_size, trees.places
-        blocks = self._packer.tables[np.repeat(step.slots, step.counts), places // size]
+        blocks = self._packer.tables[
+            np.repeat(step.request_slots, step.num_scheduled_tokens), places // size
+        ]
         return drafted_step(
             self._model,
             hidden,
@@ -312,14 +316,17 @@ class GpuModelRunner:
         )
 
     def _launch_eager(self, step: SchedulerOutput, num_rows: int, plain: bool) -> LaunchedStep:
-        single = len(step.slots) == num_rows
+        single = len(step.request_slots) == num_rows
         library: tuple[LibraryRows, ...] = ()
         planned = None
         if not single:
             library, planned = self._library.plan(
-                step.slots, step.starts, step.counts, self._packer.tables
+                step.request_slots,
+                step.num_computed_tokens,
+                step.num_scheduled_tokens,
+                self._packer.tables,
             )
-        short = single and self._context.is_short(step.starts + 1)
+        short = single and self._context.is_short(step.num_computed_tokens + 1)
         if single:  # as the graphs do
             tile = self._decode_tile(num_rows, short)
         else:
@@ -338,7 +345,7 @@ class GpuModelRunner:
             library=library,
             planned=planned is None or bool(planned.any()),
         )
-        if step.loads:
+        if step.kv_loads:
             attention = self._gated(attention)
         hidden = self._run_model(packet, inputs, attention)
         if not plain:
@@ -352,13 +359,13 @@ class GpuModelRunner:
             self._packer.sampling.admit(state)
             self._sampler.admit(state)
             if state.params.prompt_logprobs is not None:
-                self._prompts[state.slot] = state
+                self._prompts[state.request_slot] = state
         if self._sampler.has_history:
             observe_inputs(self._sampler, step)
         self._packer.write_tables(step)
         copies = step.block_copies
         if copies.shape[1]:
-            if step.loads and self._gates is not None:
+            if step.kv_loads and self._gates is not None:
                 self._gates.wait(self._cache.shape.num_layers - 1)  # one of them may be loading
             self._cache.copy_blocks(list(zip(*copies.tolist(), strict=True)))
 
@@ -372,7 +379,7 @@ class GpuModelRunner:
         Args:
             chosen: [S] bool, sequences that the work list covers; None: all.
         """
-        writes = step.table_writes
+        writes = step.block_table_writes
         if writes.shape[1] > packet.layout.writes:  # a long prefix hit: more than a packet holds
             last = np.stack((writes[0], writes[1], self._packer.tables[writes[0], writes[1]]))
             slots, columns, blocks = self._uploads.send(last.astype(np.int32))

@@ -75,13 +75,13 @@ class StepPackets:
         self, step: SchedulerOutput, tile: TileShape, samples: int, groups: int
     ) -> PacketLayout:
         """Of an uncaptured step."""
-        num_rows = int(step.counts.sum())
+        num_rows = int(step.num_scheduled_tokens.sum())
         return PacketLayout(
             num_rows,
             samples,
-            self._context.limits(tile).most_items(step.counts),
+            self._context.limits(tile).most_items(step.num_scheduled_tokens),
             num_rows,
-            min(step.table_writes.shape[1], _MOST_WRITES),
+            min(step.block_table_writes.shape[1], _MOST_WRITES),
             len(self._context.windows),
             groups,
         )

@@ -20,7 +20,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_llm.kv_cache.block_transfers import BlockMoves, OffloadLimits, parts_of
+from hetero_llm.kv_cache.block_transfers import BlockTransfers, OffloadLimits, parts_of
 from hetero_llm.kv_cache.hit_log import HitCounter
 from hetero_llm.kv_cache.host_tier import HostHit, HostTier
 from hetero_llm.kv_cache.prefix_cache import PrefixCache, block_contents
@@ -53,7 +53,7 @@ class BlockManager:
         tier: host memory for blocks that leave the prefix cache; `limits`: when they go there.
 
     Attributes:
-        room: of each open table, how many leading positions `grow` need not be asked for.
+        num_writable: of each table, how many leading positions need no call of `allocate`.
         hits: where the blocks of all tables came from.
     """
 
@@ -74,14 +74,14 @@ class BlockManager:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._tables: dict[int, _Table] = {}
         self._last_found: tuple[list[int], NDArray[np.int64]] = [], np.zeros(0, np.int64)
-        self.room: dict[int, int] = {}
+        self.num_writable: dict[int, int] = {}
         self._changes = TableChanges()
         self.hits = HitCounter()
-        self._moves: BlockMoves | None = None
+        self._moves: BlockTransfers | None = None
         if tier is not None:
             assert prefix_cache is not None, "host memory holds what the prefix cache knows"
             limits = limits or OffloadLimits(num_blocks)
-            self._moves = BlockMoves(tier, prefix_cache, limits, num_blocks)
+            self._moves = BlockTransfers(tier, prefix_cache, limits, num_blocks)
         self._steps = 0  # made so far
         self._freed_at = np.zeros(num_blocks, np.int64)  # last step that may touch a free block
         self._copied: set[int] = set()  # by the copies of the step that is being made
@@ -89,7 +89,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        self.free_closed()
+        self.release_closed()
         return len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -98,7 +98,7 @@ class BlockManager:
     def block_ids(self, table: int) -> tuple[int, ...]:
         return tuple(self._tables[table].blocks)
 
-    def open(
+    def match_prefix(
         self,
         table: int,
         token_ids: Sequence[int],
@@ -121,7 +121,7 @@ class BlockManager:
         assert table not in self._tables
         entry = _Table([], [], root, packed)
         self._tables[table] = entry
-        self.room[table] = 0
+        self.num_writable[table] = 0
         if self._prefix is None or not reuse:
             return 0
         size = self.block_size
@@ -150,7 +150,7 @@ class BlockManager:
             return len(index) * size
         entry.keys.pop()  # of the block that will be a private copy
         entry.maybe_shared = True
-        self.room[table] = 0
+        self.num_writable[table] = 0
         return len(token_ids) - 1
 
     def load(
@@ -288,7 +288,7 @@ class BlockManager:
         Args:
             most: blocks to look at; some microseconds each.
         """
-        self.free_closed()
+        self.release_closed()
         if self._moves is not None:
             for block in self._moves.store(len(self._free), most):
                 del self._free[block]
@@ -325,7 +325,7 @@ class BlockManager:
         entry = self._tables[table]
         return entry.counted, entry.used
 
-    def grow(self, table: int, num_computed: int, num_tokens: int) -> bool:
+    def allocate(self, table: int, num_computed: int, num_tokens: int) -> bool:
         """Makes positions `num_computed .. num_tokens - 1` writable.
 
         Returns:
@@ -337,7 +337,7 @@ class BlockManager:
         if missing <= 0 and not entry.maybe_shared:
             return True
         if entry.maybe_shared:
-            self.free_closed()  # or a table that is over counts as a reader
+            self.release_closed()  # or a table that is over counts as a reader
         shared: list[int] = []
         last = min(self.blocks_for(num_tokens), len(entry.blocks))
         if entry.maybe_shared:
@@ -352,10 +352,10 @@ class BlockManager:
         if missing > 0:
             self._append(table, entry, [self._pop_free() for _ in range(missing)])
         elif not entry.maybe_shared:
-            self.room[table] = len(entry.blocks) * size
+            self.num_writable[table] = len(entry.blocks) * size
         return True
 
-    def commit(self, table: int, token_ids: Sequence[int], num_computed: int) -> None:
+    def cache_blocks(self, table: int, token_ids: Sequence[int], num_computed: int) -> None:
         """Publishes every block that is full of computed tokens, for later prefix hits."""
         entry = self._tables[table]
         if self._prefix is None or entry.stale:
@@ -378,20 +378,20 @@ class BlockManager:
         copy.admitted, copy.stale = True, origin.stale
         self._tables[table] = copy
         origin.maybe_shared = True
-        self.room[source] = 0
+        self.num_writable[source] = 0
         self._all_refs[origin.blocks] += 1
         self._append(table, copy, list(origin.blocks))
 
-    def close(self, table: int) -> None:
+    def free(self, table: int) -> None:
         """Ends a table. Its blocks are free when somebody needs them, or `free_closed` is called:
         of a long prompt they are thousands, and the token that ended it is to be shown first."""
         entry = self._tables.pop(table)
-        del self.room[table]
+        del self.num_writable[table]
         if self._moves is not None:
             self._moves.leave(entry.tickets)
         self._closed.append((entry, self._steps + bool(self._copied)))
 
-    def free_closed(self) -> None:
+    def release_closed(self) -> None:
         """Gives the blocks of closed tables back. Those without other readers become free, the tail
         to go first: a prefix is useless once its head is gone."""
         closed, self._closed = self._closed, []
@@ -418,7 +418,7 @@ class BlockManager:
     def _lacks(self, count: int) -> bool:
         """Whether there are not so many free blocks."""
         if count > len(self._free):
-            self.free_closed()
+            self.release_closed()
         return count > len(self._free)
 
     def _part_twins(self, freed: list[int]) -> list[int]:
@@ -483,7 +483,7 @@ class BlockManager:
             assert all(counted[block] for block in self._prefix.twins), "a twin without readers"
         for table, entry in self._tables.items():
             held = 0 if entry.maybe_shared else len(entry.blocks) * self.block_size
-            assert self.room[table] == held, "room differs from the blocks"
+            assert self.num_writable[table] == held, "room differs from the blocks"
 
     def _is_read_only(self, block: int) -> bool:
         """Whether others read it now, or may find it later."""
@@ -504,7 +504,7 @@ class BlockManager:
         """`blocks` is not to be changed afterwards."""
         first = len(entry.blocks)
         entry.blocks.extend(blocks)
-        self.room[table] = 0 if entry.maybe_shared else len(entry.blocks) * self.block_size
+        self.num_writable[table] = 0 if entry.maybe_shared else len(entry.blocks) * self.block_size
         self._tell(table, entry, first, blocks)
         if entry.admitted:
             self._count_grown(entry)

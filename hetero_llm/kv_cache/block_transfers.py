@@ -15,7 +15,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_llm.kv_cache.host_tier import HostHit, HostTier, Victim
+from hetero_llm.kv_cache.host_tier import EvictionCandidate, HostHit, HostTier
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 
 _MOST_AT_ONCE = 2048
@@ -53,7 +53,7 @@ class MovesOver:
     failed: set[int] = field(default_factory=set)
 
 
-class BlockMoves:
+class BlockTransfers:
     """Loads, stores, and which free blocks are still to be stored."""
 
     def __init__(
@@ -172,7 +172,7 @@ class BlockMoves:
         if self._limits.write_through:
             self.tell_uses(len(self._count_uses()))
             held = [b for b in blocks if self._prefix.holds(b) and b not in self._storing]
-            victims = [Victim(b, *self._prefix.entry(b)) for b in held]
+            victims = [EvictionCandidate(b, *self._prefix.entry(b)) for b in held]
             self._store([v for v in victims if self._is_to_store(v)])
 
     def forget_published(self) -> None:
@@ -260,9 +260,9 @@ class BlockMoves:
         clean = num_free - len(self._unsaved)
         wanted = min(max(self._limits.reserve - clean, self.num_wanted), most)
         room = min(max(1, num_free // 4), _MOST_AT_ONCE) - len(self._storing)
-        victims: list[Victim] = []
+        victims: list[EvictionCandidate] = []
         for block in list(islice(self._unsaved, wanted)) if wanted > 0 < room else ():
-            victim = Victim(block, *self._prefix.entry(block))
+            victim = EvictionCandidate(block, *self._prefix.entry(block))
             if self._is_to_store(victim):
                 victims.append(victim)
                 if len(victims) == room:
@@ -283,10 +283,10 @@ class BlockMoves:
         surplus = list(islice(self._cached, min(len(self._cached) - limit, most)))
         return [block for block in surplus if block not in self._unsaved]
 
-    def _is_to_store(self, victim: Victim) -> bool:
+    def _is_to_store(self, victim: EvictionCandidate) -> bool:
         return self.tier.wants(victim.key) and not self.tier.holds(victim.source)
 
-    def _store(self, victims: list[Victim]) -> list[int]:
+    def _store(self, victims: list[EvictionCandidate]) -> list[int]:
         if not victims:
             return []
         count, ticket = self.tier.store(victims)

@@ -43,7 +43,7 @@ class HostHit:
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:
+class EvictionCandidate:
     """A block of the device whose content is to be kept: nobody writes to it, and it is not handed
     out before its store is over."""
 
@@ -102,7 +102,7 @@ class HostTier(Protocol):
         already submitted has drained."""
         ...
 
-    def store(self, victims: Sequence[Victim]) -> tuple[int, int]:
+    def store(self, victims: Sequence[EvictionCandidate]) -> tuple[int, int]:
         """Starts copying blocks to host memory, in order, as many as there is room for.
 
         Returns:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hetero_llm.core.images import PromptImages
-from hetero_llm.core.step import SchedulerOutput, SlotState
+from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.models.image_tokens import mrope_table
 from hetero_llm.models.multimodal import ImageCausalLM, ImageRows
 
@@ -39,12 +39,12 @@ class SlotImages:
         self._device = device
         self._slots: dict[int, _Slot] = {}
 
-    def admit(self, state: SlotState) -> None:
+    def admit(self, state: AdmittedSequence) -> None:
         """A sequence, with or without images, enters its slot."""
-        self._slots.pop(state.slot, None)
+        self._slots.pop(state.request_slot, None)
         if state.images is None:
             return
-        slot = self._slots[state.slot] = _Slot(state.images)
+        slot = self._slots[state.request_slot] = _Slot(state.images)
         if self._model.config.mrope:
             slot.table, slot.shift = mrope_table(state.num_prompt_tokens, state.images.items)
 
@@ -59,7 +59,10 @@ class SlotImages:
         table: np.ndarray | None = None
         begin = 0
         for number, start, count in zip(
-            step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True
+            step.request_slots.tolist(),
+            step.num_computed_tokens.tolist(),
+            step.num_scheduled_tokens.tolist(),
+            strict=True,
         ):
             slot = self._slots.get(number)
             if slot is not None:

@@ -16,11 +16,11 @@ import torch
 
 from hetero_llm.core.acceptance import TypicalAcceptance
 from hetero_llm.core.step import (
-    LAST_DRAWN,
+    LAST_SAMPLED,
+    AdmittedSequence,
     ModelRunnerOutput,
-    PromptRows,
+    PromptLogprobSpan,
     SchedulerOutput,
-    SlotState,
 )
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import Attend, CausalLM
@@ -101,27 +101,27 @@ class TorchModelRunner:
         self._tables = np.zeros((max_num_seqs, columns), np.int32)
         self._sampler = Sampler(max_num_seqs, config.vocab_size, device)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._prompts: dict[int, SlotState] = {}  # of slots that want prompt_logprobs
+        self._prompts: dict[int, AdmittedSequence] = {}  # of slots that want prompt_logprobs
         self._images = SlotImages(model, device) if isinstance(model, ImageCausalLM) else None
 
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> PendingStep | DraftedStep:
         """Issues all device work of a step, but for the draws of one with drafts."""
-        if step.loads:
+        if step.kv_loads:
             arm_gates(self.gates, step)
         self._apply_changes(step)
         trees = None if step.drafts is None else tree_rows(step, step.drafts)
-        sequence_of = np.repeat(np.arange(len(step.slots)), step.counts)
+        sequence_of = np.repeat(np.arange(len(step.request_slots)), step.num_scheduled_tokens)
         places = row_places(step) if trees is None else trees.places
         if self._sampler.has_history:
             observe_inputs(self._sampler, step)
         size = self._cache.shape.block_size
-        tables = self._tables[step.slots]
+        tables = self._tables[step.request_slots]
         blocks = tables[sequence_of, places // size]
         attend: Attend = self._attention.plan(
-            step.starts, step.counts, tables, places, blocks, trees
+            step.num_computed_tokens, step.num_scheduled_tokens, tables, places, blocks, trees
         )
-        if step.loads:
+        if step.kv_loads:
             assert self.gates is not None
             attend = GatedAttention(attend, self.gates)
         hidden = self._forward(
@@ -136,7 +136,7 @@ class TorchModelRunner:
             pending = draw_step(
                 self._model, hidden, step, self._sampler, self._last_tokens, self._prompts
             )
-            if step.loads and isinstance(self.gates, TimedGates):
+            if step.kv_loads and isinstance(self.gates, TimedGates):
                 pending.turn = self.gates.turn
                 if self._device.type == "cuda":
                     pending.over = torch.cuda.Event()
@@ -163,7 +163,7 @@ class TorchModelRunner:
         if pending.over is not None:
             pending.over.synchronize()
         assert isinstance(self.gates, TimedGates)
-        return dataclasses.replace(output, loads_timed_out=self.gates.take_error(pending.turn))
+        return dataclasses.replace(output, kv_loads_timed_out=self.gates.take_error(pending.turn))
 
     def _forward(
         self, step: SchedulerOutput, token_ids: torch.Tensor, places: np.ndarray, attend: Attend
@@ -181,22 +181,22 @@ class TorchModelRunner:
             if self._images is not None:
                 self._images.admit(state)
             if state.params.prompt_logprobs is not None:
-                self._prompts[state.slot] = state
-        writes = step.table_writes
+                self._prompts[state.request_slot] = state
+        writes = step.block_table_writes
         if writes.shape[1]:
             self._tables[writes[0], writes[1]] = writes[2]
         copies = step.block_copies
         if copies.shape[1]:
-            if step.loads and self.gates is not None:
+            if step.kv_loads and self.gates is not None:
                 self.gates.wait(self._cache.shape.num_layers - 1)  # one of them may be loading
             self._cache.copy_blocks(list(zip(*copies.tolist(), strict=True)))
 
     def _input_tokens(self, step: SchedulerOutput, sequence_of: np.ndarray) -> torch.Tensor:
         """The rows' tokens [T] int64, those last drawn taken from the device."""
         token_ids = self._to_device(step.token_ids.astype(np.int64))
-        if (step.token_ids == LAST_DRAWN).any():
-            owners = self._to_device(step.slots[sequence_of].astype(np.int64))
-            token_ids = torch.where(token_ids == LAST_DRAWN, self._last_tokens[owners], token_ids)
+        if (step.token_ids == LAST_SAMPLED).any():
+            owners = self._to_device(step.request_slots[sequence_of].astype(np.int64))
+            token_ids = torch.where(token_ids == LAST_SAMPLED, self._last_tokens[owners], token_ids)
         return token_ids
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
@@ -207,7 +207,7 @@ def arm_gates(gates: Gates | None, step: SchedulerOutput) -> None:
     """Before anything of a step with `loads` is launched."""
     assert gates is not None, "a step waits for loads, but nothing loads"
     assert step.drafts is None, "a step with loads has drafts"
-    gates.arm(step.loads)
+    gates.arm(step.kv_loads)
 
 
 def draw_step(
@@ -216,7 +216,7 @@ def draw_step(
     step: SchedulerOutput,
     sampler: Sampler,
     last_tokens: torch.Tensor,
-    prompts: dict[int, SlotState],
+    prompts: dict[int, AdmittedSequence],
 ) -> PendingStep:
     """Draws after the rows that want it, and computes the wanted log-probabilities.
 
@@ -225,17 +225,17 @@ def draw_step(
         last_tokens: [slots] int64, written.
         prompts: the state of every slot that wants prompt_logprobs.
     """
-    slots = step.slots
+    slots = step.request_slots
     prompt_logprobs = _all_prompt_logprobs(model, hidden, step, prompts)
     sampled = np.flatnonzero(step.num_samples)
     if len(sampled) == 0:
         return PendingStep(step, None, prompt_logprobs)
     samples = step.num_samples[sampled]
-    last = (np.cumsum(step.counts) - 1)[sampled]
+    last = (np.cumsum(step.num_scheduled_tokens) - 1)[sampled]
     drawn = sampler.sample(
         model.logits(hidden[torch.from_numpy(last).to(hidden.device)]),
         slots[sampled],
-        (step.starts + step.counts)[sampled],
+        (step.num_computed_tokens + step.num_scheduled_tokens)[sampled],
         samples,
     )
     # Of several draws of a slot any may stay: the sequence forks before it goes on.
@@ -251,7 +251,7 @@ def drafted_step(
     *,
     trees: TreeRows,
     cache_rows: np.ndarray,
-    prompts: dict[int, SlotState],
+    prompts: dict[int, AdmittedSequence],
 ) -> DraftedStep:
     """Prepares the draws of a step with drafts, whose model has been launched.
 
@@ -268,13 +268,16 @@ def drafted_step(
 
 
 def _all_prompt_logprobs(
-    model: CausalLM, hidden: torch.Tensor, step: SchedulerOutput, prompts: dict[int, SlotState]
+    model: CausalLM,
+    hidden: torch.Tensor,
+    step: SchedulerOutput,
+    prompts: dict[int, AdmittedSequence],
 ) -> list[tuple[int, LogprobTensors]]:
     """By slot, of all prompt rows of a step that are wanted."""
-    slots = [int(step.slots[rows.index]) for rows in step.prompt_rows]
+    slots = [int(step.request_slots[rows.index]) for rows in step.prompt_logprob_spans]
     return [
         (slot, prompt_row_logprobs(model, hidden, step, rows, prompts[slot]))
-        for slot, rows in zip(slots, step.prompt_rows, strict=True)
+        for slot, rows in zip(slots, step.prompt_logprob_spans, strict=True)
     ]
 
 
@@ -291,12 +294,16 @@ def plain_output(token_ids: list[int], pending: PendingStep) -> ModelRunnerOutpu
 def observe_inputs(sampler: Sampler, step: SchedulerOutput) -> None:
     """Tells the sampler the input tokens of decoding sequences, for processors that look back.
     Draft nodes are told as they are accepted."""
-    counts = step.counts if step.drafts is None else step.counts - step.drafts.counts
+    counts = (
+        step.num_scheduled_tokens
+        if step.drafts is None
+        else step.num_scheduled_tokens - step.drafts.counts
+    )
     single = np.flatnonzero(counts == 1)
     firsts = np.cumsum(counts) - counts
     for slot, position, token_id in zip(
-        step.slots[single].tolist(),
-        step.starts[single].tolist(),
+        step.request_slots[single].tolist(),
+        step.num_computed_tokens[single].tolist(),
         step.token_ids[firsts[single]].tolist(),
         strict=True,
     ):
@@ -304,18 +311,22 @@ def observe_inputs(sampler: Sampler, step: SchedulerOutput) -> None:
 
 
 def prompt_row_logprobs(
-    model: CausalLM, hidden: torch.Tensor, step: SchedulerOutput, rows: PromptRows, state: SlotState
+    model: CausalLM,
+    hidden: torch.Tensor,
+    step: SchedulerOutput,
+    rows: PromptLogprobSpan,
+    state: AdmittedSequence,
 ) -> LogprobTensors:
     """Log-probability of the prompt token that follows each of the wanted rows.
 
     Args:
         hidden: [T, hidden] of the step. state: of the rows' slot.
     """
-    following = int(step.starts[rows.index]) + rows.first + 1
+    following = int(step.num_computed_tokens[rows.index]) + rows.first + 1
     targets = torch.tensor(
         list(state.token_ids[following : following + rows.count]), device=hidden.device
     )
-    begin = int(step.counts[: rows.index].sum()) + rows.first
+    begin = int(step.num_scheduled_tokens[: rows.index].sum()) + rows.first
     wanted = state.num_prompt_logprobs
     parts = []
     for low in range(0, rows.count, _PROMPT_LOGPROB_ROWS):

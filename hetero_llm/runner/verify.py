@@ -73,7 +73,7 @@ def verify(
     walked = _walk(drafted, sampler, typical)
     _move_accepted(drafted, walked.paths, cache)
     if last_tokens is not None:
-        slots = drafted.step.slots.tolist()
+        slots = drafted.step.request_slots.tolist()
         last = [(s, t[-1]) for s, t in zip(slots, walked.token_ids, strict=True) if t]
         places, tokens = torch.tensor(last, device=last_tokens.device).T
         last_tokens[places] = tokens
@@ -89,15 +89,15 @@ def verify(
 
 def _walk(drafted: DraftedStep, sampler: Sampler, typical: TypicalAcceptance | None) -> _Walked:
     step, trees = drafted.step, drafted.trees
-    ends = np.cumsum(step.counts)
-    firsts = ends - step.counts
+    ends = np.cumsum(step.num_scheduled_tokens)
+    firsts = ends - step.num_scheduled_tokens
     rows = np.where(trees.is_tree > 0, firsts, ends - 1)  # where each sequence is drawn from next
     own = [trees.token_ids[a:b].tolist() for a, b in zip(firsts, ends, strict=True)]
     walked = _Walked([[] for _ in own], [[] for _ in own], [[] for _ in own], {})
     visiting = np.flatnonzero(step.num_samples)
     samples = step.num_samples[visiting]
     while len(visiting):
-        slots, visited = step.slots[visiting], rows[visiting]
+        slots, visited = step.request_slots[visiting], rows[visiting]
         positions = trees.positions[visited] + 1
         settle = None
         if typical is not None:
@@ -187,7 +187,7 @@ def typical_bounds(probabilities: torch.Tensor, rule: TypicalAcceptance) -> torc
 
 def _move_accepted(drafted: DraftedStep, paths: list[list[int]], cache: PagedKVCache) -> None:
     """Moves the KV of visited rows behind each other; those of most paths lie in place."""
-    firsts = np.cumsum(drafted.step.counts) - drafted.step.counts
+    firsts = np.cumsum(drafted.step.num_scheduled_tokens) - drafted.step.num_scheduled_tokens
     slots = drafted.cache_rows
     moved = [(f, path) for f, path in zip(firsts.tolist(), paths, strict=True) if gaps(path)]
     if moved:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hetero_llm.core.step import SampleLogprobs, SlotState, has_penalties, looks_back
+from hetero_llm.core.step import AdmittedSequence, SampleLogprobs, depends_on_history, has_penalties
 from hetero_llm.sampling import processors
 from hetero_llm.sampling.noise import gumbel_noise, signed_seed
 
@@ -27,7 +27,7 @@ class _History:
     """What processors that look back need; kept only for slots that have such processors. `error`
     is that of a user's processor, after which none of the slot's run again."""
 
-    state: SlotState
+    state: AdmittedSequence
     token_ids: list[int]
     error: str | None = None
     seen: torch.Tensor | None = None  # [vocab] bool, in prompt or output
@@ -131,9 +131,9 @@ class Sampler:
         self._processed_logprobs = np.zeros(max_num_seqs, bool)
         self._history: dict[int, _History] = {}
 
-    def admit(self, state: SlotState) -> None:
+    def admit(self, state: AdmittedSequence) -> None:
         """Takes over a sequence's sampling parameters; replaces what the slot held."""
-        slot, params = state.slot, state.params
+        slot, params = state.request_slot, state.params
         self._temperature[slot] = 0.0 if params.greedy else params.temperature
         self._top_k[slot] = min(
             params.top_k if params.top_k > 0 else self._vocab_size, self._vocab_size
@@ -147,7 +147,7 @@ class Sampler:
         self._num_logprobs[slot] = _NO_LOGPROBS if wanted is None else wanted
         self._processed_logprobs[slot] = params.use_beam_search
         self._history.pop(slot, None)
-        if looks_back(params, state.end_ids, state.bad_word_ids):
+        if depends_on_history(params, state.end_ids, state.bad_word_ids):
             self._history[slot] = self._new_history(state)
 
     def observe(self, slot: int, position: int, token_id: int) -> None:
@@ -295,7 +295,7 @@ class Sampler:
                 errors[slot] = history.error
         return logits
 
-    def _new_history(self, state: SlotState) -> _History:
+    def _new_history(self, state: AdmittedSequence) -> _History:
         history = _History(state, list(state.token_ids))
         if has_penalties(state.params):
             everything = torch.tensor(history.token_ids, device=self._device)

@@ -42,7 +42,7 @@ def first_sequence(request: Request) -> Sequence:
     if request.params.logprobs is not None:
         sequence.logprobs = []
     request.sequences = [sequence]
-    request.live = 1
+    request.num_unfinished = 1
     if request.params.prompt_logprobs is not None:
         request.prompt_logprobs = [None]
     return sequence

@@ -103,7 +103,7 @@ def best_sequences(request: Request, group: BeamGroup, beams: list[Sequence]) ->
                 request,
                 index,
                 array("i", hypothesis.token_ids),
-                beams[0].num_prompt,
+                beams[0].num_prompt_tokens,
                 cumulative_logprob=hypothesis.score,
                 logprobs=hypothesis.record,
                 finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH,

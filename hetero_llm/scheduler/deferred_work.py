@@ -18,7 +18,7 @@ _PLENTY = 4
 """Free blocks per sequence from which on some are handed out before they are needed."""
 
 
-class Pace:
+class OffloadThrottle:
     """How many blocks are looked at for host memory beside a step."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Publisher:
     def publish(self) -> None:
         """To be called before anyone looks for a prefix, and before a sequence leaves its slot."""
         for sequence, num_confirmed in self._full.items():
-            self._blocks.commit(sequence.slot, sequence.token_ids, num_confirmed)
+            self._blocks.cache_blocks(sequence.request_slot, sequence.token_ids, num_confirmed)
         self._full.clear()
 
 
@@ -63,12 +63,12 @@ def grow_ahead(flight: InFlight, blocks: BlockManager) -> None:
     many nodes again, should all of these be accepted. Only while blocks are plenty."""
     if blocks.num_free < _PLENTY * len(flight.sequences):
         return
-    room = blocks.room
+    room = blocks.num_writable
     for sequence, epoch, start, nodes in zip(
         flight.sequences, flight.epochs, flight.starts, flight.nodes, strict=True
     ):
         if not nodes or sequence.epoch != epoch:
             continue
         end = min(start + 2 * (nodes + 1), sequence.request.max_total_tokens)
-        if room[sequence.slot] < end:
-            blocks.grow(sequence.slot, start, end)
+        if room[sequence.request_slot] < end:
+            blocks.allocate(sequence.request_slot, start, end)

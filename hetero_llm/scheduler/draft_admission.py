@@ -43,9 +43,9 @@ def choose_drafts(
         known = len(sequence.token_ids)
         # If all nodes are accepted, one more token follows them.
         limit = request.max_total_tokens - known - 1
-        if counts[index] != 1 or limit <= 0 or sequence.num_computed != known - 1:
+        if counts[index] != 1 or limit <= 0 or sequence.num_computed_tokens != known - 1:
             continue
-        if known == sequence.num_prompt and request.num_first_draws > 1:
+        if known == sequence.num_prompt_tokens and request.num_first_samples > 1:
             continue  # its row draws the first tokens of several samples
         wanted.append(sequence)
         limits.append(limit if limit < most else most)
@@ -92,16 +92,16 @@ def _take_blocks(
 ) -> list[int]:
     """How many nodes of each draft can run; their blocks are taken, and `reserve` stay free."""
     kept: list[int] = []
-    room = blocks.room
+    room = blocks.num_writable
     plenty = reserve + blocks.blocks_for(MAX_NODES) + 1
     for sequence, size, limit in zip(sequences, sizes, limits, strict=True):
         assert size <= limit, "a drafter keeps to its limits"
         nodes = size if size < budget else budget
-        start = sequence.num_computed
-        if nodes and room[sequence.slot] < start + 1 + nodes:
+        start = sequence.num_computed_tokens
+        if nodes and room[sequence.request_slot] < start + 1 + nodes:
             if blocks.num_free < plenty:
                 nodes = max(0, _fitting(blocks, sequence, nodes, reserve))
-            if nodes and not blocks.grow(sequence.slot, start, start + 1 + nodes):
+            if nodes and not blocks.allocate(sequence.request_slot, start, start + 1 + nodes):
                 nodes = 0
         kept.append(nodes)
         budget -= nodes
@@ -110,8 +110,8 @@ def _take_blocks(
 
 def _fitting(blocks: BlockManager, sequence: Sequence, nodes: int, reserve: int) -> int:
     """How many of `nodes` rows behind the sequence's next one fit if `reserve` blocks stay free."""
-    held = len(blocks.block_ids(sequence.slot)) + max(blocks.num_free - reserve, 0)
-    return min(nodes, held * blocks.block_size - sequence.num_computed - 1)
+    held = len(blocks.block_ids(sequence.request_slot)) + max(blocks.num_free - reserve, 0)
+    return min(nodes, held * blocks.block_size - sequence.num_computed_tokens - 1)
 
 
 def _cut(drafts: DraftBatch, kept: list[int]) -> DraftBatch:

@@ -20,8 +20,8 @@ def check_in_flight(
         for s, epoch, samples in zip(flight.sequences, flight.epochs, flight.samples, strict=True):
             if s.epoch == epoch:
                 expected[id(s)] = expected.get(id(s), 0) + samples
-    assert all(s.num_unknown == expected.get(id(s), 0) for s in running)
-    assert all(s.num_unknown == 0 for s in others)
+    assert all(s.num_pending_tokens == expected.get(id(s), 0) for s in running)
+    assert all(s.num_pending_tokens == 0 for s in others)
 
 
 def check_members(requests: Iterable[Request], placed: Iterable[Sequence]) -> None:
@@ -29,4 +29,4 @@ def check_members(requests: Iterable[Request], placed: Iterable[Sequence]) -> No
     kept = list(requests)
     live = [s for request in kept for s in request.sequences if not s.finished]
     assert sorted(map(id, live)) == sorted(map(id, placed)), "a sequence was lost or doubled"
-    assert all(r.live == sum(not s.finished for s in r.sequences) for r in kept)
+    assert all(r.num_unfinished == sum(not s.finished for s in r.sequences) for r in kept)

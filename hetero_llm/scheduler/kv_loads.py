@@ -44,8 +44,8 @@ class StepTimes:
         self._seen: dict[int, tuple[float, float]] = {}  # bucket: mean rows, mean seconds
 
     def observe(self, step: SchedulerOutput, seconds: float) -> None:
-        rows = int(step.counts.sum())
-        context = float((step.starts * step.counts).sum()) / rows
+        rows = int(step.num_scheduled_tokens.sum())
+        context = float((step.num_computed_tokens * step.num_scheduled_tokens).sum()) / rows
         self._note(rows, seconds / (1.0 + self._per_context * context))
 
     def _note(self, rows: int, seconds: float) -> None:
@@ -87,7 +87,7 @@ class Loading:
     in_part: bool = False
 
 
-class Loads:
+class KVLoadQueue:
     """Who is loading, in the order of admission, and what the next step waits for.
 
     Args:
@@ -151,7 +151,7 @@ class Loads:
                 return None  # else nobody will make room: it has to be computed
             loading.under_way = bool(self._blocks.pending(slot))
         if loading.under_way:
-            sequence.slot = slot
+            sequence.request_slot = slot
             self._loading[sequence] = loading
         return loading
 
@@ -167,9 +167,9 @@ class Loads:
         for loading in put_off:
             sequence = loading.sequence
             whole, loading.put_off = loading.in_part, False
-            if not self._load(loading, sequence.slot, whole=whole):
+            if not self._load(loading, sequence.request_slot, whole=whole):
                 give_up(sequence)
-            elif not whole and self._blocks.may_load(sequence.slot, sequence.token_ids):
+            elif not whole and self._blocks.may_load(sequence.request_slot, sequence.token_ids):
                 loading.put_off = loading.in_part = True
         return len(put_off)
 
@@ -192,7 +192,7 @@ class Loads:
         wait for nothing more than they do: those with one prefix join together."""
         self._judged.clear()
         ready = [loading for loading in self._loading.values() if not loading.put_off]
-        waiting = [frozenset(self._blocks.pending(each.sequence.slot)) for each in ready]
+        waiting = [frozenset(self._blocks.pending(each.sequence.request_slot)) for each in ready]
         rows: Counter[frozenset[int]] = Counter()
         for loading, tickets in zip(ready, waiting, strict=True):
             rows[tickets] += len(loading.sequence.token_ids) - loading.cached
@@ -215,15 +215,15 @@ class Loads:
         sequence, cached = loading.sequence, loading.cached
         missing = len(sequence.token_ids) - cached
         count = min(missing, budget)
-        tickets = frozenset(self._blocks.pending(sequence.slot))
+        tickets = frozenset(self._blocks.pending(sequence.request_slot))
         case = tickets, rows, cached, alone
         if case not in self._judged:
-            self._judged[case] = self._is_time(sequence.slot, rows, cached, alone=alone)
+            self._judged[case] = self._is_time(sequence.request_slot, rows, cached, alone=alone)
         if not self._judged[case]:
             return 0
         if count < missing and not self._chunked:
             return 0
-        if not self._blocks.grow(sequence.slot, cached, cached + count):
+        if not self._blocks.allocate(sequence.request_slot, cached, cached + count):
             self._no_room = True
             return 0
         self._joined |= tickets
@@ -289,7 +289,7 @@ class Loads:
             lost |= self._blocks.readers(over)
         if not lost:
             return []
-        found = [s for s in (*running, *self._loading) if s.slot in lost]
+        found = [s for s in (*running, *self._loading) if s.request_slot in lost]
         for sequence in found:
             sequence.skips_host = True
         return found
@@ -322,11 +322,11 @@ class Loads:
         """Learns from a step that is over; of one with loads, how much longer than expected it
         took."""
         self._flying -= 1
-        if not step.loads:
+        if not step.kv_loads:
             self._times.observe(step, seconds)
             return
-        rows = int(step.counts.sum())
-        context = int((step.starts * step.counts).sum() // rows)
+        rows = int(step.num_scheduled_tokens.sum())
+        context = int((step.num_computed_tokens * step.num_scheduled_tokens).sum() // rows)
         expected = self._times.predict(context, rows)
         if expected:
             self.exposed_seconds += max(0.0, seconds - expected)
@@ -341,8 +341,8 @@ class Loads:
     def _spare(self, loading: Loading) -> float:
         """Seconds until a sequence may join with nobody else beside it."""
         sequence, cached = loading.sequence, loading.cached
-        left = self._blocks.seconds_left(sequence.slot)
+        left = self._blocks.seconds_left(sequence.request_slot)
         if self.wait_whole:
             return left
         hidden = self._hidden(len(sequence.token_ids) - cached, cached) * _ALONE + _LAUNCH
-        return max(left - hidden, self._blocks.seconds_ahead(sequence.slot) - _SOON)
+        return max(left - hidden, self._blocks.seconds_ahead(sequence.request_slot) - _SOON)

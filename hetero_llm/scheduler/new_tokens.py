@@ -19,7 +19,7 @@ def append_tokens(
     for entry in logprobs:
         if entry is not None:
             sequence.earlier_sums.append(sequence.cumulative_logprob)
-            sequence.cumulative_logprob += entry.drawn
+            sequence.cumulative_logprob += entry.sampled
             if sequence.logprobs is not None:
                 sequence.logprobs.append(entry)
 
@@ -39,8 +39,8 @@ def copy_of(parent: Sequence, index: int) -> Sequence:
         parent.request,
         index,
         parent.token_ids[:],
-        parent.num_prompt,
-        num_computed=parent.num_computed,
+        parent.num_prompt_tokens,
+        num_computed_tokens=parent.num_computed_tokens,
         cumulative_logprob=parent.cumulative_logprob,
         logprobs=None if parent.logprobs is None else list(parent.logprobs),
     )

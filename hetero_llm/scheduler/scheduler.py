@@ -15,9 +15,9 @@ from collections import deque
 
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.draft_tree import DraftBatch
-from hetero_llm.core.drafter import Drafter, Preparing
+from hetero_llm.core.drafter import Drafter, PromptObserver
 from hetero_llm.core.request import FinishReason, Request, Sequence
-from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
+from hetero_llm.core.step import AdmittedSequence, ModelRunnerOutput, SchedulerOutput
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.scheduler.admission import check_fits, first_sequence, forks_to_come
 from hetero_llm.scheduler.beam_groups import (
@@ -29,10 +29,10 @@ from hetero_llm.scheduler.beam_groups import (
     unchosen,
 )
 from hetero_llm.scheduler.beam_search import BeamGroup
-from hetero_llm.scheduler.deferred_work import MANY_BLOCKS, Pace, Publisher, grow_ahead
+from hetero_llm.scheduler.deferred_work import MANY_BLOCKS, OffloadThrottle, Publisher, grow_ahead
 from hetero_llm.scheduler.draft_admission import choose_drafts, num_before_end
 from hetero_llm.scheduler.integrity import check_in_flight, check_members
-from hetero_llm.scheduler.kv_loads import Loads
+from hetero_llm.scheduler.kv_loads import KVLoadQueue
 from hetero_llm.scheduler.new_tokens import append_tokens, copy_of, drop_tokens, end_of
 from hetero_llm.scheduler.request_slots import Slots
 from hetero_llm.scheduler.scheduler_rows import running_rows
@@ -69,7 +69,7 @@ class Scheduler:
         holds_stop: HoldsStop | None = None,
         *,
         drafter: Drafter | None = None,
-        loads: Loads | None = None,
+        loads: KVLoadQueue | None = None,
     ) -> None:
         self.loads = loads
         self.stats = SchedulerStats()
@@ -82,10 +82,10 @@ class Scheduler:
         self._slots = Slots(config.max_num_seqs)
         self._requests: dict[str, Request] = {}
         self._beams: dict[str, BeamGroup] = {}
-        self._admitted: list[SlotState] = []
+        self._admitted: list[AdmittedSequence] = []
         self._in_flight: deque[InFlight] = deque()
         self._newcomers: list[Sequence] = []  # admitted; the drafter does not know of them
-        self._publisher, self._pace = Publisher(blocks), Pace()
+        self._publisher, self._pace = Publisher(blocks), OffloadThrottle()
         self._num_synchronous = 0  # running sequences of requests that allow no step ahead
 
     # -- requests ---------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Scheduler:
     def schedule_ahead(self) -> SchedulerOutput | None:
         """Chooses the step after the one in flight, whose tokens are not known here yet.
 
-        Those tokens are inputs by the name `LAST_DRAWN`. Sequences that end by their length with
+        Those tokens are inputs by the name `LAST_SAMPLED`. Sequences that end by their length with
         the step in flight get no row, nor do those that it forks. One that ends by a stop token or
         a stop string may get a stray row, whose result `update` drops.
 
@@ -233,8 +233,8 @@ class Scheduler:
         size = self._config.block_size
         flight = self._in_flight.popleft()
         assert flight.step is step, "steps are updated in the order they were scheduled"
-        if step.loads:
-            self._collect_moves(step.loads, in_vain=output.loads_timed_out)
+        if step.kv_loads:
+            self._collect_moves(step.kv_loads, in_vain=output.kv_loads_timed_out)
         touched: list[Sequence] = []
         groups: list[Request] = []
         before, first = self.stats.generation_tokens, 0
@@ -251,9 +251,9 @@ class Scheduler:
             place, first = first, first + produced
             if sequence.epoch != epoch:
                 continue  # ended or lost its slot while the step was in flight
-            sequence.num_unknown -= samples
+            sequence.num_pending_tokens -= samples
             request = sequence.request
-            failed = bool(output.errors) and sequence.slot in output.errors
+            failed = bool(output.errors) and sequence.request_slot in output.errors
             if nodes and not failed:
                 self.stats.note_time(request, now, samples)
                 self._accept(sequence, output, slice(place, first), nodes=nodes, start=start)
@@ -262,11 +262,11 @@ class Scheduler:
             # All inputs before the end of these rows are in token_ids by now.
             if (start + count) // size > start // size:
                 self._publisher.note(sequence, start + count)
-            if output.prompt_logprobs and sequence.slot in output.prompt_logprobs:
+            if output.prompt_logprobs and sequence.request_slot in output.prompt_logprobs:
                 assert request.prompt_logprobs is not None
-                request.prompt_logprobs.extend(output.prompt_logprobs[sequence.slot])
+                request.prompt_logprobs.extend(output.prompt_logprobs[sequence.request_slot])
             if failed:
-                request.error = output.errors[sequence.slot]
+                request.error = output.errors[sequence.request_slot]
                 self._end_request(request, FinishReason.ERROR)
                 touched.extend(request.sequences)
             elif samples:
@@ -277,7 +277,7 @@ class Scheduler:
                     candidates = output.logprobs[place]
                     assert candidates is not None
                     group.pending[sequence.index] = candidates.top
-                    if len(group.pending) == request.live:
+                    if len(group.pending) == request.num_unfinished:
                         groups.append(request)
                 else:
                     members = self._fork_samples(sequence, samples) if samples > 1 else [sequence]
@@ -289,37 +289,37 @@ class Scheduler:
         self.stats.step_tokens.observe(flight.prompt_tokens + self.stats.generation_tokens - before)
         return touched
 
-    def observe(self, step: SchedulerOutput, seconds: float) -> None:
+    def observe_step(self, step: SchedulerOutput, seconds: float) -> None:
         """Tells whoever predicts times how long a step took; those who draft, without prompts."""
         if self.loads is not None:
             self.loads.observe(step, seconds)
         if self._drafter is not None and not step.has_chunks:
-            self._drafter.observe(int(step.counts.sum()), seconds)
+            self._drafter.observe_step(int(step.num_scheduled_tokens.sum()), seconds)
 
-    def prepare(self) -> None:
+    def step_launched(self) -> None:
         """What follows a launch: whoever drafts is told of prompts that have begun."""
         self._blocks.launched()
         newcomers, self._newcomers = self._newcomers, []
-        if newcomers and isinstance(self._drafter, Preparing):
+        if newcomers and isinstance(self._drafter, PromptObserver):
             self._drafter.begin(newcomers)
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         """Upkeep that no step waits for: to be called while the device works."""
         self._publisher.publish()
         begun = 0 if self.loads is None else self.loads.begin_put_off(self._give_up)
         if self._in_flight:
             grow_ahead(self._in_flight[-1], self._blocks)
-        self.learn()
+        self.observe_tokens()
         rows = self._in_flight[0].prompt_tokens if self._in_flight else 0
         if most := self._pace.most(rows, begun=bool(begun)):
             self._blocks.offload(most)
 
-    def learn(self) -> None:
+    def observe_tokens(self) -> None:
         """Whoever drafts takes note of what the last steps drew."""
         if self._drafter is not None:
-            self._drafter.settle()
+            self._drafter.run_deferred()
 
-    def tend(self) -> bool:
+    def poll_host_memory(self) -> bool:
         """Upkeep of host memory while nothing runs: whether there is more to come."""
         self._collect_moves()
         self._blocks.offload(MANY_BLOCKS)
@@ -348,16 +348,16 @@ class Scheduler:
             forks = forks_to_come(request)
             slot = self._slots.take()
             wants_prompt = request.prompt_logprobs is not None and (
-                len(request.prompt_logprobs) < sequence.num_prompt
+                len(request.prompt_logprobs) < sequence.num_prompt_tokens
             )
             # A cached block has no logits, so wanted prompt log-probabilities are computed.
-            cached = self._blocks.open(
-                slot, sequence.token_ids, request.root, not wants_prompt, request.packed_prompt
+            cached = self._blocks.match_prefix(
+                slot, sequence.token_ids, request.root_hash, not wants_prompt, request.packed_prompt
             )
             if self.loads is not None and not wants_prompt:
                 loading = self.loads.begin(sequence, slot, cached, alone=not self._running)
                 if loading is None:
-                    self._blocks.close(slot)
+                    self._blocks.free(slot)
                     self._slots.give(slot)
                     break
                 if loading.under_way:
@@ -369,8 +369,8 @@ class Scheduler:
             missing = len(sequence.token_ids) - cached
             count = min(missing, budget)
             whole = count == missing or self._config.enable_chunked_prefill
-            if not whole or not self._blocks.grow(slot, cached, cached + count):
-                self._blocks.close(slot)
+            if not whole or not self._blocks.allocate(slot, cached, cached + count):
+                self._blocks.free(slot)
                 self._slots.give(slot)
                 break
             self._waiting.take_first()
@@ -395,7 +395,7 @@ class Scheduler:
             count = self.loads.join(loading, rows, budget, alone=alone)
             if count:
                 budget -= count
-                self._admit(sequence, sequence.slot, loading.cached)
+                self._admit(sequence, sequence.request_slot, loading.cached)
                 sequences.append(sequence)
                 counts.append(count)
         if not self._running and (starved := self.loads.starved):
@@ -409,7 +409,7 @@ class Scheduler:
         for sequence in self.loads.collect(self._running, over, in_vain=in_vain):
             if sequence in self.loads:
                 self._give_up(sequence)
-            elif sequence.slot >= 0:  # else a sibling took it along
+            elif sequence.request_slot >= 0:  # else a sibling took it along
                 self._preempt(sequence)
 
     def _give_up(self, sequence: Sequence) -> None:
@@ -427,8 +427,8 @@ class Scheduler:
             if request.may_draft:
                 self._newcomers.append(sequence)
             request.metrics.first_scheduled_time = time.monotonic()
-            self.stats.prompt_tokens += sequence.num_prompt
-        sequence.num_computed = cached
+            self.stats.prompt_tokens += sequence.num_prompt_tokens
+        sequence.num_computed_tokens = cached
         if self.loads is not None:
             self._blocks.admit(slot, sequence.kv_counted)
             sequence.skips_host = False
@@ -436,7 +436,7 @@ class Scheduler:
         self._bind(sequence, slot)
 
     def _bind(self, sequence: Sequence, slot: int) -> None:
-        sequence.slot = slot
+        sequence.request_slot = slot
         self._num_synchronous += sequence.request.synchronous
         self._admitted.append(slot_state(sequence))
 
@@ -452,7 +452,7 @@ class Scheduler:
             self._beams[request.request_id].pending.clear()
         for sequence in reversed(members):
             self._slots.give(self._release(sequence))
-            sequence.num_computed = 0
+            sequence.num_computed_tokens = 0
             self.stats.num_preemptions += 1
             self._waiting.come_back(sequence)
         self._slots.give_reserved(request)
@@ -483,7 +483,7 @@ class Scheduler:
         logprobs = None if output.logprobs is None else output.logprobs[drawn][: accepted + 1]
         append_tokens(sequence, new[: accepted + 1], logprobs)
         self.stats.generation_tokens += accepted + 1
-        sequence.num_computed = computed = start + 1 + accepted
+        sequence.num_computed_tokens = computed = start + 1 + accepted
         size = self._config.block_size
         if computed // size > start // size:
             self._publisher.note(sequence, computed)
@@ -516,8 +516,8 @@ class Scheduler:
         request = parent.request
         child = copy_of(parent, index)
         request.sequences.append(child)
-        request.live += 1
-        self._blocks.fork(parent.slot, slot)
+        request.num_unfinished += 1
+        self._blocks.fork(parent.request_slot, slot)
         self._running.insert(self._running.index(parent) + 1, child)
         self._bind(child, slot)
         return child
@@ -536,7 +536,7 @@ class Scheduler:
         for beam in unchosen(beams, chosen):
             slots.append(self._release(beam))
             request.sequences.remove(beam)
-            request.live -= 1
+            request.num_unfinished -= 1
         grown = continue_beams(
             beams, chosen, group.width, lambda beam, index: self._fork(beam, index, slots.pop())
         )
@@ -550,13 +550,13 @@ class Scheduler:
     ) -> None:
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
-        if sequence.slot >= 0:
+        if sequence.request_slot >= 0:
             self._slots.give(self._release(sequence))
         else:  # preempted: perhaps after the token that ends it, whose text was looked at later
             self._waiting.remove(sequence)
         request = sequence.request
-        request.live -= 1
-        if request.live == 0:
+        request.num_unfinished -= 1
+        if request.num_unfinished == 0:
             self._forget(request)
 
     def _end_request(self, request: Request, reason: FinishReason) -> None:
@@ -577,25 +577,25 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> int:
         """Gives the blocks back and leaves the running list; returns the slot, now unused."""
         self._publisher.publish()
-        slot = sequence.slot
+        slot = sequence.request_slot
         if self.loads is not None:
             sequence.kv_counted = self._blocks.counted(slot)
-        self._blocks.close(slot)
+        self._blocks.free(slot)
         if self.loads is not None and sequence in self.loads:
             self.loads.end(sequence)
         else:
             self._num_synchronous -= sequence.request.synchronous
             self._running.remove(sequence)
-        sequence.slot = -1
+        sequence.request_slot = -1
         sequence.epoch += 1
-        sequence.num_unknown = 0
+        sequence.num_pending_tokens = 0
         return slot
 
     def check_integrity(self) -> None:
         """Asserts that slots, queues and requests agree; for tests and when idle."""
         self._blocks.check_integrity()
         loading = [] if self.loads is None else [entry.sequence for entry in self.loads.all()]
-        self._slots.check_integrity([s.slot for s in (*self._running, *loading)])
+        self._slots.check_integrity([s.request_slot for s in (*self._running, *loading)])
         assert self._num_synchronous == sum(s.request.synchronous for s in self._running)
         check_in_flight(self._in_flight, self._running, (*self._waiting, *loading))
         check_members(self._requests.values(), (*self._running, *self._waiting, *loading))

@@ -29,14 +29,14 @@ def running_rows(
         stay with their tables, which need them next.
     """
     budget = most
-    room = blocks.room
+    room = blocks.num_writable
     index = 0
     chosen: set[Sequence] = set()  # when somebody was preempted last
     while index < len(running) and budget > 0:
         sequence = running[index]
-        computed = sequence.num_computed
+        computed = sequence.num_computed_tokens
         known = len(sequence.token_ids)
-        unknown = sequence.num_unknown
+        unknown = sequence.num_pending_tokens
         count = known + unknown - computed
         if count > budget:
             count = budget
@@ -49,8 +49,8 @@ def running_rows(
         ):
             index += 1
             continue
-        slot, end = sequence.slot, computed + count
-        if room[slot] >= end or blocks.grow(slot, computed, end):
+        slot, end = sequence.request_slot, computed + count
+        if room[slot] >= end or blocks.allocate(slot, computed, end):
             sequences.append(sequence)
             counts.append(count)
             budget -= count
@@ -60,7 +60,7 @@ def running_rows(
             return None
         preempt(running[-1])
         # A preempted beam takes its whole group along, members already chosen included.
-        kept = [(s, c) for s, c in zip(sequences, counts, strict=True) if s.slot >= 0]
+        kept = [(s, c) for s, c in zip(sequences, counts, strict=True) if s.request_slot >= 0]
         sequences[:] = [s for s, _ in kept]
         counts[:] = [c for _, c in kept]
         budget = most - sum(counts)

@@ -11,7 +11,7 @@ import numpy as np
 
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.request import Sequence
-from hetero_llm.core.step import LAST_DRAWN, PromptRows, SchedulerOutput, SlotState
+from hetero_llm.core.step import LAST_SAMPLED, AdmittedSequence, PromptLogprobSpan, SchedulerOutput
 from hetero_llm.kv_cache.table_changes import TableChanges
 
 
@@ -37,7 +37,7 @@ class InFlight:
 def pack(
     sequences: list[Sequence],
     counts: list[int],
-    admitted: tuple[SlotState, ...],
+    admitted: tuple[AdmittedSequence, ...],
     changes: TableChanges,
     drafts: DraftBatch | None = None,
     loads: tuple[int, ...] = (),
@@ -54,64 +54,64 @@ def pack(
     slots: list[int] = []
     epochs: list[int] = []
     samples: list[int] = []
-    prompt_rows: list[PromptRows] = []
+    prompt_rows: list[PromptLogprobSpan] = []
     prompt_tokens = 0
     for sequence, count in zip(sequences, counts, strict=True):
-        start = sequence.num_computed
+        start = sequence.num_computed_tokens
         end = start + count
         tokens = sequence.token_ids
         known = len(tokens)
         request = sequence.request
-        if start < sequence.num_prompt:
-            prompt_tokens += min(end, sequence.num_prompt) - start
+        if start < sequence.num_prompt_tokens:
+            prompt_tokens += min(end, sequence.num_prompt_tokens) - start
             if request.prompt_logprobs is not None:
                 first = max(start, len(request.prompt_logprobs) - 1)
-                last = min(end, sequence.num_prompt - 1)
+                last = min(end, sequence.num_prompt_tokens - 1)
                 if first < last:
-                    prompt_rows.append(PromptRows(len(starts), first - start, last - first))
+                    prompt_rows.append(PromptLogprobSpan(len(starts), first - start, last - first))
         starts.append(start)
-        slots.append(sequence.slot)
+        slots.append(sequence.request_slot)
         epochs.append(sequence.epoch)
         if count == 1:
-            token_ids.append(tokens[start] if start < known else LAST_DRAWN)
+            token_ids.append(tokens[start] if start < known else LAST_SAMPLED)
         else:
             token_ids.extend(tokens[start:end])
         drawn = 0
         if end >= known:
-            drawn = request.num_first_draws if len(request.sequences) == 1 else 1
+            drawn = request.num_first_samples if len(request.sequences) == 1 else 1
         samples.append(drawn)
-        sequence.num_computed = end
-        sequence.num_unknown += drawn
+        sequence.num_computed_tokens = end
+        sequence.num_pending_tokens += drawn
     rows = np.array(counts, np.int32)
     nodes = [0] * len(sequences)
     if drafts is not None:
         rows += drafts.counts
         nodes = drafts.counts.tolist()
     step = SchedulerOutput(
-        slots=np.array(slots, np.int32),
-        starts=np.array(starts, np.int32),
-        counts=rows,
+        request_slots=np.array(slots, np.int32),
+        num_computed_tokens=np.array(starts, np.int32),
+        num_scheduled_tokens=rows,
         token_ids=np.array(token_ids, np.int32),
         num_samples=np.array(samples, np.int32),
-        prompt_rows=tuple(prompt_rows),
+        prompt_logprob_spans=tuple(prompt_rows),
         admitted=admitted,
-        table_writes=changes.writes() if changes.runs else _NO_WRITES,
+        block_table_writes=changes.writes() if changes.runs else _NO_WRITES,
         block_copies=_NO_COPIES
         if not changes.copy_to
         else np.array((changes.copy_from, changes.copy_to), np.int32),
         drafts=drafts,
-        loads=loads,
+        kv_loads=loads,
     )
     return InFlight(step, sequences, epochs, starts, counts, samples, nodes, prompt_tokens)
 
 
-def slot_state(sequence: Sequence) -> SlotState:
+def slot_state(sequence: Sequence) -> AdmittedSequence:
     """What the runner has to know of a sequence that enters its slot."""
     request = sequence.request
-    return SlotState(
-        sequence.slot,
+    return AdmittedSequence(
+        sequence.request_slot,
         sequence.token_ids,
-        sequence.num_prompt,
+        sequence.num_prompt_tokens,
         request.params,
         request.seed,
         sequence.index,

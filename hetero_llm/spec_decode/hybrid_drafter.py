@@ -148,7 +148,7 @@ class LookaheadDrafter:
         local = sum(source.num_bytes for source in self._sources)
         return self._live.texts.num_bytes + local + self._history.num_bytes
 
-    def begin(self, sequences: list[Sequence]) -> None:
+    def prompts_started(self, sequences: list[Sequence]) -> None:
         if self._ended:  # their rows are free then: the worker has slots for so many only
             self._tidy()
         fresh = self._follow(sequences, [0] * len(sequences))
@@ -168,18 +168,18 @@ class LookaheadDrafter:
         self._finished = 0.0
         return batch
 
-    def price(self, profile: list[tuple[int, float]]) -> None:
+    def set_step_times(self, profile: list[tuple[int, float]]) -> None:
         """See `scheduler.draft_admission.Priced`."""
         self._costs.price(profile)
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, num_rows: int, seconds: float) -> None:
         self._observed.append((num_rows, seconds))  # the device waits now
         self._finished = self._clock()
 
     def close(self, request: Request) -> None:
         self._ended += self._live.close(request)  # the device waits now
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         self._resting = max(self._resting - 1, 0)
         for num_rows, seconds in self._observed:
             self._costs.observe(num_rows, seconds)

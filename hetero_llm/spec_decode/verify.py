@@ -41,7 +41,7 @@ class TreeRows:
 
 def tree_rows(step: SchedulerOutput, drafts: DraftBatch) -> TreeRows:
     """Lays a step's drafts out as rows."""
-    counts = step.counts
+    counts = step.num_scheduled_tokens
     total = int(counts.sum())
     token_ids = np.empty(total, np.int32)
     places = row_places(step)
@@ -51,7 +51,7 @@ def tree_rows(step: SchedulerOutput, drafts: DraftBatch) -> TreeRows:
     row = node = 0
     above = drafts.parents.tolist()
     for start, count, nodes in zip(
-        step.starts.tolist(), counts.tolist(), drafts.counts.tolist(), strict=True
+        step.num_computed_tokens.tolist(), counts.tolist(), drafts.counts.tolist(), strict=True
     ):
         own: list[int] = []
         if nodes:
@@ -75,8 +75,8 @@ def tree_rows(step: SchedulerOutput, drafts: DraftBatch) -> TreeRows:
 
 def row_places(step: SchedulerOutput) -> np.ndarray:
     """[T] int32 index of each row's KV in its sequence's."""
-    counts = step.counts
-    before = (np.cumsum(counts) - counts - step.starts).astype(np.int32)
+    counts = step.num_scheduled_tokens
+    before = (np.cumsum(counts) - counts - step.num_computed_tokens).astype(np.int32)
     return np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(before, counts)
 
 

@@ -272,16 +272,16 @@ class TreeDrafter:
     def close(self, request: Request) -> None:
         pass
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, num_rows: int, seconds: float) -> None:
         pass
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         pass
 
     def _tree(self, sequence: Sequence, limit: int) -> DraftTree | None:
         rng = self._rng
-        key = tuple(sequence.token_ids[: sequence.num_prompt]), sequence.index
-        coming = self._record[key][len(sequence.token_ids) - sequence.num_prompt :]
+        key = tuple(sequence.token_ids[: sequence.num_prompt_tokens]), sequence.index
+        coming = self._record[key][len(sequence.token_ids) - sequence.num_prompt_tokens :]
         tokens: list[int] = []
         parents: list[int] = []
         depths: list[int] = []
@@ -302,8 +302,8 @@ class ChainDrafter(TreeDrafter):
     """Chains of the next `nodes` tokens, the last one wrong."""
 
     def _tree(self, sequence: Sequence, limit: int) -> DraftTree:
-        key = tuple(sequence.token_ids[: sequence.num_prompt]), sequence.index
-        done = len(sequence.token_ids) - sequence.num_prompt
+        key = tuple(sequence.token_ids[: sequence.num_prompt_tokens]), sequence.index
+        done = len(sequence.token_ids) - sequence.num_prompt_tokens
         tokens = self._record[key][done : done + min(limit, 4)]
         if len(tokens) > 3:
             tokens[-1] = (tokens[-1] + 1) % VOCAB_SIZE

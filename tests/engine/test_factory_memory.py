@@ -219,13 +219,13 @@ def test_too_little_host_memory(tiny_folder: Path) -> None:
 def test_the_largest_step_fills_what_a_step_may_hold(config: SchedulerConfig) -> None:
     step = memory.largest_step(config)
     longest = max(1, config.max_model_len - 1)
-    counts = step.counts.tolist()
+    counts = step.num_scheduled_tokens.tolist()
     assert len(counts) == config.max_num_seqs == len(step.admitted) == int(step.num_samples.sum())
     assert sum(counts) == min(config.max_num_batched_tokens, config.max_num_seqs * longest)
     assert len(step.token_ids) == sum(counts)
     assert min(counts) >= 1 and max(counts) <= longest
     assert counts[0] == min(longest, config.max_num_batched_tokens - config.max_num_seqs + 1)
-    slots, columns, blocks = step.table_writes.tolist()
+    slots, columns, blocks = step.block_table_writes.tolist()
     assert len(set(blocks)) == len(blocks) == max(blocks) + 1
     for slot, count in enumerate(counts):
         own = [c for s, c in zip(slots, columns) if s == slot]
@@ -269,7 +269,7 @@ class FakeRunner(nn.Module):
 
 
 def profiled(cuda: FakeCuda, *, conservative: bool, hidden: int = 70) -> PoolRoom:
-    blocks = int(memory.largest_step(CONFIG).table_writes[2].max()) + 1
+    blocks = int(memory.largest_step(CONFIG).block_table_writes[2].max()) + 1
 
     def runner_with(count: int) -> FakeRunner:
         assert count == blocks
@@ -405,7 +405,7 @@ def test_the_profile_step_runs(tiny_folder: Path) -> None:
     runner = TorchModelRunner(
         load(tiny_folder),
         model_config,
-        PagedKVCache(SHAPE, int(step.table_writes[2].max()) + 1, CPU),
+        PagedKVCache(SHAPE, int(step.block_table_writes[2].max()) + 1, CPU),
         max_num_seqs=CONFIG.max_num_seqs,
         max_model_len=CONFIG.max_model_len,
         device=CPU,

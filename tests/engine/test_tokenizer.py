@@ -113,11 +113,11 @@ def text_of(
     processor = OutputProcessor(tokenizer, lambda sequence, reason, num_tokens: None)
     request = make_request("a", prompt, params, max_model_len=999)
     sequence = Sequence(request, 0, array("i", prompt), len(prompt))
-    request.sequences, request.live = [sequence], 1
+    request.sequences, request.num_unfinished = [sequence], 1
     for token in output:
         sequence.token_ids.append(token)
         if len(sequence.token_ids) == len(prompt) + len(output):
-            sequence.finish_reason, request.live = FinishReason.LENGTH, 0
+            sequence.finish_reason, request.num_unfinished = FinishReason.LENGTH, 0
         (shown,) = processor.process([sequence])
     return shown.outputs[0].text
 

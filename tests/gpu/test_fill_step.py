@@ -46,21 +46,23 @@ def steps(draw: st.DrawFn) -> SchedulerOutput:
     write = st.tuples(st.integers(0, 8), st.integers(0, 2), st.integers(0, 500))
     writes = draw(st.lists(write, max_size=6))
     return SchedulerOutput(
-        slots=np.array(slots, np.int32),
-        starts=np.array(starts, np.int32),
-        counts=np.array(counts, np.int32),
+        request_slots=np.array(slots, np.int32),
+        num_computed_tokens=np.array(starts, np.int32),
+        num_scheduled_tokens=np.array(counts, np.int32),
         token_ids=np.array(tokens, np.int32),
         num_samples=np.array(samples, np.int32),
-        prompt_rows=(),
+        prompt_logprob_spans=(),
         admitted=(),
-        table_writes=np.array(writes, np.int32).reshape(-1, 3).T,
+        block_table_writes=np.array(writes, np.int32).reshape(-1, 3).T,
         block_copies=np.zeros((2, 0), np.int32),
         drafts=drafts if drafted else None,
     )
 
 
 def is_tree(step: SchedulerOutput) -> np.ndarray:
-    return np.zeros(len(step.slots), bool) if step.drafts is None else step.drafts.counts > 0
+    return (
+        np.zeros(len(step.request_slots), bool) if step.drafts is None else step.drafts.counts > 0
+    )
 
 
 def packer() -> StepPacker:
@@ -98,7 +100,16 @@ def test_every_part(step: SchedulerOutput) -> None:
     views = packet_views(PACKER.ring[place].numpy(), layout)
     row = sample = group = 0
     for slot, start, count, draws, tree in zip(
-        *(a.tolist() for a in (step.slots, step.starts, step.counts, step.num_samples)), trees
+        *(
+            a.tolist()
+            for a in (
+                step.request_slots,
+                step.num_computed_tokens,
+                step.num_scheduled_tokens,
+                step.num_samples,
+            )
+        ),
+        trees,
     ):
         depths, masks = [0] * count, [0] * count
         for i in range(count):
@@ -141,15 +152,22 @@ def test_every_part(step: SchedulerOutput) -> None:
     if views.tree is not None:
         assert (views.tree.groups[2, group:] == -1).all()
         assert (views.tree.groups[1, group:] == 0).all()
-    num_writes = step.table_writes.shape[1]
+    num_writes = step.block_table_writes.shape[1]
     assert views.num_writes[0] == num_writes
-    last = {(slot, column): block for slot, column, block in step.table_writes.T.tolist()}
+    last = {(slot, column): block for slot, column, block in step.block_table_writes.T.tolist()}
     for slot, column, block in views.writes[:, :num_writes].T.tolist():
         assert block == last[slot, column]  # of two writes to one place the last counts
-    assert np.array_equal(views.writes[:2, :num_writes], step.table_writes[:2])
+    assert np.array_equal(views.writes[:2, :num_writes], step.block_table_writes[:2])
     for index, window in enumerate((None, 37)):
         items, cut = plan_work(
-            step.slots, step.starts, step.counts, trees, window, LIMITS, PACKER.tables, BLOCK
+            step.request_slots,
+            step.num_computed_tokens,
+            step.num_scheduled_tokens,
+            trees,
+            window,
+            LIMITS,
+            PACKER.tables,
+            BLOCK,
         )
         assert views.work_counts[index].tolist() == [len(items), len(cut)]
         assert np.array_equal(views.items[index][: len(items), :6], items[:, :6])
@@ -175,19 +193,19 @@ def shared_tables(draw: st.DrawFn) -> np.ndarray:
 def steps_that_share(draw: st.DrawFn) -> tuple[SchedulerOutput, np.ndarray, np.ndarray]:
     """A step of slots in order, with few rows each and long contexts; tables; who is chosen."""
     step = draw(steps())
-    num = len(step.slots)
+    num = len(step.request_slots)
     counts = [draw(st.integers(1, 3)) for _ in range(num)]
     starts = [draw(st.integers(60, COLUMNS * BLOCK - 3)) for _ in range(num)]
     few = draw(st.booleans())
     step = SchedulerOutput(
-        slots=np.sort(step.slots) if few else step.slots,
-        starts=np.array(starts, np.int32) if few else step.starts,
-        counts=np.array(counts, np.int32) if few else step.counts,
+        request_slots=np.sort(step.request_slots) if few else step.request_slots,
+        num_computed_tokens=np.array(starts, np.int32) if few else step.num_computed_tokens,
+        num_scheduled_tokens=np.array(counts, np.int32) if few else step.num_scheduled_tokens,
         token_ids=step.token_ids,
         num_samples=step.num_samples,
-        prompt_rows=(),
+        prompt_logprob_spans=(),
         admitted=(),
-        table_writes=step.table_writes,
+        block_table_writes=step.block_table_writes,
         block_copies=step.block_copies,
         drafts=step.drafts,
     )
@@ -213,11 +231,21 @@ def test_the_work_list_covers_every_key_once(
     step, tables, chosen = case
     trees = is_tree(step)
     limits = PlanLimits(tile_rows, 8, parallel, max_pieces, 16)
-    plan = (step.slots, step.starts, step.counts, trees, window, limits)
+    plan = (
+        step.request_slots,
+        step.num_computed_tokens,
+        step.num_scheduled_tokens,
+        trees,
+        window,
+        limits,
+    )
     items, cut_rows = plan_work(*plan, tables, BLOCK, chosen)
     pieces = [piece for piece in items[:, 5].tolist() if piece >= 0]
     assert pieces == list(range(len(pieces))) and len(pieces) <= max_pieces
-    slots, starts = (np.repeat(a, step.counts).tolist() for a in (step.slots, step.starts))
+    slots, starts = (
+        np.repeat(a, step.num_scheduled_tokens).tolist()
+        for a in (step.request_slots, step.num_computed_tokens)
+    )
     seen: dict[int, list[int]] = {}
     for slot, first, rows, begin, end, *_ in items.tolist():
         assert begin % 8 == 0 and begin < end and 1 <= rows <= tile_rows
@@ -231,7 +259,10 @@ def test_the_work_list_covers_every_key_once(
             assert np.array_equal(tables[slot, :blocks], tables[slots[row], :blocks])
     row = 0
     for start, count, tree, taken in zip(
-        step.starts.tolist(), step.counts.tolist(), trees, chosen.tolist()
+        step.num_computed_tokens.tolist(),
+        step.num_scheduled_tokens.tolist(),
+        trees,
+        chosen.tolist(),
     ):
         for i in range(count):
             keys = sorted(seen.get(row + i, []))
@@ -395,14 +426,14 @@ def test_long_contexts_are_spread_evenly() -> None:
 
 def test_verified_output_reads_groups() -> None:
     step = SchedulerOutput(
-        slots=np.array([3, 1, 2], np.int32),
-        starts=np.array([5, 6, 7], np.int32),
-        counts=np.array([4, 2, 1], np.int32),
+        request_slots=np.array([3, 1, 2], np.int32),
+        num_computed_tokens=np.array([5, 6, 7], np.int32),
+        num_scheduled_tokens=np.array([4, 2, 1], np.int32),
         token_ids=np.zeros(4, np.int32),
         num_samples=np.array([1, 2, 1], np.int32),
-        prompt_rows=(),
+        prompt_logprob_spans=(),
         admitted=(),
-        table_writes=np.zeros((3, 0), np.int32),
+        block_table_writes=np.zeros((3, 0), np.int32),
         block_copies=np.zeros((2, 0), np.int32),
         drafts=DraftBatch(*(np.array(v, np.int32) for v in ([3, 0, 0], [5, 6, 7], [-1, 0, -1]))),
     )

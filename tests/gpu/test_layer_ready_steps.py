@@ -15,7 +15,12 @@ import torch
 from hetero_llm.bridge.kv_offload.copier_protocol import Gate
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.core.step import ModelRunnerOutput, PromptRows, SchedulerOutput, SlotState
+from hetero_llm.core.step import (
+    AdmittedSequence,
+    ModelRunnerOutput,
+    PromptLogprobSpan,
+    SchedulerOutput,
+)
 from hetero_llm.gpu.fused import speed_up
 from hetero_llm.gpu.graph_set import GraphSet
 from hetero_llm.gpu.kernels.launch import INTERPRETED
@@ -105,12 +110,12 @@ def run(runner: Runner, step: SchedulerOutput) -> ModelRunnerOutput:
 # -- the steps ------------------------------------------------------------------------------------
 
 
-def states(num_logprobs: int | None) -> tuple[SlotState, SlotState]:
+def states(num_logprobs: int | None) -> tuple[AdmittedSequence, AdmittedSequence]:
     params = SamplingParams(temperature=0.0, prompt_logprobs=num_logprobs)
     wanted = num_logprobs or 0
     return (
-        SlotState(0, tuple(PROMPT), len(PROMPT), params, 0, 0, num_logprobs, wanted),
-        SlotState(1, tuple(OTHER), len(OTHER), SamplingParams(temperature=0.0), 0, 0),
+        AdmittedSequence(0, tuple(PROMPT), len(PROMPT), params, 0, 0, num_logprobs, wanted),
+        AdmittedSequence(1, tuple(OTHER), len(OTHER), SamplingParams(temperature=0.0), 0, 0),
     )
 
 
@@ -131,13 +136,17 @@ def joining_step(num_logprobs: int | None) -> SchedulerOutput:
     step = step_of(work, states(num_logprobs)[:1], writes)
     if num_logprobs is None:
         return step
-    return dataclasses.replace(step, prompt_rows=(PromptRows(0, 0, len(PROMPT) - PREFIX - 1),))
+    return dataclasses.replace(
+        step, prompt_logprob_spans=(PromptLogprobSpan(0, 0, len(PROMPT) - PREFIX - 1),)
+    )
 
 
 def copying_step() -> SchedulerOutput:
     """All of the first 32 tokens are there: the last one is computed again, in a copy of its
     block."""
-    state = SlotState(0, tuple(PROMPT[:PREFIX]), PREFIX, SamplingParams(temperature=0.0), 0, 0, 2)
+    state = AdmittedSequence(
+        0, tuple(PROMPT[:PREFIX]), PREFIX, SamplingParams(temperature=0.0), 0, 0, 2
+    )
     writes = [(0, 0, LOADED[0]), (0, 1, OWN)]
     work = [(0, PREFIX - 1, PROMPT[PREFIX - 1 : PREFIX], 1), (1, len(OTHER), [-1], 1)]
     step = step_of(work, (state,), writes)
@@ -146,7 +155,12 @@ def copying_step() -> SchedulerOutput:
 
 def following_step(step: SchedulerOutput) -> SchedulerOutput:
     """A row for each sequence, without loads."""
-    return step_of([(0, int(step.starts[0] + step.counts[0]), [-1], 1), (1, 6, [-1], 1)])
+    return step_of(
+        [
+            (0, int(step.num_computed_tokens[0] + step.num_scheduled_tokens[0]), [-1], 1),
+            (1, 6, [-1], 1),
+        ]
+    )
 
 
 def equal(ours: ModelRunnerOutput, wanted: ModelRunnerOutput) -> bool:
@@ -157,7 +171,7 @@ def equal(ours: ModelRunnerOutput, wanted: ModelRunnerOutput) -> bool:
     for slot, rows in wanted.prompt_logprobs.items():
         pairs += zip(ours.prompt_logprobs[slot], rows, strict=True)
     return all(
-        (a is None) == (b is None) and (a is None or b is None or abs(a.drawn - b.drawn) < 1e-4)
+        (a is None) == (b is None) and (a is None or b is None or abs(a.sampled - b.sampled) < 1e-4)
         for a, b in pairs
     )
 
@@ -268,12 +282,12 @@ def test_a_step_sees_what_comes_while_it_runs(
         run(arm.runner, before)
     assert loader.waits == 0  # steps without loads know of no gate
     thread = loader.load(arm, expected.content)
-    joined = run(arm.runner, dataclasses.replace(step, loads=(TICKET, 9)))
+    joined = run(arm.runner, dataclasses.replace(step, kv_loads=(TICKET, 9)))
     thread.join()
     assert loader.waits == layers + (name == "a copied block")
-    assert equal(joined, expected.joined) and not joined.loads_timed_out
+    assert equal(joined, expected.joined) and not joined.kv_loads_timed_out
     followed = run(arm.runner, following_step(step))
-    assert equal(followed, expected.followed) and not followed.loads_timed_out
+    assert equal(followed, expected.followed) and not followed.kv_loads_timed_out
     assert loader.waits == layers + (name == "a copied block")
 
 
@@ -312,7 +326,7 @@ def test_only_steps_with_loads_replay_graphs_that_wait(
         run(arm.runner, before)
     assert graphs.replayed == [("rows", 8), ("head", 1)]
     thread = loader.load(arm, expected.content)
-    assert equal(run(arm.runner, dataclasses.replace(step, loads=(TICKET,))), expected.joined)
+    assert equal(run(arm.runner, dataclasses.replace(step, kv_loads=(TICKET,))), expected.joined)
     thread.join()
     assert graphs.replayed[2:] == [("gated rows", 8), ("head", 2)]
     waits = loader.waits
@@ -320,8 +334,8 @@ def test_only_steps_with_loads_replay_graphs_that_wait(
     assert equal(run(arm.runner, following), expected.followed)
     assert graphs.replayed[4:] == [("short decode", 2)] and loader.waits == waits
     # A step that would only decode, too: no graph that decodes ever waits.
-    later = step_of([(0, int(following.starts[0]) + 1, [-1], 1), (1, 7, [-1], 1)])
-    run(arm.runner, dataclasses.replace(later, loads=(TICKET,)))
+    later = step_of([(0, int(following.num_computed_tokens[0]) + 1, [-1], 1), (1, 7, [-1], 1)])
+    run(arm.runner, dataclasses.replace(later, kv_loads=(TICKET,)))
     assert graphs.replayed[5:] == [("gated rows", 8), ("head", 2)]
     plain = build(checkpoint, device, kind, graphs=True, most_rows=8).runner._graphs  # type: ignore[union-attr]
     assert not any(name == "gated rows" for name, _ in plain.bodies)  # type: ignore[union-attr]
@@ -341,7 +355,7 @@ def test_without_waiting_the_results_are_others(
     for before in prefix_steps(late=True):
         run(arm.runner, before)
     thread = loader.load(arm, expected.content)
-    joined = run(arm.runner, dataclasses.replace(step, loads=(TICKET,)))
+    joined = run(arm.runner, dataclasses.replace(step, kv_loads=(TICKET,)))
     loader.hurry()
     thread.join()
     assert not equal(joined, expected.joined)
@@ -356,20 +370,20 @@ def test_a_load_that_never_comes_is_reported(
     arm = build(checkpoint, device, kind, gates)
     gates._flags[2] = 3  # layers
     for before in prefix_steps(late=True):
-        assert not run(arm.runner, before).loads_timed_out
+        assert not run(arm.runner, before).kv_loads_timed_out
     silent = dataclasses.replace(joining_step(None), num_samples=np.zeros(2, np.int32))
-    first = arm.runner.launch(dataclasses.replace(silent, loads=(2, 1)))
+    first = arm.runner.launch(dataclasses.replace(silent, kv_loads=(2, 1)))
     rest = step_of([(0, len(PROMPT), [5], 1), (1, 6, [5], 1)])
-    second = arm.runner.launch(dataclasses.replace(rest, loads=(2,)))
-    assert arm.runner.finish(first).loads_timed_out  # type: ignore[arg-type]
-    assert not arm.runner.finish(second).loads_timed_out  # type: ignore[arg-type]
+    second = arm.runner.launch(dataclasses.replace(rest, kv_loads=(2,)))
+    assert arm.runner.finish(first).kv_loads_timed_out  # type: ignore[arg-type]
+    assert not arm.runner.finish(second).kv_loads_timed_out  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["kernels", "torch"])
 def test_loads_need_gates_and_bear_no_drafts(
     checkpoint: Path, kind: str, device: torch.device
 ) -> None:
-    step = dataclasses.replace(joining_step(None), loads=(TICKET,))
+    step = dataclasses.replace(joining_step(None), kv_loads=(TICKET,))
     with pytest.raises(AssertionError, match="nothing loads"):
         build(checkpoint, device, kind).runner.launch(step)
     gates = DeviceGates(device, lambda ticket: None, most_looks=MOST_LOOKS)

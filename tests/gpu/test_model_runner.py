@@ -12,7 +12,7 @@ import torch
 
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.core.step import SchedulerOutput, SlotState
+from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.gpu.fused import speed_up
 from hetero_llm.gpu.model_runner import GpuModelRunner
 from hetero_llm.models.config import ModelConfig
@@ -34,19 +34,19 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def step_of(
     work: list[tuple[int, int, list[int], int]],
-    admitted: tuple[SlotState, ...] = (),
+    admitted: tuple[AdmittedSequence, ...] = (),
     writes: list[tuple[int, int, int]] | None = None,
 ) -> SchedulerOutput:
     """Sequences as (slot, start, tokens, draws)."""
     return SchedulerOutput(
-        slots=np.array([w[0] for w in work], np.int32),
-        starts=np.array([w[1] for w in work], np.int32),
-        counts=np.array([len(w[2]) for w in work], np.int32),
+        request_slots=np.array([w[0] for w in work], np.int32),
+        num_computed_tokens=np.array([w[1] for w in work], np.int32),
+        num_scheduled_tokens=np.array([len(w[2]) for w in work], np.int32),
         token_ids=np.array([t for w in work for t in w[2]], np.int32),
         num_samples=np.array([w[3] for w in work], np.int32),
-        prompt_rows=(),
+        prompt_logprob_spans=(),
         admitted=admitted,
-        table_writes=np.array(writes or np.zeros((0, 3)), np.int32).T.reshape(3, -1),
+        block_table_writes=np.array(writes or np.zeros((0, 3)), np.int32).T.reshape(3, -1),
         block_copies=np.zeros((2, 0), np.int32),
     )
 
@@ -61,7 +61,7 @@ def steps(num_logprobs: int | None = None) -> list[SchedulerOutput]:
         SamplingParams(temperature=1.3, n=2, seed=4),
     ]
     states = tuple(
-        SlotState(i, tuple(p), len(p), q, q.seed or 0, 0, num_logprobs)
+        AdmittedSequence(i, tuple(p), len(p), q, q.seed or 0, 0, num_logprobs)
         for i, (p, q) in enumerate(zip(prompts, params))
     )
     blocks = rng.permutation(BLOCKS)
@@ -116,7 +116,7 @@ def test_it_draws_what_the_torch_runner_draws(
         assert (output.logprobs is None) == (num_logprobs is None)
         for entry, other in zip(output.logprobs or (), wanted.logprobs or ()):
             assert entry.rank == other.rank and entry.top[0][0] == other.top[0][0]
-            assert entry.drawn == pytest.approx(other.drawn, abs=1e-4)
+            assert entry.sampled == pytest.approx(other.sampled, abs=1e-4)
 
 
 def test_soft_caps_and_alibi_reach_the_kernel(tmp_path: Path, device: torch.device) -> None:
@@ -137,7 +137,7 @@ def test_soft_caps_and_alibi_reach_the_kernel(tmp_path: Path, device: torch.devi
                 model, config, cache, max_num_batched_tokens=64, graphs=False, **sizes
             )
         work = [runner.finish(runner.launch(step)) for step in steps(2)[:2]]
-        outputs.append(torch.tensor([e.drawn for o in work for e in o.logprobs]))
+        outputs.append(torch.tensor([e.sampled for o in work for e in o.logprobs]))
     plain, torchs, ours = outputs
     torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-4)
     assert float((plain - torchs).abs().max()) > 1e-2

@@ -117,17 +117,17 @@ class Trees:
     def close(self, request: Request) -> None:
         pass
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, num_rows: int, seconds: float) -> None:
         pass
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         pass
 
     def _tree(self, sequence: Sequence, limit: int) -> DraftTree:
         rng = self._rng
         name = sequence.request.request_id
         known = self._record.get((name, sequence.index), [])
-        coming = known[len(sequence.token_ids) - sequence.num_prompt :]
+        coming = known[len(sequence.token_ids) - sequence.num_prompt_tokens :]
         tokens: list[int] = []
         parents: list[int] = []
         depths: list[int] = []

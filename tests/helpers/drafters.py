@@ -51,13 +51,13 @@ class Switch:
         if self.drafter is not None:
             self.drafter.close(request)
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, num_rows: int, seconds: float) -> None:
         if self.drafter is not None:
-            self.drafter.observe(num_rows, seconds)
+            self.drafter.observe_step(num_rows, seconds)
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         if self.drafter is not None:
-            self.drafter.settle()
+            self.drafter.run_deferred()
 
 
 class Guesser:
@@ -86,15 +86,15 @@ class Guesser:
     def close(self, request: Request) -> None:
         pass
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, num_rows: int, seconds: float) -> None:
         pass
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         pass
 
     def _coming(self, sequence: Sequence) -> list[int]:
         known = self._record.get((sequence.request.request_id, sequence.index), [])
-        return known[len(sequence.token_ids) - sequence.num_prompt :]
+        return known[len(sequence.token_ids) - sequence.num_prompt_tokens :]
 
     def _tree(self, coming: list[int], limit: int) -> DraftTree | None:
         raise NotImplementedError

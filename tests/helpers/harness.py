@@ -14,7 +14,7 @@ from hetero_llm.core.drafter import Drafter
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.core.step import LAST_DRAWN, ModelRunnerOutput, SampleLogprobs, SchedulerOutput
+from hetero_llm.core.step import LAST_SAMPLED, ModelRunnerOutput, SampleLogprobs, SchedulerOutput
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.prefix_cache import PrefixCache, root_key, token_bytes
 from hetero_llm.scheduler.beam_groups import HoldsStop
@@ -49,15 +49,15 @@ def rows_of(step: SchedulerOutput) -> tuple[list[int], list[int]]:
     draft nodes."""
     drafts = step.drafts
     if drafts is None:
-        assert len(step.token_ids) == int(step.counts.sum())
+        assert len(step.token_ids) == int(step.num_scheduled_tokens.sum())
         return step.token_ids.tolist(), [-1] * len(step.token_ids)
     assert len(drafts.token_ids) == len(drafts.parents) == int(drafts.counts.sum()) > 0
-    assert len(drafts.counts) == len(step.slots)
+    assert len(drafts.counts) == len(step.request_slots)
     known, nodes = iter(step.token_ids.tolist()), iter(drafts.token_ids.tolist())
     above = iter(drafts.parents.tolist())
     tokens: list[int] = []
     parents: list[int] = []
-    for count, drafted in zip(step.counts.tolist(), drafts.counts.tolist()):
+    for count, drafted in zip(step.num_scheduled_tokens.tolist(), drafts.counts.tolist()):
         assert not drafted or count == drafted + 1
         tokens += [next(known) for _ in range(count - drafted)]
         parents += [-1] * (count - drafted)
@@ -110,14 +110,14 @@ class FakeRunner:
 
     def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
         for state in step.admitted:
-            self.states[state.slot] = state
-            self._fed[state.slot] = list(state.token_ids)
-        slots, columns, blocks = step.table_writes
+            self.states[state.request_slot] = state
+            self._fed[state.request_slot] = list(state.token_ids)
+        slots, columns, blocks = step.block_table_writes
         self.tables[slots, columns] = blocks
         for source, destination in step.block_copies.T:
             self.memory[destination] = self.memory[source]
-        self.max_rows = max(self.max_rows, int(step.counts.sum()))
-        self.num_rows += int(step.counts.sum())
+        self.max_rows = max(self.max_rows, int(step.num_scheduled_tokens.sum()))
+        self.num_rows += int(step.num_scheduled_tokens.sum())
         tokens: list[int] = []
         logprobs: list[SampleLogprobs | None] = []
         drawn: dict[int, int] = {}
@@ -125,7 +125,10 @@ class FakeRunner:
         rows, parents = rows_of(step)
         first = 0
         for slot, start, count, samples in zip(
-            step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), step.num_samples
+            step.request_slots.tolist(),
+            step.num_computed_tokens.tolist(),
+            step.num_scheduled_tokens.tolist(),
+            step.num_samples,
         ):
             before = len(tokens)
             last = first + count
@@ -189,7 +192,7 @@ class FakeRunner:
         return token
 
     def _feed(self, slot: int, position: int, token: int) -> None:
-        if token == LAST_DRAWN:
+        if token == LAST_SAMPLED:
             assert slot in self._drawn, "the step before drew no single token for this slot"
             token = self._drawn[slot]
         fed = self._fed[slot]
@@ -272,7 +275,7 @@ def make_request(
         end_ids=end_ids,
         eos_ids=frozenset({EOS}),
         max_total_tokens=limit,
-        root=root_key(),
+        root_hash=root_key(),
         metrics=RequestMetrics(time.monotonic()),
         num_logprobs=count,
         packed_prompt=token_bytes(prompt),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
-from hetero_llm.kv_cache.host_tier import HostHit, TierEvents, Victim
+from hetero_llm.kv_cache.host_tier import EvictionCandidate, HostHit, TierEvents
 from tests.helpers.harness import FakeRunner
 
 POISON = -7
@@ -27,36 +27,40 @@ class LoadingRunner(FakeRunner):
         self.blind: set[int] = set()  # slots that saw poison: what they draw means nothing
 
     def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        self.blind -= {state.slot for state in step.admitted}
-        timed_out = bool(step.loads) and self.tier.pass_gates(step.loads)
-        slots, columns, blocks = step.table_writes
+        self.blind -= {state.request_slot for state in step.admitted}
+        timed_out = bool(step.kv_loads) and self.tier.pass_gates(step.kv_loads)
+        slots, columns, blocks = step.block_table_writes
         tables = self.tables.copy()
         tables[slots, columns] = blocks
         memory = self.memory.copy()
         for source, destination in step.block_copies.T:
             memory[destination] = memory[source]
-        for slot, start in zip(step.slots.tolist(), step.starts.tolist()):
+        for slot, start in zip(step.request_slots.tolist(), step.num_computed_tokens.tolist()):
             places = np.arange(start)
             read = memory[tables[slot, places // self.block_size], places % self.block_size]
             if (read == POISON).any():
-                assert step.loads or slot in self.blind, "a step read KV that had not come"
+                assert step.kv_loads or slot in self.blind, "a step read KV that had not come"
                 self.blind.add(slot)
-        seeing = np.array([slot not in self.blind for slot in step.slots.tolist()], bool)
+        seeing = np.array([slot not in self.blind for slot in step.request_slots.tolist()], bool)
         output = super()._run(step if seeing.all() else _only(step, seeing))
         self.num_finished += 1
         self.tier.step_finished()
         if not seeing.all():
             output = _spliced(output, step, seeing)
-        return dataclasses.replace(output, loads_timed_out=timed_out)
+        return dataclasses.replace(output, kv_loads_timed_out=timed_out)
 
 
 def _only(step: SchedulerOutput, seeing: np.ndarray) -> SchedulerOutput:
     assert step.drafts is None
-    rows = np.repeat(seeing, step.counts)
+    rows = np.repeat(seeing, step.num_scheduled_tokens)
     return dataclasses.replace(
-        step, slots=step.slots[seeing], starts=step.starts[seeing], counts=step.counts[seeing],
-        token_ids=step.token_ids[rows], num_samples=step.num_samples[seeing],
-    )  # fmt: skip
+        step,
+        request_slots=step.request_slots[seeing],
+        num_computed_tokens=step.num_computed_tokens[seeing],
+        num_scheduled_tokens=step.num_scheduled_tokens[seeing],
+        token_ids=step.token_ids[rows],
+        num_samples=step.num_samples[seeing],
+    )
 
 
 def _spliced(
@@ -116,7 +120,7 @@ class FakeTier:
         self.held: dict[bytes, tuple[bytes, np.ndarray]] = {}  # source to key, content
         self.pinned: dict[bytes, int] = {}
         self.loads: dict[int, _Copy] = {}
-        self.stores: dict[int, tuple[_Copy, list[Victim]]] = {}
+        self.stores: dict[int, tuple[_Copy, list[EvictionCandidate]]] = {}
         self.launched = 0
         self.tickets = 0
         self.over = TierEvents()
@@ -194,7 +198,7 @@ class FakeTier:
         if ticket in self.loads:
             self.loads[ticket].aborted = True
 
-    def store(self, victims: Sequence[Victim]) -> tuple[int, int]:
+    def store(self, victims: Sequence[EvictionCandidate]) -> tuple[int, int]:
         count = self.random.randint(0, len(victims))
         if not count:
             return 0, 0

@@ -175,7 +175,7 @@ def rest(engine: Engine) -> None:
     """Until no copy is under way."""
     assert engine.step() == []  # there may be a stray one that nobody waits for
     deadline = time.monotonic() + 60
-    while engine.tend():
+    while engine.poll_host_memory():
         assert time.monotonic() < deadline, "copies do not end"
         tier_of(engine).wait(1e-3)
 

@@ -72,8 +72,10 @@ def change_trees(patch: Patch, change: Callable[[TreeRows, SchedulerOutput], Tre
 
 def within_trees(trees: TreeRows, step: SchedulerOutput) -> np.ndarray:
     """[T] uint64 index of each row in its sequence's."""
-    firsts = np.cumsum(step.counts) - step.counts
-    return (np.arange(len(trees.places)) - np.repeat(firsts, step.counts)).astype(np.uint64)
+    firsts = np.cumsum(step.num_scheduled_tokens) - step.num_scheduled_tokens
+    return (np.arange(len(trees.places)) - np.repeat(firsts, step.num_scheduled_tokens)).astype(
+        np.uint64
+    )
 
 
 def change_masks(patch: Patch, change: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> None:
@@ -105,7 +107,9 @@ def nodes_miss_the_root(patch: Patch) -> None:
 @mutant()
 def nodes_miss_their_parents(patch: Patch) -> None:
     def changed(trees: TreeRows, step: SchedulerOutput) -> TreeRows:
-        above = np.array([p for own in map(_all_parents, trees.parents, step.counts) for p in own])
+        above = np.array(
+            [p for own in map(_all_parents, trees.parents, step.num_scheduled_tokens) for p in own]
+        )
         bits = trees.ancestors & ~(np.uint64(1) << np.maximum(above, 0).astype(np.uint64))
         return replace(trees, ancestors=np.where(above >= 0, bits, trees.ancestors))
 
@@ -432,11 +436,14 @@ def a_draft_is_accepted_as_in_rejection_sampling(patch: Patch) -> None:
 
     class Wrong(Around):
         def draw(self, logits: torch.Tensor, slots: Any, positions: Any, samples: Any) -> Any:
-            parents, firsts = self.drafted.trees.parents, np.cumsum(self.drafted.step.counts)
+            parents, firsts = (
+                self.drafted.trees.parents,
+                np.cumsum(self.drafted.step.num_scheduled_tokens),
+            )
             logits = logits.clone()
             for index, row in enumerate(self.rows.tolist()):
                 sequence = int(np.searchsorted(firsts, row, "right"))
-                first = int(firsts[sequence] - self.drafted.step.counts[sequence])
+                first = int(firsts[sequence] - self.drafted.step.num_scheduled_tokens[sequence])
                 if row - first in parents[sequence]:
                     child = first + parents[sequence].index(row - first)
                     token = int(self.drafted.trees.token_ids[child])

@@ -65,7 +65,7 @@ class Traffic(RuleBasedStateMachine):
             expected += SIZE
         expected = min(expected, len(tokens) - 1)
         table = self._new_table(tokens, root)
-        self.computed[table] = self.manager.open(
+        self.computed[table] = self.manager.match_prefix(
             table, tokens, ROOTS[root], reuse, token_bytes(tokens[:packed])
         )
         assert self.computed[table] == expected
@@ -87,7 +87,7 @@ class Traffic(RuleBasedStateMachine):
         end = min(len(tokens), start + count)
         before = self._state()
         needed, freed = self._blocks_needed(table, start, end + drafts)
-        if not self.manager.grow(table, start, end + drafts):
+        if not self.manager.allocate(table, start, end + drafts):
             assert needed > self.manager.num_free, "refused although there was room"
             assert self._state() == before
             assert not self._apply_changes()
@@ -103,7 +103,7 @@ class Traffic(RuleBasedStateMachine):
             self.memory[block][position % SIZE] = entry
         self.computed[table] = end
         published = self._state()[2]
-        self.manager.commit(table, tokens, end)
+        self.manager.cache_blocks(table, tokens, end)
         if table in self.stale:
             assert self._state()[2] == published, "published although what comes before is gone"
             return
@@ -126,7 +126,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
         table = self._any_table(data)
-        self.manager.close(table)
+        self.manager.free(table)
         for state in (self.columns, self.tokens, self.computed, self.roots):
             del state[table]
 
@@ -235,9 +235,9 @@ TestTraffic.settings = settings(
 
 def opened(manager: BlockManager, table: int, tokens: list[int]) -> int:
     """Opens, computes and publishes a table as one step would; returns the tokens found."""
-    found = manager.open(table, tokens, ROOTS["a"])
-    assert manager.grow(table, found, len(tokens))
-    manager.commit(table, tokens, len(tokens))
+    found = manager.match_prefix(table, tokens, ROOTS["a"])
+    assert manager.allocate(table, found, len(tokens))
+    manager.cache_blocks(table, tokens, len(tokens))
     return found
 
 
@@ -252,50 +252,50 @@ def test_blocks_without_a_prefix_go_before_cached_ones() -> None:
     manager = BlockManager(4, SIZE, PrefixCache())
     opened(manager, 0, [1] * 8)
     opened(manager, 1, [2] * 3)
-    manager.close(0)
-    manager.close(1)
+    manager.free(0)
+    manager.free(1)
     opened(manager, 2, [3] * 8)
-    assert manager.open(3, [1] * 9, ROOTS["a"]) == 8
+    assert manager.match_prefix(3, [1] * 9, ROOTS["a"]) == 8
 
 
 def test_a_cached_prefix_loses_its_tail_first_and_the_oldest_goes_first() -> None:
     manager = BlockManager(4, SIZE, PrefixCache())
     for table, token in enumerate((1, 2)):
         opened(manager, table, [token] * 8)
-        manager.close(table)
+        manager.free(table)
     opened(manager, 2, [3] * 4)  # takes one block: the tail of the oldest prefix
-    manager.close(2)
-    assert manager.open(3, [1] * 9, ROOTS["a"]) == 4
-    assert manager.open(4, [2] * 9, ROOTS["a"]) == 8
+    manager.free(2)
+    assert manager.match_prefix(3, [1] * 9, ROOTS["a"]) == 4
+    assert manager.match_prefix(4, [2] * 9, ROOTS["a"]) == 8
 
 
 def test_a_prefix_that_was_hit_is_young_again() -> None:
     manager = BlockManager(4, SIZE, PrefixCache())
     for table, token in enumerate((1, 2)):
         opened(manager, table, [token] * 8)
-        manager.close(table)
-    assert manager.open(2, [1] * 9, ROOTS["a"]) == 8
-    manager.close(2)
+        manager.free(table)
+    assert manager.match_prefix(2, [1] * 9, ROOTS["a"]) == 8
+    manager.free(2)
     opened(manager, 3, [3] * 8)
-    assert manager.open(4, [1] * 9, ROOTS["a"]) == 8
-    assert manager.open(5, [2] * 9, ROOTS["a"]) == 0
+    assert manager.match_prefix(4, [1] * 9, ROOTS["a"]) == 8
+    assert manager.match_prefix(5, [2] * 9, ROOTS["a"]) == 0
 
 
 def twins(manager: BlockManager, first: int, second: int, tokens: list[int]) -> None:
     """Two tables that compute the same tokens at the same time: the first one is found."""
     for table in (first, second):
-        assert manager.open(table, tokens, ROOTS["a"]) == 0
-        assert manager.grow(table, 0, len(tokens))
+        assert manager.match_prefix(table, tokens, ROOTS["a"]) == 0
+        assert manager.allocate(table, 0, len(tokens))
     for table in (first, second):
-        manager.commit(table, tokens, len(tokens))
+        manager.cache_blocks(table, tokens, len(tokens))
 
 
 def test_a_table_takes_over_what_is_found_when_its_twin_ends() -> None:
     manager = BlockManager(4, SIZE, PrefixCache())
     twins(manager, 0, 1, [1] * 8)
-    manager.close(0)
-    manager.free_closed()
-    assert manager.open(2, [1] * 9, ROOTS["a"]) == 8
+    manager.free(0)
+    manager.release_closed()
+    assert manager.match_prefix(2, [1] * 9, ROOTS["a"]) == 8
     assert manager.block_ids(2) == manager.block_ids(1)
     assert manager.num_free == 2, "what is twice is kept once"
 
@@ -303,36 +303,36 @@ def test_a_table_takes_over_what_is_found_when_its_twin_ends() -> None:
 def test_a_free_block_is_as_young_as_its_last_twin() -> None:
     """Else it would go before what follows the twin, which nobody could find any more."""
     manager = BlockManager(6, SIZE, PrefixCache())
-    manager.open(0, [1] * 4, ROOTS["a"])
-    manager.open(1, [1] * 8, ROOTS["a"])
+    manager.match_prefix(0, [1] * 4, ROOTS["a"])
+    manager.match_prefix(1, [1] * 8, ROOTS["a"])
     for table, count in ((0, 4), (1, 8)):
-        assert manager.grow(table, 0, count)
-    manager.commit(0, [1] * 4, 4)
-    manager.close(0)  # free before its twin is known
+        assert manager.allocate(table, 0, count)
+    manager.cache_blocks(0, [1] * 4, 4)
+    manager.free(0)  # free before its twin is known
     opened(manager, 2, [2] * 4)
-    manager.close(2)
-    manager.commit(1, [1] * 8, 8)
-    manager.close(1)  # the twin: of no use any more
+    manager.free(2)
+    manager.cache_blocks(1, [1] * 8, 8)
+    manager.free(1)  # the twin: of no use any more
     opened(manager, 3, [3] * 16)  # the unused ones, the twin, and the oldest
-    assert manager.open(4, [2] * 5, ROOTS["a"]) == 0
-    assert manager.open(5, [1] * 9, ROOTS["a"]) == 8
+    assert manager.match_prefix(4, [2] * 5, ROOTS["a"]) == 0
+    assert manager.match_prefix(5, [1] * 9, ROOTS["a"]) == 8
 
 
 def test_namespaces_do_not_share() -> None:
     manager = BlockManager(NUM_BLOCKS, SIZE, PrefixCache())
     opened(manager, 0, [1] * 9)
-    assert manager.open(1, [1] * 9, ROOTS["b"]) == 0
-    assert manager.open(2, [1] * 9, ROOTS["a"]) == 8
+    assert manager.match_prefix(1, [1] * 9, ROOTS["b"]) == 0
+    assert manager.match_prefix(2, [1] * 9, ROOTS["a"]) == 8
 
 
 def test_a_fork_shares_no_block_that_was_grown_for_drafts_and_is_written_later() -> None:
     manager = BlockManager(NUM_BLOCKS, SIZE)
-    manager.open(0, [1] * 5, ROOTS["a"])
-    assert manager.grow(0, 0, 5 + SIZE)  # the last block is for drafts, which were rejected
+    manager.match_prefix(0, [1] * 5, ROOTS["a"])
+    assert manager.allocate(0, 0, 5 + SIZE)  # the last block is for drafts, which were rejected
     manager.fork(0, 1)
     for start in (5, 2 * SIZE):  # both go on in the second block, then in the third
         for table in (0, 1):
-            assert manager.grow(table, start, start + 1)
+            assert manager.allocate(table, start, start + 1)
         first, second = (manager.block_ids(table) for table in (0, 1))
         assert first[start // SIZE] != second[start // SIZE]
     assert first[0] == second[0]
@@ -350,7 +350,7 @@ def test_changes_tell_each_entry_of_a_long_prompt_once() -> None:
     assert changes.writes().T.tolist() == own and len(own) == 5
     assert manager.block_ids(1)[:3] == manager.block_ids(0)[:3]
     manager.fork(1, 2)
-    assert manager.grow(2, 18, 19)
+    assert manager.allocate(2, 18, 19)
     changes = manager.take_changes()
     assert changes.writes()[:2].tolist() == [[2] * 6, [0, 1, 2, 3, 4, 4]]
     assert changes.copy_from == [manager.block_ids(1)[4]]

@@ -25,7 +25,7 @@ from hetero_llm.models.invariant import make_batch_invariant, product_of_rows, p
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.registry import model_class
-from tests.models.test_families import log_probs, random_sequences, reference_log_probs
+from tests.models.test_registry import log_probs, random_sequences, reference_log_probs
 from tests.models.tiny import make_tiny_checkpoint, rewrite_config
 
 HIDDEN, INNER, EXPERTS = 24, 20, 6

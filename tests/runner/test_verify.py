@@ -10,7 +10,7 @@ import torch
 
 from hetero_llm.core.draft_tree import DraftTree, join_trees
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.core.step import SchedulerOutput, SlotState
+from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import Sampler
@@ -48,7 +48,9 @@ class Walks:
         self.sampler = Sampler(SLOTS, VOCAB, torch.device("cpu"))
         for slot, (given, tokens) in enumerate(zip(params, known, strict=True)):
             ends = tuple(given.stop_token_ids or ())
-            state = SlotState(slot, tokens, len(PROMPT), given, 1, 0, num_logprobs, end_ids=ends)
+            state = AdmittedSequence(
+                slot, tokens, len(PROMPT), given, 1, 0, num_logprobs, end_ids=ends
+            )
             self.sampler.admit(state)
         drafts = join_trees(trees)
         starts = np.array([len(tokens) - 1 for tokens in known], np.int32)
@@ -131,7 +133,7 @@ def test_penalties_count_the_path_once() -> None:
     assert walks.output.logprobs is not None
     for token, logprobs, entry in zip(expected, entries, walks.output.logprobs, strict=True):
         assert entry is not None  # the model's own, before any penalty
-        assert entry.drawn == pytest.approx(float(logprobs[token]))
+        assert entry.sampled == pytest.approx(float(logprobs[token]))
         assert entry.top == ((int(logprobs.argmax()), pytest.approx(float(logprobs.max()))),)
     for position, token in enumerate(sequence[:-1]):  # as the next step's root, and all before it
         walks.sampler.observe(0, position, token)

@@ -14,7 +14,7 @@ from hetero_llm import LLM
 from hetero_llm.core.acceptance import TypicalAcceptance
 from hetero_llm.core.draft_tree import DraftTree, join_trees
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput, SlotState
+from hetero_llm.core.step import AdmittedSequence, ModelRunnerOutput, SchedulerOutput
 from hetero_llm.cpu import native
 from hetero_llm.demo_models import heldout_prompts
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
@@ -36,7 +36,7 @@ def sampler_of(params: list[SamplingParams], seed: int, num_logprobs: int | None
     sampler = Sampler(len(params), VOCAB, torch.device("cpu"))
     for slot, given in enumerate(params):
         known = tuple(range(LENGTH))
-        sampler.admit(SlotState(slot, known, LENGTH, given, seed + slot, 0, num_logprobs))
+        sampler.admit(AdmittedSequence(slot, known, LENGTH, given, seed + slot, 0, num_logprobs))
     return sampler
 
 
@@ -163,7 +163,7 @@ def test_log_probabilities_are_those_of_the_token_taken() -> None:
         output = run([tree], table, sampler_of([HOT], seed, num_logprobs=0), RULE)
         assert output.token_ids[0] == 1 and output.logprobs is not None
         assert output.logprobs[0] is not None
-        assert output.logprobs[0].drawn == pytest.approx(math.log(0.3), abs=1e-5)
+        assert output.logprobs[0].sampled == pytest.approx(math.log(0.3), abs=1e-5)
 
 
 BACKENDS = [

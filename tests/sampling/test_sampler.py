@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.core.step import SlotState
+from hetero_llm.core.step import AdmittedSequence
 from hetero_llm.sampling import processors
 from hetero_llm.sampling.sampler import Sampler
 
@@ -16,9 +16,9 @@ LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.3, 0.0, -0.7, -1.0, -2.0])
 CHI2_999 = {3: 16.27, 7: 24.32}  # 99.9% quantiles by degrees of freedom
 
 
-def state(params: SamplingParams, *, slot: int = 0, **fields: object) -> SlotState:
+def state(params: SamplingParams, *, slot: int = 0, **fields: object) -> AdmittedSequence:
     values: dict = {"token_ids": (1, 2, 3), "num_prompt_tokens": 2, "seed": 0, "sample_index": 0}
-    return SlotState(slot=slot, params=params, **(values | fields))
+    return AdmittedSequence(request_slot=slot, params=params, **(values | fields))
 
 
 def draw_many(params: SamplingParams, count: int) -> np.ndarray:
@@ -152,7 +152,7 @@ def test_logprobs_are_the_raw_models() -> None:
     (entry,) = result.logprobs.to_host()
     expected = LOGITS.log_softmax(-1)
     assert int(result.token_ids[0]) == 7
-    assert entry.drawn == pytest.approx(float(expected[7]))
+    assert entry.sampled == pytest.approx(float(expected[7]))
     assert entry.rank == 8
     assert [token for token, _ in entry.top] == [0, 1]
     assert entry.top[0][1] == pytest.approx(float(expected[0]))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hetero_llm import LLM, SamplingParams
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.core.request import FinishReason
-from hetero_llm.core.step import LAST_DRAWN
+from hetero_llm.core.step import LAST_SAMPLED
 from hetero_llm.demo_models import heldout_prompts
 from hetero_llm.engine.engine import Engine
 from tests.helpers.harness import (
@@ -212,7 +212,7 @@ def test_blocks_that_run_out_ahead_preempt_nobody_before_the_tokens_are_known() 
     step = scheduler.schedule()  # 7 tokens each: 2 blocks each, the pool is full
     number = runner.launch(step)
     ahead = scheduler.schedule_ahead()  # the 8th still fits
-    assert ahead.token_ids.tolist() == [LAST_DRAWN, LAST_DRAWN]
+    assert ahead.token_ids.tolist() == [LAST_SAMPLED, LAST_SAMPLED]
     runner.launch(ahead)
     scheduler.update(step, runner.finish(number))
     assert scheduler.schedule_ahead() is None  # the 9th does not
@@ -237,8 +237,8 @@ def test_a_result_of_an_earlier_epoch_is_dropped_even_in_the_same_slot() -> None
     other = make_request("b", [4, 5, 6], GREEDY)
     scheduler.add_request(other)
     ahead = scheduler.schedule_ahead()
-    assert ahead.slots.tolist() == step.slots.tolist()
-    assert ahead.starts.tolist() == step.starts.tolist()
+    assert ahead.request_slots.tolist() == step.request_slots.tolist()
+    assert ahead.num_computed_tokens.tolist() == step.num_computed_tokens.tolist()
     runner.launch(ahead)
     assert scheduler.update(step, runner.finish(number)) == []
     assert other.sequences[0].output_ids == []
@@ -260,7 +260,10 @@ def test_a_result_of_a_preempted_sequence_is_dropped_even_when_it_is_back_in_its
     scheduler._preempt(request.sequences[0])
     scheduler.check_integrity()
     again = scheduler.schedule_ahead()
-    assert again.slots.tolist() == step.slots.tolist() and again.starts.tolist() == [0]
+    assert (
+        again.request_slots.tolist() == step.request_slots.tolist()
+        and again.num_computed_tokens.tolist() == [0]
+    )
     runner.launch(again)
     assert scheduler.update(step, runner.finish(number)) == []
     scheduler.check_integrity()
@@ -301,13 +304,13 @@ def test_a_prompt_that_forks_joins_one_step_later() -> None:
     step = scheduler.schedule()
     launched = [runner.launch(step)]
     ahead = scheduler.schedule_ahead()
-    assert ahead.slots.tolist() == [requests[1].sequences[0].slot]
+    assert ahead.request_slots.tolist() == [requests[1].sequences[0].request_slot]
     launched.append(runner.launch(ahead))
     scheduler.update(step, runner.finish(launched[0]))
     third = scheduler.schedule_ahead()
     assert third.token_ids.tolist() == [
         *(s.token_ids[-1] for s in requests[0].sequences),
-        LAST_DRAWN,
+        LAST_SAMPLED,
     ]
     launched.append(runner.launch(third))
     scheduler.update(ahead, runner.finish(launched[1]))

@@ -193,7 +193,7 @@ def test_every_row_is_given_back(benches: Callable[[str], Bench], draft_model: D
     drafter = drafter_of(worker, uses_cache=False)
     bench.serve(drafter)
     for _ in range(3):
-        drafter.settle()
+        drafter.run_deferred()
         worker.poll()
     source = drafter._model
     assert source is not None

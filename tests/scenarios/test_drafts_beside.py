@@ -127,7 +127,7 @@ def test_prompt_logprobs_in_pieces_beside_trees(
     launch, cut = engine._runner.launch, []
 
     def recording(step: SchedulerOutput) -> Any:
-        if step.drafts is not None and sum(rows.count for rows in step.prompt_rows) > 3:
+        if step.drafts is not None and sum(rows.count for rows in step.prompt_logprob_spans) > 3:
             cut.append(int(step.drafts.counts.sum()))
         return launch(step)
 
@@ -171,7 +171,7 @@ class Chain(Trees):
 
     def _tree(self, sequence: Sequence, limit: int) -> DraftTree:
         coming = self._record[sequence.request.request_id, sequence.index]
-        coming = coming[len(sequence.token_ids) - sequence.num_prompt :][:limit]
+        coming = coming[len(sequence.token_ids) - sequence.num_prompt_tokens :][:limit]
         parents = np.arange(-1, len(coming) - 1, dtype=np.int32)
         return DraftTree(np.array(coming, np.int32), parents)
 

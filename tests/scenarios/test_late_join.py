@@ -11,7 +11,7 @@ import pytest
 
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.scheduler.admission import first_sequence
-from hetero_llm.scheduler.kv_loads import Loads, StepTimes
+from hetero_llm.scheduler.kv_loads import KVLoadQueue, StepTimes
 from tests.helpers.harness import make_request
 
 CACHED = 16
@@ -46,11 +46,11 @@ def step_of(rows: int) -> Any:
     return SimpleNamespace(counts=np.array([rows]), starts=np.array([0]), loads=())
 
 
-def make(link: Link, rows: dict[int, int], waiting: dict[int, set[int]]) -> Loads:
+def make(link: Link, rows: dict[int, int], waiting: dict[int, set[int]]) -> KVLoadQueue:
     """Sequences by slot: their rows behind the prefix, and the loads that they wait for. A step of
     8 rows takes 8 ms, one of 1024 takes 28."""
     times = StepTimes(0.0)
-    loads: Any = Loads(link, 4, times)  # type: ignore[arg-type]
+    loads: Any = KVLoadQueue(link, 4, times)  # type: ignore[arg-type]
     for size, seconds in ((8, 0.008), (1024, 0.028)):
         loads.take_joined(size)
         loads.observe(step_of(size), seconds)
@@ -61,11 +61,11 @@ def make(link: Link, rows: dict[int, int], waiting: dict[int, set[int]]) -> Load
     return loads
 
 
-def joined(loads: Loads, *, running: int = 0, budget: int = 4096) -> list[int]:
+def joined(loads: KVLoadQueue, *, running: int = 0, budget: int = 4096) -> list[int]:
     """Slots that join a step which has so many rows already."""
     found = []
     for loading, together in loads.candidates():
-        slot = loading.sequence.slot
+        slot = loading.sequence.request_slot
         if loads.join(loading, running + min(together, budget), budget, alone=not running):
             found.append(slot)
     return found

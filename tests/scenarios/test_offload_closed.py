@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_llm.bridge.kv_offload.host_block_index import READY, HostCache
+from hetero_llm.bridge.kv_offload.host_block_index import READY, HostBlockIndex
 from hetero_llm.kv_cache import block_transfers
 from hetero_llm.kv_cache.block_manager import BlockManager
-from hetero_llm.kv_cache.block_transfers import BlockMoves, OffloadLimits
+from hetero_llm.kv_cache.block_transfers import BlockTransfers, OffloadLimits
 from hetero_llm.kv_cache.prefix_cache import PrefixCache, root_key
 from tests.helpers import offload_traffic as traffic
 from tests.helpers.harness import VOCAB
@@ -200,11 +200,11 @@ def without_twins(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_dropping(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockMoves, "_drop_behind", lambda self, lost: None)
+    patch.setattr(BlockTransfers, "_drop_behind", lambda self, lost: None)
 
 
 def without_being_told(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostCache, "take_lost", lambda self: [])
+    patch.setattr(HostBlockIndex, "take_lost", lambda self: [])
 
 
 @pytest.mark.parametrize(

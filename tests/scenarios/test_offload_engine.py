@@ -1,5 +1,5 @@
 """The whole way of a block to host memory and back, on a CPU: engine, scheduler, block manager and
-`KvOffload` as in service, over a copier whose streams stand still until they are moved at random,
+`PinnedHostTier` as in service, over a copier whose streams stand still until moved at random,
 and a runner that draws other tokens where its memory holds a wrong byte."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_llm.bridge.kv_offload.host_block_index import HostCache
-from hetero_llm.bridge.kv_offload.pinned_host_tier import KvOffload, LoadRule
+from hetero_llm.bridge.kv_offload.host_block_index import HostBlockIndex
+from hetero_llm.bridge.kv_offload.pinned_host_tier import LoadRule, PinnedHostTier
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.request import Request
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
@@ -22,7 +22,7 @@ from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.block_transfers import OffloadLimits
 from hetero_llm.kv_cache.hit_log import hit_line
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
-from hetero_llm.scheduler.kv_loads import Loads, StepTimes
+from hetero_llm.scheduler.kv_loads import KVLoadQueue, StepTimes
 from hetero_llm.scheduler.scheduler import Scheduler
 from tests.bridge.kv_offload.model_copier import ModelCopier
 from tests.helpers import offload_traffic as traffic
@@ -66,7 +66,7 @@ class HostRunner(FakeRunner):
     def finish(self, pending: int) -> ModelRunnerOutput:
         self._pass_time()
         copier = self.copier
-        for ticket in self._queue[0][1].loads if self.gated else ():
+        for ticket in self._queue[0][1].kv_loads if self.gated else ():
             for layer in range(LAYERS):
                 while not copier.landed(ticket, layer):
                     self.num_waits += 1
@@ -113,11 +113,11 @@ def build(
     copier = runner.copier = ModelCopier(device, host, host_blocks, random.Random(seed))
     times = StepTimes(0.0)
     rule = LoadRule(BLOCK, device[0].nbytes, LAYERS, lambda start, count: float(count), 0)
-    tier = KvOffload(HostCache(policy=policy, min_uses=min_uses), copier, rule)
+    tier = PinnedHostTier(HostBlockIndex(policy=policy, min_uses=min_uses), copier, rule)
     blocks = BlockManager(
         gpu_blocks, BLOCK, PrefixCache(), tier=tier, limits=limits or OffloadLimits(8)
     )
-    scheduler = Scheduler(config, blocks, loads=Loads(blocks, LAYERS, times))
+    scheduler = Scheduler(config, blocks, loads=KVLoadQueue(blocks, LAYERS, times))
     inputs: Any = None  # requests come ready-made
     output_processor = OutputProcessor(None, scheduler.stop_sequence)
     engine = Engine(inputs, scheduler, runner, output_processor, asynchronous=asynchronous)

@@ -95,14 +95,14 @@ def test_drafts_do_not_wait_for_copies(asynchronous: bool) -> None:
         for output in served.engine.step():
             seen[output.request_id] = list(output.outputs[0].token_ids)
     assert served.copier.open_tickets(True) and served.copier.open_tickets(False)
-    assert all(step.drafts is not None and not step.loads for step in steps[1:])
+    assert all(step.drafts is not None and not step.kv_loads for step in steps[1:])
     assert len(steps) >= 8
     before = len(steps)
     served.copier.still = False
     traffic.join_at_once(served.engine)
     run_to_end(served, [talking, short, again], seen)
-    (joined,) = [step for step in steps if step.loads]
-    assert joined.drafts is None and len(joined.slots) == 2
+    (joined,) = [step for step in steps if step.kv_loads]
+    assert joined.drafts is None and len(joined.request_slots) == 2
     assert any(step.drafts is not None for step in steps[before + 2 :])
 
 

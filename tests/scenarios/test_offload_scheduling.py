@@ -21,7 +21,7 @@ from hetero_llm.kv_cache.block_transfers import OffloadLimits
 from hetero_llm.kv_cache.hit_log import hit_line
 from hetero_llm.kv_cache.host_tier import HostHit
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
-from hetero_llm.scheduler.kv_loads import Loads, StepTimes
+from hetero_llm.scheduler.kv_loads import KVLoadQueue, StepTimes
 from hetero_llm.scheduler.scheduler import Scheduler
 from tests.helpers.harness import expected_output, make_request
 from tests.helpers.host_memory import FakeTier, LoadingRunner
@@ -49,7 +49,7 @@ def make_served(
     limits = OffloadLimits(num_blocks, cached, write_through)
     blocks = BlockManager(num_blocks, block_size, PrefixCache(), tier=tier, limits=limits)
     tokenizer: Any = LetterTokenizer()
-    loads = Loads(blocks, 4, StepTimes(0.0))
+    loads = KVLoadQueue(blocks, 4, StepTimes(0.0))
     scheduler = Scheduler(config, blocks, partial(holds_stop, tokenizer), loads=loads)
     outputs = OutputProcessor(tokenizer, scheduler.stop_sequence)
     inputs: Any = None
@@ -183,7 +183,7 @@ def worth(served: Served, tier: FakeTier, blocks: list[int]) -> list[str]:
         return load(hit, *rest)
 
     def note_launch(step: SchedulerOutput) -> Any:
-        asked.append(f"step of {len(step.slots)}")
+        asked.append(f"step of {len(step.request_slots)}")
         return launch(step)
 
     tier.match, tier.load = note_match, note_load  # type: ignore[method-assign]

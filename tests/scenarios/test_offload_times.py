@@ -20,8 +20,8 @@ from hetero_llm.bridge.kv_offload.copier import PLACES, CopyOptions, DeviceRows,
 from hetero_llm.bridge.kv_offload.copier_library import Method
 from hetero_llm.bridge.kv_offload.copy_calibration import FixedRows
 from hetero_llm.bridge.kv_offload.copy_rates import Calibration, Rate
-from hetero_llm.bridge.kv_offload.host_block_index import HostCache
-from hetero_llm.bridge.kv_offload.pinned_host_tier import KvOffload, LoadRule
+from hetero_llm.bridge.kv_offload.host_block_index import HostBlockIndex
+from hetero_llm.bridge.kv_offload.pinned_host_tier import LoadRule, PinnedHostTier
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.request import Request
 from hetero_llm.core.step import ModelRunnerOutput
@@ -32,7 +32,7 @@ from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.block_transfers import OffloadLimits
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.scheduler import kv_loads
-from hetero_llm.scheduler.kv_loads import Loads, StepTimes
+from hetero_llm.scheduler.kv_loads import KVLoadQueue, StepTimes
 from hetero_llm.scheduler.scheduler import Scheduler
 from hetero_llm.utils.native_build import find_compiler, open_both_ways
 from tests.bridge.kv_offload.conftest import FakeCuda, fake, fake_cuda_library, until  # noqa: F401
@@ -153,10 +153,10 @@ class TimedRunner(FakeRunner):
     def finish(self, pending: int) -> ModelRunnerOutput:
         machine, step = self.machine, self._queue[0][1]
         for layer in range(LAYERS):
-            for ticket in step.loads:
+            for ticket in step.kv_loads:
                 landed = lambda: self._landed(ticket, layer)  # noqa: B023, E731
                 machine.run_to(machine.now + 60_000 * MS, landed)
-            machine.compute(int(step.counts.sum()) * ROW_NS // LAYERS)
+            machine.compute(int(step.num_scheduled_tokens.sum()) * ROW_NS // LAYERS)
         return super().finish(pending)
 
     def _context(self, slot: int, length: int) -> list[int]:
@@ -175,7 +175,7 @@ class TimedRunner(FakeRunner):
 class Served:
     engine: Engine
     machine: Machine
-    loads: Loads
+    loads: KVLoadQueue
 
     def add(self, name: str, prompt: list[int], max_tokens: int = 1) -> Request:
         params = replace(traffic.GREEDY, max_tokens=max_tokens)
@@ -254,9 +254,9 @@ def served(
     monkeypatch.setattr(step_clock, "perf_counter", clock.monotonic)
     times = StepTimes(0.0)
     rule = LoadRule(BLOCK, LAYERS * LAYER_BYTES, LAYERS, times.predict, 0)
-    tier = KvOffload(HostCache(), copier, rule)
+    tier = PinnedHostTier(HostBlockIndex(), copier, rule)
     blocks = BlockManager(100, BLOCK, PrefixCache(), tier=tier, limits=OffloadLimits(40, cached=0))
-    loads = Loads(blocks, LAYERS, times)
+    loads = KVLoadQueue(blocks, LAYERS, times)
     scheduler = Scheduler(config, blocks, loads=loads)
     inputs: Any = None
     engine = Engine(inputs, scheduler, runner, OutputProcessor(None, scheduler.stop_sequence))

@@ -17,7 +17,7 @@ def test_a_prefix_is_found_whether_or_not_anyone_settled() -> None:
             step = scheduler.schedule()
             scheduler.update(step, runner.run(step))
             if settles:
-                scheduler.settle()
+                scheduler.run_deferred()
         known = list(first.sequences[0].token_ids)
         assert len(known) == 3 + 1 + 4 + 4
         second = make_request("b", known, replace(GREEDY, max_tokens=2))
@@ -35,7 +35,7 @@ def test_tokens_behind_a_stop_string_are_not_published() -> None:
     for _ in range(2):
         step = scheduler.schedule()
         scheduler.update(step, runner.run(step))
-    scheduler.settle()
+    scheduler.run_deferred()
     (sequence,) = request.sequences
     scheduler.stop_sequence(sequence, "x", 7)
     assert sequence.output_ids == expected_output([1, 2, 3], GREEDY)[:4]
@@ -53,7 +53,7 @@ def test_blocks_are_taken_ahead_only_while_they_are_plenty() -> None:
         scheduler.update(step, runner.run(step))
         scheduler.schedule()  # root and nodes: rows 2 to 9
         held = blocks.num_blocks - blocks.num_free
-        scheduler.settle()
+        scheduler.run_deferred()
         assert (blocks.num_blocks - blocks.num_free > held) == (num_blocks == 40)
         if num_blocks == 40:  # no more than the request can ever use: 16 tokens
             assert blocks.num_blocks - blocks.num_free == 4

@@ -16,7 +16,7 @@ from hetero_llm import SamplingParams
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch, DraftTree, chain, join_trees
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import RequestOutputKind
-from hetero_llm.core.step import LAST_DRAWN, SchedulerOutput
+from hetero_llm.core.step import LAST_SAMPLED, SchedulerOutput
 from tests.helpers.harness import (
     EOS,
     VOCAB,
@@ -56,10 +56,10 @@ class TreeDrafter:
     def close(self, request: Request) -> None:
         self.closed.append(request.request_id)
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, num_rows: int, seconds: float) -> None:
         pass
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         pass
 
     def _tree(self, sequence: Sequence, limit: int) -> DraftTree:
@@ -99,7 +99,7 @@ class ChainDrafter:
 
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         asked = [
-            Asked(s.request.request_id, s.index, s.num_prompt, list(s.token_ids), limit)
+            Asked(s.request.request_id, s.index, s.num_prompt_tokens, list(s.token_ids), limit)
             for s, limit in zip(sequences, limits)
         ]
         self.asked += asked
@@ -108,10 +108,10 @@ class ChainDrafter:
     def close(self, request: Request) -> None:
         pass
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, num_rows: int, seconds: float) -> None:
         pass
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         pass
 
     def _tokens(self, asked: Asked) -> np.ndarray:
@@ -277,11 +277,11 @@ def test_the_arrays_of_a_drafted_step() -> None:
     scheduler.add_request(make_request("c", [5] * 20, GREEDY))
     for counts in ([1, 4, 7], [1, 1, 10]):  # prompts come first and spend the budget
         step = scheduler.schedule()
-        assert step.counts.tolist() == counts and step.drafts is None
+        assert step.num_scheduled_tokens.tolist() == counts and step.drafts is None
         scheduler.update(step, runner.run(step))
     step = scheduler.schedule()
-    assert step.counts.tolist() == [4, 1, 3]
-    assert step.starts.tolist() == [6, 5, 17]
+    assert step.num_scheduled_tokens.tolist() == [4, 1, 3]
+    assert step.num_computed_tokens.tolist() == [6, 5, 17]
     assert step.drafts.counts.tolist() == [3, 0, 0]
     assert step.drafts.parents.tolist() == [-1, -1, 0]
     assert step.num_samples.tolist() == [1, 1, 1]
@@ -298,8 +298,8 @@ def test_the_arrays_of_a_drafted_step() -> None:
     output = runner.run(step)
     assert output.num_tokens == [2, 1, 1]
     scheduler.update(step, output)
-    assert first.sequences[0].num_computed == 8 and len(first.sequences[0].token_ids) == 9
-    assert second.sequences[0].num_computed == 6
+    assert first.sequences[0].num_computed_tokens == 8 and len(first.sequences[0].token_ids) == 9
+    assert second.sequences[0].num_computed_tokens == 6
     stats = scheduler.stats
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (1, 3, 1)
     scheduler.check_integrity()
@@ -330,7 +330,7 @@ def test_a_draft_never_passes_the_length() -> None:
         [1, 2, 3], replace(params, max_tokens=93)
     )
     assert [asked.max_nodes for asked in drafter.asked] == [MAX_NODES, 96 - 4 - 64 - 1]
-    assert max(int((s.starts + s.counts).max()) for s in steps) == 95
+    assert max(int((s.num_computed_tokens + s.num_scheduled_tokens).max()) for s in steps) == 95
     assert outputs["a"].outputs[0].finish_reason == "length"
 
 
@@ -349,7 +349,7 @@ def test_the_budget_is_kept_in_order_of_admission() -> None:
     scheduler.update(step := scheduler.schedule(), runner.run(step))
     step = scheduler.schedule()
     assert [asked.max_nodes for asked in drafter.asked] == [9, 9, 9]
-    assert step.counts.tolist() == [7, 4, 1]
+    assert step.num_scheduled_tokens.tolist() == [7, 4, 1]
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_who_gets_drafts(fields: dict[str, Any], drafted: bool) -> None:
         [make_request("plain", [1, 2], GREEDY), make_request("other", [3, 4, 5], params)],
     )
     assert {asked.request_id for asked in drafter.asked} == {"plain", *["other"] * drafted}
-    shared = [s for s in steps if s.drafts is not None and len(s.slots) > 1]
+    shared = [s for s in steps if s.drafts is not None and len(s.request_slots) > 1]
     assert shared and any((s.drafts.counts == 0).any() for s in shared) == (not drafted)
     assert outputs["plain"].outputs[0].token_ids == expected_output([1, 2], GREEDY)
 
@@ -484,11 +484,13 @@ def test_a_draft_takes_no_block_that_a_sequence_may_need_next() -> None:
     step = scheduler.schedule()
     assert drafter.asked[0].max_nodes == 13
     assert blocks.num_free == 1
-    assert step.counts.tolist() == [4 * 4 - 5]  # root and nodes fill the blocks that are taken
+    assert step.num_scheduled_tokens.tolist() == [
+        4 * 4 - 5
+    ]  # root and nodes fill the blocks that are taken
     scheduler.update(step, runner.run(step))
     # The next draft reuses the blocks of the rejected nodes.
     step = scheduler.schedule()
-    assert step.counts.tolist() == [4 * 4 - 6] and blocks.num_free == 1
+    assert step.num_scheduled_tokens.tolist() == [4 * 4 - 6] and blocks.num_free == 1
     scheduler.update(step, runner.run(step))
     while (step := scheduler.schedule()) is not None:
         scheduler.update(step, runner.run(step))
@@ -507,9 +509,13 @@ def test_a_full_pool_drops_the_draft_but_not_the_row() -> None:
     scheduler.update(step := scheduler.schedule(), runner.run(step))
     step = scheduler.schedule()  # the last row of the first block; the second stays free
     assert drafter.asked[0].max_nodes == 3
-    assert step.counts.tolist() == [1] and step.drafts is None and blocks.num_free == 1
+    assert (
+        step.num_scheduled_tokens.tolist() == [1] and step.drafts is None and blocks.num_free == 1
+    )
     scheduler.update(step, runner.run(step))
-    assert scheduler.schedule().counts.tolist() == [3]  # its own block has room for both
+    assert scheduler.schedule().num_scheduled_tokens.tolist() == [
+        3
+    ]  # its own block has room for both
 
 
 def test_rejected_nodes_are_not_found_in_the_prefix_cache() -> None:
@@ -537,18 +543,18 @@ def test_an_idle_drafter_lets_steps_run_ahead_and_comes_back() -> None:
     steps = record_steps(served.runner)
     served.engine.add_request(make_request("a", [1, 2, 3], GREEDY))
     served.engine.step()
-    assert [s.counts.tolist() for s in steps] == [[3], [4]]
+    assert [s.num_scheduled_tokens.tolist() for s in steps] == [[3], [4]]
     drafter.idle = True
     for _ in range(3):
         served.engine.step()
     # A step without drafts once the drafted one's tokens are known, then two ahead.
-    assert len(steps) == 5 and steps[2].token_ids[0] != LAST_DRAWN
-    assert [s.token_ids.tolist() for s in steps[3:]] == [[LAST_DRAWN]] * 2
+    assert len(steps) == 5 and steps[2].token_ids[0] != LAST_SAMPLED
+    assert [s.token_ids.tolist() for s in steps[3:]] == [[LAST_SAMPLED]] * 2
     assert len(drafter.asked) == 1
     drafter.idle = False
     served.engine.step()
     assert len(steps) == 6 and steps[5].drafts is not None  # behind the step ahead, not before
-    assert steps[5].counts.tolist() == [4]
+    assert steps[5].num_scheduled_tokens.tolist() == [4]
     last = {}
     while served.engine.has_unfinished:
         last |= {output.request_id: output for output in served.engine.step()}
@@ -566,7 +572,7 @@ def test_a_drafter_that_turns_idle_behind_a_drafted_step_does_not_let_one_run_ah
     assert scheduler.schedule_ahead() is None
     scheduler.update(step, runner.run(step))
     assert scheduler.schedule().token_ids.tolist() == [expected_output([1, 2, 3], GREEDY)[2]]
-    assert scheduler.schedule_ahead().token_ids.tolist() == [LAST_DRAWN]
+    assert scheduler.schedule_ahead().token_ids.tolist() == [LAST_SAMPLED]
 
 
 # -- a drafter's bugs ---------------------------------------------------------------------------

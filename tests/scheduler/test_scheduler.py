@@ -50,7 +50,7 @@ def test_decodes_go_on_beside_a_long_prompt() -> None:
     scheduler.update(step := scheduler.schedule(), runner.run(step))
     scheduler.add_request(make_request("long", list(range(1, 41)), GREEDY))
     scheduler.update(step := scheduler.schedule(), runner.run(step))
-    assert step.counts.tolist() == [1, 7]
+    assert step.num_scheduled_tokens.tolist() == [1, 7]
     assert step.num_samples.tolist() == [1, 0]
 
 
@@ -61,9 +61,9 @@ def test_without_chunked_prefill_a_prompt_waits_for_a_whole_step() -> None:
     for i in range(2):
         scheduler.add_request(make_request(str(i), [i + 1] * 40, GREEDY, 64))
     step = scheduler.schedule()
-    assert step.counts.tolist() == [40]
+    assert step.num_scheduled_tokens.tolist() == [40]
     scheduler.update(step, runner.run(step))
-    assert scheduler.schedule().counts.tolist() == [1, 40]
+    assert scheduler.schedule().num_scheduled_tokens.tolist() == [1, 40]
 
 
 def test_contradicting_limits_are_config_errors() -> None:

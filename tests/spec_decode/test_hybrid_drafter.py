@@ -43,7 +43,7 @@ def make_sequence(name: str, prompt: list[int], salt: str | None = None, **param
         end_ids=frozenset({2}),
         eos_ids=frozenset({2}),
         max_total_tokens=len(prompt) + 500,
-        root=root_key(() if salt is None else ("salt", salt)),
+        root_hash=root_key(() if salt is None else ("salt", salt)),
         metrics=RequestMetrics(arrival_time=0.0),
     )
     sequence = Sequence(request, 0, array("i", prompt), len(prompt))
@@ -62,7 +62,7 @@ def ask(drafter: Any, *sequences: Sequence, limit: int = 20) -> list[list[int]]:
 
 def finish(drafter: LookaheadDrafter, sequence: Sequence) -> None:
     drafter.close(sequence.request)
-    drafter.settle()
+    drafter.run_deferred()
 
 
 def test_a_sequence_drafts_from_its_own_text() -> None:
@@ -323,7 +323,7 @@ def test_a_merged_tree_holds_drafts_of_both() -> None:
     first = batch.token_ids[batch.parents == -1].tolist()
     assert first[0] == 5, "what has followed both tokens, and followed the last one twice"
     assert set(first) == {5, 7, 9}
-    drafter.settle()
+    drafter.run_deferred()
     sequence.token_ids.extend([9])
     before = drafter._record.copy()
     ask(drafter, sequence)
@@ -354,9 +354,9 @@ def test_the_wait_between_steps_is_measured_from_their_end() -> None:
     config = dataclasses.replace(RAW, cache_mode=2)
     drafter = LookaheadDrafter(config, width=4096, capacity=0, clock=lambda: now[0])
     sequence = make_sequence("a", [*PHRASE, 1, 40])
-    drafter.price([(1, 1.0), (64, 1.01)])
+    drafter.set_step_times([(1, 1.0), (64, 1.01)])
     for _ in range(80):
-        drafter.observe(1, 1.0)
+        drafter.observe_step(1, 1.0)
         now[0] += 0.0025
         ask(drafter, sequence)
         now[0] += 1.0
@@ -522,7 +522,7 @@ class Stepping:
         self.sequence = make_sequence("a", [*range(5)])
         self._asynchronous = asynchronous
         self._drafts, self._is_ahead = 0, False
-        self.drafter.begin([self.sequence])
+        self.drafter.prompts_started([self.sequence])
 
     def steps(self, count: int) -> int:
         """Runs them; how many nodes were drafted, which all come true."""
@@ -532,14 +532,14 @@ class Stepping:
                 self._propose()
             next_is_ahead = self._asynchronous and self.drafter.idle and not self._drafts
             if self._asynchronous:
-                self.drafter.settle()
+                self.drafter.run_deferred()
             self.source.run()
             drafted += self._drafts
             end = len(self.sequence.token_ids)
             self.sequence.token_ids.extend(range(end, end + 1 + self._drafts))
             self._drafts = 0
             if not self._asynchronous:
-                self.drafter.settle()
+                self.drafter.run_deferred()
             elif not next_is_ahead:
                 self._propose()
         return drafted

@@ -16,14 +16,14 @@ def test_rows_of_a_step() -> None:
         *(np.array(a, np.int32) for a in ([0, 4, 0, 1], [50, 51, 52, 53, 60], [-1, -1, 1, 2, -1]))
     )
     step = SchedulerOutput(
-        slots=np.array([3, 0, 2, 1], np.int32),
-        starts=np.array([4, 10, 7, 0], np.int32),
-        counts=np.array([3, 5, 1, 2], np.int32),
+        request_slots=np.array([3, 0, 2, 1], np.int32),
+        num_computed_tokens=np.array([4, 10, 7, 0], np.int32),
+        num_scheduled_tokens=np.array([3, 5, 1, 2], np.int32),
         token_ids=np.array([1, 2, 3, 4, 5, 6], np.int32),
         num_samples=np.array([0, 1, 1, 1], np.int32),
-        prompt_rows=(),
+        prompt_logprob_spans=(),
         admitted=(),
-        table_writes=np.zeros((3, 0), np.int32),
+        block_table_writes=np.zeros((3, 0), np.int32),
         block_copies=np.zeros((2, 0), np.int32),
         drafts=drafts,
     )

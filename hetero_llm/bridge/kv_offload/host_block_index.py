@@ -22,7 +22,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import exp2, log2
 
 from hetero_llm.bridge.kv_offload.free_runs import FreeRuns
-from hetero_llm.kv_cache.host_tier import HostHit, Victim
+from hetero_llm.kv_cache.host_tier import EvictionCandidate, HostHit
 
 POLICIES = ("lru", "slru", "cost")
 """What goes first. `lru`: what was not used for longest. `slru`: the same, but what two requests
@@ -43,7 +43,7 @@ takes as long there as all else (16 tokens a block, shape of Llama-3.1-8B)."""
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """What `HostCache.reserve` did.
+    """What `HostBlockIndex.reserve` did.
 
     Attributes:
         taken: how many of the first victims are in host memory or on their way now.
@@ -56,7 +56,7 @@ class Reserved:
     slots: list[int]
 
 
-class HostCache:
+class HostBlockIndex:
     """Slots, who is in them, and who goes next. Everything here takes about a microsecond a block.
 
     Args:
@@ -174,7 +174,7 @@ class HostCache:
                     freed.append(slot)
         self._make_free(freed)
 
-    def reserve(self, victims: Sequence[Victim]) -> Reserved:
+    def reserve(self, victims: Sequence[EvictionCandidate]) -> Reserved:
         """Slots for blocks that leave the device; they count as STORING from now on.
 
         Blocks that are here already get none. Neither they nor the parents of newcomers are given
@@ -354,7 +354,7 @@ class HostCache:
                 self._state[slot] = FREE
             self._free.give(slots)
 
-    def _enter(self, chain: list[Victim], upwards: bool) -> list[int]:
+    def _enter(self, chain: list[EvictionCandidate], upwards: bool) -> list[int]:
         """Puts blocks that follow each other into free slots, beside those of the blocks around
         them, and returns the slots."""
         first_child, slot_of_key = self._first_child, self._slot_of_key
@@ -534,7 +534,7 @@ def _log_add(a: float, b: float) -> float:
     return high + log2(1.0 + exp2(low - high))
 
 
-def _chains(victims: list[Victim]) -> Iterator[tuple[list[Victim], bool]]:
+def _chains(victims: list[EvictionCandidate]) -> Iterator[tuple[list[EvictionCandidate], bool]]:
     """Cuts victims into pieces that follow each other in a prompt: (in the prompt's order, whether
     they came in that order). Blocks leave the device tail first, but are written head first."""
     start = 0
@@ -552,5 +552,5 @@ def _chains(victims: list[Victim]) -> Iterator[tuple[list[Victim], bool]]:
         start = end
 
 
-def _follows(before: Victim, behind: Victim) -> bool:
+def _follows(before: EvictionCandidate, behind: EvictionCandidate) -> bool:
     return behind.source.startswith(before.key)

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_llm.bridge.kv_offload.copier_protocol import Copier, Done
-from hetero_llm.bridge.kv_offload.host_block_index import HostCache
+from hetero_llm.bridge.kv_offload.host_block_index import HostBlockIndex
 from hetero_llm.core.errors import EngineDeadError
-from hetero_llm.kv_cache.host_tier import HostHit, TierEvents, Victim
+from hetero_llm.kv_cache.host_tier import EvictionCandidate, HostHit, TierEvents
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class _Load:
     landed: bool = False
 
 
-class KvOffload:
+class PinnedHostTier:
     """Joins bookkeeping and copies. Belongs to the thread of the step loop.
 
     Args:
@@ -74,7 +74,7 @@ class KvOffload:
 
     def __init__(
         self,
-        cache: HostCache,
+        cache: HostBlockIndex,
         copier: Copier,
         rule: LoadRule,
         *,
@@ -140,7 +140,7 @@ class KvOffload:
             load.aborted = True
             self._copier.abort(ticket)
 
-    def store(self, victims: Sequence[Victim]) -> tuple[int, int]:
+    def store(self, victims: Sequence[EvictionCandidate]) -> tuple[int, int]:
         if self._off or self._shut:
             return 0, 0
         self._unpin()

@@ -21,7 +21,7 @@ from hetero_llm.core.draft_tree import DraftBatch, chain, join_trees
 from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.core.step import LAST_DRAWN, SchedulerOutput, SlotState
+from hetero_llm.core.step import LAST_SAMPLED, AdmittedSequence, SchedulerOutput
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.kv_cache.table_changes import TableChanges
@@ -74,7 +74,7 @@ class _Part:
 
 
 class ChainDrafter:
-    """See `scheduler.draft_admission.Drafter` and `Preparing`.
+    """See `scheduler.draft_admission.Drafter` and `PromptObserver`.
 
     Args:
         runner: of the draft model; nobody else uses it.
@@ -101,7 +101,7 @@ class ChainDrafter:
         self._blocks = BlockManager(num_blocks, limits.block_size, PrefixCache())
         self._texts: dict[Sequence, _Text] = {}
         self._holders: dict[int, _Text] = {}  # by slot
-        self._admitted: list[SlotState] = []
+        self._admitted: list[AdmittedSequence] = []
         self._under_way: deque[Any] = deque()
         self._unpublished: list[_Text] = []
         self._resting = 0
@@ -110,9 +110,9 @@ class ChainDrafter:
     def idle(self) -> bool:
         return self._resting > 0
 
-    def begin(self, sequences: list[Sequence]) -> None:
+    def prompts_started(self, sequences: list[Sequence]) -> None:
         """Runs the prompts as far as nobody has to wait for it; proposals run the rest."""
-        texts = [self._text_of(sequence) for sequence in sequences if sequence.slot >= 0]
+        texts = [self._text_of(sequence) for sequence in sequences if sequence.request_slot >= 0]
         if self._most_sequences is not None and len(self._texts) > self._most_sequences:
             return
         while len(self._under_way) < _MOST_UNDER_WAY:
@@ -156,16 +156,16 @@ class ChainDrafter:
             if text is not None:
                 self._drop(text)
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, num_rows: int, seconds: float) -> None:
         pass
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         self._resting = max(self._resting - 1, 0)
         size = self._limits.block_size
         for text in self._unpublished:
             full = min(text.known, text.computed) // size
             if full > text.published and self._holders.get(text.slot) is text:
-                self._blocks.commit(text.slot, text.sequence.token_ids, full * size)
+                self._blocks.cache_blocks(text.slot, text.sequence.token_ids, full * size)
                 text.published = full
         self._unpublished.clear()
 
@@ -180,33 +180,33 @@ class ChainDrafter:
         text = self._texts.get(sequence)
         too_long = len(sequence.token_ids) >= self._limits.max_model_len
         if text is not None:
-            if text.slot == sequence.slot and not too_long:
+            if text.slot == sequence.request_slot and not too_long:
                 return text
             self._drop(text)
         if too_long:
             return None
-        before = self._holders.get(sequence.slot)
+        before = self._holders.get(sequence.request_slot)
         if before is not None:  # preempted meanwhile
             self._drop(before)
-        slot, tokens = sequence.slot, sequence.token_ids
-        computed = self._blocks.open(slot, tokens, sequence.request.root)
+        slot, tokens = sequence.request_slot, sequence.token_ids
+        computed = self._blocks.match_prefix(slot, tokens, sequence.request.root_hash)
         text = _Text(sequence, slot, len(tokens), computed, [], computed // self._limits.block_size)
         self._texts[sequence] = self._holders[slot] = text
         self._admitted.append(_slot_state(sequence))
         return text
 
     def _drop(self, text: _Text) -> None:
-        self._blocks.close(text.slot)
+        self._blocks.free(text.slot)
         del self._texts[text.sequence], self._holders[text.slot]
 
     def _grow(self, text: _Text, length: int) -> bool:
         """Whether there are blocks for so many tokens; what preempted sequences held is free."""
-        if self._blocks.grow(text.slot, text.computed, length):
+        if self._blocks.allocate(text.slot, text.computed, length):
             return True
-        gone = [t for t in self._texts.values() if t.sequence.slot != t.slot]
+        gone = [t for t in self._texts.values() if t.sequence.request_slot != t.slot]
         for other in gone:
             self._drop(other)
-        return bool(gone) and self._blocks.grow(text.slot, text.computed, length)
+        return bool(gone) and self._blocks.allocate(text.slot, text.computed, length)
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class ChainDrafter:
                     slots[:going],
                     ends[:going] + np.int32(done - 1),
                     np.ones(going, np.int32),
-                    np.full(going, LAST_DRAWN, np.int32),
+                    np.full(going, LAST_SAMPLED, np.int32),
                     np.ones(going, np.int32),
                 )
             )
@@ -297,7 +297,7 @@ class ChainDrafter:
         return join_trees([None] * num_sequences)
 
 
-def _slot_state(sequence: Sequence) -> SlotState:
+def _slot_state(sequence: Sequence) -> AdmittedSequence:
     """A sequence as the draft model samples it: what looks back is left to the target, so that
     users' processors are asked once."""
     request = sequence.request
@@ -305,10 +305,10 @@ def _slot_state(sequence: Sequence) -> SlotState:
     params = SamplingParams(
         temperature=given.temperature, top_p=given.top_p, top_k=given.top_k, min_p=given.min_p
     )
-    return SlotState(
-        sequence.slot,
+    return AdmittedSequence(
+        sequence.request_slot,
         sequence.token_ids,
-        sequence.num_prompt,
+        sequence.num_prompt_tokens,
         params,
         request.seed,
         sequence.index,
@@ -321,18 +321,18 @@ def _step(
     counts: np.ndarray,
     token_ids: np.ndarray,
     num_samples: np.ndarray,
-    admitted: tuple[SlotState, ...] = (),
+    admitted: tuple[AdmittedSequence, ...] = (),
     changes: TableChanges | None = None,
 ) -> SchedulerOutput:
     changes = changes or TableChanges()
     return SchedulerOutput(
-        slots=slots,
-        starts=starts,
-        counts=counts,
+        request_slots=slots,
+        num_computed_tokens=starts,
+        num_scheduled_tokens=counts,
         token_ids=token_ids,
         num_samples=num_samples,
-        prompt_rows=(),
+        prompt_logprob_spans=(),
         admitted=admitted,
-        table_writes=changes.writes(),
+        block_table_writes=changes.writes(),
         block_copies=np.array((changes.copy_from, changes.copy_to), np.int32),
     )

@@ -172,7 +172,7 @@ class Live:
 
     def _open(self, sequence: Sequence, learn_from: int | None) -> int:
         request = sequence.request
-        text = self.texts.open(namespace(request.root))
+        text = self.texts.open(namespace(request.root_hash))
         row = text.row
         if row >= len(self._copied):
             more = 2 * row + 1 - len(self._copied)
@@ -182,8 +182,8 @@ class Live:
             averages = np.concatenate([averages, np.zeros((more, 3))])
             self.arrays = LiveArrays(numbers, averages, totals)
         begin = text.first
-        head = begin + max(sequence.num_prompt - HEADER, 0)
-        indexed = begin if learn_from is None else begin + sequence.num_prompt + learn_from
+        head = begin + max(sequence.num_prompt_tokens - HEADER, 0)
+        indexed = begin if learn_from is None else begin + sequence.num_prompt_tokens + learn_from
         asked = request.params.num_speculative_tokens
         most = MAX_NODES if asked is None else min(asked, MAX_NODES)
         numbers, averages, totals = self.arrays

@@ -78,10 +78,10 @@ class PromptLookupDrafter:
         for text in self._known.pop(request.request_id, {}).values():
             self._texts.close(text)
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, num_rows: int, seconds: float) -> None:
         pass
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         self._resting = max(self._resting - 1, 0)
 
     def _follow(self, sequence: Sequence) -> Text:

@@ -6,7 +6,7 @@ from functools import cache
 from hashlib import sha256
 from itertools import product
 
-from hetero_llm.kv_cache.host_tier import Victim
+from hetero_llm.kv_cache.host_tier import EvictionCandidate
 
 Path = tuple[int, ...]
 """One token for each block."""
@@ -31,8 +31,8 @@ def key_of(path: Path, salt: str = "") -> bytes:
     return sha256(source_of(path, salt)).digest() if path else root(salt)
 
 
-def victim(path: Path, block: int = 0, salt: str = "") -> Victim:
-    return Victim(block, source_of(path, salt), key_of(path, salt))
+def victim(path: Path, block: int = 0, salt: str = "") -> EvictionCandidate:
+    return EvictionCandidate(block, source_of(path, salt), key_of(path, salt))
 
 
 def all_paths(tokens: int, depth: int) -> list[Path]:

@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 
 from hetero_llm.bridge.kv_offload.copier_library import Method
-from hetero_llm.bridge.kv_offload.copy_calibration import (
-    Calibration,
-    Choice,
-    Rate,
-    assumed,
-    calibrate,
-    prepare,
-)
+from hetero_llm.bridge.kv_offload.copy_calibration import calibrate, prepare
+from hetero_llm.bridge.kv_offload.copy_rates import Calibration, Choice, Rate, assumed
 from tests.bridge.kv_offload.conftest import Rig
 
 MakeRig = Callable[..., Rig]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetero_llm.bridge.kv_offload.free_runs import FreeRuns
-from hetero_llm.bridge.kv_offload.host_block_index import POLICIES, HostCache
+from hetero_llm.bridge.kv_offload.host_block_index import POLICIES, HostBlockIndex
 from hetero_llm.kv_cache.host_tier import HostHit
 from tests.bridge.kv_offload.prompts import (
     Path,
@@ -30,7 +30,7 @@ PATHS = [(salt, path) for salt in ("a", "b") for path in all_paths(2, 3)]
 NAMES = {source_of(path, salt): (salt, path) for salt, path in PATHS}
 
 
-def put(cache: HostCache, *paths: Path) -> list[int]:
+def put(cache: HostBlockIndex, *paths: Path) -> list[int]:
     """Stores blocks, all of which there must be room for; their slots in the order given."""
     reserved = cache.reserve([victim(path, block) for block, path in enumerate(paths)])
     assert reserved.taken == len(paths)
@@ -39,11 +39,11 @@ def put(cache: HostCache, *paths: Path) -> list[int]:
     return [slot_of[block] for block in range(len(paths))]
 
 
-def find(cache: HostCache, path: Path, salt: str = "") -> HostHit:
+def find(cache: HostBlockIndex, path: Path, salt: str = "") -> HostHit:
     return cache.match(root(salt), [content(token) for token in path])
 
 
-def use(cache: HostCache, path: Path) -> int:
+def use(cache: HostBlockIndex, path: Path) -> int:
     """A request uses a prompt; how many blocks of it are here."""
     hit = find(cache, path)
     cache.note_use({key_of(path[:length]): 1 for length in range(1, len(path) + 1)})
@@ -52,7 +52,7 @@ def use(cache: HostCache, path: Path) -> int:
 
 
 def test_found_as_far_as_it_goes() -> None:
-    cache = HostCache(8)
+    cache = HostBlockIndex(8)
     put(cache, (0,), (0, 1), (0, 1, 1, 1))
     hit = find(cache, (0, 1, 1, 1))
     assert hit.sources == (source_of((0,)), source_of((0, 1)))
@@ -64,7 +64,7 @@ def test_found_as_far_as_it_goes() -> None:
 
 
 def test_reads_no_further_than_needed() -> None:
-    cache = HostCache(4)
+    cache = HostBlockIndex(4)
     put(cache, (0,))
     rest = iter([content(0), content(1), content(0), content(0)])
     assert len(cache.match(root(), rest).slots) == 1
@@ -73,7 +73,7 @@ def test_reads_no_further_than_needed() -> None:
 
 def test_not_found_before_its_bytes_are_final() -> None:
     """Invariant 5."""
-    cache = HostCache(4)
+    cache = HostBlockIndex(4)
     first = cache.reserve([victim((0,))])
     assert cache.holds(source_of((0,))) and not find(cache, (0,)).slots
     again = cache.reserve([victim((0,)), victim((0,))])
@@ -83,7 +83,7 @@ def test_not_found_before_its_bytes_are_final() -> None:
 
 
 def test_a_failed_store_leaves_nothing() -> None:
-    cache = HostCache(2)
+    cache = HostBlockIndex(2)
     first = cache.reserve([victim((0,)), victim((0, 0))])
     cache.stored(first.slots, False)
     assert cache.num_used == 0 and not cache.holds(source_of((0,)))
@@ -92,14 +92,14 @@ def test_a_failed_store_leaves_nothing() -> None:
 
 
 def test_one_source_twice_in_one_call() -> None:
-    cache = HostCache(4)
+    cache = HostBlockIndex(4)
     reserved = cache.reserve([victim((0,), 5), victim((0,), 6), victim((1,), 7)])
     assert reserved.taken == 3 and sorted(reserved.blocks) == [5, 7]
 
 
 @pytest.mark.parametrize("batch", [1, 3, 64])
 def test_a_prompt_stored_tail_first_lies_in_one_run(batch: int) -> None:
-    cache = HostCache(100)
+    cache = HostBlockIndex(100)
     path = tuple(index % 7 for index in range(64))
     victims = [victim(path[:length], length) for length in range(64, 0, -1)]
     for at in range(0, 64, batch):
@@ -110,7 +110,7 @@ def test_a_prompt_stored_tail_first_lies_in_one_run(batch: int) -> None:
 
 @pytest.mark.parametrize("batch", [2, 16])
 def test_a_prompt_stored_head_first_lies_in_one_run(batch: int) -> None:
-    cache = HostCache(100)
+    cache = HostBlockIndex(100)
     path = tuple(index % 7 for index in range(64))
     victims = [victim(path[:length], length) for length in range(1, 65)]
     for at in range(0, 64, batch):
@@ -123,7 +123,7 @@ def test_runs_survive_turnover() -> None:
     """Prompts of different lengths replace each other many times over: those found whole still lie
     in few pieces."""
     rng = random.Random(3)
-    cache = HostCache(512)
+    cache = HostBlockIndex(512)
     pieces = blocks = 0
     for number in range(200):
         path = (number % 256, *(rng.randrange(256) for _ in range(rng.randint(7, 63))))
@@ -140,7 +140,7 @@ def test_runs_survive_turnover() -> None:
 
 
 def test_lru_gives_up_the_oldest_leaf() -> None:
-    cache = HostCache(4)
+    cache = HostBlockIndex(4)
     put(cache, (0,), (0, 0))
     put(cache, (1,), (1, 0))
     assert use(cache, (0, 0)) == 2
@@ -150,14 +150,14 @@ def test_lru_gives_up_the_oldest_leaf() -> None:
     assert (use(cache, (0, 0)), use(cache, (2,)), use(cache, (1,))) == (1, 1, 1)
 
 
-def held(cache: HostCache, *paths: Path) -> list[bool]:
+def held(cache: HostBlockIndex, *paths: Path) -> list[bool]:
     return [cache.holds(source_of(path)) for path in paths]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_the_device_has_as_well_goes_first(policy: str) -> None:
     """The newest load before others, its tail before its head; never before what follows it."""
-    cache = HostCache(6, policy=policy)
+    cache = HostBlockIndex(6, policy=policy)
     put(cache, (0,), (0, 0), (1,), (1, 0), (2,), (2, 0))
     for path in ((0, 0), (1, 0), (2, 0)):
         use(cache, path)
@@ -176,7 +176,7 @@ def test_what_the_device_has_as_well_goes_first(policy: str) -> None:
 
 
 def test_what_is_read_or_followed_by_a_newcomer_is_not_given_up_for_it() -> None:
-    cache = HostCache(3)
+    cache = HostBlockIndex(3)
     put(cache, (0,), (1,), (2,))
     hit = find(cache, (2,))
     cache.loaded([source_of((0,)), source_of((1,)), source_of((2,))])
@@ -192,7 +192,7 @@ def test_what_is_read_or_followed_by_a_newcomer_is_not_given_up_for_it() -> None
 
 def test_slru_keeps_what_two_requests_used() -> None:
     def hits_of_the_first(policy: str) -> int:
-        cache = HostCache(10, policy=policy)
+        cache = HostBlockIndex(10, policy=policy)
         put(cache, (0,), (0, 0))
         use(cache, (0, 0))
         use(cache, (0, 0))
@@ -208,7 +208,7 @@ def test_slru_keeps_what_two_requests_used() -> None:
 
 def test_slru_lets_newcomers_in() -> None:
     """What was used often once does not fill the memory for ever."""
-    cache = HostCache(10, policy="slru")
+    cache = HostBlockIndex(10, policy="slru")
     for token in range(10):
         put(cache, (token,))
         use(cache, (token,))
@@ -220,7 +220,7 @@ def test_slru_lets_newcomers_in() -> None:
 
 
 def test_slru_gives_up_what_lost_its_protection() -> None:
-    cache = HostCache(5, policy="slru")
+    cache = HostBlockIndex(5, policy="slru")
     for token in range(5):
         put(cache, (token,))
         use(cache, (token,))
@@ -235,7 +235,7 @@ def test_slru_gives_up_what_lost_its_protection() -> None:
 
 
 def test_cost_keeps_the_deeper_and_the_more_used() -> None:
-    cache = HostCache(3, policy="cost")
+    cache = HostBlockIndex(3, policy="cost")
     put(cache, (0,), (1,), (2,))
     hit = find(cache, (0,))
     cache.set_depth(hit.slots, 4000)
@@ -248,7 +248,7 @@ def test_cost_keeps_the_deeper_and_the_more_used() -> None:
 
 
 def test_cost_forgets_old_uses() -> None:
-    cache = HostCache(2, policy="cost")
+    cache = HostBlockIndex(2, policy="cost")
     put(cache, (0,))
     for _ in range(30):
         use(cache, (0,))
@@ -258,7 +258,7 @@ def test_cost_forgets_old_uses() -> None:
 
 
 def test_uses_are_counted_and_remembered() -> None:
-    cache = HostCache(1, min_uses=2, ghost_keys=3)
+    cache = HostBlockIndex(1, min_uses=2, ghost_keys=3)
     key = key_of((0,))
     assert not cache.wants(key)
     cache.note_use({key: 1})
@@ -271,11 +271,11 @@ def test_uses_are_counted_and_remembered() -> None:
     assert cache.uses(key) == 2
     cache.note_use({key_of((token,)): 1 for token in (3, 4, 5)})
     assert cache.uses(key) == 0, "only so many are remembered"
-    assert HostCache(1).wants(key)
+    assert HostBlockIndex(1).wants(key)
 
 
 def test_what_follows_a_lost_block_is_forgotten() -> None:
-    cache = HostCache(8)
+    cache = HostBlockIndex(8)
     put(cache, (0, 0), (0, 0, 0), (0, 0, 1), (0, 1), (1, 0))
     pinned = cache.match(key_of((0,)), [content(1)])
     cache.lost(key_of((0,)))
@@ -289,7 +289,7 @@ def test_what_follows_a_lost_block_is_forgotten() -> None:
 
 
 def test_lost_while_it_is_being_stored() -> None:
-    cache = HostCache(2)
+    cache = HostBlockIndex(2)
     reserved = cache.reserve([victim((0, 0))])
     cache.lost(key_of((0,)))
     assert not cache.holds(source_of((0, 0))) and cache.num_used == 1
@@ -303,7 +303,7 @@ def test_lost_while_it_is_being_stored() -> None:
 
 def test_clearing_leaves_nothing_readable() -> None:
     """Invariant 11, with a load and a store under way."""
-    cache = HostCache(4)
+    cache = HostBlockIndex(4)
     put(cache, (0,), (1,))
     hit = find(cache, (0,))
     reserved = cache.reserve([victim((2,))])
@@ -321,17 +321,17 @@ def test_clearing_leaves_nothing_readable() -> None:
 
 def test_everything_pinned() -> None:
     """Invariant 12."""
-    cache = HostCache(2)
+    cache = HostBlockIndex(2)
     put(cache, (0,), (0, 0))
     hit = find(cache, (0, 0))
     assert cache.reserve([victim((1,))]).taken == 0
     cache.unpin(hit.slots)
     assert cache.reserve([victim((1,)), victim((2,)), victim((3,))]).taken == 2
-    assert HostCache(0).reserve([victim((1,))]).taken == 0
+    assert HostBlockIndex(0).reserve([victim((1,))]).taken == 0
 
 
 def test_the_parent_of_a_newcomer_stays() -> None:
-    cache = HostCache(1)
+    cache = HostBlockIndex(1)
     put(cache, (0,))
     assert cache.reserve([victim((0, 0))]).taken == 0
     assert cache.reserve([victim((0,)), victim((1,))]).taken == 1, "and so does what is held"
@@ -345,7 +345,7 @@ class Slots(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES), slots=st.integers(0, 4), ghosts=st.sampled_from([2, 99])
     )
     def begin(self, policy: str, slots: int, ghosts: int) -> None:
-        self.cache = HostCache(slots, policy=policy, ghost_keys=ghosts)
+        self.cache = HostBlockIndex(slots, policy=policy, ghost_keys=ghosts)
         self.memory: list[bytes | None] = [None] * slots
         self.stores: list[list[tuple[int, bytes]]] = []
         self.hits: list[HostHit] = []

@@ -1,4 +1,4 @@
-"""`KvOffload` over a model of copies, with a small block manager's worth of traffic. The numbers of
+"""`PinnedHostTier` over a model of copies, with the traffic of a small block manager. Numbers of
 invariants are those of the design of the bridge: 1 one state each, 2 nothing that is copied is
 reused, 5 visible only when final, 6 leaf first, 7 aborts, 8 failures, 11 clearing, 12 progress."""
 
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetero_llm.bridge.kv_offload import pinned_host_tier
-from hetero_llm.bridge.kv_offload.host_block_index import HostCache
-from hetero_llm.bridge.kv_offload.pinned_host_tier import KvOffload, LoadRule
+from hetero_llm.bridge.kv_offload.host_block_index import HostBlockIndex
+from hetero_llm.bridge.kv_offload.pinned_host_tier import LoadRule, PinnedHostTier
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.kv_cache.host_tier import HostHit
 from tests.bridge.kv_offload.model_copier import RATE, ModelCopier
@@ -57,11 +57,11 @@ def load_rule(
     return LoadRule(BLOCK_SIZE, BLOCK_BYTES, LAYERS, compute, min_tokens, window_bytes)
 
 
-def tier_over(copier: ModelCopier, rule: LoadRule | None = None, **cache: object) -> KvOffload:
-    return KvOffload(HostCache(**cache), copier, rule or load_rule())  # type: ignore[arg-type]
+def tier_over(copier: ModelCopier, rule: LoadRule | None = None, **cache: object) -> PinnedHostTier:
+    return PinnedHostTier(HostBlockIndex(**cache), copier, rule or load_rule())  # type: ignore[arg-type]
 
 
-def find(tier: KvOffload, path: Path) -> HostHit:
+def find(tier: PinnedHostTier, path: Path) -> HostHit:
     return tier.match(root(), [content(token) for token in path])
 
 
@@ -72,7 +72,7 @@ def drain(copier: ModelCopier) -> None:
         pass
 
 
-def fill(tier: KvOffload, copier: ModelCopier, path: Path) -> None:
+def fill(tier: PinnedHostTier, copier: ModelCopier, path: Path) -> None:
     """All blocks of a prompt, from device blocks 0, 1, ... to host memory."""
     victims = [victim(path[: n + 1], n) for n in range(len(path))]
     for entry in victims:
@@ -313,8 +313,8 @@ def test_grows_with_the_pool() -> None:
 def test_shuts_down_once() -> None:
     copier = model(8, 4)
     freed: list[bool] = []
-    tier = KvOffload(
-        HostCache(), copier, load_rule(), free_memory=lambda: freed.append(copier.closed)
+    tier = PinnedHostTier(
+        HostBlockIndex(), copier, load_rule(), free_memory=lambda: freed.append(copier.closed)
     )
     fill(tier, copier, (0,))
     ticket = tier.load(find(tier, (0,)), [5], 0, 0.0)
@@ -403,8 +403,8 @@ class Traffic(RuleBasedStateMachine):
     def begin(self, seed: int, policy: str, slots: int) -> None:
         self.copier = model(NUM_BLOCKS, slots, seed, NUM_SLOTS)
         self.copier.on_copy = self.check_copy
-        self.cache = HostCache(policy=policy)
-        self.tier = KvOffload(self.cache, self.copier, load_rule())
+        self.cache = HostBlockIndex(policy=policy)
+        self.tier = PinnedHostTier(self.cache, self.copier, load_rule())
         self.free = dict.fromkeys(range(NUM_BLOCKS), 0)  # last step that may touch it
         self.cached: dict[int, Path] = {}
         self.loads: dict[int, list[tuple[int, Path]]] = {}

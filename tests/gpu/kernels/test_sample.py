@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.core.step import SlotState
+from hetero_llm.core.step import AdmittedSequence
 from hetero_llm.gpu.kernels.sample import (
     PickRows,
     make_pick_workspace,
@@ -150,7 +150,7 @@ def test_twin_draws_what_the_sampler_draws(device: torch.device) -> None:
     sampler = Sampler(len(choices), vocab, device)
     seeds = [7, 2**64 - 5, 3, 4, 5, 2**63 + 11]
     for slot, (params, seed) in enumerate(zip(choices, seeds, strict=True)):
-        sampler.admit(SlotState(slot, (1, 2), 2, params, seed, slot % 3))
+        sampler.admit(AdmittedSequence(slot, (1, 2), 2, params, seed, slot % 3))
     slots = np.tile(np.arange(len(choices)), rows_for(device, 2))
     positions = np.arange(len(slots)) + 5
     logits = random_logits(device, len(slots), vocab)

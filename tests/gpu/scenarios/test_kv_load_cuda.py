@@ -15,7 +15,7 @@ import torch
 
 from hetero_llm.bridge.kv_offload.copier_protocol import Gate
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.core.step import SchedulerOutput, SlotState
+from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.demo_models import heldout_prompts
 from hetero_llm.gpu.fused import speed_up
 from hetero_llm.gpu.layer_ready import DeviceGates
@@ -144,7 +144,7 @@ def late_round(
     delays = rng.integers(0, 2 * MILLISECOND, loader.layers)
     delays[0] += 30 * MILLISECOND  # any step that does not wait is over by then
     loader.load(arm.cache, content, TICKET + index, delays.tolist())
-    return dataclasses.replace(step, loads=(TICKET + index,))
+    return dataclasses.replace(step, kv_loads=(TICKET + index,))
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -165,7 +165,7 @@ def test_a_step_sees_what_comes_while_it_runs(
         if graphs:
             drawn = {"head"} if name == "drawn by kernels" else set()
             assert replays.take() == {"gated rows"} | drawn
-        assert not joined.loads_timed_out
+        assert not joined.kv_loads_timed_out
         assert equal(joined, expected.joined), f"round {index}"
         assert equal(run(arm.runner, following_step(step)), expected.followed), f"round {index}"
         assert "gated rows" not in replays.take()
@@ -228,8 +228,8 @@ def test_two_loads_of_one_step(checkpoint: Path) -> None:
             put_layer(arm.cache, content[1:], layer, LOADED[1:])
             address = loader.flags_address + 4 * 7
             assert loader._write(other.cuda_stream, address, layer + 1, 0) == 0
-    joined = run(arm.runner, dataclasses.replace(step, loads=(1, 2)))
-    assert equal(joined, expected.joined) and not joined.loads_timed_out
+    joined = run(arm.runner, dataclasses.replace(step, kv_loads=(1, 2)))
+    assert equal(joined, expected.joined) and not joined.kv_loads_timed_out
     torch.cuda.synchronize()
 
 
@@ -257,7 +257,7 @@ def long_arm(loader: DeviceGates | None) -> Setup:
 def long_steps(blocks: list[int]) -> tuple[SchedulerOutput, SchedulerOutput]:
     prompt = heldout_prompts().prompts[0, : LONG_PREFIX + LONG_SUFFIX].tolist()
     params = SamplingParams(temperature=0.0)
-    state = SlotState(0, tuple(prompt), len(prompt), params, 0, 0, 1)
+    state = AdmittedSequence(0, tuple(prompt), len(prompt), params, 0, 0, 1)
     writes = [(0, column, block) for column, block in enumerate(blocks)]
     prefix = step_of([(0, 0, prompt[:LONG_PREFIX], 0)], (state,), writes)
     return prefix, step_of([(0, LONG_PREFIX, prompt[LONG_PREFIX:], 1)], (state,), writes)
@@ -282,8 +282,8 @@ def test_a_long_chunk_waits_outside_of_graphs(blind: bool) -> None:
         delays = rng.integers(0, 2 * MILLISECOND, loader.layers)
         delays[0] += 30 * MILLISECOND
         loader.load(arm.cache, content, TICKET + index, delays.tolist(), loaded)
-        joined = run(arm.runner, dataclasses.replace(step, loads=(TICKET + index,)))
-        assert replays.take() == set() and not joined.loads_timed_out
+        joined = run(arm.runner, dataclasses.replace(step, kv_loads=(TICKET + index,)))
+        assert replays.take() == set() and not joined.kv_loads_timed_out
         if not blind:  # the same kernels over the same shapes: the same bits
             assert joined == expected
     torch.cuda.synchronize()
@@ -303,7 +303,7 @@ def test_a_failed_load_lets_the_step_through_and_the_next_one_is_right(checkpoin
         run(arm.runner, before)
     loader._flags[PLACE] = landed(loader.layers - 1)
     torch.cuda.synchronize()
-    assert not run(arm.runner, dataclasses.replace(step, loads=(TICKET,))).loads_timed_out
+    assert not run(arm.runner, dataclasses.replace(step, kv_loads=(TICKET,))).kv_loads_timed_out
     for again in prefix_steps(late=False):
         run(arm.runner, again)
     assert equal(run(arm.runner, step), expected.joined)

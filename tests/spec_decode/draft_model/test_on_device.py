@@ -16,7 +16,7 @@ from hetero_llm import SamplingParams
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
-from hetero_llm.core.step import LAST_DRAWN, ModelRunnerOutput, SchedulerOutput
+from hetero_llm.core.step import LAST_SAMPLED, ModelRunnerOutput, SchedulerOutput
 from hetero_llm.cpu import native
 from hetero_llm.engine.build_device_draft import count_blocks, draft_limits
 from hetero_llm.engine.factory import build_engine
@@ -64,14 +64,14 @@ class DraftRunner(FakeRunner):
 
     def launch(self, step: SchedulerOutput) -> int:
         assert all(not state.params.logits_processors for state in step.admitted)
-        self.steps.append((step.counts.tolist(), step.num_samples.tolist()))
+        self.steps.append((step.num_scheduled_tokens.tolist(), step.num_samples.tolist()))
         number = super().launch(step)
         self.most_under_way = max(self.most_under_way, len(self._queue))
         return number
 
     def _feed(self, slot: int, position: int, token: int) -> None:
         fed = self._fed[slot]
-        known = self._drawn[slot] if token == LAST_DRAWN else token
+        known = self._drawn[slot] if token == LAST_SAMPLED else token
         if position < len(fed) and known != fed[position]:
             del fed[position:]
         super()._feed(slot, position, token)
@@ -131,9 +131,9 @@ def run_prepared(scheduler: Scheduler, runner: FakeRunner, drafter: ChainDrafter
             assert scheduler.num_unfinished == 0, "requests are left but nothing can run"
             return
         number = runner.launch(step)
-        scheduler.prepare()
+        scheduler.step_launched()
         scheduler.update(step, runner.finish(number))
-        scheduler.settle()
+        scheduler.run_deferred()
         scheduler.check_integrity()
         drafter._blocks.check_integrity()
     raise AssertionError("no end in sight")
@@ -241,9 +241,9 @@ def test_no_drafts_in_large_steps() -> None:
     work = {str(i): ([i + 1, 5], GREEDY) for i in range(3)}
     pair.run(work)
     assert pair.scheduler.stats.num_drafts == 0 and pair.draft_runner.steps == []
-    pair.drafter.settle()
+    pair.drafter.run_deferred()
     for _ in range(8):
-        pair.drafter.settle()
+        pair.drafter.run_deferred()
     pair.run({n: work[n] for n in ("0", "1")})
     assert pair.accepted > 30
 

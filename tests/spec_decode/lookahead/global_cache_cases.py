@@ -56,7 +56,7 @@ def draft_of(
         end_ids=frozenset({2}),
         eos_ids=frozenset({2}),
         max_total_tokens=64,
-        root=root,
+        root_hash=root,
         metrics=RequestMetrics(arrival_time=0.0),
     )
     sequence = Sequence(request, 0, array("i", context), len(context))

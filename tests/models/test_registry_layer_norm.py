@@ -18,7 +18,7 @@ from hetero_llm.models.configs.falcon import _bfloat16
 from hetero_llm.models.configs.layer_norm import LayerNormConfig, alibi_slopes
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
-from tests.models.test_families import log_probs, random_sequences, reference_log_probs
+from tests.models.test_registry import log_probs, random_sequences, reference_log_probs
 from tests.models.tiny import make_tiny_checkpoint, rewrite_config
 
 _SHAPE = {

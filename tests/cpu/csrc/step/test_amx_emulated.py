@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from hetero_llm.cpu import native
-from tests.cpu.step.test_attention import (
+from tests.cpu.csrc.step.test_attention import (
     test_a_long_chunk,
     test_a_rows_result_does_not_depend_on_threads_or_neighbours,
     test_a_window_hides_tokens_and_ancestors,
@@ -26,7 +26,7 @@ from tests.cpu.step.test_attention import (
     test_contexts_are_cut_where_threads_want_work,
     test_scores_far_apart_neither_overflow_nor_vanish,
 )
-from tests.cpu.step.test_matmul import (
+from tests.cpu.csrc.step.test_matmul import (
     test_integers_give_the_same_on_every_instruction_set,
     test_nan_reaches_the_result,
     test_products_equal_their_twin,

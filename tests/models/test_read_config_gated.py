@@ -15,7 +15,7 @@ from hetero_llm.cpu.executor import unsupported_reason
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.gemma2 import Gemma2Config
 from hetero_llm.models.configs.qwen import QWenConfig
-from tests.models.test_config import load
+from tests.models.test_read_config import load
 
 _BASE: dict[str, Any] = {
     "vocab_size": 100,

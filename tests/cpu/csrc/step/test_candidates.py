@@ -24,7 +24,7 @@ from hetero_llm.cpu.executor import (
 from hetero_llm.cpu.step_rows import Best, NoiseKey
 from hetero_llm.demo_models import demo_folder
 from hetero_llm.sampling.noise import gumbel_noise, signed_seed
-from tests.cpu.step.test_executor import BEST, LEVELS, Part, Served
+from tests.cpu.csrc.step.test_executor import BEST, LEVELS, Part, Served
 
 INFINITY, NAN = float("inf"), float("nan")
 VOCABS = (1, 5, 16, 64, 67, 3001, 32000)

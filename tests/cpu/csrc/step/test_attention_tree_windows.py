@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hetero_llm.cpu.executor import TREE_WINDOW, StepRows
-from tests.cpu.step.test_executor import (
+from tests.cpu.csrc.step.test_executor import (
     BEST,
     BLOCK,
     LEVELS,

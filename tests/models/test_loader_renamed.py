@@ -18,7 +18,7 @@ from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.rotary import half_split_order
 from tests.models import renamed
 from tests.models.definition import by_definition, plain_frequencies
-from tests.models.test_families import LENGTH, TOLERANCE, log_probs, random_sequences
+from tests.models.test_registry import LENGTH, TOLERANCE, log_probs, random_sequences
 
 FAMILIES: dict[str, Callable[[Path], tuple[Path, Any]]] = {
     "internlm": renamed.internlm,
