@@ -121,7 +121,7 @@ class SwitchedDrafter:
 
     def prompts_started(self, sequences: list[Sequence]) -> None:
         if isinstance(self.inner, PromptObserver):
-            self.inner.begin(sequences)
+            self.inner.prompts_started(sequences)
 
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         assert self.inner is not None
