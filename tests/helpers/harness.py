@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from functools import reduce
 from itertools import accumulate
@@ -12,13 +13,12 @@ import numpy as np
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.drafter import Drafter
 from hetero_llm.core.outputs import RequestMetrics
-from hetero_llm.core.request import Request
+from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import LAST_SAMPLED, ModelRunnerOutput, SampleLogprobs, SchedulerOutput
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.prefix_cache import PrefixCache, root_key, token_bytes
-from hetero_llm.scheduler.beam_groups import HoldsStop
-from hetero_llm.scheduler.beam_search import candidates_needed
+from hetero_llm.scheduler.beam_search import HoldsStop, candidates_needed
 from hetero_llm.scheduler.scheduler import Scheduler
 
 VOCAB = 50
@@ -280,6 +280,12 @@ def make_request(
         num_logprobs=count,
         packed_prompt=token_bytes(prompt),
     )
+
+
+def make_sequence(request: Request) -> Sequence:
+    """A request's first sequence, without a scheduler."""
+    prompt = request.prompt_token_ids
+    return Sequence(request, 0, array("i", prompt), len(prompt))
 
 
 def expected_output(prompt: list[int], params: SamplingParams, index: int = 0) -> list[int]:

@@ -142,8 +142,8 @@ def test_advance_ranks_all_beams_together() -> None:
     )
     assert [(c.parent, c.token) for c in chosen] == [(1, 9), (0, 7)]
     assert [h.token_ids for h in group.hypotheses] == [[1, 6, 3]]
-    assert group.hypotheses[0].record == 2  # the second best continuation of its beam
-    assert group.hypotheses[0].value == pytest.approx(-1.3 / 2)
+    assert group.hypotheses[0].logprobs == 2  # the second best continuation of its beam
+    assert group.hypotheses[0].normalized_score == pytest.approx(-1.3 / 2)
 
 
 def test_candidates_leave_enough_after_every_end_token() -> None:
