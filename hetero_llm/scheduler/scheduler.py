@@ -274,10 +274,10 @@ class Scheduler:
         flight = self._in_flight.popleft()
         assert flight.step is step, "steps are updated in the order they were scheduled"
         if step.kv_loads:
-            self._collect_transfers(step.kv_loads, in_vain=output.kv_loads_timed_out)
+            self._collect_transfers(step.kv_loads, timed_out=output.kv_loads_timed_out)
         touched: list[Sequence] = []
         complete_groups: list[Request] = []
-        num_generated, end = self.stats.generation_tokens, 0
+        generated_before, end = self.stats.generation_tokens, 0
         for sequence, epoch, num_computed, num_scheduled, num_samples, num_nodes, num_tokens in zip(
             flight.sequences,
             flight.epochs,
@@ -329,7 +329,7 @@ class Scheduler:
                     touched.extend(samples)
         for request in complete_groups:
             touched.extend(self._advance_beams(request))
-        num_generated = self.stats.generation_tokens - num_generated
+        num_generated = self.stats.generation_tokens - generated_before
         self.stats.step_tokens.observe(flight.num_prompt_tokens + num_generated)
         return touched
 
@@ -511,16 +511,19 @@ class Scheduler:
             self._give_up(starved)
         return budget
 
-    def _collect_transfers(self, over: tuple[int, ...] = (), *, in_vain: bool = False) -> None:
+    def _collect_transfers(
+        self, finished: tuple[int, ...] = (), *, timed_out: bool = False
+    ) -> None:
         """Applies the transfers that have ended. Sequences with a block that a failed load was to
         fill are queued again.
 
         Args:
-            over: loads that a finished step waited for; `in_vain`: it ran without them.
+            finished: transfer ids that a finished step waited for.
+            timed_out: the step ran without them.
         """
         if self.loads is None:
             return
-        for sequence in self.loads.collect(self._running, over, in_vain=in_vain):
+        for sequence in self.loads.collect(self._running, finished, in_vain=timed_out):
             if sequence in self.loads:
                 self._give_up(sequence)
             elif sequence.request_slot >= 0:  # else it was preempted with a sibling
@@ -710,6 +713,7 @@ class Scheduler:
     def _finish(
         self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None
     ) -> None:
+        """Ends a sequence, be it running, loading or waiting."""
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
         if sequence.request_slot >= 0:
@@ -727,6 +731,7 @@ class Scheduler:
                 self._finish(sequence, reason, None)
 
     def _forget(self, request: Request) -> None:
+        """Drops all state of a request whose sequences have ended."""
         if self._drafter is not None:
             self._drafter.close(request)
         self._request_slots.give_back_reserved(request)
