@@ -177,11 +177,7 @@ class Scheduler:
         """
         surplus = len(sequence.token_ids) - num_tokens
         if surplus and not sequence.request.params.use_beam_search:  # beams end by their own search
-            del sequence.token_ids[-surplus:]
-            if sequence.earlier_sums:
-                sequence.cumulative_logprob = sequence.earlier_sums[-surplus]
-                if sequence.logprobs is not None:
-                    del sequence.logprobs[-surplus:]
+            _drop_tokens(sequence, surplus)
             self._caching.truncate(sequence)
             self.stats.generation_tokens -= surplus
         if sequence.finished:
@@ -296,7 +292,8 @@ class Scheduler:
             failed = bool(output.errors) and sequence.request_slot in output.errors
             if num_nodes and not failed:
                 self.stats.count_sampled(request, now, num_samples)
-                self._accept(sequence, output, slice(first, end), num_nodes, num_computed)
+                part = slice(first, end)
+                self._accept(sequence, output, part, num_nodes=num_nodes, num_computed=num_computed)
                 touched.append(sequence)
                 continue
             # All inputs of the step up to `num_confirmed` are in token_ids by now.
@@ -599,6 +596,7 @@ class Scheduler:
         sequence: Sequence,
         output: ModelRunnerOutput,
         part: slice,
+        *,
         num_nodes: int,
         num_computed: int,
     ) -> None:
@@ -791,6 +789,15 @@ def _append_logprobs(sequence: Sequence, entries: Iterable[SampleLogprobs | None
             sequence.cumulative_logprob += entry.sampled
             if sequence.logprobs is not None:
                 sequence.logprobs.append(entry)
+
+
+def _drop_tokens(sequence: Sequence, count: int) -> None:
+    """Drops the last `count` tokens, which the last step added, and their log-probabilities."""
+    del sequence.token_ids[-count:]
+    if sequence.earlier_sums:
+        sequence.cumulative_logprob = sequence.earlier_sums[-count]
+        if sequence.logprobs is not None:
+            del sequence.logprobs[-count:]
 
 
 def _num_before_end(sequence: Sequence, new: list[int]) -> int:

@@ -79,12 +79,12 @@ EVERYTHING = FAST | {
     "ranked": replace(_HOT, n=1, best_of=3, stop=_LETTERS),
     "beams": SamplingParams(temperature=0, use_beam_search=True, n=2, best_of=2),
 }
-"""With draws that take more than a temperature and noise, or give more than tokens."""
+"""Also sampling that needs more than a temperature and noise, or yields more than tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A request: arrives after so many steps, is aborted when it shows so many tokens."""
+    """A request that arrives after `arrives` steps; aborted when `aborts` tokens are visible."""
 
     name: str
     prompt: list[int]
@@ -150,7 +150,7 @@ def make_draft(target: Path, folder: Path) -> Path:
 
 
 def build(folder: Path, batch: int, drafter: Drafter | None, **engine_args: Any) -> Engine:
-    """An engine that runs so many sequences at once, for fewer of which there is memory."""
+    """An engine that runs `batch` sequences at once, with KV blocks for fewer."""
     given = {
         "model": str(folder),
         "device": "cpu",
@@ -244,7 +244,7 @@ def _close(
 
 
 def without_ends(item: Item) -> Item:
-    """The same draws, but nothing stops them before the length does."""
+    """The same sampling, ended by the length alone."""
     params = replace(item.params, stop=None, stop_token_ids=None, min_tokens=0, ignore_eos=True)
     return replace(item, params=params)
 
@@ -253,8 +253,8 @@ class Bench:
     """Serves one traffic by one engine with any drafter, after a run without drafts.
 
     Attributes:
-        plain: what came of an engine without a drafter when nobody was aborted.
-        record: what it would have been without ends.
+        plain: outputs of an engine without a drafter, no request aborted.
+        record: the same if only the length ended sequences.
     """
 
     def __init__(

@@ -127,7 +127,7 @@ class Siblings(Guesser):
 
     A chain off by one token comes first, or off by one place. Along the right path nodes have wrong
     siblings before them, twice the same one, whose children carry the tokens that would be right
-    here or one level below; a twin with the same token may follow. The rest are random nodes at
+    here or one level below; a sibling with the same token may follow. The rest are random nodes at
     random places.
     """
 
@@ -138,7 +138,7 @@ class Siblings(Guesser):
         nodes: list[tuple[int, int]] = []
         if rng.random() < 0.7:
             self._append_wrong_chain(nodes, coming)
-        misled, twins = rng.choice((0.0, 0.5, 1.0), 2)
+        misled, duplicates = rng.choice((0.0, 0.5, 1.0), 2)
         at = -1
         for depth in range(min(int(rng.integers(0, 9)), len(coming) - 1)):
             true, following = coming[depth : depth + 2]
@@ -148,7 +148,7 @@ class Siblings(Guesser):
                 nodes += [(following, len(nodes) - 2), (true, len(nodes) - 1)]
             above, at = at, len(nodes)
             nodes.append((true, above))
-            if rng.random() < twins:
+            if rng.random() < duplicates:
                 nodes += [(true, above), (following, len(nodes))]
         while len(nodes) < limit:
             nodes.append((self._random_token(), int(rng.integers(-1, len(nodes)))))

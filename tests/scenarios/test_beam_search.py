@@ -181,9 +181,9 @@ def test_beams_report_the_log_probabilities_they_are_ranked_by(tiny: LLM) -> Non
     for completion, without in zip(output.outputs, plain.outputs, strict=True):
         assert completion.token_ids == without.token_ids and without.logprobs is None
         assert len(completion.logprobs) == len(completion.token_ids)
-        drawn = 0.0
+        total = 0.0
         for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
             assert next(iter(entry)) == token
             assert {1, 2} <= {e.rank for e in entry.values()}
-            drawn += entry[token].logprob
-        assert completion.cumulative_logprob == pytest.approx(drawn, abs=1e-4)
+            total += entry[token].logprob
+        assert completion.cumulative_logprob == pytest.approx(total, abs=1e-4)
