@@ -29,11 +29,11 @@ from tests.models.tiny import make_tiny_checkpoint, rewrite_config
 VOCAB = 259
 MAX_LEN = 112
 BLOCKS = {1: 16, 7: 18, 64: 130}
-"""Of KV memory by batch: a sequence of full length takes 14."""
-ROWS = {1: 80, 7: 120, 64: 600}
-"""Of a step by batch."""
+"""KV blocks by batch size: a sequence of full length takes 14."""
+STEP_TOKENS = {1: 80, 7: 120, 64: 600}
+"""Token budget of a step by batch size."""
 LONGEST = {1: 18, 7: 26, 64: 16}
-"""Outputs by batch, but for the first of those that go on to the end."""
+"""Longest output by batch size, but for the first of the kind "to the end"."""
 
 _LETTERS = list("abcdefghijklmnopqrst")
 _GREEDY = SamplingParams(temperature=0)
@@ -64,7 +64,7 @@ FAST = {
     "samples": replace(_HOT, n=3),
     "stopped samples": replace(_MILD, n=2, stop=_LETTERS, stop_token_ids=[7, 77, 177]),
 }
-"""Drawn where the logits are, wherever a runner can."""
+"""Sampled on the device where the runner can."""
 EVERYTHING = FAST | {
     "top-p": replace(_HOT, top_p=0.7),
     "top-k": replace(_MILD, top_k=20, min_p=0.02),
@@ -158,7 +158,7 @@ def build(folder: Path, batch: int, drafter: Drafter | None, **engine_args: Any)
         "block_size": 8,
         "max_model_len": MAX_LEN,
         "max_num_seqs": batch,
-        "max_num_batched_tokens": ROWS[batch],
+        "max_num_batched_tokens": STEP_TOKENS[batch],
         "num_gpu_blocks_override": BLOCKS[batch],
         "cpu_threads": 1,
         "disable_log_stats": True,

@@ -1,7 +1,7 @@
-"""Drafters for tests: they know what comes, guess blindly, or do their best to mislead.
+"""Drafters for tests: they know the outputs, guess blindly, or mislead on purpose.
 
-`Record` is what a run without drafts gave; it may be longer than what a request will get, so that
-right nodes lie behind its end as well.
+`Record` holds the outputs of a run without drafts; these may be longer than what a request will
+get, so that right nodes lie behind its end as well.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Guesser:
 
 
 class Oracle(Guesser):
-    """Chains of the tokens that come, of any length."""
+    """Chains of the right tokens, of any length."""
 
     def _tree(self, coming: list[int], limit: int) -> DraftTree:
         length = int(self._rng.integers(0, min(limit, len(coming)) + 1))
