@@ -378,11 +378,11 @@ class Scheduler:
     def _schedule_running(
         self, sequences: list[Sequence], num_scheduled_tokens: list[int]
     ) -> int | None:
-        """Schedules running sequences, oldest first, as the first of a step. If blocks run out it
-        preempts the youngest.
+        """Schedules running sequences, oldest first, as the first of a step; preempts the youngest
+        where blocks run out.
 
         Returns:
-            None if blocks ran out with a step in flight: then no sequence may be preempted. Blocks
+            None if blocks ran out with a step in flight, when no sequence may be preempted. Blocks
             allocated so far stay with their sequences, which need them next.
         """
         budget = self._config.max_num_batched_tokens
@@ -398,19 +398,12 @@ class Scheduler:
             num_new = num_known + num_pending - num_computed
             if num_new > budget:
                 num_new = budget
-            # Nothing to compute for a beam whose siblings are behind, nor while a step in flight
-            # forks the sequence or samples its last token.
-            if (
-                num_new == 0
-                or (
-                    num_pending
-                    and (
-                        num_pending > 1
-                        or num_known + num_pending >= sequence.request.max_total_tokens
-                    )
-                )
-                or sequence in kept
-            ):
+            forks_or_ends = num_pending and (
+                num_pending > 1 or num_known + num_pending >= sequence.request.max_total_tokens
+            )
+            # A beam has nothing to compute while it waits for its siblings' candidates; a sequence
+            # that the step in flight forks or ends is left alone.
+            if num_new == 0 or forks_or_ends or sequence in kept:
                 index += 1
                 continue
             slot, end = sequence.request_slot, num_computed + num_new
