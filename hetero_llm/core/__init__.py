@@ -1,1 +1,1 @@
-"""Plain data that every other part of the engine speaks. Imports nothing of ours, never torch."""
+"""Plain data and protocols that every other package uses. Imports none of them, and no torch."""

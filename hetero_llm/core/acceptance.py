@@ -1,4 +1,4 @@
-"""How draft tokens may be accepted that the target did not draw."""
+"""Lossy acceptance of draft tokens: also of some that the target model did not sample."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TypicalAcceptance:
-    """Accept a draft token that is likely enough, drawn or not: lossy (Cai et al., Medusa,
+    """Accepts every draft token that the target finds likely enough (Cai et al., Medusa,
     arXiv 2401.10774, section 2.3.1).
 
-    A token of probability p under the target's distribution, temperature and thresholds applied,
-    is accepted where p > min(threshold, alpha * exp(-H)), H the distribution's entropy in nats.
-    At temperature 0 that is the argmax alone, so greedy requests stay exact.
+    A token of probability p under the target's distribution, after temperature, top-k, top-p and
+    min-p, is accepted if p > min(threshold, alpha * exp(-H)); H is the distribution's entropy in
+    nats. At temperature 0 that is the argmax alone, so greedy requests stay exact.
 
     Attributes:
-        threshold: what is enough whatever the entropy, in (0, 1].
+        threshold: a probability above which any token is accepted, in (0, 1].
         alpha: scale of the bound for flat distributions, above 0.
     """
 

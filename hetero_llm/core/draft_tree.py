@@ -1,4 +1,4 @@
-"""A draft: tokens that may follow a sequence, as a tree whose root is the sequence's last token."""
+"""Drafts: tokens that may follow a sequence, as a tree whose root is the sequence's last token."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from dataclasses import dataclass
 import numpy as np
 
 MAX_NODES = 63
-"""Root and nodes fit a mask of 64 bits."""
+"""Most nodes of a draft: with the root they fit a mask of 64 bits."""
 
 _INT32 = np.dtype(np.int32)
 _PARENTS = np.arange(-1, MAX_NODES - 1, dtype=np.int32)
 _PARENTS.setflags(write=False)
 _CHAINS = tuple(_PARENTS[:count] for count in range(MAX_NODES + 1))
-"""Parents of the chain of each length: known to be valid wherever this very array turns up."""
+"""[n] the parents of a chain of n nodes. `DraftTree` checks no tree that holds one of these very
+arrays."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTree:
-    """Draft tokens, parents before their children; without nodes it stands for plain decoding.
+    """Draft tokens, parents before their children. Without nodes it stands for plain decoding.
 
     Of siblings with the same token only the first can be accepted.
 
     Attributes:
         token_ids: [n] int32, n at most `MAX_NODES`.
-        parents: [n] int32 index of each node's parent; -1 for the root, which is no node.
+        parents: [n] int32 index of each node's parent; -1 is the root, which is not a node.
     """
 
     token_ids: np.ndarray
@@ -43,19 +44,6 @@ class DraftTree:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def first(self, count: int) -> DraftTree:
-        """The tree of the first `count` nodes: parents come first, so none is missing."""
-        if self.parents is _CHAINS[len(self)]:
-            return chain(self.token_ids[:count])
-        return DraftTree(self.token_ids[:count], self.parents[:count])
-
-    def depths(self) -> np.ndarray:
-        """[n] int32 distance of each node from the root: 1 for its children."""
-        depths: list[int] = []
-        for parent in self.parents.tolist():
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return np.array(depths, np.int32)
-
 
 def chain(token_ids: np.ndarray) -> DraftTree:
     """The tree in which every node is the only child of the one before.
@@ -69,12 +57,12 @@ def chain(token_ids: np.ndarray) -> DraftTree:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftBatch:
-    """Drafts for several sequences, one after the other: each as in `DraftTree`.
+    """Drafts of several sequences, concatenated; each as in `DraftTree`.
 
     Attributes:
         counts: [S] int32 nodes of each sequence's draft, at most `MAX_NODES`; 0 for no draft.
         token_ids: [N] int32; N is the sum of `counts`.
-        parents: [N] int32 index of each node's parent within its own draft; -1 for the root.
+        parents: [N] int32 index of each node's parent within its own draft; -1 is the root.
     """
 
     counts: np.ndarray
@@ -83,7 +71,7 @@ class DraftBatch:
 
 
 def join_trees(trees: Iterable[DraftTree | None]) -> DraftBatch:
-    """The trees as one batch; None stands for no draft."""
+    """Concatenates trees, one per sequence; None stands for no draft."""
     held = [_EMPTY if tree is None else tree for tree in trees]
     return DraftBatch(
         np.array([len(tree) for tree in held], np.int32),

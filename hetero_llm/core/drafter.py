@@ -1,4 +1,5 @@
-"""What a drafter is asked, and what else it may be told. Those who draft are in `spec_decode`."""
+"""The protocol of drafters, and three more that a drafter may support. Drafters are in
+`spec_decode`."""
 
 from __future__ import annotations
 
@@ -9,69 +10,75 @@ from hetero_llm.core.request import Request, Sequence
 
 
 class Drafter(Protocol):
-    """Guesses what comes next. Any guess is safe: it changes how fast tokens come, never which."""
+    """Proposes tokens that may follow. Any draft is safe: it changes speed, never output."""
 
     @property
     def idle(self) -> bool:
-        """Whether it expects to propose nothing. It is not asked then, and a step may be launched
-        before the tokens of the last one are known."""
+        """Whether it expects to propose nothing. Then `propose` is not called, and a step may be
+        launched before the tokens of the last one are known."""
         ...
 
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
-        """Drafts for sequences whose last token has just become known.
+        """Drafts for sequences all of whose tokens are known.
 
         Args:
             sequences: to be read, not to be changed, nor kept after `close`.
-            limits: most nodes of each one's draft, at least 1.
-            num_rows: of the step without drafts, theirs included.
+            limits: maximum number of nodes of each draft, at least 1.
+            num_rows: tokens of the step without drafts; one of each sequence is among them.
 
         Returns:
-            One draft for each, in order, which may be empty.
+            One draft for each sequence, in order; drafts may be empty.
         """
         ...
 
     def close(self, request: Request) -> None:
-        """A request has ended, whether it was ever asked about or not; its tokens are final."""
+        """Drops the state of an ended request, whose tokens are final; `propose` may not have seen
+        it."""
         ...
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
-        """A step of so many rows, drafts included, took so long."""
+        """Reports a finished step: its token count (drafts included) and duration in seconds."""
         ...
 
     def run_deferred(self) -> None:
-        """Called once a step while the device works: for what the next proposals can do without."""
+        """Does work that the next proposals do not need; called once a step while the device
+        works."""
         ...
 
 
 @runtime_checkable
 class CostAware(Protocol):
-    """A drafter that weighs what its nodes cost."""
+    """A drafter that chooses the size of its drafts by the time that nodes take to verify."""
 
     def set_step_times(self, profile: list[tuple[int, float]]) -> None:
-        """Tells rows and seconds of every size that steps are padded to (or of sizes between which
-        they differ), ascending and beginning with a single row, before the first step. Without
-        it the steps themselves tell."""
+        """Sets measured step times before the first step; without them the drafter learns from
+        `observe_step`.
+
+        Args:
+            profile: (tokens, seconds) of every size that steps are padded to, or of sizes between
+                which times differ; ascending, the first of one token.
+        """
         ...
 
 
 @runtime_checkable
 class PromptObserver(Protocol):
-    """A drafter that wants to know of prompts early."""
+    """A drafter that prepares for new prompts before it is asked for drafts."""
 
     def prompts_started(self, sequences: list[Sequence]) -> None:
-        """The prompts of these are being computed: time to prepare. Called while the device works,
-        once for a sequence; those that fork from another are met by `propose` first."""
+        """Called while the device works, once for each sequence whose prompt a launched step has
+        begun to compute. Sequences that fork from another first appear in `propose`."""
         ...
 
 
 @runtime_checkable
 class BackgroundDrafter(Protocol):
-    """A drafter with something that runs beside the engine's process."""
+    """A drafter with a worker that runs beside the engine's thread."""
 
     def metrics(self) -> dict[str, float]:
-        """Counters and states of it, flat."""
+        """Counters and states of the worker, flat."""
         ...
 
     def shut_down(self) -> None:
-        """Ends it."""
+        """Ends the worker."""
         ...

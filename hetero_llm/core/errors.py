@@ -7,11 +7,11 @@ HeteroLLMError
  │    ├── PromptError         the prompt (empty, too long, token id out of range)
  │    └── SamplingError       a field of SamplingParams
  ├── SnapshotError        a snapshot of the lookahead cache cannot be saved or loaded
- ├── RingError            shared memory to the draft worker cannot be had or is not ours
+ ├── RingError            shared memory to the draft worker cannot be made, or is another's
  ├── OverloadedError      too many requests wait; try again later
  ├── DuplicateRequestError  a running request has this id
  └── EngineDeadError      the engine cannot serve any more
-      └── EngineHungError     it shows no life, though it has not ended
+      └── EngineHungError     it has not responded for too long, though its process runs
 
 Each message names the field and the value. `RequestError.prompt_index` is the position in the list
 given to `LLM.generate`, or None.
@@ -25,7 +25,7 @@ _SHOWN_VALUE_CHARS = 80
 
 
 def shown(value: Any) -> str:
-    """`repr(value)` in a length that fits one log line: both its ends, as paths differ there."""
+    """`repr(value)`, shortened to fit a log line: both ends stay, since paths differ there."""
     text = repr(value)
     if len(text) <= _SHOWN_VALUE_CHARS:
         return text
@@ -65,7 +65,7 @@ class RequestError(HeteroLLMError, ValueError):
         self.prompt_index = prompt_index
 
     def at_prompt(self, index: int) -> RequestError:
-        """The same error, naming the prompt's position in the caller's list."""
+        """The same error with the prompt's position in the caller's list."""
         return type(self)(self.field, self.value, self.reason, prompt_index=index)
 
 
@@ -88,7 +88,7 @@ class SnapshotError(HeteroLLMError):
 
 
 class RingError(HeteroLLMError):
-    """The rings to a draft worker cannot be made or opened: without them there is none."""
+    """The shared-memory rings to a draft worker cannot be made or opened, so it cannot start."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"rings of shared memory: {reason}")
@@ -100,11 +100,11 @@ class EngineDeadError(HeteroLLMError):
 
 
 class EngineHungError(EngineDeadError):
-    """The engine has shown no life for longer than its step timeout."""
+    """The engine has not responded for longer than its step timeout."""
 
 
 class OverloadedError(HeteroLLMError):
-    """Too many requests wait. `retry_after` is an estimate, in seconds, of when to try again."""
+    """Too many requests wait. `retry_after`: estimated seconds until a retry can succeed."""
 
     def __init__(self, retry_after: float, reason: str = "too many requests are waiting") -> None:
         super().__init__(f"{reason}; try again in {retry_after:.0f} s")

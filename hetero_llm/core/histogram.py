@@ -1,4 +1,4 @@
-"""A histogram that is cheap enough for every step, and travels between processes as plain data."""
+"""A histogram cheap enough to update every step; plain data that processes can exchange."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Histogram:
 
     Attributes:
         bounds: ascending; a value belongs to the first bound that is not below it.
-        counts: of each bound alone, and of the values above the last one.
+        counts: values that belong to each bound (not cumulative), and last those above all bounds.
         total: sum of all values.
     """
 
@@ -26,7 +26,7 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Values observed."""
+        """Number of values observed."""
         return sum(self.counts)
 
     def observe(self, value: float) -> None:

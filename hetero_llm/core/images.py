@@ -1,4 +1,4 @@
-"""Images of a prompt as they travel from the front end to the runner: plain arrays."""
+"""Processed images of a prompt, as plain arrays for the way from the front end to the runner."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ class PromptImage:
 
     Attributes:
         start: Index in the prompt of the first of its image tokens.
-        count: Image tokens, which follow each other; the model makes as many embeddings.
-        grid: (rows, columns) of these embeddings where they lie in a grid that the model's
-            positions follow (Qwen2-VL); else None.
-        arrays: By the names that the model's encoder takes, contiguous: pixels as float32, sizes as
-            int64.
+        count: Number of consecutive image tokens; the encoder makes one embedding for each.
+        grid: (rows, columns) of the embeddings if the model's positions follow their grid
+            (Qwen2-VL); else None.
+        arrays: Contiguous inputs of the model's encoder by name: pixels as float32, sizes as int64.
     """
 
     start: int
@@ -35,7 +34,7 @@ class PromptImage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptImages:
-    """All images of a prompt, in order. `key` tells them from those of other prompts."""
+    """All images of a prompt, in order; `key` is their `images_key`."""
 
     items: tuple[PromptImage, ...]
     key: str
@@ -46,7 +45,7 @@ class PromptImages:
 
 
 def images_key(images: Sequence[PromptImage]) -> str:
-    """SHA-256 of everything that the images' embeddings depend on, order included."""
+    """Hex SHA-256 of everything that the images' embeddings depend on, order included."""
     found = sha256()
     for image in images:
         for name, array in sorted(image.arrays.items()):

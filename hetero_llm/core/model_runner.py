@@ -1,4 +1,4 @@
-"""The contract of a runner, on whatever device."""
+"""The protocol of model runners, on any device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ P = TypeVar("P")
 
 
 class ModelRunner(Protocol[P]):
-    """What the engine needs of a runner: `launch` must not wait for the device, `finish` may.
+    """Runs steps in the order of their launch.
 
-    With asynchronous stepping a step is launched before the one launched last is finished; the
-    device runs them in order, and `finish` waits for its own step only.
+    With asynchronous stepping the engine launches a step before it finishes the one launched last.
     """
 
-    def launch(self, step: SchedulerOutput) -> P: ...
+    def launch(self, step: SchedulerOutput) -> P:
+        """Starts a step without waiting for the device; the result is for `finish`."""
+        ...
 
-    def finish(self, pending: P) -> ModelRunnerOutput: ...
+    def finish(self, pending: P) -> ModelRunnerOutput:
+        """Waits for a launched step, and for no later one, and returns its output."""
+        ...

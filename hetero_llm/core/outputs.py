@@ -1,4 +1,4 @@
-"""What a user gets back. Fields are vLLM's."""
+"""What a user gets back. Fields have vLLM's names and meanings."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ class RequestMetrics:
 class CompletionOutput:
     """One generated sequence.
 
-    `cumulative_logprob` is given when log-probabilities were asked for or needed (`best_of`, beam
-    search); it sums the log-probabilities of the drawn tokens. `finish_reason` is None while
-    running, else "stop", "length", "abort" or "error"; `stop_reason` is the stop string or stop
-    token id that ended it, None for the end-of-sequence token.
+    Attributes:
+        cumulative_logprob: sum of the sampled tokens' log-probabilities if these were requested or
+            are needed (`best_of`, beam search), else None.
+        finish_reason: "stop", "length", "abort" or "error"; None while running.
+        stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence
+            token.
     """
 
     index: int
@@ -54,7 +56,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of one request: its prompt and the sequences generated for it."""
+    """The state of one request: its prompt and the sequences generated for it so far."""
 
     request_id: str
     prompt: str | None

@@ -19,26 +19,29 @@ class FinishReason(Enum):
     ERROR = "error"
 
 
+# large: plain data, one field for each fact about a request.
 @dataclass(slots=True, eq=False)
 class Request:
     """One prompt and how to continue it.
 
     Attributes:
-        seed: seed of every draw, given or derived.
+        seed: for sampling, given or derived.
         end_ids: tokens that end a sequence (EOS unless ignored, and stop_token_ids).
+        eos_ids: end-of-sequence tokens that the request does not name: the stop reason is None.
         max_total_tokens: a sequence of this many tokens (prompt included) is finished.
-        root_hash: prefix-cache root key of this request.
-        num_logprobs: most likely tokens to report with each draw; None for no log-probabilities.
-            Beam search asks here for its candidates.
+        root_hash: hash that its first block has as parent in the prefix cache.
+        num_logprobs: most likely tokens to report with each sampled one; None for no
+            log-probabilities. Beam search gets its candidates by this.
+        num_prompt_logprobs: the same for prompt tokens.
         bad_word_ids: token sequences of `params.bad_words`.
         prompt_logprobs: one entry per prompt token computed so far, the first is None.
-        num_unfinished: sequences not finished; `sequences` has all, finished ones included.
-        packed_prompt: the prompt's tokens as bytes, int32, for the prefix cache; may be empty.
-        images: of its prompt, whose tokens `prompt_token_ids` holds; None without any.
+        num_unfinished: how many of `sequences` are not finished.
+        packed_prompt: the prompt's tokens as int32 bytes, for the prefix cache; may be empty.
+        images: of its prompt; `prompt_token_ids` holds their placeholder tokens. None without any.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; -1 before.
         synchronous: every token must be known on the host before the next step is made.
-        may_draft: its sequences can be drafted for: all but beams, which a draw does not continue.
-        num_first_samples: tokens drawn where its prompt ends: the samples that fork there.
+        may_draft: its sequences may have drafts; False for beams, which sampling does not continue.
+        num_first_samples: tokens sampled where its prompt ends: one for each sample that forks.
     """
 
     request_id: str
@@ -83,13 +86,14 @@ class Sequence:
     len(token_ids) + num_pending_tokens - 1`, except while it is about to fork.
 
     Attributes:
-        token_ids: prompt and output, int32: garbage collections visit no array.
+        token_ids: prompt and output, int32; an array, which garbage collection does not traverse.
+        request_slot: its number at the runner and the block manager; -1 while it has none.
         num_pending_tokens: tokens that launched steps sample: they follow `token_ids`, their values
             have not reached the host.
-        epoch: how often the sequence has lost its slot; results of an earlier epoch are void.
+        epoch: how often it has lost its request slot; results of an earlier epoch are void.
         earlier_sums: `cumulative_logprob` before each token that the last step added.
         skips_host: its next prefix is not loaded from host memory, since a load failed.
-        kv_counted: what the block manager counted of it in its earlier slots.
+        kv_counted: what the block manager counted of it in its earlier request slots.
     """
 
     request: Request
@@ -117,5 +121,5 @@ class Sequence:
         return self.finish_reason is not None
 
     def may_end(self, length: int) -> bool:
-        """Whether `min_tokens` lets an end token or stop string end it at `length` tokens."""
+        """Whether `min_tokens` allows an end token or stop string at `length` tokens in all."""
         return length - self.num_prompt_tokens > self.request.params.min_tokens

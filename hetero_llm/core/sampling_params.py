@@ -25,6 +25,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
+# large: one field for each sampling parameter that users have.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request, checked at construction.

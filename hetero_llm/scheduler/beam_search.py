@@ -1,17 +1,25 @@
-"""Beam search as transformers' `generate` defines it (its `_beam_search`), on plain numbers.
+"""Beam search as transformers' `generate` defines it (its `_beam_search`).
 
-All live beams of a group advance together: the scheduler collects the best continuations of each
-beam and calls `advance` once all are there.
+All unfinished beams of a request advance together: the scheduler collects the candidates of each
+beam in `BeamGroup.pending` and calls `advance_group` once all are there. Nothing here changes a
+request slot or a block: the scheduler forks and releases sequences as the result says.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+
+from hetero_llm.core.request import FinishReason, Request, Sequence
+from hetero_llm.core.step import SampleLogprobs
 
 Candidates = tuple[tuple[int, float], ...]
 """Most likely next tokens of one beam: (token id, log-probability), best first."""
+
+HoldsStop = Callable[[Request, list[int]], bool]
+"""Whether the text of these output tokens contains a stop string of the request that the last
+token completes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,29 +38,29 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished sequence: `value` is its score over length ** length_penalty, `record` whatever
-    the caller keeps with it."""
+    """A finished sequence. `score` is its summed log-probability, `normalized_score` that over
+    length ** length_penalty; `logprobs` has one entry per output token, None if none are wanted."""
 
     token_ids: list[int]
     score: float
-    value: float
-    record: Any
+    normalized_score: float
+    logprobs: list[SampleLogprobs] | None
 
 
 @dataclass(slots=True)
 class BeamGroup:
-    """State of one beam search over prompts of `num_prompt` tokens.
+    """State of one request's beam search.
 
     Attributes:
-        width: beams kept, and hypotheses kept.
-        max_total_tokens: length at which every beam is finished.
-        hypotheses: the best `width` finished ones so far, best first.
-        improvable: running beams may still beat the finished ones.
-        pending: candidates already received, by index of the live beam's sequence.
+        width: most unfinished beams, and most hypotheses kept.
+        max_total_tokens: length, prompt included, at which every beam is finished.
+        hypotheses: the best `width` finished sequences so far, best first.
+        improvable: unfinished beams may still beat the hypotheses.
+        pending: candidates received since the last advance, by `Sequence.index` of the beam.
     """
 
     width: int
-    num_prompt: int
+    num_prompt_tokens: int
     max_total_tokens: int
     length_penalty: float
     early_stopping: bool | str
@@ -60,11 +68,66 @@ class BeamGroup:
     improvable: bool = True
     pending: dict[int, Candidates] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, request: Request) -> BeamGroup:
+        """The search of a new request."""
+        params = request.params
+        return cls(
+            params.width,
+            len(request.prompt_token_ids),
+            request.max_total_tokens,
+            params.length_penalty,
+            params.early_stopping,
+        )
+
 
 def candidates_needed(width: int, num_end_ids: int) -> int:
-    """So many continuations per beam leave `width` unfinished ones even if every end token is
-    among the best."""
+    """How many candidates per beam leave `width` unfinished ones even if every end token is among
+    the best."""
     return max(2, 1 + num_end_ids) * width
+
+
+def advance_group(
+    request: Request, group: BeamGroup, beams: list[Sequence], holds_stop: HoldsStop | None
+) -> list[tuple[Continuation, list[SampleLogprobs] | None]]:
+    """Advances a request's search by one token, once `group.pending` has the candidates of all its
+    unfinished `beams`; clears `group.pending`.
+
+    Returns:
+        The continuations to keep, best first, each with the log-probabilities of its output tokens
+        (None if the request wants none); empty when the search has ended.
+    """
+    candidates = [group.pending[s.index] for s in beams]
+    needed = candidates_needed(group.width, len(request.end_ids))
+    wanted = request.params.logprobs
+
+    def ends(item: Continuation) -> bool:
+        beam = beams[item.parent]
+        if not beam.may_end(len(beam.token_ids) + 1):
+            return False
+        if item.token in request.end_ids:
+            return True
+        if not request.params.stop:
+            return False
+        assert holds_stop is not None
+        return holds_stop(request, [*beam.output_ids, item.token])
+
+    def logprobs_of(item: Continuation) -> list[SampleLogprobs] | None:
+        before = beams[item.parent].logprobs
+        if before is None or wanted is None:
+            return None
+        top = candidates[item.parent][:wanted]
+        return [*before, SampleLogprobs(item.logprob, item.rank, top)]
+
+    kept = advance(
+        group,
+        [(s.token_ids.tolist(), s.cumulative_logprob) for s in beams],
+        [c[:needed] for c in candidates],
+        ends,
+        logprobs_of,
+    )
+    group.pending = {}
+    return [(item, logprobs_of(item)) for item in kept]
 
 
 def advance(
@@ -72,22 +135,22 @@ def advance(
     beams: list[tuple[list[int], float]],
     candidates: list[Candidates],
     ends: Callable[[Continuation], bool],
-    record: Callable[[Continuation], Any],
+    logprobs_of: Callable[[Continuation], list[SampleLogprobs] | None],
 ) -> list[Continuation]:
-    """One step of the search.
+    """Advances a search by one token; the algorithm itself, on plain numbers.
 
     Args:
         group: updated in place: new hypotheses, `improvable`.
-        beams: token ids and summed log-probability of each live beam.
-        candidates: for each beam its best continuations.
+        beams: token ids and summed log-probability of each unfinished beam.
+        candidates: of each beam, equally many.
         ends: whether a continuation ends its sequence.
-        record: asked for every sequence that finishes; kept with the hypothesis.
+        logprobs_of: log-probabilities of a continuation that becomes a hypothesis.
 
     Returns:
-        The beams to go on with, best first; empty when the search is over.
+        The continuations to keep, best first; empty when the search has ended.
     """
     length = len(beams[0][0]) + 1
-    generated = length - group.num_prompt
+    num_generated = length - group.num_prompt_tokens
     at_limit = length >= group.max_total_tokens
     pool = [
         Continuation(index, token, beams[index][1] + logprob, logprob, rank)
@@ -95,34 +158,61 @@ def advance(
         for rank, (token, logprob) in enumerate(continuations, start=1)
     ]
     pool.sort(key=lambda c: -c.score)
-    kept = len(candidates[0])
-    running: list[Continuation] = []
+    unfinished: list[Continuation] = []
     full = len(group.hypotheses) == group.width
     accepts = group.improvable and not (full and group.early_stopping is True)
-    for rank, item in enumerate(pool[:kept]):
+    for rank, item in enumerate(pool[: len(candidates[0])]):
         if not (at_limit or ends(item)):
-            if len(running) < group.width:
-                running.append(item)
+            if len(unfinished) < group.width:
+                unfinished.append(item)
         elif rank < group.width and accepts:
             tokens = [*beams[item.parent][0], item.token]
-            value = item.score / generated**group.length_penalty
-            group.hypotheses.append(Hypothesis(tokens, item.score, value, record(item)))
-    group.hypotheses.sort(key=lambda h: -h.value)
+            normalized = item.score / num_generated**group.length_penalty
+            group.hypotheses.append(Hypothesis(tokens, item.score, normalized, logprobs_of(item)))
+    group.hypotheses.sort(key=lambda h: -h.normalized_score)
     del group.hypotheses[group.width :]
-    if not running:
+    if not unfinished:
         return []
-    group.improvable = group.improvable and _may_improve(group, running[0].score, generated)
+    best_score = unfinished[0].score
+    group.improvable = group.improvable and _may_improve(group, best_score, num_generated)
     full = len(group.hypotheses) == group.width
     if not group.improvable or (full and group.early_stopping is True):
         return []
-    return running
+    return unfinished
 
 
-def _may_improve(group: BeamGroup, best_score: float, generated: int) -> bool:
+def _may_improve(group: BeamGroup, best_score: float, num_generated: int) -> bool:
+    """Whether an unfinished beam of this score may become one of the best hypotheses."""
     if len(group.hypotheses) < group.width:
         return True
     if group.early_stopping == "never" and group.length_penalty > 0.0:
-        length = group.max_total_tokens - group.num_prompt
-    else:
-        length = generated
-    return best_score / length**group.length_penalty > group.hypotheses[-1].value
+        num_generated = group.max_total_tokens - group.num_prompt_tokens
+    normalized = best_score / num_generated**group.length_penalty
+    return normalized > group.hypotheses[-1].normalized_score
+
+
+def best_sequences(request: Request, group: BeamGroup, beams: list[Sequence]) -> list[Sequence]:
+    """The result of an ended search: `params.n` finished sequences, best first."""
+    hypotheses = list(group.hypotheses)
+    if len(hypotheses) < request.params.n:  # the search stopped before enough had ended
+        hypotheses += [
+            Hypothesis(s.token_ids.tolist(), s.cumulative_logprob, s.cumulative_logprob, s.logprobs)
+            for s in sorted(beams, key=lambda s: -s.cumulative_logprob)
+        ]
+    finished: list[Sequence] = []
+    for index, hypothesis in enumerate(hypotheses[: request.params.n]):
+        last = hypothesis.token_ids[-1]
+        ended = last in request.end_ids
+        finished.append(
+            Sequence(
+                request,
+                index,
+                array("i", hypothesis.token_ids),
+                beams[0].num_prompt_tokens,
+                cumulative_logprob=hypothesis.score,
+                logprobs=hypothesis.logprobs,
+                finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH,
+                stop_reason=last if ended and last not in request.eos_ids else None,
+            )
+        )
+    return finished

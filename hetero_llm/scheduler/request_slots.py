@@ -1,55 +1,49 @@
-"""The places of running sequences: free, taken, or kept for the forks of a request to come.
-
-Part of the scheduler, which alone calls it.
-"""
+"""Request slots: the numbers under which running sequences keep block tables and sampling state."""
 
 from __future__ import annotations
 
 from hetero_llm.core.request import Request
-from hetero_llm.scheduler.admission import forks_to_come
 
 
-class Slots:
-    """Integers from 0 on, handed out last in, first out.
+class RequestSlots:
+    """Integers from 0 on, each held by a sequence, reserved for a request's forks, or free.
+
+    Free slots are handed out last in, first out.
 
     Args:
-        count: of all slots.
+        count: number of slots.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._free = list(range(count - 1, -1, -1))
-        self._reserved: dict[str, list[int]] = {}
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
+        self._reserved: dict[str, list[int]] = {}  # by request id
 
     def has_room_for(self, request: Request) -> bool:
-        """Whether there is a slot for its next sequence and for all that fork from it."""
-        return len(self._free) > forks_to_come(request)
+        """Whether slots are free for the request's next sequence and for all forks of it."""
+        return len(self._free) > _num_forks(request)
 
     def take(self) -> int:
         return self._free.pop()
 
-    def give(self, slot: int) -> None:
+    def give_back(self, slot: int) -> None:
         self._free.append(slot)
 
-    def reserve(self, request: Request, count: int) -> None:
-        """Keeps slots for a request."""
-        if count:
+    def reserve_for_forks(self, request: Request) -> None:
+        """Reserves free slots for the forks of a request that is about to be admitted."""
+        if count := _num_forks(request):
             self._reserved[request.request_id] = [self._free.pop() for _ in range(count)]
 
-    def reserve_these(self, request: Request, slots: list[int]) -> None:
-        """Keeps slots for a request that it had already."""
+    def reserve(self, request: Request, slots: list[int]) -> None:
+        """Reserves slots that the request's sequences held or that were reserved for it before."""
         if slots:
             self._reserved[request.request_id] = slots
 
     def take_reserved(self, request: Request) -> list[int]:
-        """All that were kept for a request, perhaps none."""
+        """All slots reserved for the request, perhaps none; they are reserved no more."""
         return self._reserved.pop(request.request_id, [])
 
-    def give_reserved(self, request: Request) -> None:
+    def give_back_reserved(self, request: Request) -> None:
         self._free.extend(self.take_reserved(request))
 
     def check_integrity(self, held: list[int]) -> None:
@@ -57,3 +51,8 @@ class Slots:
         reserved = [slot for slots in self._reserved.values() for slot in slots]
         everything = sorted(held + reserved + self._free)
         assert everything == list(range(self._count)), "a slot was lost or doubled"
+
+
+def _num_forks(request: Request) -> int:
+    """How many forks of its next admitted sequence a request still needs to reach its width."""
+    return 0 if len(request.sequences) > 1 else request.params.width - 1

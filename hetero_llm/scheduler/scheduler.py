@@ -1,64 +1,66 @@
-"""What runs in the next step.
+"""The scheduler: decides which tokens of which sequences run in the next step.
 
-There is no prefill phase and no decode phase: every step lets each sequence's `num_computed`
-catch up with its known tokens under one token budget. Chunked prefill, prefix hits, preemption
-and forks all follow from that.
+There is no prefill phase and no decode phase: every step lets each sequence's
+`num_computed_tokens` catch up with its known tokens under one token budget. Chunked prefill, prefix
+hits, preemption and forks all follow from that.
 
-Law of this file: no torch, no text, no clock but the monotonic one. The scheduler alone writes
-requests and sequences; KV bookkeeping goes through the block manager.
+This file needs no torch, no text and no clock but the monotonic one. The scheduler alone writes
+requests and sequences; it allocates KV blocks through the block manager.
 """
 
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
+from collections.abc import Iterable
 
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.drafter import Drafter, PromptObserver
+from hetero_llm.core.errors import PromptError, SamplingError
 from hetero_llm.core.request import FinishReason, Request, Sequence
-from hetero_llm.core.step import AdmittedSequence, ModelRunnerOutput, SchedulerOutput
-from hetero_llm.kv_cache.block_manager import BlockManager
-from hetero_llm.scheduler.admission import check_fits, first_sequence, forks_to_come
-from hetero_llm.scheduler.beam_groups import (
-    HoldsStop,
-    best_sequences,
-    continue_beams,
-    grow_beams,
-    open_group,
-    unchosen,
+from hetero_llm.core.step import (
+    AdmittedSequence,
+    ModelRunnerOutput,
+    SampleLogprobs,
+    SchedulerOutput,
 )
-from hetero_llm.scheduler.beam_search import BeamGroup
-from hetero_llm.scheduler.deferred_work import MANY_BLOCKS, OffloadThrottle, Publisher, grow_ahead
-from hetero_llm.scheduler.draft_admission import choose_drafts, num_before_end
-from hetero_llm.scheduler.integrity import check_in_flight, check_members
+from hetero_llm.kv_cache.block_manager import BlockManager
+from hetero_llm.scheduler.beam_search import BeamGroup, HoldsStop, advance_group, best_sequences
+from hetero_llm.scheduler.deferred_work import (
+    IDLE_BLOCKS,
+    DeferredCaching,
+    OffloadThrottle,
+    allocate_ahead,
+)
+from hetero_llm.scheduler.draft_admission import choose_drafts
 from hetero_llm.scheduler.kv_loads import KVLoadQueue
-from hetero_llm.scheduler.new_tokens import append_tokens, copy_of, drop_tokens, end_of
-from hetero_llm.scheduler.request_slots import Slots
-from hetero_llm.scheduler.scheduler_rows import running_rows
+from hetero_llm.scheduler.request_slots import RequestSlots
 from hetero_llm.scheduler.stats import SchedulerStats
-from hetero_llm.scheduler.step_builder import InFlight, pack, slot_state
+from hetero_llm.scheduler.step_builder import InFlight, admitted_sequence, build_step
 from hetero_llm.scheduler.waiting_queue import WaitingQueue
 
 
+# large: the one writer of requests and sequences, from their arrival to their end.
 class Scheduler:
     """Owns every request from `add_request` until it is finished.
 
     A step is in flight from `schedule` to `update`; `schedule_ahead` makes one more meanwhile.
-    Steps run in the order they were made, so blocks that come back while a step in flight still
-    writes to them can be handed out at once: whoever gets them writes later. Such a stray row
-    writes at a position of its own sequence that no `update` will confirm. A block is published
-    only up to confirmed tokens, and shared either when published or by a fork, for which nothing
-    is in flight: so a stray row meets neither a published block nor one with another reader. The
-    same holds for the rows of draft nodes, which lie behind all confirmed tokens.
+    Steps run in the order they were made, so blocks freed while a step in flight still writes to
+    them can be allocated at once: their next owner writes later. Such a stray write goes to a
+    position of its own sequence that no `update` will confirm. A block enters the prefix cache only
+    up to confirmed tokens, and gets a second reader only through the prefix cache or by a fork, for
+    which nothing is in flight: so a stray write hits neither a cached block nor one with another
+    reader. The same holds for the KV of draft nodes, which lies behind all confirmed tokens.
 
     Args:
         config: limits of a step.
-        blocks: the KV pool; tables are named by slot.
-        holds_stop: asked by beam search alone; elsewhere the output processor looks for stop
+        blocks: the KV pool; its block tables are named by request slot.
+        holds_stop: used by beam search alone; elsewhere the output processor looks for stop
             strings.
-        drafter: asked for draft trees, which only the runners that verify them understand. While
-            it is not idle no step is made ahead.
+        drafter: proposes draft trees; the runner must be one that verifies them. While it is not
+            idle no step is made ahead.
         loads: keeps the sequences whose prefix comes from host memory, if `blocks` has any.
     """
 
@@ -79,13 +81,14 @@ class Scheduler:
         self._drafter = drafter
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
-        self._slots = Slots(config.max_num_seqs)
+        self._request_slots = RequestSlots(config.max_num_seqs)
         self._requests: dict[str, Request] = {}
         self._beams: dict[str, BeamGroup] = {}
         self._admitted: list[AdmittedSequence] = []
         self._in_flight: deque[InFlight] = deque()
-        self._newcomers: list[Sequence] = []  # admitted; the drafter does not know of them
-        self._publisher, self._pace = Publisher(blocks), OffloadThrottle()
+        self._new_prompts: list[Sequence] = []  # admitted since the last launch, may be drafted
+        self._caching = DeferredCaching(blocks)
+        self._offload_throttle = OffloadThrottle()
         self._num_synchronous = 0  # running sequences of requests that allow no step ahead
 
     # -- requests ---------------------------------------------------------------------------
@@ -100,7 +103,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Without a slot, or with a prefix that is still on its way."""
+        """Sequences without a request slot, or with a prefix that is still loading."""
         return len(self._waiting) + len(self.loads or ())
 
     @property
@@ -112,20 +115,51 @@ class Scheduler:
         self._blocks.reset_prefix_cache()
 
     def check_request(self, request: Request) -> None:
-        """Raises a typed error if the request could never run here."""
-        check_fits(request, self._config, self._blocks)
+        """Checks that the request fits the configuration and the KV pool.
+
+        Raises:
+            SamplingError: it needs more request slots than there are.
+            PromptError: it needs more KV blocks than there are.
+        """
+        params, config, blocks = request.params, self._config, self._blocks
+        if params.width > config.max_num_seqs:
+            field = "n" if params.best_of is None else "best_of"
+            reason = f"exceeds max_num_seqs ({config.max_num_seqs})"
+            raise SamplingError(field, params.width, reason)
+        needed = blocks.blocks_for(request.max_total_tokens)
+        if params.use_beam_search:  # all beams are in memory at once, after preemption unshared
+            needed *= params.width
+        if needed > blocks.num_blocks:
+            raise PromptError(
+                "prompt",
+                f"{len(request.prompt_token_ids)} tokens",
+                f"needs {needed} KV blocks with its output, the cache has {blocks.num_blocks}; "
+                "lower max_tokens or best_of",
+            )
 
     def add_request(self, request: Request) -> None:
         """Queues a request that `check_request` accepts."""
         assert request.request_id not in self._requests
-        sequence = first_sequence(request)
-        if request.params.use_beam_search:
-            self._beams[request.request_id] = open_group(request)
+        params = request.params
+        tokens = array("i")
+        if request.packed_prompt:
+            tokens.frombytes(request.packed_prompt)
+        else:
+            tokens.extend(request.prompt_token_ids)
+        sequence = Sequence(request, 0, tokens, len(tokens))
+        if params.logprobs is not None:
+            sequence.logprobs = []
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
+        if params.use_beam_search:
+            self._beams[request.request_id] = BeamGroup.of(request)
+        request.sequences = [sequence]
+        request.num_unfinished = 1
         self._requests[request.request_id] = request
-        self._waiting.arrive(sequence)
+        self._waiting.add(sequence)
 
     def abort(self, request_id: str) -> Request | None:
-        """Ends a request now; None if it is not (or no longer) here."""
+        """Ends a request now and returns it; None if it is unknown or has ended."""
         request = self._requests.get(request_id)
         if request is not None:
             self._end_request(request, FinishReason.ABORT)
@@ -134,8 +168,8 @@ class Scheduler:
     def stop_sequence(
         self, sequence: Sequence, stop_reason: int | str | None, num_tokens: int
     ) -> None:
-        """Ends a sequence because its text holds a stop string, which comes before any other
-        reason that the same token may have given.
+        """Ends a sequence whose text holds a stop string. That reason replaces any other which a
+        token of the same step has given.
 
         Args:
             num_tokens: prompt and output up to the token that completed the stop string. Tokens
@@ -143,8 +177,8 @@ class Scheduler:
         """
         surplus = len(sequence.token_ids) - num_tokens
         if surplus and not sequence.request.params.use_beam_search:  # beams end by their own search
-            drop_tokens(sequence, surplus)
-            self._publisher.cap(sequence)
+            _drop_tokens(sequence, surplus)
+            self._caching.truncate(sequence)
             self.stats.generation_tokens -= surplus
         if sequence.finished:
             sequence.finish_reason = FinishReason.STOP
@@ -155,48 +189,50 @@ class Scheduler:
     # -- one step ---------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
-        """Chooses the next step's rows and gives them KV blocks; None if nothing can run.
+        """Makes the next step and allocates KV blocks for its tokens; None if nothing can run.
 
-        For callers without a step in flight; the step is in flight afterwards.
+        To be called with no step in flight; this one is in flight afterwards.
         """
         assert not self._in_flight, "with a step in flight only schedule_ahead may be called"
         sequences: list[Sequence] = []
-        counts: list[int] = []
-        self._collect_moves()
+        num_scheduled_tokens: list[int] = []
+        self._collect_transfers()
         if self.loads is not None:
             self.loads.begin_put_off(self._give_up)
         preemptions = self.stats.num_preemptions
-        budget = self._schedule_running(sequences, counts)
+        budget = self._schedule_running(sequences, num_scheduled_tokens)
         assert budget is not None
         drafts = None
         if preemptions == self.stats.num_preemptions:
-            budget = self._schedule_loading(sequences, counts, budget)
-            budget = self._schedule_waiting(sequences, counts, budget)
+            budget = self._schedule_loading(sequences, num_scheduled_tokens, budget)
+            budget = self._schedule_waiting(sequences, num_scheduled_tokens, budget)
             waits = self.loads is not None and self.loads.any_joined
             if self._drafter is not None and not self._drafter.idle and not waits:
-                drafts = choose_drafts(self._drafter, sequences, counts, self._blocks, budget)
+                drafts = choose_drafts(
+                    self._drafter, sequences, num_scheduled_tokens, self._blocks, budget
+                )
         if not sequences:
             if not self._running or self.loads:
                 return None
-            # Only beams that wait for siblings are left, and those do not fit: let the oldest
-            # group have the whole pool.
+            # Only beams that wait for their siblings are running, and the siblings do not fit:
+            # preempt the youngest group until the oldest has the whole pool.
             self._preempt(self._running[-1])
             return self.schedule()
-        return self._take_off(sequences, counts, drafts)
+        return self._begin_step(sequences, num_scheduled_tokens, drafts)
 
     def schedule_ahead(self) -> SchedulerOutput | None:
-        """Chooses the step after the one in flight, whose tokens are not known here yet.
+        """Makes the step after the one in flight, whose sampled tokens have not reached the host.
 
-        Those tokens are inputs by the name `LAST_SAMPLED`. Sequences that end by their length with
-        the step in flight get no row, nor do those that it forks. One that ends by a stop token or
-        a stop string may get a stray row, whose result `update` drops.
+        `LAST_SAMPLED` stands for those tokens as inputs. Sequences that end by their length with
+        the step in flight are not scheduled, nor those that it forks. One that ends by a stop token
+        or a stop string may be scheduled in vain: `update` drops that result.
 
         Returns:
             None if the step in flight has to be updated first: there is nothing to run without its
             tokens, a request needs every token on the host (`Request.synchronous`), there are or
-            may be drafts, or blocks ran out. Nobody is preempted on incomplete knowledge: the
-            blocks of a sequence that the step in flight ends may be enough, and the victim would
-            lose the token it is drawing.
+            may be drafts, or blocks ran out. No sequence is preempted on incomplete knowledge: the
+            blocks of one that the step in flight ends may be enough, and the preempted sequence
+            would lose the token that it is sampling.
         """
         assert len(self._in_flight) == 1, "one step ahead of the one in flight, no more"
         if self._num_synchronous or self._in_flight[0].step.drafts is not None:
@@ -207,61 +243,63 @@ class Scheduler:
         if (
             first is not None
             and first.request.synchronous
-            and self._slots.has_room_for(first.request)
+            and self._request_slots.has_room_for(first.request)
         ):
             return None
-        self._collect_moves()
+        self._collect_transfers()
         sequences: list[Sequence] = []
-        counts: list[int] = []
-        budget = self._schedule_running(sequences, counts)
+        num_scheduled_tokens: list[int] = []
+        budget = self._schedule_running(sequences, num_scheduled_tokens)
         if budget is None:
             return None
-        budget = self._schedule_loading(sequences, counts, budget)
-        self._schedule_waiting(sequences, counts, budget)
-        return self._take_off(sequences, counts) if sequences else None
+        budget = self._schedule_loading(sequences, num_scheduled_tokens, budget)
+        self._schedule_waiting(sequences, num_scheduled_tokens, budget)
+        return self._begin_step(sequences, num_scheduled_tokens) if sequences else None
 
     def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[Sequence]:
-        """Applies a step's result: appends tokens, ends sequences, publishes full blocks.
+        """Applies a step's result: appends tokens, ends sequences, notes full blocks for caching.
 
         Steps are updated in the order they were scheduled. Results of sequences that have ended
-        or left their slot since are dropped.
+        or left their request slot since are dropped.
 
         Returns:
             Sequences that got a token or ended, in the order they were scheduled.
         """
         now = time.monotonic()
-        size = self._config.block_size
+        block_size = self._config.block_size
         flight = self._in_flight.popleft()
         assert flight.step is step, "steps are updated in the order they were scheduled"
         if step.kv_loads:
-            self._collect_moves(step.kv_loads, in_vain=output.kv_loads_timed_out)
+            self._collect_transfers(step.kv_loads, timed_out=output.kv_loads_timed_out)
         touched: list[Sequence] = []
-        groups: list[Request] = []
-        before, first = self.stats.generation_tokens, 0
-        for sequence, epoch, start, count, samples, nodes, produced in zip(
+        complete_groups: list[Request] = []
+        generated_before, end = self.stats.generation_tokens, 0
+        for sequence, epoch, num_computed, num_scheduled, num_samples, num_nodes, num_tokens in zip(
             flight.sequences,
             flight.epochs,
-            flight.starts,
-            flight.counts,
-            flight.samples,
-            flight.nodes,
-            flight.samples if output.num_tokens is None else output.num_tokens,
+            flight.num_computed_tokens,
+            flight.num_scheduled_tokens,
+            flight.num_samples,
+            flight.num_nodes,
+            flight.num_samples if output.num_tokens is None else output.num_tokens,
             strict=True,
         ):
-            place, first = first, first + produced
+            first, end = end, end + num_tokens  # of its tokens in the output
             if sequence.epoch != epoch:
-                continue  # ended or lost its slot while the step was in flight
-            sequence.num_pending_tokens -= samples
+                continue  # ended or lost its request slot while the step was in flight
+            sequence.num_pending_tokens -= num_samples
             request = sequence.request
             failed = bool(output.errors) and sequence.request_slot in output.errors
-            if nodes and not failed:
-                self.stats.note_time(request, now, samples)
-                self._accept(sequence, output, slice(place, first), nodes=nodes, start=start)
+            if num_nodes and not failed:
+                self.stats.count_sampled(request, now, num_samples)
+                part = slice(first, end)
+                self._accept(sequence, output, part, num_nodes=num_nodes, num_computed=num_computed)
                 touched.append(sequence)
                 continue
-            # All inputs before the end of these rows are in token_ids by now.
-            if (start + count) // size > start // size:
-                self._publisher.note(sequence, start + count)
+            # All inputs of the step up to `num_confirmed` are in token_ids by now.
+            num_confirmed = num_computed + num_scheduled
+            if num_confirmed // block_size > num_computed // block_size:
+                self._caching.defer(sequence, num_confirmed)
             if output.prompt_logprobs and sequence.request_slot in output.prompt_logprobs:
                 assert request.prompt_logprobs is not None
                 request.prompt_logprobs.extend(output.prompt_logprobs[sequence.request_slot])
@@ -269,84 +307,143 @@ class Scheduler:
                 request.error = output.errors[sequence.request_slot]
                 self._end_request(request, FinishReason.ERROR)
                 touched.extend(request.sequences)
-            elif samples:
-                self.stats.note_time(request, now, samples)
+            elif num_samples:
+                self.stats.count_sampled(request, now, num_samples)
                 group = self._beams.get(request.request_id) if self._beams else None
                 if group is not None:
                     assert output.logprobs is not None
-                    candidates = output.logprobs[place]
+                    candidates = output.logprobs[first]
                     assert candidates is not None
                     group.pending[sequence.index] = candidates.top
                     if len(group.pending) == request.num_unfinished:
-                        groups.append(request)
+                        complete_groups.append(request)
                 else:
-                    members = self._fork_samples(sequence, samples) if samples > 1 else [sequence]
-                    for offset, member in enumerate(members):
-                        self._append(member, place + offset, output)
-                    touched.extend(members)
-        for request in groups:
+                    samples = [sequence]
+                    if num_samples > 1:
+                        samples = self._fork_samples(sequence, num_samples)
+                    for index, sample in enumerate(samples, first):
+                        self._append(sample, index, output)
+                    touched.extend(samples)
+        for request in complete_groups:
             touched.extend(self._advance_beams(request))
-        self.stats.step_tokens.observe(flight.prompt_tokens + self.stats.generation_tokens - before)
+        num_generated = self.stats.generation_tokens - generated_before
+        self.stats.step_tokens.observe(flight.num_prompt_tokens + num_generated)
         return touched
 
     def observe_step(self, step: SchedulerOutput, seconds: float) -> None:
-        """Tells whoever predicts times how long a step took; those who draft, without prompts."""
+        """Reports a finished step's duration to the load queue, and to the drafter if the step had
+        no prompt chunks."""
         if self.loads is not None:
             self.loads.observe(step, seconds)
         if self._drafter is not None and not step.has_chunks:
             self._drafter.observe_step(int(step.num_scheduled_tokens.sum()), seconds)
 
     def step_launched(self) -> None:
-        """What follows a launch: whoever drafts is told of prompts that have begun."""
+        """Called after each launch: notifies the block manager, and the drafter of newly admitted
+        prompts."""
         self._blocks.launched()
-        newcomers, self._newcomers = self._newcomers, []
-        if newcomers and isinstance(self._drafter, PromptObserver):
-            self._drafter.prompts_started(newcomers)
+        new_prompts, self._new_prompts = self._new_prompts, []
+        if new_prompts and isinstance(self._drafter, PromptObserver):
+            self._drafter.prompts_started(new_prompts)
 
     def run_deferred(self) -> None:
-        """Upkeep that no step waits for: to be called while the device works."""
-        self._publisher.publish()
+        """Does the work that no step waits for; to be called while the device works."""
+        self._caching.cache_blocks()
         begun = 0 if self.loads is None else self.loads.begin_put_off(self._give_up)
         if self._in_flight:
-            grow_ahead(self._in_flight[-1], self._blocks)
+            allocate_ahead(self._in_flight[-1], self._blocks)
         self.observe_tokens()
-        rows = self._in_flight[0].prompt_tokens if self._in_flight else 0
-        if most := self._pace.most(rows, begun=bool(begun)):
+        num_prompt_tokens = self._in_flight[0].num_prompt_tokens if self._in_flight else 0
+        most = self._offload_throttle.num_blocks(num_prompt_tokens, loads_began=bool(begun))
+        if most:
             self._blocks.offload(most)
 
     def observe_tokens(self) -> None:
-        """Whoever drafts takes note of what the last steps drew."""
+        """Lets the drafter learn from the tokens that the last steps sampled."""
         if self._drafter is not None:
             self._drafter.run_deferred()
 
     def poll_host_memory(self) -> bool:
-        """Upkeep of host memory while nothing runs: whether there is more to come."""
-        self._collect_moves()
-        self._blocks.offload(MANY_BLOCKS)
+        """Offloads blocks and collects finished transfers while nothing runs; returns whether there
+        is more to do."""
+        self._collect_transfers()
+        self._blocks.offload(IDLE_BLOCKS)
         return self._blocks.is_moving
 
-    # -- choosing rows ----------------------------------------------------------------------
+    # -- choosing tokens --------------------------------------------------------------------
+    #
+    # The methods `_schedule_...` append to `sequences` and `num_scheduled_tokens`, in parallel, and
+    # return the token budget that is left.
 
-    def _schedule_running(self, sequences: list[Sequence], counts: list[int]) -> int | None:
-        """Returns the budget that is left; None if blocks ran out with a step in flight."""
+    def _schedule_running(
+        self, sequences: list[Sequence], num_scheduled_tokens: list[int]
+    ) -> int | None:
+        """Schedules running sequences, oldest first, as the first of a step; preempts the youngest
+        where blocks run out.
+
+        Returns:
+            None if blocks ran out with a step in flight, when no sequence may be preempted. Blocks
+            allocated so far stay with their sequences, which need them next.
+        """
         budget = self._config.max_num_batched_tokens
-        preempt = None if self._in_flight else self._preempt
-        return running_rows(self._running, self._blocks, budget, sequences, counts, preempt)
+        running, blocks = self._running, self._blocks
+        num_writable = blocks.num_writable
+        index = 0
+        kept: set[Sequence] = set()  # scheduled before the last preemption, which starts over
+        while index < len(running) and budget > 0:
+            sequence = running[index]
+            num_computed = sequence.num_computed_tokens
+            num_known = len(sequence.token_ids)
+            num_pending = sequence.num_pending_tokens
+            num_new = num_known + num_pending - num_computed
+            if num_new > budget:
+                num_new = budget
+            forks_or_ends = num_pending and (
+                num_pending > 1 or num_known + num_pending >= sequence.request.max_total_tokens
+            )
+            # A beam has nothing to compute while it waits for its siblings' candidates; a sequence
+            # that the step in flight forks or ends is left alone.
+            if num_new == 0 or forks_or_ends or sequence in kept:
+                index += 1
+                continue
+            slot, end = sequence.request_slot, num_computed + num_new
+            if num_writable[slot] >= end or blocks.allocate(slot, num_computed, end):
+                sequences.append(sequence)
+                num_scheduled_tokens.append(num_new)
+                budget -= num_new
+                index += 1
+                continue
+            if self._in_flight:
+                return None
+            self._preempt(running[-1])
+            # A preempted beam takes its whole group along, scheduled siblings included.
+            pairs = zip(sequences, num_scheduled_tokens, strict=True)
+            scheduled = [(s, n) for s, n in pairs if s.request_slot >= 0]
+            sequences[:] = [s for s, _ in scheduled]
+            num_scheduled_tokens[:] = [n for _, n in scheduled]
+            budget = self._config.max_num_batched_tokens - sum(num_scheduled_tokens)
+            kept = set(sequences)
+            index = 0
+        return budget
 
-    def _schedule_waiting(self, sequences: list[Sequence], counts: list[int], budget: int) -> int:
-        """Returns the budget that is left."""
+    def _schedule_waiting(
+        self, sequences: list[Sequence], num_scheduled_tokens: list[int], budget: int
+    ) -> int:
+        """Admits waiting sequences while request slots, blocks and budget last: those with a prefix
+        to load into the load queue, the others into the step."""
         if self._waiting:
-            self._publisher.publish()
+            self._caching.cache_blocks()
         begun = False
         while budget > 0:
             sequence = self._waiting.first
             if sequence is None:
                 break
             request = sequence.request
-            if not self._slots.has_room_for(request) or (self._in_flight and request.synchronous):
+            if not self._request_slots.has_room_for(request):
                 break
-            forks = forks_to_come(request)
-            slot = self._slots.take()
+            if self._in_flight and request.synchronous:
+                break
+            slot = self._request_slots.take()
             wants_prompt = request.prompt_logprobs is not None and (
                 len(request.prompt_logprobs) < sequence.num_prompt_tokens
             )
@@ -358,74 +455,85 @@ class Scheduler:
                 loading = self.loads.begin(sequence, slot, cached, alone=not self._running)
                 if loading is None:
                     self._blocks.free(slot)
-                    self._slots.give(slot)
+                    self._request_slots.give_back(slot)
                     break
                 if loading.under_way:
-                    self._waiting.take_first()
-                    self._slots.reserve(request, forks)
+                    self._waiting.pop_first()
+                    self._request_slots.reserve_for_forks(request)
                     begun = True
                     continue
                 cached = loading.cached
-            missing = len(sequence.token_ids) - cached
-            count = min(missing, budget)
-            whole = count == missing or self._config.enable_chunked_prefill
-            if not whole or not self._blocks.allocate(slot, cached, cached + count):
+            num_missing = len(sequence.token_ids) - cached
+            num_new = min(num_missing, budget)
+            whole = num_new == num_missing or self._config.enable_chunked_prefill
+            if not whole or not self._blocks.allocate(slot, cached, cached + num_new):
                 self._blocks.free(slot)
-                self._slots.give(slot)
+                self._request_slots.give_back(slot)
                 break
-            self._waiting.take_first()
-            self._slots.reserve(request, forks)
+            self._waiting.pop_first()
+            self._request_slots.reserve_for_forks(request)
             self._admit(sequence, slot, cached)
             sequences.append(sequence)
-            counts.append(count)
-            budget -= count
-        return self._schedule_loading(sequences, counts, budget) if begun else budget
+            num_scheduled_tokens.append(num_new)
+            budget -= num_new
+        return self._schedule_loading(sequences, num_scheduled_tokens, budget) if begun else budget
 
-    def _schedule_loading(self, sequences: list[Sequence], counts: list[int], budget: int) -> int:
-        """Lets sequences run whose prefix has come, or comes in time. Returns the budget left."""
+    def _schedule_loading(
+        self, sequences: list[Sequence], num_scheduled_tokens: list[int], budget: int
+    ) -> int:
+        """Admits sequences whose prefix has been loaded from host memory, or will be in time."""
         if not self.loads:
             return budget
-        others, most = sum(counts), budget
+        others, most = sum(num_scheduled_tokens), budget
         alone = not self._running and not self._in_flight
         for loading, together in self.loads.candidates():
             sequence = loading.sequence
             if budget <= 0 or (self._in_flight and sequence.request.synchronous):
                 continue
-            rows = others + min(together, most)
-            count = self.loads.join(loading, rows, budget, alone=alone)
-            if count:
-                budget -= count
+            num_tokens = others + min(together, most)
+            num_new = self.loads.join(loading, num_tokens, budget, alone=alone)
+            if num_new:
+                budget -= num_new
                 self._admit(sequence, sequence.request_slot, loading.cached)
                 sequences.append(sequence)
-                counts.append(count)
+                num_scheduled_tokens.append(num_new)
         if not self._running and (starved := self.loads.starved):
             self._give_up(starved)
         return budget
 
-    def _collect_moves(self, over: tuple[int, ...] = (), *, in_vain: bool = False) -> None:
-        """Takes note of copies that ended. Sequences that wait for one that failed start anew."""
+    def _collect_transfers(
+        self, finished: tuple[int, ...] = (), *, timed_out: bool = False
+    ) -> None:
+        """Applies the transfers that have ended. Sequences with a block that a failed load was to
+        fill are queued again.
+
+        Args:
+            finished: transfer ids that a finished step waited for.
+            timed_out: the step ran without them.
+        """
         if self.loads is None:
             return
-        for sequence in self.loads.collect(self._running, over, in_vain=in_vain):
+        for sequence in self.loads.collect(self._running, finished, in_vain=timed_out):
             if sequence in self.loads:
                 self._give_up(sequence)
-            elif sequence.request_slot >= 0:  # else a sibling took it along
+            elif sequence.request_slot >= 0:  # else it was preempted with a sibling
                 self._preempt(sequence)
 
     def _give_up(self, sequence: Sequence) -> None:
-        """A loading sequence waits again."""
-        self._slots.give(self._release(sequence))
-        self._waiting.come_back(sequence)
-        self._slots.give_reserved(sequence.request)
+        """Takes blocks and request slot from a loading sequence and queues it again."""
+        self._request_slots.give_back(self._release(sequence))
+        self._waiting.put_back(sequence)
+        self._request_slots.give_back_reserved(sequence.request)
 
     def _admit(self, sequence: Sequence, slot: int, cached: int) -> None:
+        """Makes a sequence run whose block table holds the KV of its first `cached` tokens."""
         request = sequence.request
         self.stats.prefix_cache_queries += len(sequence.token_ids)
         self.stats.prefix_cache_hits += cached
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = cached
             if request.may_draft:
-                self._newcomers.append(sequence)
+                self._new_prompts.append(sequence)
             request.metrics.first_scheduled_time = time.monotonic()
             self.stats.prompt_tokens += sequence.num_prompt_tokens
         sequence.num_computed_tokens = cached
@@ -438,12 +546,13 @@ class Scheduler:
     def _bind(self, sequence: Sequence, slot: int) -> None:
         sequence.request_slot = slot
         self._num_synchronous += sequence.request.synchronous
-        self._admitted.append(slot_state(sequence))
+        self._admitted.append(admitted_sequence(sequence))
 
-    def _preempt(self, victim: Sequence) -> None:
-        """Takes KV and slot away; the sequence is computed anew later, in order of arrival."""
-        request = victim.request
-        members = [victim]
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes blocks and request slot from a running sequence, and from all its siblings if it is
+        a beam, and queues them again; their KV is computed anew."""
+        request = sequence.request
+        members = [sequence]
         if request.request_id in self._beams:
             members = [s for s in self._running if s.request is request]
             for loading in () if self.loads is None else self.loads.all():
@@ -451,19 +560,23 @@ class Scheduler:
                     self._give_up(loading.sequence)
             self._beams[request.request_id].pending.clear()
         for sequence in reversed(members):
-            self._slots.give(self._release(sequence))
+            self._request_slots.give_back(self._release(sequence))
             sequence.num_computed_tokens = 0
             self.stats.num_preemptions += 1
-            self._waiting.come_back(sequence)
-        self._slots.give_reserved(request)
+            self._waiting.put_back(sequence)
+        self._request_slots.give_back_reserved(request)
 
-    def _take_off(
-        self, sequences: list[Sequence], counts: list[int], drafts: DraftBatch | None = None
+    def _begin_step(
+        self,
+        sequences: list[Sequence],
+        num_scheduled_tokens: list[int],
+        drafts: DraftBatch | None = None,
     ) -> SchedulerOutput:
-        """Makes the step and notes it as in flight."""
+        """Builds the step and puts it in flight."""
         changes = self._blocks.take_changes()
-        loads = () if self.loads is None else self.loads.take_joined(sum(counts))
-        flight = pack(sequences, counts, tuple(self._admitted), changes, drafts, loads)
+        loads = () if self.loads is None else self.loads.take_joined(sum(num_scheduled_tokens))
+        admitted = tuple(self._admitted)
+        flight = build_step(sequences, num_scheduled_tokens, admitted, changes, drafts, loads)
         self._admitted.clear()
         self._in_flight.append(flight)
         self.stats.num_steps += 1
@@ -472,49 +585,78 @@ class Scheduler:
     # -- applying results -------------------------------------------------------------------
 
     def _accept(
-        self, sequence: Sequence, output: ModelRunnerOutput, drawn: slice, *, nodes: int, start: int
+        self,
+        sequence: Sequence,
+        output: ModelRunnerOutput,
+        part: slice,
+        *,
+        num_nodes: int,
+        num_computed: int,
     ) -> None:
-        """Appends a verified draft's part of the output, up to the first token that is an end."""
-        new = output.token_ids[drawn]
-        assert 0 < len(new) <= nodes + 1, "a tree of n nodes yields 1 to n + 1 tokens"
-        accepted = num_before_end(sequence, new)
-        # Behind an end nothing counts: the end itself was drafted unless it is the last token.
-        self.stats.count_draft(nodes, min(accepted + 1, len(new) - 1))
-        logprobs = None if output.logprobs is None else output.logprobs[drawn][: accepted + 1]
-        append_tokens(sequence, new[: accepted + 1], logprobs)
-        self.stats.generation_tokens += accepted + 1
-        sequence.num_computed_tokens = computed = start + 1 + accepted
-        size = self._config.block_size
-        if computed // size > start // size:
-            self._publisher.note(sequence, computed)
-        self._end_if_over(sequence, new[accepted])
+        """Appends what a verified draft yields, up to the first token that ends the sequence.
 
-    def _append(self, sequence: Sequence, drawn: int, output: ModelRunnerOutput) -> None:
-        """Adds the `drawn`-th token of the step's output and ends the sequence if it must."""
-        token = output.token_ids[drawn]
-        if output.logprobs is None:
-            sequence.token_ids.append(token)
-        else:
-            append_tokens(sequence, [token], (output.logprobs[drawn],))
+        Args:
+            part: the sequence's tokens in the output.
+            num_nodes: of its draft.
+            num_computed: tokens computed before the step.
+        """
+        new = output.token_ids[part]
+        assert 0 < len(new) <= num_nodes + 1, "a tree of n nodes yields 1 to n + 1 tokens"
+        num_accepted = _num_before_end(sequence, new)
+        num_kept = num_accepted + 1
+        # Tokens behind an end do not count; the end itself was drafted unless it is the last token.
+        self.stats.count_draft(num_nodes, min(num_kept, len(new) - 1))
+        logprobs = None if output.logprobs is None else output.logprobs[part][:num_kept]
+        sequence.token_ids.extend(new[:num_kept])
+        if logprobs is not None:
+            _append_logprobs(sequence, logprobs)
+        self.stats.generation_tokens += num_kept
+        sequence.num_computed_tokens = num_confirmed = num_computed + num_kept
+        block_size = self._config.block_size
+        if num_confirmed // block_size > num_computed // block_size:
+            self._caching.defer(sequence, num_confirmed)
+        self._finish_if_ended(sequence, new[num_accepted])
+
+    def _append(self, sequence: Sequence, index: int, output: ModelRunnerOutput) -> None:
+        """Appends token `index` of the output to a sequence, and ends it if that is due."""
+        token = output.token_ids[index]
+        sequence.token_ids.append(token)
+        if output.logprobs is not None:
+            _append_logprobs(sequence, (output.logprobs[index],))
         self.stats.generation_tokens += 1
-        self._end_if_over(sequence, token)
+        self._finish_if_ended(sequence, token)
 
-    def _end_if_over(self, sequence: Sequence, token: int) -> None:
-        """Ends a sequence whose last token, `token`, or whose length says so."""
-        if (end := end_of(sequence, token)) is not None:
-            self._finish(sequence, *end)
+    def _finish_if_ended(self, sequence: Sequence, token: int) -> None:
+        """Ends a sequence if its last token, `token`, or its length is an end."""
+        request = sequence.request
+        length = len(sequence.token_ids)
+        if token in request.end_ids and sequence.may_end(length):
+            named = None if token in request.eos_ids else token
+            self._finish(sequence, FinishReason.STOP, named)
+        elif length >= request.max_total_tokens:
+            self._finish(sequence, FinishReason.LENGTH, None)
 
-    def _fork_samples(self, sequence: Sequence, samples: int) -> list[Sequence]:
-        """Turns a prompt's one sequence into `samples` that share its KV."""
-        for index, slot in enumerate(reversed(self._slots.take_reserved(sequence.request)), 1):
+    def _fork_samples(self, sequence: Sequence, num_samples: int) -> list[Sequence]:
+        """Turns a prompt's one sequence into `num_samples` that share its KV."""
+        slots = self._request_slots.take_reserved(sequence.request)
+        for index, slot in enumerate(reversed(slots), 1):
             self._fork(sequence, index, slot)
-        assert len(sequence.request.sequences) == samples
+        assert len(sequence.request.sequences) == num_samples
         return list(sequence.request.sequences)
 
     def _fork(self, parent: Sequence, index: int, slot: int) -> Sequence:
-        self._publisher.publish()
+        """Starts sequence `index` of a request as a copy of `parent` in request slot `slot`."""
+        self._caching.cache_blocks()
         request = parent.request
-        child = copy_of(parent, index)
+        child = Sequence(
+            request,
+            index,
+            parent.token_ids[:],
+            parent.num_prompt_tokens,
+            num_computed_tokens=parent.num_computed_tokens,
+            cumulative_logprob=parent.cumulative_logprob,
+            logprobs=None if parent.logprobs is None else list(parent.logprobs),
+        )
         request.sequences.append(child)
         request.num_unfinished += 1
         self._blocks.fork(parent.request_slot, slot)
@@ -523,36 +665,51 @@ class Scheduler:
         return child
 
     def _advance_beams(self, request: Request) -> list[Sequence]:
+        """Advances a beam search whose beams all have candidates; returns its sequences that got a
+        token, or the finished ones if the search has ended."""
         group = self._beams[request.request_id]
         beams = [s for s in request.sequences if not s.finished]
-        chosen = grow_beams(request, group, beams, self._holds_stop)
+        chosen = advance_group(request, group, beams, self._holds_stop)
         if not chosen:
             finished = best_sequences(request, group, beams)
             self._end_request(request, FinishReason.STOP)
             request.sequences = finished
             return finished
         self.stats.generation_tokens += len(chosen)
-        slots = self._slots.take_reserved(request)
-        for beam in unchosen(beams, chosen):
-            slots.append(self._release(beam))
-            request.sequences.remove(beam)
-            request.num_unfinished -= 1
-        grown = continue_beams(
-            beams, chosen, group.width, lambda beam, index: self._fork(beam, index, slots.pop())
-        )
-        self._slots.reserve_these(request, slots)
-        return grown
+        slots = self._request_slots.take_reserved(request)
+        parents = {item.parent for item, _ in chosen}
+        for index, beam in enumerate(beams):
+            if index not in parents:
+                slots.append(self._release(beam))
+                request.sequences.remove(beam)
+                request.num_unfinished -= 1
+        # A beam's first continuation stays in its sequence, each further one gets a fork.
+        used = {beams[parent].index for parent in parents}
+        unused = [index for index in range(group.width) if index not in used]
+        advanced: list[Sequence] = []
+        for item, _ in chosen:
+            beam = beams[item.parent]
+            if beam in advanced:
+                beam = self._fork(beam, unused.pop(0), slots.pop())
+            advanced.append(beam)
+        for beam, (item, logprobs) in zip(advanced, chosen, strict=True):  # after all forks
+            beam.token_ids.append(item.token)
+            beam.cumulative_logprob = item.score
+            beam.logprobs = logprobs
+        self._request_slots.reserve(request, slots)
+        return advanced
 
     # -- ending -----------------------------------------------------------------------------
 
     def _finish(
         self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None
     ) -> None:
+        """Ends a sequence, be it running, loading or waiting."""
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
         if sequence.request_slot >= 0:
-            self._slots.give(self._release(sequence))
-        else:  # preempted: perhaps after the token that ends it, whose text was looked at later
+            self._request_slots.give_back(self._release(sequence))
+        else:  # preempted, perhaps after the token that ends it, whose text is checked later
             self._waiting.remove(sequence)
         request = sequence.request
         request.num_unfinished -= 1
@@ -565,9 +722,10 @@ class Scheduler:
                 self._finish(sequence, reason, None)
 
     def _forget(self, request: Request) -> None:
+        """Drops all state of a request whose sequences have ended."""
         if self._drafter is not None:
             self._drafter.close(request)
-        self._slots.give_reserved(request)
+        self._request_slots.give_back_reserved(request)
         self._beams.pop(request.request_id, None)
         del self._requests[request.request_id]
         self._waiting.forget(request)
@@ -575,8 +733,9 @@ class Scheduler:
         self.stats.num_requests_finished += 1
 
     def _release(self, sequence: Sequence) -> int:
-        """Gives the blocks back and leaves the running list; returns the slot, now unused."""
-        self._publisher.publish()
+        """Frees the blocks of a running or loading sequence; returns its request slot, which it
+        leaves."""
+        self._caching.cache_blocks()
         slot = sequence.request_slot
         if self.loads is not None:
             sequence.kv_counted = self._blocks.counted(slot)
@@ -592,10 +751,57 @@ class Scheduler:
         return slot
 
     def check_integrity(self) -> None:
-        """Asserts that slots, queues and requests agree; for tests and when idle."""
+        """Asserts that request slots, queues, requests and steps in flight agree; for tests and
+        when idle."""
         self._blocks.check_integrity()
         loading = [] if self.loads is None else [entry.sequence for entry in self.loads.all()]
-        self._slots.check_integrity([s.request_slot for s in (*self._running, *loading)])
+        self._request_slots.check_integrity([s.request_slot for s in (*self._running, *loading)])
         assert self._num_synchronous == sum(s.request.synchronous for s in self._running)
-        check_in_flight(self._in_flight, self._running, (*self._waiting, *loading))
-        check_members(self._requests.values(), (*self._running, *self._waiting, *loading))
+        placed = [*self._running, *self._waiting, *loading]
+        pending = dict.fromkeys(placed, 0)
+        for flight in self._in_flight:
+            entries = zip(flight.sequences, flight.epochs, flight.num_samples, strict=True)
+            for sequence, epoch, num_samples in entries:
+                if sequence.epoch == epoch:
+                    pending[sequence] += num_samples
+        assert all(s.num_pending_tokens == num_tokens for s, num_tokens in pending.items())
+        unfinished: list[Sequence] = []
+        for request in self._requests.values():
+            members = [s for s in request.sequences if not s.finished]
+            assert request.num_unfinished == len(members)
+            unfinished += members
+        assert sorted(map(id, unfinished)) == sorted(map(id, placed)), "one was lost or doubled"
+
+
+def _append_logprobs(sequence: Sequence, entries: Iterable[SampleLogprobs | None]) -> None:
+    """Adds the log-probabilities of the tokens just appended, where the request needs them."""
+    sequence.earlier_sums.clear()
+    for entry in entries:
+        if entry is not None:
+            sequence.earlier_sums.append(sequence.cumulative_logprob)
+            sequence.cumulative_logprob += entry.sampled
+            if sequence.logprobs is not None:
+                sequence.logprobs.append(entry)
+
+
+def _drop_tokens(sequence: Sequence, count: int) -> None:
+    """Drops the last `count` tokens, which the last step added, and their log-probabilities."""
+    del sequence.token_ids[-count:]
+    if sequence.earlier_sums:
+        sequence.cumulative_logprob = sequence.earlier_sums[-count]
+        if sequence.logprobs is not None:
+            del sequence.logprobs[-count:]
+
+
+def _num_before_end(sequence: Sequence, new: list[int]) -> int:
+    """How many new tokens come before the first that ends the sequence, or before the last one.
+
+    The length ends a sequence at the last one at the earliest: no draft has more nodes than that.
+    """
+    end_ids = sequence.request.end_ids
+    if not end_ids.isdisjoint(new):
+        length = len(sequence.token_ids)
+        for index, token in enumerate(new):
+            if token in end_ids and sequence.may_end(length + index + 1):
+                return index
+    return len(new) - 1

@@ -1,4 +1,4 @@
-"""What the scheduler counts."""
+"""Counters of the scheduler."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters since start; tokens unless the name says otherwise.
+    """Counters since start; of tokens unless the name says otherwise.
 
-    `num_requests_begun` counts requests whose prompt is done, `num_first_tokens` what was drawn
-    from the prompts' own steps.
-
-    `num_drafts` counts draft trees that were verified, `num_hit_drafts` those with an accepted
-    node, `num_draft_tokens` their nodes and `num_accepted_tokens` the nodes that the target agreed
-    with and that were emitted. `accepted_at[i]` counts those at the i-th place of their draft.
-
-    `step_tokens` holds, for each step, the prompt tokens computed and the tokens generated.
+    Attributes:
+        prefix_cache_queries, prefix_cache_hits: tokens of admitted sequences, and those of them
+            whose KV was there.
+        num_requests_begun: requests with a token or more.
+        num_first_tokens: tokens sampled at the ends of prompts.
+        num_drafts: verified draft trees.
+        num_draft_tokens: their nodes.
+        num_accepted_tokens: nodes that the target agreed with and that were emitted.
+        num_hit_drafts: drafts with an accepted node.
+        accepted_at: [i] drafts with more than i accepted nodes.
+        step_tokens: of each step, prompt tokens computed plus tokens generated.
     """
 
     num_preemptions: int = 0
@@ -40,20 +43,20 @@ class SchedulerStats:
     accepted_at: list[int] = field(default_factory=list)
     step_tokens: Histogram = field(default_factory=lambda: Histogram.empty(_STEP_TOKENS))
 
-    def note_time(self, request: Request, now: float, samples: int) -> None:
-        """A request got tokens; `samples` were drawn at once."""
+    def count_sampled(self, request: Request, now: float, num_samples: int) -> None:
+        """Notes that a step ended at `now` which sampled `num_samples` tokens for a request."""
         request.metrics.last_token_time = now
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = now
             self.num_requests_begun += 1
-            self.num_first_tokens += samples
+            self.num_first_tokens += num_samples
 
-    def count_draft(self, nodes: int, accepted: int) -> None:
+    def count_draft(self, num_nodes: int, num_accepted: int) -> None:
         self.num_drafts += 1
-        self.num_draft_tokens += nodes
-        self.num_accepted_tokens += accepted
-        self.num_hit_drafts += accepted > 0
-        while len(self.accepted_at) < accepted:
+        self.num_draft_tokens += num_nodes
+        self.num_accepted_tokens += num_accepted
+        self.num_hit_drafts += num_accepted > 0
+        while len(self.accepted_at) < num_accepted:
             self.accepted_at.append(0)
-        for place in range(accepted):
-            self.accepted_at[place] += 1
+        for depth in range(num_accepted):
+            self.accepted_at[depth] += 1

@@ -1,7 +1,4 @@
-"""A step from its making to its update: the arrays for the runner, and what was scheduled.
-
-Part of the scheduler, which alone calls it.
-"""
+"""Builds a step: the arrays for the runner, and the record of what was scheduled."""
 
 from __future__ import annotations
 
@@ -17,83 +14,91 @@ from hetero_llm.kv_cache.table_changes import TableChanges
 
 @dataclass(slots=True)
 class InFlight:
-    """A step in flight: what was scheduled, whatever became of it since.
+    """A step in flight: what was scheduled, whatever has become of the sequences since.
 
-    One entry per scheduled sequence. A sequence whose epoch moved on has left its slot: its
-    results are void, and the slot may belong to another. `counts` are rows of known or drawn
-    tokens, `nodes` the rows of draft nodes that follow. `prompt_tokens` of the rows are prompts'.
+    Attributes:
+        sequences: those scheduled; the lists below have one entry for each.
+        epochs: `Sequence.epoch` at scheduling. A sequence whose epoch has changed has left its
+            request slot: its results are void, and the slot may belong to another.
+        num_computed_tokens: tokens computed before the step.
+        num_scheduled_tokens: tokens of the step, draft nodes aside.
+        num_samples: tokens to sample, as in `SchedulerOutput`.
+        num_nodes: draft nodes.
+        num_prompt_tokens: prompt tokens that the step computes, of all sequences together.
     """
 
     step: SchedulerOutput
     sequences: list[Sequence]
     epochs: list[int]
-    starts: list[int]
-    counts: list[int]
-    samples: list[int]
-    nodes: list[int]
-    prompt_tokens: int
+    num_computed_tokens: list[int]
+    num_scheduled_tokens: list[int]
+    num_samples: list[int]
+    num_nodes: list[int]
+    num_prompt_tokens: int
 
 
-def pack(
+def build_step(
     sequences: list[Sequence],
-    counts: list[int],
+    num_scheduled_tokens: list[int],
     admitted: tuple[AdmittedSequence, ...],
     changes: TableChanges,
     drafts: DraftBatch | None = None,
     loads: tuple[int, ...] = (),
 ) -> InFlight:
-    """Makes a step of the next `counts[i]` rows of each sequence, and takes them as computed:
-    rows of a later step come after these.
+    """Makes a step of the next `num_scheduled_tokens[i]` tokens of each sequence, and counts these
+    as computed and the tokens to sample as pending: a later step comes after them.
 
     Args:
-        drafts: of each sequence, for rows after its one row, which are not taken as computed.
-        loads: tickets that the step waits for.
+        drafts: one draft per sequence; a drafted sequence has one token scheduled. Nodes do not
+            count as computed.
+        loads: transfer ids that the step waits for.
     """
     token_ids: list[int] = []
-    starts: list[int] = []
-    slots: list[int] = []
+    num_computed_tokens: list[int] = []
+    request_slots: list[int] = []
     epochs: list[int] = []
-    samples: list[int] = []
-    prompt_rows: list[PromptLogprobSpan] = []
-    prompt_tokens = 0
-    for sequence, count in zip(sequences, counts, strict=True):
+    num_samples: list[int] = []
+    logprob_spans: list[PromptLogprobSpan] = []
+    num_prompt_tokens = 0
+    for sequence, count in zip(sequences, num_scheduled_tokens, strict=True):
         start = sequence.num_computed_tokens
         end = start + count
         tokens = sequence.token_ids
-        known = len(tokens)
+        num_known = len(tokens)
         request = sequence.request
         if start < sequence.num_prompt_tokens:
-            prompt_tokens += min(end, sequence.num_prompt_tokens) - start
+            num_prompt_tokens += min(end, sequence.num_prompt_tokens) - start
             if request.prompt_logprobs is not None:
                 first = max(start, len(request.prompt_logprobs) - 1)
                 last = min(end, sequence.num_prompt_tokens - 1)
                 if first < last:
-                    prompt_rows.append(PromptLogprobSpan(len(starts), first - start, last - first))
-        starts.append(start)
-        slots.append(sequence.request_slot)
+                    span = PromptLogprobSpan(len(epochs), first - start, last - first)
+                    logprob_spans.append(span)
+        num_computed_tokens.append(start)
+        request_slots.append(sequence.request_slot)
         epochs.append(sequence.epoch)
         if count == 1:
-            token_ids.append(tokens[start] if start < known else LAST_SAMPLED)
+            token_ids.append(tokens[start] if start < num_known else LAST_SAMPLED)
         else:
             token_ids.extend(tokens[start:end])
-        drawn = 0
-        if end >= known:
-            drawn = request.num_first_samples if len(request.sequences) == 1 else 1
-        samples.append(drawn)
+        samples = 0
+        if end >= num_known:
+            samples = request.num_first_samples if len(request.sequences) == 1 else 1
+        num_samples.append(samples)
         sequence.num_computed_tokens = end
-        sequence.num_pending_tokens += drawn
-    rows = np.array(counts, np.int32)
-    nodes = [0] * len(sequences)
+        sequence.num_pending_tokens += samples
+    with_nodes = np.array(num_scheduled_tokens, np.int32)
+    num_nodes = [0] * len(sequences)
     if drafts is not None:
-        rows += drafts.counts
-        nodes = drafts.counts.tolist()
+        with_nodes += drafts.counts
+        num_nodes = drafts.counts.tolist()
     step = SchedulerOutput(
-        request_slots=np.array(slots, np.int32),
-        num_computed_tokens=np.array(starts, np.int32),
-        num_scheduled_tokens=rows,
+        request_slots=np.array(request_slots, np.int32),
+        num_computed_tokens=np.array(num_computed_tokens, np.int32),
+        num_scheduled_tokens=with_nodes,
         token_ids=np.array(token_ids, np.int32),
-        num_samples=np.array(samples, np.int32),
-        prompt_logprob_spans=tuple(prompt_rows),
+        num_samples=np.array(num_samples, np.int32),
+        prompt_logprob_spans=tuple(logprob_spans),
         admitted=admitted,
         block_table_writes=changes.writes() if changes.runs else _NO_WRITES,
         block_copies=_NO_COPIES
@@ -102,11 +107,20 @@ def pack(
         drafts=drafts,
         kv_loads=loads,
     )
-    return InFlight(step, sequences, epochs, starts, counts, samples, nodes, prompt_tokens)
+    return InFlight(
+        step,
+        sequences,
+        epochs,
+        num_computed_tokens,
+        num_scheduled_tokens,
+        num_samples,
+        num_nodes,
+        num_prompt_tokens,
+    )
 
 
-def slot_state(sequence: Sequence) -> AdmittedSequence:
-    """What the runner has to know of a sequence that enters its slot."""
+def admitted_sequence(sequence: Sequence) -> AdmittedSequence:
+    """What the runner has to know of a sequence that enters its request slot."""
     request = sequence.request
     return AdmittedSequence(
         sequence.request_slot,

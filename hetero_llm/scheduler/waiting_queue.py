@@ -1,7 +1,4 @@
-"""Sequences that wait for a slot and blocks, in the order in which their requests arrived.
-
-Part of the scheduler, which alone calls it.
-"""
+"""The queue of sequences without a request slot, in the order in which their requests arrived."""
 
 from __future__ import annotations
 
@@ -12,11 +9,11 @@ from hetero_llm.core.request import Request, Sequence
 
 
 class WaitingQueue:
-    """A queue into which preempted sequences come back at their old place."""
+    """First come, first served; a preempted sequence returns to the place of its request."""
 
     def __init__(self) -> None:
         self._sequences: deque[Sequence] = deque()
-        self._arrival: dict[str, int] = {}  # of requests, waiting or not
+        self._arrival: dict[str, int] = {}  # by id of every unfinished request
         self._num_arrived = 0
 
     def __len__(self) -> int:
@@ -29,14 +26,15 @@ class WaitingQueue:
     def first(self) -> Sequence | None:
         return self._sequences[0] if self._sequences else None
 
-    def arrive(self, sequence: Sequence) -> None:
-        """The first sequence of a new request."""
+    def add(self, sequence: Sequence) -> None:
+        """Appends the first sequence of a new request."""
         self._arrival[sequence.request.request_id] = self._num_arrived
         self._num_arrived += 1
         self._sequences.append(sequence)
 
-    def come_back(self, sequence: Sequence) -> None:
-        """A sequence that lost its slot."""
+    def put_back(self, sequence: Sequence) -> None:
+        """Inserts a sequence that lost its request slot before those of the same request and of all
+        that arrived later."""
         arrival = self._arrival[sequence.request.request_id]
         position = 0
         for other in self._sequences:
@@ -45,12 +43,12 @@ class WaitingQueue:
             position += 1
         self._sequences.insert(position, sequence)
 
-    def take_first(self) -> Sequence:
+    def pop_first(self) -> Sequence:
         return self._sequences.popleft()
 
     def remove(self, sequence: Sequence) -> None:
         self._sequences.remove(sequence)
 
     def forget(self, request: Request) -> None:
-        """The request is over; none of its sequences waits."""
+        """Drops the arrival of a finished request, none of whose sequences waits."""
         del self._arrival[request.request_id]

@@ -12,29 +12,13 @@ def tree(token_ids: list[int], parents: list[int]) -> DraftTree:
     return DraftTree(np.array(token_ids, np.int32), np.array(parents, np.int32))
 
 
-def test_depths_of_a_tree() -> None:
-    #   root - 7 - 8 - 9
-    #        \ 5    \ 6
-    depths = tree([7, 5, 8, 9, 6], [-1, -1, 0, 2, 2]).depths()
-    assert depths.tolist() == [1, 1, 2, 3, 3] and depths.dtype == np.int32
-
-
 def test_a_chain_is_a_tree_of_width_one() -> None:
     tokens = np.array([4, 4, 9], np.int32)
     line = chain(tokens)
     assert line.token_ids.tolist() == [4, 4, 9] and line.parents.tolist() == [-1, 0, 1]
-    assert line.depths().tolist() == [1, 2, 3]
     assert len(line) == 3 and len(chain(tokens[:0])) == 0
     with pytest.raises(ValueError, match="read-only"):
         line.parents[0] = 5  # shared by all chains of this length
-
-
-def test_the_first_nodes_are_a_tree() -> None:
-    whole = tree([7, 5, 8, 9], [-1, -1, 0, 2])
-    assert whole.first(3).token_ids.tolist() == [7, 5, 8]
-    assert whole.first(3).parents.tolist() == [-1, -1, 0]
-    short = chain(np.arange(9, dtype=np.int32)).first(2)
-    assert short.token_ids.tolist() == [0, 1] and short.parents.tolist() == [-1, 0]
 
 
 def test_the_largest_draft_fits_a_mask_with_its_root() -> None:

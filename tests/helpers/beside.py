@@ -1,5 +1,5 @@
-"""Requests of every kind that drafts have to get along with, a drafter that knows what comes, and
-what a user sees in the end. For tests on a CPU and on a GPU."""
+"""Requests of every kind that may have drafts, a drafter that knows the outputs, and comparisons of
+what a user sees. For tests on a CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Work = list[tuple[str, list[int], SamplingParams]]
 
 
 class Stateful:
-    """Forbids other tokens from call to call, and notes what it was asked about."""
+    """A processor that forbids other tokens at each call and records what it was called with."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
@@ -169,7 +169,7 @@ def serve(engine: Engine, work: Work) -> Outputs:
 
 
 def check_same(ours: Outputs, theirs: Outputs) -> None:
-    """Everything that a user sees, log-probabilities up to rounding."""
+    """Compares everything that a user sees, log-probabilities up to rounding."""
     assert ours.keys() == theirs.keys()
     for name, output in ours.items():
         other = theirs[name]
@@ -193,7 +193,7 @@ def check_logprobs(ours: Any, theirs: Any) -> None:
 
 
 def check_processors(work: Work, outputs: Outputs) -> None:
-    """Each was asked once for each token, in order."""
+    """Each was called once for each token, in order."""
     for name, _, params in work:
         for processor in params.logits_processors or ():
             tokens = outputs[name].outputs[0].token_ids

@@ -29,11 +29,11 @@ from tests.models.tiny import make_tiny_checkpoint, rewrite_config
 VOCAB = 259
 MAX_LEN = 112
 BLOCKS = {1: 16, 7: 18, 64: 130}
-"""Of KV memory by batch: a sequence of full length takes 14."""
-ROWS = {1: 80, 7: 120, 64: 600}
-"""Of a step by batch."""
+"""KV blocks by batch size: a sequence of full length takes 14."""
+STEP_TOKENS = {1: 80, 7: 120, 64: 600}
+"""Token budget of a step by batch size."""
 LONGEST = {1: 18, 7: 26, 64: 16}
-"""Outputs by batch, but for the first of those that go on to the end."""
+"""Longest output by batch size, but for the first of the kind "to the end"."""
 
 _LETTERS = list("abcdefghijklmnopqrst")
 _GREEDY = SamplingParams(temperature=0)
@@ -64,7 +64,7 @@ FAST = {
     "samples": replace(_HOT, n=3),
     "stopped samples": replace(_MILD, n=2, stop=_LETTERS, stop_token_ids=[7, 77, 177]),
 }
-"""Drawn where the logits are, wherever a runner can."""
+"""Sampled on the device where the runner can."""
 EVERYTHING = FAST | {
     "top-p": replace(_HOT, top_p=0.7),
     "top-k": replace(_MILD, top_k=20, min_p=0.02),
@@ -79,12 +79,12 @@ EVERYTHING = FAST | {
     "ranked": replace(_HOT, n=1, best_of=3, stop=_LETTERS),
     "beams": SamplingParams(temperature=0, use_beam_search=True, n=2, best_of=2),
 }
-"""With draws that take more than a temperature and noise, or give more than tokens."""
+"""Also sampling that needs more than a temperature and noise, or yields more than tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A request: arrives after so many steps, is aborted when it shows so many tokens."""
+    """A request that arrives after `arrives` steps; aborted when `aborts` tokens are visible."""
 
     name: str
     prompt: list[int]
@@ -150,7 +150,7 @@ def make_draft(target: Path, folder: Path) -> Path:
 
 
 def build(folder: Path, batch: int, drafter: Drafter | None, **engine_args: Any) -> Engine:
-    """An engine that runs so many sequences at once, for fewer of which there is memory."""
+    """An engine that runs `batch` sequences at once, with KV blocks for fewer."""
     given = {
         "model": str(folder),
         "device": "cpu",
@@ -158,7 +158,7 @@ def build(folder: Path, batch: int, drafter: Drafter | None, **engine_args: Any)
         "block_size": 8,
         "max_model_len": MAX_LEN,
         "max_num_seqs": batch,
-        "max_num_batched_tokens": ROWS[batch],
+        "max_num_batched_tokens": STEP_TOKENS[batch],
         "num_gpu_blocks_override": BLOCKS[batch],
         "cpu_threads": 1,
         "disable_log_stats": True,
@@ -244,7 +244,7 @@ def _close(
 
 
 def without_ends(item: Item) -> Item:
-    """The same draws, but nothing stops them before the length does."""
+    """The same sampling, ended by the length alone."""
     params = replace(item.params, stop=None, stop_token_ids=None, min_tokens=0, ignore_eos=True)
     return replace(item, params=params)
 
@@ -253,8 +253,8 @@ class Bench:
     """Serves one traffic by one engine with any drafter, after a run without drafts.
 
     Attributes:
-        plain: what came of an engine without a drafter when nobody was aborted.
-        record: what it would have been without ends.
+        plain: outputs of an engine without a drafter, no request aborted.
+        record: the same if only the length ended sequences.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Drafters for tests: they know what comes, guess blindly, or do their best to mislead.
+"""Drafters for tests: they know the outputs, guess blindly, or mislead on purpose.
 
-`Record` is what a run without drafts gave; it may be longer than what a request will get, so that
-right nodes lie behind its end as well.
+`Record` holds the outputs of a run without drafts; these may be longer than what a request will
+get, so that right nodes lie behind its end as well.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Guesser:
 
 
 class Oracle(Guesser):
-    """Chains of the tokens that come, of any length."""
+    """Chains of the right tokens, of any length."""
 
     def _tree(self, coming: list[int], limit: int) -> DraftTree:
         length = int(self._rng.integers(0, min(limit, len(coming)) + 1))
@@ -127,7 +127,7 @@ class Siblings(Guesser):
 
     A chain off by one token comes first, or off by one place. Along the right path nodes have wrong
     siblings before them, twice the same one, whose children carry the tokens that would be right
-    here or one level below; a twin with the same token may follow. The rest are random nodes at
+    here or one level below; a sibling with the same token may follow. The rest are random nodes at
     random places.
     """
 
@@ -138,7 +138,7 @@ class Siblings(Guesser):
         nodes: list[tuple[int, int]] = []
         if rng.random() < 0.7:
             self._append_wrong_chain(nodes, coming)
-        misled, twins = rng.choice((0.0, 0.5, 1.0), 2)
+        misled, duplicates = rng.choice((0.0, 0.5, 1.0), 2)
         at = -1
         for depth in range(min(int(rng.integers(0, 9)), len(coming) - 1)):
             true, following = coming[depth : depth + 2]
@@ -148,7 +148,7 @@ class Siblings(Guesser):
                 nodes += [(following, len(nodes) - 2), (true, len(nodes) - 1)]
             above, at = at, len(nodes)
             nodes.append((true, above))
-            if rng.random() < twins:
+            if rng.random() < duplicates:
                 nodes += [(true, above), (following, len(nodes))]
         while len(nodes) < limit:
             nodes.append((self._random_token(), int(rng.integers(-1, len(nodes)))))

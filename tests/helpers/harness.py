@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from functools import reduce
 from itertools import accumulate
@@ -12,13 +13,12 @@ import numpy as np
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.drafter import Drafter
 from hetero_llm.core.outputs import RequestMetrics
-from hetero_llm.core.request import Request
+from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import LAST_SAMPLED, ModelRunnerOutput, SampleLogprobs, SchedulerOutput
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.prefix_cache import PrefixCache, root_key, token_bytes
-from hetero_llm.scheduler.beam_groups import HoldsStop
-from hetero_llm.scheduler.beam_search import candidates_needed
+from hetero_llm.scheduler.beam_search import HoldsStop, candidates_needed
 from hetero_llm.scheduler.scheduler import Scheduler
 
 VOCAB = 50
@@ -44,9 +44,9 @@ def next_token(token_ids: list[int], sample_index: int = 0) -> int:
     return token_of(reduce(absorb, token_ids, begin(sample_index)))
 
 
-def rows_of(step: SchedulerOutput) -> tuple[list[int], list[int]]:
-    """[T] token of every row, and [T] index of its parent among its sequence's rows: -1 but for
-    draft nodes."""
+def tokens_of(step: SchedulerOutput) -> tuple[list[int], list[int]]:
+    """[T] input tokens, draft nodes included, and [T] index of each one's parent among the
+    sequence's tokens of the step: -1 for all but draft nodes."""
     drafts = step.drafts
     if drafts is None:
         assert len(step.token_ids) == int(step.num_scheduled_tokens.sum())
@@ -68,14 +68,21 @@ def rows_of(step: SchedulerOutput) -> tuple[list[int], list[int]]:
 
 
 class FakeRunner:
-    """Keeps what a runner keeps per slot, in block-addressed memory, and checks the contract.
+    """Keeps what a runner keeps per request slot, in block-addressed memory, and checks the
+    contract of `core.step`.
 
     `memory[block][offset]` holds what KV depends on: the token and all tokens before it, as a
     hash. The context is read back through the block table, so a block shared or freed wrongly
     shows up as a wrong token; it must also be what the slot was fed. A draft tree is verified as
-    on a device: its rows are written behind the root's, the context of a node is its own path,
-    then the KV of the accepted path moves together. Nothing of a step happens before it is
-    finished, and steps are finished in the order of their launch, as on a device that is slow.
+    on a device: the KV of its nodes is written behind the root's, the context of a node is its own
+    path, then the KV of the accepted path is made contiguous. A step takes effect when it is
+    finished, and steps are finished in the order of their launch, as on a slow device.
+
+    Attributes:
+        max_step_tokens: most tokens in a step so far.
+        num_tokens_run: tokens of all steps so far.
+        num_moved: accepted nodes so far whose KV did not lie in place.
+        events: "launch 0", "finish 0", ...
     """
 
     def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, columns: int) -> None:
@@ -83,14 +90,14 @@ class FakeRunner:
         self.tables = np.full((max_num_seqs, columns), -1, np.int64)
         self.states = {}
         self.block_size = block_size
-        self.max_rows = 0
-        self.num_rows = 0
-        self.num_moved = 0  # accepted nodes that did not lie in place
-        self.events: list[str] = []  # "launch 0", "finish 0", ...
+        self.max_step_tokens = 0
+        self.num_tokens_run = 0
+        self.num_moved = 0
+        self.events: list[str] = []
         self._queue: deque[tuple[int, SchedulerOutput]] = deque()
         self._num_launched = 0
         self._fed: dict[int, list[int]] = {}  # slot to its tokens, as admitted and then fed
-        self._drawn: dict[int, int] = {}  # slot to its one token drawn by the last step
+        self._sampled: dict[int, int] = {}  # slot to the one token that the last step sampled
 
     def launch(self, step: SchedulerOutput) -> int:
         number = self._num_launched
@@ -116,13 +123,13 @@ class FakeRunner:
         self.tables[slots, columns] = blocks
         for source, destination in step.block_copies.T:
             self.memory[destination] = self.memory[source]
-        self.max_rows = max(self.max_rows, int(step.num_scheduled_tokens.sum()))
-        self.num_rows += int(step.num_scheduled_tokens.sum())
+        self.max_step_tokens = max(self.max_step_tokens, int(step.num_scheduled_tokens.sum()))
+        self.num_tokens_run += int(step.num_scheduled_tokens.sum())
         tokens: list[int] = []
         logprobs: list[SampleLogprobs | None] = []
-        drawn: dict[int, int] = {}
+        sampled: dict[int, int] = {}
         produced: list[int] = []
-        rows, parents = rows_of(step)
+        inputs, parents = tokens_of(step)
         first = 0
         for slot, start, count, samples in zip(
             step.request_slots.tolist(),
@@ -134,57 +141,57 @@ class FakeRunner:
             last = first + count
             if max(parents[first:last]) >= 0:
                 assert samples == 1
-                tokens += self._verify(slot, start, rows[first:last], parents[first:last])
+                tokens += self._verify(slot, start, inputs[first:last], parents[first:last])
                 for index, token in enumerate(tokens[before:], start + 1):
                     context, wanted = self._fed[slot][:index], self.states[slot].num_logprobs
                     logprobs.append(self._logprobs(context, token, wanted))
             else:
-                for position, token in enumerate(rows[first:last], start):
+                for position, token in enumerate(inputs[first:last], start):
                     self._feed(slot, position, token)
                 context = self._context(slot, start + count)
                 for sample in range(samples):
-                    token = self._draw(slot, context, sample if samples > 1 else None)
+                    token = self._sample(slot, context, sample if samples > 1 else None)
                     tokens.append(token)
                     logprobs.append(self._logprobs(context, token, self.states[slot].num_logprobs))
             if samples == 1:
-                drawn[slot] = tokens[-1]
+                sampled[slot] = tokens[-1]
             produced.append(len(tokens) - before)
             first = last
-        self._drawn = drawn
+        self._sampled = sampled
         if step.drafts is None:
             return ModelRunnerOutput(tokens, logprobs, {}, {})
         return ModelRunnerOutput(tokens, logprobs, {}, {}, produced)
 
-    def _verify(self, slot: int, start: int, rows: list[int], parents: list[int]) -> list[int]:
+    def _verify(self, slot: int, start: int, inputs: list[int], parents: list[int]) -> list[int]:
         """The tokens that a draft tree yields; afterwards the accepted nodes' KV is in place."""
         assert parents[0] == -1 and all(0 <= p < i for i, p in enumerate(parents) if i)
-        self._feed(slot, start, rows[0])
+        self._feed(slot, start, inputs[0])
         fed = self._fed[slot]
         assert start + 1 == len(fed), "a tree's root is the last token"
         paths = [[0]]
-        for row in range(1, len(rows)):
-            paths.append([*paths[parents[row]], row])
-            parent = self._place(slot, start + parents[row])
-            _, before = self.memory[parent]
-            self.memory[self._place(slot, start + row)] = rows[row], absorb(int(before), rows[row])
+        for index in range(1, len(inputs)):
+            paths.append([*paths[parents[index]], index])
+            _, before = self.memory[self._place(slot, start + parents[index])]
+            state = absorb(int(before), inputs[index])
+            self.memory[self._place(slot, start + index)] = inputs[index], state
         tokens: list[int] = []
         at = 0
         while True:
-            path = [start + row for row in paths[at]]
-            tokens.append(self._draw(slot, self._read(slot, [*range(start), *path])))
-            fits = [r for r, p in enumerate(parents) if p == at and rows[r] == tokens[-1]]
+            path = [start + index for index in paths[at]]
+            tokens.append(self._sample(slot, self._read(slot, [*range(start), *path])))
+            fits = [i for i, p in enumerate(parents) if p == at and inputs[i] == tokens[-1]]
             if not fits:
                 break
             at = fits[0]
-        for target, row in enumerate(paths[at]):  # in ascending order: no source is overwritten
-            source = self.memory[self._place(slot, start + row)]
+        for target, index in enumerate(paths[at]):  # in ascending order: no source is overwritten
+            source = self.memory[self._place(slot, start + index)]
             self.memory[self._place(slot, start + target)] = source
-            self.num_moved += row != target
+            self.num_moved += index != target
         fed += tokens[:-1]
         self._context(slot, len(fed))
         return tokens
 
-    def _draw(self, slot: int, context: list[int], sample: int | None = None) -> int:
+    def _sample(self, slot: int, context: list[int], sample: int | None = None) -> int:
         state = self.states[slot]
         token = next_token(context, state.sample_index if sample is None else sample)
         if len(context) - state.num_prompt_tokens < state.params.min_tokens:
@@ -193,8 +200,8 @@ class FakeRunner:
 
     def _feed(self, slot: int, position: int, token: int) -> None:
         if token == LAST_SAMPLED:
-            assert slot in self._drawn, "the step before drew no single token for this slot"
-            token = self._drawn[slot]
+            assert slot in self._sampled, "the step before did not sample one token for this slot"
+            token = self._sampled[slot]
         fed = self._fed[slot]
         if position == len(fed):
             fed.append(token)
@@ -280,6 +287,12 @@ def make_request(
         num_logprobs=count,
         packed_prompt=token_bytes(prompt),
     )
+
+
+def make_sequence(request: Request) -> Sequence:
+    """A request's first sequence, without a scheduler."""
+    prompt = request.prompt_token_ids
+    return Sequence(request, 0, array("i", prompt), len(prompt))
 
 
 def expected_output(prompt: list[int], params: SamplingParams, index: int = 0) -> list[int]:

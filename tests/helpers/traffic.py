@@ -106,7 +106,7 @@ TRAFFIC = st.lists(
         st.integers(1, 3),  # prompts of one kind share prefixes
         st.integers(4, 24),  # max_tokens
         st.integers(0, 40),  # arrives after this many steps, or when the engine is idle
-        st.one_of(st.none(), st.integers(1, 10)),  # aborted when so many tokens are visible
+        st.one_of(st.none(), st.integers(1, 10)),  # aborted when this many tokens are visible
     ),
     min_size=1,
     max_size=9,
@@ -131,7 +131,7 @@ def serve(traffic: list[tuple], asynchronous: bool, **limits: Any) -> tuple[dict
 def serve_on(
     served: Served, traffic: list[tuple], settle: Callable[[], None] = lambda: None
 ) -> tuple[dict, dict, Served]:
-    """The same on a given engine; `settle` ends what goes on when the engine is idle."""
+    """The same on a given engine; `settle` waits for work that continues while it is idle."""
     engine = served.engine
     arrivals = []
     abort_at: dict[str, int] = {}

@@ -507,12 +507,12 @@ def nodes_have_the_log_probabilities_of_the_root(patch: Patch) -> None:
 
 @mutant("fast", "deep", drafter=Oracle)
 def tokens_behind_an_end_are_kept(patch: Patch) -> None:
-    patch.setattr(scheduler_module, "num_before_end", lambda sequence, new: len(new) - 1)
+    patch.setattr(scheduler_module, "_num_before_end", lambda sequence, new: len(new) - 1)
 
 
 @mutant("fast", drafter=Oracle)
 def tokens_behind_a_stop_string_are_kept(patch: Patch) -> None:
-    patch.setattr(scheduler_module, "drop_tokens", lambda sequence, count: None)
+    patch.setattr(scheduler_module, "_drop_tokens", lambda sequence, count: None)
 
 
 # -- mistakes that cost speed alone ----------------------------------------------------------------
@@ -521,9 +521,9 @@ def tokens_behind_a_stop_string_are_kept(patch: Patch) -> None:
 def no_token_behind_the_accepted_ones(patch: Patch) -> None:
     accept = Scheduler._accept
 
-    def fewer(self: Scheduler, sequence: Any, output: Any, drawn: slice, **others: int) -> None:
-        stop = max(drawn.start + 1, drawn.stop - 1)
-        accept(self, sequence, output, slice(drawn.start, stop), **others)
+    def fewer(self: Scheduler, sequence: Any, output: Any, part: slice, **others: int) -> None:
+        stop = max(part.start + 1, part.stop - 1)
+        accept(self, sequence, output, slice(part.start, stop), **others)
 
     patch.setattr(Scheduler, "_accept", fewer)
 

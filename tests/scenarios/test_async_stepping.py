@@ -68,7 +68,7 @@ def test_the_same_outputs_as_synchronously(
     async_outputs, async_counters, served = serve(traffic, True, **limits)
     assert async_outputs == outputs
     assert async_counters == counters
-    assert served.runner.max_rows <= budget
+    assert served.runner.max_step_tokens <= budget
 
 
 def test_the_example_preempts_and_steps_ahead_all_the_same() -> None:
@@ -81,17 +81,17 @@ def test_the_example_preempts_and_steps_ahead_all_the_same() -> None:
 # -- one step after another ---------------------------------------------------------------------
 
 
-def test_each_step_is_launched_before_the_last_is_finished_and_no_row_is_wasted() -> None:
+def test_each_step_is_launched_before_the_last_is_finished_and_no_token_is_wasted() -> None:
     served = make_engine(True, max_num_batched_tokens=16)
     prompt = list(range(1, 41))
     outputs = run_all(served, [make_request("a", prompt, GREEDY)])
     assert outputs["a"].outputs[0].token_ids == expected_output(prompt, GREEDY)
-    steps = 3 + 9  # chunks of the prompt, then a row for every token but the last
+    steps = 3 + 9  # chunks of the prompt, then a step for every token but the last
     expected = ["launch 0"]
     for number in range(1, steps):
         expected += [f"launch {number}", f"finish {number - 1}"]
     assert served.runner.events == [*expected, f"finish {steps - 1}"]
-    assert served.runner.num_rows == 40 + 9
+    assert served.runner.num_tokens_run == 40 + 9
     assert served.engine.metrics()["num_steps"] == steps
     check_idle(served)
 
@@ -108,8 +108,8 @@ def prompt_that_stops(after: int) -> list[int]:
     raise AssertionError("no such prompt")
 
 
-@pytest.mark.parametrize("after", [2, 7, 8])  # 6 + 2: the stray row would fill a block
-def test_a_stop_token_costs_one_stray_row_that_nobody_sees(after: int) -> None:
+@pytest.mark.parametrize("after", [2, 7, 8])  # 6 + 2: the stray token would fill a block
+def test_a_stop_token_costs_one_stray_token_that_is_never_shown(after: int) -> None:
     served = make_engine(True)
     prompt = prompt_that_stops(after)
     params = SamplingParams(temperature=0, max_tokens=30, detokenize=False)
@@ -120,23 +120,23 @@ def test_a_stop_token_costs_one_stray_row_that_nobody_sees(after: int) -> None:
     assert served.engine.metrics()["generation_tokens"] == after
     assert served.blocks.num_free == served.blocks.num_blocks
     check_idle(served)
-    assert served.runner.num_rows == 2 + (after - 1) + 1
+    assert served.runner.num_tokens_run == 2 + (after - 1) + 1
 
 
-def test_a_stray_row_is_not_published_in_the_prefix_cache() -> None:
-    """The stray row fills a block; a later prompt with these very tokens must not find it."""
+def test_a_stray_token_is_not_cached() -> None:
+    """The stray token fills a block; a later prompt with these very tokens must not find it."""
     served = make_engine(True)
     params = SamplingParams(temperature=0, max_tokens=30, detokenize=False)
     prompt = prompt_that_stops(6)
     run_all(served, [make_request("a", prompt, params)])
     again = make_request("b", [*prompt, *expected_output(prompt, params), 9], GREEDY)
-    assert len(again.prompt_token_ids) == 9  # one full block of 8, its last token by the stray row
+    assert len(again.prompt_token_ids) == 9  # one full block of 8, its last token by the stray one
     outputs = run_all(served, [again])
     assert outputs["b"].num_cached_tokens == 0
     assert outputs["b"].outputs[0].token_ids == expected_output(again.prompt_token_ids, GREEDY)
 
 
-def test_blocks_and_slot_of_a_stray_row_serve_the_next_request_at_once() -> None:
+def test_blocks_and_slot_of_a_stray_token_serve_the_next_request_at_once() -> None:
     served = make_engine(True, num_blocks=2, max_num_seqs=1, max_model_len=16)
     params = SamplingParams(temperature=0, max_tokens=14, detokenize=False)
     stopping = prompt_that_stops(7)
@@ -146,12 +146,12 @@ def test_blocks_and_slot_of_a_stray_row_serve_the_next_request_at_once() -> None
     outputs = run_all(served, requests)
     assert outputs["a"].outputs[0].token_ids == expected_output(stopping, params)
     assert outputs["b"].outputs[0].token_ids == expected_output(other, short)
-    events = served.runner.events  # b was launched while a's stray row was in flight
+    events = served.runner.events  # b was launched while a's stray token was in flight
     assert events[events.index("launch 8") + 1] == "finish 7"
     check_idle(served)
 
 
-def test_a_pending_step_of_dead_rows_ends_silently_and_the_next_request_works() -> None:
+def test_a_pending_step_of_ended_sequences_ends_silently_and_the_next_request_works() -> None:
     served = make_engine(True)
     engine = served.engine
     engine.add_request(make_request("a", [1, 2, 3], GREEDY))
@@ -201,7 +201,7 @@ def test_while_a_request_looks_back_no_step_is_ahead(fields: dict[str, Any]) -> 
     check_idle(served)
 
 
-def test_blocks_that_run_out_ahead_preempt_nobody_before_the_tokens_are_known() -> None:
+def test_blocks_that_run_out_ahead_preempt_no_sequence_before_the_tokens_are_known() -> None:
     scheduler, _, runner = make_scheduler(num_blocks=4, block_size=4, max_model_len=16)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     requests = [
@@ -274,7 +274,7 @@ def test_a_result_of_a_preempted_sequence_is_dropped_even_when_it_is_back_in_its
     assert blocks.num_free == blocks.num_blocks
 
 
-def test_an_ahead_step_admits_nobody_who_looks_back() -> None:
+def test_an_ahead_step_admits_no_synchronous_request() -> None:
     scheduler, _, runner = make_scheduler()
     penalty = replace(GREEDY, presence_penalty=1.0)
     requests = [make_request("plain", [1, 2], GREEDY), make_request("late", [3, 4], GREEDY)]

@@ -142,8 +142,8 @@ def test_advance_ranks_all_beams_together() -> None:
     )
     assert [(c.parent, c.token) for c in chosen] == [(1, 9), (0, 7)]
     assert [h.token_ids for h in group.hypotheses] == [[1, 6, 3]]
-    assert group.hypotheses[0].record == 2  # the second best continuation of its beam
-    assert group.hypotheses[0].value == pytest.approx(-1.3 / 2)
+    assert group.hypotheses[0].logprobs == 2  # the second best continuation of its beam
+    assert group.hypotheses[0].normalized_score == pytest.approx(-1.3 / 2)
 
 
 def test_candidates_leave_enough_after_every_end_token() -> None:
@@ -181,9 +181,9 @@ def test_beams_report_the_log_probabilities_they_are_ranked_by(tiny: LLM) -> Non
     for completion, without in zip(output.outputs, plain.outputs, strict=True):
         assert completion.token_ids == without.token_ids and without.logprobs is None
         assert len(completion.logprobs) == len(completion.token_ids)
-        drawn = 0.0
+        total = 0.0
         for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
             assert next(iter(entry)) == token
             assert {1, 2} <= {e.rank for e in entry.values()}
-            drawn += entry[token].logprob
-        assert completion.cumulative_logprob == pytest.approx(drawn, abs=1e-4)
+            total += entry[token].logprob
+        assert completion.cumulative_logprob == pytest.approx(total, abs=1e-4)

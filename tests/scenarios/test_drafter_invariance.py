@@ -1,4 +1,4 @@
-"""Whoever drafts, the tokens are those of a run without drafts, in float32 to the last one."""
+"""With every drafter the tokens are those of a run without drafts, all of them in float32."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ PAIRS = [(b, d) for b in BENCHES for d in DRAFTERS if (b, d) not in LEFT_OUT]
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet() -> Iterator[None]:
-    """One thread for torch, as the native executor has its own, and drafts at no price: what is
-    drafted would depend on how loaded the machine is."""
+    """One thread for torch, as the native executor has its own. Step times are not observed: the
+    size of drafts would depend on the machine's load."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -109,7 +109,7 @@ def test_the_tokens_are_those_without_drafts(
     bench.forget()
     drafter = DRAFTERS[name](bench)
     counts: Counter[str] = Counter()
-    # The second time there are texts to draft from and prefixes to share.
+    # In the second run there are earlier outputs to draft from and prefixes to share.
     for _ in range(2 if name in LEARNERS or "fast" in where else 1):
         different, counted = bench.serve(drafter)
         assert different == []

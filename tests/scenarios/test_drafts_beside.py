@@ -1,5 +1,5 @@
-"""Drafts beside everything: requests whose draws look back, want log-probabilities, fork or search
-get the same outputs with drafts as without, and what drafts bring is really theirs."""
+"""Drafts with every kind of request: those whose sampling depends on earlier tokens, that want
+log-probabilities, fork or search get the same outputs with drafts as without, and do get drafts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ POOLS: dict[str, Any] = {
 
 
 LEFT_OUT = (("torch", "few blocks"), ("torch", "small steps"), ("native", "few blocks"))
-"""As the invariant backend, or the pool without a prefix cache."""
+"""Covered by the invariant backend, or by the pool without a prefix cache."""
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_one_kind_at_a_time(folder: Path, kind: str) -> None:
 def test_prompt_logprobs_in_pieces_beside_trees(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The native runner holds logits of few prompt rows at once: it cuts steps, but no tree."""
+    """The native runner holds the logits of few prompt tokens: it splits steps, but no tree."""
     monkeypatch.setattr(model_runner, "_PROMPT_LOGPROB_ROWS", 3)
     kinds = ["plain", "presence", *["prompt logprobs"] * 5, "samples", "prompt logprobs"]
     limits = {"max_num_batched_tokens": 30, "max_num_seqs": 6}
@@ -127,7 +127,7 @@ def test_prompt_logprobs_in_pieces_beside_trees(
     launch, cut = engine._runner.launch, []
 
     def recording(step: SchedulerOutput) -> Any:
-        if step.drafts is not None and sum(rows.count for rows in step.prompt_logprob_spans) > 3:
+        if step.drafts is not None and sum(span.count for span in step.prompt_logprob_spans) > 3:
             cut.append(int(step.drafts.counts.sum()))
         return launch(step)
 
@@ -152,7 +152,7 @@ def test_the_torch_runner_serves_what_the_configuration_asks_for(
 
 
 def test_one_token_prompts_are_drafted_for_from_the_start(folder: Path) -> None:
-    """The first token's time is noted even if a draft brings it."""
+    """The first token's time is recorded even if it comes from a draft."""
     work = [("a", [5], replace(GREEDY, presence_penalty=1.0))]
     args = BACKENDS["torch"]
     expected = serve(build(folder, **args), work)
@@ -167,7 +167,7 @@ def test_one_token_prompts_are_drafted_for_from_the_start(folder: Path) -> None:
 
 
 class Chain(Trees):
-    """All that is recorded, in one chain."""
+    """Drafts the whole recorded continuation as one chain."""
 
     def _tree(self, sequence: Sequence, limit: int) -> DraftTree:
         coming = self._record[sequence.request.request_id, sequence.index]
@@ -177,7 +177,7 @@ class Chain(Trees):
 
 
 def long_record(folder: Path, work: Work, **engine_args: Any) -> Outputs:
-    """What the same draws give if nothing stops them, processors that fail included."""
+    """Outputs of the same sampling if only the length ends them, without failing processors."""
     endless = [
         (n, p, replace(q, stop=None, stop_token_ids=None, min_tokens=0, logits_processors=None))
         for n, p, q in work
@@ -262,7 +262,7 @@ def test_a_failing_processor_ends_its_request_alone(
     check_same(serve(engine, drafted), expected)
     (processor,) = drafted[1][2].logits_processors or ()
     assert isinstance(processor, Failing)
-    # A stop string is only seen in the text of the step's tokens, the others while they are drawn.
+    # A stop string is found in the text after the step, the other ends while tokens are sampled.
     assert processor.raised == (ending in ("error", "stop string"))
     assert (expected["bad"].error is None) == (ending != "error")
     reasons = {"error": "error", "length": "length"}

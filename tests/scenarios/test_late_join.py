@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.scheduler.admission import first_sequence
 from hetero_llm.scheduler.kv_loads import KVLoadQueue, StepTimes
-from tests.helpers.harness import make_request
+from tests.helpers.harness import make_request, make_sequence
 
 CACHED = 16
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -58,7 +57,7 @@ def make(link: Link, rows: dict[int, int], waiting: dict[int, set[int]]) -> KVLo
         loads.observe(step_of(size), seconds)
     for slot, count in rows.items():
         link.waiting[slot] = waiting[slot]
-        sequence = first_sequence(make_request(str(slot), [1] * (CACHED + count), ONE, 4096))
+        sequence = make_sequence(make_request(str(slot), [1] * (CACHED + count), ONE, 4096))
         assert loads.begin(sequence, slot, 0, alone=True).under_way
     return loads
 

@@ -1,4 +1,4 @@
-"""Publishing behind the step, and blocks taken before they are needed."""
+"""Caching of full blocks after the step, and blocks allocated before they are needed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from tests.helpers.harness import expected_output, make_request, make_scheduler
 from tests.scheduler.test_draft_admission import GREEDY, ChainDrafter
 
 
-def test_a_prefix_is_found_whether_or_not_anyone_settled() -> None:
-    for settles in (False, True):
+def test_a_prefix_is_found_whether_or_not_deferred_work_was_done() -> None:
+    for deferred in (False, True):
         scheduler, _, runner = make_scheduler(block_size=4, drafter=ChainDrafter(3, 3))
         first = make_request("a", [1, 2, 3], GREEDY)
         scheduler.add_request(first)
         for _ in range(3):
             step = scheduler.schedule()
             scheduler.update(step, runner.run(step))
-            if settles:
+            if deferred:
                 scheduler.run_deferred()
         known = list(first.sequences[0].token_ids)
         assert len(known) == 3 + 1 + 4 + 4
@@ -27,8 +27,8 @@ def test_a_prefix_is_found_whether_or_not_anyone_settled() -> None:
         scheduler.check_integrity()
 
 
-def test_tokens_behind_a_stop_string_are_not_published() -> None:
-    """What `stop_sequence` cuts off was settled before, and belongs to the sequence's own past."""
+def test_a_stop_string_drops_tokens_whose_blocks_were_cached() -> None:
+    """They stay cached: each block holds KV of exactly the tokens that it is found by."""
     scheduler, blocks, runner = make_scheduler(block_size=4, drafter=ChainDrafter(7, 7))
     request = make_request("a", [1, 2, 3], GREEDY)
     scheduler.add_request(request)
@@ -43,7 +43,7 @@ def test_tokens_behind_a_stop_string_are_not_published() -> None:
     assert blocks.num_free == blocks.num_blocks
 
 
-def test_blocks_are_taken_ahead_only_while_they_are_plenty() -> None:
+def test_blocks_are_allocated_ahead_only_while_they_are_plenty() -> None:
     for num_blocks in (40, 4):
         scheduler, blocks, runner = make_scheduler(
             num_blocks=num_blocks, block_size=4, drafter=ChainDrafter(7, 7), max_model_len=32
@@ -51,7 +51,7 @@ def test_blocks_are_taken_ahead_only_while_they_are_plenty() -> None:
         scheduler.add_request(make_request("a", [1, 2], replace(GREEDY, max_tokens=14)))
         step = scheduler.schedule()
         scheduler.update(step, runner.run(step))
-        scheduler.schedule()  # root and nodes: rows 2 to 9
+        scheduler.schedule()  # root and nodes: positions 2 to 9
         held = blocks.num_blocks - blocks.num_free
         scheduler.run_deferred()
         assert (blocks.num_blocks - blocks.num_free > held) == (num_blocks == 40)

@@ -185,7 +185,7 @@ def test_the_same_outputs_as_without_drafts(
         ((_, all_ids, *_),) = expected[name]
         assert len(token_ids) > 0 and token_ids == all_ids[: len(token_ids)]
         assert text == "".join("abcde"[token % 5] for token in token_ids)
-    assert served.runner.max_rows <= budget
+    assert served.runner.max_step_tokens <= budget
     assert sorted(drafter.closed) == sorted(outputs)
     if not any("beams" in kind or "ranked" in kind for kind, *_ in traffic):
         shown = sum(len(token_ids) for c in outputs.values() for _, token_ids, *_ in c)
@@ -365,7 +365,7 @@ def test_the_budget_is_kept_in_order_of_admission() -> None:
     ],
 )
 def test_who_gets_drafts(fields: dict[str, Any], drafted: bool) -> None:
-    """All but beams, which keep nobody from them either."""
+    """All sequences but beams, and also those that run beside beams."""
     drafter = ChainDrafter(4, 4)
     served = make_engine(True, drafter=drafter)
     steps = record_steps(served.runner)
@@ -384,7 +384,7 @@ def test_samples_get_drafts_once_they_have_forked() -> None:
     drafter = ChainDrafter(4, 4)
     served = make_engine(True, drafter=drafter)
     params = replace(GREEDY, n=3, temperature=1.0)
-    outputs = run_all(served, [make_request("a", [7], params)])  # one row, like a decoding one
+    outputs = run_all(served, [make_request("a", [7], params)])  # one token, like a decoding one
     for index, completion in enumerate(outputs["a"].outputs):
         assert completion.token_ids == expected_output([7], params, index)
     assert sorted(asked.sample_index for asked in drafter.asked[:3]) == [0, 1, 2]
@@ -419,10 +419,10 @@ def test_tokens_behind_a_stop_token_are_dropped(after: int) -> None:
     metrics = served.engine.metrics()
     assert metrics["generation_tokens"] == after
     assert metrics["num_steps"] == 2
-    # The prompt's step draws the first; the others were drafted, what lies behind does not count.
+    # The prompt's step samples the first; the others were drafted, those behind do not count.
     assert metrics["spec_decode_num_accepted_tokens"] == after - 1
     check_idle(served)
-    # What was published: full blocks of the tokens that count, but for the last one.
+    # Cached are the full blocks of the tokens that count, without the last one.
     again = make_request("b", [*prompt, *completion.token_ids, *range(1, 9)], GREEDY)
     outputs = run_all(served, [again])
     assert outputs["b"].num_cached_tokens == (2 + after - 1) // 8 * 8
@@ -499,7 +499,7 @@ def test_a_draft_takes_no_block_that_a_sequence_may_need_next() -> None:
     assert scheduler.stats.num_preemptions == 0 and blocks.num_free == 5
 
 
-def test_a_full_pool_drops_the_draft_but_not_the_row() -> None:
+def test_a_full_pool_drops_the_draft_but_not_the_token() -> None:
     drafter = ChainDrafter(4, 4)
     scheduler, blocks, runner = make_scheduler(
         num_blocks=2, block_size=4, max_model_len=8, drafter=drafter
@@ -507,7 +507,7 @@ def test_a_full_pool_drops_the_draft_but_not_the_row() -> None:
     request = make_request("a", [1, 2, 3], replace(GREEDY, max_tokens=5), 8)
     scheduler.add_request(request)
     scheduler.update(step := scheduler.schedule(), runner.run(step))
-    step = scheduler.schedule()  # the last row of the first block; the second stays free
+    step = scheduler.schedule()  # the last token of the first block; the second stays free
     assert drafter.asked[0].max_nodes == 3
     assert (
         step.num_scheduled_tokens.tolist() == [1] and step.drafts is None and blocks.num_free == 1

@@ -40,7 +40,7 @@ def test_chunks_respect_the_token_budget() -> None:
     for i in range(3):
         scheduler.add_request(make_request(str(i), [i + 1] * 50, GREEDY))
     run_to_end(scheduler, runner)
-    assert runner.max_rows == 12
+    assert runner.max_step_tokens == 12
 
 
 def test_decodes_go_on_beside_a_long_prompt() -> None:
@@ -183,7 +183,7 @@ REQUESTS = st.lists(
         st.sampled_from(["greedy", "n2", "n3", "beam2", "beam3"]),
         st.integers(1, 25),  # max_tokens
         st.integers(0, 12),  # arrives after this many steps
-        st.one_of(st.none(), st.integers(0, 12)),  # aborted so many steps later
+        st.one_of(st.none(), st.integers(0, 12)),  # aborted this many steps later
     ),
     min_size=1,
     max_size=10,
@@ -250,7 +250,7 @@ def test_random_traffic_leaks_nothing(
             break
     assert scheduler.num_unfinished == 0
     assert blocks.num_free == blocks.num_blocks
-    assert runner.max_rows <= budget
+    assert runner.max_step_tokens <= budget
     if not any(request.params.use_beam_search for request, _ in requests):
         generated = sum(len(s.output_ids) for r, _ in requests for s in r.sequences)
         assert scheduler.stats.generation_tokens == generated
