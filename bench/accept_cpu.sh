@@ -27,14 +27,14 @@ run() { # a name, a limit in seconds, then a command
 offline() { # a model, a type, then more arguments
   local model=$1 dtype=$2
   shift 2
-  lines=8 run "offline_${model}_$dtype" 120 python3 -m bench.cpu_offline --model "$model" \
+  lines=8 run "offline_${model}_$dtype" 120 python3 -m bench.engine.cpu_offline --model "$model" \
     --dtype "$dtype" --threads "$threads" --patience 5 "$@" \
     --out "$out/cpu_offline.$model.$dtype.g.json"
 }
 
 echo "$cores cores, $threads threads"
 run build 90 python3 -m hetero_llm.cpu.build
-lines=16 run draft_step 150 python3 -m bench.draft_step --threads 12,8 \
+lines=16 run draft_step 150 python3 -m bench.speculation.draft_step --threads 12,8 \
   --out "$out/draft_step.g.json"
 offline L bfloat16 --rounds 2
 offline M bfloat16 --rounds 2

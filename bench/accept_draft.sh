@@ -26,10 +26,10 @@ scaled() { # a model, a shape, a device
     "$2" "$models/$2" --device "$3"
 }
 
-spec() { # a name, a limit, then arguments of bench.speculation
+spec() { # a name, a limit, then arguments of bench.speculation.speedup
   local name=$1 limit=$2
   shift 2
-  lines=${lines:-12} run "$name" "$limit" python3 -m bench.speculation --device cuda --repeats 1 \
+  lines=${lines:-12} run "$name" "$limit" python3 -m bench.speculation.speedup --device cuda --repeats 1 \
     --prompt 1024 --tokens 256 --random 8 --draft "$models/draft-68m" --out "$out/$name.json" "$@"
 }
 
@@ -38,11 +38,11 @@ scaled demo-draft draft-68m cpu
 scaled demo mistral-7b cuda
 target=$models/mistral-7b
 if [ "$part" = main ]; then
-  run rings 30 python3 -m bench.rings --cpus 0 1 --out "$out/rings.g.json"
+  run rings 30 python3 -m bench.speculation.rings --cpus 0 1 --out "$out/rings.g.json"
   lines=34 spec speculation.draft 240 --model "$target" --batches 1,8,32 \
     --arms none merged draft "draft + merged"
-  run timeline 70 python3 -m bench.timeline --model "$target" --draft "$models/draft-68m" --out "$out"
-  run draft_faults 90 python3 -m bench.draft_faults --model "$target" \
+  run timeline 70 python3 -m bench.speculation.timeline --model "$target" --draft "$models/draft-68m" --out "$out"
+  run draft_faults 90 python3 -m bench.speculation.draft_faults --model "$target" \
     --draft "$models/draft-68m" --out "$out/draft_faults.g.json"
 else
   spec speculation.sampled 70 --model "$target" --batches 1 --arms none draft --temperature 0.7

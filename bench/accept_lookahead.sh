@@ -23,9 +23,9 @@ run build 90 python3 -m hetero_llm.cpu.build
 run tests 200 python3 -m pytest tests/gpu/scenarios/test_lookahead_cuda.py \
   tests/gpu/scenarios/test_drafts_beside_cuda.py -n 5 --dist loadfile -q --tb=short -p no:benchmark
 run scale_up 60 python3 tools/scale_up.py hetero_llm/demo_models/demo mistral-7b "$model" --device cuda
-lines=45 run speculation 260 python3 -m bench.speculation --model "$model" --device cuda \
+lines=45 run speculation 260 python3 -m bench.speculation.speedup --model "$model" --device cuda \
   --batches 1,8,32,128 --prompt 1024 --tokens 256 --random 8 --repeats 1 \
   --arms none ngram hybrid merged warm --out "$out/speculation.cuda.json"
-lines=14 run lookahead_cache 60 python3 -m bench.lookahead_cache --threads 8 \
+lines=14 run lookahead_cache 60 python3 -m bench.speculation.lookahead_cache --threads 8 \
   --out "$out/lookahead_cache.g.json"
 echo "== done after $SECONDS s"

@@ -24,12 +24,12 @@ python3 -m hetero_llm.cpu.build || exit 1
 python3 -m hetero_llm.bridge.build || exit 1
 for part in "$@"; do
   case $part in
-    families) run families 200 python3 -m bench.families --out "$out/families.g.json" ;;
+    families) run families 200 python3 -m bench.engine.families --out "$out/families.g.json" ;;
     transformers)
-      run transformers 90 python3 -m bench.transformers_backend \
+      run transformers 90 python3 -m bench.engine.transformers_backend \
         --out "$out/transformers_backend.g.json"
       ;;
-    moe) run moe 120 python3 -m bench.moe_decode --batches 1,32 --out "$out/moe_decode.g.json" ;;
+    moe) run moe 120 python3 -m bench.engine.moe_decode --batches 1,32 --out "$out/moe_decode.g.json" ;;
     tests)
       run tests 240 python3 -m pytest tests/gpu/scenarios/test_attention_variants_cuda.py \
         tests/gpu/scenarios/test_experts_cuda.py tests/gpu/scenarios/test_loading_cuda.py \

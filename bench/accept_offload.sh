@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What part F claims, on one H200, in calls of at most ten minutes each:
-#   bench/accept_offload.sh OUT_FOLDER              all parts of bench.offload, the tests, a plot
+#   bench/accept_offload.sh OUT_FOLDER              all parts of bench.offload.suite, the tests, a plot
 #   bench/accept_offload.sh OUT_FOLDER soak         five minutes of random traffic, with and without
-#   bench/accept_offload.sh OUT_FOLDER PART...      some of: tests soak, and bench.offload's parts
+#   bench/accept_offload.sh OUT_FOLDER PART...      some of: tests soak, and bench.offload.suite's parts
 # Results and logs go to the folder. A Triton cache (TRITON_CACHE_DIR) saves most of the compiling.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -54,9 +54,9 @@ if [ -n "$parts" ]; then
       ;;
   esac
   left=$((limit - SECONDS))
-  lines=90 run offload "$left" python3 -m bench.offload --parts "$parts" "${pair[@]}" \
+  lines=90 run offload "$left" python3 -m bench.offload.suite --parts "$parts" "${pair[@]}" \
     --budget $((left - 15)) --out "$out"
-  [ -f "$out/offload.ttft.json" ] && run plot 30 python3 -m bench.offload_plot \
+  [ -f "$out/offload.ttft.json" ] && run plot 30 python3 -m bench.offload.plot \
     "$out/offload.ttft.json" "$out/offload_ttft.png"
 fi
 if [ $soak = yes ]; then

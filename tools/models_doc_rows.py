@@ -57,7 +57,7 @@ class TextRow:
     Attributes:
         architectures: As in `architectures` of config.json, the manual's spelling first.
         models: Whose checkpoints these are.
-        shape: Key of `bench.families.FAMILIES` (or of its experts).
+        shape: Key of `bench.engine.families.FAMILIES` (or of its experts).
         tiny: Families of tests/models/tiny*.py.
         test_files: Further tests, paths from the root.
         tested: What else is to be said of tests.

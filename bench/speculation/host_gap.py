@@ -1,0 +1,153 @@
+"""Where the host's time between two verify steps goes.
+
+    python -m bench.speculation.host_gap [--model demo] [--arms hybrid ...] [--draft demo-draft]
+
+"gap": microseconds from a step's results to the launch of the next one, if that has drafts; the
+device waits meanwhile. Without what an engine that steps asynchronously does after the launch:
+upkeep and output. Its parts: "update" takes in the tokens, "schedule" is the scheduler's own part
+of the next step, and those of the drafter have the names of its methods; of the draft worker's
+source "commit" tells the worker, "mirror" asks the mirror, "wait" waits for the worker. "rest" is
+what nobody counts, reading the parts' clocks included. Medians over all steps; greedy, held-out
+prompts, cold cache. bench.speculation.lookahead_gaps measures on the device.
+
+Other programs on the same cores make every figure larger: --clock thread leaves out what the
+thread did not run, and all waiting with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.common import print_table, write_results
+from bench.speculation.speedup import ARMS, Bench, batches_of
+from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
+from hetero_llm.engine.output_processor import OutputProcessor
+from hetero_llm.scheduler.scheduler import Scheduler
+from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+from hetero_llm.spec_decode.lookahead.sequence_state import Live
+from hetero_llm.spec_decode.proposal_step import Desk
+
+_PARTS: list[tuple[type, str, str]] = [
+    (Scheduler, "update", "update"),
+    (Scheduler, "schedule", "schedule"),
+    (LookaheadDrafter, "propose", "propose"),
+    (Live, "follow", "follow"),
+    (Desk, "catch_up", "catch up"),
+    (LookaheadDrafter, "_look_up", "look up"),
+    (Desk, "merge", "merge"),
+    (Desk, "choose", "choose"),
+    (DraftSource, "commit", "commit"),
+    (DraftSource, "propose", "mirror"),
+    (DraftSource, "_wait", "wait"),
+]
+"""Methods and the names of their times."""
+_BESIDES: list[tuple[type, str, str]] = [
+    (Scheduler, "run_deferred", "besides"),
+    (OutputProcessor, "process", "besides"),
+]
+
+
+class GapClock:
+    """Microseconds between a runner's results and its next launch, by who spent them."""
+
+    def __init__(self, runner: Any, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._finish, self._launch = runner.finish, runner.launch
+        runner.finish, runner.launch = self._finished, self._launched
+        self._known = 0.0  # when the last results were; 0 behind a launch
+        self._parts: dict[str, float] = defaultdict(float)
+        self.gaps: list[dict[str, float]] = []
+        for owner, method, name in (*_PARTS, *_BESIDES):
+            setattr(owner, method, self._timed(getattr(owner, method), name))
+
+    def _finished(self, pending: Any) -> ModelRunnerOutput:
+        output: ModelRunnerOutput = self._finish(pending)
+        self._parts = defaultdict(float)
+        self._known = self._clock()
+        return output
+
+    def _launched(self, step: SchedulerOutput) -> Any:
+        now = self._clock()
+        if self._known and step.drafts is not None:
+            gap = (now - self._known) * 1e6 - self._parts["besides"]
+            parts = self._parts
+            parts["rest"] = gap - parts["update"] - parts["schedule"]
+            parts["schedule"] -= parts["propose"]
+            parts["mirror"] -= parts["wait"]
+            self.gaps.append({"gap": gap, **parts})
+        self._known = 0.0
+        return self._launch(step)
+
+    def _timed(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = self._clock()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._parts[name] += (self._clock() - begin) * 1e6
+
+        return timed
+
+    def figures(self) -> dict[str, float]:
+        """Medians of what was measured since the last call."""
+        gaps, self.gaps = self.gaps, []
+        if not gaps:
+            return {}
+        middle = {
+            name: float(np.median([gap.get(name, 0.0) for gap in gaps]))
+            for name in ("gap", *(name for _, _, name in _PARTS), "rest")
+        }
+        high = float(np.quantile([gap["gap"] for gap in gaps], 0.9))
+        return {"steps": len(gaps), "gap": middle.pop("gap"), "gap p90": high, **middle}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="demo", help="the demo target or a scale-up of it")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batches", type=lambda s: [int(w) for w in s.split(",")], default=[1, 8])
+    arms = [name for name, settings in ARMS.items() if settings and name != "ngram"]
+    parser.add_argument("--arms", nargs="+", choices=arms, default=["hybrid", "merged"])
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="behind the first")
+    parser.add_argument("--clock", choices=["wall", "thread"], default="wall")
+    parser.add_argument("--draft", help="draft model for the draft arms")
+    parser.add_argument("--draft-tokens", type=int, default=6)
+    parser.add_argument("--draft-threads", type=int)
+    parser.add_argument("--overlap", default="auto")
+    parser.add_argument("--out", help="JSON file")
+    parser.set_defaults(dtype="bfloat16", temperature=0.0, draft_weights="auto")
+    args = parser.parse_args()
+    bench = Bench(args)
+    clock = GapClock(
+        bench.engine._runner, time.perf_counter if args.clock == "wall" else time.thread_time
+    )
+    table = []
+    for size, batches in zip(args.batches, batches_of(args.batches, args.prompt), strict=True):
+        for arm in args.arms:
+            bench.run(arm, batches[:1])  # learns times of steps
+            clock.figures()
+            bench.run(arm, batches[:1])
+            table.append({"batch": size, "drafts": arm, **clock.figures()})
+    bench.close()
+    print_table(table)
+    settings = {"model": Path(args.model).name, "device": args.device, "prompt": args.prompt,
+                "tokens": args.tokens, "clock": args.clock, "draft": args.draft,
+                "overlap": args.overlap}  # fmt: skip
+    write_results("host_gap", {**settings, "rows": table}, args.out)
+
+
+if __name__ == "__main__":
+    main()
