@@ -1,4 +1,4 @@
-"""Timing on a CUDA device: a captured graph of several calls, replayed; medians by events."""
+"""Timing on a CUDA device: captured graphs, replayed; medians by events."""
 
 from __future__ import annotations
 
@@ -22,6 +22,16 @@ def graph_ms(body: Callable[[], object], *, replays: int = 7) -> float:
         body()
     graph.replay()
     return event_ms(graph.replay, replays=replays)
+
+
+def call_us(call: Callable[[], object], calls: int) -> float:
+    """Microseconds of one call: its share of a graph of `calls`, kernels only."""
+
+    def body() -> None:
+        for _ in range(calls):
+            call()
+
+    return graph_ms(body) / calls * 1e3
 
 
 def event_ms(body: Callable[[], object], *, replays: int = 7) -> float:

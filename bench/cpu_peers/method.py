@@ -14,6 +14,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -127,6 +128,12 @@ def _own_seconds() -> float:
 def since_start_s() -> float:
     """Seconds since this process was started."""
     return time.time() - psutil.Process().create_time()
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a checkpoint folder."""
+    config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+    return config
 
 
 class Prompts:

@@ -10,13 +10,13 @@ The model is the demo target, or a folder made from it by tools/scale_up.py.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
 from statistics import median
 from typing import Any
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, numbers, print_table, write_results
+from bench.generation import greedy
 from hetero_llm import LLM, AsyncLLMEngine, RequestOutputKind, SamplingParams
 from hetero_llm.demo_models import heldout_prompts
 from hetero_llm.engine.input_processor import Prompt
@@ -25,11 +25,10 @@ PROMPT = 64
 TOKENS = 128
 ROUNDS = 3
 FIRST_TOKENS = 20
-DELTA = RequestOutputKind.DELTA
 
 
 def params_for(tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, output_kind=DELTA)
+    return greedy(tokens, detokenize=True, output_kind=RequestOutputKind.DELTA)
 
 
 def prompts_of(count: int, number: int) -> list[list[int]]:
@@ -124,17 +123,16 @@ def measure(engine_args: dict[str, Any], streams: list[int], tokens: int = TOKEN
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--streams", default="1,8,64", help="numbers of streams")
+    parser.add_argument("--streams", type=numbers, default=[1, 8, 64], help="numbers of streams")
     parser.add_argument("--cpu-threads", type=int, help="of the engine; default: all cores")
-    parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     engine_args = {"model": args.model, "device": args.device, "max_model_len": 1024}
     if args.cpu_threads is not None:
         engine_args["cpu_threads"] = args.cpu_threads
-    rows, firsts = measure(engine_args, [int(word) for word in args.streams.split(",")])
+    rows, firsts = measure(engine_args, args.streams)
     print_table(rows)
     print(f"first token: {firsts[0]:.2f} ms offline, {firsts[1]:.2f} ms through the process")
     write_results(

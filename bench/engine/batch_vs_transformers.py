@@ -7,14 +7,13 @@ Tokens/s counts generated tokens over the whole call, prompts included.
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import numpy as np
 import torch
 import transformers
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
 from hetero_llm import LLM, SamplingParams
 from hetero_llm.demo_models import demo_folder, heldout_prompts
 
@@ -62,10 +61,9 @@ def run_transformers(model: transformers.PreTrainedModel, batch: list[list[int]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model = transformers.AutoModelForCausalLM.from_pretrained(

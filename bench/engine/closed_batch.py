@@ -1,15 +1,16 @@
-"""64 requests of 1024 tokens in and 128 out, submitted together: seconds until all are done."""
+"""64 requests of 1024 tokens in and 128 out, submitted together: seconds until all are done.
+
+The part "closed" of `bench.engine.gpu_suite`.
+"""
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import numpy as np
 
-from bench.common import print_table, write_results
-from bench.engine.decode import params_for, seconds
-from bench.shapes import SHAPES, Prompts, start
+from bench.generation import greedy, seconds
+from bench.shapes import SHAPES, Prompts
 from hetero_llm import LLM
 
 REQUESTS, PROMPT, NEW_TOKENS = 64, 1024, 128
@@ -28,9 +29,9 @@ def measure(
     rounds: int = 3,
 ) -> list[dict[str, Any]]:
     """The table's one row: the median over `rounds` after a run that warms up."""
-    prompts = Prompts(shape, seed=2)
-    seconds(llm, prompts.draw(requests, prompt), params_for(4, sampling=False))
-    params = params_for(new_tokens, sampling=False)
+    prompts = Prompts(SHAPES[shape]["vocab_size"], seed=2)
+    seconds(llm, prompts.draw(requests, prompt), greedy(4))
+    params = greedy(new_tokens)
     times = [seconds(llm, prompts.draw(requests, prompt), params) for _ in range(rounds)]
     median = float(np.median(times))
     own_sizes = (requests, prompt, new_tokens) == (REQUESTS, PROMPT, NEW_TOKENS)
@@ -42,28 +43,3 @@ def measure(
             "vllm_seconds": VLLM_SECONDS.get(shape, "-") if own_sizes else "-",
         }
     ]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", help="JSON file")
-    args = parser.parse_args()
-    llm, ready = start(
-        args.shape, dtype="bfloat16", device=args.device, max_model_len=2048,
-        max_num_batched_tokens=16384,
-    )  # fmt: skip
-    with llm:
-        rows = measure(llm, args.shape)
-    write_results(
-        "closed_batch",
-        {"shape": args.shape, "dtype": "bf16", "ready_s": ready, "rows": rows},
-        args.out,
-    )
-    print(f"{args.shape}, random weights, bf16; ready after {ready:.1f} s")
-    print_table(rows)
-
-
-if __name__ == "__main__":
-    main()

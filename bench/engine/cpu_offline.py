@@ -22,16 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
 from bench.cpu_limits import ReadProbe, gemm_gflops
 from bench.cpu_peers import method
-from bench.cpu_shapes import (
+from bench.shapes import (
     CPU_SHAPES,
     layer_parameters,
     linear_sizes,
-    read_config,
     streamed_parameters,
-    write_shape,
+    write_config,
 )
 from hetero_llm.cpu import native
 
@@ -180,9 +179,7 @@ def _common(args: argparse.Namespace) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__doc__)
     shapes = ", ".join(CPU_SHAPES)
     parser.add_argument("--model", default="S", help=f"{shapes}, or a checkpoint folder")
     parser.add_argument("--dtype", choices=list(_WEIGHT_BYTES), default="bfloat16")
@@ -195,7 +192,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--peer", choices=PEERS)
     parser.add_argument("--peer-python", help="interpreter of the peer's environment")
     parser.add_argument("--peer-model", help="the same shape in the peer's format")
-    parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     if args.peer and not (args.peer_python and args.peer_model):
         parser.error("--peer needs --peer-python and --peer-model")
@@ -207,8 +203,8 @@ def main() -> None:
     native.load()  # so that no process's start-up is a compiler's
     with tempfile.TemporaryDirectory() as folder:
         named = args.model in CPU_SHAPES
-        model = write_shape(args.model, Path(folder)) if named else Path(args.model)
-        config = read_config(model)
+        model = write_config(CPU_SHAPES[args.model], Path(folder)) if named else Path(args.model)
+        config = method.read_config(model)
         step_bytes = streamed_parameters(config) * _WEIGHT_BYTES[args.dtype]
         runners = [our_runner(args, model, step_bytes)]
         if args.peer:

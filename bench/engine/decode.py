@@ -1,4 +1,5 @@
-"""Milliseconds per decode step through `LLM.generate`, beside the matrix products alone.
+"""Milliseconds per decode step through `LLM.generate`, beside the matrix products alone: the part
+"decode" of `bench.engine.gpu_suite`.
 
 ms/step = (T(129 tokens) - T(1 token)) / 128, prompts of 128 random ids, all distinct, greedy, no
 detokenization, median of three. `cublas_ms` is every linear layer of one step through `F.linear` in
@@ -7,22 +8,22 @@ a CUDA graph at the same number of rows, measured in the same run.
 
 from __future__ import annotations
 
-import argparse
-import time
+import statistics
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from bench.common import print_table, write_results
+from bench.generation import greedy, seconds
 from bench.gpu_timing import graph_ms
-from bench.shapes import SHAPES, Prompts, linear_sizes, start
-from hetero_llm import LLM, SamplingParams
+from bench.shapes import SHAPES, Prompts, linear_sizes
+from hetero_llm import LLM
 
 PROMPT = 128
 STEPS = 128
 BATCHES = (1, 4, 8, 32, 128)
+SAMPLING = {"temperature": 1.0, "top_p": 0.95, "top_k": 50, "seed": 1}
 
 # vLLM 0.22.1 on one H200 (FlashAttention 3, full CUDA graphs, torch.compile), bf16, random weights,
 # this same method; two runs.
@@ -37,43 +38,25 @@ VLLM_MS = {
 }
 
 
-def params_for(count: int, *, sampling: bool) -> SamplingParams:
-    """`count` tokens, no earlier end; greedy or with both restrictions of the support."""
-    if sampling:
-        return SamplingParams(
-            temperature=1.0, top_p=0.95, top_k=50, seed=1, max_tokens=count, ignore_eos=True,
-            detokenize=False,
-        )  # fmt: skip
-    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-
-
-def seconds(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> float:
-    begin = time.perf_counter()
-    outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
-    elapsed = time.perf_counter() - begin
-    assert all(len(o.outputs[0].token_ids) == params.max_tokens for o in outputs)
-    assert all(not o.num_cached_tokens for o in outputs)
-    return elapsed
-
-
 def ms_per_step(
     llm: LLM,
     prompts: Prompts,
     batch: int,
     *,
     sampling: bool = False,
-    rounds: int = 3,
     steps: int = STEPS,
+    middle: Callable[[list[float]], float] = statistics.median,
 ) -> float:
-    """Median over `rounds`, each with prompts of its own, after a short run that warms up."""
-    one, many = (params_for(count, sampling=sampling) for count in (1, 1 + steps))
-    seconds(llm, prompts.draw(batch, PROMPT), params_for(4, sampling=sampling))
+    """`middle` of three rounds, each with prompts of its own, after a short run that warms up."""
+    more = SAMPLING if sampling else {}
+    one, many = (greedy(count, **more) for count in (1, 1 + steps))
+    seconds(llm, prompts.draw(batch, PROMPT), greedy(4, **more))
     times = []
-    for _ in range(rounds):
+    for _ in range(3):
         short = seconds(llm, prompts.draw(batch, PROMPT), one)
         long = seconds(llm, prompts.draw(batch, PROMPT), many)
         times.append((long - short) / steps * 1e3)
-    return float(np.median(times))
+    return middle(times)
 
 
 def cublas_ms(shape: str, rows: list[int]) -> dict[int, float]:
@@ -82,7 +65,7 @@ def cublas_ms(shape: str, rows: list[int]) -> dict[int, float]:
     The weights of two layers stand for all: they are several times as large as the L2 cache, so
     each product reads its weight from memory.
     """
-    layer_sizes, head_size = linear_sizes(shape)
+    layer_sizes, head_size = linear_sizes(SHAPES[shape])
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*size: int) -> torch.Tensor:
@@ -99,16 +82,13 @@ def cublas_ms(shape: str, rows: list[int]) -> dict[int, float]:
     times = {}
     for count in rows:
         inputs = {size[1]: random(count, size[1]) for size in [*layer_sizes, head_size]}
-        times[count] = _graph_ms(order, inputs)
+
+        def run(inputs: dict[int, torch.Tensor] = inputs) -> None:
+            for weight in order:
+                F.linear(inputs[weight.shape[1]], weight)
+
+        times[count] = graph_ms(run, replays=10)
     return times
-
-
-def _graph_ms(weights: list[torch.Tensor], inputs: dict[int, torch.Tensor]) -> float:
-    def run() -> None:
-        for weight in weights:
-            F.linear(inputs[weight.shape[1]], weight)
-
-    return graph_ms(run, replays=10)
 
 
 def measure(
@@ -121,7 +101,7 @@ def measure(
     steps: int = STEPS,
 ) -> list[dict[str, Any]]:
     """One row of the table per batch; `device` is the one that `llm` was started with."""
-    prompts = Prompts(shape)
+    prompts = Prompts(SHAPES[shape]["vocab_size"])
     reference = {}
     if device != "cpu" and torch.cuda.is_available():
         reference = cublas_ms(shape, batches)
@@ -138,35 +118,3 @@ def measure(
         row["vllm_ms"] = VLLM_MS.get(shape, {}).get(batch, "-")
         rows.append(row)
     return rows
-
-
-def batch_list(text: str) -> list[int]:
-    """ "1,8" -> [1, 8]."""
-    return [int(word) for word in text.split(",")]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--batches", type=batch_list, default=list(BATCHES))
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--sampling", action="store_true", help="also top_p 0.95, top_k 50")
-    parser.add_argument("--out", help="JSON file")
-    args = parser.parse_args()
-    llm, ready = start(
-        args.shape, dtype="bfloat16", device=args.device, max_model_len=1024,
-        max_num_batched_tokens=16384,
-    )  # fmt: skip
-    with llm:
-        rows = measure(llm, args.shape, args.batches, device=args.device, sampling=args.sampling)
-    write_results(
-        "decode",
-        {"shape": args.shape, "dtype": "bf16", "ready_s": ready, "rows": rows},
-        args.out,
-    )
-    print(f"{args.shape}, random weights, bf16; ready after {ready:.1f} s")
-    print_table(rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,19 +7,18 @@ nodes for every sequence, of which 3 are accepted.
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import numpy as np
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
+from bench.generation import add_requests, greedy
 from bench.speculation.synthetic_drafter import SyntheticDrafter
-from hetero_llm import SamplingParams
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.sampling_params import RequestOutputKind
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine.engine import Engine
-from hetero_llm.engine.input_processor import InputProcessor, Prompt
+from hetero_llm.engine.input_processor import InputProcessor
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
@@ -57,9 +56,7 @@ def milliseconds_per_step(batch: int, kind: RequestOutputKind, drafted: bool = F
     """Median over five runs of the mean step time, in ms."""
     rng = np.random.default_rng(0)
     tokens = STEPS * (_ACCEPTED + 1) if drafted else STEPS
-    params = SamplingParams(
-        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=kind
-    )
+    params = greedy(tokens, output_kind=kind)
     times = []
     for _ in range(5):
         prompts = [rng.integers(3, 1000, PROMPT).tolist() for _ in range(batch)]
@@ -68,8 +65,7 @@ def milliseconds_per_step(batch: int, kind: RequestOutputKind, drafted: bool = F
             record = {tuple(ids): [7] * tokens for ids in prompts}
             drafter = SyntheticDrafter(record, right=_ACCEPTED, nodes=_NODES, vocab_size=1000)
         engine = build(batch, drafter)
-        for i, ids in enumerate(prompts):
-            engine.add_request(engine.make_request(str(i), Prompt(token_ids=ids), params))
+        add_requests(engine, "r", prompts, params)
         engine.step()  # the prompts
         begin = time.perf_counter()
         for _ in range(STEPS - 2):
@@ -79,8 +75,7 @@ def milliseconds_per_step(batch: int, kind: RequestOutputKind, drafted: bool = F
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", help="JSON file")
+    parser = bench_parser(__doc__)
     args = parser.parse_args()
     rows = [
         {

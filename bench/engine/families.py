@@ -12,9 +12,7 @@ difference of a long and a short run.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,9 +20,9 @@ from typing import Any
 
 import torch
 
-from bench.common import print_table, write_results
-from bench.engine.decode import PROMPT, batch_list, params_for, seconds
-from hetero_llm import LLM
+from bench.common import bench_parser, numbers, print_table, write_results
+from bench.engine.decode import PROMPT, ms_per_step
+from bench.shapes import Prompts, start, write_config
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.registry import model_class
@@ -142,39 +140,23 @@ def measure(
             raw[key] = layers
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(raw))
-        config = load_model_config(Path(folder))
-        llm = LLM(
-            folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", device=device,
-            max_model_len=1024, max_num_seqs=max(batches), enable_prefix_caching=False,
-            gpu_memory_utilization=0.5,
-        )  # fmt: skip
-        with llm:
-            for batch in batches:
-                ms = _ms_per_step(llm, batch, steps)
-                read = bytes_per_step(config, batch, PROMPT + steps / 2)
-                rows.append(
-                    {"family": family, "batch": batch, "ms_per_step": ms, "GB": read / 1e9,
-                     "GB/s": read / ms / 1e6}
-                )  # fmt: skip
+        config = load_model_config(write_config(raw, Path(folder)))
+    llm, _ = start(
+        raw, dtype="bfloat16", device=device, max_model_len=1024, max_num_seqs=max(batches),
+        enable_prefix_caching=False, gpu_memory_utilization=0.5,
+    )  # fmt: skip
+    with llm:
+        for batch in batches:
+            # The least of three: the machine's own pauses only ever add.
+            ms = ms_per_step(llm, Prompts(VOCAB, seed=batch), batch, steps=steps, middle=min)
+            read = bytes_per_step(config, batch, PROMPT + steps / 2)
+            rows.append(
+                {"family": family, "batch": batch, "ms_per_step": ms, "GB": read / 1e9,
+                 "GB/s": read / ms / 1e6}
+            )  # fmt: skip
     del llm
     gc.collect()
     return rows
-
-
-def _ms_per_step(llm: LLM, batch: int, steps: int) -> float:
-    """The least of three: the machine's own pauses only ever add."""
-    one, many = (params_for(count, sampling=False) for count in (1, 1 + steps))
-    generator = torch.Generator().manual_seed(batch)
-
-    def prompts() -> list[list[int]]:
-        return torch.randint(3, VOCAB, (batch, PROMPT), generator=generator).tolist()
-
-    seconds(llm, prompts(), params_for(4, sampling=False))
-    return min(
-        (seconds(llm, prompts(), many) - seconds(llm, prompts(), one)) / steps * 1e3
-        for _ in range(3)
-    )
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -189,13 +171,12 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
-    parser.add_argument("--batches", type=batch_list, default=[1, 8])
+    parser.add_argument("--batches", type=numbers, default=[1, 8])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--layers", type=int, help="fewer than the bench has, for a trial")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     failed = {}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.common import RESULTS, print_table, write_results
+from bench.common import RESULTS, bench_parser, names_of, numbers, print_table, write_results
 from bench.engine import closed_batch, decode, ttft
-from bench.engine.decode import batch_list
 from bench.shapes import SHAPES, start
 from hetero_llm import LLM
 
@@ -17,24 +15,15 @@ PARTS = ("decode", "ttft", "closed")
 _FILES = {"decode": "decode", "ttft": "ttft", "closed": "closed_batch"}
 
 
-def part_list(text: str) -> list[str]:
-    """ "decode,ttft" -> ["decode", "ttft"]."""
-    parts = text.split(",")
-    for part in parts:
-        if part not in PARTS:
-            raise argparse.ArgumentTypeError(f"{part!r}: one of {', '.join(PARTS)}")
-    return parts
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__, out="folder of the JSON files")
+    parser.set_defaults(out=str(RESULTS))
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--parts", type=part_list, default=list(PARTS))
-    parser.add_argument("--batches", type=batch_list, default=list(decode.BATCHES))
-    parser.add_argument("--lengths", type=batch_list, default=list(ttft.LENGTHS))
+    parser.add_argument("--parts", type=names_of(PARTS), default=list(PARTS))
+    parser.add_argument("--batches", type=numbers, default=list(decode.BATCHES))
+    parser.add_argument("--lengths", type=numbers, default=list(ttft.LENGTHS))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--sampling", action="store_true", help="decode: also top_p and top_k")
-    parser.add_argument("--out", default=str(RESULTS), help="folder of the JSON files")
     args = parser.parse_args()
     measures: dict[str, Callable[[LLM], list[dict[str, Any]]]] = {
         "decode": lambda llm: decode.measure(
@@ -44,7 +33,7 @@ def main() -> None:
         "closed": lambda llm: closed_batch.measure(llm, args.shape),
     }
     llm, ready = start(
-        args.shape, dtype="bfloat16", device=args.device, max_num_batched_tokens=16384,
+        SHAPES[args.shape], dtype="bfloat16", device=args.device, max_num_batched_tokens=16384,
         max_model_len=ttft.context_for(args.shape, args.lengths),
     )  # fmt: skip
     print(f"{args.shape}, random weights, bf16; ready after {ready:.1f} s", flush=True)

@@ -26,10 +26,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
 from bench.cpu_limits import ReadProbe
 from bench.cpu_peers import hetero, method, transformers_eager
-from bench.cpu_shapes import CPU_SHAPES, read_config, streamed_parameters
+from bench.shapes import CPU_SHAPES, streamed_parameters
 from hetero_llm.cpu import native
 from hetero_llm.cpu.ipex_version import PACKAGE
 
@@ -95,7 +95,7 @@ def serve(repetition: Repetition, orders: IO[str], answers: IO[str]) -> None:
 def serve_runner(args: argparse.Namespace) -> None:
     """The process of one runner."""
     folder = Path(args.folder)
-    vocab_size = read_config(folder)["vocab_size"]
+    vocab_size = method.read_config(folder)["vocab_size"]
 
     def start(generate: method.Generate) -> None:
         serve(Repetition(generate, vocab_size, args.patience), sys.stdin, sys.stdout)
@@ -182,15 +182,12 @@ def summarize(found: dict[str, list[Turn]], reads: dict[str, list[float]]) -> li
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__doc__)
     parser.add_argument("--shape", choices=list(CPU_SHAPES), default="draft-68m")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=method.work_list, default=list(method.WORK))
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--patience", type=float, default=60.0, help="s a runner waits for quiet")
-    parser.add_argument("--out", help="JSON file")
     parser.add_argument("--serve", choices=(EAGER, *OURS), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -11,23 +11,19 @@ routing.
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.common import print_table, write_results
-from bench.engine.decode import PROMPT, STEPS, batch_list, ms_per_step, params_for, seconds
+from bench.common import bench_parser, numbers, print_table, write_results
+from bench.engine.decode import PROMPT, STEPS, ms_per_step
+from bench.generation import greedy, seconds
 from bench.gpu_timing import copy_bandwidth
-from bench.shapes import Prompts
+from bench.shapes import Prompts, start
 from hetero_llm import LLM
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.experts import Experts, SparseMixerRouter, TopKRouter
@@ -103,23 +99,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 _COUNTED_STEPS = 16
 
 
-class ShapePrompts(Prompts):
-    """`Prompts` of one of this bench's shapes."""
-
-    def __init__(self, shape: str, seed: int = 0) -> None:
-        self._vocab = SHAPES[shape]["vocab_size"]
-        self._rng = np.random.default_rng(seed)
-
-
-def start(shape: str, **engine_args: Any) -> tuple[LLM, float]:
-    """An engine with seeded random weights of `shape`, and the seconds until it was ready."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]) + "\n")
-        begin = time.perf_counter()
-        llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, **engine_args)
-        return llm, time.perf_counter() - begin
-
-
 @contextmanager
 def _without_graphs(runner: Any) -> Iterator[None]:
     """Steps call the modules while it is open; the runner keeps its graphs for later."""
@@ -150,8 +129,7 @@ def experts_touched(llm: LLM, prompts: Prompts, batch: int, steps: int = _COUNTE
     hooks = [router.register_forward_hook(count) for router in routers]
     try:
         with _without_graphs(runner):
-            params = params_for(1 + steps, sampling=False)
-            seconds(llm, prompts.draw(batch, PROMPT), params)
+            seconds(llm, prompts.draw(batch, PROMPT), greedy(1 + steps))
     finally:
         for hook in hooks:
             hook.remove()
@@ -190,7 +168,7 @@ def measure(
     Args:
         bandwidth: TB/s; None: no limit is known.
     """
-    prompts = ShapePrompts(shape)
+    prompts = Prompts(SHAPES[shape]["vocab_size"])
     rows = []
     for batch in batches:
         ms = ms_per_step(llm, prompts, batch, steps=steps)
@@ -212,19 +190,18 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="mixtral-8x7b")
-    parser.add_argument("--batches", type=batch_list, default=[1, 32])
+    parser.add_argument("--batches", type=numbers, default=[1, 32])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     bandwidth = None
     if args.device != "cpu" and torch.cuda.is_available():
         bandwidth = copy_bandwidth()
         torch.cuda.empty_cache()
     llm, ready = start(
-        args.shape, dtype="bfloat16", device=args.device, max_model_len=1024,
+        SHAPES[args.shape], dtype="bfloat16", device=args.device, max_model_len=1024,
         max_num_batched_tokens=8192, max_num_seqs=max(args.batches),
     )  # fmt: skip
     with llm:

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
-import time
-
 import numpy as np
 import torch
 
-from bench.common import print_table, write_results
-from hetero_llm import LLM, SamplingParams
+from bench.common import bench_parser, print_table, write_results
+from bench.generation import first_token_ms
+from hetero_llm import LLM
 from hetero_llm.demo_models import heldout_prompts
 
 SHARED = 900
 SUFFIX = 32
-ONE = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-
-
-def first_token_ms(llm: LLM, prompt: list[int]) -> tuple[float, int]:
-    begin = time.perf_counter()
-    (output,) = llm.generate(prompt_token_ids=[prompt], sampling_params=ONE, use_tqdm=False)
-    return (time.perf_counter() - begin) * 1e3, output.num_cached_tokens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows = heldout_prompts().prompts

@@ -9,24 +9,30 @@ launched early overlap, so the sum may exceed it). Prefill: milliseconds of each
 from __future__ import annotations
 
 import argparse
-import time
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.common import print_table
+from bench.common import numbers, print_table
+from bench.generation import greedy, seconds
 from bench.shapes import SHAPES, Prompts, start
-from hetero_llm import LLM, SamplingParams
+from hetero_llm import LLM
 
 _STEPS = 32
 _SHOWN = 14
 
 
-def kernels_of(run: Any, divide: float) -> list[dict[str, Any]]:
-    """Device microseconds by kernel name over `divide`, the largest first."""
+def profiled(
+    llm: LLM, prompts: Prompts, size: tuple[int, int], count: int, divide: int
+) -> tuple[list[dict[str, Any]], float]:
+    """Device microseconds by kernel name, the largest first, and wall seconds of a run; both over
+    `divide`. `size`: prompts and their tokens. `count`: new tokens. The first run warms up."""
+    seconds(llm, prompts.draw(*size), greedy(count))
+    wall = seconds(llm, prompts.draw(*size), greedy(count))
+    fresh = prompts.draw(*size)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run()
+        seconds(llm, fresh, greedy(count))
         torch.cuda.synchronize()
     rows = [
         {
@@ -38,55 +44,31 @@ def kernels_of(run: Any, divide: float) -> list[dict[str, Any]]:
         for event in profiler.key_averages()
         if event.self_device_time_total > 0
     ]
-    return sorted(rows, key=lambda row: -row["us"])
+    return sorted(rows, key=lambda row: -row["us"]), wall / divide
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--prompts", default="")
+    parser.add_argument("--batches", type=numbers, default=[1, 8])
+    parser.add_argument("--prompts", type=numbers, default=[])
     args = parser.parse_args()
-    llm, ready = start(args.shape)
+    llm, ready = start(SHAPES[args.shape])
     print(f"ready after {ready:.1f} s")
-    prompts = Prompts(args.shape)
-    for batch in map(int, filter(None, args.batches.split(","))):
-        params = SamplingParams(
-            temperature=0.0, max_tokens=_STEPS + 1, ignore_eos=True, detokenize=False
-        )
-        run = _generation(llm, prompts, batch, 128, params)
-        run()
-        begin = time.perf_counter()
-        run()
-        wall = time.perf_counter() - begin
-        rows = kernels_of(run, _STEPS)
-        total = sum(row["us"] for row in rows)
+    prompts = Prompts(SHAPES[args.shape]["vocab_size"])
+    for batch in args.batches:
+        kernels, wall = profiled(llm, prompts, (batch, 128), _STEPS + 1, _STEPS)
+        total = sum(row["us"] for row in kernels)
         print(
-            f"\nbatch {batch}: {wall / _STEPS * 1e6:.0f} us a step with its prefill share, "
+            f"\nbatch {batch}: {wall * 1e6:.0f} us a step with its prefill share, "
             f"kernels {total:.0f} us"
         )
-        print_table(rows[:_SHOWN])
-    for length in map(int, filter(None, args.prompts.split(","))):
-        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-        run = _generation(llm, prompts, 1, length, params)
-        run()
-        begin = time.perf_counter()
-        run()
-        wall = time.perf_counter() - begin
-        rows = kernels_of(run, 1)
-        print(
-            f"\nprompt {length}: {wall * 1e3:.1f} ms, kernels "
-            f"{sum(row['us'] for row in rows) / 1e3:.1f} ms"
-        )
-        print_table(rows[:_SHOWN])
-
-
-def _generation(llm: LLM, prompts: Prompts, batch: int, length: int, params: SamplingParams) -> Any:
-    def run() -> None:
-        fresh = prompts.draw(batch, length)
-        llm.generate(prompt_token_ids=fresh, sampling_params=params, use_tqdm=False)
-
-    return run
+        print_table(kernels[:_SHOWN])
+    for length in args.prompts:
+        kernels, wall = profiled(llm, prompts, (1, length), 1, 1)
+        total = sum(row["us"] for row in kernels)
+        print(f"\nprompt {length}: {wall * 1e3:.1f} ms, kernels {total / 1e3:.1f} ms")
+        print_table(kernels[:_SHOWN])
 
 
 if __name__ == "__main__":

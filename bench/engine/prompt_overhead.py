@@ -8,7 +8,6 @@ shown apart: from the call to the first launch, and from the end of the last ste
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import pstats
 import time
@@ -16,8 +15,9 @@ from unittest import mock
 
 import numpy as np
 
-from bench.common import print_table, write_results
-from hetero_llm import LLM, SamplingParams
+from bench.common import bench_parser, print_table, write_results
+from bench.generation import greedy
+from hetero_llm import LLM
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine.engine import Engine
@@ -34,7 +34,6 @@ NUM_BLOCKS = 1 << 15
 CONTEXT = 1 << 16
 MOST_ROWS = 16384
 VOCAB = 128256
-ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 
 
 class TimedRunner:
@@ -71,7 +70,7 @@ def milliseconds(llm: LLM, runner: TimedRunner, prompt: list[int]) -> tuple[list
     """Of one call: the whole, until the first launch, since the last finish; cached tokens."""
     runner.first_launch = 0.0
     begin = time.perf_counter()
-    (output,) = llm.generate(prompt_token_ids=prompt, sampling_params=ONE, use_tqdm=False)
+    (output,) = llm.generate(prompt_token_ids=prompt, sampling_params=greedy(1), use_tqdm=False)
     end = time.perf_counter()
     spans = (end - begin, runner.first_launch - begin, end - runner.last_finish)
     return [1e3 * span for span in spans], output.num_cached_tokens
@@ -118,10 +117,9 @@ def profile(length: int, calls: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--profile", type=int, metavar="TOKENS", help="profile hits instead")
-    parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     if args.profile:
         profile(args.profile, args.rounds)

@@ -6,7 +6,6 @@ A scale-up target has the cost of the named shape and the function of the demo m
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -16,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.common import print_table, write_results
-from hetero_llm import LLM, SamplingParams
+from bench.common import bench_parser, print_table, write_results
+from bench.generation import greedy
+from hetero_llm import LLM
 from hetero_llm.demo_models import demo_folder, heldout_prompts
 
 BATCH, PROMPT, NEW_TOKENS = 8, 128, 65
@@ -26,16 +26,14 @@ ROOT = Path(__file__).parents[2]
 
 def generate(llm: LLM, count: int) -> list[list[int]]:
     prompts = [row[:PROMPT].tolist() for row in heldout_prompts().prompts[:BATCH]]
-    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-    outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+    outputs = llm.generate(prompt_token_ids=prompts, sampling_params=greedy(count), use_tqdm=False)
     llm.reset_prefix_cache()
     return [o.outputs[0].token_ids for o in outputs]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--shape", default="mistral-7b")
-    parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     with LLM("demo", dtype="float32", device="cuda", gpu_memory_utilization=0.2) as llm:
         expected = generate(llm, NEW_TOKENS)

@@ -10,7 +10,6 @@ bytes of K and V over the time; the copy's (read plus written) is the yardstick.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
 from bench.gpu_timing import copy_bandwidth, event_ms, graph_ms
 from hetero_llm.gpu.attention_plan import PlanLimits, plan_work
 from hetero_llm.gpu.kernels.launch import num_multiprocessors
@@ -362,9 +361,8 @@ def _library(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--parts", default="layouts,tiles,trees,shared,prefill,variants")
-    parser.add_argument("--out")
     args = parser.parse_args()
     copy = copy_bandwidth()
     results: dict[str, Any] = {"copy_tb_s": copy}

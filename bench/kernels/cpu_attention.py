@@ -11,7 +11,6 @@ less.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
 from hetero_llm.cpu import native
 from hetero_llm.cpu.paged_attention import native_row_kernel
 from hetero_llm.cpu.step_attention import StepAttention, StepRows
@@ -169,10 +168,9 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--levels", nargs="+", choices=native.ISA_NAMES)
-    parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     library = native.load()
     if library is None:

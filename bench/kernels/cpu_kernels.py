@@ -5,7 +5,6 @@ Shapes are those of the demo target in a decode batch of 16 and a prefill chunk 
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
 from hetero_llm.cpu import native
 from hetero_llm.cpu.fused import _packed_product, native_add_rms_norm, native_silu_mul
 from hetero_llm.cpu.paged_attention import native_row_kernel
@@ -146,9 +145,8 @@ def elementwise_rows(rows: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)

@@ -7,14 +7,13 @@ take turns and are larger than it. The floor is the bytes moved at copy speed (4
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
 from hetero_llm.gpu.kernels.activation import activation, silu_mul
 from hetero_llm.gpu.kernels.compact_kv import compact_kv
 from hetero_llm.gpu.kernels.norm import add_gemma_rms_norm, add_layer_norm, add_rms_norm
@@ -226,8 +225,7 @@ def compact_rows() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", help="JSON file")
+    parser = bench_parser(__doc__)
     args = parser.parse_args()
     torch.manual_seed(0)
     with torch.inference_mode():

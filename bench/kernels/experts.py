@@ -10,7 +10,6 @@ as well; the fastest belongs into the kernel's table.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
 from bench.kernels.small_linear import compile_all, graph_us
 from hetero_llm.gpu.kernels import experts as op
 from hetero_llm.gpu.kernels.experts import GroupedConfig, Groups, VectorConfig
@@ -267,11 +266,10 @@ def row_of(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--shape", choices=MODELS, default="mixtral-8x7b")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--out")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this bench needs a CUDA device")

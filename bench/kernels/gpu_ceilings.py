@@ -8,13 +8,12 @@ the head, chained as in the model, without anything between the products.
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
 from bench.gpu_timing import copy_bandwidth, event_ms, graph_ms
 
 LAYERS, HIDDEN, INNER, QKV, VOCAB = 32, 4096, 14336, 6144, 128256
@@ -47,8 +46,7 @@ def stack(layers: list[list[torch.Tensor]], head: torch.Tensor | None, x: torch.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out")
+    parser = bench_parser(__doc__)
     args = parser.parse_args()
     layers, head = weights()
     rows: list[dict[str, Any]] = []

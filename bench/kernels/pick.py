@@ -11,14 +11,13 @@ rounding of sums and noise may decide a row differently now and then.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
 from bench.gpu_timing import event_ms, graph_ms
 from hetero_llm.gpu.kernels.sample import (
     PickRows,
@@ -99,9 +98,8 @@ def measure(count: int, vocab: int, spread: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--out")
     args = parser.parse_args()
     torch.manual_seed(0)
     table: list[dict[str, Any]] = []

@@ -7,7 +7,6 @@ output of the one before.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
 from hetero_llm.gpu.kernels.skinny_gemm import Launch, SmallConfig, choose, plan_launch
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -293,10 +292,9 @@ def plan_compilations(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--shape", choices=MODELS, default="llama-3.1-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--out")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this bench needs a CUDA device")

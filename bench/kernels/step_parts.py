@@ -9,13 +9,12 @@ one round of a gate that stays shut, by the time it takes to give up.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
 from bench.gpu_timing import event_ms, graph_ms
 from hetero_llm.gpu.kernels.apply_step_inputs import apply_step_inputs
 from hetero_llm.gpu.kernels.exchange import fetch_packet, send_results
@@ -121,8 +120,7 @@ def look() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", help="JSON file")
+    parser = bench_parser(__doc__)
     args = parser.parse_args()
     rows = [row for count in (8, 64, 512) for row in transfers(count)]
     rows += [join(count) for count in (16, 1024, 16384)]

@@ -7,13 +7,12 @@ any small kernel costs.
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
 from bench.gpu_timing import graph_ms
 from hetero_llm.gpu.kernels.tree_verify import make_walk_result, walk_trees
 
@@ -74,8 +73,7 @@ def walk_us(num_groups: int, rows: int, accepted: int, *, tree: bool) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", help="JSON file")
+    parser = bench_parser(__doc__)
     args = parser.parse_args()
     number = torch.zeros(1, device=DEVICE)
     add_us = microseconds(lambda: number.add_(1))

@@ -14,9 +14,9 @@ import numpy as np
 import psutil
 import torch
 
-from bench.engine.decode import params_for
-from bench.shapes import SHAPES, start, write_shape
-from hetero_llm import LLM, SamplingParams
+from bench.generation import first_token_ms, greedy
+from bench.shapes import SHAPES, Prompts, start, write_config
+from hetero_llm import LLM
 from hetero_llm.core.request import Request
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine.engine import Engine
@@ -31,23 +31,11 @@ GIB = 1 << 30
 GPU_BLOCKS = 4736
 """75,776 tokens, 9.25 GiB of the 8B shape: a prompt of 64K and little more fits."""
 _SCALE_UP_VOCAB = 4096  # of the demo pair: ids beyond it are padding
-_FIRST_PLAIN_ID = 3
 _PATIENCE = 20.0  # seconds for stores to end
 
 
 class WrongTier(RuntimeError):
     """Blocks came from elsewhere than the bench says; its figures would be of something else."""
-
-
-class Ids:
-    """Random prompts, each drawn once, so that no cache has seen any of them."""
-
-    def __init__(self, vocab: int, seed: int | list[int]) -> None:
-        self._vocab = vocab
-        self._rng = np.random.default_rng(seed)
-
-    def draw(self, length: int) -> list[int]:
-        return self._rng.integers(_FIRST_PLAIN_ID, self._vocab, length).tolist()
 
 
 @dataclass(frozen=True)
@@ -206,18 +194,14 @@ class Served:
     def first_token(self, prompt: list[int]) -> tuple[float, Tally]:
         """Milliseconds of `LLM.generate` for one token, and where the prompt's blocks were."""
         before = self.counters()
-        params = params_for(1, sampling=False)
-        begin = time.perf_counter()
-        self.llm.generate(prompt_token_ids=[prompt], sampling_params=params, use_tqdm=False)
-        return (time.perf_counter() - begin) * 1e3, self.since(before)
+        ms, _ = first_token_ms(self.llm, prompt)
+        return ms, self.since(before)
 
     def request(self, prompt: list[int], tokens: int) -> Request:
         """Ready to be added; greedy, `tokens` tokens."""
         self._num_requests += 1
-        params = SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
-        )  # fmt: skip
-        return self.engine.make_request(f"b{self._num_requests}", Prompt(None, prompt), params)
+        name = f"b{self._num_requests}"
+        return self.engine.make_request(name, Prompt(None, prompt), greedy(tokens))
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Steps as `LLM` does."""
@@ -288,9 +272,9 @@ class Settings:
     target: str | None = None
     draft: str | None = None
 
-    def ids(self, part: str) -> Ids:
+    def ids(self, part: str) -> Prompts:
         """Prompts of one part: other ones in every part."""
-        return Ids(self.vocab, [self.seed, *part.encode()])
+        return Prompts(self.vocab, [self.seed, *part.encode()])
 
     @property
     def vocab(self) -> int:
@@ -346,15 +330,15 @@ class Engines:
             }  # fmt: skip
         args |= self._own
         if model in SHAPES:
-            llm, _ = start(model, **args)
+            llm, _ = start(SHAPES[model], **args)
             with tempfile.TemporaryDirectory() as folder:
-                config = load_model_config(write_shape(model, Path(folder)))
+                config = load_model_config(write_config(SHAPES[model], Path(folder)))
         else:
             llm, config = LLM(model, **args), load_model_config(Path(model))
         served = Served(llm, config, offload=offload)
         try:
             for length in (20, 300, 1100):  # first use of what is compiled or captured late
-                served.first_token(Ids(self._settings.vocab, length).draw(length))
+                served.first_token(Prompts(self._settings.vocab, length).one(length))
             served.rest()
         except BaseException:
             llm.close()  # its pool would be missing to the next engine

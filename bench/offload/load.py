@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.engine.decode import params_for, seconds
+from bench.generation import greedy, seconds
 from bench.offload.engines import (
     BLOCK,
     Engines,
-    Ids,
     Served,
     Settings,
     WrongTier,
@@ -19,6 +18,7 @@ from bench.offload.engines import (
     summary,
     token_seconds,
 )
+from bench.shapes import Prompts
 from hetero_llm.core.request import Request
 
 TAIL = 8
@@ -36,7 +36,7 @@ _LEAST_STORED = 0.9
 def shared(engines: Engines, settings: Settings) -> dict[str, Any]:
     """50 requests at once on a prefix in host memory, against one: one transfer serves all."""
     ids, served = settings.ids("shared"), engines.get("lazy")
-    head = ids.draw(SHARED)
+    head = ids.one(SHARED)
     served.keep(head)
     alone, together = [], []
     for _ in range(1 + settings.runs):
@@ -60,13 +60,13 @@ def shared(engines: Engines, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _first_tokens(served: Served, head: list[int], ids: Ids, count: int) -> list[float]:
+def _first_tokens(served: Served, head: list[int], ids: Prompts, count: int) -> list[float]:
     """Seconds to the first token of each of `count` requests that come at once.
 
     Raises:
         WrongTier: the prefix was not copied exactly once.
     """
-    requests = [served.request(head + ids.draw(TAIL), 1) for _ in range(count)]
+    requests = [served.request(head + ids.one(TAIL), 1) for _ in range(count)]
     before, begin = served.counters(), time.monotonic()
     for request in requests:
         served.engine.add_request(request)
@@ -81,7 +81,7 @@ def _first_tokens(served: Served, head: list[int], ids: Ids, count: int) -> list
 def behind(engines: Engines, settings: Settings) -> dict[str, Any]:
     """A hit of 1K tokens that arrives 5 ms after one of 64K, against one that is alone."""
     ids, served = settings.ids("behind"), engines.get("lazy")
-    large, small = ids.draw(LARGE), ids.draw(SMALL)
+    large, small = ids.one(LARGE), ids.one(SMALL)
     served.keep(large)
     served.keep(small)
     alone, late, ahead = [], [], []
@@ -103,12 +103,12 @@ def behind(engines: Engines, settings: Settings) -> dict[str, Any]:
 
 
 def _behind_once(
-    served: Served, large: list[int], small: list[int], ids: Ids
+    served: Served, large: list[int], small: list[int], ids: Prompts
 ) -> tuple[float, float]:
     """Seconds to the first tokens of both. The small one's count from when it was due, even if the
     step loop did not look then."""
-    first = served.request(large + ids.draw(TAIL), 1)
-    second = served.request(small + ids.draw(TAIL), 1)
+    first = served.request(large + ids.one(TAIL), 1)
+    second = served.request(small + ids.one(TAIL), 1)
     before, begin = served.counters(), time.monotonic()
     due = begin + BEHIND
     served.engine.add_request(first)
@@ -127,7 +127,7 @@ class _Loaders:
     """Keeps one request with a prefix in host memory in the engine, one after the other; `count`
     of them are made beforehand."""
 
-    def __init__(self, served: Served, heads: list[list[int]], ids: Ids, count: int) -> None:
+    def __init__(self, served: Served, heads: list[list[int]], ids: Prompts, count: int) -> None:
         self._served = served
         self._heads = heads
         self._ids = ids
@@ -147,7 +147,7 @@ class _Loaders:
     def _make(self) -> Request:
         self._num_made += 1
         head = self._heads[self._num_made % len(self._heads)]
-        return self._served.request(head + self._ids.draw(TAIL), 1)
+        return self._served.request(head + self._ids.one(TAIL), 1)
 
     def look(self) -> bool:
         """Whether there is none, after a step."""
@@ -162,10 +162,10 @@ def decode(engines: Engines, settings: Settings) -> dict[str, Any]:
     none; only steps without a row of a prompt. Turns alternate, as contexts grow."""
     ids, served = settings.ids("decode"), engines.get("lazy")
     served.engine.reset_prefix_cache()  # prefixes of earlier parts would keep these out of the pool
-    heads = [ids.draw(LOADED) for _ in range(6)]  # more than the GPU has room for
+    heads = [ids.one(LOADED) for _ in range(6)]  # more than the GPU has room for
     for head in heads:
         served.keep(head)
-    rows = [served.request(ids.draw(_ROW_PROMPT), 4096) for _ in range(ROWS)]
+    rows = [served.request(ids.one(_ROW_PROMPT), 4096) for _ in range(ROWS)]
     for row in rows:
         served.engine.add_request(row)
     served.run_until(lambda: all(row.metrics.first_token_time for row in rows))
@@ -223,7 +223,7 @@ def stores(engines: Engines, settings: Settings) -> dict[str, Any]:
     ids = settings.ids("stores")
     off, on = engines.get("off"), engines.get("wide")
     requests, prompt, tokens = CLOSED
-    params = params_for(tokens, sampling=False)
+    params = greedy(tokens)
     times: dict[str, list[float]] = {"off": [], "on": []}
     rounds = max(3, settings.runs // 4)
     before = on.counters()
@@ -231,7 +231,7 @@ def stores(engines: Engines, settings: Settings) -> dict[str, Any]:
         if turn == 1:
             before = on.counters()
         for name, served in (("off", off), ("on", on)):
-            prompts = [ids.draw(prompt) for _ in range(requests)]
+            prompts = [ids.one(prompt) for _ in range(requests)]
             times[name].append(seconds(served.llm, prompts, params))
     found = on.since(before)
     full = requests * ((prompt + tokens - 1) // BLOCK)

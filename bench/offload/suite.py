@@ -34,8 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.common import RESULTS, print_table, write_results
-from bench.engine.decode import batch_list
+from bench.common import RESULTS, bench_parser, names_of, numbers, print_table, write_results
 from bench.offload import load as offload_load
 from bench.offload import trace as offload_trace
 from bench.offload import ttft as offload_ttft
@@ -72,15 +71,6 @@ PARTS = {
 }
 START_SECONDS = 22.0
 """Of an engine of the 8B shape."""
-
-
-def part_list(text: str) -> list[str]:
-    """ "ttft,busy" -> ["ttft", "busy"], in the order of `PARTS`."""
-    wanted = text.split(",")
-    for part in wanted:
-        if part not in PARTS:
-            raise argparse.ArgumentTypeError(f"{part!r}: one of {', '.join(PARTS)}")
-    return [part for part in PARTS if part in wanted]
 
 
 def expected_seconds(name: str, started: set[str]) -> float:
@@ -124,18 +114,16 @@ def run_parts(engines: Engines, settings: Settings, args: argparse.Namespace) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__doc__, out="folder of the JSON files")
+    parser.set_defaults(out=str(RESULTS))
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--target", help="model of the part 'spec', a scale-up of the demo target")
     parser.add_argument("--draft", help="its draft model")
-    parser.add_argument("--parts", type=part_list, default=None)
+    parser.add_argument("--parts", type=names_of(tuple(PARTS)), default=None)
     parser.add_argument("--runs", type=int, default=12, help="of each case")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lengths", type=batch_list, default=[4096, 16384, 32768])
+    parser.add_argument("--lengths", type=numbers, default=[4096, 16384, 32768])
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all parts")
-    parser.add_argument("--out", default=str(RESULTS), help="folder of the JSON files")
     args = parser.parse_args()
     if args.parts is None:
         pair = args.target and args.draft

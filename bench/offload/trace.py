@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.generation import greedy
 from bench.offload.engines import (
     BLOCK,
     GIB,
     GPU_BLOCKS,
     Engines,
-    Ids,
     Served,
     Settings,
     WrongTier,
@@ -25,7 +25,8 @@ from bench.offload.engines import (
     summary,
     token_seconds,
 )
-from hetero_llm import LLM, SamplingParams
+from bench.shapes import Prompts
+from hetero_llm import LLM
 from hetero_llm.core.request import Request
 from hetero_llm.demo_models import heldout_prompts
 
@@ -55,11 +56,11 @@ def conversation_tokens() -> int:
     return FIRST + (TURNS - 1) * (ANSWER + MORE)
 
 
-def plan_trace(gpu_tokens: int, ids: Ids) -> list[Conversation]:
+def plan_trace(gpu_tokens: int, ids: Prompts) -> list[Conversation]:
     """So many conversations that all of them together are three times the GPU's cache."""
     count = round(OVER * gpu_tokens / conversation_tokens())
     return [
-        Conversation(ids.draw(FIRST), deque(ids.draw(MORE) for _ in range(TURNS - 1)))
+        Conversation(ids.one(FIRST), deque(ids.one(MORE) for _ in range(TURNS - 1)))
         for _ in range(count)
     ]
 
@@ -266,9 +267,7 @@ def _spec_case(llm: LLM, batches: list[list[list[int]]]) -> dict[str, float]:
 
 def _spec_batch(llm: LLM, prompts: list[list[int]]) -> float:
     """Seconds from the last first token to the last token."""
-    params = SamplingParams(
-        temperature=0, max_tokens=SPEC_TOKENS + 1, ignore_eos=True, detokenize=False
-    )
+    params = greedy(SPEC_TOKENS + 1)
     outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
     begins, ends = [], []
     for output in outputs:

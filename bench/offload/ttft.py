@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.offload.engines import BLOCK, Engines, Ids, Served, Settings, link_rate, summary
+from bench.offload.engines import BLOCK, Engines, Served, Settings, link_rate, summary
+from bench.shapes import Prompts
 
 SUFFIXES = (0, 256, 1024)
 """Tokens behind the prefix; 0: the whole prompt is resent, and its last block is computed."""
@@ -50,43 +51,43 @@ def host_hit(served: Served, prompt: list[int], prefix: int) -> float:
     return ms
 
 
-def on_device(off: Served, ids: Ids, prefix: int, runs: int) -> dict[int, float]:
+def on_device(off: Served, ids: Prompts, prefix: int, runs: int) -> dict[int, float]:
     """Suffix to milliseconds (median) with the prefix in the GPU's cache."""
-    head = ids.draw(prefix)
+    head = ids.one(prefix)
     _, found = off.first_token(head)
     found.expect_nothing()
     times: dict[int, float] = {}
     for suffix in SUFFIXES:
         seen = []
         for _ in range(1 + runs):
-            ms, found = off.first_token(head + ids.draw(suffix))
+            ms, found = off.first_token(head + ids.one(suffix))
             found.expect_device(prefix if suffix else prefix - 1)
             seen.append(ms)
         times[suffix] = float(np.median(seen[1:]))
     return times
 
 
-def recomputed(off: Served, ids: Ids, length: int) -> float:
+def recomputed(off: Served, ids: Prompts, length: int) -> float:
     """Median milliseconds of prompts that nobody has seen."""
     times = []
     for _ in range(COLD_RUNS):
-        ms, found = off.first_token(ids.draw(length))
+        ms, found = off.first_token(ids.one(length))
         found.expect_nothing()
         times.append(ms)
     return float(np.median(times))
 
 
 def hits(
-    engines: Engines, head: list[int], ids: Ids, suffix: int, runs: int
+    engines: Engines, head: list[int], ids: Prompts, suffix: int, runs: int
 ) -> dict[str, list[float]]:
     """Milliseconds of the three ways to load, taking turns; the first turn warms up."""
     lazy, not_lazy = engines.get("lazy"), engines.get("not lazy")
     times: dict[str, list[float]] = {"blocking": [], "not_lazy": [], "lazy": []}
     for _ in range(1 + runs):
         with blocking(lazy):
-            times["blocking"].append(host_hit(lazy, head + ids.draw(suffix), len(head)))
-        times["not_lazy"].append(host_hit(not_lazy, head + ids.draw(suffix), len(head)))
-        times["lazy"].append(host_hit(lazy, head + ids.draw(suffix), len(head)))
+            times["blocking"].append(host_hit(lazy, head + ids.one(suffix), len(head)))
+        times["not_lazy"].append(host_hit(not_lazy, head + ids.one(suffix), len(head)))
+        times["lazy"].append(host_hit(lazy, head + ids.one(suffix), len(head)))
     return {arm: seen[1:] for arm, seen in times.items()}
 
 
@@ -122,7 +123,7 @@ def ttft(engines: Engines, settings: Settings) -> dict[str, Any]:
     for prefix in settings.lengths:
         compute = on_device(off, ids, prefix, settings.runs)
         cold = {suffix: recomputed(off, ids, prefix + suffix) for suffix in SUFFIXES}
-        head = ids.draw(prefix)
+        head = ids.one(prefix)
         for served in (lazy, not_lazy):
             served.keep(head)
         load = prefix // BLOCK * lazy.block_bytes / rate * 1e3
@@ -157,7 +158,7 @@ def busy(engines: Engines, settings: Settings) -> dict[str, Any]:
     ids = settings.ids("busy")
     lazy, off = engines.get("lazy"), engines.get("off")
     length = settings.lengths[0]
-    kept, cached = ids.draw(length), ids.draw(length)
+    kept, cached = ids.one(length), ids.one(length)
     lazy.keep(kept)
     off.first_token(cached)
 

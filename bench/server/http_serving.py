@@ -28,16 +28,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.common import environment, print_table, write_results
+from bench.common import bench_parser, environment, numbers, print_table, write_results
+from bench.generation import add_requests, greedy, step_outputs
 from bench.server.http_first_token import ROUNDS, compare
 from bench.server.status_recording import recorded
-from hetero_llm import LLM, SamplingParams
+from hetero_llm import LLM
 from hetero_llm.bench_client.client import Server
 from hetero_llm.bench_client.datasets import DatasetOptions
 from hetero_llm.bench_client.load import Load
 from hetero_llm.bench_client.report import Point
 from hetero_llm.bench_client.serve import ServeBench, run_bench
-from hetero_llm.engine.input_processor import parse_prompts
 
 TOKENS = 128
 HOST = "127.0.0.1"
@@ -156,48 +156,44 @@ def offline(args: argparse.Namespace, llm: LLM, rows: list[Row]) -> list[float]:
 def closed(llm: LLM, prompts: list[list[int]], streams: int, name: str) -> float:
     """Seconds for all prompts, so many at a time."""
     engine = llm._engine_parts().engine
-    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    params = greedy(TOKENS, detokenize=True)
     waiting = enumerate(prompts)
     begin = time.perf_counter()
 
     def send() -> None:
         for index, ids in waiting:
-            (prompt,) = parse_prompts(None, [ids])
-            engine.add_request(engine.make_request(f"{name}-{index}", prompt, params))
+            add_requests(engine, f"{name}-{index}", [ids], params)
             return
 
     for _ in range(streams):
         send()
     while engine.has_unfinished:
-        for output in engine.step():
-            if output.finished:
-                send()
+        for _ in step_outputs(engine):
+            send()
     return time.perf_counter() - begin
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--vocab", type=int, default=4000, help="random ids are below this")
-    parser.add_argument("--budgets", default="2048", help="values of max_num_batched_tokens")
-    parser.add_argument("--streams", default="1,8,64,256", help="which loads")
+    parser.add_argument(
+        "--budgets", type=numbers, default=[2048], help="values of max_num_batched_tokens"
+    )
+    parser.add_argument("--streams", type=numbers, default=[row.streams for row in ROWS])
     parser.add_argument("--scale", type=float, default=1.0, help="times as many requests")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="first tokens of each kind")
     parser.add_argument("--record-status", metavar="FILE", help="keep what the status page shows")
-    parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
-    wanted = [int(word) for word in args.streams.split(",")]
     rows = [
         Row(row.streams, row.length, max(row.streams, int(row.requests * args.scale)), row.vllm)
         for row in ROWS
-        if row.streams in wanted
+        if row.streams in args.streams
     ]
     table: list[dict[str, Any]] = []
     firsts: list[dict[str, Any]] = []
-    for budget in (int(word) for word in args.budgets.split(",")):
+    for budget in args.budgets:
         with served(args, budget) as (port, ready):
             http = through_http(args, f"http://{HOST}:{port}", rows)
             # The server stays: it has nothing to do, and is needed for the first tokens.

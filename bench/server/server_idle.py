@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from statistics import quantiles
 from typing import Any
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
 
 RATE = 200.0
 STREAMS = 1000
@@ -255,11 +255,10 @@ async def measure(args: argparse.Namespace, port: int, pid: int) -> list[dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--streams", type=int, default=STREAMS)
     parser.add_argument("--rate", type=float, default=RATE, help="short requests a second")
     parser.add_argument("--seconds", type=float, default=SECONDS)
-    parser.add_argument("--out", help="JSON file")
     parser.add_argument("--serve", type=int, metavar="FD", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:

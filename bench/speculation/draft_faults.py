@@ -12,7 +12,6 @@ minute, nearly all of it for loading.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -21,10 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.common import print_table, write_results
-from bench.speculation.speedup import Bench, batches_of
-from hetero_llm import SamplingParams
-from hetero_llm.engine.input_processor import parse_prompts
+from bench.common import bench_parser, print_table, write_results
+from bench.generation import add_requests, greedy
+from bench.speculation.arms import Bench, add_arguments, batches_of
 
 FAULTS = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
 
@@ -33,11 +31,7 @@ def timed(bench: Bench, prompts: list[list[int]], tokens: int, fault: str | None
     """Output tokens/s from the first tokens of all sequences to the last one, with the fault in
     between. A stopped worker goes on when it is over."""
     engine = bench.engine
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    name = f"{fault}-{time.monotonic_ns()}"
-    for index, ids in enumerate(prompts):
-        (prompt,) = parse_prompts(None, [ids])
-        engine.add_request(engine.make_request(f"{name}-{index}", prompt, params))
+    add_requests(engine, f"{fault}-{time.monotonic_ns()}", prompts, greedy(tokens))
     stats = engine._scheduler.stats
     enough = stats.generation_tokens + len(prompts)
     while stats.generation_tokens < enough:
@@ -100,24 +94,14 @@ def measure(bench: Bench, prompts: list[list[int]], tokens: int, stops: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__doc__)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--draft", required=True)
-    parser.add_argument("--draft-tokens", type=int, default=6)
-    parser.add_argument("--draft-threads", type=int)
-    parser.add_argument("--draft-weights", default="auto")
-    parser.add_argument("--overlap", default="auto")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--batches", type=lambda s: [int(w) for w in s.split(",")], default=[1])
-    parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=256)
+    add_arguments(parser)
+    parser.set_defaults(batches=[1])
     parser.add_argument("--stops", type=int, default=2, help="runs with a stopped worker")
-    parser.add_argument("--out", help="JSON file")
-    parser.set_defaults(temperature=0.0)
     args = parser.parse_args()
+    if args.draft is None:
+        parser.error("--draft is needed")
     begin = time.monotonic()
     bench = Bench(args)
     print(f"loaded after {time.monotonic() - begin:.0f} s", flush=True)

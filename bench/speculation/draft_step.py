@@ -13,7 +13,6 @@ their log-probabilities, with `--noisy` among scores with noise, in turns with t
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -25,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, numbers, print_table, write_results
 from bench.cpu_limits import ReadProbe
-from bench.cpu_shapes import CPU_SHAPES, streamed_parameters, write_shape
+from bench.shapes import CPU_SHAPES, streamed_parameters, write_config
 from hetero_llm.cpu import native
 from hetero_llm.cpu.executor import (
     CANDIDATES,
@@ -217,7 +216,9 @@ class Bench:
     def __init__(self, shape: str, rows: list[int], context: int) -> None:
         self.shape, self.num_blocks = shape, blocks_for(rows, context)
         with tempfile.TemporaryDirectory() as folder:
-            self._config: ModelConfig = load_model_config(write_shape(shape, Path(folder)))
+            self._config: ModelConfig = load_model_config(
+                write_config(CPU_SHAPES[shape], Path(folder))
+            )
         config = self._config
         sizes = KVCacheShape(
             config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, torch.bfloat16
@@ -311,15 +312,8 @@ def measure(
     return table
 
 
-def numbers(text: str) -> list[int]:
-    """ "1,8" -> [1, 8]."""
-    return [int(word) for word in text.split(",")]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__doc__)
     parser.add_argument("--shape", choices=list(CPU_SHAPES), default="draft-68m")
     parser.add_argument("--threads", type=numbers, default=[2], help="comma-separated")
     parser.add_argument("--rows", type=numbers, default=[1, 8, 32], help="comma-separated")
@@ -331,7 +325,6 @@ def main() -> None:
         "--candidates", type=int, metavar="K", help=f"1 to {MOST_CANDIDATES} likeliest tokens"
     )
     parser.add_argument("--noisy", action="store_true", help="candidates at temperature 0.7")
-    parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     if args.noisy and args.candidates is None:
         parser.error("--noisy needs --candidates")

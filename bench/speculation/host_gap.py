@@ -16,7 +16,6 @@ thread did not run, and all waiting with it.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import time
 from collections import defaultdict
@@ -26,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import print_table, write_results
-from bench.speculation.speedup import ARMS, Bench, batches_of
+from bench.common import bench_parser, print_table, write_results
+from bench.speculation.arms import ARMS, Bench, add_arguments, batches_of
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.scheduler.scheduler import Scheduler
@@ -112,23 +111,13 @@ class GapClock:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__doc__)
     parser.add_argument("--model", default="demo", help="the demo target or a scale-up of it")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--batches", type=lambda s: [int(w) for w in s.split(",")], default=[1, 8])
+    add_arguments(parser)
+    parser.set_defaults(device="cpu", prompt=512, tokens=128)
     arms = [name for name, settings in ARMS.items() if settings and name != "ngram"]
     parser.add_argument("--arms", nargs="+", choices=arms, default=["hybrid", "merged"])
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=128, help="behind the first")
     parser.add_argument("--clock", choices=["wall", "thread"], default="wall")
-    parser.add_argument("--draft", help="draft model for the draft arms")
-    parser.add_argument("--draft-tokens", type=int, default=6)
-    parser.add_argument("--draft-threads", type=int)
-    parser.add_argument("--overlap", default="auto")
-    parser.add_argument("--out", help="JSON file")
-    parser.set_defaults(dtype="bfloat16", temperature=0.0, draft_weights="auto")
     args = parser.parse_args()
     bench = Bench(args)
     clock = GapClock(

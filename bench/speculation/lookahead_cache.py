@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
 from bench.speculation.replay_drafts import ARMS, END_ID, VOCAB, sequence_of
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.request import Sequence
@@ -61,7 +61,7 @@ def measure(settings: dict[str, Any], batch: int, args: argparse.Namespace) -> d
     drafter = LookaheadDrafter(config, width=WIDTH, capacity=4 * args.tokens)
     text = source_code()[:batch]
     sequences: list[Sequence] = [
-        sequence_of(str(i), row[:PROMPT].tolist(), 800, None) for i, row in enumerate(text)
+        sequence_of(str(i), row[:PROMPT].tolist(), 800) for i, row in enumerate(text)
     ]
     limits = [60] * batch
     drafter.propose(sequences, limits, batch)
@@ -91,16 +91,13 @@ def measure(settings: dict[str, Any], batch: int, args: argparse.Namespace) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__doc__)
     arms = [name for name in ARMS if name in ("raw", "turbo", "hybrid", "merged")]
     parser.add_argument("--arms", nargs="+", choices=arms, default=arms)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--threads", type=int, default=8, help="at most as many as there are cores")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="of the history")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     table = []
     for name in args.arms:

@@ -11,15 +11,14 @@ without drafts.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
+from bench.speculation.arms import Bench, add_arguments, batches_of
 from bench.speculation.graph_clock import GraphClock, same_share
-from bench.speculation.speedup import Bench, batches_of
 from hetero_llm.gpu.model_runner import GpuModelRunner
 
 _VERIFY = ("verify", "short verify")
@@ -47,19 +46,12 @@ def measure(bench: Bench, batch: list[list[int]], arm: str, *, floor: bool) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__doc__)
     parser.add_argument("--model", required=True, help="a scale-up of the demo target")
-    parser.add_argument(
-        "--batches", type=lambda s: [int(w) for w in s.split(",")], default=[1, 8, 64]
-    )
+    add_arguments(parser)
+    parser.set_defaults(batches=[1, 8, 64])
     parser.add_argument("--arms", nargs="+", default=["hybrid", "merged"])
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=256, help="behind the first")
     parser.add_argument("--floor", type=int, default=8, help="batch whose prompts also run alone")
-    parser.add_argument("--out", help="JSON file")
-    parser.set_defaults(temperature=0.0, draft=None, device="cuda", dtype="bfloat16")
     args = parser.parse_args()
     bench = Bench(args)
     groups = batches_of(args.batches, args.prompt)

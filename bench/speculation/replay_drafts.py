@@ -23,8 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import RESULTS, print_table, write_results
-from bench.speculation.speedup import repeats
+from bench.common import RESULTS, bench_parser, print_table, write_results
+from bench.generation import greedy
+from bench.speculation.arms import repeats
+from hetero_llm import LLM
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.core.drafter import Drafter
@@ -50,20 +52,36 @@ ARMS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def record(path: Path, tokens: int, length: int) -> None:
-    """The demo target's outputs behind the last `length` tokens of every held-out prompt."""
-    from hetero_llm import LLM
-
-    prompts = heldout_prompts().prompts[:, -length:]
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    with LLM(
-        "demo", device="cpu", dtype="float32", max_model_len=length + tokens + 16, max_num_seqs=32
-    ) as llm:
-        outputs = llm.generate(
-            prompt_token_ids=prompts.tolist(), sampling_params=params, use_tqdm=False
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(path, prompts=prompts, outputs=[o.outputs[0].token_ids for o in outputs])
+def record(
+    path: Path,
+    prompts: np.ndarray,
+    tokens: int,
+    *,
+    temperature: float = 0.0,
+    seeds: list[int] | None = None,
+) -> np.ndarray:
+    """[N, tokens] outputs of the demo target behind `prompts`, [N, length]; from `path` if they
+    were recorded there before. seeds: one of each prompt."""
+    if not path.exists():
+        print(f"recording {path}")
+        length = prompts.shape[1]
+        params = [
+            greedy(tokens, temperature=temperature, seed=s) for s in seeds or [0] * len(prompts)
+        ]
+        with LLM(
+            "demo",
+            device="cpu",
+            dtype="float32",
+            max_model_len=length + tokens + 16,
+            max_num_seqs=32,
+        ) as llm:
+            outputs = llm.generate(
+                prompt_token_ids=prompts.tolist(), sampling_params=params, use_tqdm=False
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez_compressed(path, outputs=[o.outputs[0].token_ids for o in outputs])
+    with np.load(path) as data:
+        return data["outputs"].astype(np.int64)
 
 
 def halves() -> dict[str, np.ndarray]:
@@ -75,12 +93,23 @@ def halves() -> dict[str, np.ndarray]:
     return {"a": order[mask], "b": order[~mask]}
 
 
-def sequence_of(name: str, prompt: list[int], tokens: int, nodes: int | None) -> Sequence:
-    params = SamplingParams(max_tokens=tokens, num_speculative_tokens=nodes)
+def sequence_of(
+    name: str,
+    prompt: list[int],
+    tokens: int,
+    *,
+    nodes: int | None = None,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> Sequence:
+    """A sequence of a request for `tokens` tokens. nodes: the request's num_speculative_tokens."""
+    params = SamplingParams(
+        max_tokens=tokens, num_speculative_tokens=nodes, temperature=temperature
+    )
     request = Request(
-        request_id=name, prompt=None, prompt_token_ids=prompt, params=params, seed=0,
+        request_id=name, prompt=None, prompt_token_ids=prompt, params=params, seed=seed,
         end_ids=frozenset(), eos_ids=frozenset(), max_total_tokens=len(prompt) + tokens,
-        root_hash=b"lookahead", metrics=RequestMetrics(arrival_time=0.0),
+        root_hash=b"replay", metrics=RequestMetrics(arrival_time=0.0),
     )  # fmt: skip
     sequence = Sequence(request, 0, list(prompt), len(prompt))
     request.sequences.append(sequence)
@@ -144,7 +173,7 @@ def replay(
     """One batch from the first token on; sums of steps, tokens and nodes."""
     live = []
     for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        sequence = sequence_of(f"{index}", prompt, len(output), nodes)
+        sequence = sequence_of(f"{index}", prompt, len(output), nodes=nodes)
         sequence.token_ids.append(output[0])
         live.append((sequence, output))
     keys = "steps", "tokens", "drafted", "accepted", "hits", "seconds", "run", "plain", "half"
@@ -202,7 +231,7 @@ def replay(
 def warm(drafter: Drafter, prompts: list[list[int]], outputs: list[list[int]]) -> None:
     """Lets the drafter learn other requests' outputs, whole ones, in the order given."""
     for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        sequence = sequence_of(f"warm-{index}", prompt, len(output), None)
+        sequence = sequence_of(f"warm-{index}", prompt, len(output))
         drafter.propose([sequence], [1], 1)
         sequence.token_ids += output
         drafter.close(sequence.request)
@@ -242,9 +271,7 @@ def measure(
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__doc__)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--half", choices=["a", "b"], default="b")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 32])
@@ -259,18 +286,14 @@ def parse() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--gap", type=float, default=0.15, help="ms between steps with drafts")
     parser.add_argument("--record", type=Path, help="where the outputs are kept")
-    parser.add_argument("--out", help="JSON file")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
     path = args.record or RESULTS.parents[1] / "build" / f"replay-{args.prompt}-{args.tokens}.npz"
-    if not path.exists():
-        print(f"recording {path}")
-        record(path, args.tokens, args.prompt)
-    with np.load(path) as data:
-        texts = data["prompts"].astype(np.int64), data["outputs"].astype(np.int64)
+    prompts = heldout_prompts().prompts[:, -args.prompt :].astype(np.int64)
+    texts = prompts, record(path, prompts, args.tokens)
     rows = halves()
     if args.calm:
         outputs = texts[1].tolist()

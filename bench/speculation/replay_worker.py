@@ -22,23 +22,19 @@ from __future__ import annotations
 import argparse
 from collections import Counter, deque
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-from bench.common import RESULTS, print_table, write_results
-from bench.speculation.replay_drafts import Clock, halves, walk
-from bench.speculation.speedup import SPAN, batches_of, repeats
+from bench.common import RESULTS, bench_parser, print_table, write_results
+from bench.speculation.arms import SPAN, batches_of, repeats
+from bench.speculation.replay_drafts import Clock, halves, record, sequence_of, walk
 from hetero_llm.bridge.ipc.messages import Kind, Outbox, Records
 from hetero_llm.bridge.ipc.rings import Consumer, Producer, create_ring
 from hetero_llm.config.draft_model_config import DraftModelConfig
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.draft_tree import MAX_NODES
-from hetero_llm.core.outputs import RequestMetrics
-from hetero_llm.core.request import Request, Sequence
-from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel, DraftSizes
 from hetero_llm.cpu.draft_worker.step_times import StepTimes
 from hetero_llm.cpu.draft_worker.tree_ops import WINDOW
@@ -55,30 +51,6 @@ SEES = 512  # tokens of a long text that the draft model looks at, as in an engi
 VERIFY = "1:3.60 2:4.03 8:3.99 16:4.02 24:4.08 32:4.10 40:4.39 64:4.48 80:4.56 128:4.87"
 DRAFT_STEPS = "1:0.30 2:0.31 4:0.32 8:0.37 16:0.45 32:0.58 64:0.91"
 NEWS = 0.2  # of the gap, until tokens are known
-
-
-def record(
-    path: Path, prompts: np.ndarray, seeds: list[int], temperature: float, tokens: int
-) -> None:
-    """The demo target's outputs behind prompts, [N, length]."""
-    from hetero_llm import LLM
-
-    length = prompts.shape[1]
-    params = [
-        SamplingParams(
-            temperature=temperature, seed=seed, max_tokens=tokens, ignore_eos=True,
-            detokenize=False,
-        )
-        for seed in seeds
-    ]  # fmt: skip
-    with LLM(
-        "demo", device="cpu", dtype="float32", max_model_len=length + tokens + 16, max_num_seqs=32
-    ) as llm:
-        outputs = llm.generate(
-            prompt_token_ids=prompts.tolist(), sampling_params=params, use_tqdm=False
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(path, outputs=[o.outputs[0].token_ids for o in outputs])
 
 
 class FixedTimes(StepTimes):
@@ -196,18 +168,6 @@ class PlayedWorker:
         self._model.close(0)
 
 
-def sequence_of(seed: int, prompt: list[int], tokens: int, temperature: float) -> Sequence:
-    params = SamplingParams(max_tokens=tokens, temperature=temperature)
-    request = Request(
-        request_id="replay", prompt=None, prompt_token_ids=prompt, params=params, seed=seed,
-        end_ids=frozenset(), eos_ids=frozenset(), max_total_tokens=len(prompt) + tokens,
-        root_hash=b"replay", metrics=RequestMetrics(arrival_time=0.0),
-    )  # fmt: skip
-    sequence = Sequence(request, 0, list(prompt), len(prompt))
-    request.sequences.append(sequence)
-    return sequence
-
-
 class Player:
     """Drafts along recorded outputs, one at a time. The worker's record of what came of its nodes
     lasts, as its process does; the engine's begins anew with each output, as in
@@ -250,7 +210,7 @@ class Player:
         """Sums of one output."""
         worker, source, drafter = self._prepare()
         clock, gap = self._clock, self._clock.gap
-        sequence = sequence_of(seed, prompt, len(output), heat)
+        sequence = sequence_of("replay", prompt, len(output), temperature=heat, seed=seed)
         drafter.prompts_started([sequence])
         worker.now += self._args.prefill * 1e-3  # the worker runs the prompt, too
         drafter.run_deferred()
@@ -324,11 +284,7 @@ def texts_of(args: argparse.Namespace, heat: float) -> tuple[list[int], np.ndarr
         prompts = heldout_prompts().prompts[seeds, -args.prompt :].astype(np.int64)
     name = f"replay-worker-{heat:g}-{args.half}-{args.prompts}-{args.prompt}-{args.tokens}.npz"
     path = RESULTS.parents[1] / "build" / name
-    if not path.exists():
-        print(f"recording {path}")
-        record(path, prompts, seeds, heat, args.tokens)
-    with np.load(path) as data:
-        return seeds, prompts, data["outputs"].astype(np.int64)
+    return seeds, prompts, record(path, prompts, args.tokens, temperature=heat, seeds=seeds)
 
 
 def until_loop(tokens: list[int]) -> list[int]:
@@ -343,9 +299,7 @@ def until_loop(tokens: list[int]) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__doc__)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
     parser.add_argument("--half", choices=["a", "b", "bench"], default="b")
     parser.add_argument("--prompts", type=int, default=24)
@@ -358,7 +312,6 @@ def main() -> None:
     parser.add_argument("--verify", default=VERIFY, help="rows:ms")
     parser.add_argument("--draft-steps", default=DRAFT_STEPS, help="rows:ms")
     parser.add_argument("--calm", action="store_true", help="outputs end where they begin to loop")
-    parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     player = Player(args)
     table: list[dict[str, Any]] = []

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
 from hetero_llm.bridge.ipc.messages import (
     HEADER,
     NODE_WORDS,
@@ -188,11 +188,10 @@ def through_a_socket(batch: int, rounds: int, cpus: tuple[int, int]) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3000)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--cpus", type=int, nargs=2, help="default: the first two usable ones")
-    parser.add_argument("--out")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--socket", action="store_true", help=argparse.SUPPRESS)
     for name in ("--batch", "--cpu", "--fd"):

@@ -32,9 +32,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
+from bench.speculation.arms import Bench, SwitchedDrafter, add_arguments, batches_of
 from bench.speculation.graph_clock import GraphClock
-from bench.speculation.speedup import Bench, SwitchedDrafter, batches_of
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.request import Sequence
 from hetero_llm.gpu.model_runner import GpuModelRunner
@@ -232,7 +232,7 @@ def watch(
     and [m]; the notes; tokens/s of all."""
     runner = bench.engine._runner
     assert isinstance(runner, GpuModelRunner)
-    notes, clock = Watched(bench._switch), GraphClock(runner)
+    notes, clock = Watched(bench.switch), GraphClock(runner)
     base = torch.cuda.Event(enable_timing=True)
     base.record()
     base.synchronize()
@@ -277,21 +277,12 @@ def measure(args: argparse.Namespace, trace: Path) -> tuple[list[Text], dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__doc__, out="folder")
+    add_arguments(parser, batches=False)
+    parser.set_defaults(overlap="enumerate", batches=[1], out=".")
     parser.add_argument("--draw", help="only draw this timeline.json")
     parser.add_argument("--model")
-    parser.add_argument("--draft")
-    parser.add_argument("--draft-tokens", type=int, default=6)
-    parser.add_argument("--draft-threads", type=int)
-    parser.add_argument("--draft-weights", default="auto")
-    parser.add_argument("--overlap", default="enumerate")
-    parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--prompts", type=int, default=4, help="that are watched, at most 7")
-    parser.add_argument("--out", default=".", help="folder")
-    parser.set_defaults(temperature=0.0, device="cuda", dtype="bfloat16", batches=[1])
     args = parser.parse_args()
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)

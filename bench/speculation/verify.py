@@ -14,7 +14,6 @@ the first difference from the record.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -22,70 +21,39 @@ from typing import Any
 
 import torch
 
-from bench.common import print_table, write_results
-from bench.shapes import SHAPES, Prompts, write_shape
+from bench.common import bench_parser, numbers, print_table, write_results
+from bench.generation import add_requests, greedy, step_outputs
+from bench.shapes import SHAPES, Prompts, write_config
+from bench.speculation.arms import SwitchedDrafter
 from bench.speculation.graph_clock import GraphClock, same_share
 from bench.speculation.synthetic_drafter import SyntheticDrafter
-from hetero_llm import SamplingParams
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
-from hetero_llm.core.draft_tree import DraftBatch
-from hetero_llm.core.request import Request, Sequence
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import build_engine
-from hetero_llm.engine.input_processor import parse_prompts
 from hetero_llm.gpu.model_runner import GpuModelRunner
 
 _PROMPT, _TOKENS, _NODES = 128, 97, 7
 _RIGHT = (0, 3, 7)
 
 
-class SwitchedDrafter:
-    """Drafts with `inner`, which may be exchanged between runs; idle without one."""
-
-    inner: SyntheticDrafter | None = None
-
-    @property
-    def idle(self) -> bool:
-        return self.inner is None
-
-    def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
-        assert self.inner is not None
-        return self.inner.propose(sequences, limits, num_rows)
-
-    def close(self, request: Request) -> None:
-        if self.inner is not None:
-            self.inner.close(request)
-
-    def observe_step(self, num_rows: int, seconds: float) -> None:
-        pass
-
-    def run_deferred(self) -> None:
-        pass
-
-
 def run(engine: Engine, prompts: list[list[int]], name: str) -> tuple[list[list[int]], float]:
     """Tokens of each prompt, and seconds from the first step to the last."""
-    params = SamplingParams(temperature=0.0, max_tokens=_TOKENS, ignore_eos=True, detokenize=False)
-    for index, prompt in enumerate(prompts):
-        (parsed,) = parse_prompts(None, [prompt])
-        engine.add_request(engine.make_request(f"{name}-{index}", parsed, params))
+    ids = add_requests(engine, name, prompts, greedy(_TOKENS))
     done: dict[str, list[int]] = {}
     torch.cuda.synchronize()
     begin = time.perf_counter()
     while engine.has_unfinished:
-        for output in engine.step():
-            if output.finished:
-                done[output.request_id] = list(output.outputs[0].token_ids)
+        done |= step_outputs(engine)
     seconds = time.perf_counter() - begin
-    return [done[f"{name}-{index}"] for index in range(len(prompts))], seconds
+    return [done[request_id] for request_id in ids], seconds
 
 
 def measure(engine: Engine, drafter: SwitchedDrafter, shape: str, batch: int) -> dict[str, Any]:
     """One row of the table."""
     runner = engine._runner
     assert isinstance(runner, GpuModelRunner)
-    prompts = Prompts(shape, seed=batch).draw(batch, _PROMPT)
+    prompts = Prompts(SHAPES[shape]["vocab_size"], seed=batch).draw(batch, _PROMPT)
     clock = GraphClock(runner, keeps=True)
     drafter.inner = None
     run(engine, prompts, f"warm-{batch}")
@@ -123,19 +91,17 @@ def _by_prompt(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--batches", default="1,8,64")
-    parser.add_argument("--out")
+    parser.add_argument("--batches", type=numbers, default=[1, 8, 64])
     args = parser.parse_args()
     drafter = SwitchedDrafter()
     with tempfile.TemporaryDirectory() as folder:
-        write_shape(args.shape, Path(folder))
+        write_config(SHAPES[args.shape], Path(folder))
         given = {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True}
         config = EngineConfig.from_args(resolve_engine_args(given))
         built = build_engine(config, show_progress=False, drafter=drafter)
-    batches = [int(batch) for batch in args.batches.split(",")]
-    rows = [measure(built.engine, drafter, args.shape, batch) for batch in batches]
+    rows = [measure(built.engine, drafter, args.shape, batch) for batch in args.batches]
     for row in rows:
         print_table([{"quantity": name, "value": value} for name, value in row.items()])
     write_results("verify", {"shape": args.shape, "nodes": _NODES, "rows": rows}, args.out)

@@ -54,7 +54,7 @@ def make_sequence(name: str, prompt: list[int], salt: str | None = None, **param
 def ask(drafter: Any, *sequences: Sequence, limit: int = 20) -> list[list[int]]:
     """Drafts for sequences as the scheduler asks, in order."""
     batch: DraftBatch = drafter.propose(list(sequences), [limit] * len(sequences), len(sequences))
-    drafter.settle()
+    drafter.run_deferred()
     assert batch.counts.sum() == len(batch.token_ids) == len(batch.parents)
     parts = np.split(batch.token_ids, np.cumsum(batch.counts)[:-1])
     return [part.tolist() for part in parts]

@@ -15,16 +15,15 @@ import torch
 
 from bench.cpu_limits import ReadProbe, gemm_gflops
 from bench.cpu_peers import make_checkpoint, method
-from bench.cpu_shapes import (
+from bench.engine import cpu_offline
+from bench.shapes import (
     CPU_SHAPES,
     layer_parameters,
     linear_sizes,
     parameters,
-    read_config,
     streamed_parameters,
-    write_shape,
+    write_config,
 )
-from bench.engine import cpu_offline
 from bench.speculation import draft_step
 from hetero_llm import LLM, SamplingParams
 from hetero_llm.models.layers import Linear
@@ -49,8 +48,8 @@ def test_shapes_have_the_stated_sizes(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", list(CPU_SHAPES))
 def test_sizes_are_the_models(shape: str, tmp_path: Path) -> None:
-    folder = write_shape(shape, tmp_path)
-    config, settings = load_model_config(folder), read_config(folder)
+    folder = write_config(CPU_SHAPES[shape], tmp_path)
+    config, settings = load_model_config(folder), method.read_config(folder)
     with torch.device("meta"):
         model = model_class(config.architecture)(config)
     linears = [m for m in model.modules() if isinstance(m, Linear)]
@@ -63,7 +62,7 @@ def test_sizes_are_the_models(shape: str, tmp_path: Path) -> None:
 
 def test_a_checkpoint_loads_and_has_tokens_for_every_id(tmp_path: Path) -> None:
     config = CPU_SHAPES["tiny"]
-    write_shape("tiny", tmp_path)
+    write_config(CPU_SHAPES["tiny"], tmp_path)
     weights = make_checkpoint.random_weights(config, seed=0)
     make_checkpoint.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     make_checkpoint.plain_tokenizer(config["vocab_size"]).save_pretrained(tmp_path)
@@ -190,7 +189,7 @@ def test_a_failing_runner_says_why() -> None:
 
 
 def test_our_runner(tmp_path: Path) -> None:
-    write_shape("tiny", tmp_path)
+    write_config(CPU_SHAPES["tiny"], tmp_path)
     command = [sys.executable, "-m", "bench.cpu_peers.hetero", str(tmp_path), "--threads", "1"]
     command += ["--work", "decode1", "--repeats", "1", "--patience", "0", "--backend", "torch"]
     root = Path(cpu_offline.__file__).parents[2]

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from bench.cpu_peers import method, transformers_eager
-from bench.cpu_shapes import read_config
 from bench.engine import ipex_decode
 
 
@@ -46,7 +45,7 @@ def test_transformers_takes_its_turns(tmp_path: Path, monkeypatch: pytest.Monkey
     make = [sys.executable, "-m", "bench.cpu_peers.make_checkpoint", "tiny", str(tmp_path)]
     subprocess.run(make, check=True, capture_output=True, cwd=Path(__file__).parents[3])
     generate = transformers_eager.generator(transformers_eager.load(tmp_path, threads=2))
-    vocab_size = read_config(tmp_path)["vocab_size"]
+    vocab_size = method.read_config(tmp_path)["vocab_size"]
     answers = io.StringIO()
     repetition = ipex_decode.Repetition(generate, vocab_size, patience=0.0)
     ipex_decode.serve(repetition, io.StringIO("prefill\ndecode1\n"), answers)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from bench.engine import closed_batch, decode, gpu_suite, ttft
-from bench.shapes import SHAPES, Prompts, linear_sizes, start, write_shape
+from bench.generation import greedy
+from bench.shapes import SHAPES, Prompts, linear_sizes, start, write_config
 from hetero_llm import LLM
 from hetero_llm.models.layers import Linear
 from hetero_llm.models.read_config import load_model_config
@@ -29,7 +30,7 @@ PUBLISHED = {
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[LLM]:
     torch.set_num_threads(1)
-    llm, seconds = start("tiny", dtype="bfloat16", device="cpu", max_model_len=256)
+    llm, seconds = start(SHAPES["tiny"], dtype="bfloat16", device="cpu", max_model_len=256)
     assert seconds > 0
     with llm:
         yield llm
@@ -37,7 +38,7 @@ def tiny() -> Iterator[LLM]:
 
 @pytest.mark.parametrize("shape", list(PUBLISHED))
 def test_shapes_have_the_published_sizes(shape: str, tmp_path: Path) -> None:
-    config = load_model_config(write_shape(shape, tmp_path))
+    config = load_model_config(write_config(SHAPES[shape], tmp_path))
     with torch.device("meta"):
         model = model_class(config.architecture)(config)
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[shape]
@@ -50,21 +51,21 @@ def test_shapes_have_the_published_sizes(shape: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_linear_sizes_are_the_models(shape: str, tmp_path: Path) -> None:
-    config = load_model_config(write_shape(shape, tmp_path))
+    config = load_model_config(write_config(SHAPES[shape], tmp_path))
     with torch.device("meta"):
         model = model_class(config.architecture)(config)
     sizes = [tuple(m.weight.shape) for m in model.modules() if isinstance(m, Linear)]
-    layer, head = linear_sizes(shape)
+    layer, head = linear_sizes(SHAPES[shape])
     assert sizes == layer * config.num_layers + [head]
 
 
 def test_prompts_are_distinct_and_in_the_vocabulary() -> None:
-    prompts = Prompts("tiny")
+    prompts = Prompts(SHAPES["tiny"]["vocab_size"])
     drawn = [tuple(p) for p in prompts.draw(8, 32) + prompts.draw(8, 32)]
     assert len(set(drawn)) == 16
     assert {len(p) for p in drawn} == {32}
     assert all(3 <= i < SHAPES["tiny"]["vocab_size"] for p in drawn for i in p)
-    again = Prompts("tiny").draw(8, 32)
+    again = Prompts(SHAPES["tiny"]["vocab_size"]).draw(8, 32)
     assert [tuple(p) for p in again] == drawn[:8]
 
 
@@ -84,7 +85,9 @@ def test_decode_counts_steps(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None
         return 5.0 + 0.25 * count
 
     monkeypatch.setattr(decode, "seconds", fake_seconds)
-    assert decode.ms_per_step(tiny, Prompts("tiny"), 2) == pytest.approx(250.0)
+    assert decode.ms_per_step(tiny, Prompts(SHAPES["tiny"]["vocab_size"]), 2) == pytest.approx(
+        250.0
+    )
     assert calls[1:] == [(2, 1), (2, 129)] * 3
 
 
@@ -104,8 +107,8 @@ def test_closed_batch(tiny: LLM) -> None:
 
 
 def test_a_request_that_hits_the_cache_is_no_cold_one(tiny: LLM) -> None:
-    prompts = Prompts("tiny", seed=9).draw(1, 64)
-    params = decode.params_for(1, sampling=False)
+    prompts = Prompts(SHAPES["tiny"]["vocab_size"], seed=9).draw(1, 64)
+    params = greedy(1)
     decode.seconds(tiny, prompts, params)
     with pytest.raises(AssertionError):
         decode.seconds(tiny, prompts, params)

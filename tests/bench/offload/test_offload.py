@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.common import names_of
 from bench.offload import plot as offload_plot
 from bench.offload import suite as offload
 from bench.offload import trace as offload_trace
@@ -19,7 +20,6 @@ from bench.offload import ttft as offload_ttft
 from bench.offload.engines import (
     BLOCK,
     Engines,
-    Ids,
     SeenStep,
     Settings,
     StepWatch,
@@ -29,6 +29,7 @@ from bench.offload.engines import (
     summary,
     tally_of,
 )
+from bench.shapes import Prompts
 
 FULL = {
     "prefix_blocks_gpu": 0.0, "prefix_blocks_cpu": 0.0, "prefix_blocks_total": 0.0,
@@ -76,9 +77,9 @@ def test_an_engine_with_offload_has_to_count() -> None:
 
 def test_prompts_are_distinct_and_the_same_again() -> None:
     settings = Settings("tiny", seed=4)
-    drawn = [tuple(settings.ids("ttft").draw(40)), tuple(settings.ids("busy").draw(40))]
-    assert len(set(drawn)) == 2 and drawn[0] == tuple(settings.ids("ttft").draw(40))
-    assert tuple(Settings("tiny", seed=5).ids("ttft").draw(40)) != drawn[0]
+    drawn = [tuple(settings.ids("ttft").one(40)), tuple(settings.ids("busy").one(40))]
+    assert len(set(drawn)) == 2 and drawn[0] == tuple(settings.ids("ttft").one(40))
+    assert tuple(Settings("tiny", seed=5).ids("ttft").one(40)) != drawn[0]
     assert min(min(p) for p in drawn) >= 3 and max(max(p) for p in drawn) < 512
 
 
@@ -135,7 +136,7 @@ def test_a_watch_passes_everything_on() -> None:
 
 def test_a_trace_is_three_times_the_cache() -> None:
     tokens = 4 * offload_trace.conversation_tokens()
-    talks = offload_trace.plan_trace(tokens, Ids(500, 0))
+    talks = offload_trace.plan_trace(tokens, Prompts(500, 0))
     assert len(talks) == 12
     assert all(len(t.messages) == offload_trace.TURNS - 1 for t in talks)
     assert len({tuple(t.text) for t in talks}) == 12
@@ -195,7 +196,9 @@ def test_every_turn_is_the_text_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arguments(tmp_path: Path, parts: str, budget: float = 1e9) -> argparse.Namespace:
-    return argparse.Namespace(parts=offload.part_list(parts), budget=budget, out=str(tmp_path))
+    return argparse.Namespace(
+        parts=names_of(tuple(offload.PARTS))(parts), budget=budget, out=str(tmp_path)
+    )
 
 
 def test_parts_are_written_one_by_one(
@@ -234,7 +237,7 @@ def test_parts_are_written_one_by_one(
 
 def test_an_unknown_part() -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="'tftt': one of pool, ttft"):
-        offload.part_list("tftt")
+        names_of(tuple(offload.PARTS))("tftt")
 
 
 def test_memory_is_touched() -> None:
