@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 COPY_BYTES = 4 << 30
+CALLS = 100
 
 
 def graph_ms(body: Callable[[], object], *, replays: int = 7) -> float:
@@ -24,8 +25,8 @@ def graph_ms(body: Callable[[], object], *, replays: int = 7) -> float:
     return event_ms(graph.replay, replays=replays)
 
 
-def call_us(call: Callable[[], object], calls: int) -> float:
-    """Microseconds of one call: its share of a graph of `calls`, kernels only."""
+def call_us(call: Callable[[], object], calls: int = CALLS) -> float:
+    """Microseconds of one call: its share of a graph of `calls`, so kernels only."""
 
     def body() -> None:
         for _ in range(calls):

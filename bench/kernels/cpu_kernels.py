@@ -39,11 +39,13 @@ def microseconds(function: Callable[[], Any], repeats: int = 50) -> float:
     return float(np.median(means)) * 1e6
 
 
-def attention_row() -> dict[str, Any]:
-    """Six layers of decode attention, 16 sequences of 128 to 1,088 tokens."""
-    contexts = np.linspace(128, 1088, 16).astype(int)
+def attention_row(
+    name: str, starts: np.ndarray, counts: np.ndarray, repeats: int
+) -> dict[str, Any]:
+    """Six layers of attention of `counts` tokens behind `starts` cached ones, [sequences] each."""
+    contexts = starts + counts
     columns = -(-contexts // BLOCK)
-    tables = np.zeros((16, columns.max()), np.int32)
+    tables = np.zeros((len(starts), columns.max()), np.int32)
     order = np.random.default_rng(0).permutation(int(columns.sum())).astype(np.int32)
     for row, (first, count) in enumerate(zip(np.cumsum(columns) - columns, columns, strict=True)):
         tables[row, :count] = order[first : first + count]
@@ -51,63 +53,37 @@ def attention_row() -> dict[str, Any]:
     cache = PagedKVCache(shape, len(order), torch.device("cpu"))
     cache.data.normal_()
     config = SimpleNamespace(
-        sliding_windows=(None,) * LAYERS,
-        num_kv_heads=KV_HEADS,
-        attn_scale=DIM**-0.5,
-        attn_softcap=None,
-        alibi_slopes=None,
-    )
-    q = torch.randn(16, HEADS, DIM).bfloat16()
-    kv = torch.randn(16, KV_HEADS, DIM).bfloat16()
-    positions = contexts - 1
-    blocks = tables[np.arange(16), positions // BLOCK]
+        sliding_windows=(None,) * LAYERS, num_kv_heads=KV_HEADS, attn_scale=DIM**-0.5,
+        attn_softcap=None, alibi_slopes=None,
+    )  # fmt: skip
+    num_tokens = int(counts.sum())
+    q = torch.randn(num_tokens, HEADS, DIM).bfloat16()
+    kv = torch.randn(num_tokens, KV_HEADS, DIM).bfloat16()
+    positions = np.concatenate([np.arange(a, b) for a, b in zip(starts, contexts, strict=True)])
+    blocks = tables[np.repeat(np.arange(len(starts)), counts), positions // BLOCK]
     times = []
     for kernel in (None, native_row_kernel(cache, HEADS, DIM**-0.5, chunks=True)):
         attention = TorchPagedAttention(config, cache, False, kernel)  # type: ignore[arg-type]
 
         def step(attention: TorchPagedAttention = attention) -> None:
-            planned = attention.plan(positions, np.ones(16, int), tables, positions, blocks)
+            planned = attention.plan(starts, counts, tables, positions, blocks)
             for layer in range(LAYERS):
                 planned(layer, q, kv, kv)
 
-        times.append(microseconds(step, 20))
+        times.append(microseconds(step, repeats))
     gigabytes = int(contexts.sum()) * 2 * KV_HEADS * DIM * 2 * LAYERS / 1e9
-    return {"kernel": "attention, 16 rows, 6 layers", "torch_us": times[0], "ours_us": times[1],
-            "ours_GB_s": gigabytes / times[1] * 1e6}  # fmt: skip
-
-
-def chunk_row(rows: int, start: int) -> dict[str, Any]:
-    """Six layers of attention of a prefill chunk behind `start` cached tokens."""
-    table = np.random.default_rng(0).permutation(-(-(start + rows) // BLOCK)).astype(np.int32)
-    shape = KVCacheShape(LAYERS, KV_HEADS, DIM, BLOCK, torch.bfloat16)
-    cache = PagedKVCache(shape, len(table), torch.device("cpu"))
-    cache.data.normal_()
-    config = SimpleNamespace(
-        sliding_windows=(None,) * LAYERS,
-        num_kv_heads=KV_HEADS,
-        attn_scale=DIM**-0.5,
-        attn_softcap=None,
-        alibi_slopes=None,
-    )
-    q = torch.randn(rows, HEADS, DIM).bfloat16()
-    kv = torch.randn(rows, KV_HEADS, DIM).bfloat16()
-    positions = np.arange(start, start + rows)
-    starts, counts = np.array([start]), np.array([rows])
-    times = []
-    for kernel in (None, native_row_kernel(cache, HEADS, DIM**-0.5, chunks=True)):
-        attention = TorchPagedAttention(config, cache, False, kernel)  # type: ignore[arg-type]
-
-        def step(attention: TorchPagedAttention = attention) -> None:
-            planned = attention.plan(
-                starts, counts, table[None], positions, table[positions // BLOCK]
-            )
-            for layer in range(LAYERS):
-                planned(layer, q, kv, kv)
-
-        times.append(microseconds(step, 5))
-    gigabytes = (start + rows) * 2 * KV_HEADS * DIM * 2 * LAYERS / 1e9
-    return {"kernel": f"attention, {rows} rows behind {start}, 6 layers", "torch_us": times[0],
+    return {"kernel": f"attention, {name}, {LAYERS} layers", "torch_us": times[0],
             "ours_us": times[1], "ours_GB_s": gigabytes / times[1] * 1e6}  # fmt: skip
+
+
+def attention_rows() -> list[dict[str, Any]]:
+    """Decode steps of 16 sequences of 128 to 1,088 tokens, then prefill chunks."""
+    contexts = np.linspace(128, 1088, 16).astype(int)
+    decode = attention_row("16 rows", contexts - 1, np.ones(16, int), 20)
+    return [decode] + [
+        attention_row(f"{rows} rows behind {start}", np.array([start]), np.array([rows]), 5)
+        for rows, start in ((36, 932), (200, 0), (1024, 0))
+    ]
 
 
 def elementwise_rows(rows: int) -> list[dict[str, Any]]:
@@ -151,8 +127,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     with torch.inference_mode():
-        chunks = [chunk_row(rows, start) for rows, start in ((36, 932), (200, 0), (1024, 0))]
-        table = [attention_row(), *chunks, *elementwise_rows(16), *elementwise_rows(1024)]
+        table = [*attention_rows(), *elementwise_rows(16), *elementwise_rows(1024)]
     print_table(table)
     write_results("cpu_kernels", {"rows": table, "threads": args.threads}, args.out)
 

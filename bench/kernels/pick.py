@@ -11,14 +11,13 @@ rounding of sums and noise may decide a row differently now and then.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from bench.common import bench_parser, print_table, write_results
-from bench.gpu_timing import event_ms, graph_ms
+from bench.gpu_timing import call_us, event_ms
 from hetero_llm.gpu.kernels.sample import (
     PickRows,
     make_pick_workspace,
@@ -56,16 +55,6 @@ def make_rows(count: int, vocab: int, kind: dict[str, float]) -> PickRows:
     return PickRows(torch.from_numpy(packed).to(DEVICE))
 
 
-def microseconds(call: Callable[[], object]) -> float:
-    """Of one call among CALLS in a graph."""
-
-    def body() -> None:
-        for _ in range(CALLS):
-            call()
-
-    return graph_ms(body) / CALLS * 1e3
-
-
 def measure(count: int, vocab: int, spread: float) -> list[dict[str, Any]]:
     """A table row for each kind, at `count` rows of logits of that spread."""
     logits = torch.empty(count, vocab, dtype=torch.bfloat16, device=DEVICE).normal_(std=spread)
@@ -74,13 +63,13 @@ def measure(count: int, vocab: int, spread: float) -> list[dict[str, Any]]:
     table: list[dict[str, Any]] = []
     for name, kind in KINDS.items():
         rows = make_rows(count, vocab, kind)
-        us = microseconds(lambda rows=rows: pick_tokens(logits, rows, workspace, out=out))
+        us = call_us(lambda rows=rows: pick_tokens(logits, rows, workspace, out=out), CALLS)
         sorting: float | str = "-"
         if name == "k50 p.95" and count <= LARGEST_SORTED:
             pick_tokens_reference(logits, rows)
             ms = event_ms(lambda rows=rows: pick_tokens_reference(logits, rows), replays=3)
             sorting = ms * 1e3
-        argmax = "-" if table else microseconds(lambda: logits.argmax(dim=-1))
+        argmax = "-" if table else call_us(lambda: logits.argmax(dim=-1), CALLS)
         same = int((out == pick_tokens_reference(logits, rows)).sum())
         table.append(
             {

@@ -9,30 +9,20 @@ one round of a gate that stays shut, by the time it takes to give up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from bench.common import bench_parser, print_table, write_results
-from bench.gpu_timing import event_ms, graph_ms
+from bench.gpu_timing import CALLS, call_us, event_ms
 from hetero_llm.gpu.kernels.apply_step_inputs import apply_step_inputs
 from hetero_llm.gpu.kernels.exchange import fetch_packet, send_results
 from hetero_llm.gpu.kernels.join_parts import join_parts, join_parts_reference
 from hetero_llm.gpu.kernels.layer_ready import ARMED_WORDS, PLACES, wait_for_loads
 
-CALLS = 100
 LOOKS = 1 << 16
 RING = 4
 DEVICE = torch.device("cuda")
-
-
-def microseconds(body: Callable[[], object]) -> float:
-    def calls() -> None:
-        for _ in range(CALLS):
-            body()
-
-    return graph_ms(calls) * 1e3 / CALLS
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -54,22 +44,22 @@ def transfers(rows: int) -> list[dict[str, Any]]:
         {
             "kernel": "fetch_packet",
             "rows": rows,
-            "ours_us": microseconds(lambda: fetch_packet(packets, turn, out=packet)),
-            "copy_us": microseconds(lambda: packet.copy_(packets[0], non_blocking=True)),
+            "ours_us": call_us(lambda: fetch_packet(packets, turn, out=packet)),
+            "copy_us": call_us(lambda: packet.copy_(packets[0], non_blocking=True)),
         },
         {
             "kernel": "send_results",
             "rows": rows,
-            "ours_us": microseconds(lambda: send_results(tokens, turn, ring=places)),
-            "copy_us": microseconds(lambda: places[0].copy_(tokens, non_blocking=True)),
+            "ours_us": call_us(lambda: send_results(tokens, turn, ring=places)),
+            "copy_us": call_us(lambda: places[0].copy_(tokens, non_blocking=True)),
         },
         {
             "kernel": "apply_step_inputs",
             "rows": rows,
-            "ours_us": microseconds(
+            "ours_us": call_us(
                 lambda: apply_step_inputs(*inputs, turn=turn, ring_size=RING, out=out)
             ),
-            "copy_us": microseconds(lambda: out.copy_(inputs[0])),
+            "copy_us": call_us(lambda: out.copy_(inputs[0])),
         },
     ]
 
@@ -81,8 +71,8 @@ def join(rows: int) -> dict[str, Any]:
     return {
         "kernel": "join_parts",
         "rows": rows,
-        "ours_us": microseconds(lambda: join_parts(first, second, *weights)),
-        "copy_us": microseconds(lambda: join_parts_reference(first, second, *weights)),
+        "ours_us": call_us(lambda: join_parts(first, second, *weights)),
+        "copy_us": call_us(lambda: join_parts_reference(first, second, *weights)),
     }
 
 
@@ -95,8 +85,8 @@ def gates(count: int) -> dict[str, Any]:
     row = {
         "kernel": "wait_for_loads",
         "rows": count,
-        "ours_us": microseconds(lambda: wait_for_loads(flags, armed, errors, layer=4)),
-        "copy_us": microseconds(lambda: number.add_(1)),
+        "ours_us": call_us(lambda: wait_for_loads(flags, armed, errors, layer=4)),
+        "copy_us": call_us(lambda: number.add_(1)),
     }
     assert not errors.item()
     return row

@@ -7,26 +7,15 @@ any small kernel costs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from bench.common import bench_parser, print_table, write_results
-from bench.gpu_timing import graph_ms
+from bench.gpu_timing import CALLS, call_us
 from hetero_llm.gpu.kernels.tree_verify import make_walk_result, walk_trees
 
-CALLS = 100
 VOCAB = 128256
 DEVICE = torch.device("cuda")
-
-
-def microseconds(body: Any) -> float:
-    def calls() -> None:
-        for _ in range(CALLS):
-            body()
-
-    return graph_ms(calls) * 1e3 / CALLS
 
 
 def walk_us(num_groups: int, rows: int, accepted: int, *, tree: bool) -> float:
@@ -66,7 +55,7 @@ def walk_us(num_groups: int, rows: int, accepted: int, *, tree: bool) -> float:
         "last_tokens": torch.zeros(num_groups, dtype=torch.int64, device=DEVICE),
         "out": out,
     }
-    time = microseconds(lambda: walk_trees(*arguments, **options))
+    time = call_us(lambda: walk_trees(*arguments, **options))
     assert (out.packed[:num_groups] == accepted + 1).all()
     assert bool((out.counts > 0).all()) == (tree and accepted > 0)
     return time
@@ -76,7 +65,7 @@ def main() -> None:
     parser = bench_parser(__doc__)
     args = parser.parse_args()
     number = torch.zeros(1, device=DEVICE)
-    add_us = microseconds(lambda: number.add_(1))
+    add_us = call_us(lambda: number.add_(1))
     rows = [
         {
             "groups": groups,
