@@ -18,7 +18,7 @@ from bench.common import bench_parser, print_table, write_results
 from hetero_llm.cpu import native
 from hetero_llm.cpu.fused import _packed_product, native_add_rms_norm, native_silu_mul
 from hetero_llm.cpu.paged_attention import native_row_kernel
-from hetero_llm.models.layers import GatedActivation, add_rms_norm
+from hetero_llm.models.layers import GatedActivation, Linear, add_rms_norm
 from hetero_llm.runner.attention import TorchPagedAttention
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 
@@ -95,8 +95,9 @@ def elementwise_rows(rows: int) -> list[dict[str, Any]]:
     gate = GatedActivation("silu")
     gate_up = torch.randn(rows, 2 * INNER).bfloat16()
     fast_gate = native_silu_mul(library, gate.plain)
-    projection = torch.randn(2 * INNER, HIDDEN).bfloat16()
-    packed = _packed_product(projection)
+    layer = Linear(HIDDEN, 2 * INNER, bias=False).bfloat16()
+    torch.nn.init.normal_(layer.weight)
+    projection, packed = layer.weight, _packed_product(layer)
     pairs = {
         "add + RMS norm": (
             lambda: add_rms_norm(x, residual, weight, 1e-5),
