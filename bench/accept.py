@@ -65,7 +65,7 @@ class Part:
     Attributes:
         machine: that the figures are claimed for.
         table: the steps in order, a line each: name, limit, lines, condition in brackets, command.
-            Indented lines go on with the command.
+            Indented lines continue the command.
         limit: seconds of a whole call; None: only the steps' own limits.
         strict: a failed step makes the call fail; else it is only reported.
     """
@@ -136,10 +136,10 @@ tests_memory 150 failures: -m pytest tests/gpu/test_memory_cuda.py {_PYTEST}
 suite 150 16: -m bench.engine.gpu_suite --parts decode,ttft,closed --sampling --out {out}
 verify 150 52: -m bench.speculation.verify --out {out}/verify.g.json
 attention 150 16: -m bench.kernels.attention --out {out}/attention.g.json
-small_linear 150 16: -m bench.kernels.small_linear --rows 1 4 8 32
+small_linear 150 16: -m bench.kernels.skinny_gemm --rows 1 4 8 32
     --out {out}/kernels_small_linear.g.json
 elementwise 150 16: -m bench.kernels.elementwise --out {out}/kernels_elementwise.g.json
-pick 150 16: -m bench.kernels.pick --out {out}/kernels_pick.g.json
+pick 150 16: -m bench.kernels.sample --out {out}/kernels_pick.g.json
 step_parts 150 16: -m bench.kernels.step_parts --out {out}/kernels_step_parts.g.json
 ceilings 150 16: -m bench.kernels.gpu_ceilings --out {out}/gpu_ceilings.g.json
 """,

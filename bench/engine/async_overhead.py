@@ -34,8 +34,8 @@ def params_for(tokens: int) -> SamplingParams:
 def prompts_of(count: int, number: int) -> list[list[int]]:
     """`count` prompts, others for each number: their second token is replaced by it."""
     rows = heldout_prompts().prompts
-    drawn = [rows[i % len(rows), :PROMPT].tolist() for i in range(count)]
-    return [[ids[0], 4 + number, 4 + i, *ids[3:]] for i, ids in enumerate(drawn)]
+    chosen = [rows[i % len(rows), :PROMPT].tolist() for i in range(count)]
+    return [[ids[0], 4 + number, 4 + i, *ids[3:]] for i, ids in enumerate(chosen)]
 
 
 def offline(llm: LLM, streams: list[int], tokens: int) -> tuple[list[float], float]:

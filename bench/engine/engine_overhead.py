@@ -30,7 +30,7 @@ _NODES, _ACCEPTED = 7, 3
 
 
 class FakeRunner:
-    """Draws the token 7 for whoever wants one, and accepts three draft nodes."""
+    """Samples token 7 for every request, and accepts three draft nodes."""
 
     def launch(self, step: SchedulerOutput) -> SchedulerOutput:
         return step

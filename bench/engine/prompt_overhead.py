@@ -37,7 +37,7 @@ VOCAB = 128256
 
 
 class TimedRunner:
-    """Draws the token 7 for whoever wants one; notes when it is called."""
+    """Samples token 7 for every request; notes when it is called."""
 
     def __init__(self) -> None:
         self.first_launch = 0.0

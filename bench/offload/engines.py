@@ -1,4 +1,4 @@
-"""What the benches of the host tier share: engines by name, prompts that nobody has seen, and
+"""What the benches of the host tier share: engines by name, prompts that no cache has seen, and
 counters that say where a prompt's blocks came from."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WrongTier(RuntimeError):
 
 @dataclass(frozen=True)
 class Tally:
-    """What a stretch of an engine's life added to its counters: blocks, bytes, tickets."""
+    """Growth of an engine's counters between two readings: blocks, bytes, transfers."""
 
     gpu: int
     cpu: int
@@ -52,8 +52,8 @@ class Tally:
     dropped: int
 
     def expect_host(self, least: int, most: int, block_bytes: int) -> None:
-        """That so many blocks came from host memory, each copied once (long prefixes are copied in
-        two parts), and none was on the GPU.
+        """Check that `least` to `most` blocks came from host memory, each copied once (long
+        prefixes in two parts), and that none was on the GPU.
 
         Raises:
             WrongTier: they did not.
@@ -63,7 +63,7 @@ class Tally:
             raise WrongTier(f"wanted {least} to {most} blocks of host memory, got {self}")
 
     def expect_device(self, tokens: int) -> None:
-        """That so many tokens were in the GPU's prefix cache, and nothing was copied.
+        """Check that `tokens` were in the GPU's prefix cache, and nothing was copied.
 
         Raises:
             WrongTier: they were not.
@@ -72,7 +72,7 @@ class Tally:
             raise WrongTier(f"wanted {tokens} tokens of the GPU's cache, got {self}")
 
     def expect_nothing(self) -> None:
-        """That every token was computed.
+        """Check that every token was computed.
 
         Raises:
             WrongTier: some were found.
@@ -209,36 +209,36 @@ class Served:
             with prompt_wakeups():
                 self.engine.step()
 
-    def rest(self) -> None:
-        """Until nothing is on its way to host memory.
+    def wait_idle(self) -> None:
+        """Wait until nothing is being copied to host memory.
 
         Raises:
-            WrongTier: that does not end.
+            WrongTier: that takes more than 20 s.
         """
-        self.engine.step()  # there may be a stray one that nobody waits for
+        self.engine.step()  # one launched step may be left whose output nothing needs
         deadline = time.perf_counter() + _PATIENCE
         while self.engine.poll_host_memory():
             if time.perf_counter() > deadline:
                 raise WrongTier("stores do not end")
 
-    def settle(self, before: dict[str, float], blocks: int) -> None:
-        """Until nothing is on its way; at least `blocks` more are in host memory than `before`.
+    def wait_stored(self, before: dict[str, float], blocks: int) -> None:
+        """Wait until nothing is being copied; `blocks` more must be in host memory than `before`.
 
         Raises:
             WrongTier: they are not.
         """
-        self.rest()
+        self.wait_idle()
         found = self.since(before)
         if self._offload and found.d2h < blocks * self.block_bytes:
             raise WrongTier(f"{blocks} blocks were to be stored: {found}")
 
     def keep(self, prompt: list[int]) -> float:
-        """Computes a prompt that nobody knows and moves it to host memory; milliseconds to its
+        """Computes a prompt that no cache has and moves it to host memory; milliseconds to its
         first token."""
         before = self.counters()
         ms, found = self.first_token(prompt)
         found.expect_nothing()
-        self.settle(before, len(prompt) // BLOCK)
+        self.wait_stored(before, len(prompt) // BLOCK)
         return ms
 
 
@@ -250,7 +250,7 @@ def token_seconds(request: Request, begin: float) -> float:
 
 
 def share_for(gib: float) -> float:
-    """`cpu_prefill_memory_utilization` that asks for so much."""
+    """`cpu_prefill_memory_utilization` that asks for `gib` GiB."""
     return gib * GIB / psutil.virtual_memory().total
 
 
@@ -290,9 +290,9 @@ _OFFLOAD: dict[str, dict[str, Any]] = {
     "victims": {},
     "wide": {"apc_offload_gpu_evictor_limit": 0, "num_gpu_blocks_override": 2 * GPU_BLOCKS},
 }
-"""Engines by name. "lazy" and "not lazy": every block leaves the GPU as soon as nobody uses it.
+"""Engines by name. "lazy" and "not lazy": every block leaves the GPU as soon as no request uses it.
 "victims": blocks leave when others need their place, as in service. "wide": as "lazy", with room
-for what is being stored beside what runs; who has less loses blocks, as stores hold nobody up.
+for what is being stored beside what runs; with less, blocks are lost, as no step waits for stores.
 "off": no host tier."""
 
 
@@ -339,7 +339,7 @@ class Engines:
         try:
             for length in (20, 300, 1100):  # first use of what is compiled or captured late
                 served.first_token(Prompts(self._settings.vocab, length).one(length))
-            served.rest()
+            served.wait_idle()
         except BaseException:
             llm.close()  # its pool would be missing to the next engine
             raise

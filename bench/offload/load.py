@@ -74,7 +74,7 @@ def _first_tokens(served: Served, head: list[int], ids: Prompts, count: int) -> 
     found, blocks = served.since(before), len(head) // BLOCK
     if found.h2d != blocks * served.block_bytes or found.failed:
         raise WrongTier(f"{count} requests on {blocks} blocks: wanted one transfer, got {found}")
-    served.rest()
+    served.wait_idle()
     return [token_seconds(request, begin) for request in requests]
 
 
@@ -114,12 +114,12 @@ def _behind_once(
     served.engine.add_request(first)
     served.run_until(lambda: time.monotonic() >= due)
     if first.num_unfinished == 0:
-        raise WrongTier("the large load was over before the small one came")
+        raise WrongTier("the large load ended before the small one came")
     served.engine.add_request(second)
     served.run_until(lambda: not served.engine.has_unfinished)
     blocks = (LARGE + SMALL) // BLOCK
     served.since(before).expect_host(blocks, blocks, served.block_bytes)
-    served.rest()
+    served.wait_idle()
     return token_seconds(first, begin), token_seconds(second, due)
 
 
@@ -182,7 +182,7 @@ def decode(engines: Engines, settings: Settings) -> dict[str, Any]:
         raise WrongTier(f"{len(loaders.times)} prefixes of {LOADED} tokens: got {found}")
     for row in rows:
         served.engine.abort(row.request_id)
-    served.rest()
+    served.wait_idle()
     none, loads = (summary([s * 1e3 for s in intervals[k]], "ms") for k in ("none", "loads"))
     return {
         "rows": [

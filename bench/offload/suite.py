@@ -18,10 +18,10 @@ Parts, each with a table and a JSON file of its own as soon as it is done:
   spec    draft worker, lookahead cache and host tier together (needs --target and --draft)
 
 Which tier served is read from the engine's counters in every run; a part that measured something
-else fails. `--model` is a shape of `bench.shapes`, with random weights, or a folder. All blocks
-that nobody uses leave the GPU at once (apc_offload_gpu_evictor_limit=0), but in "trace", where they
-leave when their place is needed. "stores" has twice the GPU's cache: with less, some blocks are
-needed again before they are stored.
+else fails. `--model` is a shape of `bench.shapes`, with random weights, or a folder. Blocks
+leave the GPU as soon as no request uses them (apc_offload_gpu_evictor_limit=0), but in "trace",
+where they leave when their place is needed. "stores" has twice the GPU's cache: with less, some
+blocks are needed again before they are stored.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def conversation_tokens() -> int:
 
 
 def plan_trace(gpu_tokens: int, ids: Prompts) -> list[Conversation]:
-    """So many conversations that all of them together are three times the GPU's cache."""
+    """As many conversations as are three times the GPU's cache in all."""
     count = round(OVER * gpu_tokens / conversation_tokens())
     return [
         Conversation(ids.one(FIRST), deque(ids.one(MORE) for _ in range(TURNS - 1)))
@@ -118,7 +118,7 @@ def trace(engines: Engines, settings: Settings) -> dict[str, Any]:
     rows = []
     for name in ("off", "victims"):
         served = engines.get(name)
-        served.rest()
+        served.wait_idle()
         conversations = plan_trace(GPU_BLOCKS * BLOCK, settings.ids("trace"))
         row = {
             "tier": "GPU only" if name == "off" else "GPU and host",
@@ -139,7 +139,7 @@ def trace(engines: Engines, settings: Settings) -> dict[str, Any]:
 
 
 def touch(num_bytes: int) -> float:
-    """Seconds to write every page of so much new memory once; it is given back."""
+    """Seconds to write every page of `num_bytes` of new memory once; it is freed again."""
     begin = time.perf_counter()
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     parts = np.array_split(np.frombuffer(memory, np.uint8), _TOUCHERS)
@@ -197,7 +197,7 @@ def _pin(num_rows: int, background: bool) -> tuple[float, float]:
 def spec(engines: Engines, settings: Settings) -> dict[str, Any]:
     """Lookahead cache, draft worker and host tier in one engine, against the same without the
     tier. Every prompt is new; with the tier, blocks of those before are stored meanwhile and each
-    batch's prompts are sent again, so that drafting goes on beside loads, too."""
+    batch's prompts are sent again, so that drafting continues beside loads, too."""
     engines.close()
     prompts = heldout_prompts().prompts[:, -SPEC_PROMPT:].tolist()
     figures = [_spec_run(settings, prompts, offload=offload) for offload in (False, True)]

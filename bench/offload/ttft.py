@@ -47,7 +47,7 @@ def host_hit(served: Served, prompt: list[int], prefix: int) -> float:
     rest = len(prompt) - prefix
     blocks = prefix // BLOCK - (not rest)  # of a resent prompt the last block is computed
     found.expect_host(blocks, blocks, served.block_bytes)
-    served.settle(before, rest // BLOCK)
+    served.wait_stored(before, rest // BLOCK)
     return ms
 
 
@@ -68,7 +68,7 @@ def on_device(off: Served, ids: Prompts, prefix: int, runs: int) -> dict[int, fl
 
 
 def recomputed(off: Served, ids: Prompts, length: int) -> float:
-    """Median milliseconds of prompts that nobody has seen."""
+    """Median milliseconds of prompts that no cache has seen."""
     times = []
     for _ in range(COLD_RUNS):
         ms, found = off.first_token(ids.one(length))

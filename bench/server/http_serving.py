@@ -154,7 +154,7 @@ def offline(args: argparse.Namespace, llm: LLM, rows: list[Row]) -> list[float]:
 
 
 def closed(llm: LLM, prompts: list[list[int]], streams: int, name: str) -> float:
-    """Seconds for all prompts, so many at a time."""
+    """Seconds for all prompts, `streams` at a time."""
     engine = llm._engine_parts().engine
     params = greedy(TOKENS, detokenize=True)
     waiting = enumerate(prompts)

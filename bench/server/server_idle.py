@@ -1,13 +1,14 @@
-"""Many open streams that say nothing, and short requests beside them.
+"""Short requests beside many open streams that send nothing.
 
-The server is the real one with an engine that costs next to nothing (that of its tests), so what is
-measured is HTTP, checks, tokens and the event loop. 1,000 streams are opened, get one token and
-then wait; meanwhile completions of one token arrive at 200 a second, at random times. Latency is
-from the planned arrival to the last byte of the answer: a client that is late counts, too.
+The server is the real one with the fake engine of its tests, which costs next to nothing, so what
+is measured is HTTP, request checks, tokenization and the event loop. The bench opens 1,000 streams,
+each of which gets one token and then waits; meanwhile completions of one token arrive at 200 a
+second, at random times. Latency is from the planned arrival to the last byte of the response, so a
+client that falls behind its plan counts, too.
 
-The client uses bare sockets, so that it fits on the second of two cores. First row: no open
-streams, the same arrivals. The cores that other processes used meanwhile are told, too: with two
-cores a busy neighbour is most of what is measured.
+The client uses bare sockets, so that it fits on the second of two cores. The first row has no open
+streams and the same arrivals. The table also shows the cores that other processes used meanwhile:
+with two cores a busy neighbour is most of what is measured.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ def _length(head: bytes) -> int:
 
 
 async def short_requests(port: int, rate: float, seconds: float, *, seed: int) -> Load:
-    """Random arrivals for so long, and their answers."""
-    load, drawn = Load(), random.Random(seed)
+    """Requests at random times for `seconds`, and their responses."""
+    load, rng = Load(), random.Random(seed)
     loop = asyncio.get_running_loop()
     # The one that has waited longest goes first, so that none waits until the server closes it.
     idle: deque[Short] = deque()
@@ -154,7 +155,7 @@ async def short_requests(port: int, rate: float, seconds: float, *, seed: int) -
             idle.append(connection)
 
     due, end = loop.time(), loop.time() + seconds
-    while (due := due + drawn.expovariate(rate)) < end:
+    while (due := due + rng.expovariate(rate)) < end:
         await asyncio.sleep(due - loop.time())
         task = loop.create_task(one(due))
         running.add(task)

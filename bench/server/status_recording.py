@@ -1,6 +1,6 @@
-"""What the status page of a server is told during a load, kept for tests of the page.
+"""Records the readings of a server's status page during a load, for tests of the page.
 
-Part of bench/server/http_serving.py; tests/browser shows such a file to the page again.
+Used by bench.server.http_serving; tests/browser replays such a file to the page.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _PATIENCE = 10.0
 
 @contextmanager
 def recorded(url: str, model: str, file: Path, *, source: str) -> Iterator[None]:
-    """Writes the page's readings of the time inside to `file`, once it has passed.
+    """Writes the readings taken while the context is open to `file` when it closes.
 
     Args:
-        model: as the server was told; only its last part is kept, and of what else names the
-            machine nothing is.
-        source: what was recorded, in words.
+        model: as passed to the server; only the last part of its path is kept, and nothing else
+            that names the machine.
+        source: description of what was recorded.
 
     Raises:
         OSError: the server did not answer, or the file cannot be written.

@@ -2,12 +2,12 @@
 
     python -m bench.speculation.draft_faults --model SCALE_UP --draft DRAFT [--batches 1,8]
 
-Greedy, held-out prompts, draft model alone. The worker is stopped (SIGSTOP) or killed (SIGKILL)
-when the batch's first tokens are there; what follows is timed. A stopped one goes on afterwards, so
-only a batch that follows another waits for a new worker to load. Runs without drafts come before,
-between and behind the stopped ones: the median of each counts. After a kill a new worker may start
-while the time runs, on cores of its own. With the target on a GPU, warm, batch 1 takes half a
-minute, nearly all of it for loading.
+Greedy, held-out prompts, draft model alone. The bench stops (SIGSTOP) or kills (SIGKILL) the worker
+when the batch's first tokens are there, and times the rest of the batch. A stopped worker is
+continued afterwards, so only a batch after the first waits for a new worker to load. Runs without
+drafts come before, between and after the stopped ones: the median of each counts. After a kill a
+new worker may start while the time runs, on cores of its own. With the target on a GPU, warm, batch
+1 takes half a minute, nearly all of it for loading.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAULTS = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
 
 def timed(bench: Bench, prompts: list[list[int]], tokens: int, fault: str | None) -> float:
     """Output tokens/s from the first tokens of all sequences to the last one, with the fault in
-    between. A stopped worker goes on when it is over."""
+    between. A stopped worker is continued at the end."""
     engine = bench.engine
     add_requests(engine, f"{fault}-{time.monotonic_ns()}", prompts, greedy(tokens))
     stats = engine._scheduler.stats
@@ -51,7 +51,7 @@ def timed(bench: Bench, prompts: list[list[int]], tokens: int, fault: str | None
         with contextlib.suppress(ProcessLookupError):  # the engine may have ended it already
             os.kill(pid, signal.SIGCONT)
     while fault == "killed" and bench.draft is not None and bench.draft.worker.pid == pid:
-        bench.draft.worker.look_after()  # so that nobody takes it for a living one
+        bench.draft.worker.look_after()  # until the client notices that it is dead
     return (stats.generation_tokens - done) / seconds
 
 

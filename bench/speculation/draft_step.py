@@ -1,8 +1,9 @@
 """Milliseconds of one decode step of a draft model through the executor.
 
-Rotation, paged cache and greedy draw are included; each step's tokens go into the next, and the
-context stays as long. `batch`: every row has a context of its own. `branches`: all rows extend one
-context, as branches of a draft tree do. Beside it, with as many threads: PyTorch eager on the same
+Rotation, paged cache and greedy sampling are included; each step's tokens go into the next, and
+the context keeps its length. `batch`: every row has a context of its own. `branches`: all rows
+extend one context, as branches of a draft tree do. Beside it, with as many threads: PyTorch eager
+on the same
 module (`F.linear` on plain weights), our torch path (prepacked weights, compiled attention; both
 run branches as a chunk, which is as much work), and a plain read of as many bytes as the step's
 weights have. Medians.
@@ -99,7 +100,7 @@ def token_places(work: Work) -> list[np.ndarray]:
     return [start + np.arange(count) for start, count in zip(work.starts, work.counts, strict=True)]
 
 
-def cache_rows(work: Work, tables: np.ndarray) -> np.ndarray:
+def slot_mapping(work: Work, tables: np.ndarray) -> np.ndarray:
     """[rows] int32 KV slot of each row."""
     slots = [
         table[place // BLOCK] * BLOCK + place % BLOCK
@@ -116,7 +117,7 @@ def step_arrays(work: Work, tables: np.ndarray) -> tuple[StepRows, StepDraws]:
     step = StepRows(
         token_ids=np.arange(1, rows + 1, dtype=np.int32),
         positions=np.full(rows, work.context - 1, np.int32),
-        cache_rows=cache_rows(work, tables),
+        cache_rows=slot_mapping(work, tables),
         slots=np.arange(work.sequences, dtype=np.int32),
         starts=work.starts,
         counts=work.counts,
@@ -125,7 +126,7 @@ def step_arrays(work: Work, tables: np.ndarray) -> tuple[StepRows, StepDraws]:
         ancestors=np.uint64(1) << own_bits,
         tables=tables,
     )
-    draws = StepDraws(
+    samples = StepDraws(
         rows=np.arange(rows, dtype=np.int32),
         modes=np.full(rows, GREEDY, np.uint8),
         temperatures=np.ones(rows, np.float32),
@@ -133,15 +134,15 @@ def step_arrays(work: Work, tables: np.ndarray) -> tuple[StepRows, StepDraws]:
         positions=np.full(rows, work.context, np.int32),
         sample_indices=np.zeros(rows, np.int32),
     )
-    return step, draws
+    return step, samples
 
 
 def executor_step(executor: Executor, work: Work, num_blocks: int) -> Callable[[], None]:
     """One step through the executor's call from Python."""
-    rows, draws = step_arrays(work, block_tables(work, num_blocks))
+    rows, samples = step_arrays(work, block_tables(work, num_blocks))
 
     def step() -> None:
-        rows.token_ids[:] = executor.step(rows, draws)
+        rows.token_ids[:] = executor.step(rows, samples)
 
     return step
 
@@ -158,10 +159,10 @@ def candidates_step(
     executor: Executor, work: Work, num_blocks: int, wanted: Wanted
 ) -> Callable[[], None]:
     """One step through prepared arrays, as a draft worker runs it."""
-    rows, draws = step_arrays(work, block_tables(work, num_blocks))
-    draws.modes[:], draws.temperatures[:] = CANDIDATES, wanted.temperature
+    rows, samples = step_arrays(work, block_tables(work, num_blocks))
+    samples.modes[:], samples.temperatures[:] = CANDIDATES, wanted.temperature
     found = Candidates.empty(work.rows, wanted.count)
-    prepared = executor.prepare(rows, draws, np.empty(work.rows, np.int64), found)
+    prepared = executor.prepare(rows, samples, np.empty(work.rows, np.int64), found)
 
     def step() -> None:
         executor.run(prepared, work.rows, work.sequences, work.rows)
@@ -176,7 +177,7 @@ def torch_step(
     """One step of the module with attention over the paged cache."""
     tables = block_tables(work, num_blocks)
     positions = np.concatenate(token_places(work))
-    blocks = cache_rows(work, tables) // BLOCK
+    blocks = slot_mapping(work, tables) // BLOCK
     tokens = torch.arange(1, work.rows + 1)
     at = torch.from_numpy(positions.astype(np.int64))
 

@@ -9,14 +9,14 @@ import torch
 
 from hetero_llm.gpu.model_runner import GpuModelRunner
 
-_ROW = 16  # a multiple of the packets' and results' rings
+_REPLAYS = 16  # a multiple of the lengths of the input and the result rings
 
 
 class GraphClock:
     """Events around every replayed graph of a runner, until it is stopped.
 
     Args:
-        keeps: the packet of the last verify step, for `alone`. Costs some microseconds a step.
+        keeps: the input buffer of the last verify step, for `alone`. Costs microseconds a step.
     """
 
     def __init__(self, runner: GpuModelRunner, *, keeps: bool = False) -> None:
@@ -25,7 +25,8 @@ class GraphClock:
         self._graphs = graphs
         self._replay = graphs.replay
         self._packer, self._keeps = runner._packer, keeps
-        self._kept: tuple[tuple[str, int], np.ndarray] | None = None  # a verify step's packet
+        # A verify step's graph, and its step input buffer.
+        self._kept: tuple[tuple[str, int], np.ndarray] | None = None
         self.events: list[tuple[tuple[str, int], torch.cuda.Event, torch.cuda.Event]] = []
         graphs.replay = self._timed  # type: ignore[method-assign]
 
@@ -44,19 +45,19 @@ class GraphClock:
         self.events.append((key, begin, end))
 
     def alone(self) -> float:
-        """Milliseconds of the verify graph last kept, replayed so often that the rings go round."""
+        """Milliseconds of the verify graph last kept, replayed over every place of the rings."""
         assert self._kept is not None
-        key, packet = self._kept
+        key, buffer = self._kept
         torch.cuda.synchronize()
-        self._packer.ring[:] = torch.from_numpy(packet)
+        self._packer.ring[:] = torch.from_numpy(buffer)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._replay(key)
         begin.record()
-        for _ in range(_ROW - 1):
+        for _ in range(_REPLAYS - 1):
             self._replay(key)
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / (_ROW - 1)
+        return begin.elapsed_time(end) / (_REPLAYS - 1)
 
     def medians(self, names: tuple[str, ...]) -> tuple[float, float]:
         """Median ms of graphs of these names, and of the gaps between neighbouring ones."""

@@ -3,15 +3,16 @@
     python -m bench.speculation.host_gap [--model demo] [--arms hybrid ...] [--draft demo-draft]
 
 "gap": microseconds from a step's results to the launch of the next one, if that has drafts; the
-device waits meanwhile. Without what an engine that steps asynchronously does after the launch:
-upkeep and output. Its parts: "update" takes in the tokens, "schedule" is the scheduler's own part
-of the next step, and those of the drafter have the names of its methods; of the draft worker's
-source "commit" tells the worker, "mirror" asks the mirror, "wait" waits for the worker. "rest" is
-what nobody counts, reading the parts' clocks included. Medians over all steps; greedy, held-out
-prompts, cold cache. bench.speculation.lookahead_gaps measures on the device.
+device waits meanwhile. It leaves out what an engine that steps asynchronously does after the
+launch: deferred work and output. Parts of the gap: "update" takes in the tokens, "schedule" is the
+scheduler's own part of the next step, and the drafter's parts have the names of its methods. Parts
+of the draft model's proposer: "commit" sends tokens to the worker, "mirror" reads the tree replica,
+"wait" waits for the worker. "rest" is what no part counts, reading the clocks included. Medians
+over all steps; greedy, held-out prompts, cold cache. bench.speculation.lookahead_gaps measures on
+the device.
 
-Other programs on the same cores make every figure larger: --clock thread leaves out what the
-thread did not run, and all waiting with it.
+Other programs on the same cores make every figure larger: --clock thread leaves out the time in
+which the thread did not run, and with it all waiting.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The history holds a million tokens of source code and every sequence a prompt of
 asks for one sequence's drafts in its own text and in the history (local + global); threads share
 batches. "propose" is all that stands between two verify steps but the engine's own bookkeeping:
 taking in tokens, judging the last drafts, looking up, the budget. Medians of many calls, on text
-that goes on from call to call as an engine's would.
+that grows from call to call as an engine's does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def fill(drafter: LookaheadDrafter, count: int, seed: int) -> None:
     """Enters `count` tokens of documents: shuffled spans of the held-out text, so that most of it
     recurs somewhere and much of it does not."""
     text, rng = source_code(), np.random.default_rng(seed)
-    space = int(drafter._live.arrays.numbers[0, SPACE])  # that of the live sequences
+    space = int(drafter._live.arrays.numbers[0, SPACE])  # that of the running sequences
     held = 0
     while held < count:
         spans = []
@@ -69,7 +69,7 @@ def measure(settings: dict[str, Any], batch: int, args: argparse.Namespace) -> d
     fill(drafter, args.tokens, seed=0)
     looked: list[float] = []
     proposed: list[float] = []
-    settled: list[float] = []
+    learned: list[float] = []
     for step in range(args.steps):
         for sequence, row in zip(sequences, text, strict=True):
             done = PROMPT + step * NEW
@@ -82,11 +82,11 @@ def measure(settings: dict[str, Any], batch: int, args: argparse.Namespace) -> d
         looked.append(time.perf_counter() - begin)
         begin = time.perf_counter()
         drafter.run_deferred()
-        settled.append(time.perf_counter() - begin)
+        learned.append(time.perf_counter() - begin)
     return {
         "lookup us": median_us(looked),
         "propose us": median_us(proposed),
-        "learn us/token": median_us(settled) / (batch * NEW),
+        "learn us/token": median_us(learned) / (batch * NEW),
     }
 
 

@@ -1,16 +1,16 @@
 """What drafts of the lookahead cache are worth, without running a model.
 
 A target's outputs are recorded once (greedy, float32). Then each arm drafts along them in batches,
-as the engine would ask it: the node walk accepts what the record says, so a step takes no longer
-than its proposal, and thousands of drafter settings can be compared in a minute. Every batch begins
-with a cold cache, or (`--warm`) with one that holds other files' text.
+with the calls an engine would make: the tree verification accepts what the recorded output says, so
+a step takes no longer than its proposal, and thousands of drafter settings can be compared in a
+minute. Every batch begins with a cold cache, or (`--warm`) with one that holds other files' text.
 
 Prompts fall into two halves by their package: settings are to be tuned on "a" and reported on "b".
-"nodes" caps the nodes of a draft; without a cap the drafter's own defaults do. "vs ngram" compares
-tokens a step with prompt lookup's (2 to 5 tokens matched, 7 drafted). Unless `--costs` says what
-steps take, nodes cost nothing and the budget keeps all. With it "speed-up" is that of whole batches
-over steps without drafts, and "first half" until half of the tokens are there: a batch ends with
-its slowest sequence.
+`--nodes` caps the nodes of a draft; without it the drafter's own defaults do. "vs ngram" compares
+tokens per step with prompt lookup's (2 to 5 tokens matched, 7 drafted). Unless `--costs` gives the
+duration of steps, nodes cost nothing and the budget keeps all. With it "speed-up" is that of whole
+batches over steps without drafts, and "first half" that until half of the tokens are there: a batch
+ends with its slowest sequence.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def drafter_of(settings: dict[str, Any] | None, clock: Clock | None) -> Drafter:
     return drafter
 
 
-def walk(tokens: list[int], parents: list[int], truth: list[int]) -> int:
+def accepted_depth(tokens: list[int], parents: list[int], truth: list[int]) -> int:
     """How many of the true tokens the draft has on a path from its root."""
     node = -1
     for depth, token in enumerate(truth):
@@ -171,17 +171,17 @@ def replay(
     clock: Clock | None,
 ) -> dict[str, float]:
     """One batch from the first token on; sums of steps, tokens and nodes."""
-    live = []
+    unfinished = []
     for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         sequence = sequence_of(f"{index}", prompt, len(output), nodes=nodes)
         sequence.token_ids.append(output[0])
-        live.append((sequence, output))
+        unfinished.append((sequence, output))
     keys = "steps", "tokens", "drafted", "accepted", "hits", "seconds", "run", "plain", "half"
     sums = dict.fromkeys(keys, 0.0)
     if clock is not None:
-        sums["plain"] = clock.seconds(len(live)) * (len(outputs[0]) - 1)
-    while live:
-        sequences = [sequence for sequence, _ in live]
+        sums["plain"] = clock.seconds(len(unfinished)) * (len(outputs[0]) - 1)
+    while unfinished:
+        sequences = [sequence for sequence, _ in unfinished]
         limits = [
             min(s.request.max_total_tokens - len(s.token_ids) - 1, MAX_NODES) for s in sequences
         ]
@@ -202,26 +202,26 @@ def replay(
                 sums["half"] = sums["run"]
         ends = dict(zip(asked, np.cumsum(drafts.counts).tolist(), strict=True)) if drafts else {}
         first = 0
-        for index, (sequence, output) in enumerate(live):
+        for index, (sequence, output) in enumerate(unfinished):
             done = len(sequence.token_ids) - sequence.num_prompt_tokens
             accepted = 0
             if index in ends and drafts is not None:
                 part = slice(first, ends[index])
                 first = ends[index]
                 row = drafts.token_ids[part].tolist(), drafts.parents[part].tolist()
-                accepted = walk(*row, output[done:-1])
+                accepted = accepted_depth(*row, output[done:-1])
                 sums["drafted"] += len(row[0])
             sequence.token_ids += output[done : done + accepted + 1]
             sums["steps"] += 1
             sums["tokens"] += accepted + 1
             sums["accepted"] += accepted
             sums["hits"] += accepted > 0
-        for sequence, output in live:
+        for sequence, output in unfinished:
             if len(sequence.token_ids) - sequence.num_prompt_tokens == len(output):
                 drafter.close(sequence.request)
-        live = [
+        unfinished = [
             (sequence, output)
-            for sequence, output in live
+            for sequence, output in unfinished
             if len(sequence.token_ids) - sequence.num_prompt_tokens < len(output)
         ]
     drafter.run_deferred()

@@ -2,19 +2,19 @@
 
     python -m bench.speculation.replay_worker [--temperatures 0 0.7] [--prompts 24] [--overlap auto]
 
-A target's outputs are recorded once (float32, greedy or drawn), then drafted along one at a time:
-the engine's own drafter, mirror and budget, and the worker's own loop with the demo draft model,
-over real rings in this process. Only time is made up: steps of either side take what `--verify`
-and `--draft-steps` say (milliseconds by rows, as measured on the target machine), the engine's
-host work `--gap`. So the same command gives the same counts on any machine of one instruction set.
+A target's outputs are recorded once (float32, greedy or sampled). Drafts are then made along them,
+one output at a time, by the engine's own drafter, tree replica and budget and the worker's own loop
+with the demo draft model, over real rings in this process. Only time is simulated: steps of either
+side take what `--verify` and `--draft-steps` say (milliseconds by tokens, as measured on the target
+machine), the engine's host work `--gap`. So the same command gives the same counts on any machine
+of one instruction set.
 
 "a1": how often the likeliest node of a draft was the next token. "misses": proposals for which the
-worker had nothing yet; "plain": steps that had no draft for it. "waited": by the engine for further
-levels. "rows": that the worker ran. "over none": speed-up in made-up time. "no loops" leaves out
-prompts whose output repeats a span of 32 tokens; `--calm` lets outputs end where they begin to do
-so. Prompts fall into two halves by their package:
-settings are to be tuned on "a" and reported on "b". "bench": the prompts of
-bench.speculation.speedup at batch 1, with its seed.
+worker had sent nothing yet; "plain": steps without a draft for that reason. "waited": by the engine
+for further levels. "rows": tokens that the worker ran. "over none": speed-up in simulated time. "no
+loops" leaves out prompts whose output repeats a span of 32 tokens; `--calm` cuts outputs where they
+begin to do so. Prompts fall into two halves by their package: settings are to be tuned on "a" and
+reported on "b". "bench": the prompts of bench.speculation.speedup at batch 1, with its seed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 from bench.common import RESULTS, bench_parser, print_table, write_results
 from bench.speculation.arms import SPAN, batches_of, repeats
-from bench.speculation.replay_drafts import Clock, halves, record, sequence_of, walk
+from bench.speculation.replay_drafts import Clock, accepted_depth, halves, record, sequence_of
 from hetero_llm.bridge.ipc.messages import Kind, Outbox, Records
 from hetero_llm.bridge.ipc.rings import Consumer, Producer, create_ring
 from hetero_llm.config.draft_model_config import DraftModelConfig
@@ -67,7 +67,7 @@ class PlayedWorker:
         model: without any text. times: of its steps. record: what came of earlier nodes.
 
     Attributes:
-        now: seconds. What the worker finds is heard when its step is over.
+        now: seconds. The engine hears of the worker's nodes when its step ends.
         rows, steps, busy: rows of all its steps, their number and seconds.
     """
 
@@ -81,7 +81,7 @@ class PlayedWorker:
         max_depth: int,
         most_nodes: int,
     ) -> None:
-        self.now = self._free_at = 0.0
+        self.now = self._idle_from = 0.0
         self.rows = self.steps = 0
         self.busy = 0.0
         self._is_idle = True
@@ -90,7 +90,7 @@ class PlayedWorker:
         self.is_up, self.why_off = True, None
         self._model, self._times = model, times
         self._generation = 0
-        self._heard: deque[tuple[float, Records]] = deque()
+        self._arrived: deque[tuple[float, Records]] = deque()
         with ExitStack() as stack:
             requests, answers = (stack.enter_context(create_ring()) for _ in range(2))
             self._requests = stack.enter_context(Producer(requests))
@@ -110,7 +110,7 @@ class PlayedWorker:
             self._stack = stack.pop_all()
 
     def _turn(self) -> bool:
-        """One step; False if it has nothing to do until it is told something."""
+        """One step; False if it has nothing to do until a record arrives."""
         trace = self._worker._trace
         assert trace is not None
         before = len(trace)
@@ -118,17 +118,17 @@ class PlayedWorker:
         self._is_idle = len(trace) == before
         if not self._is_idle:
             rows = trace[-1][2]
-            self._free_at += self._times.of(rows)
+            self._idle_from += self._times.of(rows)
             self.busy += self._times.of(rows)
             self.rows += rows
             self.steps += 1
         while len(records := self._answers.pop().records):
-            self._heard.append((self._free_at, records.copy()))
+            self._arrived.append((self._idle_from, records.copy()))
         return not self._is_idle
 
     def _run(self, until: float) -> None:
         """All steps that begin before that."""
-        while not self._is_idle and self._free_at < until:
+        while not self._is_idle and self._idle_from < until:
             self._turn()
 
     def next_generation(self) -> int:
@@ -141,20 +141,20 @@ class PlayedWorker:
             self._requests.push(self.outbox)
             assert not len(self.outbox)
             if self._is_idle:
-                self._is_idle, self._free_at = False, self.now
+                self._is_idle, self._idle_from = False, self.now
 
     def poll(self, timeout_us: int = 0) -> Records | None:
         limit = self.now + timeout_us * 1e-6
         self._run(self.now)
-        while not self._heard and not self._is_idle and self._free_at < limit:
+        while not self._arrived and not self._is_idle and self._idle_from < limit:
             self._turn()
-        if not self._heard or self._heard[0][0] > limit:
+        if not self._arrived or self._arrived[0][0] > limit:
             self.now = limit
             return None
-        self.now = max(self.now, self._heard[0][0])
+        self.now = max(self.now, self._arrived[0][0])
         come = []
-        while self._heard and self._heard[0][0] <= self.now:
-            come.append(self._heard.popleft()[1])
+        while self._arrived and self._arrived[0][0] <= self.now:
+            come.append(self._arrived.popleft()[1])
         parts = zip(*((records.headers, records.words) for records in come), strict=True)
         found = Records(*map(np.concatenate, parts))
         found = found.only(found.headers["kind"] != Kind.BEAT)
@@ -206,11 +206,13 @@ class Player:
         drafter.set_step_times(self._clock.profile())
         return worker, source, drafter
 
-    def play(self, seed: int, prompt: list[int], output: list[int], heat: float) -> Counter[str]:
+    def play(
+        self, seed: int, prompt: list[int], output: list[int], temperature: float
+    ) -> Counter[str]:
         """Sums of one output."""
         worker, source, drafter = self._prepare()
         clock, gap = self._clock, self._clock.gap
-        sequence = sequence_of("replay", prompt, len(output), temperature=heat, seed=seed)
+        sequence = sequence_of("replay", prompt, len(output), temperature=temperature, seed=seed)
         drafter.prompts_started([sequence])
         worker.now += self._args.prefill * 1e-3  # the worker runs the prompt, too
         drafter.run_deferred()
@@ -230,7 +232,7 @@ class Player:
             seconds = clock.seconds(1 + len(tokens))
             worker.now += seconds
             drafter.observe_step(1 + len(tokens), seconds)
-            accepted = walk(tokens, parents, output[done:-1])
+            accepted = accepted_depth(tokens, parents, output[done:-1])
             if tokens:
                 sums.update(asked=1, firsts=tokens[0] == output[done])
             sums.update(
@@ -238,10 +240,10 @@ class Player:
                 plain=asks and not tokens,
             )  # fmt: skip
             sequence.token_ids += output[done : done + accepted + 1]
-        told = source.metrics()
+        metrics = source.metrics()
         seconds = worker.now - begin
-        sums.update(rows=worker.rows, misses=int(told["draft_misses"]))
-        times = {"waited": told["draft_wait_seconds"], "busy": worker.busy, "seconds": seconds}
+        sums.update(rows=worker.rows, misses=int(metrics["draft_misses"]))
+        times = {"waited": metrics["draft_wait_seconds"], "busy": worker.busy, "seconds": seconds}
         for name, value in {**times, "none": clock.seconds(1) * sums["tokens"]}.items():
             sums[name] = cast(int, value)
         drafter.close(sequence.request)
@@ -273,7 +275,9 @@ def figures(sums: list[Counter[str]]) -> dict[str, float]:
     }
 
 
-def texts_of(args: argparse.Namespace, heat: float) -> tuple[list[int], np.ndarray, np.ndarray]:
+def texts_of(
+    args: argparse.Namespace, temperature: float
+) -> tuple[list[int], np.ndarray, np.ndarray]:
     """Seeds, prompts and outputs, recorded if they are not yet."""
     if args.half == "bench":
         batches = batches_of([1], args.prompt)[0]
@@ -282,9 +286,11 @@ def texts_of(args: argparse.Namespace, heat: float) -> tuple[list[int], np.ndarr
     else:
         seeds = halves()[args.half][: args.prompts].tolist()
         prompts = heldout_prompts().prompts[seeds, -args.prompt :].astype(np.int64)
-    name = f"replay-worker-{heat:g}-{args.half}-{args.prompts}-{args.prompt}-{args.tokens}.npz"
+    name = (
+        f"replay-worker-{temperature:g}-{args.half}-{args.prompts}-{args.prompt}-{args.tokens}.npz"
+    )
     path = RESULTS.parents[1] / "build" / name
-    return seeds, prompts, record(path, prompts, args.tokens, temperature=heat, seeds=seeds)
+    return seeds, prompts, record(path, prompts, args.tokens, temperature=temperature, seeds=seeds)
 
 
 def until_loop(tokens: list[int]) -> list[int]:
@@ -315,13 +321,13 @@ def main() -> None:
     args = parser.parse_args()
     player = Player(args)
     table: list[dict[str, Any]] = []
-    for heat in args.temperatures:
-        seeds, prompts, found = texts_of(args, heat)
+    for temperature in args.temperatures:
+        seeds, prompts, found = texts_of(args, temperature)
         outputs = found.tolist()
         if args.calm:
             outputs = [until_loop(output) for output in outputs]
         sums = [
-            player.play(seed, prompt, output, heat)
+            player.play(seed, prompt, output, temperature)
             for seed, prompt, output in zip(seeds, prompts.tolist(), outputs, strict=True)
             if len(output) > SPAN
         ]
@@ -330,7 +336,7 @@ def main() -> None:
             kept = [one for one, loop in zip(sums, loops, strict=True) if kind == "all" or not loop]
             if kept:
                 table.append(
-                    {"temperature": heat, "prompts": kind, "n": len(kept), **figures(kept)}
+                    {"temperature": temperature, "prompts": kind, "n": len(kept), **figures(kept)}
                 )
     print_table(table)
     if args.out:

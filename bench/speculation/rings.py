@@ -1,12 +1,12 @@
 """Microseconds from one process to another through a ring, Python's side included.
 
 Two processes, each pinned to a core of its own. The engine's sends a commit of two tokens for each
-sequence; the worker's, a while later, eight nodes of each one's tree. A way begins before its
-records are put into an outbox. It ends when the worker has its arrays, or when the nodes stand in
-the engine's mirror of the trees, where the next proposal finds them. `spin`: the reader
-waits in its spin; `futex`: it sleeps in the kernel and has to be woken. Beside it the commits'
-bytes as one datagram of a socket pair, where the reader sleeps as well; `empty`: how long the
-engine's look into an empty ring takes. 50th and 99th percentile.
+sequence; the worker's answers with eight nodes of each sequence's tree. A way begins before its
+records are put into an outbox. It ends when the worker has its arrays, or when the nodes are in the
+engine's tree replica, where the next proposal finds them. `spin`: the reader polls the ring;
+`futex`: it sleeps in the kernel and has to be woken. `socket`: the commits' bytes as one datagram
+of a socket pair, where the reader sleeps as well. `empty`: how long the engine's look into an empty
+ring takes. 50th and 99th percentile.
 
 The clock is CLOCK_MONOTONIC, which both processes share.
 """
@@ -74,7 +74,7 @@ def next_run(consumer: Consumer, kind: Kind) -> Records | None:
 
 
 def worker(tickets: list[str], mode: str, batch: int, cpu: int, fd: int) -> None:
-    """Answers until STOP; then writes when commits came and nodes left, [2, rounds] int64."""
+    """Answers until STOP; then writes when commits arrived and nodes left, [2, rounds] int64."""
     os.sched_setaffinity(0, {cpu})
     arrived, left = [], []
     outbox, stamps, counts = Outbox(), stamps_of(batch), np.full(batch, NODES, np.int32)
@@ -118,7 +118,7 @@ def through_rings(mode: str, batch: int, rounds: int, cpus: tuple[int, int]) -> 
     counts, tokens = np.full(batch, NEW_TOKENS), np.arange(batch * NEW_TOKENS, dtype=np.int32)
     sent, received, looks = [], [], []
     Mirror.compile()
-    mirror = Mirror(batch, vocab_size=1000, record=Record())
+    replica = Mirror(batch, vocab_size=1000, record=Record())
     with (
         there,
         back,
@@ -127,18 +127,18 @@ def through_rings(mode: str, batch: int, rounds: int, cpus: tuple[int, int]) -> 
     ):
         for _ in range(rounds + WARM_UP):
             for stamp in zip(*(column.tolist() for column in stamps), strict=True):
-                mirror.open(*stamp)
+                replica.open(*stamp)
             pause()
             sent.append(time.monotonic_ns())
             put_commits(outbox, stamps, counts, tokens)
             producer.push(outbox)
             records = next_run(consumer, Kind.NODES)
-            assert records is not None and mirror.add(records)
+            assert records is not None and replica.add(records)
             received.append(time.monotonic_ns())
             begun = time.monotonic_ns()
             consumer.pop()
             looks.append(time.monotonic_ns() - begun)
-            assert all(mirror.num_nodes(slot) == NODES for slot in range(batch))
+            assert all(replica.num_nodes(slot) == NODES for slot in range(batch))
         put_stop(outbox)
         producer.push(outbox)
         with os.fdopen(reading, "rb") as file:
@@ -213,7 +213,7 @@ def main() -> None:
         for mode in SPIN_US:
             rows += through_rings(mode, batch, options.rounds, cpus)
         rows.append(through_a_socket(batch, options.rounds, cpus))
-    os.sched_setaffinity(0, usable)  # what is written tells the machine's cores
+    os.sched_setaffinity(0, usable)  # the environment in the results counts the cores
     print_table(rows)
     write_results(
         "rings",

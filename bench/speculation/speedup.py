@@ -6,7 +6,7 @@ prompt is from. What a drafter keeps from one run to the next are the times of s
 engine that has served for a while.
 
 "draft" arms need --draft: the draft model's worker on the CPU, alone or beside the cache. One
-worker serves all of them; it is told of every request anew. "gpu draft" needs --gpu-draft, too: the
+worker serves all of them; every request is sent to it anew. "gpu draft" needs --gpu-draft, too: the
 engine is then built with the same draft model beside the target, on its device, whatever the arm.
 
 Batches of less than 8 run several times, each time with other prompts.

@@ -11,7 +11,7 @@ which the device computes steps of the target: sum of |draft step within target'
 |draft step|. Delivered and used is a step of the worker if at least one of the nodes that it named
 was in a draft that the device verified. A target's step is one with a draft or, where there was
 none in time, one without: the worker drafts behind both. "overlap, all": the same for all steps of
-the worker, those included whose nodes nobody wanted. "tok/s watched" and "tok/s": with events and
+the worker, including those whose nodes were not used. "tok/s watched" and "tok/s": with events and
 notes of the engine's side, and without: what watching costs.
 
 Writes timeline.json (Chrome's trace format, for chrome://tracing or Perfetto; of the first text)
@@ -240,9 +240,9 @@ def watch(
     found, seconds = [], 0.0
     for batch in batches:
         clock.events.clear()
-        _, told = bench.run("draft", [batch])
+        _, rates = bench.run("draft", [batch])
         torch.cuda.synchronize()
-        seconds += 1.0 / told["tok/s"]
+        seconds += 1.0 / rates["tok/s"]
         events = [e for e in clock.events if "verify" in e[0][0] or "decode" in e[0][0]]
         has_draft = np.array(["verify" in key[0] for key, _, _ in events])
         spans = np.array([

@@ -31,7 +31,7 @@ def args() -> argparse.Namespace:
 def test_the_same_counts_every_time(args: argparse.Namespace) -> None:
     held = heldout_prompts()
     prompt, output = held.prompts[3, -64:].tolist(), held.continuations[3, :24].tolist()
-    sums = [Player(args).play(5, prompt, output, heat=heat) for heat in (0.0, 0.0, 0.7)]
+    sums = [Player(args).play(5, prompt, output, temperature=heat) for heat in (0.0, 0.0, 0.7)]
     assert sums[0] == sums[1] and sums[0] != sums[2]
     for one in sums:
         assert one["tokens"] == len(output) - 1 == one["steps"] + one["accepted"]
@@ -45,5 +45,5 @@ def test_enumerate_never_waits(args: argparse.Namespace) -> None:
     held = heldout_prompts()
     prompt, output = held.prompts[4, -64:].tolist(), held.continuations[4, :24].tolist()
     given = argparse.Namespace(**{**vars(args), "overlap": "enumerate"})
-    sums = Player(given).play(5, prompt, output, heat=0.0)
+    sums = Player(given).play(5, prompt, output, temperature=0.0)
     assert sums["waited"] == 0.0 and sums["plain"] >= sums["misses"] > 0

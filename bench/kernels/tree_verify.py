@@ -1,8 +1,8 @@
-"""The node walk on a CUDA device: what verifying trees adds behind the draw.
+"""The tree verification kernel on a CUDA device: what verifying trees adds after sampling.
 
-Kernel-only figures: a call's share of a CUDA graph of 100. The rows were written just before, as in
-a step, so they lie in the L2 cache. `add_us` is torch adding 1 to one number in such a graph: what
-any small kernel costs.
+Kernel-only figures: a call's share of a CUDA graph of 100. The inputs were written just before, as
+in a step, so they lie in the L2 cache. `add_us` is torch adding 1 to one number in such a graph:
+what any small kernel costs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VOCAB = 128256
 DEVICE = torch.device("cuda")
 
 
-def walk_us(num_groups: int, rows: int, accepted: int, *, tree: bool) -> float:
+def verify_us(num_groups: int, rows: int, accepted: int, *, tree: bool) -> float:
     """Groups of `rows` rows of which a path of `accepted` nodes is right.
 
     Args:
@@ -26,11 +26,11 @@ def walk_us(num_groups: int, rows: int, accepted: int, *, tree: bool) -> float:
     """
     rng = np.random.default_rng(0)
     total = num_groups * rows
-    drawn = rng.integers(0, VOCAB, (num_groups, rows))
+    sampled = rng.integers(0, VOCAB, (num_groups, rows))
     parents = np.tile(np.arange(-1, rows - 1), (num_groups, 1))
     if tree:
         parents = np.where(parents > 0, parents // 2 * 2, parents)
-    drafts = np.take_along_axis(drawn, np.maximum(parents, 0), axis=1)
+    drafts = np.take_along_axis(sampled, np.maximum(parents, 0), axis=1)
     depth = np.arange(rows)
     if tree:  # of the children 2k + 1 and 2k + 2 of row 2k the second one is right
         drafts[:, 1::2] = VOCAB
@@ -45,7 +45,7 @@ def walk_us(num_groups: int, rows: int, accepted: int, *, tree: bool) -> float:
     )
     out = make_walk_result(num_groups, total, DEVICE)
     arguments = (
-        upload(drawn, torch.int64),
+        upload(sampled, torch.int64),
         upload(drafts, torch.int32),
         upload(parents, torch.int32),
     )
@@ -72,7 +72,7 @@ def main() -> None:
             "rows": width,
             "accepted": accepted,
             "moves": tree,
-            "ours_us": walk_us(groups, width, accepted, tree=tree),
+            "ours_us": verify_us(groups, width, accepted, tree=tree),
             "add_us": add_us,
         }
         for groups in (1, 8, 64, 256)
@@ -85,7 +85,7 @@ def main() -> None:
         )
     ]
     print_table(rows)
-    write_results("kernels_walk", {"rows": rows, "calls": CALLS}, args.out)
+    write_results("kernels_tree_verify", {"rows": rows, "calls": CALLS}, args.out)
 
 
 if __name__ == "__main__":
