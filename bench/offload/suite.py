@@ -54,20 +54,20 @@ class Part:
     seconds: float
 
 
-def _part(measure: Callable[..., dict[str, Any]], seconds: float, *engines: str) -> Part:
+def part_of(measure: Callable[..., dict[str, Any]], seconds: float, *engines: str) -> Part:
     return Part(measure, frozenset(engines), seconds)
 
 
 PARTS = {
-    "pool": _part(offload_trace.pool, 25),
-    "ttft": _part(offload_ttft.ttft, 60, "off", "lazy", "not lazy"),
-    "busy": _part(offload_ttft.busy, 4, "off", "lazy"),
-    "shared": _part(offload_load.shared, 5, "lazy"),
-    "behind": _part(offload_load.behind, 12, "lazy"),
-    "decode": _part(offload_load.decode, 12, "lazy"),
-    "stores": _part(offload_load.stores, 25, "off", "wide"),
-    "trace": _part(offload_trace.trace, 40, "off", "victims"),
-    "spec": _part(offload_trace.spec, 80),
+    "pool": part_of(offload_trace.pool, 25),
+    "ttft": part_of(offload_ttft.ttft, 60, "off", "lazy", "not lazy"),
+    "busy": part_of(offload_ttft.busy, 4, "off", "lazy"),
+    "shared": part_of(offload_load.shared, 5, "lazy"),
+    "behind": part_of(offload_load.behind, 12, "lazy"),
+    "decode": part_of(offload_load.decode, 12, "lazy"),
+    "stores": part_of(offload_load.stores, 25, "off", "wide"),
+    "trace": part_of(offload_trace.trace, 40, "off", "victims"),
+    "spec": part_of(offload_trace.spec, 80),
 }
 START_SECONDS = 22.0
 """Of an engine of the 8B shape."""

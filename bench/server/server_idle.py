@@ -36,7 +36,7 @@ SECONDS = 20.0
 WARM_SECONDS = 3.0
 _SILENT_ABOVE = 100
 _OPENED_AT_ONCE = 50
-_PATIENCE = 30.0
+PATIENCE = 30.0
 """Seconds for an answer, for all streams to open, and for the server to end."""
 _PROMPT = "def add(a, b):"
 _PATH = "/v1/completions"
@@ -105,7 +105,7 @@ class Short(asyncio.Protocol):
         self.answered = asyncio.get_running_loop().create_future()
         self.transport.write(SHORT)
         try:
-            async with asyncio.timeout(_PATIENCE):
+            async with asyncio.timeout(PATIENCE):
                 return await self.answered
         except TimeoutError:
             self.transport.abort()
@@ -185,7 +185,7 @@ class Streams:
                 await reader.readuntil(b"\n\n")
                 self._open.append((reader, writer))
 
-        async with asyncio.timeout(_PATIENCE):
+        async with asyncio.timeout(PATIENCE):
             await asyncio.gather(*(one() for _ in range(count)))
 
     async def still_open(self) -> int:
@@ -279,7 +279,7 @@ def main() -> None:
     finally:
         server.terminate()
         try:
-            server.wait(_PATIENCE)
+            server.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             server.kill()
             raise

@@ -60,8 +60,9 @@ class FixedTimes(StepTimes):
         pass
 
 
+# large: both ends of the rings, the worker, and the clock that it shares with the engine.
 class PlayedWorker:
-    """Has the face of `DraftWorker`: the worker's loop in this process, in made-up time.
+    """Stands in for the worker client: the worker's loop in this process, in simulated time.
 
     Args:
         model: without any text. times: of its steps. record: what came of earlier nodes.

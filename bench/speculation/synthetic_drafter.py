@@ -73,6 +73,11 @@ class SyntheticDrafter:
         sizes = np.array(counts, np.int32)
         return DraftBatch(sizes, *_chains(self._table, np.array(rows), sizes))
 
+    @property
+    def num_open(self) -> int:
+        """Requests that were drafted for and have not been closed."""
+        return len(self._open)
+
     def close(self, request: Request) -> None:
         self._open.pop(request.request_id, None)
 

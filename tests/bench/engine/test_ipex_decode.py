@@ -40,7 +40,7 @@ def test_ratios_are_those_of_a_quiet_turn() -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_transformers_takes_its_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ipex_decode, "_LEAST_S", 0.0)
+    monkeypatch.setattr(ipex_decode, "LEAST_S", 0.0)
     monkeypatch.setattr(method, "LONG_PROMPT", 40)
     make = [sys.executable, "-m", "bench.cpu_peers.make_checkpoint", "tiny", str(tmp_path)]
     subprocess.run(make, check=True, capture_output=True, cwd=Path(__file__).parents[3])

@@ -217,10 +217,10 @@ def test_parts_are_written_one_by_one(
         raise WrongTier("of the GPU")
 
     parts = {
-        "pool": offload._part(wrong, 10),
-        "ttft": offload._part(measure, 10, "off", "lazy"),
-        "busy": offload._part(measure, 10, "lazy"),
-        "trace": offload._part(measure, 1000, "off"),
+        "pool": offload.part_of(wrong, 10),
+        "ttft": offload.part_of(measure, 10, "off", "lazy"),
+        "busy": offload.part_of(measure, 10, "lazy"),
+        "trace": offload.part_of(measure, 1000, "off"),
     }
     monkeypatch.setattr(offload, "PARTS", parts)
     settings = Settings("tiny")

@@ -40,7 +40,7 @@ def test_all_are_answered() -> None:
 
 
 def test_connections_that_the_server_has_closed_are_not_used_again() -> None:
-    """As those are that nobody has used for a while: such a run did not end."""
+    """As servers close connections that were idle for a while: such a run did not end."""
 
     def answer_and_close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(ANSWER)
@@ -53,7 +53,7 @@ def test_connections_that_the_server_has_closed_are_not_used_again() -> None:
 
 
 def test_no_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_idle, "_PATIENCE", 0.05)
+    monkeypatch.setattr(server_idle, "PATIENCE", 0.05)
     load = load_on(lambda *_: None, rate=50.0)
     assert load.statuses["none"] == len(load.latencies) > 10
 

@@ -1,4 +1,4 @@
-"""The synthetic drafter accepts exactly as many tokens a step as it was told to."""
+"""The synthetic drafter accepts exactly as many tokens per step as `right` says."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_step_accepts_the_right_nodes(right: int, nodes: int) -> None:
     metrics = served.engine.metrics()
     assert metrics["num_steps"] == 1 + 24 / (right + 1)  # one token from the prompt, 24 to go
     assert metrics["spec_decode_num_accepted_tokens"] == 3 * right * 24 // (right + 1)
-    assert drafter._open == {}
+    assert drafter.num_open == 0
 
 
 def test_drafts() -> None:

@@ -55,7 +55,7 @@ def numbers(*values: int) -> np.ndarray:
 
 
 def test_nodes_of_drafts_are_found_in_the_workers_tree() -> None:
-    # Rows of a mirror: id, parent's row, token, kind.
+    # Rows of a tree replica: id, parent's row, token, kind.
     nodes = np.array([[3, -1, 50, 0], [4, -1, 60, 0], [7, 0, 50, 0], [9, 2, 80, 0]], np.int32)
     drafts = DraftBatch(numbers(4), numbers(50, 50, 70, 80), numbers(-1, 0, -1, 1))
     below_strange = DraftBatch(numbers(2), numbers(70, 80), numbers(-1, 0))
