@@ -1,8 +1,9 @@
 """Models of well-known shapes with random weights: their config.json, sizes, engines and prompts.
 
-`SHAPES` are published config.json files, without keys that change nothing here. `CPU_SHAPES` are
-small ones for the CPU benches: S, M and L are the shapes that the peers' models were converted
-from; `draft-68m` has the sizes of S with six heads of 128.
+`SHAPES` and `MOE_SHAPES` are published config.json files, without keys that change nothing here.
+`CPU_SHAPES` are small ones for the CPU benches: S, M and L are the shapes that the peers' models
+were converted from; `draft-68m` has the sizes of S with six heads of 128. `tiny` is for trying the
+benches on a small machine.
 """
 
 from __future__ import annotations
@@ -108,7 +109,6 @@ SHAPES: dict[str, Config] = {
         "max_window_layers": 28,
         "tie_word_embeddings": False,
     },
-    # For trying the benches on a small machine.
     "tiny": {
         **_LLAMA,
         "bos_token_id": 1,
@@ -165,15 +165,44 @@ CPU_SHAPES: dict[str, Config] = {
         "vocab_size": 32000,
     },
     "draft-68m": {**_S, "num_attention_heads": 6, "num_key_value_heads": 6},
-    # For trying the benches.
+    "tiny": SHAPES["tiny"],
+}
+
+MOE_SHAPES: dict[str, Config] = {
+    "mixtral-8x7b": {
+        **SHAPES["mistral-7b"],
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen1.5-moe-a2.7b": {
+        **SHAPES["qwen2.5-7b"],
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "vocab_size": 151936,
+        "max_position_embeddings": 8192,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "max_window_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+    },
     "tiny": {
-        **_SMALL,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
+        **SHAPES["tiny"],
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "intermediate_size": 96,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1e6,
     },
 }
 

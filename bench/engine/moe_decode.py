@@ -23,79 +23,13 @@ from bench.common import bench_parser, numbers, print_table, write_results
 from bench.engine.decode import PROMPT, STEPS, ms_per_step
 from bench.generation import greedy, seconds
 from bench.gpu_timing import copy_bandwidth
-from bench.shapes import Prompts, start
+from bench.shapes import MOE_SHAPES, Prompts, start
 from hetero_llm import LLM
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.experts import Experts, SparseMixerRouter, TopKRouter
 from hetero_llm.models.layers import Linear
 from hetero_llm.models.registry import model_class
 
-_COMMON = {
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
-# The published config.json files, without keys that change nothing here.
-SHAPES: dict[str, dict[str, Any]] = {
-    "mixtral-8x7b": {
-        **_COMMON,
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "vocab_size": 32000,
-        "max_position_embeddings": 32768,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "sliding_window": None,
-    },
-    "qwen1.5-moe-a2.7b": {
-        **_COMMON,
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "model_type": "qwen2_moe",
-        "bos_token_id": 151643,
-        "eos_token_id": 151643,
-        "vocab_size": 151936,
-        "max_position_embeddings": 8192,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 1,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "use_sliding_window": False,
-    },
-    # For trying the bench on a small machine.
-    "tiny": {
-        **_COMMON,
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "vocab_size": 512,
-        "max_position_embeddings": 4096,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "rope_theta": 1e6,
-    },
-}
 _COUNTED_STEPS = 16
 
 
@@ -168,7 +102,7 @@ def measure(
     Args:
         bandwidth: TB/s; None: no limit is known.
     """
-    prompts = Prompts(SHAPES[shape]["vocab_size"])
+    prompts = Prompts(MOE_SHAPES[shape]["vocab_size"])
     rows = []
     for batch in batches:
         ms = ms_per_step(llm, prompts, batch, steps=steps)
@@ -191,7 +125,7 @@ def measure(
 
 def main() -> None:
     parser = bench_parser(__doc__)
-    parser.add_argument("--shape", choices=list(SHAPES), default="mixtral-8x7b")
+    parser.add_argument("--shape", choices=list(MOE_SHAPES), default="mixtral-8x7b")
     parser.add_argument("--batches", type=numbers, default=[1, 32])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--steps", type=int, default=STEPS)
@@ -201,7 +135,7 @@ def main() -> None:
         bandwidth = copy_bandwidth()
         torch.cuda.empty_cache()
     llm, ready = start(
-        SHAPES[args.shape], dtype="bfloat16", device=args.device, max_model_len=1024,
+        MOE_SHAPES[args.shape], dtype="bfloat16", device=args.device, max_model_len=1024,
         max_num_batched_tokens=8192, max_num_seqs=max(args.batches),
     )  # fmt: skip
     with llm:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from bench.engine import moe_decode
-from bench.engine.moe_decode import SHAPES, bytes_per_step
+from bench.engine.moe_decode import bytes_per_step
+from bench.shapes import MOE_SHAPES
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.registry import model_class
@@ -20,7 +21,7 @@ PUBLISHED = {"mixtral-8x7b": 46_702_792_704, "qwen1.5-moe-a2.7b": 14_315_784_192
 
 
 def config_of(shape: str, folder: Path) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    (folder / "config.json").write_text(json.dumps(MOE_SHAPES[shape]))
     return load_model_config(folder)
 
 
