@@ -124,8 +124,8 @@ def _behind_once(
 
 
 class _Loaders:
-    """Keeps one request with a prefix in host memory in the engine, one after the other; `count`
-    of them are made beforehand."""
+    """Keeps one request with a prefix in host memory in the engine: a new one as soon as the last
+    has finished. `count` of them are made beforehand."""
 
     def __init__(self, served: Served, heads: list[list[int]], ids: Prompts, count: int) -> None:
         self._served = served
@@ -138,7 +138,7 @@ class _Loaders:
         self.times: list[float] = []
 
     def keep_one(self) -> None:
-        """Another one if there is none."""
+        """Adds a request if none is running."""
         if self._now is None:
             self._now = self._ready.pop() if self._ready else self._make()
             self._added = time.monotonic()
@@ -149,8 +149,8 @@ class _Loaders:
         head = self._heads[self._num_made % len(self._heads)]
         return self._served.request(head + self._ids.one(TAIL), 1)
 
-    def look(self) -> bool:
-        """Whether there is none, after a step."""
+    def poll(self) -> bool:
+        """After a step: notes the time of a request that has finished. True if none is running."""
         if self._now is not None and self._now.num_unfinished == 0:
             self.times.append(token_seconds(self._now, self._added))
             self._now = None
@@ -210,10 +210,10 @@ def _turn(served: Served, count: int, loaders: _Loaders | None) -> list[float]:
             loaders.keep_one()
         served.engine.step()
         if loaders is not None:
-            loaders.look()
+            loaders.poll()
     steps = watch.end()
     if loaders is not None:
-        served.run_until(loaders.look)
+        served.run_until(loaders.poll)
     return plain_intervals(steps)
 
 

@@ -74,7 +74,7 @@ START_SECONDS = 22.0
 
 
 def expected_seconds(name: str, started: set[str]) -> float:
-    """Of a part, engines that are still to be started included."""
+    """Seconds of a part, including the start of engines that are not running yet."""
     part = PARTS[name]
     return part.seconds + START_SECONDS * len(part.engines - started)
 

@@ -52,7 +52,7 @@ class Conversation:
 
 
 def conversation_tokens() -> int:
-    """Of one conversation at its end."""
+    """Tokens of one conversation at its end."""
     return FIRST + (TURNS - 1) * (ANSWER + MORE)
 
 

@@ -56,7 +56,7 @@ VOCAB = 4096
 
 
 def num_batches(size: int) -> int:
-    """How many batches of a size run one after the other: small ones depend on their prompts."""
+    """Batches of a size that run one after the other; figures of few prompts depend on them."""
     return max(1, FEW // size)
 
 
@@ -164,7 +164,7 @@ class Bench:
     def _start_draft(
         self, args: argparse.Namespace, config: EngineConfig
     ) -> tuple[DraftModel | None, EngineConfig]:
-        """The draft model's worker, and the configuration with the threads that it leaves."""
+        """The draft model's worker, and the configuration with the threads left for the target."""
         if args.draft is None:
             return None, config
         self._draft_args = {
@@ -183,7 +183,8 @@ class Bench:
         return draft, replace(config, speculation=None)
 
     def _build(self, args: argparse.Namespace, config: EngineConfig, *, gpu_draft: bool) -> Engine:
-        """The engine; a draft model on the device takes its turn as a drafter among the others."""
+        """The engine. With `gpu_draft` it has a draft model on the device, whose drafter is used in
+        the arm of that name only."""
         if not gpu_draft:
             return build_engine(config, show_progress=False, drafter=self.switch).engine
         on_device = {
@@ -201,7 +202,7 @@ class Bench:
         return engine
 
     def close(self) -> None:
-        """Ends the worker."""
+        """Ends the draft worker."""
         if self.draft is not None:
             self.draft.worker.close()
 
@@ -211,7 +212,7 @@ class Bench:
         return self.switch.profile or []
 
     def use(self, arm: str) -> None:
-        """A new drafter for an arm, which knows the times of steps from the one before."""
+        """Gives the engine a new drafter of an arm, with the step times of the last one."""
         self._remember()
         self.switch.inner = None
         settings = ARMS[arm]
@@ -256,8 +257,8 @@ class Bench:
     def run(
         self, arm: str, batches: list[list[list[int]]]
     ) -> tuple[list[list[int]], dict[str, float]]:
-        """The tokens of each prompt, and what the batches yield, one after the other. Every batch
-        has a drafter of its own."""
+        """The tokens of each prompt, and figures of all batches, which run one after the other,
+        each with a new drafter."""
         outputs: list[list[int]] = []
         taken = until_half = 0.0
         counted = np.zeros(5)

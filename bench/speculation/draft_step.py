@@ -1,14 +1,13 @@
 """Milliseconds of one decode step of a draft model through the executor.
 
-Rotation, paged cache and greedy sampling are included; each step's tokens go into the next, and
-the context keeps its length. `batch`: every row has a context of its own. `branches`: all rows
-extend one context, as branches of a draft tree do. Beside it, with as many threads: PyTorch eager
-on the same
-module (`F.linear` on plain weights), our torch path (prepacked weights, compiled attention; both
-run branches as a chunk, which is as much work), and a plain read of as many bytes as the step's
-weights have. Medians.
+Rotation, paged cache and greedy sampling are included; each step's tokens go into the next, and the
+context keeps its length. `batch`: every token belongs to a sequence of its own. `branches`: all
+tokens extend one sequence, as branches of a draft tree do. The table compares, at as many threads:
+PyTorch eager on the same module (`F.linear` on plain weights), our torch path (prepacked weights,
+compiled attention), and a plain read of as many bytes as the step's weights have. Both torch paths
+run branches as a chunk, which is as much work. Medians.
 
-With `--candidates K` also the same step when it looks for the K likeliest tokens of each row and
+With `--candidates K` also the same step when it returns the K likeliest tokens of each position and
 their log-probabilities, with `--noisy` among scores with noise, in turns with the greedy one.
 """
 
@@ -62,7 +61,7 @@ _NOISY_TEMPERATURE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`rows` rows that see `context` tokens each, themselves included."""
+    """`rows` tokens that see `context` tokens each, themselves included."""
 
     kind: str
     rows: int
@@ -79,7 +78,7 @@ class Work:
 
     @property
     def counts(self) -> np.ndarray:
-        """[sequences] rows."""
+        """[sequences] tokens of the step."""
         return np.full(self.sequences, self.rows // self.sequences, np.int32)
 
 
@@ -238,7 +237,7 @@ class Bench:
         )  # fmt: skip
 
     def executor(self, weight_format: str, threads: int) -> Executor:
-        """A fresh one; pinned if this process has as many cores."""
+        """A new executor; pinned if this process has as many cores."""
         library = native.load()
         assert library is not None, "no compiled library"
         cpus = compute_cpus(reserve=0)
@@ -309,7 +308,7 @@ def measure(
                 )  # fmt: skip
                 print({k: v if not isinstance(v, float) else round(v, 3)
                        for k, v in table[-1].items()}, flush=True)  # fmt: skip
-        del executor  # its threads must not stand in the way of the next
+        del executor  # frees the cores of its threads for the next one
     return table
 
 

@@ -1,7 +1,7 @@
 """A drafter that knows the answer: chains whose first nodes are right and the others wrong.
 
-It prices the verify path: how many tokens a step accepts is set by the caller, and drafting costs
-next to nothing. What it knows was recorded in a run without drafts.
+It measures the verify path alone: the caller sets how many tokens a step accepts, and drafting
+costs next to nothing. Its tokens were recorded in a run without drafts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class SyntheticDrafter:
     """Drafts along recorded continuations; never idle.
 
     A draft is shorter where the length of the request or the end of the record is near, and there
-    is none without a record of the prompt or for a sample other than the first. It trusts that
-    the sequence went as recorded: behind a difference all its nodes are as good as wrong.
+    is none without a record of the prompt or for a sample other than the first. It does not
+    compare the sequence with the record: after a difference its nodes are wrong.
 
     Args:
         continuations: a prompt's token ids to the tokens that follow it, by a run without drafts.

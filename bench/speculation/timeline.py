@@ -2,14 +2,14 @@
 
     python -m bench.speculation.timeline --model SCALE_UP --draft DRAFT [--out FOLDER]
 
-Held-out prompts one at a time, greedy, cold, draft model alone. The target's steps are between
-events around their graphs, placed on the host's clock; the worker's steps are what it notes itself
-(HETERO_LLM_DRAFT_TRACE). Only what lies between a text's first verify step and its last counts.
+Held-out prompts one at a time, greedy, cold, draft model alone. The target's steps come from events
+around their graphs, placed on the host's clock; the worker records its own steps
+(HETERO_LLM_DRAFT_TRACE). Only what lies between a prompt's first verify step and its last counts.
 
 "overlap": of the worker's steps whose drafts were delivered and used, the share of the time in
 which the device computes steps of the target: sum of |draft step within target's steps| over sum of
-|draft step|. Delivered and used is a step of the worker if at least one of the nodes that it named
-was in a draft that the device verified. A target's step is one with a draft or, where there was
+|draft step|. A worker's step is delivered and used if at least one of its nodes was in a draft that
+the device verified. A target's step is one with a draft or, where there was
 none in time, one without: the worker drafts behind both. "overlap, all": the same for all steps of
 the worker, including those whose nodes were not used. "tok/s watched" and "tok/s": with events and
 notes of the engine's side, and without: what watching costs.
