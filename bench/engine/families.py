@@ -1,6 +1,6 @@
 """Decode speed of every native family at one shape, in bytes read per second against Llama's.
 
-All have hidden 4096, 32 heads of 128 (what a family fixes otherwise stays as it is), 16 layers, a
+All have hidden 4096, 32 heads of 128 (except where a family fixes other sizes), 16 layers, a
 vocabulary of 32000 and random bf16 weights. MLPs without a gate have matrices half as wide again,
 so that all layers weigh about the same; what still differs (KV heads, biases) is in the bytes: a
 step reads every weight but the embedding once, and its sequences' KV. `of_llama` compares bytes per

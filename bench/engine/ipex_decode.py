@@ -2,9 +2,9 @@
 
 One process per runner: transformers, and `LLM.generate` on each of our backends, all with the same
 checkpoint of seeded random weights. They take turns of a second or so while the others sleep, so
-that a slow spell of the machine hits all of them; ratios are medians of the turns' ratios. A turn
-that other processes disturbed counts only if there are not three others. Each turn begins with a
-plain read of as many bytes as a step's weights: transformers' product of one row, which lays the
+that a slow spell of the machine hits all of them; ratios are medians of the turns' ratios. If at
+least three turns were not disturbed by other processes, only those count. Each turn begins with a
+plain read of as many bytes as a step's weights: transformers' product of one token, which lays the
 weight out anew, gains less from fast memory than ours, so the ratio follows that figure. A turn's
 decoding rate is batch * 128 / (T(129 new tokens) - T(1)) behind prompts of 32, its prefill rate
 512 / T(1) behind prompts of 512; greedy, no early end. Run it in the environment of

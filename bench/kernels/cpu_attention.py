@@ -1,10 +1,10 @@
-"""Attention of a step's rows on the CPU: the executor's parts against the torch path's kernels.
+"""Attention of a step on the CPU: the executor's kernels beside those of the torch path.
 
     python -m bench.kernels.cpu_attention [--layers N] [--levels avx2 avx512_bf16] [--out FILE]
 
-One thread for each, so that neither team's start counts. Layers are attended in turn: with the
-default number, K and V come from memory at long contexts. A decoded row is given in GB/s of the K
-and V it reads, chunks and trees in GFLOP/s of the pairs that see each other. Both run alternately;
+One thread for each, so that starting threads costs neither. Layers take turns: with the default
+number, K and V come from memory at long contexts. A decoded token is given in GB/s of the K and V
+that it reads, chunks and trees in GFLOP/s of the pairs that see each other. Both run alternately;
 the best of several rounds counts, in time on the core, so that other work on the machine matters
 less.
 """

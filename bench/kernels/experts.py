@@ -5,7 +5,7 @@
 One layer's experts at random routes, each call in a CUDA graph. `library_us`: for each visited
 expert, known beforehand, gathered rows through `F.linear`, activation, `F.linear`, weighted sum.
 TB/s counts the weights of the visited experts. `--sweep` times other configurations of each product
-as well; the fastest belongs into the kernel's table.
+as well; the fastest one belongs in the kernel's table.
 """
 
 from __future__ import annotations

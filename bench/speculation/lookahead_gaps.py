@@ -3,10 +3,11 @@
     python -m bench.speculation.lookahead_gaps --model SCALE_UP [--batches 1,8,64] [--out FILE]
 
 "gap": milliseconds from the end of a verify step's graph to the launch of the next one's, by
-events: results, bookkeeping, lookups, packing. Greedy, held-out prompts, cold hybrid cache.
+events: results, bookkeeping, lookups, filling the step input buffer. Greedy, held-out prompts, cold
+hybrid cache.
 "same as plain": the share of tokens before a sequence's first difference from the same batch
-without drafts; beside it the floor, the same prompts one at a time against that batch, both
-without drafts.
+without drafts; "floor": the same share of the prompts run one at a time against that batch,
+both without drafts.
 """
 
 from __future__ import annotations
