@@ -4,8 +4,8 @@
 
 Shape of one Llama-3.1-8B layer unless a row of the table says otherwise: 32 query heads, 8 KV heads
 of 128, bf16. Every figure is a captured graph over `LAYERS` layers with K and V of their own, in
-random blocks. Bandwidth is the bytes of K and V over the time, compared with that of a large copy (bytes
-read plus bytes written).
+random blocks. Bandwidth is the bytes of K and V over the time, compared with that of a large copy
+(bytes read plus bytes written).
 """
 
 from __future__ import annotations
