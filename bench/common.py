@@ -1,7 +1,8 @@
-"""What every bench shares: where it ran, and how results are written."""
+"""What every bench shares: arguments, the machine it ran on and its load, writing of results."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -12,10 +13,39 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 
-def environment() -> dict[str, Any]:
-    """Device, versions and commit, to stand beside every figure.
+def bench_parser(description: str | None, out: str = "JSON file") -> argparse.ArgumentParser:
+    """A parser that shows the docstring as written and knows --out. `out`: what that names."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", help=out)
+    return parser
 
-    BENCH_COMMIT names the commit where the tree travels without its .git folder.
+
+def numbers(text: str) -> list[int]:
+    """Type of an argument: "1,8" -> [1, 8]."""
+    return [int(word) for word in text.split(",")]
+
+
+def names_of(known: tuple[str, ...]) -> Any:
+    """Type of an argument: comma-separated names, all of them in `known`, returned in its order."""
+
+    def parse(text: str) -> list[str]:
+        wanted = text.split(",")
+        for name in wanted:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r}: one of {', '.join(known)}")
+        return [name for name in known if name in wanted]
+
+    return parse
+
+
+def environment() -> dict[str, Any]:
+    """Device, versions, commit and the machine's load, to stand beside every figure.
+
+    BENCH_COMMIT names the commit where the tree travels without its .git folder. `load`: runnable
+    processes, means of the last 1, 5 and 15 minutes. `steal`: share of the machine's CPU time since
+    this module was imported that the hypervisor gave to others; None if it is not known.
     """
     import torch
     import transformers
@@ -45,11 +75,33 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "commit": commit or "unknown",
+        "load": [round(mean, 2) for mean in os.getloadavg()],
+        "steal": _steal_since(_CPU_TICKS_AT_IMPORT),
     }
 
 
+def _cpu_ticks() -> list[int]:
+    """/proc/stat's first line: user, nice, system, idle, iowait, irq, softirq, steal of all cores
+    since boot (guests' time is part of user and nice); empty where there is none."""
+    try:
+        return [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except OSError:
+        return []
+
+
+def _steal_since(before: list[int]) -> float | None:
+    after = _cpu_ticks()
+    if len(before) < 8 or len(after) < 8:
+        return None
+    spent = [b - a for a, b in zip(before, after, strict=True)]
+    return round(spent[7] / max(sum(spent), 1), 4)
+
+
+_CPU_TICKS_AT_IMPORT = _cpu_ticks()
+
+
 def write_results(name: str, results: dict[str, Any], out: str | None) -> None:
-    """Writes `results` with the environment as JSON; prints where."""
+    """Writes `results` with the environment as JSON, to `out` or bench/results; prints where."""
     path = Path(out) if out else RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"bench": name, **environment(), **results}, indent=1) + "\n")
@@ -59,11 +111,11 @@ def write_results(name: str, results: dict[str, Any], out: str | None) -> None:
 def print_table(rows: list[dict[str, Any]]) -> None:
     """A plain table, one line per row, columns of the first row."""
     columns = list(rows[0])
-    texts = [[_text(row[c]) for c in columns] for row in rows]
-    widths = [max(len(c), *(len(t[i]) for t in texts)) for i, c in enumerate(columns)]
+    cells = [[_text(row[c]) for c in columns] for row in rows]
+    widths = [max(len(c), *(len(t[i]) for t in cells)) for i, c in enumerate(columns)]
     print("  ".join(c.ljust(w) for c, w in zip(columns, widths, strict=True)))
-    for text in texts:
-        print("  ".join(t.rjust(w) for t, w in zip(text, widths, strict=True)))
+    for line in cells:
+        print("  ".join(t.rjust(w) for t, w in zip(line, widths, strict=True)))
 
 
 def _text(value: Any) -> str:

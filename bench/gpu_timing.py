@@ -1,4 +1,4 @@
-"""Timing on a CUDA device: a captured graph of several calls, replayed; medians by events."""
+"""Timing on a CUDA device: captured graphs, replayed; medians by events."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 COPY_BYTES = 4 << 30
+CALLS = 100
 
 
 def graph_ms(body: Callable[[], object], *, replays: int = 7) -> float:
@@ -22,6 +23,16 @@ def graph_ms(body: Callable[[], object], *, replays: int = 7) -> float:
         body()
     graph.replay()
     return event_ms(graph.replay, replays=replays)
+
+
+def call_us(call: Callable[[], object], calls: int = CALLS) -> float:
+    """Microseconds of one call: its share of a graph of `calls`, so kernels only."""
+
+    def body() -> None:
+        for _ in range(calls):
+            call()
+
+    return graph_ms(body) / calls * 1e3
 
 
 def event_ms(body: Callable[[], object], *, replays: int = 7) -> float:

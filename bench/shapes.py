@@ -1,6 +1,9 @@
-"""Models of well-known shapes with random weights, and how the serving benches start them.
+"""Models of well-known shapes with random weights: their config.json, sizes, engines and prompts.
 
-The dictionaries are the published config.json files, without keys that change nothing here.
+`SHAPES` and `MOE_SHAPES` are published config.json files, without keys that change nothing here.
+`CPU_SHAPES` are small ones for the CPU benches: S, M and L are the shapes that the peers' models
+were converted from; `draft-68m` has the sizes of S with six heads of 128. `tiny` is for trying the
+benches on a small machine.
 """
 
 from __future__ import annotations
@@ -9,14 +12,16 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from hetero_llm import LLM
+if TYPE_CHECKING:  # peers' environments, which only need the shapes, lack what the engine imports
+    from hetero_llm import LLM
 
-_LLAMA = {
+Config = dict[str, Any]
+_LLAMA: Config = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_act": "silu",
@@ -40,7 +45,7 @@ _LLAMA_3_SCALING = {
     "original_max_position_embeddings": 8192,
 }
 
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, Config] = {
     "llama-3.1-8b": {
         **_LLAMA_3,
         "hidden_size": 4096,
@@ -104,7 +109,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_window_layers": 28,
         "tie_word_embeddings": False,
     },
-    # For trying the benches on a small machine.
     "tiny": {
         **_LLAMA,
         "bos_token_id": 1,
@@ -121,24 +125,108 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+_SMALL: Config = {
+    **_LLAMA,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_S = {
+    **_SMALL,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "vocab_size": 32000,
+}
+
+CPU_SHAPES: dict[str, Config] = {
+    "S": _S,
+    "M": {
+        **_SMALL,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+    "L": {
+        **_SMALL,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+    },
+    "draft-68m": {**_S, "num_attention_heads": 6, "num_key_value_heads": 6},
+    "tiny": SHAPES["tiny"],
+}
+
+MOE_SHAPES: dict[str, Config] = {
+    "mixtral-8x7b": {
+        **SHAPES["mistral-7b"],
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen1.5-moe-a2.7b": {
+        **SHAPES["qwen2.5-7b"],
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "vocab_size": 151936,
+        "max_position_embeddings": 8192,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "max_window_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+    },
+    "tiny": {
+        **SHAPES["tiny"],
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "intermediate_size": 96,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1e6,
+    },
+}
+
 _FIRST_PLAIN_ID = 3  # below are the special ids of the shapes with small vocabularies
 
 
-def write_shape(shape: str, folder: Path) -> Path:
+def write_config(config: Config, folder: Path) -> Path:
     """Writes config.json alone: for `load_format="dummy"` and `skip_tokenizer_init=True`."""
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=1) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     return folder
 
 
-def start(shape: str, **engine_args: Any) -> tuple[LLM, float]:
-    """An engine with seeded random weights of `shape`, and the seconds until it was ready.
+def start(config: Config, **engine_args: Any) -> tuple[LLM, float]:
+    """An engine with seeded random weights, and the seconds until it was ready.
 
     The CUDA context, which any program pays for, is made before the clock starts.
     """
+    from hetero_llm import LLM
+
     if torch.cuda.is_available() and engine_args.get("device") != "cpu":
         torch.empty(1, device="cuda")
     with tempfile.TemporaryDirectory() as folder:
-        write_shape(shape, Path(folder))
+        write_config(config, Path(folder))
         begin = time.perf_counter()
         llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, **engine_args)
         return llm, time.perf_counter() - begin
@@ -147,26 +235,51 @@ def start(shape: str, **engine_args: Any) -> tuple[LLM, float]:
 class Prompts:
     """Random prompts, each drawn once, so that no cache has seen any of them."""
 
-    def __init__(self, shape: str, seed: int = 0) -> None:
-        self._vocab = SHAPES[shape]["vocab_size"]
+    def __init__(self, vocab_size: int, seed: int | list[int] = 0) -> None:
+        self._vocab_size = vocab_size
         self._rng = np.random.default_rng(seed)
 
     def draw(self, count: int, length: int) -> list[list[int]]:
         """`count` lists of `length` token ids."""
-        ids = self._rng.integers(_FIRST_PLAIN_ID, self._vocab, (count, length))
-        return ids.tolist()
+        return self._rng.integers(_FIRST_PLAIN_ID, self._vocab_size, (count, length)).tolist()
+
+    def one(self, length: int) -> list[int]:
+        """One prompt of `length` token ids."""
+        return self.draw(1, length)[0]
 
 
-def linear_sizes(shape: str) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-    """(out, in) of the products of one layer, and of the head."""
-    config = SHAPES[shape]
+def linear_sizes(config: Config) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    """(out, in) of the products of one Llama layer, and of the head."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim = config.get("head_dim", hidden // heads)
+    heads = config["num_attention_heads"]
+    kv_heads = config["num_key_value_heads"]
+    dim = config.get("head_dim") or hidden // heads
     layer = [
-        ((heads + 2 * kv_heads) * head_dim, hidden),
-        (hidden, heads * head_dim),
+        ((heads + 2 * kv_heads) * dim, hidden),
+        (hidden, heads * dim),
         (2 * inner, hidden),
         (hidden, inner),
     ]
     return layer, (config["vocab_size"], hidden)
+
+
+def layer_parameters(config: Config) -> int:
+    """Parameters of the linear layers without the head: two floating-point operations each per
+    prompt token. (A prefill applies the head to one token only.)
+    """
+    layer, _ = linear_sizes(config)
+    return int(config["num_hidden_layers"]) * sum(out * depth for out, depth in layer)
+
+
+def streamed_parameters(config: Config) -> int:
+    """Parameters read in every decode step: all linear layers with the head, and the norms."""
+    _, (vocab, hidden) = linear_sizes(config)
+    norms = (2 * int(config["num_hidden_layers"]) + 1) * hidden
+    return layer_parameters(config) + vocab * hidden + norms
+
+
+def parameters(config: Config) -> int:
+    """Parameters of the model."""
+    _, (vocab, hidden) = linear_sizes(config)
+    untied = not config.get("tie_word_embeddings", False)
+    return streamed_parameters(config) + (vocab * hidden if untied else 0)

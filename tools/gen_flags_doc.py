@@ -45,7 +45,7 @@ DEVIATIONS = """\
 - `dtype="auto"` takes the checkpoint's type, except that float32 checkpoints become
   **bfloat16** on the CPU and on GPUs that have it (the manual: float16), and that float16
   checkpoints become bfloat16 on the CPU, which has no fast float16 path.
-- `host` is **127.0.0.1**: a server is reachable from other machines only when told to be.
+- `host` is **127.0.0.1**: a server is reachable from other machines only when that is set.
 - `trust_remote_code` stays off; with it, code that comes with a model or its tokenizer may run.
 - `enable_chunked_prefill` is on unless switched off; there is no separate prefill phase.
 - `gpu_memory_utilization` also limits, on the CPU, the share of free host memory for the KV cache.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from bench.families import FAMILIES as SHAPES
+from bench.engine.families import FAMILIES as SHAPES
 from hetero_llm.core.errors import ModelLoadError
 from hetero_llm.cpu.executor import unsupported_reason
 from hetero_llm.models.llama import LlamaForCausalLM
@@ -73,7 +73,7 @@ def _executor(row: TextRow) -> str:
         try:
             config = load_model_config(Path(folder))
         except ModelLoadError as error:
-            raise SystemExit(f"bench.families.FAMILIES[{row.shape!r}]: {error}") from error
+            raise SystemExit(f"bench.engine.families.FAMILIES[{row.shape!r}]: {error}") from error
     reason = unsupported_reason(config, torch.bfloat16)
     return "native" if reason is None else "torch"
 

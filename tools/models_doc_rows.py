@@ -33,7 +33,7 @@ NOTES = """\
   (`tests/scenarios/test_families.py`). A variant is a configuration with other switches.
 - Classes whose code comes with the checkpoint (Baichuan, ChatGLM, InternLM, QWen, Xverse) are
   compared with transformers' Llama or GLM fed with the same weights, split and renamed, and with
-  references written for the tests; nobody has run their published weights here.
+  references written for the tests; their published weights have not been run here.
 - Published weights of any family have not been run: the machines that test this project reach no
   model hub. What is tested is arithmetic, names and shapes of checkpoints as transformers writes
   them.
@@ -57,7 +57,7 @@ class TextRow:
     Attributes:
         architectures: As in `architectures` of config.json, the manual's spelling first.
         models: Whose checkpoints these are.
-        shape: Key of `bench.families.FAMILIES` (or of its experts).
+        shape: Key of `bench.engine.families.FAMILIES` (or of its experts).
         tiny: Families of tests/models/tiny*.py.
         test_files: Further tests, paths from the root.
         tested: What else is to be said of tests.

@@ -48,6 +48,7 @@ PROMPT = 1024
 CONTINUATION = 300
 
 
+# large: one value for each choice of the training.
 @dataclass(frozen=True)
 class Recipe:
     """What to train and for how long (minutes)."""

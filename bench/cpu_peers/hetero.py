@@ -9,7 +9,6 @@ import torch
 
 import hetero_llm
 from bench.cpu_peers import method
-from bench.cpu_shapes import read_config
 from hetero_llm import LLM, SamplingParams
 
 MAX_CONTEXT, MAX_BATCH = 1024, 8
@@ -56,7 +55,7 @@ def main() -> None:
     folder = Path(args.model)
     with start(folder, dtype=args.dtype, backend=args.backend, threads=args.threads) as llm:
         name = f"hetero-llm {hetero_llm.__version__} {args.backend}"
-        method.report(name, generator(llm), read_config(folder)["vocab_size"], args)
+        method.report(name, generator(llm), method.read_config(folder)["vocab_size"], args)
 
 
 if __name__ == "__main__":

@@ -46,24 +46,24 @@ class Generator:
             for sequence, prompt in enumerate(prompts)
             for position, token in enumerate(prompt)
         ]
-        drawn = self._decode(rows)
+        sampled = self._decode(rows)
         for step in range(new_tokens - 1):
-            drawn = self._decode(
+            sampled = self._decode(
                 [
                     (token, len(prompts[sequence]) + step, sequence, True)
-                    for sequence, token in enumerate(drawn)
+                    for sequence, token in enumerate(sampled)
                 ]
             )
 
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """Runs (token, position, sequence, whether to draw); returns the drawn tokens."""
+        """Runs (token, position, sequence, whether to sample); returns the sampled tokens."""
         batch = self._batch
-        for row, (token, position, sequence, draws) in enumerate(rows):
+        for row, (token, position, sequence, samples) in enumerate(rows):
             batch.token[row] = token
             batch.pos[row] = position
             batch.n_seq_id[row] = 1
             batch.seq_id[row][0] = sequence
-            batch.logits[row] = draws
+            batch.logits[row] = samples
         batch.n_tokens = len(rows)
         status = llama_cpp.llama_decode(self._ctx, batch)
         assert status == 0, f"llama_decode: {status}"

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from bench.cpu_shapes import CPU_SHAPES, write_shape
+from bench.shapes import CPU_SHAPES, write_config
 
 _STD = 0.02
 _SPECIAL = ("<unk>", "<s>", "</s>")
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     config = CPU_SHAPES[args.shape]
-    write_shape(args.shape, args.folder)
+    write_config(config, args.folder)
     weights = random_weights(config, args.seed)
     save_file(weights, args.folder / "model.safetensors", metadata={"format": "pt"})
     plain_tokenizer(config["vocab_size"]).save_pretrained(args.folder)

@@ -1,7 +1,7 @@
 """How every engine is measured on a CPU. Needs the standard library and psutil only.
 
 Prefill: 512 / (time of a prompt of 512 tokens with one new token). Decode: batch * 128 / (T(129 new
-tokens) - T(1)) behind prompts of 32. Greedy, no early end, every prompt drawn once. Medians.
+tokens) - T(1)) behind prompts of 32. Greedy, no early end, every prompt sent once. Medians.
 Start-up: from the start of the process to the first token.
 """
 
@@ -14,6 +14,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -114,7 +115,7 @@ class QuietClock:
 
 def _machine_seconds() -> float:
     times = psutil.cpu_times()
-    # Guests' time is part of user and nice; time stolen by the host is nobody's here.
+    # Guests' time is part of user and nice; time stolen by the host is not this machine's.
     idle = times.idle + times.iowait + times.steal + times.guest + times.guest_nice
     return sum(times) - idle
 
@@ -127,6 +128,12 @@ def _own_seconds() -> float:
 def since_start_s() -> float:
     """Seconds since this process was started."""
     return time.time() - psutil.Process().create_time()
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a checkpoint folder."""
+    config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+    return config
 
 
 class Prompts:

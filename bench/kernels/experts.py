@@ -5,13 +5,13 @@
 One layer's experts at random routes, each call in a CUDA graph. `library_us`: for each visited
 expert, known beforehand, gathered rows through `F.linear`, activation, `F.linear`, weighted sum.
 TB/s counts the weights of the visited experts. `--sweep` times other configurations of each product
-as well; the fastest belongs into the kernel's table.
+as well; the fastest one belongs in the kernel's table.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from bench.common import print_table, write_results
-from bench.kernels.small_linear import compile_all, graph_us
+from bench.common import bench_parser, print_table, write_results
+from bench.kernels.skinny_gemm import compile_all, graph_us
 from hetero_llm.gpu.kernels import experts as op
 from hetero_llm.gpu.kernels.experts import GroupedConfig, Groups, VectorConfig
 from hetero_llm.gpu.kernels.routing import route_sparse_mixer, route_top_k
@@ -70,6 +70,11 @@ class Case:
         return 2 * parts * self.dims.hidden * self.dims.inner * self.touched
 
 
+def each_us(call: Callable[[], object], calls: int = 4) -> float:
+    """Microseconds of one call of a CUDA graph of `calls`."""
+    return graph_us(lambda: [call() for _ in range(calls)]) / calls
+
+
 def make_case(dims: Dims, gate_up: Tensor, down: Tensor, rows: int) -> Case:
     x = torch.randn(rows, dims.hidden, device="cuda", dtype=BF16)
     logits = torch.randn(rows, dims.experts, device="cuda", dtype=BF16)
@@ -106,28 +111,17 @@ def parts_us(case: Case) -> dict[str, float]:
     """Each kernel of a call of `experts` by itself."""
     dims, rows = case.dims, case.x.shape[0]
     times = {
-        "route_us": graph_us(
-            lambda: [
-                route_top_k(case.logits, k=dims.k, renormalize=True, rounded=False)
-                for _ in range(20)
-            ]
-        )
-        / 20,
-        "mixer_us": graph_us(
-            lambda: [route_sparse_mixer(case.logits, jitter=0.01) for _ in range(20)]
-        )
-        / 20,
+        "route_us": each_us(
+            lambda: route_top_k(case.logits, k=dims.k, renormalize=True, rounded=False), 20
+        ),
+        "mixer_us": each_us(lambda: route_sparse_mixer(case.logits, jitter=0.01), 20),
     }
     first, second = op.choose(rows, dims.k, dims.experts, 2)
     groups = op.align(case.ids, dims.experts, first.block_m)
     middle = op.grouped_product(case.x, case.gate_up, groups, activation="silu", config=first)
     parts = op.grouped_product(middle, case.down, groups, activation="", config=second)
-    times["align_us"] = (
-        graph_us(lambda: [op.align(case.ids, dims.experts, first.block_m) for _ in range(20)]) / 20
-    )
-    times["combine_us"] = (
-        graph_us(lambda: [op.combine(parts, case.weights) for _ in range(20)]) / 20
-    )
+    times["align_us"] = each_us(lambda: op.align(case.ids, dims.experts, first.block_m), 20)
+    times["combine_us"] = each_us(lambda: op.combine(parts, case.weights), 20)
     times["gate_up_us"] = product_us(case, groups, "gate_up", first)
     times["down_us"] = product_us(case, groups, "down", second)
     return times
@@ -152,8 +146,7 @@ def plan(case: Case, groups: Groups, part: str, config: GroupedConfig) -> Launch
 
 def product_us(case: Case, groups: Groups, part: str, config: GroupedConfig) -> float:
     """Alone; every call finds the weights in memory, if they are larger than L2."""
-    launch = plan(case, groups, part, config)
-    return graph_us(lambda: [launch() for _ in range(4)]) / 4
+    return each_us(plan(case, groups, part, config))
 
 
 def candidates(case: Case, part: str) -> list[GroupedConfig]:
@@ -193,7 +186,7 @@ def sweep(case: Case) -> list[dict[str, Any]]:
     compile_all(list(plans.values()))
     rows = []
     for (part, config), launch in plans.items():
-        us = graph_us(lambda launch=launch: [launch() for _ in range(4)]) / 4
+        us = each_us(launch)
         rows.append(
             {
                 "rows": case.x.shape[0],
@@ -226,14 +219,8 @@ def sweep_one_row(case: Case) -> list[dict[str, Any]]:
 
 
 def vector_us(case: Case, configs: tuple[VectorConfig, VectorConfig]) -> float:
-    def run() -> None:
-        for _ in range(4):
-            op.vector_experts(
-                case.x, case.ids, case.weights, case.gate_up, case.down,
-                activation="silu", configs=configs,
-            )  # fmt: skip
-
-    return graph_us(run) / 4
+    arguments = (case.x, case.ids, case.weights, case.gate_up, case.down)
+    return each_us(lambda: op.vector_experts(*arguments, activation="silu", configs=configs))
 
 
 def label(config: GroupedConfig) -> str:
@@ -251,8 +238,7 @@ def row_of(case: Case) -> dict[str, Any]:
     dims, rows = case.dims, case.x.shape[0]
     arguments = (case.x, case.ids, case.weights, case.gate_up, case.down)
     calls = 4 if rows < 1024 else 1
-    ours = graph_us(lambda: [op.experts(*arguments, activation="silu") for _ in range(calls)])
-    ours /= calls
+    ours = each_us(lambda: op.experts(*arguments, activation="silu"), calls)
     flops = 6 * rows * dims.k * dims.hidden * dims.inner
     return {
         "rows": rows,
@@ -267,11 +253,10 @@ def row_of(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--shape", choices=MODELS, default="mixtral-8x7b")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--out")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this bench needs a CUDA device")

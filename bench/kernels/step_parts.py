@@ -1,39 +1,29 @@
-"""The small kernels around a captured step, on a CUDA device: packet in, inputs, results out, the
-join of two parts of a context, and the gates in front of attention.
+"""The small kernels around a captured step, on a CUDA device: fetching the step input buffer,
+applying the inputs, sending the results, joining two parts of a context, and waiting for
+layer-ready flags.
 
-Kernel-only figures: a call's share of a CUDA graph of 100. `copy_us` is what the transfers would
-take as memory copies captured in such a graph; for the join, torch doing the same by operators; for
-open gates, torch adding 1 to a number. Of gates `rows` is how many loads they look at. "a look" is
-one round of a gate that stays shut, by the time it takes to give up.
+Kernel-only figures: a call's share of a CUDA graph of 100. `copy_us`: for the transfers, memory
+copies captured in such a graph; for the join, the same by torch operators; for flags that are set,
+torch adding 1 to a number. For the flags `rows` is the number of loads they belong to. "a look" is
+one polling round on a flag that is never set, from the time until the kernel gives up.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from bench.common import print_table, write_results
-from bench.gpu_timing import event_ms, graph_ms
+from bench.common import bench_parser, print_table, write_results
+from bench.gpu_timing import CALLS, call_us, event_ms
 from hetero_llm.gpu.kernels.apply_step_inputs import apply_step_inputs
 from hetero_llm.gpu.kernels.exchange import fetch_packet, send_results
 from hetero_llm.gpu.kernels.join_parts import join_parts, join_parts_reference
 from hetero_llm.gpu.kernels.layer_ready import ARMED_WORDS, PLACES, wait_for_loads
 
-CALLS = 100
 LOOKS = 1 << 16
 RING = 4
 DEVICE = torch.device("cuda")
-
-
-def microseconds(body: Callable[[], object]) -> float:
-    def calls() -> None:
-        for _ in range(CALLS):
-            body()
-
-    return graph_ms(calls) * 1e3 / CALLS
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -41,11 +31,11 @@ def on_device(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 def transfers(rows: int) -> list[dict[str, Any]]:
-    """A verify step's packet and results."""
+    """A verify step's input buffer and results."""
     words, results = 200 + 40 * rows, 2 * rows
-    packets = torch.zeros(RING, words, dtype=torch.int32, pin_memory=True)
+    buffers = torch.zeros(RING, words, dtype=torch.int32, pin_memory=True)
     places = torch.zeros(RING, results, dtype=torch.int64, pin_memory=True)
-    packet, tokens, turn = on_device(words), on_device(results, dtype=torch.int64), on_device(1)
+    buffer, tokens, turn = on_device(words), on_device(results, dtype=torch.int64), on_device(1)
     writes, used = on_device(3, 2 * rows), torch.full((1,), rows // 4, device=DEVICE).int()
     writes[1] = torch.arange(2 * rows)
     last = on_device(512, dtype=torch.int64)
@@ -55,22 +45,22 @@ def transfers(rows: int) -> list[dict[str, Any]]:
         {
             "kernel": "fetch_packet",
             "rows": rows,
-            "ours_us": microseconds(lambda: fetch_packet(packets, turn, out=packet)),
-            "copy_us": microseconds(lambda: packet.copy_(packets[0], non_blocking=True)),
+            "ours_us": call_us(lambda: fetch_packet(buffers, turn, out=buffer)),
+            "copy_us": call_us(lambda: buffer.copy_(buffers[0], non_blocking=True)),
         },
         {
             "kernel": "send_results",
             "rows": rows,
-            "ours_us": microseconds(lambda: send_results(tokens, turn, ring=places)),
-            "copy_us": microseconds(lambda: places[0].copy_(tokens, non_blocking=True)),
+            "ours_us": call_us(lambda: send_results(tokens, turn, ring=places)),
+            "copy_us": call_us(lambda: places[0].copy_(tokens, non_blocking=True)),
         },
         {
             "kernel": "apply_step_inputs",
             "rows": rows,
-            "ours_us": microseconds(
+            "ours_us": call_us(
                 lambda: apply_step_inputs(*inputs, turn=turn, ring_size=RING, out=out)
             ),
-            "copy_us": microseconds(lambda: out.copy_(inputs[0])),
+            "copy_us": call_us(lambda: out.copy_(inputs[0])),
         },
     ]
 
@@ -82,12 +72,12 @@ def join(rows: int) -> dict[str, Any]:
     return {
         "kernel": "join_parts",
         "rows": rows,
-        "ours_us": microseconds(lambda: join_parts(first, second, *weights)),
-        "copy_us": microseconds(lambda: join_parts_reference(first, second, *weights)),
+        "ours_us": call_us(lambda: join_parts(first, second, *weights)),
+        "copy_us": call_us(lambda: join_parts_reference(first, second, *weights)),
     }
 
 
-def gates(count: int) -> dict[str, Any]:
+def ready_flags(count: int) -> dict[str, Any]:
     """`count` loads whose layer has landed."""
     flags, armed, number = on_device(PLACES), on_device(ARMED_WORDS), on_device(1)
     errors = torch.zeros(1, dtype=torch.int32, pin_memory=True)
@@ -96,15 +86,15 @@ def gates(count: int) -> dict[str, Any]:
     row = {
         "kernel": "wait_for_loads",
         "rows": count,
-        "ours_us": microseconds(lambda: wait_for_loads(flags, armed, errors, layer=4)),
-        "copy_us": microseconds(lambda: number.add_(1)),
+        "ours_us": call_us(lambda: wait_for_loads(flags, armed, errors, layer=4)),
+        "copy_us": call_us(lambda: number.add_(1)),
     }
     assert not errors.item()
     return row
 
 
 def look() -> dict[str, Any]:
-    """A gate that nobody opens."""
+    """A layer-ready flag that is never set."""
     flags, armed = on_device(PLACES), on_device(ARMED_WORDS)
     errors = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     shut = torch.zeros(ARMED_WORDS, dtype=torch.int32, device=DEVICE)
@@ -121,12 +111,11 @@ def look() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", help="JSON file")
+    parser = bench_parser(__doc__)
     args = parser.parse_args()
     rows = [row for count in (8, 64, 512) for row in transfers(count)]
     rows += [join(count) for count in (16, 1024, 16384)]
-    rows += [gates(count) for count in (0, 1, PLACES)]
+    rows += [ready_flags(count) for count in (0, 1, PLACES)]
     rows.append(look())
     print_table(rows)
     write_results("kernels_step_parts", {"rows": rows, "calls": CALLS}, args.out)

@@ -1,7 +1,7 @@
 """The native whole-step executor: weights go into the library once, then a step is one call.
 
 Contract: `csrc/step/executor.h`. Twin: `runner.model_runner.TorchModelRunner`. Benches:
-`bench/cpu_offline.py`, `bench/draft_step.py`.
+`bench/engine/cpu_offline.py`, `bench/speculation/draft_step.py`.
 """
 
 from __future__ import annotations

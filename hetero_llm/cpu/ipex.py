@@ -3,7 +3,7 @@
 Packed once per weight: in 64 x 64 blocks for `tpp_linear`, whose brgemm kernels were as fast as
 IPEX's oneDNN product or faster at every number of rows tried (1 to 512), in bfloat16 and float32;
 sizes that give no such blocks go to oneDNN. Everything else stays ours: IPEX's norm gained under
-1% of a step. Twin: `F.linear`. Bench: `bench/ipex_decode.py`.
+1% of a step. Twin: `F.linear`. Bench: `bench/engine/ipex_decode.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Native attention over the paged cache: wrapper of `csrc/paged_attention.cpp` for single rows
 and of `csrc/paged_prefill.cpp` for chunks of rows.
 
-Twin: `runner.attention.PlannedAttention` without a row kernel. Bench: `bench/cpu_kernels.py`.
+Twin: `runner.attention.PlannedAttention` without a row kernel. Bench:
+`bench/kernels/cpu_kernels.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The page, shown what a server's page was told once: the GPU's chart above all, since no other
-test has a GPU. The recording's "source" says where it comes from; bench/status_recording.py makes
-new ones."""
+test has a GPU. The recording's "source" says where it comes from; bench/server/status_recording.py
+makes new ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from bench.status_recording import without_paths, write
+from bench.server.status_recording import without_paths, write
 from hetero_llm.engine.tokenizer import Tokenizer
 from tests.browser.devtools import Browser
 from tests.browser.test_page import left_at_the_end

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.async_overhead import offline, online
+from bench.engine.async_overhead import offline, online
 from hetero_llm import (
     LLM,
     AsyncEngineArgs,

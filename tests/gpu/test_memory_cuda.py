@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.shapes import write_shape
+from bench.shapes import SHAPES, write_config
 from hetero_llm import LLM, ConfigError, SamplingParams
 from hetero_llm.core.outputs import CompletionOutput
 from hetero_llm.demo_models import demo_folder, heldout_prompts
@@ -34,7 +34,7 @@ def nothing_left_over() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shape("llama-3.2-1b", tmp_path_factory.mktemp("one_b"))
+    return write_config(SHAPES["llama-3.2-1b"], tmp_path_factory.mktemp("one_b"))
 
 
 def start_one_b(folder: Path, **engine_args: Any) -> LLM:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.synthetic_drafter import SyntheticDrafter
+from bench.speculation.synthetic_drafter import SyntheticDrafter
 from hetero_llm import SamplingParams
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.drafter import Drafter

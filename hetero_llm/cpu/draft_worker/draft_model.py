@@ -269,7 +269,8 @@ class _NativePath:
 
 def best_format(folder: Path, dtype: torch.dtype) -> str:
     """The weight format for a model that has no other wishes: "int8" beside bfloat16 where the
-    executor runs it, which takes 0.5 to 0.8 of the time (bench/draft_step.py), else as dtype.
+    executor runs it, which takes 0.5 to 0.8 of the time (bench/speculation/draft_step.py), else as
+    dtype.
 
     Raises:
         ConfigError: dtype is neither bfloat16 nor float32.

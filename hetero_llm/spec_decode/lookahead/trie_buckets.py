@@ -42,7 +42,8 @@ _PRIOR = np.array(
     ]
 )
 """[source, length, share] rate of acceptance of first children after 1, 2, 4, 8 and 20 tokens. From
-drafts along what the demo target makes of half of its held-out prompts (bench/replay_drafts.py)."""
+drafts along what the demo target makes of half of its held-out prompts
+(bench/speculation/replay_drafts.py)."""
 _PRIOR_LENGTHS = (1, 2, 4, 8, 20)
 _SECOND_PRIOR = np.array(
     [

@@ -1,0 +1,52 @@
+"""Time to first token with 900 of the prompt's tokens in the prefix cache, against cold."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from bench.common import bench_parser, print_table, write_results
+from bench.generation import first_token_ms
+from hetero_llm import LLM
+from hetero_llm.demo_models import heldout_prompts
+
+SHARED = 900
+SUFFIX = 32
+
+
+def main() -> None:
+    parser = bench_parser(__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rows = heldout_prompts().prompts
+    cold, hit = [], []
+    with LLM("demo", dtype="bfloat16", device=args.device) as llm:
+        for round_ in range(-1, args.rounds):  # the first round warms up
+            head = rows[round_ + 1, :SHARED].tolist()
+            tails = [rows[100 + 2 * round_ + i, :SUFFIX].tolist() for i in (2, 3)]
+            cold_ms, cached = first_token_ms(llm, head + tails[0])
+            assert cached == 0
+            hit_ms, cached = first_token_ms(llm, head + tails[1])
+            assert cached == SHARED // 16 * 16
+            if round_ >= 0:
+                cold.append(cold_ms)
+                hit.append(hit_ms)
+    ratio = float(np.median(np.array(hit) / np.array(cold)))
+    table = [
+        {"prompt": "cold", "first_token_ms": float(np.median(cold))},
+        {"prompt": f"{SHARED} tokens cached", "first_token_ms": float(np.median(hit))},
+    ]
+    print_table(table)
+    print(f"ratio (median of {args.rounds} rounds): {ratio:.3f}")
+    write_results(
+        "prefix_hit",
+        {"rows": table, "ratio": ratio, "threads": args.threads, "model": "demo", "dtype": "bf16"},
+        args.out,
+    )
+
+
+if __name__ == "__main__":
+    main()
