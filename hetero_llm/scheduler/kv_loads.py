@@ -77,13 +77,13 @@ class StepTimes:
 @dataclass(slots=True)
 class Loading:
     """A sequence with a slot and a table, but not running: `cached` tokens of it are there or
-    loading. `under_way`: some are loading, or will be (`put_off`); `in_part`: the beginning of a
+    loading. `under_way`: some are loading, or will be (`deferred`); `in_part`: the beginning of a
     long prefix is, and the rest is put off."""
 
     sequence: Sequence
     cached: int
     under_way: bool
-    put_off: bool = False
+    deferred: bool = False
     in_part: bool = False
 
 
@@ -144,8 +144,8 @@ class KVLoadQueue:
         """
         loading = Loading(sequence, cached, under_way=True)
         if not alone and not sequence.skips_host:
-            loading.put_off = self._blocks.may_load(slot, sequence.token_ids)
-        if not loading.put_off:
+            loading.deferred = self._blocks.may_load(slot, sequence.token_ids)
+        if not loading.deferred:
             has_room = sequence.skips_host or self._load(loading, slot)
             if not has_room and (self._loading or not alone):
                 return None  # else nobody will make room: it has to be computed
@@ -155,7 +155,7 @@ class KVLoadQueue:
             self._loading[sequence] = loading
         return loading
 
-    def begin_put_off(self, give_up: Callable[[Sequence], None]) -> int:
+    def begin_deferred(self, give_up: Callable[[Sequence], None]) -> int:
         """Starts the loads that `begin` has put off: to be called while the device works. Returns
         how many there were. Of long prefixes the rest is looked up at the next call, while the
         beginning is copied: beside a short step there is no time for all.
@@ -163,15 +163,15 @@ class KVLoadQueue:
         Args:
             give_up: lets a sequence wait again, for which there is no room now.
         """
-        put_off = [loading for loading in self._loading.values() if loading.put_off]
-        for loading in put_off:
+        deferred = [loading for loading in self._loading.values() if loading.deferred]
+        for loading in deferred:
             sequence = loading.sequence
-            whole, loading.put_off = loading.in_part, False
+            whole, loading.deferred = loading.in_part, False
             if not self._load(loading, sequence.request_slot, whole=whole):
                 give_up(sequence)
             elif not whole and self._blocks.may_load(sequence.request_slot, sequence.token_ids):
-                loading.put_off = loading.in_part = True
-        return len(put_off)
+                loading.deferred = loading.in_part = True
+        return len(deferred)
 
     def _load(self, loading: Loading, slot: int, *, whole: bool = True) -> bool:
         """Whether there is room for what would be loaded; then it is being loaded."""
@@ -191,7 +191,7 @@ class KVLoadQueue:
         """Who may join the next step, and how many rows it would have for them and for all who
         wait for nothing more than they do: those with one prefix join together."""
         self._judged.clear()
-        ready = [loading for loading in self._loading.values() if not loading.put_off]
+        ready = [loading for loading in self._loading.values() if not loading.deferred]
         waiting = [frozenset(self._blocks.pending(each.sequence.request_slot)) for each in ready]
         rows: Counter[frozenset[int]] = Counter()
         for loading, tickets in zip(ready, waiting, strict=True):
@@ -244,8 +244,7 @@ class KVLoadQueue:
     def _hidden(self, rows: int, context: int) -> float:
         return self._times.predict(context, rows) * self._hidden_share
 
-    @property
-    def starved(self) -> Sequence | None:
+    def take_starved(self) -> Sequence | None:
         """Who is to give its blocks up, where all of them belong to loading sequences and one
         that is ready cannot get those it needs."""
         no_room, self._no_room = self._no_room, False
@@ -268,25 +267,35 @@ class KVLoadQueue:
 
     # -- ending -----------------------------------------------------------------------------
 
+    def admit(self, sequence: Sequence, slot: int) -> None:
+        """Called when a sequence begins to run, whether or not anything was loaded for it."""
+        self._blocks.admit(slot, sequence.kv_counted)
+        sequence.skips_host = False
+
+    def keep_counts(self, sequence: Sequence) -> None:
+        """Called before a sequence loses its block table: its blocks count as hits or misses once,
+        however often it is preempted."""
+        sequence.kv_counted = self._blocks.counted(sequence.request_slot)
+
     def end(self, sequence: Sequence) -> None:
         """A sequence runs, waits again or is over."""
         del self._loading[sequence]
 
     def collect(
-        self, running: Iterable[Sequence], over: tuple[int, ...], *, in_vain: bool
+        self, running: Iterable[Sequence], finished: tuple[int, ...], *, timed_out: bool
     ) -> list[Sequence]:
         """Takes note of copies that ended.
 
         Args:
-            over: loads that a finished step waited for; `in_vain`: it went on without them.
+            finished: loads that a finished step waited for; `timed_out`: it went on without them.
 
         Returns:
             Sequences, running or loading, whose blocks were not filled. Their next prefix is not
             loaded from host memory: once is enough.
         """
-        lost = set(self._blocks.poll(() if in_vain else over))
-        if in_vain:
-            lost |= self._blocks.readers(over)
+        lost = set(self._blocks.poll(() if timed_out else finished))
+        if timed_out:
+            lost |= self._blocks.readers(finished)
         if not lost:
             return []
         found = [s for s in (*running, *self._loading) if s.request_slot in lost]
@@ -346,3 +355,62 @@ class KVLoadQueue:
             return left
         hidden = self._hidden(len(sequence.token_ids) - cached, cached) * _ALONE + _LAUNCH
         return max(left - hidden, self._blocks.seconds_ahead(sequence.request_slot) - _SOON)
+
+
+class NoKVLoads:
+    """Stands in for `KVLoadQueue` where there is no host memory: always empty, loads nothing."""
+
+    any_joined = False
+
+    def __len__(self) -> int:
+        return 0
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return False
+
+    def all(self) -> list[Loading]:
+        return []
+
+    def begin(self, sequence: Sequence, slot: int, cached: int, *, alone: bool) -> Loading:
+        return Loading(sequence, cached, under_way=False)
+
+    def begin_deferred(self, give_up: Callable[[Sequence], None]) -> int:
+        return 0
+
+    def candidates(self) -> list[tuple[Loading, int]]:
+        return []
+
+    def join(self, loading: Loading, rows: int, budget: int, *, alone: bool) -> int:
+        return 0
+
+    def take_starved(self) -> Sequence | None:
+        return None
+
+    def take_joined(self, rows: int) -> tuple[int, ...]:
+        return ()
+
+    def admit(self, sequence: Sequence, slot: int) -> None:
+        pass
+
+    def keep_counts(self, sequence: Sequence) -> None:
+        pass
+
+    def end(self, sequence: Sequence) -> None:
+        pass
+
+    def collect(
+        self, running: Iterable[Sequence], finished: tuple[int, ...], *, timed_out: bool
+    ) -> list[Sequence]:
+        return []
+
+    def observe(self, step: SchedulerOutput, seconds: float) -> None:
+        pass
+
+    def nap(self) -> None:
+        pass
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def shut_down(self) -> None:
+        pass

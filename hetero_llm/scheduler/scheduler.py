@@ -32,7 +32,7 @@ from hetero_llm.scheduler.beam_search import BeamGroup
 from hetero_llm.scheduler.deferred_work import MANY_BLOCKS, OffloadThrottle, Publisher, grow_ahead
 from hetero_llm.scheduler.draft_admission import choose_drafts, num_before_end
 from hetero_llm.scheduler.integrity import check_in_flight, check_members
-from hetero_llm.scheduler.kv_loads import KVLoadQueue
+from hetero_llm.scheduler.kv_loads import KVLoadQueue, NoKVLoads
 from hetero_llm.scheduler.new_tokens import append_tokens, copy_of, drop_tokens, end_of
 from hetero_llm.scheduler.request_slots import Slots
 from hetero_llm.scheduler.scheduler_rows import running_rows
@@ -59,7 +59,7 @@ class Scheduler:
             strings.
         drafter: asked for draft trees, which only the runners that verify them understand. While
             it is not idle no step is made ahead.
-        loads: keeps the sequences whose prefix comes from host memory, if `blocks` has any.
+        loads: the sequences whose prefix is being copied from host memory.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Scheduler:
         drafter: Drafter | None = None,
         loads: KVLoadQueue | None = None,
     ) -> None:
-        self.loads = loads
+        self.loads: KVLoadQueue | NoKVLoads = NoKVLoads() if loads is None else loads
         self.stats = SchedulerStats()
         self._config = config
         self._blocks = blocks
@@ -101,7 +101,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Without a slot, or with a prefix that is still on its way."""
-        return len(self._waiting) + len(self.loads or ())
+        return len(self._waiting) + len(self.loads)
 
     @property
     def kv_cache_usage(self) -> float:
@@ -163,8 +163,7 @@ class Scheduler:
         sequences: list[Sequence] = []
         counts: list[int] = []
         self._collect_moves()
-        if self.loads is not None:
-            self.loads.begin_put_off(self._give_up)
+        self.loads.begin_deferred(self._give_up)
         preemptions = self.stats.num_preemptions
         budget = self._schedule_running(sequences, counts)
         assert budget is not None
@@ -172,7 +171,7 @@ class Scheduler:
         if preemptions == self.stats.num_preemptions:
             budget = self._schedule_loading(sequences, counts, budget)
             budget = self._schedule_waiting(sequences, counts, budget)
-            waits = self.loads is not None and self.loads.any_joined
+            waits = self.loads.any_joined
             if self._drafter is not None and not self._drafter.idle and not waits:
                 drafts = choose_drafts(self._drafter, sequences, counts, self._blocks, budget)
         if not sequences:
@@ -234,7 +233,7 @@ class Scheduler:
         flight = self._in_flight.popleft()
         assert flight.step is step, "steps are updated in the order they were scheduled"
         if step.kv_loads:
-            self._collect_moves(step.kv_loads, in_vain=output.kv_loads_timed_out)
+            self._collect_moves(step.kv_loads, timed_out=output.kv_loads_timed_out)
         touched: list[Sequence] = []
         groups: list[Request] = []
         before, first = self.stats.generation_tokens, 0
@@ -291,8 +290,7 @@ class Scheduler:
 
     def observe_step(self, step: SchedulerOutput, seconds: float) -> None:
         """Tells whoever predicts times how long a step took; those who draft, without prompts."""
-        if self.loads is not None:
-            self.loads.observe(step, seconds)
+        self.loads.observe(step, seconds)
         if self._drafter is not None and not step.has_chunks:
             self._drafter.observe_step(int(step.num_scheduled_tokens.sum()), seconds)
 
@@ -306,7 +304,7 @@ class Scheduler:
     def run_deferred(self) -> None:
         """Upkeep that no step waits for: to be called while the device works."""
         self._publisher.publish()
-        begun = 0 if self.loads is None else self.loads.begin_put_off(self._give_up)
+        begun = self.loads.begin_deferred(self._give_up)
         if self._in_flight:
             grow_ahead(self._in_flight[-1], self._blocks)
         self.observe_tokens()
@@ -354,7 +352,7 @@ class Scheduler:
             cached = self._blocks.match_prefix(
                 slot, sequence.token_ids, request.root_hash, not wants_prompt, request.packed_prompt
             )
-            if self.loads is not None and not wants_prompt:
+            if not wants_prompt:
                 loading = self.loads.begin(sequence, slot, cached, alone=not self._running)
                 if loading is None:
                     self._blocks.free(slot)
@@ -398,15 +396,13 @@ class Scheduler:
                 self._admit(sequence, sequence.request_slot, loading.cached)
                 sequences.append(sequence)
                 counts.append(count)
-        if not self._running and (starved := self.loads.starved):
+        if not self._running and (starved := self.loads.take_starved()):
             self._give_up(starved)
         return budget
 
-    def _collect_moves(self, over: tuple[int, ...] = (), *, in_vain: bool = False) -> None:
+    def _collect_moves(self, finished: tuple[int, ...] = (), *, timed_out: bool = False) -> None:
         """Takes note of copies that ended. Sequences that wait for one that failed start anew."""
-        if self.loads is None:
-            return
-        for sequence in self.loads.collect(self._running, over, in_vain=in_vain):
+        for sequence in self.loads.collect(self._running, finished, timed_out=timed_out):
             if sequence in self.loads:
                 self._give_up(sequence)
             elif sequence.request_slot >= 0:  # else a sibling took it along
@@ -429,9 +425,7 @@ class Scheduler:
             request.metrics.first_scheduled_time = time.monotonic()
             self.stats.prompt_tokens += sequence.num_prompt_tokens
         sequence.num_computed_tokens = cached
-        if self.loads is not None:
-            self._blocks.admit(slot, sequence.kv_counted)
-            sequence.skips_host = False
+        self.loads.admit(sequence, slot)
         self._running.append(sequence)
         self._bind(sequence, slot)
 
@@ -446,7 +440,7 @@ class Scheduler:
         members = [victim]
         if request.request_id in self._beams:
             members = [s for s in self._running if s.request is request]
-            for loading in () if self.loads is None else self.loads.all():
+            for loading in self.loads.all():
                 if loading.sequence.request is request:
                     self._give_up(loading.sequence)
             self._beams[request.request_id].pending.clear()
@@ -462,7 +456,7 @@ class Scheduler:
     ) -> SchedulerOutput:
         """Makes the step and notes it as in flight."""
         changes = self._blocks.take_changes()
-        loads = () if self.loads is None else self.loads.take_joined(sum(counts))
+        loads = self.loads.take_joined(sum(counts))
         flight = pack(sequences, counts, tuple(self._admitted), changes, drafts, loads)
         self._admitted.clear()
         self._in_flight.append(flight)
@@ -578,10 +572,9 @@ class Scheduler:
         """Gives the blocks back and leaves the running list; returns the slot, now unused."""
         self._publisher.publish()
         slot = sequence.request_slot
-        if self.loads is not None:
-            sequence.kv_counted = self._blocks.counted(slot)
+        self.loads.keep_counts(sequence)
         self._blocks.free(slot)
-        if self.loads is not None and sequence in self.loads:
+        if sequence in self.loads:
             self.loads.end(sequence)
         else:
             self._num_synchronous -= sequence.request.synchronous
@@ -594,7 +587,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Asserts that slots, queues and requests agree; for tests and when idle."""
         self._blocks.check_integrity()
-        loading = [] if self.loads is None else [entry.sequence for entry in self.loads.all()]
+        loading = [entry.sequence for entry in self.loads.all()]
         self._slots.check_integrity([s.request_slot for s in (*self._running, *loading)])
         assert self._num_synchronous == sum(s.request.synchronous for s in self._running)
         check_in_flight(self._in_flight, self._running, (*self._waiting, *loading))
