@@ -45,7 +45,7 @@ from hetero_llm.engine.build_drafter import make_drafter
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import build_engine
 from hetero_llm.engine.input_processor import parse_prompts
-from hetero_llm.kv_cache.prefix_cache import root_key
+from hetero_llm.kv_cache.prefix_cache import hash_root
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.spec_decode.budget import StepCosts
 from hetero_llm.spec_decode.draft_model.on_device import ChainDrafter
@@ -121,7 +121,7 @@ class SwitchedDrafter:
 
     def prompts_started(self, sequences: list[Sequence]) -> None:
         if isinstance(self.inner, PromptObserver):
-            self.inner.begin(sequences)
+            self.inner.prompts_started(sequences)
 
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         assert self.inner is not None
@@ -245,7 +245,7 @@ class Bench:
             self._known[arm] = drafter._costs, drafter._turn
             if arm == "warm":
                 for tick, text in enumerate(other_text(self._sizes)):
-                    drafter.history.add(text, 0, namespace(root_key()), tick)
+                    drafter.history.add(text, 0, namespace(hash_root()), tick)
         self._switch.inner = drafter
 
     def _remember(self) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from hetero_llm.bridge.kv_offload.copier import CopyOptions, DeviceRows, NativeCopier
 from hetero_llm.bridge.kv_offload.copier_library import CopierError
-from hetero_llm.bridge.kv_offload.copier_protocol import Gate
+from hetero_llm.bridge.kv_offload.copier_protocol import LayerReadyFlag
 from hetero_llm.bridge.kv_offload.copy_calibration import prepare
 from hetero_llm.bridge.kv_offload.host_block_index import HostBlockIndex
 from hetero_llm.bridge.kv_offload.pinned_host_tier import LoadRule, PinnedHostTier
@@ -45,7 +45,7 @@ class LoadGates(Protocol):
         flags_address: of the flags, int32, all zero.
     """
 
-    gate_of: Callable[[int], Gate | None]
+    gate_of: Callable[[int], LayerReadyFlag | None]
 
     @property
     def flags_address(self) -> int: ...
@@ -90,7 +90,7 @@ class HostMemory:
         copier = _open_copier(self, cache)
         if copier is None:
             return None
-        self.gates.gate_of = copier.gate
+        self.gates.gate_of = copier.layer_ready_flag
         self.method = copier.calibration.best()[-1].method.name.lower()
         shape, config = cache.shape, self.config
         rule = LoadRule(

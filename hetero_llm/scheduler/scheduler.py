@@ -299,7 +299,7 @@ class Scheduler:
         self._blocks.launched()
         newcomers, self._newcomers = self._newcomers, []
         if newcomers and isinstance(self._drafter, PromptObserver):
-            self._drafter.begin(newcomers)
+            self._drafter.prompts_started(newcomers)
 
     def run_deferred(self) -> None:
         """Upkeep that no step waits for: to be called while the device works."""
@@ -321,7 +321,7 @@ class Scheduler:
         """Upkeep of host memory while nothing runs: whether there is more to come."""
         self._collect_moves()
         self._blocks.offload(MANY_BLOCKS)
-        return self._blocks.is_moving
+        return self._blocks.transfers.has_work
 
     # -- choosing rows ----------------------------------------------------------------------
 

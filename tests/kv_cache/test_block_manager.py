@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hetero_llm.kv_cache.block_manager import BlockManager
-from hetero_llm.kv_cache.prefix_cache import PrefixCache, block_key, root_key, token_bytes
+from hetero_llm.kv_cache.prefix_cache import PrefixCache, hash_block, hash_root, token_bytes
 
 SIZE = 4
 NUM_BLOCKS = 7
-ROOTS = {name: root_key(("salt", name)) for name in ("a", "b")}
+ROOTS = {name: hash_root(("salt", name)) for name in ("a", "b")}
 # Few distinct prompts, so that prefixes often coincide, and whole blocks more often than not.
 PROMPTS = st.builds(
     lambda token, blocks, rest: [token] * (blocks * SIZE) + [1] * rest,
@@ -30,7 +30,7 @@ def keys_of(root: str, tokens: tuple[int, ...] | list[int]) -> list[bytes]:
     """Key of each full block."""
     keys: list[bytes] = []
     for end in range(SIZE, len(tokens) + 1, SIZE):
-        keys.append(block_key(keys[-1] if keys else ROOTS[root], tokens[end - SIZE : end]))
+        keys.append(hash_block(keys[-1] if keys else ROOTS[root], tokens[end - SIZE : end]))
     return keys
 
 
@@ -97,7 +97,7 @@ class Traffic(RuleBasedStateMachine):
         for position in range(start, end + drafts):
             block = self.columns[table][position // SIZE]
             assert self._readers(block) == [table], "a shared block was written"
-            assert self.cache.unpublished([block]), "a published block was written"
+            assert self.cache.uncached([block]), "a published block was written"
             known = position < end
             entry = (self.roots[table], tuple(tokens[: position + 1])) if known else None
             self.memory[block][position % SIZE] = entry
@@ -156,7 +156,7 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def published_blocks_hold_the_tokens_of_their_key(self) -> None:
         for block in range(NUM_BLOCKS):
-            key = self.cache._key_of.get(block)
+            key = self.cache._hash_of.get(block)
             if key is None:
                 continue
             last = self.memory[block][-1]
@@ -171,7 +171,7 @@ class Traffic(RuleBasedStateMachine):
     def published_blocks_follow_published_blocks(self) -> None:
         """However many tables compute one prefix, and in whatever order they end."""
         children: dict[bytes, set[int]] = {}
-        for block, source in self.cache._source_of.items():
+        for block, source in self.cache._lookup_key_of.items():
             children.setdefault(source[:32], set()).add(block)
         assert children.keys() <= {*ROOTS.values(), *self._published()}
         found = {key: set(self.cache.children(key)) for key in children}
@@ -179,16 +179,16 @@ class Traffic(RuleBasedStateMachine):
 
     @invariant()
     def published_blocks_are_found_by_what_their_key_hashes(self) -> None:
-        assert len(self._published()) == len(self.cache) == len(self.cache._source_of)
-        assert self.cache._block_of == {s: b for b, s in self.cache._source_of.items()}
-        for block, source in self.cache._source_of.items():
-            assert sha256(source).digest() == self.cache._key_of[block]
+        assert len(self._published()) == len(self.cache) == len(self.cache._lookup_key_of)
+        assert self.cache._block_of == {s: b for b, s in self.cache._lookup_key_of.items()}
+        for block, source in self.cache._lookup_key_of.items():
+            assert sha256(source).digest() == self.cache._hash_of[block]
 
     # -- helpers ----------------------------------------------------------------------------
 
     def _published(self) -> dict[bytes, int]:
         """Block by key."""
-        return {key: block for block, key in self.cache._key_of.items()}
+        return {key: block for block, key in self.cache._hash_of.items()}
 
     def _new_table(self, tokens: list[int], root: str) -> int:
         table = self.num_opened
@@ -209,7 +209,7 @@ class Traffic(RuleBasedStateMachine):
         new = max(0, -(-end // SIZE) - len(blocks))
         written = blocks[start // SIZE : -(-end // SIZE)]
         shared = [len(self._readers(block)) > 1 for block in written]
-        found = [not self.cache.unpublished([block]) for block in written]
+        found = [not self.cache.uncached([block]) for block in written]
         copied = sum(s or f for s, f in zip(shared, found))
         return new + copied, sum(f and not s for s, f in zip(shared, found))
 
@@ -224,7 +224,7 @@ class Traffic(RuleBasedStateMachine):
 
     def _state(self) -> tuple[int, dict[int, tuple[int, ...]], dict[int, bytes]]:
         tables = {table: self.manager.block_ids(table) for table in self.tokens}
-        return self.manager.num_free, tables, dict(self.cache._key_of)
+        return self.manager.num_free, tables, dict(self.cache._hash_of)
 
 
 TestTraffic = Traffic.TestCase

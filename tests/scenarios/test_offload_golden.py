@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hetero_llm.bridge.kv_offload.copier import PLACES, NativeCopier
-from hetero_llm.bridge.kv_offload.copier_protocol import Gate
+from hetero_llm.bridge.kv_offload.copier_protocol import LayerReadyFlag
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.engine.build_host_tier import HostPlatform
@@ -30,16 +30,16 @@ class PolledGates:
     """Flags in host memory, looked at until they say what is waited for."""
 
     def __init__(self) -> None:
-        self.gate_of: Callable[[int], Gate | None] = lambda ticket: None
+        self.gate_of: Callable[[int], LayerReadyFlag | None] = lambda transfer_id: None
         self._flags = np.zeros(PLACES, np.int32)
-        self._armed: list[Gate] = []
+        self._armed: list[LayerReadyFlag] = []
 
     @property
     def flags_address(self) -> int:
         return self._flags.ctypes.data
 
-    def arm(self, tickets: Sequence[int]) -> None:
-        gates = [self.gate_of(ticket) for ticket in tickets]
+    def arm(self, transfer_ids: Sequence[int]) -> None:
+        gates = [self.gate_of(transfer_id) for transfer_id in transfer_ids]
         self._armed = [gate for gate in gates if gate is not None]
 
     def wait(self, layer: int) -> None:
@@ -49,7 +49,7 @@ class PolledGates:
                 assert time.monotonic() < deadline, "a gate that never opens"
                 time.sleep(0)
 
-    def _landed(self, gate: Gate, layer: int) -> bool:
+    def _landed(self, gate: LayerReadyFlag, layer: int) -> bool:
         return int(self._flags[gate.place]) - (gate.base + layer + 1) >= 0
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_llm.bridge.kv_offload.copier import PLACES, CopyOptions, DeviceRows, NativeCopier
+from hetero_llm.bridge.kv_offload.copier import NUM_FLAGS, CopyOptions, DeviceRows, NativeCopier
 from hetero_llm.bridge.kv_offload.copier_library import CopierError, Method
 from hetero_llm.bridge.kv_offload.copy_rates import Calibration, Choice, Rate
 
@@ -53,7 +53,7 @@ def calibrate(copier: NativeCopier, *, seed: int = 0) -> Calibration:
         What the copier chooses from, from now on.
     """
     deadline = time.monotonic() + _BUDGET_S
-    most = min(copier.num_slots, copier.device.num_blocks)
+    most = min(copier.num_host_blocks, copier.device.num_blocks)
     if most < 2:
         return copier.calibration
     rng = np.random.default_rng(seed)
@@ -76,7 +76,7 @@ def _measure(
     copier: NativeCopier, method: Method, group: int, best: float, rng: np.random.Generator
 ) -> Rate | None:
     """None if copies fail. best: the highest rate so far."""
-    sizes = (copier.num_slots, copier.device.num_blocks)
+    sizes = (copier.num_host_blocks, copier.device.num_blocks)
     scattered = _fit(copier, Choice(method, group), [rng.permutation(n) for n in sizes], best)
     ascending = _fit(copier, Choice(method, group), [np.arange(n) for n in sizes], best)
     if scattered is None or ascending is None:
@@ -117,9 +117,9 @@ def _time(
     copier: NativeCopier, choice: Choice, orders: list[np.ndarray], count: int, layers: int
 ) -> float | None:
     """Seconds of the faster of two loads; None if one fails."""
-    slots, blocks = (order[:count] for order in orders)
+    host_blocks, blocks = (order[:count] for order in orders)
     took = [
-        copier.time_load(slots, blocks, choice.method, choice.group, layers)
+        copier.time_load(host_blocks, blocks, choice.method, choice.group, layers)
         for _ in range(_REPEATS)
     ]
     good = [seconds for seconds in took if seconds is not None]
@@ -145,7 +145,7 @@ def calibrate_device(libcuda: str = "libcuda.so.1", *, layer_bytes: int = 64 << 
     try:
         blocks = torch.empty(num_rows * row_bytes, dtype=torch.uint8, device="cuda")
         rows = torch.empty(num_rows * row_bytes, dtype=torch.uint8, pin_memory=True)
-        flags = torch.zeros(PLACES, dtype=torch.int32, device="cuda")
+        flags = torch.zeros(NUM_FLAGS, dtype=torch.int32, device="cuda")
         torch.cuda.synchronize()
     except RuntimeError as error:
         raise CopierError(f"no memory to measure copies with: {error}") from error
