@@ -286,6 +286,17 @@ class PrefixCache:
         """Blocks that replace an equal canonical block once that one is gone."""
         return self._duplicate_key.keys()
 
+    def check_integrity(self) -> None:
+        """Asserts that all maps agree and hashes are right; slow."""
+        lookup_keys = self._lookup_key_of
+        assert self._block_of == {key: block for block, key in lookup_keys.items()}
+        hashes = {block: sha256(key).digest() for block, key in lookup_keys.items()}
+        assert hashes == self._hash_of, "a hash is not that of its lookup key"
+        children: dict[bytes, set[int]] = {}
+        for block, lookup_key in lookup_keys.items():
+            children.setdefault(lookup_key[:_HASH_BYTES], set()).add(block)
+        assert {parent: set(self.children(parent)) for parent in self._child_of} == children
+
     def _remove_child(self, parent_hash: bytes, block: int) -> None:
         """Removes one of several children."""
         more = self._more_children[parent_hash]

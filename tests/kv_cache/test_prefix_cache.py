@@ -232,7 +232,7 @@ def test_contents_of_a_long_sequence_are_its_blocks(size: int) -> None:
         st.tuples(
             st.lists(st.integers(0, 1), min_size=0, max_size=6),  # a block each
             st.integers(0, 40),  # tokens that are packed
-            st.sampled_from(["find", "find", "find", "publish", "evict"]),
+            st.sampled_from(["find", "find", "find", "cache", "evict"]),
             st.sampled_from(["", "salt"]),
         ),
         max_size=40,
@@ -245,7 +245,7 @@ def test_what_begins_like_the_last_sequence_is_found_all_the_same(calls: list[tu
         packed = prefix_cache.token_bytes(tokens[:at_hand])
         root = hash_root((salt,))
         pieces = list(block_contents(tokens, size, 0, len(kinds)))
-        if call == "publish":
+        if call == "cache":
             cache.cache(root, pieces, range(100 * number, 100 * number + len(kinds)))
         elif call == "evict":
             blocks, _ = cache.match(root, pieces)

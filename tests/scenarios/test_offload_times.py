@@ -167,8 +167,8 @@ class TimedRunner(FakeRunner):
             return [VOCAB] * length
 
     def _landed(self, transfer_id: int, layer: int) -> bool:
-        gate = self.machine.copier.layer_ready_flag(transfer_id)
-        return gate is None or int(self.flags[gate.place]) - (gate.base + layer + 1) >= 0
+        flag = self.machine.copier.layer_ready_flag(transfer_id)
+        return flag is None or int(self.flags[flag.place]) - (flag.base + layer + 1) >= 0
 
 
 @dataclass

@@ -353,7 +353,7 @@ class NativeCopier:
         self._bases[flag.place] = base or 1  # waiting kernels take 0 for "no load"
 
     def _report(self) -> None:
-        text = copier_library.trouble(self._library, self._open())
+        text = copier_library.first_error(self._library, self._open())
         if text:
             self._reported = True
             broken = "; no more copies from here on" if self._read_totals().broken else ""

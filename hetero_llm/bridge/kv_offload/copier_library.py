@@ -126,7 +126,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("wait", _INT, [_POINTER, _INT]),
     ("set_rate", None, [_POINTER, ctypes.c_double]),
     ("totals", None, [_POINTER, _POINTER]),
-    ("trouble", _INT, [_POINTER, _TEXT, _INT]),
+    ("first_error", _INT, [_POINTER, _TEXT, _INT]),
     ("close", None, [_POINTER]),
     ("free", None, [_POINTER]),
 )
@@ -174,10 +174,10 @@ def add_kernel(library: CallableLibrary, handle: int, image: bytes) -> None:
         raise CopierError(f"the copy kernel cannot be used: {text}")
 
 
-def trouble(library: CallableLibrary, handle: int) -> str:
+def first_error(library: CallableLibrary, handle: int) -> str:
     """The first error of the driver, "" if none."""
     message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-    library.quick.hetero_copier_trouble(handle, message, len(message))
+    library.quick.hetero_copier_first_error(handle, message, len(message))
     return message.value.decode(errors="replace")
 
 

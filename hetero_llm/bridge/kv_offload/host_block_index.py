@@ -39,8 +39,8 @@ _PROTECTED_SHARE = 0.8
 """Of all blocks; beyond it the least recently used protected block loses its protection."""
 _PROTECTED = 1 << 60  # added to a score: more than any clock
 _TWICE_DEPTH_BLOCKS = 1656.0
-"""A block behind so many others costs twice as much to recompute as the first one: attention takes
-as long there as all else (16 tokens a block, shape of Llama-3.1-8B)."""
+"""Ancestors of a block that costs twice as much to recompute as the first one: attention takes as
+long there as all else (16 tokens a block, shape of Llama-3.1-8B)."""
 
 
 @dataclass(frozen=True, slots=True)

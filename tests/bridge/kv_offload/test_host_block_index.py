@@ -77,7 +77,7 @@ def test_not_found_before_its_bytes_are_final() -> None:
     first = cache.reserve([candidate((0,))])
     assert cache.holds(lookup_key_of((0,))) and not find(cache, (0,)).host_blocks
     again = cache.reserve([candidate((0,)), candidate((0,))])
-    assert (again.taken, again.host_blocks) == (2, []), "one key, one slot"
+    assert (again.taken, again.host_blocks) == (2, []), "one hash, one host block"
     cache.stored(first.host_blocks, True)
     assert find(cache, (0,)).host_blocks == tuple(first.host_blocks)
 
@@ -294,7 +294,7 @@ def test_lost_while_it_is_being_stored() -> None:
     cache.drop_descendants(hash_of((0,)))
     assert not cache.holds(lookup_key_of((0, 0))) and cache.num_used == 1
     second = cache.reserve([candidate((0, 0)), candidate((1,))])
-    assert second.taken == 1, "the slot is still written to"
+    assert second.taken == 1, "the host block is still written to"
     cache.stored(reserved.host_blocks, True)
     assert cache.num_used == 1
     cache.stored(second.host_blocks, True)
