@@ -1,5 +1,5 @@
-"""The engine as the factory joins it, pool, native copier and layer-ready flags included, on a driver that is
-played on host memory: the manual's example to the letter, and tokens as without host memory."""
+"""The engine as the factory builds it, with pool, native copier and layer-ready flags, on a driver
+that is played on host memory: the manual's example to the letter, and tokens as without offload."""
 
 from __future__ import annotations
 
