@@ -414,7 +414,8 @@ class BlockManager:
             self.transfers.evict(over_limit)
             for block in over_limit:
                 self._free.move_to_end(block, last=False)
-        for block in self._prefix.uncached(self.transfers.take_dropped()):
+        dropped = self.transfers.take_dropped()
+        for block in self._prefix.uncached(dropped) if dropped else ():
             if block in self._free:
                 self._free.move_to_end(block, last=False)
 

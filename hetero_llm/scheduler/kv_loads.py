@@ -277,13 +277,13 @@ class KVLoadQueue:
         """Whether the step being made has to wait for loads."""
         return bool(self._joined)
 
-    def take_joined(self, num_tokens: int) -> tuple[int, ...]:
+    def take_joined(self, counts: Iterable[int]) -> tuple[int, ...]:
         """Returns and clears the transfer ids that the step being made waits for.
 
         Args:
-            num_tokens: size of that step.
+            counts: number of tokens of each sequence in that step.
         """
-        self._last_tokens = num_tokens
+        self._last_tokens = sum(counts)
         self._in_flight += 1
         joined = tuple(sorted(self._joined))
         self._joined.clear()
@@ -416,7 +416,7 @@ class NoKVLoads:
     def take_starved(self) -> Sequence | None:
         return None
 
-    def take_joined(self, num_tokens: int) -> tuple[int, ...]:
+    def take_joined(self, counts: Iterable[int]) -> tuple[int, ...]:
         return ()
 
     def admit(self, sequence: Sequence, slot: int) -> None:

@@ -456,7 +456,7 @@ class Scheduler:
     ) -> SchedulerOutput:
         """Makes the step and notes it as in flight."""
         changes = self._blocks.take_changes()
-        loads = self.loads.take_joined(sum(counts))
+        loads = self.loads.take_joined(counts)
         flight = pack(sequences, counts, tuple(self._admitted), changes, drafts, loads)
         self._admitted.clear()
         self._in_flight.append(flight)

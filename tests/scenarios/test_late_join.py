@@ -59,7 +59,7 @@ def make(link: Link, rows: dict[int, int], waiting: dict[int, set[int]]) -> KVLo
     times = StepTimes(0.0)
     loads: Any = KVLoadQueue(link, link, 4, times)  # type: ignore[arg-type]
     for size, seconds in ((8, 0.008), (1024, 0.028)):
-        loads.take_joined(size)
+        loads.take_joined([size])
         loads.observe(step_of(size), seconds)
     for slot, count in rows.items():
         link.waiting[slot] = waiting[slot]
@@ -99,7 +99,7 @@ def test_while_a_step_runs_the_next_one_may_begin_to_wait() -> None:
     link = Link({1: 0.015, 2: 0.015})
     loads = make(link, {0: 1024, 1: 1024}, {0: {1}, 1: {2}})
     assert joined(loads) == [0]
-    assert loads.take_joined(1024) == (1,)
+    assert loads.take_joined([1024]) == (1,)
     assert joined(loads) == [1]
 
 
