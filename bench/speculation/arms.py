@@ -27,7 +27,7 @@ from hetero_llm.engine.build_draft_worker import DraftModel, prepare_draft_model
 from hetero_llm.engine.build_drafter import make_drafter
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import build_engine
-from hetero_llm.kv_cache.prefix_cache import root_key
+from hetero_llm.kv_cache.prefix_cache import hash_root
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.spec_decode.budget import StepCosts
 from hetero_llm.spec_decode.draft_model.on_device import ChainDrafter
@@ -244,7 +244,7 @@ class Bench:
             self._known[arm] = drafter._costs, drafter._turn
             if arm == "warm":
                 for tick, text in enumerate(other_text(self._sizes)):
-                    drafter.history.add(text, 0, namespace(root_key()), tick)
+                    drafter.history.add(text, 0, namespace(hash_root()), tick)
         self.switch.inner = drafter
 
     def _remember(self) -> None:

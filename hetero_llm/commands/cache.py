@@ -51,7 +51,7 @@ def save(options: argparse.Namespace) -> str:
     place, tokenizer = _open(options)
     import numpy as np
 
-    from hetero_llm.kv_cache.prefix_cache import root_key
+    from hetero_llm.kv_cache.prefix_cache import hash_root
     from hetero_llm.spec_decode.lookahead.global_cache import Generation, IndexParams, Parts
     from hetero_llm.spec_decode.lookahead.snapshot import write_snapshot
     from hetero_llm.spec_decode.lookahead.token_buffer import namespace, parted
@@ -65,7 +65,7 @@ def save(options: argparse.Namespace) -> str:
         if len(tokens) and tokens.max() >= place.voc_size:
             reason = f"{name} holds token id {tokens.max()}"
             raise ConfigError("voc_size", place.voc_size, reason)
-        documents.add(parted(tokens, place.ends), 0, namespace(root_key()), 0)
+        documents.add(parted(tokens, place.ends), 0, namespace(hash_root()), 0)
     if documents.end > place.capacity:
         reason = f"the texts need {documents.end}, one token between two of them included"
         raise ConfigError("cache_size", place.capacity, reason)

@@ -12,7 +12,7 @@ from hetero_llm.config.lookahead_config import LookaheadConfig, lookahead_config
 from hetero_llm.core.drafter import Drafter
 from hetero_llm.core.errors import ConfigError, SnapshotError
 from hetero_llm.engine.tokenizer import Tokenizer
-from hetero_llm.kv_cache.prefix_cache import root_key
+from hetero_llm.kv_cache.prefix_cache import hash_root
 from hetero_llm.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _lookahead(
     if config.warmup_file is not None:
         try:
             store.warm_up(
-                config.warmup_file, space=namespace(root_key()), ignore_prompt=config.ignore_prompt
+                config.warmup_file, space=namespace(hash_root()), ignore_prompt=config.ignore_prompt
             )
         except (SnapshotError, ValueError) as error:
             reason = getattr(error, "reason", str(error))

@@ -1,7 +1,7 @@
-"""Joins the block manager with host memory: a pinned pool, the thread that copies, the bookkeeping.
+"""Builds the host tier of the KV cache: page-locked pool, copier, and the index over them.
 
-Whatever is missing for it (no memory, no compiler, pinning refused) costs the tier and nothing
-else: the engine serves without it and says why.
+If anything is missing (memory, compiler, permission to lock pages) the engine logs a warning and
+serves without the tier.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from hetero_llm.bridge.kv_offload.copier import CopyOptions, DeviceRows, NativeCopier
 from hetero_llm.bridge.kv_offload.copier_library import CopierError
-from hetero_llm.bridge.kv_offload.copier_protocol import Gate
+from hetero_llm.bridge.kv_offload.copier_protocol import LayerReadyFlag
 from hetero_llm.bridge.kv_offload.copy_calibration import prepare
 from hetero_llm.bridge.kv_offload.host_block_index import HostBlockIndex
 from hetero_llm.bridge.kv_offload.pinned_host_tier import LoadRule, PinnedHostTier
@@ -41,11 +41,11 @@ class LoadGates(Protocol):
     """`runner.layer_ready.Gates` over flags on the device.
 
     Attributes:
-        gate_of: of a load, None if it is over; set once there is somebody who loads.
-        flags_address: of the flags, int32, all zero.
+        gate_of: transfer id -> flag of a load, None if it has ended; set once there is a copier.
+        flags_address: of the flags, int32, initially zero.
     """
 
-    gate_of: Callable[[int], Gate | None]
+    gate_of: Callable[[int], LayerReadyFlag | None]
 
     @property
     def flags_address(self) -> int: ...
@@ -57,14 +57,14 @@ class LoadGates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostPlatform:
-    """How this machine's device copies.
+    """What the host tier needs to know of the device.
 
     Attributes:
         libcuda: the driver's library.
-        current_stream: the handle of the stream that steps are launched on.
-        make_gates: what steps wait at.
+        current_stream: returns the handle of the stream that steps are launched on.
+        make_gates: creates the flags at which steps wait for loads.
         node: the device's NUMA node; None: unknown.
-        core: for the thread that copies; None: any.
+        core: CPU core of the copy thread; None: any.
     """
 
     libcuda: str
@@ -76,7 +76,7 @@ class HostPlatform:
 
 @dataclass(slots=True)
 class HostMemory:
-    """The pool, and what steps wait at, before there is a KV cache."""
+    """The pool and the layer-ready flags, opened before the KV cache is allocated."""
 
     config: OffloadConfig
     platform: HostPlatform
@@ -85,12 +85,12 @@ class HostMemory:
     method: str = ""
 
     def join(self, cache: PagedKVCache, times: StepTimes) -> PinnedHostTier | None:
-        """The tier that the block manager sees; None with a warning if nothing can copy. To be
+        """Starts the copier and returns the tier; None with a warning if there is no copier. To be
         called before the cache holds anything."""
         copier = _open_copier(self, cache)
         if copier is None:
             return None
-        self.gates.gate_of = copier.gate
+        self.gates.gate_of = copier.layer_ready_flag
         self.method = copier.calibration.best()[-1].method.name.lower()
         shape, config = cache.shape, self.config
         rule = LoadRule(
@@ -101,11 +101,11 @@ class HostMemory:
             min_tokens=config.load_min_tokens,
             window_bytes=config.max_inflight_bytes if config.lazy else None,
         )
-        slots = HostBlockIndex(policy=config.host_policy, min_uses=config.min_uses)
-        return PinnedHostTier(slots, copier, rule, free_memory=self.pool.close)
+        index = HostBlockIndex(policy=config.host_policy, min_uses=config.min_uses)
+        return PinnedHostTier(index, copier, rule, free_memory=self.pool.close)
 
     def words(self) -> str:
-        """For the start-up table."""
+        """Text for the start-up table."""
         return pool_words(self.pool.num_rows * self.pool.row_bytes, f"copied by {self.method}")
 
 
@@ -115,12 +115,12 @@ def open_host_memory(
     shape: KVCacheShape,
     scheduler: SchedulerConfig,
 ) -> HostMemory | None:
-    """Pinned memory for offloaded blocks; None without a configuration or a platform, and with a
-    warning if there is none to be had. To be called before the KV cache is sized: page tables of a
-    large pool take memory on the device, too.
+    """Opens page-locked memory for offloaded blocks. None without a configuration or a platform,
+    and with a warning if it cannot be had. To be called before the KV cache is sized: page tables
+    of a large pool take memory on the device, too.
 
     Raises:
-        ConfigError: the share of memory that was asked for does not make a pool.
+        ConfigError: the requested share of memory is too small for a pool.
     """
     if config is None or platform is None:
         return None
@@ -152,10 +152,10 @@ def open_host_memory(
 
 
 def _open_copier(host: HostMemory, cache: PagedKVCache) -> NativeCopier | None:
-    """The thread that copies, calibrated; None with a warning, and then the pool is closed."""
+    """Opens and calibrates the copier. Without one: None with a warning, and the pool is closed."""
     config, pool, platform, shape = host.config, host.pool, host.platform, cache.shape
     while pool.ready_rows < min(_CALIBRATED_ROWS, pool.num_rows) and not pool.wait(_NAP_S):
-        pass  # weights took longer to load: it is there as a rule
+        pass  # usually ready by now: loading the weights takes longer
     rows = DeviceRows(
         cache.data.data_ptr(), cache.num_blocks, shape.block_bytes, shape.num_layers,
         host.gates.flags_address,
@@ -175,8 +175,8 @@ def _open_copier(host: HostMemory, cache: PagedKVCache) -> NativeCopier | None:
 
 
 def offload_limits(config: OffloadConfig, scheduler: SchedulerConfig) -> OffloadLimits:
-    """When blocks are stored: so many blocks as several of the largest steps may take stay ready to
-    be handed out without loss, since prompts come faster than they can be stored."""
+    """When blocks are stored. As many as several of the largest steps may take are kept ready to be
+    handed out without loss, since prompts are computed faster than blocks can be stored."""
     reserve = _RESERVED_STEPS * -(-scheduler.max_num_batched_tokens // scheduler.block_size)
     return OffloadLimits(
         reserve, config.gpu_evictor_limit, write_through=config.write_policy == "write_through"
@@ -184,7 +184,7 @@ def offload_limits(config: OffloadConfig, scheduler: SchedulerConfig) -> Offload
 
 
 def step_times(config: ModelConfig, num_parameters: int) -> StepTimes:
-    """A row attends to each token before it with 4 operations per head dimension (2 products, each
-    a multiplication and an addition), and meets each parameter with 2."""
+    """The predictor of step durations. A token costs 4 operations per head dimension for each token
+    of its context (2 products, each a multiplication and an addition), and 2 per parameter."""
     per_context = 4 * config.num_layers * config.num_heads * config.head_dim
     return StepTimes(per_context / (2 * max(num_parameters, 1)))

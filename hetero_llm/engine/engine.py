@@ -161,7 +161,7 @@ class Engine:
                 for place, count in enumerate(stats.accepted_at)
             },
             "last_step_timestamp_seconds": self._clock.last_step,
-            **({} if self._scheduler.loads is None else self._scheduler.loads.metrics()),
+            **self._scheduler.loads.metrics(),
             **(speculation_metrics(stats) if stats.num_drafts else {}),
             **({} if self._attended is None else self._attended.metrics()),
         }
@@ -185,8 +185,7 @@ class Engine:
             self._attended.shut_down()
         if self._hit_log is not None:
             self._hit_log.close()
-        if self._scheduler.loads is not None:
-            self._scheduler.loads.shut_down()
+        self._scheduler.loads.shut_down()
 
     def reset_prefix_cache(self) -> None:
         self._scheduler.reset_prefix_cache()

@@ -46,6 +46,7 @@ from hetero_llm.engine.resolve import open_model as open_model  # for whoever ne
 from hetero_llm.engine.speculation_log import make_log
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.kv_cache.block_manager import BlockManager
+from hetero_llm.kv_cache.block_transfers import BlockTransfers
 from hetero_llm.kv_cache.hit_log import HitCounter, HitLog
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
@@ -245,10 +246,11 @@ def _scheduler(
     tier, host, times = memory
     shape, tokenizer = built.cache.shape, inputs.tokenizer
     prefix_cache = PrefixCache() if config.cache.enable_prefix_caching else None
-    blocks = BlockManager(
-        built.cache.num_blocks, shape.block_size, prefix_cache, tier=tier,
-        limits=None if host is None else offload_limits(host.config, inputs.scheduler),
-    )  # fmt: skip
+    transfers = None
+    if tier is not None and host is not None and prefix_cache is not None:
+        limits = offload_limits(host.config, inputs.scheduler)
+        transfers = BlockTransfers(tier, prefix_cache, limits, built.cache.num_blocks)
+    blocks = BlockManager(built.cache.num_blocks, shape.block_size, prefix_cache, transfers)
     chunked = inputs.scheduler.enable_chunked_prefill
     scheduler = Scheduler(
         inputs.scheduler,
@@ -256,8 +258,8 @@ def _scheduler(
         None if tokenizer is None else partial(holds_stop, tokenizer),
         drafter=drafter,
         loads=None
-        if tier is None
-        else KVLoadQueue(blocks, shape.num_layers, times, chunked=chunked),
+        if transfers is None
+        else KVLoadQueue(blocks, transfers, shape.num_layers, times, chunked=chunked),
     )
     return scheduler, blocks.hits
 

@@ -17,7 +17,7 @@ from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams, is_text
 from hetero_llm.engine.images import FIELD, ImageInputs, given_images
 from hetero_llm.engine.tokenizer import Tokenizer
-from hetero_llm.kv_cache.prefix_cache import root_key, token_bytes
+from hetero_llm.kv_cache.prefix_cache import hash_root, token_bytes
 from hetero_llm.scheduler.beam_search import candidates_needed
 
 _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data"})
@@ -177,7 +177,7 @@ class InputProcessor:
             end_ids=end_ids,
             eos_ids=self._eos_ids - frozenset(params.stop_token_ids or ()),
             max_total_tokens=limit,
-            root_hash=root_key(extras),
+            root_hash=hash_root(extras),
             metrics=RequestMetrics(time.monotonic()),
             num_logprobs=num_logprobs,
             num_prompt_logprobs=self._count(params.prompt_logprobs) or 0,

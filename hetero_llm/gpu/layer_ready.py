@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hetero_llm.bridge.kv_offload.copier_protocol import Gate
+from hetero_llm.bridge.kv_offload.copier_protocol import LayerReadyFlag
 from hetero_llm.gpu.kernels.exchange import fetch_packet
 from hetero_llm.gpu.kernels.layer_ready import (
     ARMED_WORDS,
@@ -42,7 +42,7 @@ class DeviceGates:
     def __init__(
         self,
         device: torch.device,
-        gate_of: Callable[[int], Gate | None],
+        gate_of: Callable[[int], LayerReadyFlag | None],
         *,
         most_looks: int = MOST_LOOKS,
     ) -> None:

@@ -1,59 +1,79 @@
 """Block tables and reference counts of the paged KV cache. Bookkeeping only: no tensor, no torch.
 
-A block is free (reference count 0), or held by one or more tables. Free blocks wait in eviction
-order, oldest first; those that still hold a published prefix keep it until they are handed out, so
-a later request can take them back. Tables share blocks after a prefix hit or a fork; a shared
-block is never written: `grow` gives the writer a copy first (copy-on-write).
+A block is free (reference count 0) or referenced by one or more tables. Free blocks wait in
+eviction order, oldest first; those with a cached prefix keep it until they are handed out, so that
+a later request can take them back. Tables share blocks after a prefix hit or a fork. A shared block
+is never written: `allocate` gives the writer a copy first (copy-on-write).
 
-With host memory behind the cache (`block_moves`) a block without readers may also be moving: it is
-not free before its copy is over.
+With host memory behind the cache (`block_transfers`) a block without references may also be in
+transfer; it becomes free when its copy has ended.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_llm.kv_cache.block_transfers import BlockTransfers, OffloadLimits, parts_of
+from hetero_llm.kv_cache.block_transfers import BlockTransfers, NoTransfers
 from hetero_llm.kv_cache.hit_log import HitCounter
-from hetero_llm.kv_cache.host_tier import HostHit, HostTier
+from hetero_llm.kv_cache.host_tier import HostHit
 from hetero_llm.kv_cache.prefix_cache import PrefixCache, block_contents
 from hetero_llm.kv_cache.table_changes import TableChanges
+
+_LONG_PREFIX = 512
+"""Blocks from which on a load starts before all of them are looked up: see `BlockManager.load`."""
+_FIRST_PART, _LARGER = 64, 8
+"""The first part is one block in `_FIRST_PART`, the second `_LARGER` times as many. Looking a block
+up takes 1 to 3 microseconds, copying it 40, so the link stays busy."""
 
 
 @dataclass(slots=True)
 class _Table:
+    """
+    Attributes:
+        hashes: of the leading blocks that are full and hashed.
+        packed: token bytes of the prompt, or of its beginning.
+        maybe_shared: after a fork: blocks still to be written may be referenced by other tables.
+        found: leading blocks that were on the device when the table was started.
+        loaded: blocks behind them that come from host memory.
+        counted: leading blocks counted in `hits` so far, for an earlier table of the sequence too.
+        used: leading blocks whose use was counted.
+        admitted: the sequence runs.
+        stale: older than the last reset of the prefix cache.
+    """
+
     blocks: list[int]
-    keys: list[bytes]  # of the leading blocks that are full and hashed
-    root: bytes
-    packed: bytes = b""  # token bytes of the prompt, or of its beginning
-    maybe_shared: bool = False  # forked: blocks still to be written may have other readers
-    found: int = 0  # leading blocks that were on the device when the table was opened
-    loaded: int = 0  # blocks behind them that come from host memory
-    tickets: set[int] = field(default_factory=set)  # loads that fill some of its blocks
-    counted: int = 0  # leading blocks that `hits` knows of, in this life of the sequence or another
-    used: int = 0  # leading keys whose use was noted
+    hashes: list[bytes]
+    root_hash: bytes
+    packed: bytes = b""
+    maybe_shared: bool = False
+    found: int = 0
+    loaded: int = 0
+    counted: int = 0
+    used: int = 0
     admitted: bool = False
-    stale: bool = False  # older than the cache, which was cleared
+    stale: bool = False
 
 
+# large: tables, free list and reference counts change together
 class BlockManager:
-    """Hands out KV blocks to tables named by an integer (the sequence's slot).
+    """Hands out KV blocks to tables, which are named by their sequence's request slot.
 
     Args:
         num_blocks: Blocks in the pool.
         block_size: Tokens in a block.
         prefix_cache: None turns prefix caching off.
-        tier: host memory for blocks that leave the prefix cache; `limits`: when they go there.
+        transfers: to and from host memory, over the same `prefix_cache`; None: no host memory.
 
     Attributes:
-        num_writable: of each table, how many leading positions need no call of `allocate`.
+        transfers: see Args.
+        num_writable: of each table, how many leading positions are writable without `allocate`.
         hits: where the blocks of all tables came from.
     """
 
@@ -62,13 +82,14 @@ class BlockManager:
         num_blocks: int,
         block_size: int,
         prefix_cache: PrefixCache | None = None,
-        *,
-        tier: HostTier | None = None,
-        limits: OffloadLimits | None = None,
+        transfers: BlockTransfers | None = None,
     ) -> None:
+        assert transfers is None or prefix_cache is not None, "offload stores cached blocks"
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._prefix = prefix_cache
+        self._caches_prefixes = prefix_cache is not None
+        self._prefix = PrefixCache() if prefix_cache is None else prefix_cache
+        self.transfers: BlockTransfers | NoTransfers = transfers or NoTransfers(self._prefix)
         self._refs = array("i", bytes(4 * num_blocks))
         self._all_refs = np.frombuffer(self._refs, np.int32)  # the same memory
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -77,14 +98,9 @@ class BlockManager:
         self.num_writable: dict[int, int] = {}
         self._changes = TableChanges()
         self.hits = HitCounter()
-        self._moves: BlockTransfers | None = None
-        if tier is not None:
-            assert prefix_cache is not None, "host memory holds what the prefix cache knows"
-            limits = limits or OffloadLimits(num_blocks)
-            self._moves = BlockTransfers(tier, prefix_cache, limits, num_blocks)
-        self._steps = 0  # made so far
+        self._steps = 0  # taken by `take_changes`
         self._freed_at = np.zeros(num_blocks, np.int64)  # last step that may touch a free block
-        self._copied: set[int] = set()  # by the copies of the step that is being made
+        self._copied: set[int] = set()  # blocks in the copies of the step being made
         self._closed: list[tuple[_Table, int]] = []  # and the last step that may touch its blocks
 
     @property
@@ -98,230 +114,91 @@ class BlockManager:
     def block_ids(self, table: int) -> tuple[int, ...]:
         return tuple(self._tables[table].blocks)
 
+    # -- tables -----------------------------------------------------------------------------
+
     def match_prefix(
         self,
         table: int,
         token_ids: Sequence[int],
-        root: bytes,
+        root_hash: bytes,
         reuse: bool = True,
         packed: bytes = b"",
     ) -> int:
-        """Starts a table and takes every leading block that the prefix cache holds.
+        """Starts a table with every leading block that the prefix cache holds.
 
-        At least the last token is left to compute, since its row gives the next token. If its block
-        is held too, it is taken all the same: `grow` will give the table a copy to write to.
+        At least the last token is left to compute, since its logits give the next token. If its
+        block is cached too it is taken all the same: `allocate` will replace it by a copy.
 
         Args:
-            packed: `token_bytes` of the first tokens, as many as are at hand.
+            reuse: False: take no block.
+            packed: `token_bytes` of some of the first tokens, to save converting them.
 
         Returns:
-            Number of tokens whose KV is there already: a multiple of the block size, or all but
-            the last one.
+            Number of tokens with KV: a multiple of the block size, or all but the last one.
         """
         assert table not in self._tables
-        entry = _Table([], [], root, packed)
+        entry = _Table([], [], root_hash, packed)
         self._tables[table] = entry
         self.num_writable[table] = 0
-        if self._prefix is None or not reuse:
+        if not reuse or not self._caches_prefixes:
             return 0
         size = self.block_size
-        blocks, keys = self._prefix.find(root, token_ids, size, packed)
+        blocks, hashes = self._prefix.find(root_hash, token_ids, size, packed)
         if self._last_found[0] is not blocks:
             self._last_found = blocks, np.array(blocks, np.int64)
-        index, entry.keys = self._last_found[1], keys.copy()
-        if (
-            self._moves is not None
-            and len(index) * size == len(token_ids)
-            and self._moves.tickets_of(index[-1:])
-        ):  # what is still to come cannot be copied yet
-            index = index[:-1]
-            entry.keys.pop()
+        index, entry.hashes = self._last_found[1], hashes.copy()
+        if len(index) * size == len(token_ids) and self.transfers.is_loading(blocks[-1]):
+            index = index[:-1]  # a block still to be filled cannot be copied yet
+            entry.hashes.pop()
         refs = self._all_refs[index]
-        for block in index[refs == 0].tolist():
-            self._free.pop(block, None)  # it may be moving
-            if self._moves is not None:
-                self._moves.taken(block)
+        free = index[refs == 0].tolist()
+        for block in free:
+            self._free.pop(block, None)  # it may be in transfer
+        self.transfers.mark_used(free)
         self._all_refs[index] = refs + 1
         self._append(table, entry, blocks[: len(index)])
         entry.found = len(index)
-        if self._moves is not None:
-            self._join(entry, self._moves.tickets_of(index))
+        self.transfers.join(table, index)
         if len(index) * size < len(token_ids):
             return len(index) * size
-        entry.keys.pop()  # of the block that will be a private copy
+        entry.hashes.pop()  # of the block that will be replaced by a copy
         entry.maybe_shared = True
         self.num_writable[table] = 0
         return len(token_ids) - 1
 
-    def load(
-        self,
-        table: int,
-        token_ids: Sequence[int],
-        compute: Callable[[int, int], float],
-        *,
-        whole: bool = True,
-    ) -> int | None:
-        """Lets the blocks behind an opened table's come from host memory, as far as they are there
-        and are worth it. To be called before the table grows: once, or a second time for the rest.
-
-        Of a long prefix two parts are loaded on their own, a small and a larger one, so that the
-        link is busy while the rest is looked up; the rest then comes layer by layer.
-
-        Args:
-            compute: seconds that so many rows take that begin at a position.
-            whole: False: of a long prefix those two parts only.
-
-        Returns:
-            Number of tokens in the table's blocks now, loading or loaded; None if there are not
-            enough free blocks for the whole prompt, then nothing has changed.
-        """
-        entry, moves, size = self._tables[table], self._moves, self.block_size
-        first, last = len(entry.blocks), (len(token_ids) - 1) // size
-        held = min(first * size, len(token_ids) - 1)
-        if moves is None or first >= last:
-            return held
-        contents = block_contents(token_ids, size, first, last, entry.packed)
-        parts = parts_of(last - first) if not entry.loaded else (last - first,)
-        hit = HostHit((), (), ())
-        for place, most in enumerate(parts if whole else parts[: max(len(parts) - 1, 1)], 1):
-            before = hit.keys or entry.keys
-            found = moves.tier.match(before[-1] if before else entry.root, islice(contents, most))
-            hit += found
-            begin = len(entry.blocks) * size
-            rest = len(token_ids) - begin - len(hit.slots) * size
-            count = moves.tier.worth_loading(hit, begin, rest) if hit.slots else 0
-            if count:
-                if self._lacks(self.blocks_for(len(token_ids)) - len(entry.blocks)):
-                    moves.tier.release(hit)
-                    return None
-                blocks = self._pop_for_load(count)
-                if blocks is None:
-                    break
-                behind = begin + count * size
-                goes_on = place < len(parts)
-                rest_s = None if goes_on else compute(behind, len(token_ids) - behind)
-                self._load(table, entry, hit.first(count), blocks, rest_s)
-                hit = hit.behind(count)
-                held = len(entry.blocks) * size
-            # A first part that is not worth it may be so together with what follows.
-            if len(found.slots) < most or (count and hit.slots):
-                break
-        moves.tier.release(hit)
-        return held
-
-    def _load(
-        self,
-        table: int,
-        entry: _Table,
-        hit: HostHit,
-        blocks: list[int],
-        compute: float | None,
-    ) -> None:
-        assert self._moves is not None
-        after = int(self._freed_at[blocks].max())
-        ticket = self._moves.load(hit, blocks, after, compute)
-        self._join(entry, {ticket})
-        entry.keys += hit.keys
-        entry.loaded += len(blocks)
-        self._append(table, entry, blocks)
-
-    def may_load(self, table: int, token_ids: Sequence[int]) -> bool:
-        """Whether `load` has anything to look up behind an opened table's blocks, and the room."""
-        entry, moves, size = self._tables[table], self._moves, self.block_size
-        first, last = len(entry.blocks), (len(token_ids) - 1) // size
-        if moves is None or first >= last:
-            return False
-        (content,) = block_contents(token_ids, size, first, first + 1, entry.packed)
-        parent = entry.keys[-1] if entry.keys else entry.root
-        missing = self.blocks_for(len(token_ids)) - first
-        return moves.tier.holds(parent + content) and not self._lacks(missing)
-
-    def pending(self, table: int) -> set[int]:
-        """Loads under way that fill some of a table's blocks."""
-        entry = self._tables[table]
-        if self._moves is None or not entry.tickets:
-            return set()
-        return self._moves.under_way(entry.tickets)
-
-    def readers(self, tickets: Iterable[int]) -> set[int]:
-        """Tables that these loads filled, or were to fill, in part."""
-        wanted = set(tickets)
-        return {table for table, entry in self._tables.items() if entry.tickets & wanted}
-
-    def seconds_left(self, table: int) -> float:
-        """Until all of a table's blocks are filled; 0.0 if they are."""
-        pending = self.pending(table)
-        return self._moves.tier.seconds_left(pending) if pending and self._moves else 0.0
-
-    def seconds_ahead(self, table: int) -> float:
-        """Until others' loads, those that go first, leave the link to a table's."""
-        pending = self.pending(table)
-        return self._moves.tier.seconds_ahead(pending) if pending and self._moves else 0.0
-
-    def wait(self, seconds: float) -> None:
-        """Sleeps until a copy ends, at most so long."""
-        assert self._moves is not None
-        self._moves.tier.wait(seconds)
-
-    def poll(self, over: Iterable[int] = ()) -> list[int]:
-        """Applies what has ended between device and host memory.
-
-        Args:
-            over: tickets of the loads that a finished step waited for.
-
-        Returns:
-            Tables with blocks that will never be filled: to be closed.
-        """
-        if self._moves is None:
-            return []
-        result = self._moves.poll(over)
-        if result.back:
-            self._take_back(np.concatenate(result.back))
-        if not result.failed:
-            return []
-        return [t for t, entry in self._tables.items() if entry.tickets & result.failed]
-
-    def offload(self, most: int) -> None:
-        """Starts to store blocks that are to be handed out soon. Never waits, and the free list
-        stays long enough for most: to be called while the device works.
-
-        Args:
-            most: blocks to look at; some microseconds each.
-        """
-        self.release_closed()
-        if self._moves is not None:
-            for block in self._moves.store(len(self._free), most):
-                del self._free[block]
-            self._keep_limit(most)
-            for block in self._prefix_or_fail().unpublished(self._moves.take_dropped()):
-                if block in self._free:
-                    self._free.move_to_end(block, last=False)
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether any block is on its way, or is going to be."""
-        return self._moves is not None and bool(self._moves.moving or self._moves.num_wanted > 0)
+    def fork(self, source: int, table: int) -> None:
+        """Starts `table` with references to all of `source`'s blocks."""
+        assert table not in self._tables
+        origin = self._tables[source]
+        copy = _Table([], list(origin.hashes), origin.root_hash, origin.packed, maybe_shared=True)
+        copy.counted, copy.used = len(origin.blocks), len(origin.hashes)
+        copy.admitted, copy.stale = True, origin.stale
+        self._tables[table] = copy
+        origin.maybe_shared = True
+        self.num_writable[source] = 0
+        self._all_refs[origin.blocks] += 1
+        self._append(table, copy, list(origin.blocks))
 
     def admit(self, table: int, counted: tuple[int, int] = (0, 0)) -> None:
-        """A table's sequence begins to run. The runner is told of its blocks; they count as hits or
-        misses, once.
+        """Called when a table's sequence begins to run, where there is host memory: sends its
+        blocks to the runner and counts them as hits or misses, once.
 
         Args:
-            counted: what `counted` told when the sequence lost its earlier table.
+            counted: result of `counted` for the sequence's earlier table.
         """
         entry = self._tables[table]
         entry.counted, entry.used = counted
         entry.admitted = True
-        if self._moves is not None:
-            self._changes.runs.append((table, 0, list(entry.blocks)))
+        self._changes.runs.append((table, 0, list(entry.blocks)))
         if not entry.counted:
             self.hits.add(entry.found, entry.loaded, 0)
             entry.counted = entry.found + entry.loaded
         self._count_grown(entry)
-        self._note_use(entry)
+        self._count_use(entry)
 
     def counted(self, table: int) -> tuple[int, int]:
-        """Blocks and keys of a table that were counted, for the sequence's next `admit`."""
+        """Numbers of blocks and hashes of a table counted so far, for the sequence's next
+        `admit`."""
         entry = self._tables[table]
         return entry.counted, entry.used
 
@@ -337,7 +214,7 @@ class BlockManager:
         if missing <= 0 and not entry.maybe_shared:
             return True
         if entry.maybe_shared:
-            self.release_closed()  # or a table that is over counts as a reader
+            self.release_closed()  # or closed tables count as references
         shared: list[int] = []
         last = min(self.blocks_for(num_tokens), len(entry.blocks))
         if entry.maybe_shared:
@@ -347,7 +224,7 @@ class BlockManager:
             return False
         for column in shared:
             self._copy_on_write(table, entry, column)
-        if entry.maybe_shared:  # blocks grown for rejected drafts may lie behind those looked at
+        if entry.maybe_shared:  # blocks allocated for rejected drafts may lie behind `last`
             entry.maybe_shared = any(self._refs[block] > 1 for block in entry.blocks[last:])
         if missing > 0:
             self._append(table, entry, [self._pop_free() for _ in range(missing)])
@@ -356,208 +233,199 @@ class BlockManager:
         return True
 
     def cache_blocks(self, table: int, token_ids: Sequence[int], num_computed: int) -> None:
-        """Publishes every block that is full of computed tokens, for later prefix hits."""
+        """Caches every block that is full of computed tokens, for later prefix hits."""
         entry = self._tables[table]
-        if self._prefix is None or entry.stale:
+        if entry.stale or not self._caches_prefixes:
             return
-        first, last = len(entry.keys), num_computed // self.block_size
+        first, last = len(entry.hashes), num_computed // self.block_size
         if first < last:
-            parent = entry.keys[-1] if entry.keys else entry.root
+            parent_hash = entry.hashes[-1] if entry.hashes else entry.root_hash
             contents = block_contents(token_ids, self.block_size, first, last, entry.packed)
-            entry.keys += self._prefix.publish(parent, contents, entry.blocks[first:last])
-            if self._moves is not None:
-                self._note_use(entry)
-                self._moves.published(entry.keys[first:last], entry.blocks[first:last])
-
-    def fork(self, source: int, table: int) -> None:
-        """Starts `table` as a reader of all of `source`'s blocks."""
-        assert table not in self._tables
-        origin = self._tables[source]
-        copy = _Table([], list(origin.keys), origin.root, origin.packed, maybe_shared=True)
-        copy.counted, copy.used = len(origin.blocks), len(origin.keys)
-        copy.admitted, copy.stale = True, origin.stale
-        self._tables[table] = copy
-        origin.maybe_shared = True
-        self.num_writable[source] = 0
-        self._all_refs[origin.blocks] += 1
-        self._append(table, copy, list(origin.blocks))
+            blocks = entry.blocks[first:last]
+            entry.hashes += self._prefix.cache(parent_hash, contents, blocks)
+            self._count_use(entry)
+            self.transfers.write_through(blocks)
 
     def free(self, table: int) -> None:
-        """Ends a table. Its blocks are free when somebody needs them, or `free_closed` is called:
-        of a long prompt they are thousands, and the token that ended it is to be shown first."""
+        """Ends a table. Its blocks become free with the next `release_closed`: a long prompt has
+        thousands, and the token that ended it should not wait for them."""
         entry = self._tables.pop(table)
         del self.num_writable[table]
-        if self._moves is not None:
-            self._moves.leave(entry.tickets)
+        self.transfers.leave(table)
         self._closed.append((entry, self._steps + bool(self._copied)))
 
     def release_closed(self) -> None:
-        """Gives the blocks of closed tables back. Those without other readers become free, the tail
-        to go first: a prefix is useless once its head is gone."""
+        """Gives the blocks of ended tables back. Those without other references become free, the
+        tail to be handed out first: a prefix is useless once its head is gone."""
         closed, self._closed = self._closed, []
-        moves = self._moves
         for entry, last_step in closed:
             index = np.array(entry.blocks[::-1], np.int64)
             refs = self._all_refs[index] - 1
             assert (refs >= 0).all(), "a block was freed twice"
             self._all_refs[index] = refs
             index = index[refs == 0]
-            freed = self._part_twins(index.tolist())
-            if moves is not None:
-                self._freed_at[index] = np.maximum(self._freed_at[index], last_step)
-                if moves.any_moving:
-                    freed = [block for block in freed if not moves.is_moving(block)]
+            freed = self._release_duplicates(index.tolist())
+            self._freed_at[index] = np.maximum(self._freed_at[index], last_step)
+            if self.transfers.is_active:
+                freed = [block for block in freed if not self.transfers.in_transfer(block)]
             self._free.update(dict.fromkeys(freed))
-            unpublished = freed if self._prefix is None else self._prefix.unpublished(freed)
-            for block in unpublished:
+            uncached = self._prefix.uncached(freed)
+            for block in uncached:
                 self._free.move_to_end(block, last=False)
-            if moves is not None:
-                gone = set(unpublished)
-                moves.freed([b for b in freed if b not in gone] if gone else freed)
+            self.transfers.mark_free(freed, uncached)
 
-    def _lacks(self, count: int) -> bool:
-        """Whether there are not so many free blocks."""
-        if count > len(self._free):
-            self.release_closed()
-        return count > len(self._free)
-
-    def _part_twins(self, freed: list[int]) -> list[int]:
-        """Of blocks that lose their last reader some may be twins of free ones, which take their
-        place in the order of eviction: before these come those that follow both."""
-        if self._prefix is None or not self._prefix.twins:
+    def _release_duplicates(self, freed: list[int]) -> list[int]:
+        """Adds to the blocks that lost their last reference the free canonical blocks of the
+        duplicates among them. These take the duplicates' place in the eviction order, so that
+        descendants of either are evicted first."""
+        if not self._prefix.duplicates:
             return freed
         order: list[int] = []
         for block in freed:
             order.append(block)
-            holder = self._prefix.unread(block)
-            if holder is not None and holder in self._free:
-                del self._free[holder]
-                if self._moves is not None:
-                    self._moves.taken(holder)
-                order.append(holder)
+            canonical = self._prefix.released(block)
+            if canonical is not None and canonical in self._free:
+                del self._free[canonical]
+                self.transfers.mark_used((canonical,))
+                order.append(canonical)
         return order
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; running tables keep their blocks."""
+        self._prefix.clear()
+        for entry in self._tables.values():
+            entry.stale = True
+        self.transfers.clear()
+
+    # -- steps ------------------------------------------------------------------------------
+
     def take_changes(self) -> TableChanges:
-        """Everything the runner has to apply before the next step; forgotten here afterwards."""
+        """Returns and clears what the runner has to apply before the next step."""
         changes, self._changes = self._changes, TableChanges()
         self._steps += 1
         self._copied.clear()
         return changes
 
     def launched(self) -> None:
-        """The step of the last `take_changes` is on the device's stream."""
-        if self._moves is not None:
-            self._moves.tier.step_launched(self._steps)
-
-    def tier_metrics(self) -> dict[str, float]:
-        """Counters of the memory behind the cache, flat."""
-        return {} if self._moves is None else self._moves.tier.metrics()
-
-    def shut_down(self) -> None:
-        """Ends all copies and gives the memory behind the cache back."""
-        if self._moves is not None:
-            self._moves.tier.shut_down()
-
-    def reset_prefix_cache(self) -> None:
-        """Forgets all published prefixes; running tables keep their blocks."""
-        if self._prefix is not None:
-            self._prefix.clear()
-            for entry in self._tables.values():
-                entry.stale = True
-        if self._moves is not None:
-            self._moves.forget_published()
-
-    def check_integrity(self) -> None:
-        """Asserts that every block is either free or counted exactly by its tables."""
-        counted = [0] * self.num_blocks
-        for entry in (*self._tables.values(), *(entry for entry, _ in self._closed)):
-            for block in entry.blocks:
-                counted[block] += 1
-        assert counted == self._refs.tolist(), "reference counts differ from the tables"
-        free = {block for block, refs in enumerate(counted) if refs == 0}
-        if self._moves is not None:
-            self._moves.check_integrity(self._free)
-            free -= self._moves.moving
-        assert free == set(self._free), "the free list differs from the reference counts"
-        if self._prefix is not None:
-            assert all(counted[block] for block in self._prefix.twins), "a twin without readers"
-        for table, entry in self._tables.items():
-            held = 0 if entry.maybe_shared else len(entry.blocks) * self.block_size
-            assert self.num_writable[table] == held, "room differs from the blocks"
-
-    def _is_read_only(self, block: int) -> bool:
-        """Whether others read it now, or may find it later."""
-        published = self._prefix is not None and self._prefix.holds(block)
-        return self._refs[block] > 1 or published
-
-    def _pop_free(self) -> int:
-        block, _ = self._free.popitem(last=False)
-        if self._prefix is not None:
-            if self._moves is None:
-                self._prefix.evict(block)
-            else:
-                self._moves.evict((block,))
-        self._refs[block] = 1
-        return block
-
-    def _append(self, table: int, entry: _Table, blocks: list[int]) -> None:
-        """`blocks` is not to be changed afterwards."""
-        first = len(entry.blocks)
-        entry.blocks.extend(blocks)
-        self.num_writable[table] = 0 if entry.maybe_shared else len(entry.blocks) * self.block_size
-        self._tell(table, entry, first, blocks)
-        if entry.admitted:
-            self._count_grown(entry)
-
-    def _tell(self, table: int, entry: _Table, first: int, blocks: list[int]) -> None:
-        """The runner need not know of a table before its sequence runs: while a long prefix is on
-        its way, other sequences' steps are not to carry its thousand blocks."""
-        if blocks and (entry.admitted or self._moves is None):
-            self._changes.runs.append((table, first, blocks))
-
-    def _copy_on_write(self, table: int, entry: _Table, column: int) -> None:
-        old = entry.blocks[column]
-        new = self._pop_free()
-        self._refs[old] -= 1
-        moves = self._moves
-        if not self._refs[old] and not (moves is not None and moves.is_moving(old)):
-            # Nobody but the prefix cache: it may be handed out in this very step, whose copies
-            # come before its rows.
-            self._free[old] = None
-            if moves is not None and self._prefix_or_fail().holds(old):
-                moves.freed([old])
-        self._freed_at[old] = self._steps + 1
-        self._copied.update((old, new))
-        entry.blocks[column] = new
-        self._tell(table, entry, column, [new])
-        self._changes.copy_from.append(old)
-        self._changes.copy_to.append(new)
+        """Called when the step of the last `take_changes` is on the device's stream."""
+        self.transfers.step_launched(self._steps)
 
     # -- host memory ------------------------------------------------------------------------
 
-    def _prefix_or_fail(self) -> PrefixCache:
-        assert self._prefix is not None
-        return self._prefix
+    def load(
+        self,
+        table: int,
+        token_ids: Sequence[int],
+        compute: Callable[[int, int], float],
+        *,
+        whole: bool = True,
+    ) -> int | None:
+        """Starts loading the blocks behind a new table's from host memory, as far as they are
+        there and worth it. Called before the table's first `allocate`: once, or a second time for
+        the rest.
 
-    def _join(self, entry: _Table, tickets: set[int]) -> None:
-        assert self._moves is not None
-        entry.tickets |= tickets
-        self._moves.join(tickets)
+        Of a long prefix a small and a larger part are loaded first, so that the link is busy while
+        the rest is looked up.
 
-    def _take_back(self, blocks: NDArray[np.int64]) -> None:
-        """Blocks that do not move any more. Those without readers are handed out before others."""
-        free, published = self._free, []
-        for block in blocks[self._all_refs[blocks] == 0].tolist()[::-1]:
-            free[block] = None
-            free.move_to_end(block, last=False)
-            if self._prefix_or_fail().holds(block):
-                published.append(block)
-        assert self._moves is not None
-        self._moves.returned(published)
+        Args:
+            compute: (start, count) -> seconds to compute `count` tokens behind `start` others.
+            whole: False: load only those two parts of a long prefix.
+
+        Returns:
+            Number of tokens in the table's blocks, loading ones included; None if there are not
+            enough free blocks for the whole prompt, then the rest was not loaded.
+        """
+        entry, size = self._tables[table], self.block_size
+        first, last = len(entry.blocks), (len(token_ids) - 1) // size
+        held = min(first * size, len(token_ids) - 1)
+        if first >= last:
+            return held
+        transfers = self._with_tier()
+        tier = transfers.tier
+        contents = block_contents(token_ids, size, first, last, entry.packed)
+        parts = _split_prefix(last - first) if not entry.loaded else (last - first,)
+        hit = HostHit()
+        for number, most in enumerate(parts if whole else parts[: max(len(parts) - 1, 1)], 1):
+            before = hit.block_hashes or entry.hashes
+            found = tier.match(before[-1] if before else entry.root_hash, islice(contents, most))
+            hit += found
+            begin = len(entry.blocks) * size
+            rest = len(token_ids) - begin - len(hit.host_blocks) * size
+            count = tier.worth_loading(hit, begin, rest) if hit.host_blocks else 0
+            if count:
+                if self._lacks(self.blocks_for(len(token_ids)) - len(entry.blocks)):
+                    tier.release(hit)
+                    return None
+                blocks = self._pop_for_load(count)
+                if blocks is None:
+                    break
+                after = begin + count * size
+                is_last = number == len(parts)
+                rest_s = compute(after, len(token_ids) - after) if is_last else None
+                part = hit.first(count)
+                transfers.load(table, part, blocks, int(self._freed_at[blocks].max()), rest_s)
+                entry.hashes += part.block_hashes
+                entry.loaded += count
+                self._append(table, entry, blocks)
+                hit = hit.after(count)
+                held = len(entry.blocks) * size
+            # A first part that is not worth loading may be so together with the next one.
+            if len(found.host_blocks) < most or (count and hit.host_blocks):
+                break
+        if hit.host_blocks:
+            tier.release(hit)
+        return held
+
+    def may_load(self, table: int, token_ids: Sequence[int]) -> bool:
+        """Whether `load` would find a block behind a new table's, and room for the prompt."""
+        entry, size = self._tables[table], self.block_size
+        first, last = len(entry.blocks), (len(token_ids) - 1) // size
+        if first >= last:
+            return False
+        (content,) = block_contents(token_ids, size, first, first + 1, entry.packed)
+        parent_hash = entry.hashes[-1] if entry.hashes else entry.root_hash
+        missing = self.blocks_for(len(token_ids)) - first
+        return self._with_tier().tier.holds(parent_hash + content) and not self._lacks(missing)
+
+    def take_back(self, transferred: list[NDArray[np.int64]]) -> None:
+        """Called with the blocks of ended transfers: those without references become free, to be
+        handed out before others."""
+        if not transferred:
+            return
+        blocks = np.concatenate(transferred)
+        free = blocks[self._all_refs[blocks] == 0].tolist()[::-1]
+        for block in free:
+            self._free[block] = None
+            self._free.move_to_end(block, last=False)
+        self._with_tier().mark_free_first([b for b in free if self._prefix.is_cached(b)])
+
+    def offload(self, most: int) -> None:
+        """Starts to store blocks that are to be handed out soon. Never waits; at least three
+        quarters of the free list stay: to be called while the device works.
+
+        Args:
+            most: blocks to look at, some microseconds each.
+        """
+        self.release_closed()
+        for block in self.transfers.store(len(self._free), most):
+            del self._free[block]
+        over_limit = self.transfers.over_limit(most)
+        if over_limit:
+            self.transfers.evict(over_limit)
+            for block in over_limit:
+                self._free.move_to_end(block, last=False)
+        dropped = self.transfers.take_dropped()
+        for block in self._prefix.uncached(dropped) if dropped else ():
+            if block in self._free:
+                self._free.move_to_end(block, last=False)
+
+    def _with_tier(self) -> BlockTransfers:
+        assert isinstance(self.transfers, BlockTransfers), "there is no host memory"
+        return self.transfers
 
     def _pop_for_load(self, count: int) -> list[int] | None:
-        """Free blocks that no step still to be launched touches, in ascending order, so that
-        neighbours can be copied together; None if there are not as many."""
+        """Takes free blocks that no step still to be launched touches, in ascending order, so that
+        neighbours can be copied together; None if there are fewer than `count`."""
         blocks = list(islice(self._free, count))
         aside: list[int] = []
         if (self._freed_at[blocks] > self._steps).any():
@@ -568,22 +436,63 @@ class BlockManager:
                 (blocks if self._freed_at[block] <= self._steps else aside).append(block)
         if len(blocks) < count:
             return None
-        assert self._moves is not None
         self._all_refs[blocks] = 1
         for block in blocks:
             del self._free[block]
-        self._moves.evict(blocks)
+        self.transfers.evict(blocks)
         for block in aside:
             self._free.move_to_end(block)
         return sorted(blocks)
 
-    def _keep_limit(self, most: int) -> None:
-        """Free blocks beyond the limit lose their prefix and are handed out first."""
-        assert self._moves is not None and self._prefix is not None
-        blocks = self._moves.beyond_limit(most)
-        self._moves.evict(blocks)
-        for block in blocks:
-            self._free.move_to_end(block, last=False)
+    # -- blocks -----------------------------------------------------------------------------
+
+    def _lacks(self, count: int) -> bool:
+        """Whether there are fewer than `count` free blocks."""
+        if count > len(self._free):
+            self.release_closed()
+        return count > len(self._free)
+
+    def _is_read_only(self, block: int) -> bool:
+        """Whether other tables reference it, or may find it later."""
+        return self._refs[block] > 1 or self._prefix.is_cached(block)
+
+    def _pop_free(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        self.transfers.evict((block,))
+        self._refs[block] = 1
+        return block
+
+    def _append(self, table: int, entry: _Table, blocks: list[int]) -> None:
+        """`blocks` must not be changed afterwards."""
+        first = len(entry.blocks)
+        entry.blocks.extend(blocks)
+        self.num_writable[table] = 0 if entry.maybe_shared else len(entry.blocks) * self.block_size
+        if blocks:
+            self._send(table, entry, first, blocks)
+        if entry.admitted:
+            self._count_grown(entry)
+
+    def _send(self, table: int, entry: _Table, first: int, blocks: list[int]) -> None:
+        if entry.admitted or not self.transfers.defers_tables:
+            self._changes.runs.append((table, first, blocks))
+
+    def _copy_on_write(self, table: int, entry: _Table, column: int) -> None:
+        old = entry.blocks[column]
+        new = self._pop_free()
+        self._refs[old] -= 1
+        if not self._refs[old] and not self.transfers.in_transfer(old):
+            # It may be handed out in this very step, whose copies run before it writes.
+            self._free[old] = None
+            if self._prefix.is_cached(old):
+                self.transfers.mark_free((old,))
+        self._freed_at[old] = self._steps + 1
+        self._copied.update((old, new))
+        entry.blocks[column] = new
+        self._send(table, entry, column, [new])
+        self._changes.copy_from.append(old)
+        self._changes.copy_to.append(new)
+
+    # -- counting ---------------------------------------------------------------------------
 
     def _count_grown(self, entry: _Table) -> None:
         grown = len(entry.blocks) - entry.counted
@@ -591,8 +500,32 @@ class BlockManager:
             self.hits.add(0, 0, grown)
             entry.counted = len(entry.blocks)
 
-    def _note_use(self, entry: _Table) -> None:
-        """One more request uses the blocks of these keys."""
-        if self._moves is not None and entry.admitted and len(entry.keys) > entry.used:
-            self._moves.note_use(entry.keys[entry.used :])
-            entry.used = len(entry.keys)
+    def _count_use(self, entry: _Table) -> None:
+        """Counts the sequence as a user of the blocks hashed since the previous call."""
+        if entry.admitted and len(entry.hashes) > entry.used:
+            self.transfers.count_use(entry.hashes[entry.used :])
+            entry.used = len(entry.hashes)
+
+    def check_integrity(self) -> None:
+        """Asserts that every block is either free or referenced exactly by its tables."""
+        counted = [0] * self.num_blocks
+        for entry in (*self._tables.values(), *(entry for entry, _ in self._closed)):
+            for block in entry.blocks:
+                counted[block] += 1
+        assert counted == self._refs.tolist(), "reference counts differ from the tables"
+        free = {block for block, refs in enumerate(counted) if refs == 0}
+        self.transfers.check_integrity(self._free)
+        free -= self.transfers.blocks_in_transfer
+        assert free == set(self._free), "the free list differs from the reference counts"
+        assert all(counted[b] for b in self._prefix.duplicates), "a duplicate without references"
+        for table, entry in self._tables.items():
+            held = 0 if entry.maybe_shared else len(entry.blocks) * self.block_size
+            assert self.num_writable[table] == held, "room differs from the blocks"
+
+
+def _split_prefix(count: int) -> tuple[int, ...]:
+    """Sizes of the parts in which `BlockManager.load` looks up a prefix of `count` blocks."""
+    if count < _LONG_PREFIX:
+        return (count,)
+    first = count // _FIRST_PART
+    return first, _LARGER * first, count - (1 + _LARGER) * first

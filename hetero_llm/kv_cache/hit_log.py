@@ -1,6 +1,5 @@
-"""Where blocks were found, in TACO-LLM's terms: its hit line, for users and for the log.
-
-The basis is the manual's: all blocks that tables were given, those of generated tokens included.
+"""Counts where the blocks of block tables came from, and logs them in the format of TACO-LLM's
+manual. As there, all blocks of a table count, those of generated tokens included.
 """
 
 from __future__ import annotations
@@ -10,17 +9,17 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
-_INTERVAL = 100  # blocks between two lines, as in the manual
+_INTERVAL = 100  # blocks between two log lines, as in the manual
 
 
 @dataclass(slots=True)
 class HitCounter:
-    """Blocks that tables were given since the start. Written by the block manager alone.
+    """Blocks assigned to block tables since start. Written by the block manager only.
 
     Attributes:
         gpu: found in the device's prefix cache.
-        cpu: found in host memory.
-        missed: empty ones, to be computed.
+        cpu: loaded from host memory.
+        missed: to be computed.
     """
 
     gpu: int = 0
@@ -38,7 +37,7 @@ class HitCounter:
 
 
 def hit_line(hits: HitCounter) -> str:
-    """The manual's line, such as
+    """The manual's log line, such as
     `[HIT CNT] total: 132, gpu: 0 (0.00%) cpu: 10 (7.58%) not hit: 122 (92.42%)`."""
     whole = max(hits.total, 1)
     gpu, cpu, missed = (
@@ -48,7 +47,7 @@ def hit_line(hits: HitCounter) -> str:
 
 
 class HitLog:
-    """Writes the line when the blocks' number has passed a multiple of 100, and at the end."""
+    """Logs `hit_line` when the number of blocks has passed a multiple of 100, and at the end."""
 
     def __init__(self, hits: HitCounter) -> None:
         self._hits = hits
@@ -56,14 +55,14 @@ class HitLog:
         self._closed = False
 
     def note(self) -> None:
-        """To be called once a step: however many multiples were passed, there is one line."""
+        """Called once a step; logs one line however many multiples were passed."""
         total = self._hits.total
         if total >= self._next:
             self._next = (total // _INTERVAL + 1) * _INTERVAL
             self._write()
 
     def close(self) -> None:
-        """The last line; a second call does nothing."""
+        """Logs the last line; further calls do nothing."""
         if not self._closed:
             self._closed = True
             self._write()

@@ -1,9 +1,10 @@
-"""The contract between the block manager and the memory behind it: blocks that leave the device's
-prefix cache live on in host memory and come back, layer by layer, when a prompt wants them.
+"""What the block manager requires of host memory: blocks evicted from the device's prefix cache are
+kept there and are loaded back, layer by layer, for later prompts.
 
-Words: a *ticket* is one load or one store, numbered from 1 upwards; a *slot* here is a place for
-one block in host memory; a *step's number* counts the engine's steps from 1 in the order of their
-launch.
+A *transfer id* names one load or one store; ids are numbered from 1 upwards. A *host block* is the
+place of one KV block in host memory. A *step number* counts the engine's steps from 1 in the order
+of their launch. A *lookup key* is what a block is found by, parent hash + token bytes; its *block
+hash* is the SHA-256 of that (see `prefix_cache`).
 """
 
 from __future__ import annotations
@@ -18,49 +19,56 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class HostHit:
-    """Blocks that host memory holds, in the order of the prompt. Their slots stay as they are until
+    """Consecutive blocks of a prompt that host memory holds. The host blocks stay pinned until
     `HostTier.load` or `HostTier.release` is called with the hit.
 
     Attributes:
-        slots: of each block.
-        sources: what each block is found by: parent key + token bytes (see engine.prefix_cache).
-        keys: of each block.
+        host_blocks, lookup_keys, block_hashes: one entry for each block, in the prompt's order.
     """
 
-    slots: tuple[int, ...]
-    sources: tuple[bytes, ...]
-    keys: tuple[bytes, ...]
+    host_blocks: tuple[int, ...] = ()
+    lookup_keys: tuple[bytes, ...] = ()
+    block_hashes: tuple[bytes, ...] = ()
 
     def first(self, count: int) -> HostHit:
-        return HostHit(self.slots[:count], self.sources[:count], self.keys[:count])
+        """The first `count` blocks."""
+        return HostHit(
+            self.host_blocks[:count], self.lookup_keys[:count], self.block_hashes[:count]
+        )
 
-    def behind(self, count: int) -> HostHit:
-        return HostHit(self.slots[count:], self.sources[count:], self.keys[count:])
+    def after(self, count: int) -> HostHit:
+        """All but the first `count` blocks."""
+        return HostHit(
+            self.host_blocks[count:], self.lookup_keys[count:], self.block_hashes[count:]
+        )
 
     def __add__(self, more: HostHit) -> HostHit:
-        """Both; `more` follows."""
-        return HostHit(self.slots + more.slots, self.sources + more.sources, self.keys + more.keys)
+        """Both hits as one; `more` follows this one in the prompt."""
+        return HostHit(
+            self.host_blocks + more.host_blocks,
+            self.lookup_keys + more.lookup_keys,
+            self.block_hashes + more.block_hashes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionCandidate:
-    """A block of the device whose content is to be kept: nobody writes to it, and it is not handed
-    out before its store is over."""
+    """A device block to be stored before it is handed out anew; nothing writes to it meanwhile."""
 
     block: int
-    source: bytes
-    key: bytes
+    lookup_key: bytes
+    block_hash: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TierEvents:
-    """What is over since the last poll. Lists of tickets, each named once.
+    """What happened since the previous poll. Each transfer id is listed once.
 
     Attributes:
-        loaded: all layers are on the device.
-        failed: loads of which some bytes never came, aborted ones included; nothing is written to
-            their blocks any more.
-        stored: stores, whether they succeeded or not: their blocks are not read any more.
+        loaded: loads whose layers are all on the device.
+        failed: loads of which some bytes never arrived, aborted ones included. Nothing is written
+            to their blocks any more.
+        stored: finished stores, successful or not: their blocks are not read any more.
     """
 
     loaded: list[int] = field(default_factory=list)
@@ -69,109 +77,117 @@ class TierEvents:
 
 
 class HostTier(Protocol):
-    """Called by the thread of the step loop alone; nothing but `wait` ever waits."""
+    """Called by the thread of the step loop only. No method but `wait` blocks for longer than
+    microseconds."""
 
-    def match(self, parent: bytes, contents: Iterable[bytes]) -> HostHit:
-        """The leading blocks after `parent` that host memory holds, up to the first that it does
-        not; reads `contents` (token bytes of one block after the other) no further than needed.
-        Their slots are pinned and count as used."""
+    def match(self, parent_hash: bytes, contents: Iterable[bytes]) -> HostHit:
+        """Looks up the blocks that follow `parent_hash`, up to the first that host memory does not
+        hold, and pins them. A match counts as a use for the eviction order.
+
+        Args:
+            contents: token bytes of one block after the other; read no further than needed.
+        """
         ...
 
     def release(self, hit: HostHit) -> None:
-        """Gives back a hit, or the end of one, that is not going to be loaded."""
+        """Unpins a hit, or the end of one, that will not be loaded."""
         ...
 
     def load(
         self, hit: HostHit, blocks: NDArray[np.int64], after_step: int, compute: float | None
     ) -> int:
-        """Starts copying a hit to the device's blocks; the slots are unpinned when it is over.
+        """Starts copying a hit to the device and returns the transfer id. The host blocks are
+        unpinned when the load has ended.
 
         Args:
-            blocks: [N], one for each slot; nobody else uses them before the load is over.
+            blocks: [N] device blocks, one for each host block; nothing else may use them before
+                the load has ended.
             after_step: number of the last step that may still read or write one of them; 0: none.
-            compute: seconds that the rows behind the hit are expected to take; 0: unknown; None:
-                more of the same prefix is loaded behind it, which nobody waits for any less.
-
-        Returns:
-            The ticket.
+            compute: expected seconds to compute the tokens behind the hit; 0: unknown; None: the
+                next part of the same prefix is loaded right after this one.
         """
         ...
 
-    def abort(self, ticket: int) -> None:
-        """Stops a load that nobody wants any more. It ends as failed, or as loaded, once what was
-        already submitted has drained."""
+    def abort(self, transfer_id: int) -> None:
+        """Stops a load that is no longer needed. Copies already submitted still run; the load then
+        ends as failed, or as loaded if it was complete."""
         ...
 
-    def store(self, victims: Sequence[EvictionCandidate]) -> tuple[int, int]:
-        """Starts copying blocks to host memory, in order, as many as there is room for.
+    def store(self, candidates: Sequence[EvictionCandidate]) -> tuple[int, int]:
+        """Starts copying blocks to host memory, in order, as far as there is room.
 
         Returns:
-            How many of the first victims were taken, and their ticket (0 if none has to be copied).
-            Of those, blocks that host memory holds already need no copy; a ticket's blocks are all
-            victims taken.
+            How many of the first candidates were taken, and the transfer id, 0 if none has to be
+            copied. Taken blocks that host memory holds already are not copied, but belong to the
+            transfer too.
         """
         ...
 
-    def holds(self, source: bytes) -> bool:
-        """Whether the block found by `source` is in host memory, or on its way."""
+    def holds(self, lookup_key: bytes) -> bool:
+        """Whether a block is in host memory or being stored."""
         ...
 
-    def wants(self, key: bytes) -> bool:
-        """Whether a block was used often enough to be kept when it leaves the device."""
+    def wants(self, block_hash: bytes) -> bool:
+        """Whether a block was used by enough requests to be stored when the device evicts it."""
         ...
 
-    def note_use(self, uses: Mapping[bytes, int]) -> None:
-        """How many requests have begun that use these blocks, since it was told last."""
+    def add_use_counts(self, uses: Mapping[bytes, int]) -> None:
+        """Adds to the use counts of blocks: block hash to the number of requests that have begun
+        to use it since the previous call."""
         ...
 
-    def left(self, entries: Iterable[tuple[bytes, bytes]]) -> None:
-        """Published blocks left the device: source and key of each. Of those that are not in host
-        memory, what follows them there is useless."""
+    def device_evicted(self, entries: Iterable[tuple[bytes, bytes]]) -> None:
+        """Notes that the device evicted blocks: (lookup key, block hash) of each. Of those that are
+        not in host memory, the descendants there are dropped."""
         ...
 
-    def take_lost(self) -> list[tuple[bytes, bytes]]:
-        """Blocks that host memory has given up since the last call: source and key. If they are
-        on the device no longer, what follows them there is useless."""
+    def take_host_evicted(self) -> list[tuple[bytes, bytes]]:
+        """Returns and clears the blocks that host memory evicted: (lookup key, block hash). If the
+        device does not hold them either, their descendants there are unreachable."""
         ...
 
     def step_launched(self, number: int) -> None:
-        """All device work of this step is on the current stream."""
+        """Called after all device work of step `number` was put on the current stream."""
         ...
 
-    def seconds_left(self, tickets: Iterable[int]) -> float:
-        """How long loads will take from now on, by the bytes ahead of their end and the measured
-        rate; 0.0 for those that are over."""
+    def seconds_left(self, transfer_ids: Iterable[int]) -> float:
+        """Seconds until the last of these loads ends, by the bytes queued up to its end and the
+        measured rate; 0.0 if all have ended."""
         ...
 
-    def seconds_ahead(self, tickets: Iterable[int]) -> float:
-        """The part of `seconds_left` that other loads take."""
+    def seconds_ahead(self, transfer_ids: Iterable[int]) -> float:
+        """The part of `seconds_left` spent on other loads, which run before these."""
         ...
 
     def worth_loading(self, hit: HostHit, start: int, rest: int) -> int:
-        """How many of a hit's first blocks are brought faster than they are computed.
+        """How many of a hit's first blocks are loaded in less time than computing them takes.
 
         Args:
             start: tokens before the hit. rest: tokens of the prompt behind it.
         """
         ...
 
-    def poll(self, over: Iterable[int] = ()) -> TierEvents:
-        """What has ended. Loads named in `over`, whose gates have let a finished step through, are
-        waited for (microseconds), so that none of them is still open afterwards."""
+    def poll(self, finished: Iterable[int] = ()) -> TierEvents:
+        """Collects ended transfers.
+
+        Args:
+            finished: loads that a finished step read. Their last layer-ready flag is set, so their
+                end is waited for (microseconds); none of them is under way afterwards.
+        """
         ...
 
     def wait(self, seconds: float) -> None:
-        """Sleeps until something ends, at most so long."""
+        """Sleeps until any transfer ends, for at most `seconds`."""
         ...
 
     def clear(self) -> None:
-        """Forgets all blocks; loads and stores that are under way still end."""
+        """Forgets all blocks; transfers under way still end."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Counters since start, flat."""
+        """Counters since start, by name."""
         ...
 
     def shut_down(self) -> None:
-        """Ends all copies and gives the memory back."""
+        """Ends all copies and frees the host memory."""
         ...

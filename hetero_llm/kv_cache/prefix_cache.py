@@ -1,13 +1,15 @@
 """Which full KV blocks hold which tokens.
 
-A block's key is SHA-256 over (parent key, its tokens as little-endian int32), so a key names the
-whole prefix up to and including its block; the root holds what else must match (adapter, salt).
-Published blocks are found by what their key is the hash of: parent key and tokens, compared byte
-by byte. So a hit hashes nothing, and only blocks that are published for the first time do.
+A block's hash is SHA-256 over its parent's hash and its tokens as little-endian int32, so it
+identifies the whole prefix up to and including the block. The root hash, parent of the first block,
+covers what else must match (adapter, salt). Cached blocks are looked up by the hashed bytes
+themselves, the *lookup key* parent hash + token bytes: a hit needs no SHA-256, and only blocks
+cached for the first time are hashed.
 
-A block is of no use without those before it. Sequences that compute one prefix at the same time
-have *twins*: one block is found (its holder), and the others stand by, as long as they have
-readers. So what a running sequence publishes always follows something that is published, too.
+A block is useless without its ancestors. Where sequences compute one prefix at the same time, one
+of the equal blocks is the *canonical* one, which later requests find; the others are *duplicates*,
+kept in reserve as long as they are referenced. So the parent of whatever a running sequence caches
+is always cached, too.
 """
 
 from __future__ import annotations
@@ -17,23 +19,24 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-_KEY_BYTES = 32  # SHA-256: what a source begins with
+_HASH_BYTES = 32
+"""Of SHA-256. A lookup key begins with the parent's hash."""
 _TOKENS_AT_ONCE = 2048
-"""Tokens turned into bytes in one go: a prompt that is not cached stops the search early."""
+"""Tokens converted to bytes in one go: a lookup that misses stops early."""
 
 
-def root_key(extras: tuple[str, ...] = ()) -> bytes:
-    """Key before the first block: depends on everything but tokens that makes KV differ."""
+def hash_root(extras: tuple[str, ...] = ()) -> bytes:
+    """Hash before the first block, over everything but tokens that makes KV differ."""
     return sha256("\x00".join(("hetero_llm", *extras)).encode()).digest()
 
 
-def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Key of a full block that follows `parent`."""
-    return sha256(parent + token_bytes(token_ids)).digest()
+def hash_block(parent_hash: bytes, token_ids: Sequence[int]) -> bytes:
+    """Hash of the full block with `token_ids` behind `parent_hash`."""
+    return sha256(parent_hash + token_bytes(token_ids)).digest()
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Tokens as they enter a key: 4 bytes each, little-endian, signed.
+    """Tokens as they are hashed: 4 bytes each, little-endian, signed.
 
     Raises:
         struct.error: a token is no integer of 32 bits.
@@ -44,10 +47,10 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
 def block_contents(
     token_ids: Sequence[int], block_size: int, first: int, last: int, packed: bytes = b""
 ) -> Iterator[bytes]:
-    """The token bytes of blocks `first .. last - 1` of a sequence, one after the other.
+    """Yields the token bytes of blocks `first .. last - 1` of a sequence.
 
     Args:
-        packed: `token_bytes` of the first tokens, as many as are at hand.
+        packed: `token_bytes` of some of the first tokens, to save converting them.
     """
     width = 4 * block_size
     ready = min(len(packed) // width, last)
@@ -63,254 +66,266 @@ def block_contents(
 
 
 @dataclass(slots=True)
-class _LastFound:
-    """What was found last, good as long as nothing has been evicted since.
+class _LastMatch:
+    """The previous lookup's result; valid until a block is evicted.
 
     Attributes:
         matched: token bytes of `blocks`.
     """
 
-    root: bytes
+    root_hash: bytes
     matched: bytes
     blocks: list[int]
-    keys: list[bytes]
+    block_hashes: list[bytes]
     evictions: int
 
 
 class PrefixCache:
-    """Map between prefixes and blocks, both ways. Says nothing about who uses a block.
+    """Map between prefixes and blocks, both ways. Reference counts are the block manager's.
 
-    The dictionaries hold nothing but bytes and integers, which the garbage collector never visits.
+    The dictionaries hold only bytes and integers, which the garbage collector never visits.
     """
 
     def __init__(self) -> None:
-        self._block_of: dict[bytes, int] = {}  # by parent key + token bytes
-        self._source_of: dict[int, bytes] = {}  # block to its entry in `_block_of`
-        self._key_of: dict[int, bytes] = {}
-        self._child_of: dict[bytes, int] = {}  # by parent key: one of the blocks that follow it
-        self._more_of: dict[bytes, set[int]] = {}  # the others, where prompts part
-        self._twin_of: dict[int, bytes] = {}  # unpublished block to what it could be found by
-        self._twins: dict[bytes, set[int]] = {}  # the other way round
+        self._block_of: dict[bytes, int] = {}  # by lookup key
+        self._lookup_key_of: dict[int, bytes] = {}  # the other way round
+        self._hash_of: dict[int, bytes] = {}
+        self._child_of: dict[bytes, int] = {}  # by parent hash: one of its child blocks
+        self._more_children: dict[bytes, set[int]] = {}  # the others, where prompts diverge
+        self._duplicate_key: dict[int, bytes] = {}  # duplicate block to its lookup key
+        self._duplicates_of: dict[bytes, set[int]] = {}  # the other way round
         self._evictions = 0
-        self._last: _LastFound | None = None
+        self._last: _LastMatch | None = None
 
     def find(
-        self, root: bytes, token_ids: Sequence[int], block_size: int, packed: bytes = b""
+        self, root_hash: bytes, token_ids: Sequence[int], block_size: int, packed: bytes = b""
     ) -> tuple[list[int], list[bytes]]:
-        """`match` of a sequence's full blocks. Requests with one long prefix come in bursts, so
-        what begins like the sequence before is compared with that, which is much faster.
+        """`match` for a sequence's full blocks. Requests with one long prefix come in bursts, so
+        the tokens are first compared with those of the previous lookup, which is much faster.
 
         Args:
-            packed: `token_bytes` of the first tokens, as many as are at hand: what is compared.
+            packed: `token_bytes` of some of the first tokens; only these are compared.
 
         Returns:
-            The blocks found and their keys, neither to be changed: who begins like the sequence
-            before and goes on otherwise gets the same lists.
+            The blocks found and their hashes. The lists are shared with later calls: not to be
+            changed.
         """
         last, width = self._last, 4 * block_size
         known = 0
-        if last is not None and last.evictions == self._evictions and last.root == root:
+        if last is not None and last.evictions == self._evictions and last.root_hash == root_hash:
             known = _num_common(packed, last.matched, width)
         blocks = last.blocks[:known] if last is not None else []
-        keys = last.keys[:known] if last is not None else []
+        hashes = last.block_hashes[:known] if last is not None else []
         contents = block_contents(
             token_ids, block_size, known, len(token_ids) // block_size, packed
         )
-        more, more_keys = self.match(keys[-1] if keys else root, contents)
+        more, more_hashes = self.match(hashes[-1] if hashes else root_hash, contents)
         if last is not None and not more and known == len(last.blocks):
-            return last.blocks, last.keys
+            return last.blocks, last.block_hashes
         blocks += more
-        keys += more_keys
+        hashes += more_hashes
         kept = min(len(blocks), len(packed) // width)
         whole = kept == len(blocks)
-        self._last = _LastFound(
-            root,
+        self._last = _LastMatch(
+            root_hash,
             packed[: kept * width],
             blocks if whole else blocks[:kept],
-            keys if whole else keys[:kept],
+            hashes if whole else hashes[:kept],
             self._evictions,
         )
-        return blocks, keys
+        return blocks, hashes
 
-    def match(self, root: bytes, contents: Iterable[bytes]) -> tuple[list[int], list[bytes]]:
-        """Looks up the leading blocks of a sequence, up to the first that is not published.
+    def match(self, parent_hash: bytes, contents: Iterable[bytes]) -> tuple[list[int], list[bytes]]:
+        """Looks up the blocks that follow `parent_hash`, up to the first that is not cached.
 
         Args:
-            root: `root_key` of the sequence.
             contents: token bytes of one block after the other; read no further than needed.
 
         Returns:
-            The blocks found and their keys.
+            The blocks found and their hashes.
         """
-        block_of, key_of = self._block_of, self._key_of
+        block_of, hash_of = self._block_of, self._hash_of
         blocks: list[int] = []
-        keys: list[bytes] = []
-        parent = root
+        hashes: list[bytes] = []
         for content in contents:
-            block = block_of.get(parent + content)
+            block = block_of.get(parent_hash + content)
             if block is None:
                 break
-            parent = key_of[block]
+            parent_hash = hash_of[block]
             blocks.append(block)
-            keys.append(parent)
-        return blocks, keys
+            hashes.append(parent_hash)
+        return blocks, hashes
 
-    def publish(
-        self, parent: bytes, contents: Iterable[bytes], blocks: Iterable[int]
+    def cache(
+        self, parent_hash: bytes, contents: Iterable[bytes], blocks: Iterable[int]
     ) -> list[bytes]:
-        """Publishes blocks that follow each other, the first one after `parent`.
-
-        A block whose prefix another block already holds stays unpublished: a twin.
+        """Caches consecutive blocks, the first one behind `parent_hash`. A block whose prefix
+        another block already holds becomes a duplicate.
 
         Args:
-            parent: key of the block before, or the root key.
             contents: token bytes of each block.
 
         Returns:
-            The key of each block.
+            The hash of each block.
         """
-        keys: list[bytes] = []
+        hashes: list[bytes] = []
         for content, block in zip(contents, blocks, strict=True):
-            source = parent + content
-            holder = self._block_of.get(source)
-            if holder is None:
-                assert block not in self._key_of, "a block is published once"
-                key = sha256(source).digest()
-                self._block_of[source] = block
-                self._source_of[block] = source
-                self._key_of[block] = key
-                if self._child_of.setdefault(parent, block) != block:
-                    self._more_of.setdefault(parent, set()).add(block)
-                parent = key
+            lookup_key = parent_hash + content
+            canonical = self._block_of.get(lookup_key)
+            if canonical is None:
+                assert block not in self._hash_of, "a block is cached once"
+                block_hash = sha256(lookup_key).digest()
+                self._block_of[lookup_key] = block
+                self._lookup_key_of[block] = lookup_key
+                self._hash_of[block] = block_hash
+                if self._child_of.setdefault(parent_hash, block) != block:
+                    self._more_children.setdefault(parent_hash, set()).add(block)
+                parent_hash = block_hash
             else:
-                parent = self._key_of[holder]
-                if holder != block:
-                    self._add_twin(source, block)
-            keys.append(parent)
-        return keys
+                parent_hash = self._hash_of[canonical]
+                if canonical != block:
+                    self._add_duplicate(lookup_key, block)
+            hashes.append(parent_hash)
+        return hashes
 
-    def adopt(self, sources: Iterable[bytes], keys: Iterable[bytes], blocks: Iterable[int]) -> None:
-        """Publishes blocks that follow each other, whose entries are known: what `entry` told of
-        them once.
-
-        A block whose prefix another block already holds stays unpublished: a twin.
-        """
-        block_of, source_of, key_of, child_of = (
-            self._block_of, self._source_of, self._key_of, self._child_of,
+    def cache_hashed(
+        self, lookup_keys: Iterable[bytes], block_hashes: Iterable[bytes], blocks: Iterable[int]
+    ) -> None:
+        """Caches consecutive blocks whose `entry` is known from earlier. A block whose prefix
+        another block already holds becomes a duplicate."""
+        block_of, lookup_key_of, hash_of, child_of = (
+            self._block_of, self._lookup_key_of, self._hash_of, self._child_of,
         )  # fmt: skip
-        parent = b""
-        for source, key, block in zip(sources, keys, blocks, strict=True):
-            parent, before = key, parent or source[:_KEY_BYTES]
-            if source in block_of:
-                self._add_twin(source, block)
+        parent_hash = b""
+        for lookup_key, block_hash, block in zip(lookup_keys, block_hashes, blocks, strict=True):
+            parent_hash, before = block_hash, parent_hash or lookup_key[:_HASH_BYTES]
+            if lookup_key in block_of:
+                self._add_duplicate(lookup_key, block)
                 continue
-            assert block not in key_of, "a block is published once"
-            block_of[source] = block
-            source_of[block] = source
-            key_of[block] = key
+            assert block not in hash_of, "a block is cached once"
+            block_of[lookup_key] = block
+            lookup_key_of[block] = lookup_key
+            hash_of[block] = block_hash
             if child_of.setdefault(before, block) != block:
-                self._more_of.setdefault(before, set()).add(block)
+                self._more_children.setdefault(before, set()).add(block)
 
     def entry(self, block: int) -> tuple[bytes, bytes]:
-        """What a published block is found by (parent key + token bytes), and its key."""
-        return self._source_of[block], self._key_of[block]
+        """Lookup key and hash of a cached block."""
+        return self._lookup_key_of[block], self._hash_of[block]
 
-    def evict(self, block: int) -> tuple[bytes, bytes] | None:
-        """Forgets `block` before it is written anew; harmless if it was never published. If it has
-        a twin, that one is found from now on.
+    def evict(self, blocks: Iterable[int]) -> list[tuple[bytes, bytes]]:
+        """Forgets blocks before they are written anew; those not cached are skipped. A duplicate
+        of an evicted block, if there is one, becomes canonical.
 
         Returns:
-            Its `entry`, if it had one by which nothing is found any more.
+            `entry` of each evicted block that no duplicate replaces.
         """
-        key = self._key_of.pop(block, None)
-        if key is None:
-            if block in self._twin_of:
-                self._end_twin(block)
-            return None
-        self._evictions += 1
-        source = self._source_of.pop(block)
-        del self._block_of[source]
-        parent = source[:_KEY_BYTES]
-        if parent in self._more_of:
-            self._leave(parent, block)
-        else:
-            del self._child_of[parent]
-        if source in self._twins:
-            heir = min(self._twins[source])
-            self._end_twin(heir)
-            self.adopt([source], [key], [heir])
-            return None
-        return source, key
+        evicted = []
+        for block in blocks:
+            block_hash = self._hash_of.pop(block, None)
+            if block_hash is None:
+                if block in self._duplicate_key:
+                    self._remove_duplicate(block)
+                continue
+            self._evictions += 1
+            lookup_key = self._lookup_key_of.pop(block)
+            del self._block_of[lookup_key]
+            parent_hash = lookup_key[:_HASH_BYTES]
+            if parent_hash in self._more_children:
+                self._remove_child(parent_hash, block)
+            else:
+                del self._child_of[parent_hash]
+            if lookup_key in self._duplicates_of:
+                successor = min(self._duplicates_of[lookup_key])
+                self._remove_duplicate(successor)
+                self.cache_hashed([lookup_key], [block_hash], [successor])
+            else:
+                evicted.append((lookup_key, block_hash))
+        return evicted
 
-    def unread(self, block: int) -> int | None:
-        """`block` lost its last reader. If it has twins, one of them is found instead. If it is a
-        twin, it stands by no longer: returns the block that is found, which counts as used now."""
-        if block in self._twin_of:
-            return self._block_of[self._end_twin(block)]
-        if self._twins and self._source_of.get(block) in self._twins:
-            self.evict(block)
+    def released(self, block: int) -> int | None:
+        """Called when `block` lost its last reference. A canonical block is replaced by one of its
+        duplicates, which are referenced. A duplicate is forgotten; its canonical block, which
+        counts as just used, is returned."""
+        if block in self._duplicate_key:
+            return self._block_of[self._remove_duplicate(block)]
+        if self._duplicates_of and self._lookup_key_of.get(block) in self._duplicates_of:
+            self.evict((block,))
         return None
 
-    def finds(self, source: bytes) -> bool:
-        """Whether a block is found by `source`."""
-        return source in self._block_of
+    def has_key(self, lookup_key: bytes) -> bool:
+        """Whether a block is cached under this lookup key."""
+        return lookup_key in self._block_of
 
-    def children(self, key: bytes) -> list[int]:
-        """Published blocks that follow the one with this key."""
-        first = self._child_of.get(key)
-        return [] if first is None else [first, *self._more_of.get(key, ())]
+    def children(self, block_hash: bytes) -> list[int]:
+        """Cached blocks whose parent has this hash."""
+        first = self._child_of.get(block_hash)
+        return [] if first is None else [first, *self._more_children.get(block_hash, ())]
 
-    def holds(self, block: int) -> bool:
-        """Whether a published prefix is in `block`."""
-        return block in self._key_of
+    def is_cached(self, block: int) -> bool:
+        """Whether `block` is a canonical block."""
+        return block in self._hash_of
 
-    def unpublished(self, blocks: Iterable[int]) -> list[int]:
-        """Those of `blocks` that hold no published prefix, in their order."""
-        return [block for block in blocks if block not in self._key_of]
+    def uncached(self, blocks: Iterable[int]) -> list[int]:
+        """Those of `blocks` that are not cached, in their order."""
+        return [block for block in blocks if block not in self._hash_of]
 
     def clear(self) -> None:
+        """Forgets all blocks."""
         self._evictions += 1
         self._block_of.clear()
-        self._source_of.clear()
-        self._key_of.clear()
-        for links in (self._child_of, self._more_of, self._twin_of, self._twins):
-            links.clear()
+        self._lookup_key_of.clear()
+        self._hash_of.clear()
+        self._child_of.clear()
+        self._more_children.clear()
+        self._duplicate_key.clear()
+        self._duplicates_of.clear()
 
     @property
-    def twins(self) -> Collection[int]:
-        """Blocks that stand by, to be found once another one is gone."""
-        return self._twin_of.keys()
+    def duplicates(self) -> Collection[int]:
+        """Blocks that replace an equal canonical block once that one is gone."""
+        return self._duplicate_key.keys()
 
-    def _leave(self, parent: bytes, block: int) -> None:
-        """A block follows its parent no longer; others do."""
-        more = self._more_of[parent]
-        if self._child_of[parent] == block:
-            self._child_of[parent] = more.pop()
+    def check_integrity(self) -> None:
+        """Asserts that all maps agree and hashes are right; slow."""
+        lookup_keys = self._lookup_key_of
+        assert self._block_of == {key: block for block, key in lookup_keys.items()}
+        hashes = {block: sha256(key).digest() for block, key in lookup_keys.items()}
+        assert hashes == self._hash_of, "a hash is not that of its lookup key"
+        children: dict[bytes, set[int]] = {}
+        for block, lookup_key in lookup_keys.items():
+            children.setdefault(lookup_key[:_HASH_BYTES], set()).add(block)
+        assert {parent: set(self.children(parent)) for parent in self._child_of} == children
+
+    def _remove_child(self, parent_hash: bytes, block: int) -> None:
+        """Removes one of several children."""
+        more = self._more_children[parent_hash]
+        if self._child_of[parent_hash] == block:
+            self._child_of[parent_hash] = more.pop()
         else:
             more.remove(block)
         if not more:
-            del self._more_of[parent]
+            del self._more_children[parent_hash]
 
-    def _add_twin(self, source: bytes, block: int) -> None:
-        self._twin_of[block] = source
-        self._twins.setdefault(source, set()).add(block)
+    def _add_duplicate(self, lookup_key: bytes, block: int) -> None:
+        self._duplicate_key[block] = lookup_key
+        self._duplicates_of.setdefault(lookup_key, set()).add(block)
 
-    def _end_twin(self, block: int) -> bytes:
-        """What it could have been found by."""
-        source = self._twin_of.pop(block, b"")
-        if source:
-            twins = self._twins[source]
-            twins.remove(block)
-            if not twins:
-                del self._twins[source]
-        return source
+    def _remove_duplicate(self, block: int) -> bytes:
+        """Returns the duplicate's lookup key."""
+        lookup_key = self._duplicate_key.pop(block)
+        duplicates = self._duplicates_of[lookup_key]
+        duplicates.remove(block)
+        if not duplicates:
+            del self._duplicates_of[lookup_key]
+        return lookup_key
 
     def __len__(self) -> int:
-        return len(self._key_of)
+        return len(self._hash_of)
 
 
 def _num_common(one: bytes, other: bytes, width: int) -> int:
-    """How many leading pieces of `width` bytes are the same."""
+    """Number of leading pieces of `width` bytes that are equal."""
     low, high = 0, min(len(one), len(other)) // width
     if one.startswith(other[: high * width]):
         return high

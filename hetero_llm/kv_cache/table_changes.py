@@ -1,4 +1,4 @@
-"""What the block manager tells the runner of before a step."""
+"""Changes of block tables that the runner has to apply before a step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 @dataclass(slots=True)
 class TableChanges:
-    """Changes since the last `take_changes`, for the runner.
+    """Changes since the previous `BlockManager.take_changes`.
 
     Attributes:
-        runs: table, first column and the blocks of columns that follow each other; what comes later
-            overwrites.
-        copy_from, copy_to: whole blocks.
+        runs: (table, first column, blocks of the columns from there on). Later runs overwrite
+            earlier ones.
+        copy_from, copy_to: whole blocks to copy on the device, pairwise.
     """
 
     runs: list[tuple[int, int, list[int]]] = field(default_factory=list)
@@ -24,7 +24,7 @@ class TableChanges:
     copy_to: list[int] = field(default_factory=list)
 
     def writes(self) -> NDArray[np.int32]:
-        """Table, column and block of each entry, [3, entries]."""
+        """Table, column and block of each changed entry, [3, entries]."""
         sizes = np.array([len(blocks) for _, _, blocks in self.runs], np.int32)
         entries = np.empty((3, int(sizes.sum())), np.int32)
         if self.runs:

@@ -1,12 +1,10 @@
-"""Sequences whose prefix is on its way from host memory, and when they may run.
+"""Sequences whose prefix is being loaded from host memory, and when they may run.
 
 Late join: a step with a loading sequence takes at least as long as what is left of its load, for
-every other sequence of the step too. So it joins only once the rest of the load hides under the
-computation of all layers but the first: its own first token comes no later for that, and nobody
-else waits (the idea of balancing loads against computation is Strata's, arXiv 2508.18572). What
-goes before a load on the link hides under nothing: layers come one load after the other.
-
-Part of the scheduler, which alone calls it.
+all other sequences of the step, too. So a sequence joins a step only once the rest of its load is
+hidden by the computation of all layers but the first: that does not delay its own first token, and
+no other sequence waits (the idea of balancing loads against computation is Strata's, arXiv
+2508.18572). Time spent behind other loads is not hidden: loads run one at a time.
 """
 
 from __future__ import annotations
@@ -19,20 +17,21 @@ from dataclasses import dataclass
 from hetero_llm.core.request import Sequence
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.kv_cache.block_manager import BlockManager
+from hetero_llm.kv_cache.block_transfers import BlockTransfers
 
-_SOON = 1e-3
-"""Seconds to wait for others on the link: to be launched takes a step as long."""
+_MAX_AHEAD = 1e-3
+"""Seconds of other loads that a joining sequence may wait behind: as long as a launch takes."""
 _ALONE, _LAUNCH = 1.5, 2e-3
-"""With nobody else to wait for it a sequence joins a little earlier: the prediction may be low, and
-beside a busy thread a launch takes so many seconds."""
+"""With no other sequence running, one joins a little earlier: the step may take `_ALONE` times as
+long as predicted, and a launch beside a busy thread takes `_LAUNCH` seconds."""
 _NEWEST = 0.25
-"""Weight of the newest step in the mean of those with about as many rows."""
+"""Weight of the newest step in the mean over steps of about its size."""
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 1e-3
 
 
 class StepTimes:
-    """Predicts how long steps take from those seen, by their rows (powers of two). A row's time
-    grows with the tokens before it by a known share.
+    """Predicts the duration of steps from those observed, by their number of tokens (one bucket
+    for each power of two). A token's time grows with its context by a known share.
 
     Args:
         per_context: relative cost of one token of context, from the model's sizes: attention's
@@ -41,82 +40,100 @@ class StepTimes:
 
     def __init__(self, per_context: float) -> None:
         self._per_context = per_context
-        self._seen: dict[int, tuple[float, float]] = {}  # bucket: mean rows, mean seconds
+        self._seen: dict[int, tuple[float, float]] = {}  # bucket: mean tokens, mean seconds
 
     def observe(self, step: SchedulerOutput, seconds: float) -> None:
-        rows = int(step.num_scheduled_tokens.sum())
-        context = float((step.num_computed_tokens * step.num_scheduled_tokens).sum()) / rows
-        self._note(rows, seconds / (1.0 + self._per_context * context))
+        num_tokens = int(step.num_scheduled_tokens.sum())
+        context = float((step.num_computed_tokens * step.num_scheduled_tokens).sum()) / num_tokens
+        self._add(num_tokens, seconds / (1.0 + self._per_context * context))
 
-    def _note(self, rows: int, seconds: float) -> None:
-        bucket = rows.bit_length()
+    def _add(self, num_tokens: int, seconds: float) -> None:
+        bucket = num_tokens.bit_length()
         old = self._seen.get(bucket)
         if old is not None:
-            rows_mean = old[0] + _NEWEST * (rows - old[0])
-            self._seen[bucket] = rows_mean, old[1] + _NEWEST * (seconds - old[1])
+            mean_tokens = old[0] + _NEWEST * (num_tokens - old[0])
+            self._seen[bucket] = mean_tokens, old[1] + _NEWEST * (seconds - old[1])
         else:
-            self._seen[bucket] = float(rows), seconds
+            self._seen[bucket] = float(num_tokens), seconds
 
-    def predict(self, context: int, rows: int) -> float:
-        """Seconds of a step with `rows` rows behind `context` tokens; 0.0 if nothing is known."""
-        if not self._seen or rows <= 0:
+    def predict(self, context: int, num_tokens: int) -> float:
+        """Seconds of a step with `num_tokens` tokens behind `context` others; 0.0 if no step was
+        observed yet."""
+        if not self._seen or num_tokens <= 0:
             return 0.0
         known = sorted(self._seen.values())
-        below = [pair for pair in known if pair[0] <= rows]
-        above = [pair for pair in known if pair[0] > rows]
+        below = [pair for pair in known if pair[0] <= num_tokens]
+        above = [pair for pair in known if pair[0] > num_tokens]
         if not below:
-            base = above[0][1] * rows / above[0][0]  # at least that
+            base = above[0][1] * num_tokens / above[0][0]  # at least that
         elif not above:
-            base = below[-1][1] * max(1.0, rows / below[-1][0])
+            base = below[-1][1] * max(1.0, num_tokens / below[-1][0])
         else:
             (low, first), (high, last) = below[-1], above[0]
-            base = first + (last - first) * (rows - low) / (high - low)
+            base = first + (last - first) * (num_tokens - low) / (high - low)
         return base * (1.0 + self._per_context * context)
 
 
 @dataclass(slots=True)
 class Loading:
-    """A sequence with a slot and a table, but not running: `cached` tokens of it are there or
-    loading. `under_way`: some are loading, or will be (`put_off`); `in_part`: the beginning of a
-    long prefix is, and the rest is put off."""
+    """A sequence with a request slot and a block table that does not run yet.
+
+    Attributes:
+        cached: its first tokens whose KV is on the device or being loaded.
+        under_way: some of them are being loaded, or will be (`deferred`).
+        deferred: a load is still to be started.
+        in_part: the beginning of a long prefix is being loaded, and the rest is deferred.
+        pending: the loads it waited for when `candidates` was called.
+    """
 
     sequence: Sequence
     cached: int
     under_way: bool
-    put_off: bool = False
+    deferred: bool = False
     in_part: bool = False
+    pending: frozenset[int] = frozenset()
 
 
+# large: the life of a load from its start to the counters, one method each
 class KVLoadQueue:
-    """Who is loading, in the order of admission, and what the next step waits for.
+    """The loading sequences in the order of admission, and the loads that the next step waits for.
 
     Args:
-        blocks: the KV pool, with host memory behind it.
+        blocks: the KV pool.
+        transfers: between the pool and host memory.
         num_layers: of the model: all but one hide a load.
-        times: of steps.
+        times: predicts step durations; `observe` feeds it.
         chunked: a prompt may be computed in pieces.
 
     Attributes:
-        wait_whole: join only when everything has landed; for benches.
-        exposed_seconds: how much longer steps took for prefixes that came from host memory, and how
-            long nothing could run for them.
+        wait_whole: sequences join only when their load has ended; for benches.
+        exposed_seconds: by how much loads prolonged steps, and how long nothing could run because
+            of them.
     """
 
     def __init__(
-        self, blocks: BlockManager, num_layers: int, times: StepTimes, *, chunked: bool = True
+        self,
+        blocks: BlockManager,
+        transfers: BlockTransfers,
+        num_layers: int,
+        times: StepTimes,
+        *,
+        chunked: bool = True,
     ) -> None:
         self.wait_whole = False
         self.exposed_seconds = self._hidden_seconds = 0.0
         self._queried = self._hit = 0  # tokens
         self._blocks = blocks
+        self._transfers = transfers
+        self._tier = transfers.tier
         self._times = times
         self._chunked = chunked
         self._hidden_share = (num_layers - 1) / num_layers
         self._loading: dict[Sequence, Loading] = {}
-        self._joined: set[int] = set()
-        self._last_rows = self._flying = 0  # of the step made last; steps that are not over
-        self._no_room = False  # for the rows of one whose prefix has come
-        # Whether it is time, by tickets, rows, context and `alone`: the same for all of a burst.
+        self._joined: set[int] = set()  # loads that the step being made waits for
+        self._last_tokens = self._in_flight = 0  # size of the last step made; unfinished steps
+        self._no_room = False  # a sequence was ready to join, but there were no blocks for it
+        # Results of `_is_time` by loads, tokens, context and `alone`: equal for all of a burst.
         self._judged: dict[tuple[frozenset[int], int, int, bool], bool] = {}
 
     def __len__(self) -> int:
@@ -128,53 +145,54 @@ class KVLoadQueue:
     def all(self) -> list[Loading]:
         return list(self._loading.values())
 
-    # -- beginning --------------------------------------------------------------------------
+    # -- starting loads ---------------------------------------------------------------------
 
     def begin(self, sequence: Sequence, slot: int, cached: int, *, alone: bool) -> Loading | None:
-        """Starts to load what host memory has of a sequence whose table was opened, or puts it off
-        for the sake of others, whose step must not wait until a long prefix is looked up.
+        """Starts to load what host memory holds of a sequence whose table was just started, or
+        defers that, so that running sequences' step need not wait for the look-up.
 
         Args:
-            cached: tokens that the device has, or is getting for somebody else.
-            alone: nobody runs who may make room, or has a step to be launched.
+            slot: request slot, which names the table.
+            cached: leading tokens that are on the device, or being loaded for another sequence.
+            alone: no sequence runs.
 
         Returns:
-            None if there is no room now for what would be loaded: to be tried again later. What it
-            returns is kept here only if something is under way.
+            The sequence's entry, kept in the queue if `under_way`; None if the blocks to load to
+            are not free now: to be tried again later.
         """
         loading = Loading(sequence, cached, under_way=True)
         if not alone and not sequence.skips_host:
-            loading.put_off = self._blocks.may_load(slot, sequence.token_ids)
-        if not loading.put_off:
+            loading.deferred = self._blocks.may_load(slot, sequence.token_ids)
+        if not loading.deferred:
             has_room = sequence.skips_host or self._load(loading, slot)
             if not has_room and (self._loading or not alone):
-                return None  # else nobody will make room: it has to be computed
-            loading.under_way = bool(self._blocks.pending(slot))
+                return None  # else no sequence will make room: the prefix has to be computed
+            loading.under_way = bool(self._transfers.pending(slot))
         if loading.under_way:
             sequence.request_slot = slot
             self._loading[sequence] = loading
         return loading
 
-    def begin_put_off(self, give_up: Callable[[Sequence], None]) -> int:
-        """Starts the loads that `begin` has put off: to be called while the device works. Returns
-        how many there were. Of long prefixes the rest is looked up at the next call, while the
-        beginning is copied: beside a short step there is no time for all.
+    def begin_deferred(self, give_up: Callable[[Sequence], None]) -> int:
+        """Starts the loads that `begin` deferred and returns their number. Called while the device
+        works. Of a long prefix only the beginning is looked up now and the rest at the next call,
+        while the beginning is copied: beside a short step there is no time for all of it.
 
         Args:
-            give_up: lets a sequence wait again, for which there is no room now.
+            give_up: called with a sequence for which there is no room now, to let it wait again.
         """
-        put_off = [loading for loading in self._loading.values() if loading.put_off]
-        for loading in put_off:
+        deferred = [loading for loading in self._loading.values() if loading.deferred]
+        for loading in deferred:
             sequence = loading.sequence
-            whole, loading.put_off = loading.in_part, False
+            whole, loading.deferred = loading.in_part, False
             if not self._load(loading, sequence.request_slot, whole=whole):
                 give_up(sequence)
             elif not whole and self._blocks.may_load(sequence.request_slot, sequence.token_ids):
-                loading.put_off = loading.in_part = True
-        return len(put_off)
+                loading.deferred = loading.in_part = True
+        return len(deferred)
 
     def _load(self, loading: Loading, slot: int, *, whole: bool = True) -> bool:
-        """Whether there is room for what would be loaded; then it is being loaded."""
+        """Starts a load if there is room for it; whether there is."""
         token_ids = loading.sequence.token_ids
         reached = self._blocks.load(slot, token_ids, self._times.predict, whole=whole)
         if reached is None:
@@ -185,40 +203,41 @@ class KVLoadQueue:
         loading.cached = reached
         return True
 
-    # -- joining ----------------------------------------------------------------------------
+    # -- joining a step ---------------------------------------------------------------------
 
     def candidates(self) -> list[tuple[Loading, int]]:
-        """Who may join the next step, and how many rows it would have for them and for all who
-        wait for nothing more than they do: those with one prefix join together."""
+        """Sequences that may join the next step, each with the number of tokens to compute for it
+        and for all others that wait for no other loads: sequences with one prefix join together."""
         self._judged.clear()
-        ready = [loading for loading in self._loading.values() if not loading.put_off]
-        waiting = [frozenset(self._blocks.pending(each.sequence.request_slot)) for each in ready]
-        rows: Counter[frozenset[int]] = Counter()
-        for loading, tickets in zip(ready, waiting, strict=True):
-            rows[tickets] += len(loading.sequence.token_ids) - loading.cached
+        ready = [loading for loading in self._loading.values() if not loading.deferred]
+        num_tokens: Counter[frozenset[int]] = Counter()
+        for loading in ready:
+            loading.pending = frozenset(self._transfers.pending(loading.sequence.request_slot))
+            num_tokens[loading.pending] += len(loading.sequence.token_ids) - loading.cached
         together = {
-            tickets: sum(count for other, count in rows.items() if other <= tickets)
-            for tickets in rows
+            pending: sum(count for other, count in num_tokens.items() if other <= pending)
+            for pending in num_tokens
         }
-        return [
-            (loading, together[tickets]) for loading, tickets in zip(ready, waiting, strict=True)
-        ]
+        return [(loading, together[loading.pending]) for loading in ready]
 
-    def join(self, loading: Loading, rows: int, budget: int, *, alone: bool) -> int:
-        """Rows that a sequence has in the step that is being made, if its time has come: then it
-        is loading no more, and has blocks for them; 0 if not.
+    def join(self, loading: Loading, num_tokens: int, budget: int, *, alone: bool) -> int:
+        """Lets one of `candidates` join the step being made, if it is time: it leaves the queue,
+        with blocks for its tokens of the step.
 
         Args:
-            rows: of the step, should it join with those who can. budget: most rows for this one.
-            alone: nobody else runs.
+            num_tokens: size of the step if the sequence and those like it join.
+            budget: maximum number of tokens for this sequence.
+            alone: no other sequence runs.
+
+        Returns:
+            Number of tokens to compute for the sequence; 0 if it does not join.
         """
         sequence, cached = loading.sequence, loading.cached
         missing = len(sequence.token_ids) - cached
         count = min(missing, budget)
-        tickets = frozenset(self._blocks.pending(sequence.request_slot))
-        case = tickets, rows, cached, alone
+        case = loading.pending, num_tokens, cached, alone
         if case not in self._judged:
-            self._judged[case] = self._is_time(sequence.request_slot, rows, cached, alone=alone)
+            self._judged[case] = self._is_time(*case)
         if not self._judged[case]:
             return 0
         if count < missing and not self._chunked:
@@ -226,28 +245,28 @@ class KVLoadQueue:
         if not self._blocks.allocate(sequence.request_slot, cached, cached + count):
             self._no_room = True
             return 0
-        self._joined |= tickets
+        self._joined |= loading.pending
         self.end(sequence)
         return count
 
-    def _is_time(self, slot: int, rows: int, context: int, *, alone: bool) -> bool:
-        left = self._blocks.seconds_left(slot)
+    def _is_time(self, pending: frozenset[int], num_tokens: int, context: int, alone: bool) -> bool:
+        left = self._tier.seconds_left(pending) if pending else 0.0
         if left <= 0.0 or self.wait_whole:
             return left <= 0.0
-        lead = self._times.predict(0, self._last_rows) if self._flying else 0.0
-        ahead = self._blocks.seconds_ahead(slot)
-        hidden = self._hidden(rows, context)
+        until_start = self._times.predict(0, self._last_tokens) if self._in_flight else 0.0
+        ahead = self._tier.seconds_ahead(pending)
+        hidden = self._hidden(num_tokens, context)
         if alone:
             hidden = hidden * _ALONE + _LAUNCH
-        return ahead <= lead + _SOON and left <= lead + hidden
+        return ahead <= until_start + _MAX_AHEAD and left <= until_start + hidden
 
-    def _hidden(self, rows: int, context: int) -> float:
-        return self._times.predict(context, rows) * self._hidden_share
+    def _hidden(self, num_tokens: int, context: int) -> float:
+        """Seconds of a load that a step hides."""
+        return self._times.predict(context, num_tokens) * self._hidden_share
 
-    @property
-    def starved(self) -> Sequence | None:
-        """Who is to give its blocks up, where all of them belong to loading sequences and one
-        that is ready cannot get those it needs."""
+    def take_starved(self) -> Sequence | None:
+        """The newest loading sequence, to give its blocks up, if a ready one could not get blocks
+        since the previous call and all blocks belong to loading sequences."""
         no_room, self._no_room = self._no_room, False
         if not no_room or len(self._loading) < 2:
             return None
@@ -258,46 +277,63 @@ class KVLoadQueue:
         """Whether the step being made has to wait for loads."""
         return bool(self._joined)
 
-    def take_joined(self, rows: int) -> tuple[int, ...]:
-        """Those loads; forgotten here afterwards. The step has so many rows and is made now."""
-        self._last_rows = rows
-        self._flying += 1
+    def take_joined(self, counts: Iterable[int]) -> tuple[int, ...]:
+        """Returns and clears the transfer ids that the step being made waits for.
+
+        Args:
+            counts: number of tokens of each sequence in that step.
+        """
+        self._last_tokens = sum(counts)
+        self._in_flight += 1
         joined = tuple(sorted(self._joined))
         self._joined.clear()
         return joined
 
     # -- ending -----------------------------------------------------------------------------
 
+    def admit(self, sequence: Sequence, slot: int) -> None:
+        """Called when a sequence begins to run, whether or not anything was loaded for it."""
+        self._blocks.admit(slot, sequence.kv_counted)
+        sequence.skips_host = False
+
+    def keep_counts(self, sequence: Sequence) -> None:
+        """Called before a sequence loses its block table: its blocks count as hits or misses once,
+        however often it is preempted."""
+        sequence.kv_counted = self._blocks.counted(sequence.request_slot)
+
     def end(self, sequence: Sequence) -> None:
-        """A sequence runs, waits again or is over."""
+        """Removes a sequence that runs, waits again or has ended."""
         del self._loading[sequence]
 
     def collect(
-        self, running: Iterable[Sequence], over: tuple[int, ...], *, in_vain: bool
+        self, running: Iterable[Sequence], finished: tuple[int, ...], *, timed_out: bool
     ) -> list[Sequence]:
-        """Takes note of copies that ended.
+        """Collects ended transfers and gives their blocks back.
 
         Args:
-            over: loads that a finished step waited for; `in_vain`: it went on without them.
+            finished: loads that a finished step waited for.
+            timed_out: the step gave up waiting for one of them.
 
         Returns:
-            Sequences, running or loading, whose blocks were not filled. Their next prefix is not
-            loaded from host memory: once is enough.
+            Sequences, running or loading, with blocks that were not filled. Their prefix is not
+            loaded a second time.
         """
-        lost = set(self._blocks.poll(() if in_vain else over))
-        if in_vain:
-            lost |= self._blocks.readers(over)
-        if not lost:
+        transfers = self._transfers.poll(() if timed_out else finished)
+        self._blocks.take_back(transfers.blocks)
+        failed = transfers.failed
+        if timed_out:
+            failed |= self._transfers.tables_of(finished)
+        if not failed:
             return []
-        found = [s for s in (*running, *self._loading) if s.request_slot in lost]
+        found = [s for s in (*running, *self._loading) if s.request_slot in failed]
         for sequence in found:
             sequence.skips_host = True
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Counters of host memory since start, flat. Of the time in which any load was under way,
-        what is not exposed was hidden: loads at the same time count once."""
-        counters = self._blocks.tier_metrics()
+        """Counters of host memory since start, by name. The time in which any load was under way
+        is either exposed or hidden; simultaneous loads count once."""
+        counters = self._tier.metrics()
         seconds = counters.pop("kv_offload_loading_seconds_total", 0.0)
         hidden = self._hidden_seconds = max(self._hidden_seconds, seconds - self.exposed_seconds)
         hits = self._blocks.hits
@@ -313,36 +349,98 @@ class KVLoadQueue:
         }
 
     def shut_down(self) -> None:
-        """Ends all copies. Nothing is to be scheduled afterwards."""
-        self._blocks.shut_down()
+        """Ends all copies. Nothing may be scheduled afterwards."""
+        self._tier.shut_down()
 
     # -- times ------------------------------------------------------------------------------
 
     def observe(self, step: SchedulerOutput, seconds: float) -> None:
-        """Learns from a step that is over; of one with loads, how much longer than expected it
-        took."""
-        self._flying -= 1
+        """Notes the duration of a finished step; of one that waited for loads, by how much it
+        exceeded the prediction."""
+        self._in_flight -= 1
         if not step.kv_loads:
             self._times.observe(step, seconds)
             return
-        rows = int(step.num_scheduled_tokens.sum())
-        context = int((step.num_computed_tokens * step.num_scheduled_tokens).sum() // rows)
-        expected = self._times.predict(context, rows)
+        num_tokens = int(step.num_scheduled_tokens.sum())
+        context = int((step.num_computed_tokens * step.num_scheduled_tokens).sum() // num_tokens)
+        expected = self._times.predict(context, num_tokens)
         if expected:
             self.exposed_seconds += max(0.0, seconds - expected)
 
     def nap(self) -> None:
-        """Sleeps until the first of the loading sequences may join, at most a millisecond."""
+        """Sleeps until the first loading sequence may join a step, for at most a millisecond."""
         begun = time.monotonic()
         spare = min(self._spare(loading) for loading in self._loading.values())
-        self._blocks.wait(min(max(spare, _SHORTEST_NAP), _LONGEST_NAP))
+        self._tier.wait(min(max(spare, _SHORTEST_NAP), _LONGEST_NAP))
         self.exposed_seconds += time.monotonic() - begun
 
     def _spare(self, loading: Loading) -> float:
-        """Seconds until a sequence may join with nobody else beside it."""
+        """Seconds until a sequence may join with no other one running."""
         sequence, cached = loading.sequence, loading.cached
-        left = self._blocks.seconds_left(sequence.request_slot)
+        pending = self._transfers.pending(sequence.request_slot)
+        if not pending:
+            return 0.0
+        left = self._tier.seconds_left(pending)
         if self.wait_whole:
             return left
         hidden = self._hidden(len(sequence.token_ids) - cached, cached) * _ALONE + _LAUNCH
-        return max(left - hidden, self._blocks.seconds_ahead(sequence.request_slot) - _SOON)
+        return max(left - hidden, self._tier.seconds_ahead(pending) - _MAX_AHEAD)
+
+
+class NoKVLoads:
+    """Stands in for `KVLoadQueue` where there is no host memory: always empty, loads nothing."""
+
+    any_joined = False
+
+    def __len__(self) -> int:
+        return 0
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return False
+
+    def all(self) -> list[Loading]:
+        return []
+
+    def begin(self, sequence: Sequence, slot: int, cached: int, *, alone: bool) -> Loading:
+        return Loading(sequence, cached, under_way=False)
+
+    def begin_deferred(self, give_up: Callable[[Sequence], None]) -> int:
+        return 0
+
+    def candidates(self) -> list[tuple[Loading, int]]:
+        return []
+
+    def join(self, loading: Loading, num_tokens: int, budget: int, *, alone: bool) -> int:
+        return 0
+
+    def take_starved(self) -> Sequence | None:
+        return None
+
+    def take_joined(self, counts: Iterable[int]) -> tuple[int, ...]:
+        return ()
+
+    def admit(self, sequence: Sequence, slot: int) -> None:
+        pass
+
+    def keep_counts(self, sequence: Sequence) -> None:
+        pass
+
+    def end(self, sequence: Sequence) -> None:
+        pass
+
+    def collect(
+        self, running: Iterable[Sequence], finished: tuple[int, ...], *, timed_out: bool
+    ) -> list[Sequence]:
+        return []
+
+    def observe(self, step: SchedulerOutput, seconds: float) -> None:
+        pass
+
+    def nap(self) -> None:
+        pass
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def shut_down(self) -> None:
+        pass

@@ -35,7 +35,7 @@ from hetero_llm.scheduler.deferred_work import (
     allocate_ahead,
 )
 from hetero_llm.scheduler.draft_admission import choose_drafts
-from hetero_llm.scheduler.kv_loads import KVLoadQueue
+from hetero_llm.scheduler.kv_loads import KVLoadQueue, NoKVLoads
 from hetero_llm.scheduler.request_slots import RequestSlots
 from hetero_llm.scheduler.stats import SchedulerStats
 from hetero_llm.scheduler.step_builder import InFlight, admitted_sequence, build_step
@@ -61,7 +61,7 @@ class Scheduler:
             strings.
         drafter: proposes draft trees; the runner must be one that verifies them. While it is not
             idle no step is made ahead.
-        loads: keeps the sequences whose prefix comes from host memory, if `blocks` has any.
+        loads: the sequences whose prefix is being copied from host memory.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Scheduler:
         drafter: Drafter | None = None,
         loads: KVLoadQueue | None = None,
     ) -> None:
-        self.loads = loads
+        self.loads: KVLoadQueue | NoKVLoads = NoKVLoads() if loads is None else loads
         self.stats = SchedulerStats()
         self._config = config
         self._blocks = blocks
@@ -104,7 +104,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences without a request slot, or with a prefix that is still loading."""
-        return len(self._waiting) + len(self.loads or ())
+        return len(self._waiting) + len(self.loads)
 
     @property
     def kv_cache_usage(self) -> float:
@@ -197,8 +197,7 @@ class Scheduler:
         sequences: list[Sequence] = []
         num_scheduled_tokens: list[int] = []
         self._collect_transfers()
-        if self.loads is not None:
-            self.loads.begin_put_off(self._give_up)
+        self.loads.begin_deferred(self._give_up)
         preemptions = self.stats.num_preemptions
         budget = self._schedule_running(sequences, num_scheduled_tokens)
         assert budget is not None
@@ -206,7 +205,7 @@ class Scheduler:
         if preemptions == self.stats.num_preemptions:
             budget = self._schedule_loading(sequences, num_scheduled_tokens, budget)
             budget = self._schedule_waiting(sequences, num_scheduled_tokens, budget)
-            waits = self.loads is not None and self.loads.any_joined
+            waits = self.loads.any_joined
             if self._drafter is not None and not self._drafter.idle and not waits:
                 drafts = choose_drafts(
                     self._drafter, sequences, num_scheduled_tokens, self._blocks, budget
@@ -333,8 +332,7 @@ class Scheduler:
     def observe_step(self, step: SchedulerOutput, seconds: float) -> None:
         """Reports a finished step's duration to the load queue, and to the drafter if the step had
         no prompt chunks."""
-        if self.loads is not None:
-            self.loads.observe(step, seconds)
+        self.loads.observe(step, seconds)
         if self._drafter is not None and not step.has_chunks:
             self._drafter.observe_step(int(step.num_scheduled_tokens.sum()), seconds)
 
@@ -349,7 +347,7 @@ class Scheduler:
     def run_deferred(self) -> None:
         """Does the work that no step waits for; to be called while the device works."""
         self._caching.cache_blocks()
-        begun = 0 if self.loads is None else self.loads.begin_put_off(self._give_up)
+        begun = self.loads.begin_deferred(self._give_up)
         if self._in_flight:
             allocate_ahead(self._in_flight[-1], self._blocks)
         self.observe_tokens()
@@ -368,7 +366,7 @@ class Scheduler:
         is more to do."""
         self._collect_transfers()
         self._blocks.offload(IDLE_BLOCKS)
-        return self._blocks.is_moving
+        return self._blocks.transfers.has_work
 
     # -- choosing tokens --------------------------------------------------------------------
     #
@@ -451,7 +449,7 @@ class Scheduler:
             cached = self._blocks.match_prefix(
                 slot, sequence.token_ids, request.root_hash, not wants_prompt, request.packed_prompt
             )
-            if self.loads is not None and not wants_prompt:
+            if not wants_prompt:
                 loading = self.loads.begin(sequence, slot, cached, alone=not self._running)
                 if loading is None:
                     self._blocks.free(slot)
@@ -497,7 +495,7 @@ class Scheduler:
                 self._admit(sequence, sequence.request_slot, loading.cached)
                 sequences.append(sequence)
                 num_scheduled_tokens.append(num_new)
-        if not self._running and (starved := self.loads.starved):
+        if not self._running and (starved := self.loads.take_starved()):
             self._give_up(starved)
         return budget
 
@@ -511,9 +509,7 @@ class Scheduler:
             finished: transfer ids that a finished step waited for.
             timed_out: the step ran without them.
         """
-        if self.loads is None:
-            return
-        for sequence in self.loads.collect(self._running, finished, in_vain=timed_out):
+        for sequence in self.loads.collect(self._running, finished, timed_out=timed_out):
             if sequence in self.loads:
                 self._give_up(sequence)
             elif sequence.request_slot >= 0:  # else it was preempted with a sibling
@@ -537,9 +533,7 @@ class Scheduler:
             request.metrics.first_scheduled_time = time.monotonic()
             self.stats.prompt_tokens += sequence.num_prompt_tokens
         sequence.num_computed_tokens = cached
-        if self.loads is not None:
-            self._blocks.admit(slot, sequence.kv_counted)
-            sequence.skips_host = False
+        self.loads.admit(sequence, slot)
         self._running.append(sequence)
         self._bind(sequence, slot)
 
@@ -555,7 +549,7 @@ class Scheduler:
         members = [sequence]
         if request.request_id in self._beams:
             members = [s for s in self._running if s.request is request]
-            for loading in () if self.loads is None else self.loads.all():
+            for loading in self.loads.all():
                 if loading.sequence.request is request:
                     self._give_up(loading.sequence)
             self._beams[request.request_id].pending.clear()
@@ -574,7 +568,7 @@ class Scheduler:
     ) -> SchedulerOutput:
         """Builds the step and puts it in flight."""
         changes = self._blocks.take_changes()
-        loads = () if self.loads is None else self.loads.take_joined(sum(num_scheduled_tokens))
+        loads = self.loads.take_joined(num_scheduled_tokens)
         admitted = tuple(self._admitted)
         flight = build_step(sequences, num_scheduled_tokens, admitted, changes, drafts, loads)
         self._admitted.clear()
@@ -737,10 +731,9 @@ class Scheduler:
         leaves."""
         self._caching.cache_blocks()
         slot = sequence.request_slot
-        if self.loads is not None:
-            sequence.kv_counted = self._blocks.counted(slot)
+        self.loads.keep_counts(sequence)
         self._blocks.free(slot)
-        if self.loads is not None and sequence in self.loads:
+        if sequence in self.loads:
             self.loads.end(sequence)
         else:
             self._num_synchronous -= sequence.request.synchronous
@@ -754,7 +747,7 @@ class Scheduler:
         """Asserts that request slots, queues, requests and steps in flight agree; for tests and
         when idle."""
         self._blocks.check_integrity()
-        loading = [] if self.loads is None else [entry.sequence for entry in self.loads.all()]
+        loading = [entry.sequence for entry in self.loads.all()]
         self._request_slots.check_integrity([s.request_slot for s in (*self._running, *loading)])
         assert self._num_synchronous == sum(s.request.synchronous for s in self._running)
         placed = [*self._running, *self._waiting, *loading]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_llm.bridge.kv_offload.copier_protocol import Gate
+from hetero_llm.bridge.kv_offload.copier_protocol import LayerReadyFlag
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import (
@@ -212,7 +212,7 @@ class Loader(DeviceGates):
     def __init__(self, device: torch.device, layers: int, *, blind: bool = False) -> None:
         self._asked = [threading.Event() for _ in range(layers)]
         self._blind = blind
-        super().__init__(device, lambda ticket: {TICKET: Gate(PLACE, BASE)}.get(ticket))
+        super().__init__(device, lambda ticket: {TICKET: LayerReadyFlag(PLACE, BASE)}.get(ticket))
         self._flags[PLACE] = BASE
         self.waits = 0
 
@@ -366,7 +366,7 @@ def test_a_load_that_never_comes_is_reported(
     checkpoint: Path, kind: str, device: torch.device
 ) -> None:
     """By that step alone, and one that draws nothing tells it, too."""
-    gates = DeviceGates(device, lambda ticket: Gate(ticket, 0), most_looks=3)
+    gates = DeviceGates(device, lambda ticket: LayerReadyFlag(ticket, 0), most_looks=3)
     arm = build(checkpoint, device, kind, gates)
     gates._flags[2] = 3  # layers
     for before in prefix_steps(late=True):

@@ -17,7 +17,7 @@ from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import LAST_SAMPLED, ModelRunnerOutput, SampleLogprobs, SchedulerOutput
 from hetero_llm.kv_cache.block_manager import BlockManager
-from hetero_llm.kv_cache.prefix_cache import PrefixCache, root_key, token_bytes
+from hetero_llm.kv_cache.prefix_cache import PrefixCache, hash_root, token_bytes
 from hetero_llm.scheduler.beam_search import HoldsStop, candidates_needed
 from hetero_llm.scheduler.scheduler import Scheduler
 
@@ -282,7 +282,7 @@ def make_request(
         end_ids=end_ids,
         eos_ids=frozenset({EOS}),
         max_total_tokens=limit,
-        root_hash=root_key(),
+        root_hash=hash_root(),
         metrics=RequestMetrics(time.monotonic()),
         num_logprobs=count,
         packed_prompt=token_bytes(prompt),

@@ -28,7 +28,7 @@ class LoadingRunner(FakeRunner):
 
     def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
         self.blind -= {state.request_slot for state in step.admitted}
-        timed_out = bool(step.kv_loads) and self.tier.pass_gates(step.kv_loads)
+        timed_out = bool(step.kv_loads) and self.tier.pass_flags(step.kv_loads)
         slots, columns, blocks = step.block_table_writes
         tables = self.tables.copy()
         tables[slots, columns] = blocks
@@ -80,15 +80,16 @@ def _spliced(
 @dataclass
 class _Copy:
     blocks: list[int]
-    slots: list[int]
+    host_blocks: list[int]
     after_step: int
-    sources: tuple[bytes, ...] = ()
+    lookup_keys: tuple[bytes, ...] = ()
     begun: bool = False
     aborted: bool = False
     fails: bool = False
     seen: np.ndarray | None = None  # of a store: what it read at first
 
 
+# large: the whole of `HostTier`, and what tests set
 @dataclass
 class FakeTier:
     """`kv_cache.host_tier.HostTier` over a dictionary.
@@ -103,7 +104,7 @@ class FakeTier:
 
     runner: LoadingRunner
     seed: int
-    num_slots: int = 40
+    num_host_blocks: int = 40
     fail: float = 0.0
     dawdle: float = 0.5
     time_out: float = 0.0
@@ -112,53 +113,53 @@ class FakeTier:
     num_stored: int = 0
     num_failed: int = 0
     uses: dict[bytes, int] = field(default_factory=dict)
-    lost: list[tuple[bytes, bytes]] = field(default_factory=list)
+    evicted: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.runner.tier = self
-        self.held: dict[bytes, tuple[bytes, np.ndarray]] = {}  # source to key, content
+        self.held: dict[bytes, tuple[bytes, np.ndarray]] = {}  # lookup_key to block_hash, content
         self.pinned: dict[bytes, int] = {}
         self.loads: dict[int, _Copy] = {}
         self.stores: dict[int, tuple[_Copy, list[EvictionCandidate]]] = {}
         self.launched = 0
-        self.tickets = 0
+        self.last_id = 0
         self.over = TierEvents()
 
     def match(self, parent: bytes, contents: Iterable[bytes]) -> HostHit:
-        sources, keys = [], []
+        lookup_keys, block_hashes = [], []
         for content in contents:
             entry = self.held.get(parent + content)
             if entry is None:
                 break
-            sources.append(parent + content)
+            lookup_keys.append(parent + content)
             parent = entry[0]
-            keys.append(parent)
-        for source in sources:
-            self.pinned[source] = self.pinned.get(source, 0) + 1
-        return HostHit(tuple(range(len(keys))), tuple(sources), tuple(keys))
+            block_hashes.append(parent)
+        for lookup_key in lookup_keys:
+            self.pinned[lookup_key] = self.pinned.get(lookup_key, 0) + 1
+        return HostHit(tuple(range(len(block_hashes))), tuple(lookup_keys), tuple(block_hashes))
 
     def release(self, hit: HostHit) -> None:
-        for source in hit.sources:
-            self.pinned[source] -= 1
-            assert self.pinned[source] >= 0
+        for lookup_key in hit.lookup_keys:
+            self.pinned[lookup_key] -= 1
+            assert self.pinned[lookup_key] >= 0
 
     def worth_loading(self, hit: HostHit, start: int, rest: int) -> int:
         assert rest >= 1
-        return self.random.choice([len(hit.slots)] * 3 + [0, len(hit.slots) // 2])
+        return self.random.choice([len(hit.host_blocks)] * 3 + [0, len(hit.host_blocks) // 2])
 
     def load(
         self, hit: HostHit, blocks: Sequence[int], after_step: int, compute: float | None
     ) -> int:
-        assert len(hit.slots) == len(blocks) > 0 and (compute is None or compute >= 0.0)
+        assert len(hit.host_blocks) == len(blocks) > 0 and (compute is None or compute >= 0.0)
         assert after_step <= self.launched, "a load that waits for a step that is not launched"
-        self.tickets += 1
+        self.last_id += 1
         self.num_loads += 1
         fails = self.random.random() < self.fail
-        copy = _Copy(list(blocks), [], after_step, hit.sources, fails=fails)
-        self.loads[self.tickets] = copy
+        copy = _Copy(list(blocks), [], after_step, hit.lookup_keys, fails=fails)
+        self.loads[self.last_id] = copy
         self._begin(copy)
-        return self.tickets
+        return self.last_id
 
     def _begin(self, copy: _Copy) -> None:
         """The earliest moment allowed."""
@@ -174,94 +175,99 @@ class FakeTier:
         assert number == self.launched + 1
         self.launched = number
 
-    def pass_gates(self, tickets: Iterable[int]) -> bool:
+    def pass_flags(self, transfer_ids: Iterable[int]) -> bool:
         if self.random.random() < self.time_out:
             return True
-        for ticket in tickets:
-            if ticket in self.loads:
-                self._end_load(ticket)
+        for transfer_id in transfer_ids:
+            if transfer_id in self.loads:
+                self._end_load(transfer_id)
         return False
 
-    def _end_load(self, ticket: int) -> None:
-        copy = self.loads.pop(ticket)
+    def _end_load(self, transfer_id: int) -> None:
+        copy = self.loads.pop(transfer_id)
         assert copy.begun, "a gate that waits for a step behind it"
         if copy.fails or (copy.aborted and self.random.random() < 0.5):
             self.num_failed += 1
-            self.over.failed.append(ticket)
+            self.over.failed.append(transfer_id)
         else:
-            for block, source in zip(copy.blocks, copy.sources):
-                self.runner.memory[block] = self.held[source][1]
-            self.over.loaded.append(ticket)
-        self.release(HostHit((), copy.sources, ()))
+            for block, lookup_key in zip(copy.blocks, copy.lookup_keys):
+                self.runner.memory[block] = self.held[lookup_key][1]
+            self.over.loaded.append(transfer_id)
+        self.release(HostHit((), copy.lookup_keys, ()))
 
-    def abort(self, ticket: int) -> None:
-        if ticket in self.loads:
-            self.loads[ticket].aborted = True
+    def abort(self, transfer_id: int) -> None:
+        if transfer_id in self.loads:
+            self.loads[transfer_id].aborted = True
 
-    def store(self, victims: Sequence[EvictionCandidate]) -> tuple[int, int]:
-        count = self.random.randint(0, len(victims))
+    def store(self, candidates: Sequence[EvictionCandidate]) -> tuple[int, int]:
+        count = self.random.randint(0, len(candidates))
         if not count:
             return 0, 0
-        taken = list(victims[:count])
-        self.tickets += 1
-        blocks = [victim.block for victim in taken]
+        taken = list(candidates[:count])
+        self.last_id += 1
+        blocks = [candidate.block for candidate in taken]
         copy = _Copy(blocks, [], 0, seen=self.runner.memory[blocks].copy())
-        self.stores[self.tickets] = copy, taken
-        return count, self.tickets
+        self.stores[self.last_id] = copy, taken
+        return count, self.last_id
 
-    def _end_store(self, ticket: int) -> None:
-        copy, victims = self.stores.pop(ticket)
+    def _end_store(self, transfer_id: int) -> None:
+        copy, candidates = self.stores.pop(transfer_id)
         now = self.runner.memory[copy.blocks]
         assert copy.seen is not None and (now == copy.seen).all(), "written while it was stored"
         if self.random.random() >= self.fail:
-            for victim, content in zip(victims, now):
+            for candidate, content in zip(candidates, now):
                 assert (
-                    victim.source not in self.held or (self.held[victim.source][1] == content).all()
+                    candidate.lookup_key not in self.held
+                    or (self.held[candidate.lookup_key][1] == content).all()
                 )
-                self.held[victim.source] = victim.key, content.copy()
+                self.held[candidate.lookup_key] = candidate.block_hash, content.copy()
                 self.num_stored += 1
             free = [s for s in self.held if not self.pinned.get(s)]
-            while len(self.held) > self.num_slots and free:
-                source = free.pop(0)
-                self.lost.append((source, self.held.pop(source)[0]))
+            while len(self.held) > self.num_host_blocks and free:
+                lookup_key = free.pop(0)
+                self.evicted.append((lookup_key, self.held.pop(lookup_key)[0]))
         else:
-            self.lost += [(victim.source, victim.key) for victim in victims]
-        self.over.stored.append(ticket)
+            self.evicted += [
+                (candidate.lookup_key, candidate.block_hash) for candidate in candidates
+            ]
+        self.over.stored.append(transfer_id)
 
-    def holds(self, source: bytes) -> bool:
-        on_its_way = (v.source for _, victims in self.stores.values() for v in victims)
-        return source in self.held or source in set(on_its_way)
+    def holds(self, lookup_key: bytes) -> bool:
+        on_its_way = (v.lookup_key for _, candidates in self.stores.values() for v in candidates)
+        return lookup_key in self.held or lookup_key in set(on_its_way)
 
-    def wants(self, key: bytes) -> bool:
-        return self.uses.get(key, 0) >= self.min_uses
+    def wants(self, block_hash: bytes) -> bool:
+        return self.uses.get(block_hash, 0) >= self.min_uses
 
-    def note_use(self, uses: Mapping[bytes, int]) -> None:
-        for key, times in uses.items():
-            self.uses[key] = self.uses.get(key, 0) + times
+    def add_use_counts(self, uses: Mapping[bytes, int]) -> None:
+        for block_hash, times in uses.items():
+            self.uses[block_hash] = self.uses.get(block_hash, 0) + times
 
-    def left(self, entries: Iterable[tuple[bytes, bytes]]) -> None:
+    def device_evicted(self, entries: Iterable[tuple[bytes, bytes]]) -> None:
         pass
 
-    def take_lost(self) -> list[tuple[bytes, bytes]]:
-        lost, self.lost = self.lost, []
-        return lost
+    def take_host_evicted(self) -> list[tuple[bytes, bytes]]:
+        evicted, self.evicted = self.evicted, []
+        return evicted
 
-    def seconds_left(self, tickets: Iterable[int]) -> float:
+    def seconds_left(self, transfer_ids: Iterable[int]) -> float:
         return (
-            self.random.choice([0.0, 1e-9, 1.0]) if any(t in self.loads for t in tickets) else 0.0
+            self.random.choice([0.0, 1e-9, 1.0])
+            if any(t in self.loads for t in transfer_ids)
+            else 0.0
         )
 
-    def seconds_ahead(self, tickets: Iterable[int]) -> float:
-        return self.random.choice([0.0, 1.0]) if any(t in self.loads for t in tickets) else 0.0
+    def seconds_ahead(self, transfer_ids: Iterable[int]) -> float:
+        return self.random.choice([0.0, 1.0]) if any(t in self.loads for t in transfer_ids) else 0.0
 
     def poll(self, over: Iterable[int] = ()) -> TierEvents:
         assert not set(over) & self.loads.keys()
-        for ticket in list(self.loads):
-            if self.loads[ticket].begun and self.random.random() >= self.dawdle:
-                self._end_load(ticket)
-        for ticket in list(self.stores):
+        for transfer_id in list(self.loads):
+            if self.loads[transfer_id].begun and self.random.random() >= self.dawdle:
+                self._end_load(transfer_id)
+        for transfer_id in list(self.stores):
             if self.random.random() >= self.dawdle:
-                self._end_store(ticket)
+                self._end_store(transfer_id)
         events, self.over = self.over, TierEvents()
         return events
 
@@ -269,7 +275,9 @@ class FakeTier:
         assert 0.0 < seconds <= 1e-3
 
     def clear(self) -> None:
-        self.lost += [(s, key) for s, (key, _) in self.held.items() if not self.pinned.get(s)]
+        self.evicted += [
+            (s, block_hash) for s, (block_hash, _) in self.held.items() if not self.pinned.get(s)
+        ]
         self.held = {s: e for s, e in self.held.items() if self.pinned.get(s)}
 
     def metrics(self) -> dict[str, float]:

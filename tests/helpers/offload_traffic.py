@@ -165,10 +165,8 @@ def check_same(jobs: Iterable[Job], ours: dict[str, list[int]], plain: dict[str,
 
 
 def tier_of(engine: Engine) -> Any:
-    """The engine's `bridge.kv_offload.pinned_host_tier.KvOffload`."""
-    moves = engine._scheduler._blocks._moves
-    assert moves is not None, "the engine has no host memory behind its cache"
-    return moves.tier
+    """The engine's `bridge.kv_offload.pinned_host_tier.PinnedHostTier`."""
+    return engine._scheduler._blocks.transfers.tier  # type: ignore[union-attr]
 
 
 def rest(engine: Engine) -> None:
@@ -191,13 +189,13 @@ def check_over(engine: Engine) -> None:
     assert blocks.num_free == blocks.num_blocks, "a block was lost"
     metrics = engine.metrics()
     assert metrics["kv_offload_open_loads"] == metrics["kv_offload_open_stores"] == 0
-    assert tier._cache.num_pinned == 0, "a slot is still pinned"
+    assert tier._index.num_pinned == 0, "a host block is still pinned"
     assert tier._copier.poll() == []
 
 
 class FaultyCopier:
-    """Spoils some copies: a spoiled load brings bytes of other slots to its blocks, lets its gates
-    through and is told as failed; a spoiled store is told as failed.
+    """Spoils some copies: a spoiled load brings bytes of other host blocks to its blocks, sets its
+    layer-ready flag and is reported as failed; a spoiled store is reported as failed.
 
     Attributes:
         spoiled: how many loads and stores.
@@ -215,28 +213,30 @@ class FaultyCopier:
 
     def load(
         self,
-        ticket: int,
-        slots: np.ndarray,
+        transfer_id: int,
+        host_blocks: np.ndarray,
         blocks: np.ndarray,
         after_step: int,
         compute: float | None,
     ) -> None:
-        if self._spoils(ticket, "loads"):
-            slots = (slots + 1) % self._inner.num_slots
-        self._inner.load(ticket, slots, blocks, after_step, compute)
+        if self._spoils(transfer_id, "loads"):
+            host_blocks = (host_blocks + 1) % self._inner.num_host_blocks
+        self._inner.load(transfer_id, host_blocks, blocks, after_step, compute)
 
-    def store(self, ticket: int, blocks: np.ndarray, slots: np.ndarray, after_step: int) -> None:
-        self._spoils(ticket, "stores")
-        self._inner.store(ticket, blocks, slots, after_step)
+    def store(
+        self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
+    ) -> None:
+        self._spoils(transfer_id, "stores")
+        self._inner.store(transfer_id, blocks, host_blocks, after_step)
 
     def poll(self) -> list[Done]:
-        told = self._inner.poll()
-        return [replace(done, ok=done.ok and done.ticket not in self._bad) for done in told]
+        ended = self._inner.poll()
+        return [replace(done, ok=done.ok and done.transfer_id not in self._bad) for done in ended]
 
-    def _spoils(self, ticket: int, kind: str) -> bool:
+    def _spoils(self, transfer_id: int, kind: str) -> bool:
         spoils = self._rng.random() < self._share
         if spoils:
-            self._bad.add(ticket)
+            self._bad.add(transfer_id)
             self.spoiled[kind] += 1
         return bool(spoils)
 
@@ -250,12 +250,12 @@ def spoil(engine: Engine, seed: int, share: float) -> FaultyCopier:
 
 def join_at_once(engine: Engine) -> None:
     """Sequences run as soon as their loads have begun, so that steps wait at their gates."""
-    engine._scheduler._blocks.seconds_left = lambda table: 0.0  # type: ignore[method-assign]
+    tier_of(engine).seconds_left = lambda transfer_ids: 0.0
 
 
 def load_always(engine: Engine) -> None:
     """Whatever host memory holds is loaded, even if it were computed faster."""
-    tier_of(engine).worth_loading = lambda hit, start, rest: len(hit.slots)
+    tier_of(engine).worth_loading = lambda hit, start, rest: len(hit.host_blocks)
 
 
 class OpenGates:
@@ -268,7 +268,7 @@ class OpenGates:
     def turn(self) -> int:
         return self._gates.turn
 
-    def arm(self, tickets: Any) -> None:
+    def arm(self, transfer_ids: Any) -> None:
         self._gates.arm(())
 
     def wait(self, layer: int) -> None:

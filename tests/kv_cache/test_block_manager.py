@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hetero_llm.kv_cache.block_manager import BlockManager
-from hetero_llm.kv_cache.prefix_cache import PrefixCache, block_key, root_key, token_bytes
+from hetero_llm.kv_cache.prefix_cache import PrefixCache, hash_block, hash_root, token_bytes
 
 SIZE = 4
 NUM_BLOCKS = 7
-ROOTS = {name: root_key(("salt", name)) for name in ("a", "b")}
+ROOTS = {name: hash_root(("salt", name)) for name in ("a", "b")}
 # Few distinct prompts, so that prefixes often coincide, and whole blocks more often than not.
 PROMPTS = st.builds(
     lambda token, blocks, rest: [token] * (blocks * SIZE) + [1] * rest,
@@ -26,12 +26,13 @@ Entry = tuple[str, tuple[int, ...]]
 """KV of one position: it depends on the namespace and on all tokens up to and with its own."""
 
 
-def keys_of(root: str, tokens: tuple[int, ...] | list[int]) -> list[bytes]:
-    """Key of each full block."""
-    keys: list[bytes] = []
+def hashes_of(root: str, tokens: tuple[int, ...] | list[int]) -> list[bytes]:
+    """Hash of each full block."""
+    hashes: list[bytes] = []
     for end in range(SIZE, len(tokens) + 1, SIZE):
-        keys.append(block_key(keys[-1] if keys else ROOTS[root], tokens[end - SIZE : end]))
-    return keys
+        parent_hash = hashes[-1] if hashes else ROOTS[root]
+        hashes.append(hash_block(parent_hash, tokens[end - SIZE : end]))
+    return hashes
 
 
 class Traffic(RuleBasedStateMachine):
@@ -42,11 +43,11 @@ class Traffic(RuleBasedStateMachine):
         self.cache = PrefixCache()
         self.manager = BlockManager(NUM_BLOCKS, SIZE, self.cache)
         self.memory: list[list[Entry | None]] = [[None] * SIZE for _ in range(NUM_BLOCKS)]
-        self.columns: dict[int, dict[int, int]] = {}  # of each table, as `take_changes` tells
+        self.columns: dict[int, dict[int, int]] = {}  # of each table, by `take_changes`
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.roots: dict[int, str] = {}
-        self.stale: set[int] = set()  # tables that are older than what is published
+        self.stale: set[int] = set()  # tables older than the last reset
         self.num_opened = 0
 
     # -- what the scheduler does ------------------------------------------------------------
@@ -59,8 +60,8 @@ class Traffic(RuleBasedStateMachine):
     )
     def open(self, tokens: list[int], root: str, reuse: bool, packed: int) -> None:
         expected = 0
-        for key in keys_of(root, tokens) if reuse else ():
-            if key not in self._published():
+        for block_hash in hashes_of(root, tokens) if reuse else ():
+            if block_hash not in self._cached_hashes():
                 break
             expected += SIZE
         expected = min(expected, len(tokens) - 1)
@@ -97,18 +98,18 @@ class Traffic(RuleBasedStateMachine):
         for position in range(start, end + drafts):
             block = self.columns[table][position // SIZE]
             assert self._readers(block) == [table], "a shared block was written"
-            assert self.cache.unpublished([block]), "a published block was written"
+            assert self.cache.uncached([block]), "a cached block was written"
             known = position < end
             entry = (self.roots[table], tuple(tokens[: position + 1])) if known else None
             self.memory[block][position % SIZE] = entry
         self.computed[table] = end
-        published = self._state()[2]
+        cached = self._state()[2]
         self.manager.cache_blocks(table, tokens, end)
         if table in self.stale:
-            assert self._state()[2] == published, "published although what comes before is gone"
+            assert self._state()[2] == cached, "cached although its parent is gone"
             return
-        for key in keys_of(self.roots[table], tokens[:end])[start // SIZE :]:
-            assert key in self._published(), "a full block was not published"
+        for block_hash in hashes_of(self.roots[table], tokens[:end])[start // SIZE :]:
+            assert block_hash in self._cached_hashes(), "a full block was not cached"
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -154,41 +155,42 @@ class Traffic(RuleBasedStateMachine):
                 assert entry == (self.roots[table], tuple(tokens[: position + 1]))
 
     @invariant()
-    def published_blocks_hold_the_tokens_of_their_key(self) -> None:
+    def cached_blocks_hold_the_tokens_of_their_hash(self) -> None:
         for block in range(NUM_BLOCKS):
-            key = self.cache._key_of.get(block)
-            if key is None:
+            if not self.cache.is_cached(block):
                 continue
+            _, block_hash = self.cache.entry(block)
             last = self.memory[block][-1]
             assert last is not None
             root, tokens = last
-            assert keys_of(root, tokens)[-1] == key
+            assert hashes_of(root, tokens)[-1] == block_hash
             first = len(tokens) - SIZE + 1
             expected = [(root, tokens[:end]) for end in range(first, len(tokens) + 1)]
             assert self.memory[block] == expected
 
     @invariant()
-    def published_blocks_follow_published_blocks(self) -> None:
+    def cached_blocks_follow_cached_blocks(self) -> None:
         """However many tables compute one prefix, and in whatever order they end."""
-        children: dict[bytes, set[int]] = {}
-        for block, source in self.cache._source_of.items():
-            children.setdefault(source[:32], set()).add(block)
-        assert children.keys() <= {*ROOTS.values(), *self._published()}
-        found = {key: set(self.cache.children(key)) for key in children}
-        assert found == children and self.cache._child_of.keys() == children.keys()
+        parents = {lookup_key[:32] for lookup_key, _ in self._entries().values()}
+        assert parents <= {*ROOTS.values(), *self._cached_hashes()}
+        self.cache.check_integrity()
 
     @invariant()
-    def published_blocks_are_found_by_what_their_key_hashes(self) -> None:
-        assert len(self._published()) == len(self.cache) == len(self.cache._source_of)
-        assert self.cache._block_of == {s: b for b, s in self.cache._source_of.items()}
-        for block, source in self.cache._source_of.items():
-            assert sha256(source).digest() == self.cache._key_of[block]
+    def cached_blocks_are_found_by_what_their_hash_covers(self) -> None:
+        assert len(self._cached_hashes()) == len(self.cache) == len(self._entries())
+        for lookup_key, block_hash in self._entries().values():
+            assert self.cache.has_key(lookup_key)
+            assert sha256(lookup_key).digest() == block_hash
 
     # -- helpers ----------------------------------------------------------------------------
 
-    def _published(self) -> dict[bytes, int]:
-        """Block by key."""
-        return {key: block for block, key in self.cache._key_of.items()}
+    def _entries(self) -> dict[int, tuple[bytes, bytes]]:
+        """Lookup key and hash of each cached block."""
+        cached = filter(self.cache.is_cached, range(NUM_BLOCKS))
+        return {block: self.cache.entry(block) for block in cached}
+
+    def _cached_hashes(self) -> set[bytes]:
+        return {block_hash for _, block_hash in self._entries().values()}
 
     def _new_table(self, tokens: list[int], root: str) -> int:
         table = self.num_opened
@@ -209,7 +211,7 @@ class Traffic(RuleBasedStateMachine):
         new = max(0, -(-end // SIZE) - len(blocks))
         written = blocks[start // SIZE : -(-end // SIZE)]
         shared = [len(self._readers(block)) > 1 for block in written]
-        found = [not self.cache.unpublished([block]) for block in written]
+        found = [not self.cache.uncached([block]) for block in written]
         copied = sum(s or f for s, f in zip(shared, found))
         return new + copied, sum(f and not s for s, f in zip(shared, found))
 
@@ -222,9 +224,11 @@ class Traffic(RuleBasedStateMachine):
             self.memory[destination] = list(self.memory[source])
         return bool(changes.runs or changes.copy_to)
 
-    def _state(self) -> tuple[int, dict[int, tuple[int, ...]], dict[int, bytes]]:
+    def _state(
+        self,
+    ) -> tuple[int, dict[int, tuple[int, ...]], dict[int, tuple[bytes, bytes]]]:
         tables = {table: self.manager.block_ids(table) for table in self.tokens}
-        return self.manager.num_free, tables, dict(self.cache._key_of)
+        return self.manager.num_free, tables, self._entries()
 
 
 TestTraffic = Traffic.TestCase
@@ -234,7 +238,7 @@ TestTraffic.settings = settings(
 
 
 def opened(manager: BlockManager, table: int, tokens: list[int]) -> int:
-    """Opens, computes and publishes a table as one step would; returns the tokens found."""
+    """Opens, computes and caches a table as one step would; returns the tokens found."""
     found = manager.match_prefix(table, tokens, ROOTS["a"])
     assert manager.allocate(table, found, len(tokens))
     manager.cache_blocks(table, tokens, len(tokens))
@@ -281,7 +285,7 @@ def test_a_prefix_that_was_hit_is_young_again() -> None:
     assert manager.match_prefix(5, [2] * 9, ROOTS["a"]) == 0
 
 
-def twins(manager: BlockManager, first: int, second: int, tokens: list[int]) -> None:
+def duplicates(manager: BlockManager, first: int, second: int, tokens: list[int]) -> None:
     """Two tables that compute the same tokens at the same time: the first one is found."""
     for table in (first, second):
         assert manager.match_prefix(table, tokens, ROOTS["a"]) == 0
@@ -290,9 +294,9 @@ def twins(manager: BlockManager, first: int, second: int, tokens: list[int]) -> 
         manager.cache_blocks(table, tokens, len(tokens))
 
 
-def test_a_table_takes_over_what_is_found_when_its_twin_ends() -> None:
+def test_a_duplicate_becomes_canonical_when_the_other_table_ends() -> None:
     manager = BlockManager(4, SIZE, PrefixCache())
-    twins(manager, 0, 1, [1] * 8)
+    duplicates(manager, 0, 1, [1] * 8)
     manager.free(0)
     manager.release_closed()
     assert manager.match_prefix(2, [1] * 9, ROOTS["a"]) == 8
@@ -300,20 +304,20 @@ def test_a_table_takes_over_what_is_found_when_its_twin_ends() -> None:
     assert manager.num_free == 2, "what is twice is kept once"
 
 
-def test_a_free_block_is_as_young_as_its_last_twin() -> None:
-    """Else it would go before what follows the twin, which nobody could find any more."""
+def test_a_free_block_is_as_young_as_its_last_duplicate() -> None:
+    """Else it would be evicted before the children of the duplicate, which would be unreachable."""
     manager = BlockManager(6, SIZE, PrefixCache())
     manager.match_prefix(0, [1] * 4, ROOTS["a"])
     manager.match_prefix(1, [1] * 8, ROOTS["a"])
     for table, count in ((0, 4), (1, 8)):
         assert manager.allocate(table, 0, count)
     manager.cache_blocks(0, [1] * 4, 4)
-    manager.free(0)  # free before its twin is known
+    manager.free(0)  # free before its duplicate is known
     opened(manager, 2, [2] * 4)
     manager.free(2)
     manager.cache_blocks(1, [1] * 8, 8)
-    manager.free(1)  # the twin: of no use any more
-    opened(manager, 3, [3] * 16)  # the unused ones, the twin, and the oldest
+    manager.free(1)  # the duplicate: of no use any more
+    opened(manager, 3, [3] * 16)  # the unused ones, the duplicate, and the oldest
     assert manager.match_prefix(4, [2] * 5, ROOTS["a"]) == 0
     assert manager.match_prefix(5, [1] * 9, ROOTS["a"]) == 8
 

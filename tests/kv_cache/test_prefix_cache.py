@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hetero_llm import LLM, RequestOutput, SamplingParams
 from hetero_llm.kv_cache import prefix_cache
-from hetero_llm.kv_cache.prefix_cache import PrefixCache, block_contents, block_key, root_key
+from hetero_llm.kv_cache.prefix_cache import PrefixCache, block_contents, hash_block, hash_root
 
 BLOCK = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=2)
@@ -199,7 +199,7 @@ def test_without_caching_nothing_is_found(plain: LLM) -> None:
 
 # -- the map itself -------------------------------------------------------------------------
 
-ROOT = root_key()
+ROOT = hash_root()
 
 
 def contents(*blocks: list[int]) -> list[bytes]:
@@ -208,9 +208,9 @@ def contents(*blocks: list[int]) -> list[bytes]:
 
 def test_a_key_hashes_the_parent_and_four_bytes_per_token() -> None:
     tokens = bytes.fromhex("01000000 ff000000 00010000 ffffff7f")
-    assert block_key(ROOT, [1, 255, 256, 2**31 - 1]) == sha256(ROOT + tokens).digest()
+    assert hash_block(ROOT, [1, 255, 256, 2**31 - 1]) == sha256(ROOT + tokens).digest()
     with pytest.raises(struct.error):
-        block_key(ROOT, [2**31])
+        hash_block(ROOT, [2**31])
 
 
 @pytest.mark.parametrize("size", [8, 16, 4096])
@@ -232,7 +232,7 @@ def test_contents_of_a_long_sequence_are_its_blocks(size: int) -> None:
         st.tuples(
             st.lists(st.integers(0, 1), min_size=0, max_size=6),  # a block each
             st.integers(0, 40),  # tokens that are packed
-            st.sampled_from(["find", "find", "find", "publish", "evict"]),
+            st.sampled_from(["find", "find", "find", "cache", "evict"]),
             st.sampled_from(["", "salt"]),
         ),
         max_size=40,
@@ -243,39 +243,39 @@ def test_what_begins_like_the_last_sequence_is_found_all_the_same(calls: list[tu
     for number, (kinds, at_hand, call, salt) in enumerate(calls):
         tokens = [kind for kind in kinds for _ in range(size)] + [9]
         packed = prefix_cache.token_bytes(tokens[:at_hand])
-        root = root_key((salt,))
+        root = hash_root((salt,))
         pieces = list(block_contents(tokens, size, 0, len(kinds)))
-        if call == "publish":
-            cache.publish(root, pieces, range(100 * number, 100 * number + len(kinds)))
+        if call == "cache":
+            cache.cache(root, pieces, range(100 * number, 100 * number + len(kinds)))
         elif call == "evict":
             blocks, _ = cache.match(root, pieces)
             if blocks:
-                cache.evict(blocks[-1])
+                cache.evict(blocks[-1:])
         else:
             assert cache.find(root, tokens, size, packed) == cache.match(root, pieces)
 
 
 def test_a_match_ends_at_the_first_block_that_is_not_published() -> None:
     cache = PrefixCache()
-    keys = cache.publish(ROOT, contents([1, 2], [3, 4], [5, 6]), [7, 8, 9])
-    assert keys[0] == block_key(ROOT, [1, 2])
-    assert keys[1:] == [block_key(keys[0], [3, 4]), block_key(keys[1], [5, 6])]
+    keys = cache.cache(ROOT, contents([1, 2], [3, 4], [5, 6]), [7, 8, 9])
+    assert keys[0] == hash_block(ROOT, [1, 2])
+    assert keys[1:] == [hash_block(keys[0], [3, 4]), hash_block(keys[1], [5, 6])]
     rest = iter(contents([1, 2], [3, 4], [0, 0], [5, 6]))
     assert cache.match(ROOT, rest) == ([7, 8], keys[:2])
     assert list(rest) == contents([5, 6]), "read further than needed"
     assert cache.match(keys[0], contents([3, 4])) == ([8], [keys[1]])
-    assert cache.match(root_key(("salt", "a")), contents([1, 2])) == ([], [])
-    cache.evict(8)
+    assert cache.match(hash_root(("salt", "a")), contents([1, 2])) == ([], [])
+    cache.evict([8])
     assert cache.match(ROOT, contents([1, 2], [3, 4], [5, 6])) == ([7], keys[:1])
-    assert cache.publish(keys[0], contents([3, 4]), [8]) == [keys[1]]
+    assert cache.cache(keys[0], contents([3, 4]), [8]) == [keys[1]]
     assert cache.match(ROOT, contents([1, 2], [3, 4], [5, 6])) == ([7, 8, 9], keys)
 
 
 def test_the_first_block_with_a_prefix_stays_the_one() -> None:
     cache = PrefixCache()
-    keys = cache.publish(ROOT, contents([1, 2], [3, 4]), [7, 8])
-    assert cache.publish(ROOT, contents([1, 2], [3, 4], [5, 6]), [4, 5, 6])[:2] == keys
-    assert cache.unpublished([4, 8, 5, 6]) == [4, 5]
+    keys = cache.cache(ROOT, contents([1, 2], [3, 4]), [7, 8])
+    assert cache.cache(ROOT, contents([1, 2], [3, 4], [5, 6]), [4, 5, 6])[:2] == keys
+    assert cache.uncached([4, 8, 5, 6]) == [4, 5]
     assert cache.match(ROOT, contents([1, 2], [3, 4], [5, 6]))[0] == [7, 8, 6]
 
 
@@ -290,8 +290,8 @@ def test_only_blocks_published_for_the_first_time_are_hashed(
 
     monkeypatch.setattr(prefix_cache, "sha256", counted)
     cache = PrefixCache()
-    cache.publish(ROOT, contents([1, 2], [3, 4]), [0, 1])
+    cache.cache(ROOT, contents([1, 2], [3, 4]), [0, 1])
     assert len(hashed) == 2
     cache.match(ROOT, contents([1, 2], [3, 4], [5, 6]))
-    cache.publish(ROOT, contents([1, 2], [3, 4]), [2, 3])
+    cache.cache(ROOT, contents([1, 2], [3, 4]), [2, 3])
     assert len(hashed) == 2

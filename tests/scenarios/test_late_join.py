@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -19,23 +20,27 @@ ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 @dataclass
 class Link:
-    """A block manager that knows of loads: the seconds of each, in the order of their copies."""
+    """Block manager, transfers and tier in one: seconds of each load, in the order of copies."""
 
     seconds: dict[int, float]
-    waiting: dict[int, set[int]] = field(default_factory=dict)  # slot to tickets
+    waiting: dict[int, set[int]] = field(default_factory=dict)  # slot to transfer_ids
 
     def load(self, slot: int, token_ids: list[int], compute: Any, *, whole: bool) -> int:
         return CACHED
 
     def pending(self, slot: int) -> set[int]:
-        return {ticket for ticket in self.waiting[slot] if ticket in self.seconds}
+        return {transfer_id for transfer_id in self.waiting[slot] if transfer_id in self.seconds}
 
-    def seconds_left(self, slot: int) -> float:
-        last = max(self.pending(slot), default=-1)
-        return sum(seconds for ticket, seconds in self.seconds.items() if ticket <= last)
+    @property
+    def tier(self) -> Link:
+        return self
 
-    def seconds_ahead(self, slot: int) -> float:
-        return self.seconds_left(slot) - sum(self.seconds[t] for t in self.pending(slot))
+    def seconds_left(self, pending: Collection[int]) -> float:
+        last = max(pending, default=-1)
+        return sum(seconds for transfer_id, seconds in self.seconds.items() if transfer_id <= last)
+
+    def seconds_ahead(self, pending: Collection[int]) -> float:
+        return self.seconds_left(pending) - sum(self.seconds[each] for each in pending)
 
     def allocate(self, slot: int, computed: int, end: int) -> bool:
         return True
@@ -51,9 +56,9 @@ def make(link: Link, rows: dict[int, int], waiting: dict[int, set[int]]) -> KVLo
     """Sequences by slot: their rows behind the prefix, and the loads that they wait for. A step of
     8 rows takes 8 ms, one of 1024 takes 28."""
     times = StepTimes(0.0)
-    loads: Any = KVLoadQueue(link, 4, times)  # type: ignore[arg-type]
+    loads: Any = KVLoadQueue(link, link, 4, times)  # type: ignore[arg-type]
     for size, seconds in ((8, 0.008), (1024, 0.028)):
-        loads.take_joined(size)
+        loads.take_joined([size])
         loads.observe(step_of(size), seconds)
     for slot, count in rows.items():
         link.waiting[slot] = waiting[slot]
@@ -93,7 +98,7 @@ def test_while_a_step_runs_the_next_one_may_begin_to_wait() -> None:
     link = Link({1: 0.015, 2: 0.015})
     loads = make(link, {0: 1024, 1: 1024}, {0: {1}, 1: {2}})
     assert joined(loads) == [0]
-    assert loads.take_joined(1024) == (1,)
+    assert loads.take_joined([1024]) == (1,)
     assert joined(loads) == [1]
 
 

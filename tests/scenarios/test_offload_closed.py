@@ -3,7 +3,7 @@ memory, follows a block that is on the device or in host memory. Copies, ends an
 order do not change it, and blocks that somebody reads never pay for it.
 
 "In host memory" is what `HostTier.holds` says: a block that is still being stored counts (its
-original is on the device until then, and a store that fails is told by `take_lost`)."""
+original is on the device until then, and a store that fails is told by `take_evicted`)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_llm.bridge.kv_offload.host_block_index import READY, HostBlockIndex
-from hetero_llm.kv_cache import block_transfers
+from hetero_llm.kv_cache import block_manager
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.block_transfers import BlockTransfers, OffloadLimits
-from hetero_llm.kv_cache.prefix_cache import PrefixCache, root_key
+from hetero_llm.kv_cache.prefix_cache import PrefixCache, hash_root
 from tests.helpers import offload_traffic as traffic
 from tests.helpers.harness import VOCAB
 from tests.helpers.host_memory import FakeTier
@@ -30,7 +30,7 @@ from tests.scenarios.test_offload_engine import LONGEST, MODES, build, request_o
 from tests.scenarios.test_offload_scheduling import make_served, settle
 
 CALLS = (
-    "match_prefix", "load", "allocate", "cache_blocks", "fork", "free", "poll", "offload",
+    "match_prefix", "load", "allocate", "cache_blocks", "fork", "free", "take_back", "offload",
     "reset_prefix_cache",
 )  # fmt: skip
 """Of the block manager: all that publishes, evicts or copies anything."""
@@ -41,14 +41,23 @@ class Orphan(AssertionError):
 
 
 def in_host_memory(tier: Any) -> tuple[dict[bytes, bytes], list[bytes]]:
-    """What `holds` says yes to: key to source; sources of those that may be found already."""
+    """Blocks that `holds` confirms, hash to lookup key; lookup keys of those that `match` finds."""
     if isinstance(tier, FakeTier):
-        found = {key: source for source, (key, _) in tier.held.items()}
-        coming = {v.key: v.source for _, victims in tier.stores.values() for v in victims}
+        found = {block_hash: lookup_key for lookup_key, (block_hash, _) in tier.held.items()}
+        coming = {
+            v.block_hash: v.lookup_key for _, candidates in tier.stores.values() for v in candidates
+        }
         return coming | found, []  # it gives up what it likes, and keeps what follows
-    cache = tier._cache
-    here = {cache._key[slot]: source for source, slot in cache._slot_of.items()}
-    ready = [source for source, slot in cache._slot_of.items() if cache._state[slot] == READY]
+    cache = tier._index
+    here = {
+        cache._hash[host_block]: lookup_key
+        for lookup_key, host_block in cache._by_lookup_key.items()
+    }
+    ready = [
+        lookup_key
+        for lookup_key, host_block in cache._by_lookup_key.items()
+        if cache._state[host_block] == READY
+    ]
     return here, ready
 
 
@@ -57,43 +66,42 @@ def check_closed(blocks: BlockManager) -> None:
     Raises:
         Orphan: a block's parent is neither on the device nor in host memory.
     """
-    prefix, moves = blocks._prefix, blocks._moves
-    assert prefix is not None and moves is not None
-    held, found = in_host_memory(moves.tier)
-    assert all(moves.tier.holds(source) for source in held.values())
-    parents = {source[:32]: "of a slot" for source in found}
-    for block in prefix._key_of:
+    prefix, tier = blocks._prefix, blocks.transfers.tier  # type: ignore[union-attr]
+    held, found = in_host_memory(tier)
+    assert all(tier.holds(lookup_key) for lookup_key in held.values())
+    parents = {lookup_key[:32]: "of a host block" for lookup_key in found}
+    for block in prefix._hash_of:
         parents[prefix.entry(block)[0][:32]] = f"of block {block}, {blocks._refs[block]} readers"
-    orphans = parents.keys() - set(prefix._key_of.values()) - held.keys() - {root_key()}
+    orphans = parents.keys() - set(prefix._hash_of.values()) - held.keys() - {hash_root()}
     if orphans:
-        raise Orphan([parents[key] for key in orphans])
+        raise Orphan([parents[block_hash] for block_hash in orphans])
 
 
 def watch(blocks: BlockManager) -> list[int]:
     """Checks after every call of the block manager; how many readers blocks had that were dropped
     for want of a parent."""
     readers: list[int] = []
-    moves: Any = blocks._moves
-    drop = moves._drop_behind
+    transfers: Any = blocks.transfers
+    drop = transfers._drop_descendants
 
     def note_dropped(lost: list[tuple[bytes, bytes]]) -> None:
-        before = len(moves._dropped)
+        before = len(transfers._dropped)
         drop(lost)
-        readers.extend(blocks._refs[block] for block in moves._dropped[before:])
+        readers.extend(blocks._refs[block] for block in transfers._dropped[before:])
 
     def checked(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
         result = call(*args, **more)
         check_closed(blocks)
         return result
 
-    moves._drop_behind = note_dropped
+    transfers._drop_descendants = note_dropped
     for name in CALLS:
         setattr(blocks, name, partial(checked, getattr(blocks, name)))
     return readers
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "victims": {},
+    "candidates": {},
     "all leave": {"limits": OffloadLimits(8, cached=0)},
     "few stay": {"limits": OffloadLimits(4, cached=6), "policy": "slru"},
     "written through": {"limits": OffloadLimits(8, write_through=True), "policy": "cost"},
@@ -153,13 +161,13 @@ def test_on_the_device_whatever_host_memory_does(
     requests = requests + [(*entry[:4], entry[4] + 40, entry[5]) for entry in requests]
     served, _ = make_served(
         asynchronous, num_blocks=num_blocks, seed=seed, fail=fail, write_through=write_through,
-        cached=cached, time_out=time_out, min_uses=min_uses, num_slots=12,
+        cached=cached, time_out=time_out, min_uses=min_uses, num_host_blocks=12,
     )  # fmt: skip
     watch(served.blocks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_transfers, "_LONG_PREFIX", 2)
-        patch.setattr(block_transfers, "_FIRST_PART", 2)
-        patch.setattr(block_transfers, "_LARGER", 1)
+        patch.setattr(block_manager, "_LONG_PREFIX", 2)
+        patch.setattr(block_manager, "_FIRST_PART", 2)
+        patch.setattr(block_manager, "_LARGER", 1)
         serve_on(served, requests, settle=partial(settle, served))
 
 
@@ -190,31 +198,31 @@ def test_host_memory_that_is_switched_off(asynchronous: bool) -> None:
     watch(served.blocks)
     tier = traffic.tier_of(served.engine)
     traffic.serve(served.engine, jobs_of(2)[:20], make=request_of)
-    assert tier._cache.num_used
+    assert tier._index.num_used
     traffic.spoil(served.engine, 2, 1.0)
     jobs = [replace(job, name=f"late {job.name}") for job in jobs_of(2)]
     traffic.serve(served.engine, jobs, make=request_of)
     traffic.check_over(served.engine)
-    assert tier.is_off and not tier._cache.num_used
+    assert tier.is_off and not tier._index.num_used
 
 
-def without_twins(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixCache, "_add_twin", lambda self, source, block: None)
+def without_duplicates(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixCache, "_add_duplicate", lambda self, lookup_key, block: None)
 
 
 def without_dropping(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockTransfers, "_drop_behind", lambda self, lost: None)
+    patch.setattr(BlockTransfers, "_drop_descendants", lambda self, lost: None)
 
 
 def without_being_told(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostBlockIndex, "take_lost", lambda self: [])
+    patch.setattr(HostBlockIndex, "take_evicted", lambda self: [])
 
 
 @pytest.mark.parametrize(
     ("change", "case"),
     [
-        (without_twins, "victims"),
-        (without_dropping, "victims"),
+        (without_duplicates, "candidates"),
+        (without_dropping, "candidates"),
         (without_being_told, "few, through"),
     ],
 )

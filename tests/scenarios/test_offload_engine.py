@@ -19,7 +19,7 @@ from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.kv_cache.block_manager import BlockManager
-from hetero_llm.kv_cache.block_transfers import OffloadLimits
+from hetero_llm.kv_cache.block_transfers import BlockTransfers, OffloadLimits
 from hetero_llm.kv_cache.hit_log import hit_line
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.scheduler.kv_loads import KVLoadQueue, StepTimes
@@ -66,9 +66,9 @@ class HostRunner(FakeRunner):
     def finish(self, pending: int) -> ModelRunnerOutput:
         self._pass_time()
         copier = self.copier
-        for ticket in self._queue[0][1].kv_loads if self.gated else ():
+        for transfer_id in self._queue[0][1].kv_loads if self.gated else ():
             for layer in range(LAYERS):
-                while not copier.landed(ticket, layer):
+                while not copier.landed(transfer_id, layer):
                     self.num_waits += 1
                     assert copier.advance(True), "a load waits for a step that waits for it"
         output = super().finish(pending)
@@ -114,10 +114,10 @@ def build(
     times = StepTimes(0.0)
     rule = LoadRule(BLOCK, device[0].nbytes, LAYERS, lambda start, count: float(count), 0)
     tier = PinnedHostTier(HostBlockIndex(policy=policy, min_uses=min_uses), copier, rule)
-    blocks = BlockManager(
-        gpu_blocks, BLOCK, PrefixCache(), tier=tier, limits=limits or OffloadLimits(8)
-    )
-    scheduler = Scheduler(config, blocks, loads=KVLoadQueue(blocks, LAYERS, times))
+    prefix = PrefixCache()
+    transfers = BlockTransfers(tier, prefix, limits or OffloadLimits(8), gpu_blocks)
+    blocks = BlockManager(gpu_blocks, BLOCK, prefix, transfers)
+    scheduler = Scheduler(config, blocks, loads=KVLoadQueue(blocks, transfers, LAYERS, times))
     inputs: Any = None  # requests come ready-made
     output_processor = OutputProcessor(None, scheduler.stop_sequence)
     engine = Engine(inputs, scheduler, runner, output_processor, asynchronous=asynchronous)

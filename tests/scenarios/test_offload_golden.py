@@ -1,5 +1,5 @@
-"""The engine as the factory joins it, pool, native copier and gates included, on a driver that is
-played on host memory: the manual's example to the letter, and tokens as without host memory."""
+"""The engine as the factory builds it, with pool, native copier and layer-ready flags, on a driver
+that is played on host memory: the manual's example to the letter, and tokens as without offload."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_llm.bridge.kv_offload.copier import PLACES, NativeCopier
-from hetero_llm.bridge.kv_offload.copier_protocol import Gate
+from hetero_llm.bridge.kv_offload.copier import NUM_FLAGS, NativeCopier
+from hetero_llm.bridge.kv_offload.copier_protocol import LayerReadyFlag
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.engine.build_host_tier import HostPlatform
@@ -30,27 +30,27 @@ class PolledGates:
     """Flags in host memory, looked at until they say what is waited for."""
 
     def __init__(self) -> None:
-        self.gate_of: Callable[[int], Gate | None] = lambda ticket: None
-        self._flags = np.zeros(PLACES, np.int32)
-        self._armed: list[Gate] = []
+        self.gate_of: Callable[[int], LayerReadyFlag | None] = lambda transfer_id: None
+        self._flags = np.zeros(NUM_FLAGS, np.int32)
+        self._armed: list[LayerReadyFlag] = []
 
     @property
     def flags_address(self) -> int:
         return self._flags.ctypes.data
 
-    def arm(self, tickets: Sequence[int]) -> None:
-        gates = [self.gate_of(ticket) for ticket in tickets]
-        self._armed = [gate for gate in gates if gate is not None]
+    def arm(self, transfer_ids: Sequence[int]) -> None:
+        flags = [self.gate_of(transfer_id) for transfer_id in transfer_ids]
+        self._armed = [flag for flag in flags if flag is not None]
 
     def wait(self, layer: int) -> None:
         deadline = time.monotonic() + _PATIENCE_S
-        for gate in self._armed:
-            while not self._landed(gate, layer):
-                assert time.monotonic() < deadline, "a gate that never opens"
+        for flag in self._armed:
+            while not self._landed(flag, layer):
+                assert time.monotonic() < deadline, "a flag that is never set"
                 time.sleep(0)
 
-    def _landed(self, gate: Gate, layer: int) -> bool:
-        return int(self._flags[gate.place]) - (gate.base + layer + 1) >= 0
+    def _landed(self, flag: LayerReadyFlag, layer: int) -> bool:
+        return int(self._flags[flag.place]) - (flag.base + layer + 1) >= 0
 
 
 @pytest.fixture(scope="module")

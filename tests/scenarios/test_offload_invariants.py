@@ -54,7 +54,7 @@ def stop_time(served: Served) -> None:
     """No copy moves any more, and nobody joins a load."""
     served.runner._rng.choice = lambda _: 0  # type: ignore[method-assign]
     served.copier.still = True
-    served.blocks.seconds_left = lambda table: 1.0  # type: ignore[method-assign]
+    traffic.tier_of(served.engine).seconds_left = lambda transfer_ids: 1.0
 
 
 def run_to_end(served: Served, jobs: list[traffic.Job], seen: dict[str, list[int]]) -> None:
@@ -94,7 +94,7 @@ def test_drafts_do_not_wait_for_copies(asynchronous: bool) -> None:
     for _ in range(8):
         for output in served.engine.step():
             seen[output.request_id] = list(output.outputs[0].token_ids)
-    assert served.copier.open_tickets(True) and served.copier.open_tickets(False)
+    assert served.copier.open_transfers(True) and served.copier.open_transfers(False)
     assert all(step.drafts is not None and not step.kv_loads for step in steps[1:])
     assert len(steps) >= 8
     before = len(steps)
@@ -118,12 +118,14 @@ def test_readers_of_a_load_are_aborted_at_any_layer(aborted: tuple[int, ...], la
     head = store(served, landed)
     jobs = [job(str(n), [*head, n + 1, n + 2], 3) for n in SHARERS]
     stop_time(served)
-    served.blocks._moves._limits = OffloadLimits(8)  # the device keeps what it finds from here on
+    served.blocks.transfers._limits = OffloadLimits(
+        8
+    )  # the device keeps what it finds from here on
     for one in jobs:
         served.engine.add_request(request_of(one))
     assert served.engine.step() == []
-    (ticket,) = served.copier.open_tickets(True)
-    while landed and not served.copier.landed(ticket, landed - 1):
+    (transfer_id,) = served.copier.open_transfers(True)
+    while landed and not served.copier.landed(transfer_id, landed - 1):
         assert served.copier.advance(True)
     for number in aborted:
         served.engine.abort(str(number))
@@ -149,8 +151,8 @@ def test_a_load_with_readers_fails_at_any_layer(landed: int) -> None:
     for one in jobs:
         served.engine.add_request(request_of(one))
     assert served.engine.step() == []
-    (ticket,) = served.copier.open_tickets(True)
-    served.copier.fail(ticket, landed * PREFIX // BLOCK + 3)
+    (transfer_id,) = served.copier.open_transfers(True)
+    served.copier.fail(transfer_id, landed * PREFIX // BLOCK + 3)
     served.copier.still = False
     traffic.join_at_once(served.engine)
     run_to_end(served, jobs, {})

@@ -15,9 +15,9 @@ from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.output_processor import OutputProcessor, holds_stop
-from hetero_llm.kv_cache import block_transfers
+from hetero_llm.kv_cache import block_manager
 from hetero_llm.kv_cache.block_manager import BlockManager
-from hetero_llm.kv_cache.block_transfers import OffloadLimits
+from hetero_llm.kv_cache.block_transfers import BlockTransfers, OffloadLimits
 from hetero_llm.kv_cache.hit_log import hit_line
 from hetero_llm.kv_cache.host_tier import HostHit
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
@@ -47,9 +47,11 @@ def make_served(
     runner = LoadingRunner(num_blocks, block_size, max_num_seqs, -(-max_model_len // block_size))
     tier = FakeTier(runner, seed, **tier_args)
     limits = OffloadLimits(num_blocks, cached, write_through)
-    blocks = BlockManager(num_blocks, block_size, PrefixCache(), tier=tier, limits=limits)
+    prefix = PrefixCache()
+    transfers = BlockTransfers(tier, prefix, limits, num_blocks)
+    blocks = BlockManager(num_blocks, block_size, prefix, transfers)
     tokenizer: Any = LetterTokenizer()
-    loads = KVLoadQueue(blocks, 4, StepTimes(0.0))
+    loads = KVLoadQueue(blocks, transfers, 4, StepTimes(0.0))
     scheduler = Scheduler(config, blocks, partial(holds_stop, tokenizer), loads=loads)
     outputs = OutputProcessor(tokenizer, scheduler.stop_sequence)
     inputs: Any = None
@@ -93,9 +95,9 @@ def test_host_memory_changes_no_output(
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         if in_parts:
-            patch.setattr(block_transfers, "_LONG_PREFIX", 2)
-            patch.setattr(block_transfers, "_FIRST_PART", 2)
-            patch.setattr(block_transfers, "_LARGER", 1)
+            patch.setattr(block_manager, "_LONG_PREFIX", 2)
+            patch.setattr(block_manager, "_FIRST_PART", 2)
+            patch.setattr(block_manager, "_LARGER", 1)
         with_host, with_counters, _ = serve_on(served, traffic, settle=partial(settle, served))
     assert with_host.keys() == plain.keys()
     for name, outputs in plain.items():
@@ -119,14 +121,14 @@ def run_one(served: Served, name: str, prompt: list[int]) -> list[int]:
 def golden(**tier_args: Any) -> tuple[Served, FakeTier, list[list[int]]]:
     served, tier = make_served(
         False, num_blocks=100, block_size=16, max_model_len=200, max_num_batched_tokens=200,
-        num_slots=200, **tier_args,
+        num_host_blocks=200, **tier_args,
     )  # fmt: skip
     return served, tier, prompts(11)
 
 
 def test_the_manuals_example() -> None:
     served, tier, texts = golden(seed=1)
-    tier.worth_loading = lambda hit, start, rest: len(hit.slots)  # type: ignore[method-assign]
+    tier.worth_loading = lambda hit, start, rest: len(hit.host_blocks)  # type: ignore[method-assign]
     for number, prompt in enumerate([*texts, texts[0]]):
         assert run_one(served, str(number), prompt) == expected_output(prompt, ONE)
     assert hit_line(served.blocks.hits) == (
@@ -149,7 +151,7 @@ def test_without_uses_enough_nothing_is_stored() -> None:
 
 def test_the_limit_empties_the_devices_cache() -> None:
     served, tier, texts = golden(seed=2, cached=0)
-    tier.worth_loading = lambda hit, start, rest: len(hit.slots)  # type: ignore[method-assign]
+    tier.worth_loading = lambda hit, start, rest: len(hit.host_blocks)  # type: ignore[method-assign]
     for number, prompt in enumerate([texts[0], texts[0], texts[0]]):
         run_one(served, str(number), prompt)
     hits = served.blocks.hits
@@ -158,7 +160,7 @@ def test_the_limit_empties_the_devices_cache() -> None:
 
 def test_requests_with_one_prefix_share_one_load() -> None:
     served, tier, texts = golden(seed=3, cached=0, dawdle=0.9)
-    tier.worth_loading = lambda hit, start, rest: len(hit.slots)  # type: ignore[method-assign]
+    tier.worth_loading = lambda hit, start, rest: len(hit.host_blocks)  # type: ignore[method-assign]
     run_one(served, "first", texts[0])
     many = [make_request(str(i), [*texts[0][:160], i], ONE, 200) for i in range(5)]
     outputs = run_all(served, many)
@@ -175,11 +177,11 @@ def worth(served: Served, tier: FakeTier, blocks: list[int]) -> list[str]:
 
     def note_match(parent: bytes, contents: Iterable[bytes]) -> HostHit:
         hit = match(parent, contents)
-        asked.append(f"found {len(hit.slots)}")
+        asked.append(f"found {len(hit.host_blocks)}")
         return hit
 
     def note_load(hit: HostHit, *rest: Any) -> int:
-        asked.append(f"load {len(hit.slots)}")
+        asked.append(f"load {len(hit.host_blocks)}")
         return load(hit, *rest)
 
     def note_launch(step: SchedulerOutput) -> Any:
@@ -189,7 +191,7 @@ def worth(served: Served, tier: FakeTier, blocks: list[int]) -> list[str]:
     tier.match, tier.load = note_match, note_load  # type: ignore[method-assign]
     served.runner.launch = note_launch  # type: ignore[method-assign]
     tier.worth_loading = (  # type: ignore[method-assign]
-        lambda hit, start, rest: len(hit.slots) if len(hit.slots) in blocks else 0
+        lambda hit, start, rest: len(hit.host_blocks) if len(hit.host_blocks) in blocks else 0
     )
     return asked
 
@@ -207,9 +209,9 @@ def worth(served: Served, tier: FakeTier, blocks: list[int]) -> list[str]:
 def test_the_first_part_of_a_long_prefix_is_loaded_while_the_rest_is_looked_up(
     monkeypatch: pytest.MonkeyPatch, blocks: list[int], expected: list[str]
 ) -> None:
-    monkeypatch.setattr(block_transfers, "_LONG_PREFIX", 10)
-    monkeypatch.setattr(block_transfers, "_FIRST_PART", 5)
-    monkeypatch.setattr(block_transfers, "_LARGER", 2)
+    monkeypatch.setattr(block_manager, "_LONG_PREFIX", 10)
+    monkeypatch.setattr(block_manager, "_FIRST_PART", 5)
+    monkeypatch.setattr(block_manager, "_LARGER", 2)
     served, tier, texts = golden(seed=3, cached=0)
     tier.dawdle = 0.0
     run_one(served, "first", texts[0])
@@ -223,7 +225,7 @@ def test_nobodys_step_waits_until_a_prefix_is_looked_up() -> None:
     """With a step in flight the next one is launched first."""
     served, tier = make_served(
         True, num_blocks=100, block_size=16, max_model_len=200, max_num_batched_tokens=200,
-        num_slots=200, seed=6, cached=0, dawdle=0.0,
+        num_host_blocks=200, seed=6, cached=0, dawdle=0.0,
     )  # fmt: skip
     first, other = prompts(2)
     run_one(served, "first", first)
@@ -249,10 +251,10 @@ def test_the_rest_of_a_long_prefix_is_looked_up_beside_the_next_step(
 ) -> None:
     """What is loaded, or found not to be worth it, counts once. Nothing runs before all of it."""
     for name, value in (("_LONG_PREFIX", 10), ("_FIRST_PART", 5), ("_LARGER", 2)):
-        monkeypatch.setattr(block_transfers, name, value)
+        monkeypatch.setattr(block_manager, name, value)
     served, tier = make_served(
         True, num_blocks=100, block_size=16, max_model_len=200, max_num_batched_tokens=200,
-        num_slots=200, seed=6, cached=0, dawdle=0.0,
+        num_host_blocks=200, seed=6, cached=0, dawdle=0.0,
     )  # fmt: skip
     first, other = prompts(2)
     run_one(served, "first", first)
@@ -291,7 +293,7 @@ def test_a_preempted_sequence_comes_back_from_host_memory(
     """If that is faster than computing it anew. Two grow to 18 blocks each, of 24 in all."""
     served, tier = make_served(asynchronous, max_num_seqs=2, seed=5, cached=0)
     tier.worth_loading = (  # type: ignore[method-assign]
-        lambda hit, start, rest: len(hit.slots) if loading_pays else 0
+        lambda hit, start, rest: len(hit.host_blocks) if loading_pays else 0
     )
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     texts = prompts(2, 32)
@@ -306,7 +308,7 @@ def test_a_preempted_sequence_comes_back_from_host_memory(
 
 def test_a_failed_load_is_computed_and_not_tried_again() -> None:
     served, tier, texts = golden(seed=4, cached=0)
-    tier.worth_loading = lambda hit, start, rest: len(hit.slots)  # type: ignore[method-assign]
+    tier.worth_loading = lambda hit, start, rest: len(hit.host_blocks)  # type: ignore[method-assign]
     run_one(served, "first", texts[0])
     tier.fail = 1.0
     assert run_one(served, "second", texts[0]) == expected_output(texts[0], ONE)
@@ -318,14 +320,14 @@ def test_a_failed_load_is_computed_and_not_tried_again() -> None:
 def test_an_abort_in_the_middle_of_a_load(asynchronous: bool) -> None:
     served, tier = make_served(
         asynchronous, num_blocks=100, block_size=16, max_model_len=200, seed=5, cached=0,
-        max_num_batched_tokens=200, num_slots=200, dawdle=1.0,
+        max_num_batched_tokens=200, num_host_blocks=200, dawdle=1.0,
     )  # fmt: skip
-    tier.worth_loading = lambda hit, start, rest: len(hit.slots)  # type: ignore[method-assign]
+    tier.worth_loading = lambda hit, start, rest: len(hit.host_blocks)  # type: ignore[method-assign]
     tier.dawdle = 0.0
     (prompt,) = prompts(1)
     run_one(served, "first", prompt)
     tier.dawdle = 1.0
-    tier.seconds_left = lambda tickets: 1.0  # type: ignore[method-assign]
+    tier.seconds_left = lambda transfer_ids: 1.0  # type: ignore[method-assign]
     served.engine.add_request(make_request("second", prompt, ONE, 200))
     assert served.engine.step() == [] and tier.num_loads == 1
     assert served.scheduler.num_waiting == 1

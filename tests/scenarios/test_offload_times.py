@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hetero_llm.bridge.kv_offload import copier_library
-from hetero_llm.bridge.kv_offload.copier import PLACES, CopyOptions, DeviceRows, NativeCopier
+from hetero_llm.bridge.kv_offload.copier import NUM_FLAGS, CopyOptions, DeviceRows, NativeCopier
 from hetero_llm.bridge.kv_offload.copier_library import Method
 from hetero_llm.bridge.kv_offload.copy_calibration import FixedRows
 from hetero_llm.bridge.kv_offload.copy_rates import Calibration, Rate
@@ -29,7 +29,7 @@ from hetero_llm.engine import step_clock
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.kv_cache.block_manager import BlockManager
-from hetero_llm.kv_cache.block_transfers import OffloadLimits
+from hetero_llm.kv_cache.block_transfers import BlockTransfers, OffloadLimits
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.scheduler import kv_loads
 from hetero_llm.scheduler.kv_loads import KVLoadQueue, StepTimes
@@ -99,8 +99,8 @@ class Machine:
         count = len(self.loads)
         self.run_to(self.now + round(seconds * 1e9), lambda: len(self.loads) > count)
 
-    def begin(self, ticket: int) -> None:
-        self.open[ticket] = self.now
+    def begin(self, transfer_id: int) -> None:
+        self.open[transfer_id] = self.now
 
     def hidden_and_exposed(self) -> tuple[float, float]:
         """Seconds in which a load was under way, by whether something was computed."""
@@ -128,20 +128,20 @@ class Machine:
         """Until the copy thread has done whatever there is to do at this moment."""
         reads = self.library.waiting.fake_clock_reads()
         until(lambda: not self._is_open() or self.library.waiting.fake_clock_reads() > reads + 60)
-        over = [ticket for ticket in self.open if not self._left(ticket)]
+        over = [transfer_id for transfer_id in self.open if not self._left(transfer_id)]
         self._num_over += len(over)
         until(lambda: self._told_over() == self._num_over)
-        self.loads += [(self.open.pop(ticket), self.now) for ticket in over]
+        self.loads += [(self.open.pop(transfer_id), self.now) for transfer_id in over]
 
     def _is_open(self) -> bool:
-        return any(self._left(ticket) for ticket in self.open)
+        return any(self._left(transfer_id) for transfer_id in self.open)
 
     def _told_over(self) -> float:
-        told = self.copier.metrics()
-        return sum(told[f"kv_offload_{kind}loads"] for kind in ("", "failed_", "aborted_"))
+        ended = self.copier.metrics()
+        return sum(ended[f"kv_offload_{kind}loads"] for kind in ("", "failed_", "aborted_"))
 
-    def _left(self, ticket: int) -> int:
-        return int(self.library.quick.hetero_copier_ahead(self.copier._handle, ticket))
+    def _left(self, transfer_id: int) -> int:
+        return int(self.library.quick.hetero_copier_ahead(self.copier._handle, transfer_id))
 
 
 class TimedRunner(FakeRunner):
@@ -153,8 +153,8 @@ class TimedRunner(FakeRunner):
     def finish(self, pending: int) -> ModelRunnerOutput:
         machine, step = self.machine, self._queue[0][1]
         for layer in range(LAYERS):
-            for ticket in step.kv_loads:
-                landed = lambda: self._landed(ticket, layer)  # noqa: B023, E731
+            for transfer_id in step.kv_loads:
+                landed = lambda: self._landed(transfer_id, layer)  # noqa: B023, E731
                 machine.run_to(machine.now + 60_000 * MS, landed)
             machine.compute(int(step.num_scheduled_tokens.sum()) * ROW_NS // LAYERS)
         return super().finish(pending)
@@ -166,9 +166,9 @@ class TimedRunner(FakeRunner):
         except AssertionError:
             return [VOCAB] * length
 
-    def _landed(self, ticket: int, layer: int) -> bool:
-        gate = self.machine.copier.gate(ticket)
-        return gate is None or int(self.flags[gate.place]) - (gate.base + layer + 1) >= 0
+    def _landed(self, transfer_id: int, layer: int) -> bool:
+        flag = self.machine.copier.layer_ready_flag(transfer_id)
+        return flag is None or int(self.flags[flag.place]) - (flag.base + layer + 1) >= 0
 
 
 @dataclass
@@ -197,7 +197,7 @@ class Served:
         self.machine.loads.clear()
         self.machine.computed.clear()
 
-    def told(self) -> tuple[float, float]:
+    def ended(self) -> tuple[float, float]:
         metrics = self.engine.metrics()
         return tuple(metrics[f"kv_offload_{name}_seconds_total"] for name in ("hidden", "exposed"))
 
@@ -230,7 +230,7 @@ def served(
     library = clocked_library()
     monkeypatch.setattr(copier_library, "load", lambda: library)
     host = np.zeros((200, LAYERS, LAYER_BYTES), np.uint8)
-    flags = np.zeros(PLACES, np.int32)
+    flags = np.zeros(NUM_FLAGS, np.int32)
     copier = NativeCopier(
         DeviceRows(runner.memory.ctypes.data, 100, LAYERS * LAYER_BYTES, LAYERS, flags.ctypes.data),
         FixedRows(host.ctypes.data, LAYERS * LAYER_BYTES, len(host)),
@@ -246,7 +246,9 @@ def served(
     runner.machine, runner.flags = machine, flags
     begin = copier.load
     monkeypatch.setattr(
-        copier, "load", lambda ticket, *rest: (begin(ticket, *rest), machine.begin(ticket))
+        copier,
+        "load",
+        lambda transfer_id, *rest: (begin(transfer_id, *rest), machine.begin(transfer_id)),
     )
     monkeypatch.setattr(copier, "wait", machine.nap)
     clock = SimpleNamespace(monotonic=lambda: machine.now * 1e-9)
@@ -255,8 +257,10 @@ def served(
     times = StepTimes(0.0)
     rule = LoadRule(BLOCK, LAYERS * LAYER_BYTES, LAYERS, times.predict, 0)
     tier = PinnedHostTier(HostBlockIndex(), copier, rule)
-    blocks = BlockManager(100, BLOCK, PrefixCache(), tier=tier, limits=OffloadLimits(40, cached=0))
-    loads = KVLoadQueue(blocks, LAYERS, times)
+    prefix = PrefixCache()
+    transfers = BlockTransfers(tier, prefix, OffloadLimits(40, cached=0), 100)
+    blocks = BlockManager(100, BLOCK, prefix, transfers)
+    loads = KVLoadQueue(blocks, transfers, LAYERS, times)
     scheduler = Scheduler(config, blocks, loads=loads)
     inputs: Any = None
     engine = Engine(inputs, scheduler, runner, OutputProcessor(None, scheduler.stop_sequence))
@@ -272,18 +276,18 @@ def prompts(served: Served, count: int) -> list[list[int]]:
     for number, head in enumerate(heads):
         served.finish(served.add(f"first {number}", [*head, *range(1, 10)]))
     served.forget()
-    assert served.told() == (0.0, 0.0)
+    assert served.ended() == (0.0, 0.0)
     return [[*head, *range(11, 20)] for head in heads]
 
 
 def check(served: Served) -> tuple[float, float]:
     """That the counters are what happened; hidden and exposed milliseconds."""
-    told, metrics = served.told(), served.engine.metrics()
-    assert told == pytest.approx(served.machine.hidden_and_exposed(), abs=1e-9)
+    ended, metrics = served.ended(), served.engine.metrics()
+    assert ended == pytest.approx(served.machine.hidden_and_exposed(), abs=1e-9)
     each = sum(end - begin for begin, end in served.machine.loads) * 1e-9
     assert metrics["kv_offload_load_seconds_total"] == pytest.approx(each, abs=1e-9)
-    assert metrics["kv_offload_h2d_busy_seconds_total"] == pytest.approx(sum(told), abs=1e-9)
-    return round(told[0] * 1e3, 6), round(told[1] * 1e3, 6)
+    assert metrics["kv_offload_h2d_busy_seconds_total"] == pytest.approx(sum(ended), abs=1e-9)
+    return round(ended[0] * 1e3, 6), round(ended[1] * 1e3, 6)
 
 
 def test_a_load_that_is_waited_for(served: Served) -> None:
@@ -328,9 +332,9 @@ def test_counters_only_grow(served: Served) -> None:
     before = (0.0, 0.0)
     while served.engine.has_unfinished:
         served.engine.step()
-        told = served.told()
-        assert all(now >= then for now, then in zip(told, before)), (told, before)
-        before = told
+        ended = served.ended()
+        assert all(now >= then for now, then in zip(ended, before)), (ended, before)
+        before = ended
     served.finish(*requests)
     assert served.engine.metrics()["kv_offload_failed_loads"] == 1
-    assert sum(told) == pytest.approx(sum(served.machine.hidden_and_exposed()))
+    assert sum(ended) == pytest.approx(sum(served.machine.hidden_and_exposed()))

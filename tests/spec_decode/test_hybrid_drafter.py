@@ -16,7 +16,7 @@ from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.kv_cache.prefix_cache import root_key
+from hetero_llm.kv_cache.prefix_cache import hash_root
 from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
 from hetero_llm.spec_decode.lookahead.global_cache import History
 from hetero_llm.spec_decode.lookahead.indexes import Proposals
@@ -43,7 +43,7 @@ def make_sequence(name: str, prompt: list[int], salt: str | None = None, **param
         end_ids=frozenset({2}),
         eos_ids=frozenset({2}),
         max_total_tokens=len(prompt) + 500,
-        root_hash=root_key(() if salt is None else ("salt", salt)),
+        root_hash=hash_root(() if salt is None else ("salt", salt)),
         metrics=RequestMetrics(arrival_time=0.0),
     )
     sequence = Sequence(request, 0, array("i", prompt), len(prompt))

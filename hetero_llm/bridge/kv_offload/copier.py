@@ -13,29 +13,29 @@ import numpy as np
 
 from hetero_llm.bridge.kv_offload import copier_library
 from hetero_llm.bridge.kv_offload.copier_library import CopierError, Method
-from hetero_llm.bridge.kv_offload.copier_protocol import Done, Gate
+from hetero_llm.bridge.kv_offload.copier_protocol import Done, LayerReadyFlag
 from hetero_llm.bridge.kv_offload.copy_rates import Calibration, Choice, assumed
 
 logger = logging.getLogger(__name__)
 
-PLACES = 64
-"""Flags on the device, so loads at a time."""
+NUM_FLAGS = 64
+"""Layer-ready flags on the device: maximum number of loads under way."""
 PART_BYTES = 16 << 20
-"""Most that is submitted at once: larger groups of layers go in parts."""
+"""Maximum size of one submission: larger groups of layers are submitted in parts."""
 
-_OVER = np.dtype([("ticket", np.int64), ("ok", np.int64), ("seconds", np.float64)])
+_DONE = np.dtype([("transfer_id", np.int64), ("ok", np.int64), ("seconds", np.float64)])
 _POLLED = 256
-_LONGEST_WAIT_S = 0.1  # between two looks of Python at its signals
+_LONGEST_WAIT_S = 0.1  # Python handles signals in between
 _HALF_WORD = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """KV on the device, block-first: a block is a row, a layer of it a contiguous piece.
+    """KV on the device, block-first: a block is a row of one contiguous piece for each layer.
 
     Attributes:
         address: of block 0.
-        flags: address of int32 [PLACES], all zero at the beginning; see `contract.Gate`.
+        flags: address of int32 [NUM_FLAGS], initially zero; see `LayerReadyFlag`.
     """
 
     address: int
@@ -46,12 +46,12 @@ class DeviceRows:
 
 
 class HostRows(Protocol):
-    """Page-locked rows of `DeviceRows.block_bytes` each, one after the other.
+    """Contiguous page-locked rows of `DeviceRows.block_bytes` each.
 
     Attributes:
         address: of row 0.
-        ready_rows: the first so many can be used; it only grows.
-        chunk_rows: so many were page-locked at a time: no single copy may cross their borders.
+        ready_rows: number of leading rows that can be used; it only grows.
+        chunk_rows: rows page-locked together; no single copy may span two such chunks.
     """
 
     @property
@@ -69,12 +69,12 @@ class CopyOptions:
     """How copies are submitted.
 
     Attributes:
-        lookahead: groups of a load's layers that are submitted ahead of what has landed.
-        ahead_bytes: of one load that are in any case, however many groups that is.
-        max_inflight: bytes that are, in all loads together; likewise in stores.
-        lazy: False: everything at once, without those limits.
+        lookahead: groups of a load's layers that may be submitted and not yet landed.
+        ahead_bytes: bytes of a load that may be in any case, even if these are more groups.
+        max_inflight: maximum bytes of all loads submitted and not yet landed; likewise of stores.
+        lazy: False: submit everything at once, without these limits.
         libcuda: the driver's library.
-        core: that the copy thread runs on; None: any.
+        core: CPU core of the copy thread; None: any.
     """
 
     lookahead: int = 2
@@ -85,10 +85,11 @@ class CopyOptions:
     core: int | None = None
 
 
+# large: `Copier` has 13 methods, and calibration needs some more
 class NativeCopier:
-    """`contract.Copier`. For one thread, in which the device's context is current.
+    """See `copier_protocol.Copier`. Used by one thread, in which the device's context is current.
 
-    The host memory is the pool's: it must stay until `close` has returned.
+    The host memory belongs to the pool and must exist until `close` has returned.
     """
 
     def __init__(
@@ -100,12 +101,12 @@ class NativeCopier:
         current_stream: Callable[[], int],
         first_base: int = 1,
     ) -> None:
-        """Opens the driver and starts the thread. Copies as fast as they can be only after
-        `calibration.calibrate`.
+        """Opens the driver and starts the thread. Copies reach full speed only after
+        `copy_calibration.calibrate`.
 
         Args:
             current_stream: the handle of the stream that steps are launched on.
-            first_base: of the gates, for tests of what happens beyond 2**32.
+            first_base: initial `LayerReadyFlag.base`, for tests of its overflow.
 
         Raises:
             CopierError: there is no compiler, no driver or no context.
@@ -135,36 +136,36 @@ class NativeCopier:
         if warning:
             logger.warning("KV copies: %s", warning)
         self._handle: int | None = handle
-        self._free_places = list(range(PLACES - 1, -1, -1))
-        self._bases = [first_base] * PLACES
-        self._gates: dict[int, Gate] = {}
+        self._free_flags = list(range(NUM_FLAGS - 1, -1, -1))
+        self._bases = [first_base] * NUM_FLAGS
+        self._flags: dict[int, LayerReadyFlag] = {}
         self._last_step = 0
-        self._told = False
-        self._over = np.zeros(_POLLED, _OVER)
+        self._reported = False
+        self._done = np.zeros(_POLLED, _DONE)
         self._after_close: list[Done] = []
         self._totals = copier_library.Totals()
         self.calibration = assumed(self.methods(), self.layer_bytes)
         self.force: tuple[Method, int] | None = None
-        """How all loads go, (method, layers of a group), in tests and measurements."""
+        """(method, layers of a group) of all loads, for tests; None: by calibration."""
 
     @property
     def layer_bytes(self) -> int:
         return self.device.block_bytes // self.device.num_layers
 
     @property
-    def num_slots(self) -> int:
+    def num_host_blocks(self) -> int:
         return self.host.ready_rows
 
     def methods(self) -> tuple[Method, ...]:
-        """Those that can be used."""
+        """The methods that can be used."""
         found = self._quick.hetero_copier_methods(self._open())
         return tuple(method for method in Method if found >> method & 1)
 
     def add_kernel(self, image: bytes | None = None) -> None:
-        """Makes `Method.KERNEL` available, with an image of `native.compile_kernel`.
+        """Makes `Method.KERNEL` available, with an image of `copier_library.compile_kernel`.
 
         Raises:
-            CopierError: it cannot be; the other methods remain.
+            CopierError: it cannot be used; the other methods remain.
         """
         if self.host.ready_rows == 0:
             raise CopierError("the copy kernel cannot be used: no host memory is ready yet")
@@ -173,47 +174,56 @@ class NativeCopier:
         copier_library.add_kernel(self._library, self._open(), image)
 
     def use(self, calibration: Calibration) -> None:
-        """Chooses by these rates from now on."""
+        """Sets the rates by which methods are chosen."""
         self.calibration = calibration
         self._quick.hetero_copier_set_rate(self._open(), calibration.best_rate())
 
     def can_load(self) -> bool:
-        return bool(self._free_places) and self._handle is not None
+        return bool(self._free_flags) and self._handle is not None
 
     def load(
         self,
-        ticket: int,
-        slots: np.ndarray,
+        transfer_id: int,
+        host_blocks: np.ndarray,
         blocks: np.ndarray,
         after_step: int,
         compute: float | None,
     ) -> None:
-        self._begin_load(ticket, slots, blocks, after_step, self._choose(slots, blocks, compute))
+        self._begin_load(
+            transfer_id, host_blocks, blocks, after_step, self._choose(host_blocks, blocks, compute)
+        )
 
     def time_load(
-        self, slots: np.ndarray, blocks: np.ndarray, method: Method, group: int, layers: int
+        self, host_blocks: np.ndarray, blocks: np.ndarray, method: Method, group: int, layers: int
     ) -> float | None:
-        """Loads the first `layers` layers and waits for it: seconds, None if it failed. Only while
-        nothing else is under way."""
-        assert not self._gates, "loads are under way"
-        self._begin_load(-1, slots, blocks, 0, Choice(method, group), layers)
+        """Loads the first `layers` layers and returns the seconds that took, None if it failed. No
+        other transfer may be under way."""
+        assert not self._flags, "loads are under way"
+        self._begin_load(-1, host_blocks, blocks, 0, Choice(method, group), layers)
         while True:
             self.wait(1.0)
             for done in self.poll():
-                assert done.ticket == -1, done
+                assert done.transfer_id == -1, done
                 return done.seconds if done.ok else None
 
-    def store(self, ticket: int, blocks: np.ndarray, slots: np.ndarray, after_step: int) -> None:
-        slots, blocks = self._checked(slots, blocks)
+    def store(
+        self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
+    ) -> None:
+        host_blocks, blocks = self._checked(host_blocks, blocks)
         self._quick.hetero_copier_store(
-            self._open(), ticket, blocks.ctypes.data, slots.ctypes.data, len(slots), after_step
+            self._open(),
+            transfer_id,
+            blocks.ctypes.data,
+            host_blocks.ctypes.data,
+            len(host_blocks),
+            after_step,
         )
 
-    def abort(self, ticket: int) -> None:
-        self._quick.hetero_copier_abort(self._open(), ticket)
+    def abort(self, transfer_id: int) -> None:
+        self._quick.hetero_copier_abort(self._open(), transfer_id)
 
-    def gate(self, ticket: int) -> Gate | None:
-        return self._gates.get(ticket)
+    def layer_ready_flag(self, transfer_id: int) -> LayerReadyFlag | None:
+        return self._flags.get(transfer_id)
 
     def step_launched(self, number: int) -> None:
         assert number > self._last_step, (number, self._last_step)
@@ -223,8 +233,8 @@ class NativeCopier:
     def step_done(self, number: int) -> bool:
         return bool(self._quick.hetero_copier_step_done(self._open(), number))
 
-    def seconds_left(self, tickets: Iterable[int]) -> float:
-        ahead = [self._quick.hetero_copier_ahead(self._open(), ticket) for ticket in tickets]
+    def seconds_left(self, transfer_ids: Iterable[int]) -> float:
+        ahead = [self._quick.hetero_copier_ahead(self._open(), each) for each in transfer_ids]
         most = max(ahead, default=0)
         return most / self.load_rate() if most else 0.0
 
@@ -236,14 +246,14 @@ class NativeCopier:
             found, self._after_close = self._after_close, []
             return found
         found = []
-        room = count = len(self._over)
+        room = count = len(self._done)
         while count == room:
-            count = self._quick.hetero_copier_poll(self._handle, self._over.ctypes.data, room)
-            for ticket, ok, seconds in self._over[:count].tolist():
-                found.append(Done(ticket, bool(ok), seconds))
-                self._free(ticket)
-        if not self._told and any(not done.ok for done in found):
-            self._tell()
+            count = self._quick.hetero_copier_poll(self._handle, self._done.ctypes.data, room)
+            for transfer_id, ok, seconds in self._done[:count].tolist():
+                found.append(Done(transfer_id, bool(ok), seconds))
+                self._free(transfer_id)
+        if not self._reported and any(not done.ok for done in found):
+            self._report()
         return found
 
     def wait(self, seconds: float) -> None:
@@ -254,7 +264,7 @@ class NativeCopier:
                 return
 
     def metrics(self) -> dict[str, float]:
-        """Counters since start. Of loads that are over, each is counted in one of kv_offload_loads,
+        """Counters since start. Each ended load is counted in one of kv_offload_loads,
         kv_offload_failed_loads and kv_offload_aborted_loads."""
         totals = self._read_totals()
         return {
@@ -275,8 +285,8 @@ class NativeCopier:
         }
 
     def close(self) -> None:
-        """Waits for copies that are submitted; what is not submitted fails. May be called again,
-        as may `poll`, `wait`, `metrics` and `can_load`; nothing else."""
+        """Waits for submitted copies and fails the rest. Afterwards only `poll`, `wait`, `metrics`,
+        `can_load` and `close` may be called."""
         if self._handle is None:
             return
         handle = self._handle
@@ -286,31 +296,30 @@ class NativeCopier:
         self._handle = None
         self._quick.hetero_copier_free(handle)
 
-    def _choose(self, slots: np.ndarray, blocks: np.ndarray, compute: float | None) -> Choice:
+    def _choose(self, host_blocks: np.ndarray, blocks: np.ndarray, compute: float | None) -> Choice:
         if self.force is not None:
             return Choice(*self.force)
-        follows = (np.diff(slots) == 1) & (np.diff(blocks) == 1)
+        follows = (np.diff(host_blocks) == 1) & (np.diff(blocks) == 1)
         ascending = np.count_nonzero(follows) / max(1, len(follows))
-        return self.calibration.choose(self.device.num_layers, len(slots), ascending, compute)
+        return self.calibration.choose(self.device.num_layers, len(host_blocks), ascending, compute)
 
     def _begin_load(
         self,
-        ticket: int,
-        slots: np.ndarray,
+        transfer_id: int,
+        host_blocks: np.ndarray,
         blocks: np.ndarray,
         after_step: int,
         choice: Choice,
         layers: int | None = None,
     ) -> None:
-        slots, blocks = self._checked(slots, blocks)
-        assert ticket not in self._gates, ticket
-        place = self._free_places.pop()
-        gate = Gate(place, self._bases[place])
-        self._gates[ticket] = gate
+        host_blocks, blocks = self._checked(host_blocks, blocks)
+        assert transfer_id not in self._flags, transfer_id
+        place = self._free_flags.pop()
+        flag = self._flags[transfer_id] = LayerReadyFlag(place, self._bases[place])
         load = copier_library.Load(
-            ticket=ticket,
+            transfer_id=transfer_id,
             place=place,
-            base=gate.base,
+            base=flag.base,
             method=choice.method,
             group=choice.group,
             layers=self.device.num_layers if layers is None else layers,
@@ -319,31 +328,34 @@ class NativeCopier:
         self._quick.hetero_copier_load(
             self._open(),
             ctypes.addressof(load),
-            slots.ctypes.data,
+            host_blocks.ctypes.data,
             blocks.ctypes.data,
-            len(slots),
+            len(host_blocks),
         )
 
-    def _checked(self, slots: np.ndarray, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Both as the library takes them. A wrong number would be a write to foreign memory."""
-        assert len(slots) == len(blocks) > 0, (len(slots), len(blocks))
-        assert slots.min() >= 0 and slots.max() < self.num_slots, (slots, self.num_slots)
+    def _checked(
+        self, host_blocks: np.ndarray, blocks: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Both as the library expects them. A wrong number would write to foreign memory."""
+        assert len(host_blocks) == len(blocks) > 0, (len(host_blocks), len(blocks))
+        assert host_blocks.min() >= 0, host_blocks
+        assert host_blocks.max() < self.num_host_blocks, (host_blocks, self.num_host_blocks)
         assert blocks.min() >= 0 and blocks.max() < self.device.num_blocks, blocks
-        return np.ascontiguousarray(slots, np.int64), np.ascontiguousarray(blocks, np.int64)
+        return np.ascontiguousarray(host_blocks, np.int64), np.ascontiguousarray(blocks, np.int64)
 
-    def _free(self, ticket: int) -> None:
-        gate = self._gates.pop(ticket, None)
-        if gate is None:
+    def _free(self, transfer_id: int) -> None:
+        flag = self._flags.pop(transfer_id, None)
+        if flag is None:
             return  # a store
-        self._free_places.append(gate.place)
-        base = gate.base + self.device.num_layers + 1
+        self._free_flags.append(flag.place)
+        base = flag.base + self.device.num_layers + 1
         base = (base + _HALF_WORD) % (2 * _HALF_WORD) - _HALF_WORD  # int32, as the flag
-        self._bases[gate.place] = base or 1  # to who waits at gates, 0 means none
+        self._bases[flag.place] = base or 1  # waiting kernels take 0 for "no load"
 
-    def _tell(self) -> None:
-        text = copier_library.trouble(self._library, self._open())
+    def _report(self) -> None:
+        text = copier_library.first_error(self._library, self._open())
         if text:
-            self._told = True
+            self._reported = True
             broken = "; no more copies from here on" if self._read_totals().broken else ""
             logger.error("a copy of KV failed: %s%s", text, broken)
 

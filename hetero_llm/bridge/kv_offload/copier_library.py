@@ -1,5 +1,5 @@
-"""The compiled copier, built at first use: `csrc/copier.h` tells what each function does. Its copy
-kernel is compiled at run time, by the compiler library of the CUDA that the process has loaded."""
+"""The compiled copier, built at first use; `csrc/copier.h` documents its functions. Its copy kernel
+is compiled at run time by NVRTC, from the CUDA installation that the process has loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
 
 class CopierError(HeteroLLMError):
-    """Copies between host memory and the device cannot be had; serving goes on without them."""
+    """The copier is unavailable; the engine serves without offload."""
 
 
 class Method(enum.IntEnum):
@@ -40,7 +40,7 @@ class Method(enum.IntEnum):
     BATCH = 0
     """One call of the driver for many blocks (CUDA 12.8 and later)."""
     RUNS = 1
-    """One two-dimensional copy for blocks that follow each other on both sides."""
+    """One two-dimensional copy for blocks that are consecutive on both sides."""
     PLAIN = 2
     """One copy for each block."""
     KERNEL = 3
@@ -48,7 +48,7 @@ class Method(enum.IntEnum):
 
 
 class Setup(ctypes.Structure):
-    """What `hetero_copier_open` is told."""
+    """Argument of `hetero_copier_open`."""
 
     _fields_ = [
         (name, _INT)
@@ -70,11 +70,11 @@ class Setup(ctypes.Structure):
 
 
 class Load(ctypes.Structure):
-    """What `hetero_copier_load` is told."""
+    """Argument of `hetero_copier_load`."""
 
     _fields_ = [
         (name, _INT)
-        for name in ("ticket", "place", "base", "method", "group", "layers", "after_step")
+        for name in ("transfer_id", "place", "base", "method", "group", "layers", "after_step")
     ]
 
 
@@ -96,13 +96,13 @@ COUNTERS = (
 
 
 class Totals(ctypes.Structure):
-    """What `hetero_copier_totals` tells."""
+    """Result of `hetero_copier_totals`."""
 
     _fields_ = [*((name, _INT) for name in COUNTERS), ("rate", ctypes.c_double)]
 
 
 def recipe(*, sanitize: bool = False) -> Recipe:
-    """How the library is built; `sanitize`: with AddressSanitizer and UBSan."""
+    """Build recipe of the library; `sanitize`: with AddressSanitizer and UBSan."""
     return Recipe(
         "kv-copier-sanitized" if sanitize else "kv-copier",
         _SOURCES,
@@ -126,7 +126,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("wait", _INT, [_POINTER, _INT]),
     ("set_rate", None, [_POINTER, ctypes.c_double]),
     ("totals", None, [_POINTER, _POINTER]),
-    ("trouble", _INT, [_POINTER, _TEXT, _INT]),
+    ("first_error", _INT, [_POINTER, _TEXT, _INT]),
     ("close", None, [_POINTER]),
     ("free", None, [_POINTER]),
 )
@@ -147,7 +147,7 @@ def load() -> CallableLibrary:
 
 
 def open_copier(library: CallableLibrary, libcuda: str, setup: Setup) -> tuple[int, str]:
-    """A copier's handle for the context that is current in this thread, and a warning or "".
+    """Opens a copier for this thread's current context; returns its handle and a warning or "".
 
     Raises:
         CopierError: there is no driver, or no context.
@@ -163,8 +163,10 @@ def open_copier(library: CallableLibrary, libcuda: str, setup: Setup) -> tuple[i
 
 
 def add_kernel(library: CallableLibrary, handle: int, image: bytes) -> None:
-    """Raises:
-    CopierError: the driver refuses it, or the rows are not at multiples of 16 bytes.
+    """Adds the copy kernel.
+
+    Raises:
+        CopierError: the driver refuses it, or the rows are not aligned to 16 bytes.
     """
     message = ctypes.create_string_buffer(_MESSAGE_BYTES)
     if library.waiting.hetero_copier_add_kernel(handle, image, message, len(message)) != 0:
@@ -172,15 +174,15 @@ def add_kernel(library: CallableLibrary, handle: int, image: bytes) -> None:
         raise CopierError(f"the copy kernel cannot be used: {text}")
 
 
-def trouble(library: CallableLibrary, handle: int) -> str:
-    """The first error that the driver told, "" if none."""
+def first_error(library: CallableLibrary, handle: int) -> str:
+    """The first error of the driver, "" if none."""
     message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-    library.quick.hetero_copier_trouble(handle, message, len(message))
+    library.quick.hetero_copier_first_error(handle, message, len(message))
     return message.value.decode(errors="replace")
 
 
 def compile_kernel(libcuda: str) -> bytes:
-    """The copy kernel for the device whose context is current.
+    """Compiles the copy kernel for the device whose context is current.
 
     Raises:
         CopierError: there is no compiler library, or it fails.
@@ -236,7 +238,7 @@ def _open_nvrtc() -> ctypes.CDLL:
 
 
 def _nvrtc_paths() -> Iterator[str]:
-    """NVRTC itself if it is loaded, then the one that belongs to the CUDA runtime that is."""
+    """Yields NVRTC if it is loaded, then the one beside the loaded CUDA runtime."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:

@@ -1,4 +1,5 @@
-"""What joins bookkeeping and copies: `copier.NativeCopier` in the engine, models of it in tests."""
+"""Interface between the host tier's bookkeeping and the copies themselves: `copier.NativeCopier` in
+the engine, models of it in tests."""
 
 from __future__ import annotations
 
@@ -11,72 +12,79 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A load or store that is over. `ok`: every byte arrived; else some may not have. `seconds`
-    from its beginning to its end, waits in the queue included."""
+    """An ended load or store.
 
-    ticket: int
+    Attributes:
+        ok: every byte arrived; else some may not have.
+        seconds: from its start to its end, time in the queue included.
+    """
+
+    transfer_id: int
     ok: bool
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
-    """How the device learns of a load's progress: `flags[place]`, int32, is `base` before the first
-    layer has landed and `base + n` once n layers have; layers land in order. It never goes back."""
+class LayerReadyFlag:
+    """How the device observes a load: `flags[place]`, int32, is `base` before the first layer has
+    landed and `base + n` once n layers have. Layers land in order; the value never decreases."""
 
     place: int
     base: int
 
 
 class Copier(Protocol):
-    """Moves whole blocks between host slots and device blocks. All calls return at once."""
+    """Copies whole blocks between host and device. No call but `wait` and `close` blocks."""
 
     @property
-    def num_slots(self) -> int:
-        """Host slots that can be used by now: the pool grows in the background."""
+    def num_host_blocks(self) -> int:
+        """Host blocks that can be used by now: the pool grows in the background."""
         ...
 
     def can_load(self) -> bool:
-        """Whether there is a place for one more load's gate."""
+        """Whether a layer-ready flag is free for one more load."""
         ...
 
     def load(
         self,
-        ticket: int,
-        slots: np.ndarray,
+        transfer_id: int,
+        host_blocks: np.ndarray,
         blocks: np.ndarray,
         after_step: int,
         compute: float | None,
     ) -> None:
-        """Host to device, [n] int64 each, layer by layer in ascending order.
+        """Starts a copy from host to device, [n] int64 each, layer by layer in ascending order.
 
         Args:
             after_step, compute: as in `kv_cache.host_tier.HostTier.load`.
         """
         ...
 
-    def store(self, ticket: int, blocks: np.ndarray, slots: np.ndarray, after_step: int) -> None:
-        """Device to host, [n] int64 each, after the device work of step `after_step`."""
+    def store(
+        self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
+    ) -> None:
+        """Starts a copy from device to host, [n] int64 each, after the device work of step
+        `after_step`."""
         ...
 
-    def abort(self, ticket: int) -> None:
-        """Submits no more of a load."""
+    def abort(self, transfer_id: int) -> None:
+        """Submits no further copies of a load."""
         ...
 
-    def gate(self, ticket: int) -> Gate | None:
-        """Of a load; None if it is over and was polled."""
+    def layer_ready_flag(self, transfer_id: int) -> LayerReadyFlag | None:
+        """Flag of a load; None once its end was polled."""
         ...
 
     def step_launched(self, number: int) -> None:
-        """Notes the current stream's end as that of step `number`."""
+        """Marks the current end of the current stream as the end of step `number`."""
         ...
 
     def step_done(self, number: int) -> bool:
-        """Whether the device work of a step noted before is over."""
+        """Whether the device work of a launched step has ended."""
         ...
 
-    def seconds_left(self, tickets: Iterable[int]) -> float:
-        """Until the last of these loads has landed, by the measured rate."""
+    def seconds_left(self, transfer_ids: Iterable[int]) -> float:
+        """Seconds until the last of these loads has landed, by the measured rate."""
         ...
 
     def load_rate(self) -> float:
@@ -84,15 +92,15 @@ class Copier(Protocol):
         ...
 
     def poll(self) -> list[Done]:
-        """What is over and has not been told yet."""
+        """Transfers that have ended since the previous call."""
         ...
 
     def wait(self, seconds: float) -> None:
-        """Until something is over, at most so long; without the GIL."""
+        """Sleeps until any transfer ends, for at most `seconds`, without the GIL."""
         ...
 
     def metrics(self) -> dict[str, float]: ...
 
     def close(self) -> None:
-        """Ends all copies (those submitted are waited for) and frees the host memory."""
+        """Waits for submitted copies and fails the rest."""
         ...

@@ -1,7 +1,7 @@
-"""Which way of copying is the fastest here: measured at the start, chosen from at every load.
+"""Measures the copy methods of this machine at start; each load is then chosen by the rates.
 
-Loads only. Nothing is decided by how fast stores are: nobody waits for one, how many are under way
-is limited by blocks, and there is no choice to make for whole rows, which are large.
+Only loads are measured: no step waits for a store, and the whole rows that stores copy are large
+enough for any method.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_llm.bridge.kv_offload.copier import PLACES, CopyOptions, DeviceRows, NativeCopier
+from hetero_llm.bridge.kv_offload.copier import NUM_FLAGS, CopyOptions, DeviceRows, NativeCopier
 from hetero_llm.bridge.kv_offload.copier_library import CopierError, Method
 from hetero_llm.bridge.kv_offload.copy_rates import Calibration, Choice, Rate
 
 logger = logging.getLogger(__name__)
 
 GROUPS = (1, 2, 4, 8)
-"""Layers of a group that are measured."""
+"""Measured group sizes, in layers."""
 
-_SMALL_BYTES, _LARGE_BYTES = 64 << 20, 256 << 20  # of one measurement
+_SMALL_BYTES, _LARGE_BYTES = 64 << 20, 256 << 20  # sizes of the two loads measured
 _REPEATS = 2
 _BUDGET_S = 0.5
-_HOPELESS = 0.75
-"""Who copies a small load at less than so much of the best rate is not tried with a large one."""
+_MIN_SHARE_OF_BEST = 0.75
+"""Methods below 75% of the best small-load rate are not measured on large loads."""
 
 
 def prepare(copier: NativeCopier) -> Calibration:
-    """What a server does with a new copier: adds the copy kernel if it can be had, calibrates (see
-    there when it may), and logs the table."""
+    """Prepares a new copier for serving: adds the copy kernel if possible, calibrates (see
+    `calibrate` for the conditions) and logs the rates."""
     try:
         copier.add_kernel()
     except CopierError as error:
@@ -42,18 +42,17 @@ def prepare(copier: NativeCopier) -> Calibration:
 
 
 def calibrate(copier: NativeCopier, *, seed: int = 0) -> Calibration:
-    """Measures all methods that the copier has, through the copier itself, and makes it use them.
+    """Measures all methods of a copier and sets its rates.
 
-    Loads garbage: it must run before anything is in the device's blocks, whose content changes.
-    Host rows are only read. Takes 0.5 s at most on a usual machine; sizes that there was no time
-    for are left out, as are methods that fail. With less than two blocks or rows there is nothing
-    to measure.
+    Overwrites device blocks with garbage, so it must run before they hold anything. Host rows are
+    only read. Usually takes 0.5 s at most; sizes that there was no time for are left out, as are
+    methods that fail. Does nothing with fewer than two device or host blocks.
 
     Returns:
-        What the copier chooses from, from now on.
+        The copier's calibration.
     """
     deadline = time.monotonic() + _BUDGET_S
-    most = min(copier.num_slots, copier.device.num_blocks)
+    most = min(copier.num_host_blocks, copier.device.num_blocks)
     if most < 2:
         return copier.calibration
     rng = np.random.default_rng(seed)
@@ -75,8 +74,8 @@ def calibrate(copier: NativeCopier, *, seed: int = 0) -> Calibration:
 def _measure(
     copier: NativeCopier, method: Method, group: int, best: float, rng: np.random.Generator
 ) -> Rate | None:
-    """None if copies fail. best: the highest rate so far."""
-    sizes = (copier.num_slots, copier.device.num_blocks)
+    """Rates of one method and group size; None if copies fail. `best`: the highest rate so far."""
+    sizes = (copier.num_host_blocks, copier.device.num_blocks)
     scattered = _fit(copier, Choice(method, group), [rng.permutation(n) for n in sizes], best)
     ascending = _fit(copier, Choice(method, group), [np.arange(n) for n in sizes], best)
     if scattered is None or ascending is None:
@@ -88,11 +87,11 @@ def _measure(
 def _fit(
     copier: NativeCopier, choice: Choice, orders: list[np.ndarray], best: float
 ) -> tuple[float, float] | None:
-    """Bytes a second and seconds of a group besides: the line through a small load and a large one,
-    if there is room for it and the small one is not hopeless.
+    """Bytes a second and additional seconds for each group: the line through a small and a large
+    load, if there is room for that and the small one was fast enough.
 
     Args:
-        orders: host rows and blocks, of which the first are loaded.
+        orders: host and device blocks; the first ones are loaded.
     """
     layers = min(copier.device.num_layers, GROUPS[-1])
     block = layers * copier.layer_bytes
@@ -102,7 +101,7 @@ def _fit(
     if short is None:
         return None
     rate = small * block / short
-    if large < 2 * small or rate < _HOPELESS * best:
+    if large < 2 * small or rate < _MIN_SHARE_OF_BEST * best:
         return rate, 0.0
     long = _time(copier, choice, orders, large, layers)
     if long is None:
@@ -117,9 +116,9 @@ def _time(
     copier: NativeCopier, choice: Choice, orders: list[np.ndarray], count: int, layers: int
 ) -> float | None:
     """Seconds of the faster of two loads; None if one fails."""
-    slots, blocks = (order[:count] for order in orders)
+    host_blocks, blocks = (order[:count] for order in orders)
     took = [
-        copier.time_load(slots, blocks, choice.method, choice.group, layers)
+        copier.time_load(host_blocks, blocks, choice.method, choice.group, layers)
         for _ in range(_REPEATS)
     ]
     good = [seconds for seconds in took if seconds is not None]
@@ -127,11 +126,11 @@ def _time(
 
 
 def calibrate_device(libcuda: str = "libcuda.so.1", *, layer_bytes: int = 64 << 10) -> Calibration:
-    """Measures the present CUDA device with memory of its own, 256 MiB on either side, for
+    """Measures the current CUDA device with temporary memory, 256 MiB on either side, for
     `hetero-llm doctor`.
 
     Args:
-        layer_bytes: of one layer of a block; the default is that of an 8B Llama in 16 bits.
+        layer_bytes: of one layer of a block; the default is an 8B Llama in 16 bits.
 
     Raises:
         CopierError: there is no device, no memory or no driver.
@@ -145,7 +144,7 @@ def calibrate_device(libcuda: str = "libcuda.so.1", *, layer_bytes: int = 64 << 
     try:
         blocks = torch.empty(num_rows * row_bytes, dtype=torch.uint8, device="cuda")
         rows = torch.empty(num_rows * row_bytes, dtype=torch.uint8, pin_memory=True)
-        flags = torch.zeros(PLACES, dtype=torch.int32, device="cuda")
+        flags = torch.zeros(NUM_FLAGS, dtype=torch.int32, device="cuda")
         torch.cuda.synchronize()
     except RuntimeError as error:
         raise CopierError(f"no memory to measure copies with: {error}") from error
@@ -157,7 +156,7 @@ def calibrate_device(libcuda: str = "libcuda.so.1", *, layer_bytes: int = 64 << 
         current_stream=lambda: torch.cuda.current_stream().cuda_stream,
     )
     try:
-        with suppress(CopierError):  # the table has no line for it then
+        with suppress(CopierError):  # then the table has no line for it
             copier.add_kernel()
         return calibrate(copier)
     finally:
@@ -166,7 +165,7 @@ def calibrate_device(libcuda: str = "libcuda.so.1", *, layer_bytes: int = 64 << 
 
 @dataclass(frozen=True, slots=True)
 class FixedRows:
-    """`copier.HostRows` of memory that was page-locked at once."""
+    """`copier.HostRows` of memory that was page-locked as a whole."""
 
     address: int
     row_bytes: int

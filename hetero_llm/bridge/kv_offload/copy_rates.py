@@ -1,4 +1,4 @@
-"""How fast each way of copying is, and which one a load takes. `copy_calibration` measures."""
+"""Rates of the copy methods, measured by `copy_calibration`, and the choice of a method by them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from dataclasses import dataclass
 
 from hetero_llm.bridge.kv_offload.copier_library import Method
 
-_ASSUMED_RATE = 20e9  # bytes a second, as long as nothing was measured
-_LAYER_COMPUTE_S = 0.15e-3  # of a few rows, if nobody says more
-# What a group costs besides its bytes: a few calls of the driver. It only keeps tiny loads from
-# being cut into many groups for nothing.
+_ASSUMED_RATE = 20e9  # bytes a second, until rates are measured
+_LAYER_COMPUTE_S = 0.15e-3  # of a few tokens, if not given
+# Seconds of driver calls for each group. Keeps tiny loads from being cut into many groups.
 _GROUP_S = 5e-6
-# A kernel takes its turn on the processors behind the step's own, which idle measurements do not
-# show: it has to be so much faster than the copy engines.
+# The copy kernel competes with the step's kernels, which measurements of an idle device do not
+# show: it is chosen only if it is faster than the copy engines by this factor.
 _KERNEL_HANDICAP = 1.25
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How fast one method is at one size of pieces.
+    """Speed of one method with one size of groups.
 
     Attributes:
-        layers: of a group; its pieces are so many layers of a block.
-        scattered, ascending: bytes a second with blocks that follow each other nowhere, or
-            everywhere, of large loads.
-        scattered_start, ascending_start: seconds that every group takes besides.
+        layers: of a group. A piece, contiguous bytes of one block, has as many layers.
+        scattered, ascending: bytes a second of large loads, with no consecutive blocks or only
+            consecutive ones.
+        scattered_start, ascending_start: additional seconds for each group.
     """
 
     method: Method
@@ -36,7 +35,7 @@ class Rate:
     ascending_start: float = 0.0
 
     def seconds(self, num_bytes: int, num_groups: int, share: float) -> float:
-        """Of a load of which a share of the blocks follows the one before."""
+        """Seconds of a load in which a share of the blocks are consecutive to the previous one."""
         scattered = num_groups * self.scattered_start + num_bytes / self.scattered
         ascending = num_groups * self.ascending_start + num_bytes / self.ascending
         return share * ascending + (1 - share) * scattered
@@ -44,7 +43,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How a load goes: by which method, how many layers at a time."""
+    """Method of a load, and layers of a group."""
 
     method: Method
     group: int
@@ -52,12 +51,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured; see `calibrate`.
+    """The measured rates; see `copy_calibration.calibrate`.
 
     Attributes:
         layer_bytes: of one layer of one block.
-        rates: for each method one entry or more, by ascending size.
-        measured: False: nothing was, all rates are one assumption.
+        rates: one or more for each method, by ascending size.
+        measured: False: all rates are one assumption.
     """
 
     layer_bytes: int
@@ -67,11 +66,11 @@ class Calibration:
     def choose(
         self, num_layers: int, num_blocks: int, share: float, compute: float | None
     ) -> Choice:
-        """The method and the group that let a step of `compute` seconds end the soonest.
+        """The choice with which a step that waits for the load ends first.
 
         Args:
-            share: of the blocks that follow the one before on both sides.
-            compute: of the step's rows; 0: unknown; None: what follows this load takes longer.
+            share: of blocks that are consecutive to the previous one on both sides.
+            compute: seconds of the step's computation; 0: unknown; None: longer than the load.
         """
         if compute == 0:
             compute = num_layers * _LAYER_COMPUTE_S
@@ -85,7 +84,7 @@ class Calibration:
             load += num_groups * _GROUP_S
             if compute is None:
                 return load
-            # What is not hidden: the first group before the compute, or the last layers after it.
+            # Not hidden: the first group before the computation, or the last layers after it.
             return max(load, compute) + min(load, compute) * group / num_layers
 
         groups = [group for group in _powers_of_two() if group <= num_layers]
@@ -96,17 +95,17 @@ class Calibration:
         return tuple(dict.fromkeys(rate.method for rate in self.rates))
 
     def best_rate(self) -> float:
-        """Bytes a second, of the fastest method at its best."""
+        """Bytes a second of the fastest method under its best conditions."""
         return max(max(rate.scattered, rate.ascending) for rate in self.rates)
 
     def best(self) -> tuple[Rate, ...]:
-        """The fastest with scattered blocks, for each size of pieces."""
+        """The fastest method with scattered blocks, for each size of groups."""
         sizes = sorted({rate.layers for rate in self.rates})
         of_size = ([rate for rate in self.rates if rate.layers == size] for size in sizes)
         return tuple(max(rates, key=lambda rate: rate.scattered) for rates in of_size)
 
     def table(self) -> str:
-        """For people: GB/s of each method at each size, scattered / ascending blocks."""
+        """Text table for the log: GB/s of each method and size, scattered / ascending blocks."""
         if not self.measured:
             return "copies to the device: not measured"
         sizes = sorted({rate.layers for rate in self.rates})
@@ -123,13 +122,13 @@ class Calibration:
         return "\n".join([*lines, "* the fastest with scattered blocks"])
 
     def _rate(self, method: Method, group: int) -> Rate:
-        """The entry of the nearest size that is not larger, else the smallest."""
+        """The rate of the largest size up to `group`, else of the smallest."""
         own = [rate for rate in self.rates if rate.method == method]
         return max((r for r in own if r.layers <= group), key=lambda r: r.layers, default=own[0])
 
 
 def assumed(methods: Iterable[Method], layer_bytes: int) -> Calibration:
-    """What is chosen from before anything is measured: the first of the methods, whatever it is."""
+    """Used before rates are measured: chooses the first of the methods."""
     rate = Rate(next(iter(methods)), 1, _ASSUMED_RATE, _ASSUMED_RATE)
     return Calibration(layer_bytes, (rate,), measured=False)
 

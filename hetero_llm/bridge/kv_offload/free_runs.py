@@ -1,4 +1,4 @@
-"""Free slots as runs of neighbours, so that blocks that follow each other get slots that do."""
+"""Free host blocks as runs of neighbours, so that consecutive KV blocks get neighbouring ones."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ _SLACK = 64
 
 
 class FreeRuns:
-    """A set of integers, kept as maximal runs. A run costs a microsecond or so, whatever its
-    length.
+    """A set of integers, kept as maximal runs of neighbours. Operations take about a microsecond a
+    run, whatever its length.
 
     Attributes:
-        count: of free slots.
+        count: number of free host blocks.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._end: dict[int, int] = {}  # of each run: start to end, exclusive
-        self._start: dict[int, int] = {}  # the same, end to start
+        self._end: dict[int, int] = {}  # start of each run to its end, exclusive
+        self._start: dict[int, int] = {}  # the other way round
         self._longest: list[tuple[int, int]] = []  # heap of (-length, start); may be out of date
 
-    def give(self, slots: Iterable[int]) -> None:
-        """Slots become free; each is named once and was not free."""
-        numbered = enumerate(sorted(slots))
+    def give(self, blocks: Iterable[int]) -> None:
+        """Adds host blocks, none of which is free, each listed once."""
+        numbered = enumerate(sorted(blocks))
         for _, group in groupby(numbered, lambda pair: pair[1] - pair[0]):
-            run = [slot for _, slot in group]
+            run = [block for _, block in group]
             self.give_range(run[0], run[-1] + 1)
 
     def give_range(self, start: int, end: int) -> None:
-        """The slots `start .. end - 1` become free, none of which was."""
+        """Adds the host blocks `start .. end - 1`, none of which is free."""
         assert start < end and start not in self._end and end not in self._start
         self.count += end - start
         before = self._start.pop(start, None)
@@ -45,16 +45,16 @@ class FreeRuns:
         self._add(start, end)
 
     def take(self, count: int, *, after: int, before: int, low: bool) -> list[int]:
-        """Takes free slots, of which there must be as many.
+        """Removes `count` free host blocks; there must be as many.
 
         Args:
-            after: the slot that the first one should follow; none if negative.
-            before: the slot that should follow the last one; none if negative.
-            low: begin at the low end of a run, for what goes on upwards later; else at the high
-                end, for what goes on downwards.
+            after: preferred predecessor of the first one; negative: none.
+            before: preferred successor of the last one; negative: none.
+            low: take from the low end of a run, for a prefix that will grow upwards; else from the
+                high end, for one that will grow downwards.
 
         Returns:
-            The slots in ascending runs, as few of them as the free runs allow at a first guess.
+            The host blocks in ascending runs, as few as the longest free runs allow.
         """
         assert count <= self.count
         head: list[int] = []
@@ -79,7 +79,7 @@ class FreeRuns:
             heappop(self._longest)
 
     def _cut(self, start: int, count: int, *, low: bool) -> list[int]:
-        """Takes up to `count` slots of a run."""
+        """Removes up to `count` host blocks from the run that begins at `start`."""
         end = self._end.pop(start)
         del self._start[end]
         count = min(count, end - start)

@@ -1,7 +1,7 @@
-"""Host memory for blocks that left the device: touched by many threads, pinned chunk by chunk.
+"""Host memory for offloaded blocks: touched by several threads, page-locked chunk by chunk.
 
-`pool_csrc/pool.h` tells what the compiled part does. All waiting happens in its threads; whoever
-wants to serve at once takes the rows that are ready and sees more of them later.
+The threads are native (`pool_csrc/pool.h`). The engine can serve with the rows that are ready, and
+uses more of them as they become so.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 30
 BACKGROUND_CHUNK_BYTES = 128 << 20
-"""Pinned at a time. The driver's lock is held for that long, some 0.1 s a GiB, and an engine that
-serves meanwhile waits for that lock with every launch."""
+"""Page-locked at a time. The driver's lock is held meanwhile, some 0.1 s a GiB, and every launch of
+a serving engine waits for that lock."""
 
 _SOURCES = Path(__file__).parent / "pool_csrc"
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-_NAP_S = 0.1  # between looks at signals
+_NAP_S = 0.1  # Python handles signals in between
 _GIB = 1 << 30
 
 
 class PoolError(HeteroLLMError):
-    """There is no memory for the pool, or no compiled library: the engine serves without it."""
+    """No memory for the pool, or no compiled library; the engine serves without it."""
 
 
 class _Options(ctypes.Structure):
@@ -61,25 +61,25 @@ class _State(ctypes.Structure):
 
 
 class PinnedPool:
-    """Rows of equal size, one behind the other, in memory that the device can copy from and to.
+    """Contiguous rows of equal size in memory that the device can copy from and to.
 
-    Made in the thread whose current CUDA context the memory is pinned for.
+    To be created in a thread whose current CUDA context is the device's.
 
     Args:
         row_bytes: of one block.
-        num_rows: how many there will be if nothing fails.
-        chunk_bytes: about so much is pinned at a time; None: a size that suits `background`.
-        node: NUMA node to prefer, that of the device; None: wherever the kernel puts it.
-        threads: that touch the memory.
-        background: return at once, with more and more rows becoming ready; else when all are.
+        num_rows: number of rows if nothing fails.
+        chunk_bytes: about as much is page-locked at a time; None: a size that suits `background`.
+        node: preferred NUMA node, that of the device; None: any.
+        threads: number of threads that touch the memory.
+        background: return at once, while rows become ready; else when all are.
         libcuda: the driver library's path or name; None: nothing is pinned.
 
     Attributes:
-        address: of the first row; it starts a page.
-        chunk_rows: rows pinned together: no single copy may cross from one such chunk to the next.
+        address: of the first row, page-aligned.
+        chunk_rows: rows page-locked together; no single copy may span two such chunks.
 
     Raises:
-        PoolError: there is no such memory, or no compiled library.
+        PoolError: the memory cannot be mapped, or there is no compiled library.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class PinnedPool:
         self.num_rows = num_rows
         self.chunk_rows = _chunk_rows(row_bytes, chunk_bytes)
         self._node = node
-        self._told = False
+        self._reported = False
         library = _load()
         self._waiting, self._quick = library.waiting, library.quick
         path = None if libcuda is None else os.fsencode(libcuda)
@@ -131,20 +131,20 @@ class PinnedPool:
 
     @property
     def ready_rows(self) -> int:
-        """Rows that can be used, from the first one on; grows in the background."""
+        """Number of leading rows that can be used; grows in the background."""
         if self._pool is None:
             return 0
         rows = self._quick.hetero_pool_ready(self._pool)
         if rows >= 0:
             return rows
-        if not self._told:
-            self._told = True
+        if not self._reported:
+            self._reported = True
             logger.warning("host memory for prefix KV: %s", self.failure)
         return ~rows
 
     @property
     def failure(self) -> str:
-        """Why no more rows will become ready; empty if nothing failed."""
+        """Text of the failure because of which no more rows become ready; "" if there was none."""
         if self._pool is None:
             return ""
         buffer = ctypes.create_string_buffer(400)
@@ -158,7 +158,7 @@ class PinnedPool:
 
     @property
     def placement(self) -> str:
-        """On which NUMA node the memory is."""
+        """Text saying on which NUMA node the memory is."""
         if self._node is None:
             return "any NUMA node"
         error = self._state().mbind_error
@@ -168,20 +168,20 @@ class PinnedPool:
 
     @property
     def touch_seconds(self) -> float:
-        """Until all memory was touched."""
+        """Seconds until all memory was touched."""
         return self._state().touch_seconds
 
     @property
     def register_seconds(self) -> float:
-        """Spent in the driver, pinning."""
+        """Seconds spent in the driver, page-locking."""
         return self._state().register_seconds
 
     def wait(self, seconds: float) -> bool:
-        """Waits until no more rows will become ready, at most so long; whether that is so."""
+        """Waits until no more rows will become ready, for at most `seconds`; whether that is so."""
         return self._pool is None or bool(self._waiting.hetero_pool_wait(self._pool, seconds))
 
     def close(self) -> None:
-        """Unpins and frees the memory; harmless if it was done. No copy may be under way."""
+        """Unlocks and frees the memory; further calls do nothing. No copy may be under way."""
         if self._pool is not None:
             self._last = self._state()
             pool, self._pool = self._pool, None
@@ -196,7 +196,7 @@ class PinnedPool:
 
 
 def recipe(*, sanitize: bool = False) -> Recipe:
-    """How the library is built; `sanitize`: with AddressSanitizer and UBSan."""
+    """Build recipe of the library; `sanitize`: with AddressSanitizer and UBSan."""
     return Recipe(
         "pool-sanitized" if sanitize else "pool",
         _SOURCES,
@@ -206,9 +206,10 @@ def recipe(*, sanitize: bool = False) -> Recipe:
 
 
 def _chunk_rows(row_bytes: int, chunk_bytes: int) -> int:
-    """Rows of about so many bytes, at least one, that end where a page ends: a page is pinned once.
+    """Number of rows, at least one, of about `chunk_bytes` that end at a page boundary: a page can
+    be locked only once.
 
-    Chunks are longer than asked for where rows are so odd that only many of them fill whole pages.
+    The result is larger than requested if only many rows together fill whole pages.
     """
     unit = mmap.PAGESIZE // math.gcd(row_bytes, mmap.PAGESIZE)
     return max(chunk_bytes // (unit * row_bytes), 1) * unit

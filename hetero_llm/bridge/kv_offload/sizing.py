@@ -1,5 +1,5 @@
-"""How much host memory the pool of offloaded blocks gets. Plain arithmetic: who calls it knows what
-the machine has (`utils.topology`)."""
+"""Size of the host memory pool for offloaded blocks. Plain arithmetic: the caller reads the
+machine's memory (`utils.topology`)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ FIELD = "cpu_prefill_memory_utilization"
 
 _RESERVE_BYTES = 10 * 10**9
 _SMALL_RESERVE = 0.1
-"""Of the machine's memory, where that is less than `_RESERVE_BYTES`."""
+"""Share of the machine's memory, if less than `_RESERVE_BYTES`."""
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """What the pool gets.
+    """Size of the pool.
 
     Attributes:
         num_rows: blocks.
         num_bytes: of all blocks.
-        asked_bytes: what the utilization alone comes to.
-        sentence: what was asked for, what it became, and why; for the log.
+        asked_bytes: requested by the utilization.
+        sentence: requested and granted size with the reason, for the log.
     """
 
     num_rows: int
@@ -48,19 +48,19 @@ def pool_size(
     row_bytes: int,
     min_rows: int = 1,
 ) -> PoolSize:
-    """The share of the machine's memory that was asked for, as far as it is there: what is
-    available, also within the control groups, less a reserve that stays free for everybody else.
+    """Grants the requested share of the machine's memory, as far as it is available, within the
+    control groups too, less a reserve for other processes.
 
     Args:
         utilization: share of `total_bytes`.
         total_bytes: memory of the machine.
-        available_bytes: what can be allocated now without swapping.
-        headroom_bytes: what control groups still grant; None without a limit.
+        available_bytes: can be allocated now without swapping.
+        headroom_bytes: left by the control groups' limits; None: no limit.
         row_bytes: of one block.
-        min_rows: blocks below which the pool is no use: those of one sequence.
+        min_rows: minimum number of blocks: those of one sequence.
 
     Raises:
-        ConfigError: the utilization is no share, or the pool would hold less than `min_rows`.
+        ConfigError: the utilization is not in (0, 1], or the pool would have fewer than `min_rows`.
     """
     check_utilization(utilization)
     assert total_bytes > 0 and row_bytes > 0 and min_rows >= 1

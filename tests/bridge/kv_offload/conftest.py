@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_llm.bridge.kv_offload.copier import PLACES, CopyOptions, DeviceRows, NativeCopier
+from hetero_llm.bridge.kv_offload.copier import NUM_FLAGS, CopyOptions, DeviceRows, NativeCopier
 from hetero_llm.bridge.kv_offload.copier_library import Method
-from hetero_llm.bridge.kv_offload.copier_protocol import Done, Gate
+from hetero_llm.bridge.kv_offload.copier_protocol import Done, LayerReadyFlag
 from hetero_llm.bridge.kv_offload.copy_calibration import FixedRows
 from hetero_llm.utils.native_build import find_compiler
 
@@ -77,13 +77,14 @@ class Rig:
     """A copier over the fake driver.
 
     Attributes:
-        device: [blocks, layers, bytes] uint8; host: [slots, layers, bytes] uint8.
+        device: [blocks, layers, bytes] uint8; host: [host blocks, layers, bytes] uint8.
         flags: [PLACES] int32.
         lane_in, lane_out: the copier's streams. compute: the steps'.
         writes: (place, value) of all writes to flags, in order.
         problems: what was wrong with them.
-        expected: place -> (base, slots, blocks) whose bytes must be there before the flag says so.
-        lenient: places whose gates may let through without.
+        expected: place -> (base, host blocks, blocks) whose bytes must be there before the flag
+            says so.
+        lenient: places whose flags may be set without.
     """
 
     copier: NativeCopier
@@ -101,25 +102,33 @@ class Rig:
     done: dict[int, Done] = field(default_factory=dict)
 
     def load(
-        self, ticket: int, slots: Any, blocks: Any, *, after_step: int = 0, lenient: bool = False
+        self,
+        transfer_id: int,
+        host_blocks: Any,
+        blocks: Any,
+        *,
+        after_step: int = 0,
+        lenient: bool = False,
     ) -> None:
-        slots, blocks = np.array(slots, np.int64), np.array(blocks, np.int64)
+        host_blocks, blocks = np.array(host_blocks, np.int64), np.array(blocks, np.int64)
         # The flag may be written before we know the place.
-        place = self.copier._free_places[-1]
-        self.expected[place] = (self.copier._bases[place], slots, blocks)
+        place = self.copier._free_flags[-1]
+        self.expected[place] = (self.copier._bases[place], host_blocks, blocks)
         (self.lenient.add if lenient else self.lenient.discard)(place)
-        self.copier.load(ticket, slots, blocks, after_step, 0.0)
-        gate = self.copier.gate(ticket)
-        assert gate is not None and gate.place == place
+        self.copier.load(transfer_id, host_blocks, blocks, after_step, 0.0)
+        ready = self.copier.layer_ready_flag(transfer_id)
+        assert ready is not None and ready.place == place
 
-    def store(self, ticket: int, blocks: Any, slots: Any, *, after_step: int = 0) -> None:
-        blocks, slots = np.array(blocks, np.int64), np.array(slots, np.int64)
-        self.copier.store(ticket, blocks, slots, after_step)
+    def store(
+        self, transfer_id: int, blocks: Any, host_blocks: Any, *, after_step: int = 0
+    ) -> None:
+        blocks, host_blocks = np.array(blocks, np.int64), np.array(host_blocks, np.int64)
+        self.copier.store(transfer_id, blocks, host_blocks, after_step)
 
-    def drain(self, *tickets: int) -> dict[int, Done]:
+    def drain(self, *transfer_ids: int) -> dict[int, Done]:
         """Waits until these are over; of all that ever were."""
         deadline = time.monotonic() + _DEADLINE_S
-        while not self.done.keys() >= set(tickets):
+        while not self.done.keys() >= set(transfer_ids):
             assert time.monotonic() < deadline, "it never ends"
             self.copier.wait(1.0)
             self.take()
@@ -127,17 +136,17 @@ class Rig:
 
     def take(self) -> None:
         for done in self.copier.poll():
-            assert done.ticket not in self.done and done.seconds >= 0
-            self.done[done.ticket] = done
+            assert done.transfer_id not in self.done and done.seconds >= 0
+            self.done[done.transfer_id] = done
 
     def settle(self) -> None:
         """Until the copy thread has looked at everything several times: it goes round at least
         once for each of these stores."""
         last = len(self.device) - 1
         for number in range(4):
-            ticket = 1_000_000 + len(self.done) * 10 + number
-            self.store(ticket, [last], [len(self.host) - 1])
-            self.drain(ticket)
+            transfer_id = 1_000_000 + len(self.done) * 10 + number
+            self.store(transfer_id, [last], [len(self.host) - 1])
+            self.drain(transfer_id)
 
     def hold(self, stream: int, allowed: int = 0) -> None:
         self.fake.hold(stream, 1, allowed)
@@ -154,9 +163,9 @@ class Rig:
             self.fake.destroy_stream(self.compute)
             self.compute = 0
 
-    def values(self, gate: Gate) -> list[int]:
+    def values(self, ready: LayerReadyFlag) -> list[int]:
         """How many layers were told to have landed."""
-        return [value - gate.base for place, value in self.writes if place == gate.place]
+        return [value - ready.base for place, value in self.writes if place == ready.place]
 
     def check_write(self, target: int, value: int) -> None:
         place = (target - self.flags.ctypes.data) // 4
@@ -164,14 +173,14 @@ class Rig:
         self.writes.append((place, value))
         if place not in self.expected:
             return
-        base, slots, blocks = self.expected[place]
+        base, host_blocks, blocks = self.expected[place]
         layers = int(np.int64(value - base).astype(np.int32))
         all_layers = self.device.shape[1]
         if not 0 < layers <= all_layers:
             self.problems.append(f"{place}: {value} is no progress from {base}")
         elif layers == all_layers and place in self.lenient:
             return
-        elif not np.array_equal(self.device[blocks, :layers], self.host[slots, :layers]):
+        elif not np.array_equal(self.device[blocks, :layers], self.host[host_blocks, :layers]):
             self.problems.append(f"{place}: {layers} layers are not there")
 
 
@@ -205,7 +214,7 @@ def make_rig(fake: FakeCuda) -> Iterator[Callable[..., Rig]]:
     def make(
         *,
         num_blocks: int = 24,
-        num_slots: int = 32,
+        num_host_blocks: int = 32,
         num_layers: int = 4,
         layer_bytes: int = 48,
         chunk_rows: int | None = None,
@@ -220,9 +229,9 @@ def make_rig(fake: FakeCuda) -> Iterator[Callable[..., Rig]]:
         rng = np.random.default_rng(seed)
         device, host = (
             rng.integers(0, 256, (rows, num_layers, layer_bytes), np.uint8)
-            for rows in (num_blocks, num_slots)
+            for rows in (num_blocks, num_host_blocks)
         )
-        flags = np.zeros(PLACES, np.int32)
+        flags = np.zeros(NUM_FLAGS, np.int32)
         compute: list[int] = []
         copier = NativeCopier(
             DeviceRows(
@@ -252,10 +261,10 @@ def make_rig(fake: FakeCuda) -> Iterator[Callable[..., Rig]]:
 
 
 def _rows(host: np.ndarray, chunk_rows: int | None) -> Any:
-    num_slots, row_bytes = len(host), host[0].nbytes
+    num_host_blocks, row_bytes = len(host), host[0].nbytes
     if chunk_rows is None:
-        return FixedRows(host.ctypes.data, row_bytes, num_slots)
-    return _Chunked(host.ctypes.data, row_bytes, num_slots, chunk_rows)
+        return FixedRows(host.ctypes.data, row_bytes, num_host_blocks)
+    return _Chunked(host.ctypes.data, row_bytes, num_host_blocks, chunk_rows)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""`contract.Copier` in plain Python over numpy memory: streams stand still until a test moves them.
+"""`copier_protocol.Copier` in plain Python over numpy memory: its streams stand still until a test
+moves them.
 
 Memory is [rows, layers, bytes of a layer] uint8 on both sides. The two streams are queues of
 operations, taken one at a time by `advance`: wait for a step, copy one layer of some blocks, write
 a flag, end. Steps are on the device from `step_launched` until the test calls `finish_step`; what
-they write there is the test's business. Whoever reads KV behind a gate asks `landed`, which looks
-at nothing but the flags.
+they write there is the test's business. Readers of KV that is being loaded ask `landed`, which
+looks at nothing but the flags.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hetero_llm.bridge.kv_offload.copier_protocol import Done, Gate
+from hetero_llm.bridge.kv_offload.copier_protocol import Done, LayerReadyFlag
 
-PLACES = 64
+NUM_FLAGS = 64
 RATE = 1e9
 """Bytes a second that it pretends to copy."""
 
 
 @dataclass(slots=True)
-class _Ticket:
-    ticket: int
+class _Transfer:
+    transfer_id: int
     is_load: bool
-    slots: np.ndarray
+    host_blocks: np.ndarray
     blocks: np.ndarray
     after_step: int
-    gate: Gate | None = None
+    ready: LayerReadyFlag | None = None
     layer: int = 0  # loads: the next one
     at: int = 0  # the next block of it, or of the store
     fails_at: int = -1  # copies until one fails
@@ -38,41 +39,42 @@ class _Ticket:
     ok: bool = True
 
 
+# large: the whole of `Copier`, its streams, and what tests set
 @dataclass(slots=True)
 class ModelCopier:
     """See the module's text.
 
     Attributes:
         device, host: memory.
-        num_slots: rows of `host` that are usable by now; a test may raise it.
+        num_host_blocks: rows of `host` that are usable by now; a test may raise it.
         drop_waits: negative control: copies do not wait for steps.
         broken: every copy fails from now on.
         still: `wait` does not move streams either.
-        places: gates at a time.
+        places: layer-ready flags at a time.
         rng: the order in which the streams move in `wait`, and how much lands at a time.
-        on_copy: called with (is_load, slot, block, layer) at each copy, before it happens.
+        on_copy: called with (is_load, host block, block, layer) at each copy, before it happens.
     """
 
     device: np.ndarray
     host: np.ndarray
-    num_slots: int
+    num_host_blocks: int
     rng: random.Random
     drop_waits: bool = False
     broken: bool = False
     still: bool = False
-    places: int = PLACES
+    places: int = NUM_FLAGS
     on_copy: Callable[[bool, int, int, int], None] = lambda *_: None
-    flags: np.ndarray = field(default_factory=lambda: np.zeros(PLACES, np.int32))
+    flags: np.ndarray = field(default_factory=lambda: np.zeros(NUM_FLAGS, np.int32))
     last_launched: int = 0
     last_finished: int = 0
     copied: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     closed: bool = False
-    _tickets: dict[int, _Ticket] = field(default_factory=dict)
-    _queues: dict[bool, deque[_Ticket]] = field(
+    _transfers: dict[int, _Transfer] = field(default_factory=dict)
+    _queues: dict[bool, deque[_Transfer]] = field(
         default_factory=lambda: {True: deque(), False: deque()}
     )
     _over: list[Done] = field(default_factory=list)
-    _bases: list[int] = field(default_factory=lambda: [1] * PLACES)
+    _bases: list[int] = field(default_factory=lambda: [1] * NUM_FLAGS)
 
     @property
     def num_layers(self) -> int:
@@ -82,40 +84,42 @@ class ModelCopier:
     def block_bytes(self) -> int:
         return int(self.device[0].nbytes)
 
-    # -- contract.Copier ---------------------------------------------------------------------
+    # -- Copier -------------------------------------------------------------------------------
 
     def can_load(self) -> bool:
         return len(self._used_places()) < self.places
 
     def load(
         self,
-        ticket: int,
-        slots: np.ndarray,
+        transfer_id: int,
+        host_blocks: np.ndarray,
         blocks: np.ndarray,
         after_step: int,
         compute: float | None,
     ) -> None:
-        assert slots.dtype == blocks.dtype == np.int64 and len(slots) == len(blocks) > 0
-        assert slots.max() < self.num_slots and after_step <= self.last_launched
+        assert host_blocks.dtype == blocks.dtype == np.int64 and len(host_blocks) == len(blocks) > 0
+        assert host_blocks.max() < self.num_host_blocks and after_step <= self.last_launched
         used = self._used_places()
         place = next(place for place in range(self.places) if place not in used)
-        gate = Gate(place, self._bases[place])
-        self.flags[place] = gate.base
+        ready = LayerReadyFlag(place, self._bases[place])
+        self.flags[place] = ready.base
         self._bases[place] += self.num_layers + 1
-        self._add(_Ticket(ticket, True, slots, blocks, after_step, gate))
+        self._add(_Transfer(transfer_id, True, host_blocks, blocks, after_step, ready))
 
-    def store(self, ticket: int, blocks: np.ndarray, slots: np.ndarray, after_step: int) -> None:
-        assert slots.dtype == blocks.dtype == np.int64 and len(slots) == len(blocks) > 0
-        assert slots.max() < self.num_slots and after_step <= self.last_launched
-        self._add(_Ticket(ticket, False, slots, blocks, after_step))
+    def store(
+        self, transfer_id: int, blocks: np.ndarray, host_blocks: np.ndarray, after_step: int
+    ) -> None:
+        assert host_blocks.dtype == blocks.dtype == np.int64 and len(host_blocks) == len(blocks) > 0
+        assert host_blocks.max() < self.num_host_blocks and after_step <= self.last_launched
+        self._add(_Transfer(transfer_id, False, host_blocks, blocks, after_step))
 
-    def abort(self, ticket: int) -> None:
-        if ticket in self._tickets:
-            self._tickets[ticket].aborted = True
+    def abort(self, transfer_id: int) -> None:
+        if transfer_id in self._transfers:
+            self._transfers[transfer_id].aborted = True
 
-    def gate(self, ticket: int) -> Gate | None:
-        entry = self._tickets.get(ticket)
-        return entry.gate if entry is not None else None
+    def layer_ready_flag(self, transfer_id: int) -> LayerReadyFlag | None:
+        entry = self._transfers.get(transfer_id)
+        return entry.ready if entry is not None else None
 
     def step_launched(self, number: int) -> None:
         assert number == self.last_launched + 1
@@ -124,12 +128,12 @@ class ModelCopier:
     def step_done(self, number: int) -> bool:
         return number <= self.last_finished
 
-    def seconds_left(self, tickets: Iterable[int]) -> float:
-        wanted = set(tickets)
+    def seconds_left(self, transfer_ids: Iterable[int]) -> float:
+        wanted = set(transfer_ids)
         total = most = 0
         for entry in self._queues[True]:
-            total += len(entry.slots) * self.block_bytes
-            if entry.ticket in wanted:
+            total += len(entry.host_blocks) * self.block_bytes
+            if entry.transfer_id in wanted:
                 most = total
         return most / RATE
 
@@ -139,7 +143,7 @@ class ModelCopier:
     def poll(self) -> list[Done]:
         over, self._over = self._over, []
         for done in over:
-            del self._tickets[done.ticket]
+            del self._transfers[done.transfer_id]
         return over
 
     def wait(self, seconds: float) -> None:
@@ -167,27 +171,27 @@ class ModelCopier:
         assert self.last_finished < self.last_launched
         self.last_finished += 1
 
-    def fail(self, ticket: int, after_copies: int) -> None:
+    def fail(self, transfer_id: int, after_copies: int) -> None:
         """So many more copies of single blocks succeed, the next one fails."""
-        self._tickets[ticket].fails_at = after_copies
+        self._transfers[transfer_id].fails_at = after_copies
 
-    def is_sound(self, ticket: int) -> bool:
+    def is_sound(self, transfer_id: int) -> bool:
         """Whether nothing has failed so far."""
-        entry = self._tickets[ticket]
+        entry = self._transfers[transfer_id]
         return entry.ok and not entry.aborted
 
-    def landed(self, ticket: int, layer: int) -> bool:
-        """Whether a gate lets the readers of a layer through."""
-        gate = self.gate(ticket)
-        return gate is None or int(self.flags[gate.place]) - (gate.base + layer + 1) >= 0
+    def landed(self, transfer_id: int, layer: int) -> bool:
+        """Whether a layer-ready flag lets the readers of a layer through."""
+        ready = self.layer_ready_flag(transfer_id)
+        return ready is None or int(self.flags[ready.place]) - (ready.base + layer + 1) >= 0
 
-    def open_tickets(self, is_load: bool) -> list[int]:
+    def open_transfers(self, is_load: bool) -> list[int]:
         """Those with something left to do, in the order of their turn."""
-        return [entry.ticket for entry in self._queues[is_load]]
+        return [entry.transfer_id for entry in self._queues[is_load]]
 
     @property
     def idle(self) -> bool:
-        return not self._tickets and not self._over
+        return not self._transfers and not self._over
 
     def advance(self, is_load: bool) -> bool:
         """One operation of the stream of loads or of stores; False if it can do none now."""
@@ -210,50 +214,50 @@ class ModelCopier:
     # -- streams -----------------------------------------------------------------------------
 
     def _used_places(self) -> set[int]:
-        return {entry.gate.place for entry in self._tickets.values() if entry.gate is not None}
+        return {entry.ready.place for entry in self._transfers.values() if entry.ready is not None}
 
-    def _add(self, entry: _Ticket) -> None:
-        assert entry.ticket not in self._tickets and not self.closed
-        self._tickets[entry.ticket] = entry
+    def _add(self, entry: _Transfer) -> None:
+        assert entry.transfer_id not in self._transfers and not self.closed
+        self._transfers[entry.transfer_id] = entry
         self._queues[entry.is_load].append(entry)
 
-    def _load_some(self, entry: _Ticket) -> None:
+    def _load_some(self, entry: _Transfer) -> None:
         """A few blocks of a layer; behind the last one the flag is written."""
-        assert entry.gate is not None
+        assert entry.ready is not None
         for _ in range(self.rng.randint(1, 3)):
-            slot, block = int(entry.slots[entry.at]), int(entry.blocks[entry.at])
-            if not self._copy(entry, slot, block, entry.layer):
+            host_block, block = int(entry.host_blocks[entry.at]), int(entry.blocks[entry.at])
+            if not self._copy(entry, host_block, block, entry.layer):
                 return
-            self.device[block, entry.layer] = self.host[slot, entry.layer]
+            self.device[block, entry.layer] = self.host[host_block, entry.layer]
             entry.at += 1
-            if entry.at == len(entry.slots):
+            if entry.at == len(entry.host_blocks):
                 entry.at = 0
                 entry.layer += 1
-                self.flags[entry.gate.place] = entry.gate.base + entry.layer
+                self.flags[entry.ready.place] = entry.ready.base + entry.layer
                 break
         if entry.layer == self.num_layers:
             self._end(entry)
 
-    def _store_some(self, entry: _Ticket) -> None:
-        slot, block = int(entry.slots[entry.at]), int(entry.blocks[entry.at])
-        if self._copy(entry, slot, block, 0):
-            self.host[slot] = self.device[block]
+    def _store_some(self, entry: _Transfer) -> None:
+        host_block, block = int(entry.host_blocks[entry.at]), int(entry.blocks[entry.at])
+        if self._copy(entry, host_block, block, 0):
+            self.host[host_block] = self.device[block]
             entry.at += 1
-            if entry.at == len(entry.slots):
+            if entry.at == len(entry.host_blocks):
                 self._end(entry)
 
-    def _copy(self, entry: _Ticket, slot: int, block: int, layer: int) -> bool:
+    def _copy(self, entry: _Transfer, host_block: int, block: int, layer: int) -> bool:
         if self.broken or entry.fails_at == 0:
             entry.ok = False
             return False
         entry.fails_at -= 1
-        self.on_copy(entry.is_load, slot, block, layer)
+        self.on_copy(entry.is_load, host_block, block, layer)
         self.copied[entry.is_load] += 1
         return True
 
-    def _end(self, entry: _Ticket) -> None:
+    def _end(self, entry: _Transfer) -> None:
         """Gates of what failed let everybody through."""
-        if entry.gate is not None:
-            self.flags[entry.gate.place] = entry.gate.base + self.num_layers
+        if entry.ready is not None:
+            self.flags[entry.ready.place] = entry.ready.base + self.num_layers
         assert self._queues[entry.is_load].popleft() is entry
-        self._over.append(Done(entry.ticket, entry.ok, 0.001))
+        self._over.append(Done(entry.transfer_id, entry.ok, 0.001))

@@ -22,17 +22,17 @@ def content(token: int) -> bytes:
 
 
 @cache
-def source_of(path: Path, salt: str = "") -> bytes:
-    return key_of(path[:-1], salt) + content(path[-1])
+def lookup_key_of(path: Path, salt: str = "") -> bytes:
+    return hash_of(path[:-1], salt) + content(path[-1])
 
 
 @cache
-def key_of(path: Path, salt: str = "") -> bytes:
-    return sha256(source_of(path, salt)).digest() if path else root(salt)
+def hash_of(path: Path, salt: str = "") -> bytes:
+    return sha256(lookup_key_of(path, salt)).digest() if path else root(salt)
 
 
-def victim(path: Path, block: int = 0, salt: str = "") -> EvictionCandidate:
-    return EvictionCandidate(block, source_of(path, salt), key_of(path, salt))
+def candidate(path: Path, block: int = 0, salt: str = "") -> EvictionCandidate:
+    return EvictionCandidate(block, lookup_key_of(path, salt), hash_of(path, salt))
 
 
 def all_paths(tokens: int, depth: int) -> list[Path]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hetero_llm.bridge.kv_offload.copier import PLACES
+from hetero_llm.bridge.kv_offload.copier import NUM_FLAGS
 from hetero_llm.bridge.kv_offload.copier_library import Method
 from tests.bridge.kv_offload.conftest import Rig, until
 
@@ -28,18 +28,18 @@ SIZES.remove((Method.KERNEL, 7))  # it moves 16 bytes at a time
 def test_bytes_come_back(make_rig: MakeRig, method: Method, layer_bytes: int) -> None:
     for seed, group in enumerate((1, 3, 8)):
         rig = make_rig(layer_bytes=layer_bytes, force=(method, group), seed=seed, chunk_rows=4)
-        ticket = 0
-        for slots in (ASCENDING, SCATTERED, MIXED):
+        transfer_id = 0
+        for host_blocks in (ASCENDING, SCATTERED, MIXED):
             for blocks in (ASCENDING + 3, SCATTERED[::-1].copy()):
                 device, host = rig.device.copy(), rig.host.copy()
-                rig.store(ticket := ticket + 1, blocks, slots)
-                assert rig.drain(ticket)[ticket].ok
-                host[slots] = device[blocks]
+                rig.store(transfer_id := transfer_id + 1, blocks, host_blocks)
+                assert rig.drain(transfer_id)[transfer_id].ok
+                host[host_blocks] = device[blocks]
                 np.testing.assert_array_equal(rig.host, host)
                 others = np.setdiff1d(np.arange(24), blocks)[:9]
-                rig.load(ticket := ticket + 1, slots, others)
-                assert rig.drain(ticket)[ticket].ok
-                device[others] = host[slots]
+                rig.load(transfer_id := transfer_id + 1, host_blocks, others)
+                assert rig.drain(transfer_id)[transfer_id].ok
+                device[others] = host[host_blocks]
                 np.testing.assert_array_equal(rig.device, device)
         rig.end()
 
@@ -50,11 +50,11 @@ def test_the_flag_follows_the_layers(make_rig: MakeRig, method: Method, group: i
     """Every write to a flag is checked against the bytes, in `Rig.check_write`."""
     rig = make_rig(force=(method, group), num_layers=5, delay_us=200)
     rig.load(1, MIXED, SCATTERED)
-    gate = rig.copier.gate(1)
+    ready = rig.copier.layer_ready_flag(1)
     assert rig.drain(1)[1].ok
-    assert rig.values(gate) == [*range(group, 5, group), 5]
-    assert rig.copier.gate(1) is None
-    assert rig.flags[gate.place] == gate.base + 5
+    assert rig.values(ready) == [*range(group, 5, group), 5]
+    assert rig.copier.layer_ready_flag(1) is None
+    assert rig.flags[ready.place] == ready.base + 5
 
 
 def test_a_flag_ahead_of_its_bytes_would_be_noticed(make_rig: MakeRig) -> None:
@@ -91,12 +91,18 @@ def test_large_groups_go_in_parts(make_rig: MakeRig) -> None:
 @pytest.mark.parametrize("method", Method)
 def test_no_more_than_the_window_is_under_way(make_rig: MakeRig, method: Method) -> None:
     window = 48 * 12
-    rig = make_rig(num_blocks=60, num_slots=60, options={"max_inflight": window}, force=(method, 2))
+    rig = make_rig(
+        num_blocks=60, num_host_blocks=60, options={"max_inflight": window}, force=(method, 2)
+    )
     rig.hold(rig.lane_in)
     rig.hold(rig.lane_out)
-    for ticket in range(4):
-        rig.load(1 + ticket, 11 * ticket + MIXED[:-3], 9 * ticket + ASCENDING[:-3])
-        rig.store(11 + ticket, [40 + 2 * ticket, 41 + 2 * ticket], [59 - ticket, 50 - ticket])
+    for transfer_id in range(4):
+        rig.load(1 + transfer_id, 11 * transfer_id + MIXED[:-3], 9 * transfer_id + ASCENDING[:-3])
+        rig.store(
+            11 + transfer_id,
+            [40 + 2 * transfer_id, 41 + 2 * transfer_id],
+            [59 - transfer_id, 50 - transfer_id],
+        )
     until(lambda: min(rig.fake.peak(rig.lane_in), rig.fake.peak(rig.lane_out)) > 0)
     rig.release(rig.lane_in)
     rig.release(rig.lane_out)
@@ -130,9 +136,9 @@ def test_a_small_load_overtakes(make_rig: MakeRig, lazy: bool) -> None:
     assert rig.fake.calls(b"cuStreamWriteValue32") == (2 if lazy else 8)
     rig.load(2, [20], [20])
     until(lambda: rig.fake.calls(b"cuStreamWriteValue32") == (10 if lazy else 16))
-    large, small = rig.copier.gate(1), rig.copier.gate(2)
+    large, small = rig.copier.layer_ready_flag(1), rig.copier.layer_ready_flag(2)
     rig.release(rig.lane_in)
-    assert all(rig.drain(1, 2)[ticket].ok for ticket in (1, 2))
+    assert all(rig.drain(1, 2)[transfer_id].ok for transfer_id in (1, 2))
     first = rig.writes.index((small.place, small.base + 8))
     before = [place for place, _ in rig.writes[:first]]
     assert before.count(large.place) == (2 if lazy else 8)
@@ -141,7 +147,7 @@ def test_a_small_load_overtakes(make_rig: MakeRig, lazy: bool) -> None:
 def test_a_smaller_load_has_the_link(make_rig: MakeRig) -> None:
     """What it leaves free of the window is not filled up by a larger one, unless the link would
     idle."""
-    rig = make_rig(num_blocks=40, num_slots=40, options={"max_inflight": 48 * 48})
+    rig = make_rig(num_blocks=40, num_host_blocks=40, options={"max_inflight": 48 * 48})
     rig.hold(rig.lane_in)
     rig.load(1, np.arange(12), np.arange(12))
     rig.settle()
@@ -151,7 +157,7 @@ def test_a_smaller_load_has_the_link(make_rig: MakeRig) -> None:
     rig.load(3, [30], [30])
     rig.settle()
     assert rig.fake.calls(b"cuStreamWriteValue32") == 4
-    large = rig.copier.gate(2)
+    large = rig.copier.layer_ready_flag(2)
     rig.release(rig.lane_in)
     rig.drain(1, 2, 3)
     assert rig.writes[-1] == (large.place, large.base + 4)
@@ -166,13 +172,16 @@ def test_a_large_load_is_not_overtaken_for_ever(make_rig: MakeRig) -> None:
     rig.load(1, np.arange(large), np.arange(large))
     rig.settle()  # its first part is under way
     rig.load(2, np.arange(large), np.arange(large))
-    for ticket in range(3, 3 + others):
-        rig.load(ticket, np.arange(small) + large, np.arange(small) + large)
-    gates = {rig.copier.gate(ticket).place: ticket for ticket in range(1, 3 + others)}
+    for transfer_id in range(3, 3 + others):
+        rig.load(transfer_id, np.arange(small) + large, np.arange(small) + large)
+    flags_of = {
+        rig.copier.layer_ready_flag(transfer_id).place: transfer_id
+        for transfer_id in range(1, 3 + others)
+    }
     rig.settle()
     rig.release(rig.lane_in)
     assert all(done.ok for done in rig.drain(*range(1, 3 + others)).values())
-    order = [min(gates[place], 3) for place, _ in rig.writes]
+    order = [min(flags_of[place], 3) for place, _ in rig.writes]
     between = [3] * (8 * large // small)
     first = [1, *between] * 4
     second = [2, *between] * 4
@@ -186,13 +195,13 @@ def test_who_cannot_go_is_not_overtaken(make_rig: MakeRig) -> None:
     rig.hold(rig.lane_in, allowed=3 * 40)  # a copy, a flag, an event
     rig.copier.step_launched(1)
     rig.load(1, np.arange(12), np.arange(12), after_step=1)
-    for ticket in range(2, 32):
-        rig.load(ticket, np.arange(8) + 12, np.arange(8) + 12)
+    for transfer_id in range(2, 32):
+        rig.load(transfer_id, np.arange(8) + 12, np.arange(8) + 12)
     until(lambda: len(rig.writes) == 40)
     rig.settle()
     rig.release(rig.compute)
     until(lambda: rig.copier.step_done(1))
-    large = rig.copier.gate(1)
+    large = rig.copier.layer_ready_flag(1)
     rig.release(rig.lane_in)
     rig.drain(*range(1, 32))
     # One was submitted before the step was over.
@@ -260,9 +269,9 @@ def test_a_step_at_a_gate_is_not_waited_for_by_its_own_load(make_rig: MakeRig) -
     rig = make_rig(num_layers=8)
     rig.hold(rig.lane_in)
     rig.load(1, np.arange(8), np.arange(8))
-    gate = rig.copier.gate(1)
-    flag = rig.flags.ctypes.data + 4 * gate.place
-    rig.fake.gate(rig.compute, flag, gate.base + 8)
+    ready = rig.copier.layer_ready_flag(1)
+    flag = rig.flags.ctypes.data + 4 * ready.place
+    rig.fake.gate(rig.compute, flag, ready.base + 8)
     rig.copier.step_launched(1)
     rig.load(2, [20], [20], after_step=1)
     rig.store(3, [21], [21], after_step=1)
@@ -273,21 +282,24 @@ def test_a_step_at_a_gate_is_not_waited_for_by_its_own_load(make_rig: MakeRig) -
 
 def test_places_and_bases(make_rig: MakeRig) -> None:
     """64 loads at a time; a place's numbers go on, past the end of an int32, and are never 0."""
-    rig = make_rig(num_blocks=PLACES + 1, num_slots=PLACES + 1, first_base=2**31 - 2)
+    rig = make_rig(num_blocks=NUM_FLAGS + 1, num_host_blocks=NUM_FLAGS + 1, first_base=2**31 - 2)
     rig.hold(rig.lane_in)
-    for ticket in range(1, PLACES + 1):
+    for transfer_id in range(1, NUM_FLAGS + 1):
         assert rig.copier.can_load()
-        rig.load(ticket, [ticket - 1], [ticket - 1])
+        rig.load(transfer_id, [transfer_id - 1], [transfer_id - 1])
     assert not rig.copier.can_load()
-    gates = {ticket: rig.copier.gate(ticket) for ticket in range(1, PLACES + 1)}
-    assert sorted(gate.place for gate in gates.values()) == list(range(PLACES))
+    flags_of = {
+        transfer_id: rig.copier.layer_ready_flag(transfer_id)
+        for transfer_id in range(1, NUM_FLAGS + 1)
+    }
+    assert sorted(ready.place for ready in flags_of.values()) == list(range(NUM_FLAGS))
     rig.release(rig.lane_in)
-    rig.drain(*range(1, PLACES + 1))
-    assert rig.copier.can_load() and rig.copier.gate(1) is None
-    for gate in gates.values():
-        assert rig.flags[gate.place] == gate.base + 4 - 2**32
+    rig.drain(*range(1, NUM_FLAGS + 1))
+    assert rig.copier.can_load() and rig.copier.layer_ready_flag(1) is None
+    for ready in flags_of.values():
+        assert rig.flags[ready.place] == ready.base + 4 - 2**32
     rig.load(100, [0], [0])
-    again = rig.copier.gate(100)
+    again = rig.copier.layer_ready_flag(100)
     assert again.base == -(2**31) + 3 and rig.drain(100)[100].ok
     rig.copier._bases[again.place] = -5
     rig.load(101, [0], [0])
@@ -311,15 +323,15 @@ def test_what_is_left(make_rig: MakeRig) -> None:
 
 
 def test_the_rate_is_measured(make_rig: MakeRig) -> None:
-    rig = make_rig(layer_bytes=1 << 20, num_blocks=4, num_slots=4, delay_us=0)
+    rig = make_rig(layer_bytes=1 << 20, num_blocks=4, num_host_blocks=4, delay_us=0)
     before = rig.copier.load_rate()
     rig.load(1, [0, 1], [2, 3])
     seconds = rig.drain(1)[1].seconds
     rate = rig.copier.load_rate()
     assert rate != before and rate >= 0.9 * (8 << 20) / seconds  # later parts count a little more
-    told = rig.copier.metrics()
-    assert 0 < told["kv_offload_h2d_busy_seconds_total"] <= seconds
-    assert told["kv_offload_copy_thread_cpu_seconds_total"] > 0
+    reported = rig.copier.metrics()
+    assert 0 < reported["kv_offload_h2d_busy_seconds_total"] <= seconds
+    assert reported["kv_offload_copy_thread_cpu_seconds_total"] > 0
 
 
 def test_counters(make_rig: MakeRig) -> None:
@@ -333,13 +345,13 @@ def test_counters(make_rig: MakeRig) -> None:
     rig.copier.abort(99)  # over, or never heard of
     rig.release(rig.lane_in)
     assert not rig.drain(3)[3].ok
-    told = rig.copier.metrics()
-    assert told["kv_offload_bytes_d2h"] == 4 * 48
-    assert 2 * 4 * 48 <= told["kv_offload_bytes_h2d"] < 4 * 4 * 48
-    counts = [told[f"kv_offload_{name}"] for name in ("loads", "failed_loads", "aborted_loads")]
+    reported = rig.copier.metrics()
+    assert reported["kv_offload_bytes_d2h"] == 4 * 48
+    assert 2 * 4 * 48 <= reported["kv_offload_bytes_h2d"] < 4 * 4 * 48
+    counts = [reported[f"kv_offload_{name}"] for name in ("loads", "failed_loads", "aborted_loads")]
     assert counts == [1, 0, 1]
-    assert (told["kv_offload_stores"], told["kv_offload_failed_stores"]) == (1, 0)
-    assert told["kv_offload_broken"] == told["kv_offload_driver_errors"] == 0
+    assert (reported["kv_offload_stores"], reported["kv_offload_failed_stores"]) == (1, 0)
+    assert reported["kv_offload_broken"] == reported["kv_offload_driver_errors"] == 0
 
 
 def test_steps(make_rig: MakeRig) -> None:
@@ -373,11 +385,11 @@ def test_an_event_that_is_recorded_too_early_would_be_noticed(make_rig: MakeRig)
 
 def test_our_own_mistakes(make_rig: MakeRig) -> None:
     rig = make_rig()
-    for slots, blocks in (([32], [0]), ([-1], [0]), ([0], [24]), ([0], [-1]), ([0, 1], [0])):
+    for host_blocks, blocks in (([32], [0]), ([-1], [0]), ([0], [24]), ([0], [-1]), ([0, 1], [0])):
         with pytest.raises(AssertionError):
-            rig.copier.load(1, np.array(slots), np.array(blocks), 0, 0.0)
+            rig.copier.load(1, np.array(host_blocks), np.array(blocks), 0, 0.0)
         with pytest.raises(AssertionError):
-            rig.copier.store(1, np.array(blocks), np.array(slots), 0)
+            rig.copier.store(1, np.array(blocks), np.array(host_blocks), 0)
     rig.copier.step_launched(3)
     with pytest.raises(AssertionError):
         rig.copier.step_launched(3)

@@ -1,5 +1,5 @@
 """The native copier when copies fail, are stopped or are cut short by the end. Invariants 7, 8 and
-12 of the design: others go on, gates let through, nothing is left behind, nothing hangs."""
+12 of the design: others go on, flags are set, nothing is left behind, nothing hangs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_abort_at_every_group(make_rig: MakeRig, group: int, landed: int) -> Non
     before = rig.device.copy()
     rig.hold(rig.lane_in, allowed=3 * landed)  # a copy, a flag, an event
     rig.load(1, SLOTS, BLOCKS, lenient=True)
-    gate = rig.copier.gate(1)
+    ready = rig.copier.layer_ready_flag(1)
     until(lambda: rig.fake.run(rig.lane_in) >= 3 * landed)
     rig.settle()
     submitted = min(LAYERS, (landed + 1) * group)
@@ -42,7 +42,7 @@ def test_abort_at_every_group(make_rig: MakeRig, group: int, landed: int) -> Non
     rig.release(rig.lane_in)
     rig.drain(1, 2)
     assert rig.done[2].ok and rig.done[1].ok == (submitted == LAYERS)
-    assert (gate.place, gate.base + LAYERS) in rig.writes
+    assert (ready.place, ready.base + LAYERS) in rig.writes
     np.testing.assert_array_equal(rig.device[BLOCKS, :submitted], rig.host[SLOTS, :submitted])
     np.testing.assert_array_equal(rig.device[BLOCKS, submitted:], before[BLOCKS, submitted:])
 
@@ -51,10 +51,10 @@ def test_abort_before_anything_is_submitted(make_rig: MakeRig) -> None:
     rig = make_rig()
     before = rig.device.copy()
     rig.load(1, [0], [0], after_step=1, lenient=True)  # a step that never comes
-    gate = rig.copier.gate(1)
+    ready = rig.copier.layer_ready_flag(1)
     rig.copier.abort(1)
     assert not rig.drain(1)[1].ok
-    assert rig.flags[gate.place] == gate.base + 4
+    assert rig.flags[ready.place] == ready.base + 4
     np.testing.assert_array_equal(rig.device, before)
 
 
@@ -70,15 +70,15 @@ CALLS = {
 def test_a_copy_that_fails(
     make_rig: MakeRig, method: Method, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At every submission in turn, until a load has no more: the load fails, gates let through, the
+    """At every submission in turn, until a load has no more: the load fails, its flag is set, the
     next one works."""
     for index in range(100):
         rig = make_rig(force=(method, 1))
         rig.fake.fail(CALLS[method], index, 1, 1)
         rig.load(1, SLOTS, BLOCKS, lenient=True)
-        gate = rig.copier.gate(1)
+        ready = rig.copier.layer_ready_flag(1)
         assert rig.drain(1)[1].ok == (rig.fake.calls(CALLS[method]) <= index)
-        assert rig.flags[gate.place] == gate.base + 4
+        assert rig.flags[ready.place] == ready.base + 4
         failed = not rig.done[1].ok
         assert rig.copier.metrics()["kv_offload_failed_loads"] == failed
         assert rig.copier.metrics()["kv_offload_broken"] == 0
@@ -100,7 +100,7 @@ def test_other_calls_that_fail(make_rig: MakeRig, name: bytes) -> None:
         rig = make_rig(num_layers=2)
         rig.fake.fail(name, index, 1, 1)
         rig.load(1, SLOTS, BLOCKS, lenient=True)
-        gate = rig.copier.gate(1)
+        ready = rig.copier.layer_ready_flag(1)
         rig.store(2, [15, 16], [20, 21])
         rig.drain(1, 2)
         assert rig.done[1].ok or rig.done[2].ok
@@ -109,7 +109,7 @@ def test_other_calls_that_fail(make_rig: MakeRig, name: bytes) -> None:
         if rig.done[2].ok:
             np.testing.assert_array_equal(rig.device[15:17], rig.host[20:22])
         if name != b"cuStreamWriteValue32":
-            assert rig.flags[gate.place] == gate.base + 2
+            assert rig.flags[ready.place] == ready.base + 2
         rig.fake.fail(name, 0, 0, 1)
         rig.load(3, SLOTS, BLOCKS + 10)
         assert rig.drain(3)[3].ok and rig.copier.metrics()["kv_offload_broken"] == 0
@@ -156,8 +156,8 @@ def test_a_context_that_is_lost(
     """Everything that is open ends as failed, and so does at once whatever comes later."""
     rig = make_rig(num_blocks=40)
     rig.hold(rig.lane_in)
-    for ticket in range(1, 4):
-        rig.load(ticket, SLOTS, BLOCKS + 8 * (ticket - 1), lenient=True)
+    for transfer_id in range(1, 4):
+        rig.load(transfer_id, SLOTS, BLOCKS + 8 * (transfer_id - 1), lenient=True)
     rig.fake.fail(name, index, 1, 700)
     rig.release(rig.lane_in)
     rig.drain(1, 2, 3)
@@ -184,22 +184,22 @@ def test_an_event_that_never_tells(make_rig: MakeRig) -> None:
 @pytest.mark.parametrize("lazy", [True, False])
 def test_close_with_work_under_way(make_rig: MakeRig, lazy: bool) -> None:
     rig = make_rig(num_layers=8, num_blocks=40, options={"lazy": lazy}, delay_us=300)
-    for ticket in range(1, 4):
-        rig.load(ticket, SLOTS, BLOCKS + 8 * (ticket - 1), lenient=True)
+    for transfer_id in range(1, 4):
+        rig.load(transfer_id, SLOTS, BLOCKS + 8 * (transfer_id - 1), lenient=True)
     rig.load(4, [20], [20], after_step=1, lenient=True)  # a step that never comes
     rig.store(5, [21], [21], after_step=1)
-    gates = [rig.copier.gate(ticket) for ticket in range(1, 5)]
+    flags_of = [rig.copier.layer_ready_flag(transfer_id) for transfer_id in range(1, 5)]
     rig.end()
     after = rig.device.copy()
     rig.take()
     assert set(rig.done) == {1, 2, 3, 4, 5}
     assert not rig.done[4].ok and not rig.done[5].ok
-    for ticket in (1, 2, 3):
-        if rig.done[ticket].ok:
-            blocks = BLOCKS + 8 * (ticket - 1)
+    for transfer_id in (1, 2, 3):
+        if rig.done[transfer_id].ok:
+            blocks = BLOCKS + 8 * (transfer_id - 1)
             np.testing.assert_array_equal(rig.device[blocks], rig.host[SLOTS])
-    for gate in gates:
-        assert rig.flags[gate.place] == gate.base + 8
+    for ready in flags_of:
+        assert rig.flags[ready.place] == ready.base + 8
     np.testing.assert_array_equal(rig.device, after)
     rig.copier.wait(0.0)
     assert rig.copier.poll() == [] and not rig.copier.can_load()
@@ -209,11 +209,14 @@ def test_close_with_work_under_way(make_rig: MakeRig, lazy: bool) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_anything_at_any_time(make_rig: MakeRig, seed: int) -> None:
     """Loads, stores, steps, aborts and faults at random. What succeeded is there, byte for byte;
-    blocks and slots that nobody used stay as they were; everything ends."""
+    blocks and host blocks that nobody used stay as they were; everything ends."""
     rng = random.Random(seed)
     methods = list(Method)
     rig = make_rig(
-        num_blocks=64, num_slots=64, seed=seed, options={"max_inflight": 48 * rng.choice([8, 40])}
+        num_blocks=64,
+        num_host_blocks=64,
+        seed=seed,
+        options={"max_inflight": 48 * rng.choice([8, 40])},
     )
     device, host = rig.device.copy(), rig.host.copy()
     open_loads: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -223,17 +226,17 @@ def test_anything_at_any_time(make_rig: MakeRig, seed: int) -> None:
 
     def settle_accounts() -> None:
         rig.take()
-        for ticket in [t for t in (*open_loads, *open_stores) if t in rig.done]:
-            loads = ticket in open_loads
-            slots, blocks = (open_loads if loads else open_stores).pop(ticket)
-            target, source = (rig.device[blocks], rig.host[slots])[:: 1 if loads else -1]
-            if rig.done[ticket].ok:
+        for transfer_id in [t for t in (*open_loads, *open_stores) if t in rig.done]:
+            loads = transfer_id in open_loads
+            host_blocks, blocks = (open_loads if loads else open_stores).pop(transfer_id)
+            target, source = (rig.device[blocks], rig.host[host_blocks])[:: 1 if loads else -1]
+            if rig.done[transfer_id].ok:
                 np.testing.assert_array_equal(target, source)
-            device[blocks], host[slots] = rig.device[blocks], rig.host[slots]
+            device[blocks], host[host_blocks] = rig.device[blocks], rig.host[host_blocks]
             free_blocks.update(blocks.tolist())
-            free_slots.update(slots.tolist())
+            free_slots.update(host_blocks.tolist())
 
-    for ticket in range(1, 120):
+    for transfer_id in range(1, 120):
         count = rng.randrange(1, 9)
         if rng.random() < 0.3:
             step += 1
@@ -244,16 +247,18 @@ def test_anything_at_any_time(make_rig: MakeRig, seed: int) -> None:
             rig.copier.abort(rng.choice(list(open_loads)))
         if min(len(free_blocks), len(free_slots)) >= count:
             blocks = np.array(rng.sample(sorted(free_blocks), count))
-            slots = np.array(rng.sample(sorted(free_slots), count))
+            host_blocks = np.array(rng.sample(sorted(free_slots), count))
             free_blocks -= set(blocks.tolist())
-            free_slots -= set(slots.tolist())
+            free_slots -= set(host_blocks.tolist())
             rig.copier.force = (rng.choice(methods), rng.choice([1, 2, 4]))
             if rng.random() < 0.5:
-                open_loads[ticket] = slots, blocks
-                rig.load(ticket, slots, blocks, after_step=rng.randint(0, step), lenient=True)
+                open_loads[transfer_id] = host_blocks, blocks
+                rig.load(
+                    transfer_id, host_blocks, blocks, after_step=rng.randint(0, step), lenient=True
+                )
             else:
-                open_stores[ticket] = slots, blocks
-                rig.store(ticket, blocks, slots, after_step=rng.randint(0, step))
+                open_stores[transfer_id] = host_blocks, blocks
+                rig.store(transfer_id, blocks, host_blocks, after_step=rng.randint(0, step))
         else:
             rig.copier.wait(1.0)
         settle_accounts()
@@ -261,7 +266,7 @@ def test_anything_at_any_time(make_rig: MakeRig, seed: int) -> None:
     settle_accounts()
     np.testing.assert_array_equal(rig.device, device)
     np.testing.assert_array_equal(rig.host, host)
-    assert sorted(free_blocks) == list(range(62)) and len(rig.copier._free_places) == 64
+    assert sorted(free_blocks) == list(range(62)) and len(rig.copier._free_flags) == 64
 
 
 def _open(fake_path: str, row_bytes: int = 64, offset: int = 0) -> NativeCopier:
@@ -345,14 +350,14 @@ def test_waiting_ends(make_rig: MakeRig) -> None:
     rig.store(1, [1], [1])
     until(lambda: bool(rig.fake.calls(b"cuMemcpyDtoHAsync")))
     rig.copier.wait(60)
-    assert [done.ticket for done in rig.copier.poll()] == [1]
+    assert [done.transfer_id for done in rig.copier.poll()] == [1]
 
 
 def test_errors_are_said_once(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     rig = make_rig()
-    for ticket in (1, 2):
+    for transfer_id in (1, 2):
         rig.fake.fail(b"cuMemcpyBatchAsync", 0, 1, 1)
-        rig.load(ticket, SLOTS, BLOCKS, lenient=True)
-        assert not rig.drain(ticket)[ticket].ok
+        rig.load(transfer_id, SLOTS, BLOCKS, lenient=True)
+        assert not rig.drain(transfer_id)[transfer_id].ok
     assert len(caplog.records) == 1

@@ -104,16 +104,16 @@ def test_measuring(make_rig: MakeRig) -> None:
     assert all(rate.scattered > 0 and rate.ascending > 0 for rate in calibration.rates)
     np.testing.assert_array_equal(rig.host, host)
     assert not np.array_equal(rig.device, device)
-    told = rig.copier.metrics()
-    assert told["kv_offload_bytes_h2d"] == told["kv_offload_loads"] == 0
+    reported = rig.copier.metrics()
+    assert reported["kv_offload_bytes_h2d"] == reported["kv_offload_loads"] == 0
     assert rig.copier.load_rate() == pytest.approx(calibration.best_rate())
     rig.load(1, [5, 2, 9], [3, 4, 5])
-    gate = rig.copier.gate(1)
+    ready = rig.copier.layer_ready_flag(1)
     assert rig.drain(1)[1].ok
     np.testing.assert_array_equal(rig.device[[3, 4, 5]], rig.host[[5, 2, 9]])
     choice = calibration.choose(4, 3, 0.0, 0.0)
     landed = [*range(choice.group, 4, choice.group), 4]
-    assert rig.values(gate)[-len(landed) :] == landed
+    assert rig.values(ready)[-len(landed) :] == landed
 
 
 def test_a_method_that_fails_is_left_out(make_rig: MakeRig) -> None:
@@ -127,10 +127,10 @@ def test_a_method_that_fails_is_left_out(make_rig: MakeRig) -> None:
 
 
 def test_tiny_pools(make_rig: MakeRig) -> None:
-    rig = make_rig(num_blocks=2, num_slots=3, num_layers=1, force=None)
+    rig = make_rig(num_blocks=2, num_host_blocks=3, num_layers=1, force=None)
     assert calibrate(rig.copier).measured
     rig.end()
-    rig = make_rig(num_blocks=1, num_slots=3, force=None)
+    rig = make_rig(num_blocks=1, num_host_blocks=3, force=None)
     assert not calibrate(rig.copier).measured
 
 

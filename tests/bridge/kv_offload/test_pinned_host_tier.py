@@ -24,11 +24,11 @@ from tests.bridge.kv_offload.model_copier import RATE, ModelCopier
 from tests.bridge.kv_offload.prompts import (
     Path,
     all_paths,
+    candidate,
     content,
-    key_of,
+    hash_of,
+    lookup_key_of,
     root,
-    source_of,
-    victim,
 )
 
 LAYERS, LAYER_BYTES = 3, 4
@@ -36,17 +36,19 @@ BLOCK_BYTES = LAYERS * LAYER_BYTES
 BLOCK_SIZE = 16
 
 
-def kv_of(key: bytes) -> np.ndarray:
+def kv_of(block_hash: bytes) -> np.ndarray:
     """What a block with this key holds: [layers, bytes] uint8."""
-    return np.frombuffer(sha256(key).digest()[:BLOCK_BYTES], np.uint8).reshape(LAYERS, -1)
+    return np.frombuffer(sha256(block_hash).digest()[:BLOCK_BYTES], np.uint8).reshape(LAYERS, -1)
 
 
-def model(blocks: int, slots: int, seed: int = 0, most_slots: int | None = None) -> ModelCopier:
+def model(
+    blocks: int, host_blocks: int, seed: int = 0, most_slots: int | None = None
+) -> ModelCopier:
     rng = random.Random(seed)
     shape = (LAYERS, LAYER_BYTES)
     device = np.zeros((blocks, *shape), np.uint8)
-    host = np.full((most_slots or slots, *shape), 255, np.uint8)
-    return ModelCopier(device, host, slots, rng)
+    host = np.full((most_slots or host_blocks, *shape), 255, np.uint8)
+    return ModelCopier(device, host, host_blocks, rng)
 
 
 def load_rule(
@@ -74,10 +76,10 @@ def drain(copier: ModelCopier) -> None:
 
 def fill(tier: PinnedHostTier, copier: ModelCopier, path: Path) -> None:
     """All blocks of a prompt, from device blocks 0, 1, ... to host memory."""
-    victims = [victim(path[: n + 1], n) for n in range(len(path))]
-    for entry in victims:
-        copier.device[entry.block] = kv_of(entry.key)
-    assert tier.store(victims)[0] == len(path)
+    candidates = [candidate(path[: n + 1], n) for n in range(len(path))]
+    for entry in candidates:
+        copier.device[entry.block] = kv_of(entry.block_hash)
+    assert tier.store(candidates)[0] == len(path)
     drain(copier)
     tier.poll()
 
@@ -87,28 +89,28 @@ def test_there_and_back() -> None:
     tier = tier_over(copier)
     fill(tier, copier, (0, 1, 0))
     hit = find(tier, (0, 1, 0, 0))
-    assert hit.keys == tuple(key_of((0, 1, 0)[:n]) for n in (1, 2, 3))
-    ticket = tier.load(hit, [7, 5, 6], 0, 0.0)
-    assert tier.seconds_left([ticket, 99]) == 3 * BLOCK_BYTES / RATE
-    assert tier.seconds_ahead([ticket, 99]) == 0.0 == tier.seconds_ahead([])
+    assert hit.block_hashes == tuple(hash_of((0, 1, 0)[:n]) for n in (1, 2, 3))
+    transfer_id = tier.load(hit, [7, 5, 6], 0, 0.0)
+    assert tier.seconds_left([transfer_id, 99]) == 3 * BLOCK_BYTES / RATE
+    assert tier.seconds_ahead([transfer_id, 99]) == 0.0 == tier.seconds_ahead([])
     other = tier.load(find(tier, (0, 1)), [3, 4], 0, 0.0)
     assert tier.seconds_ahead([other]) == pytest.approx(3 * BLOCK_BYTES / RATE)
-    assert tier.seconds_ahead([ticket, other]) == 0.0, "both are its own"
+    assert tier.seconds_ahead([transfer_id, other]) == 0.0, "both are its own"
     tier.abort(other)
     assert tier.poll().loaded == []
     drain(copier)
-    assert tier.poll().loaded == [ticket]
-    assert tier.seconds_left([ticket]) == 0.0 == tier.seconds_ahead([ticket])
-    for block, key in zip((7, 5, 6), hit.keys):
-        assert (copier.device[block] == kv_of(key)).all()
+    assert tier.poll().loaded == [transfer_id]
+    assert tier.seconds_left([transfer_id]) == 0.0 == tier.seconds_ahead([transfer_id])
+    for block, block_hash in zip((7, 5, 6), hit.block_hashes):
+        assert (copier.device[block] == kv_of(block_hash)).all()
     assert copier.idle and tier.poll() == tier.poll()
     tier.check_integrity()
-    told = tier.metrics()
-    assert told["kv_offload_loads"] == told["kv_offload_stores"] == 1
-    assert told["kv_offload_bytes_h2d"] == told["kv_offload_bytes_d2h"] == 3 * BLOCK_BYTES
-    assert told["kv_offload_load_seconds_total"] == 0.001
-    assert (told["kv_offload_host_slots"], told["kv_offload_host_slots_used"]) == (4, 3)
-    assert told["kv_offload_model"] == 1.0, "the copier's own"
+    reported = tier.metrics()
+    assert reported["kv_offload_loads"] == reported["kv_offload_stores"] == 1
+    assert reported["kv_offload_bytes_h2d"] == reported["kv_offload_bytes_d2h"] == 3 * BLOCK_BYTES
+    assert reported["kv_offload_load_seconds_total"] == 0.001
+    assert (reported["kv_offload_host_slots"], reported["kv_offload_host_slots_used"]) == (4, 3)
+    assert reported["kv_offload_model"] == 1.0, "the copier's own"
 
 
 def test_part_of_a_hit() -> None:
@@ -116,21 +118,21 @@ def test_part_of_a_hit() -> None:
     tier = tier_over(copier)
     fill(tier, copier, (0, 1, 0))
     hit = find(tier, (0, 1, 0))
-    ticket = tier.load(hit.first(2), [6, 7], 0, 0.0)
-    tier.release(HostHit(hit.slots[2:], hit.sources[2:], hit.keys[2:]))
+    transfer_id = tier.load(hit.first(2), [6, 7], 0, 0.0)
+    tier.release(HostHit(hit.host_blocks[2:], hit.lookup_keys[2:], hit.block_hashes[2:]))
     tier.check_integrity()
     drain(copier)
-    assert tier.poll([ticket]).loaded == [ticket]
+    assert tier.poll([transfer_id]).loaded == [transfer_id]
 
 
 def test_poll_waits_for_what_a_step_saw() -> None:
     copier = model(8, 4)
     tier = tier_over(copier)
     fill(tier, copier, (0,))
-    ticket = tier.load(find(tier, (0,)), [7], 0, 0.0)
+    transfer_id = tier.load(find(tier, (0,)), [7], 0, 0.0)
     assert tier.poll().loaded == []
-    assert tier.poll([ticket]).loaded == [ticket]
-    assert tier.poll([ticket]).loaded == [], "told once"
+    assert tier.poll([transfer_id]).loaded == [transfer_id]
+    assert tier.poll([transfer_id]).loaded == [], "told once"
 
 
 def test_a_device_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,10 +140,12 @@ def test_a_device_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = tier_over(copier)
     fill(tier, copier, (0,))
     tier.step_launched(1)
-    ticket = tier.load(find(tier, (0,)), [7], 1, 0.0)  # the step never ends
+    transfer_id = tier.load(find(tier, (0,)), [7], 1, 0.0)  # the step never ends
     monkeypatch.setattr(pinned_host_tier, "_PATIENCE_S", 0.0)
-    with pytest.raises(EngineDeadError, match=rf"loads \[{ticket}\] .* did not end within 0 s"):
-        tier.poll([ticket])
+    with pytest.raises(
+        EngineDeadError, match=rf"loads \[{transfer_id}\] .* did not end within 0 s"
+    ):
+        tier.poll([transfer_id])
 
 
 @pytest.mark.parametrize("drop_waits", [False, True])
@@ -151,14 +155,14 @@ def test_a_store_waits_for_the_step_that_writes(drop_waits: bool) -> None:
     copier.drop_waits = drop_waits
     tier = tier_over(copier)
     tier.step_launched(1)
-    tier.store([victim((0,), 2)])
+    tier.store([candidate((0,), 2)])
     moved = copier.advance(False)
-    copier.device[2] = kv_of(key_of((0,)))  # what the step does last
+    copier.device[2] = kv_of(hash_of((0,)))  # what the step does last
     copier.finish_step()
     drain(copier)
     tier.poll()
     hit = find(tier, (0,))
-    same = (copier.host[hit.slots[0]] == kv_of(key_of((0,)))).all()
+    same = (copier.host[hit.host_blocks[0]] == kv_of(hash_of((0,)))).all()
     assert (moved, same) == ((True, False) if drop_waits else (False, True))
 
 
@@ -182,37 +186,37 @@ def test_ends_at_any_copy(how: str, copies: int) -> None:
     copier = model(8, 4, seed=copies)
     tier = tier_over(copier)
     fill(tier, copier, (0, 1))
-    ticket = tier.load(find(tier, (0, 1)), [6, 7], 0, 0.0)
+    transfer_id = tier.load(find(tier, (0, 1)), [6, 7], 0, 0.0)
     if how == "fail":
-        copier.fail(ticket, copies)
+        copier.fail(transfer_id, copies)
     else:
         before = copier.copied[True]
-        while copier.copied[True] - before < copies and copier.open_tickets(True):
+        while copier.copied[True] - before < copies and copier.open_transfers(True):
             copier.advance(True)
-        tier.abort(ticket)
-        tier.abort(ticket)
+        tier.abort(transfer_id)
+        tier.abort(transfer_id)
     drain(copier)
-    assert all(copier.landed(ticket, layer) for layer in range(LAYERS)), "gates let through"
+    assert all(copier.landed(transfer_id, layer) for layer in range(LAYERS)), "gates let through"
     events = tier.poll()
-    told = tier.metrics()
+    reported = tier.metrics()
     if events.failed:
-        assert events.failed == [ticket] and not events.loaded
+        assert events.failed == [transfer_id] and not events.loaded
         name = "kv_offload_aborted_loads" if how == "abort" else "kv_offload_failed_loads"
-        assert told[name] == 1
+        assert reported[name] == 1
     else:
-        assert how == "abort" and events.loaded == [ticket], "it was over before"
+        assert how == "abort" and events.loaded == [transfer_id], "it was over before"
     tier.check_integrity()
-    assert not tier.is_off and len(find(tier, (0, 1)).slots) == 2, "host memory is as it was"
+    assert not tier.is_off and len(find(tier, (0, 1)).host_blocks) == 2, "host memory is as it was"
 
 
 def test_a_failed_store() -> None:
     copier = model(8, 4)
     tier = tier_over(copier)
-    taken, ticket = tier.store([victim((0,), 0), victim((0, 0), 1)])
-    copier.fail(ticket, 1)
+    taken, transfer_id = tier.store([candidate((0,), 0), candidate((0, 0), 1)])
+    copier.fail(transfer_id, 1)
     drain(copier)
-    assert (taken, tier.poll().stored) == (2, [ticket])
-    assert not tier.holds(source_of((0,))) and not find(tier, (0,)).slots
+    assert (taken, tier.poll().stored) == (2, [transfer_id])
+    assert not tier.holds(lookup_key_of((0,))) and not find(tier, (0,)).host_blocks
     assert tier.metrics()["kv_offload_failed_stores"] == 1
     assert tier.metrics()["kv_offload_host_slots_used"] == 0
 
@@ -221,22 +225,22 @@ def test_what_is_here_is_not_copied_again() -> None:
     copier = model(8, 4)
     tier = tier_over(copier)
     fill(tier, copier, (0,))
-    assert tier.store([victim((0,), 3)]) == (1, 0)
-    taken, ticket = tier.store([victim((0,), 3), victim((1,), 4)])
-    assert (taken, copier.open_tickets(False)) == (2, [ticket])
+    assert tier.store([candidate((0,), 3)]) == (1, 0)
+    taken, transfer_id = tier.store([candidate((0,), 3), candidate((1,), 4)])
+    assert (taken, copier.open_transfers(False)) == (2, [transfer_id])
     drain(copier)
     assert copier.copied[False] == 2
 
 
 def test_no_room_and_no_gate() -> None:
-    """Invariant 12: host memory full and pinned refuses stores, a lack of gates fails the load."""
+    """Invariant 12: host memory full and pinned refuses stores, a load without a flag fails."""
     copier = model(8, 2)
     copier.places = 1
     tier = tier_over(copier)
     fill(tier, copier, (0, 1))
     first = find(tier, (0, 1))
-    ticket = tier.load(first, [2, 3], 0, 0.0)
-    assert tier.store([victim((1,), 5)]) == (0, 0)
+    transfer_id = tier.load(first, [2, 3], 0, 0.0)
+    assert tier.store([candidate((1,), 5)]) == (0, 0)
     assert tier.metrics()["kv_offload_dropped_stores"] == 1
     second = find(tier, (0,))
     assert tier.worth_loading(second, 0, 100) == 0
@@ -244,8 +248,8 @@ def test_no_room_and_no_gate() -> None:
     tier.wait(10.0)
     assert tier.poll([refused]).failed == [refused]
     drain(copier)
-    assert tier.poll().loaded == [ticket]
-    assert tier.store([victim((1,), 5)])[0] == 1
+    assert tier.poll().loaded == [transfer_id]
+    assert tier.store([candidate((1,), 5)])[0] == 1
     tier.check_integrity()
 
 
@@ -261,15 +265,15 @@ def test_switches_itself_off(caplog: pytest.LogCaptureFixture, broken: bool) -> 
         for _ in range(tries + 3):
             if tier.is_off:
                 break
-            ticket = tier.load(find(tier, (0,)), [5], 0, 0.0)
-            copier.fail(ticket, 0)
+            transfer_id = tier.load(find(tier, (0,)), [5], 0, 0.0)
+            copier.fail(transfer_id, 0)
             drain(copier)
-            assert tier.poll().failed == [ticket]
+            assert tier.poll().failed == [transfer_id]
     assert tier.is_off and tier.metrics()["kv_offload_failed_loads"] == tries
     assert len(caplog.records) == 1 and "switched off" in caplog.text
     assert tier.metrics()["kv_offload_broken"] == 1.0
-    assert find(tier, (0, 1)) == HostHit((), (), ()) and not tier.holds(source_of((0,)))
-    assert tier.store([victim((1,), 6)]) == (0, 0) and not tier.wants(key_of((0,)))
+    assert find(tier, (0, 1)) == HostHit((), (), ()) and not tier.holds(lookup_key_of((0,)))
+    assert tier.store([candidate((1,), 6)]) == (0, 0) and not tier.wants(hash_of((0,)))
     assert tier.worth_loading(held, 0, 0) == 0
     late = tier.load(held, [5, 6], 0, 0.0)
     assert tier.poll().failed == [late]
@@ -281,9 +285,9 @@ def test_a_success_forgives_failures() -> None:
     tier = tier_over(copier)
     fill(tier, copier, (0,))
     for number in range(3 * pinned_host_tier._FAILURES_IN_A_ROW):
-        ticket = tier.load(find(tier, (0,)), [5], 0, 0.0)
+        transfer_id = tier.load(find(tier, (0,)), [5], 0, 0.0)
         if number % 3:
-            copier.fail(ticket, 0)
+            copier.fail(transfer_id, 0)
         drain(copier)
         tier.poll()
     assert not tier.is_off
@@ -303,8 +307,8 @@ def test_aborts_are_no_failures() -> None:
 def test_grows_with_the_pool() -> None:
     copier = model(8, 0, most_slots=4)
     tier = tier_over(copier)
-    assert tier.store([victim((0,), 0)]) == (0, 0)
-    copier.num_slots = 3
+    assert tier.store([candidate((0,), 0)]) == (0, 0)
+    copier.num_host_blocks = 3
     tier.poll()
     assert tier.metrics()["kv_offload_host_slots"] == 3
     fill(tier, copier, (0, 1, 0))
@@ -317,13 +321,13 @@ def test_shuts_down_once() -> None:
         HostBlockIndex(), copier, load_rule(), free_memory=lambda: freed.append(copier.closed)
     )
     fill(tier, copier, (0,))
-    ticket = tier.load(find(tier, (0,)), [5], 0, 0.0)
-    tier.store([victim((1,), 6)])
+    transfer_id = tier.load(find(tier, (0,)), [5], 0, 0.0)
+    tier.store([candidate((1,), 6)])
     tier.shut_down()
     tier.shut_down()
-    tier.abort(ticket)
+    tier.abort(transfer_id)
     assert freed == [True], "after the copies, and once"
-    assert (tier.poll().loaded, tier.store([victim((2,), 6)])) == ([ticket], (0, 0))
+    assert (tier.poll().loaded, tier.store([candidate((2,), 6)])) == ([transfer_id], (0, 0))
 
 
 # -- when to load ------------------------------------------------------------------------------
@@ -392,16 +396,16 @@ NUM_BLOCKS, NUM_SLOTS = 7, 4
 
 class Traffic(RuleBasedStateMachine):
     """Plays the block manager and the device's steps. A block of the device is free, holds a prefix
-    (`cached`), or is the source or target of a ticket. Steps write what they write when they
+    (`cached`), or is the source or target of a transfer id. Steps write what they write when they
     finish, and read their blocks until then."""
 
     @initialize(
         seed=st.integers(0, 99),
         policy=st.sampled_from(["lru", "slru", "cost"]),
-        slots=st.integers(0, NUM_SLOTS),
+        host_blocks=st.integers(0, NUM_SLOTS),
     )
-    def begin(self, seed: int, policy: str, slots: int) -> None:
-        self.copier = model(NUM_BLOCKS, slots, seed, NUM_SLOTS)
+    def begin(self, seed: int, policy: str, host_blocks: int) -> None:
+        self.copier = model(NUM_BLOCKS, host_blocks, seed, NUM_SLOTS)
         self.copier.on_copy = self.check_copy
         self.cache = HostBlockIndex(policy=policy)
         self.tier = PinnedHostTier(self.cache, self.copier, load_rule())
@@ -415,11 +419,11 @@ class Traffic(RuleBasedStateMachine):
 
     # What the device does.
 
-    def check_copy(self, is_load: bool, slot: int, block: int, layer: int) -> None:
-        """2: only blocks and slots that belong to an open ticket are touched."""
-        tickets = self.loads if is_load else self.stores
-        assert any(block == target for pairs in tickets.values() for target, _ in pairs)
-        assert self.cache._pins[slot] if is_load else not self.cache._pins[slot]
+    def check_copy(self, is_load: bool, host_block: int, block: int, layer: int) -> None:
+        """2: only blocks and host blocks that belong to an open transfer id are touched."""
+        transfer_ids = self.loads if is_load else self.stores
+        assert any(block == target for pairs in transfer_ids.values() for target, _ in pairs)
+        assert self.cache._pins[host_block] if is_load else not self.cache._pins[host_block]
 
     @precondition(lambda self: self.writes)
     @rule()
@@ -428,7 +432,7 @@ class Traffic(RuleBasedStateMachine):
         for block, expected in self.reads.pop(0):
             assert self.copier.device[block].tobytes() == expected
         for block, path in self.writes.pop(0):
-            self.copier.device[block] = kv_of(key_of(path))
+            self.copier.device[block] = kv_of(hash_of(path))
         self.copier.finish_step()
 
     @rule(is_load=st.booleans(), times=st.integers(1, 6))
@@ -436,15 +440,17 @@ class Traffic(RuleBasedStateMachine):
         for _ in range(times):
             self.copier.advance(is_load)
 
-    @precondition(lambda self: self.copier.open_tickets(True) or self.copier.open_tickets(False))
+    @precondition(
+        lambda self: self.copier.open_transfers(True) or self.copier.open_transfers(False)
+    )
     @rule(data=st.data(), copies=st.integers(0, 4))
     def fail(self, data: st.DataObject, copies: int) -> None:
-        tickets = self.copier.open_tickets(True) + self.copier.open_tickets(False)
-        self.copier.fail(data.draw(st.sampled_from(tickets)), copies)
+        transfer_ids = self.copier.open_transfers(True) + self.copier.open_transfers(False)
+        self.copier.fail(data.draw(st.sampled_from(transfer_ids)), copies)
 
     @rule()
     def more_memory(self) -> None:
-        self.copier.num_slots = min(NUM_SLOTS, self.copier.num_slots + 1)
+        self.copier.num_host_blocks = min(NUM_SLOTS, self.copier.num_host_blocks + 1)
 
     # What the block manager does.
 
@@ -462,7 +468,7 @@ class Traffic(RuleBasedStateMachine):
         self.reads.append([(b, self.copier.device[b].tobytes()) for b in readable[:2]])
         self.writes.append(writes)
         self.cached.update(writes)
-        self.tier.note_use({key_of(path): 1})
+        self.tier.add_use_counts({hash_of(path): 1})
         self.tier.step_launched(self.copier.last_launched + 1)
 
     @precondition(lambda self: self.cached)
@@ -472,15 +478,15 @@ class Traffic(RuleBasedStateMachine):
         chosen = data.draw(
             st.lists(st.sampled_from(sorted(self.cached)), min_size=1, max_size=4, unique=True)
         )
-        victims = [victim(self.cached[block], block) for block in chosen]
-        held = [entry for entry in victims if self.tier.holds(entry.source)]
-        taken, ticket = self.tier.store(victims)
-        for entry in victims[:taken]:
-            assert self.tier.holds(entry.source)
-            assert bool(ticket) or entry in held
-        pairs = [(entry.block, self.cached.pop(entry.block)) for entry in victims[:taken]]
-        if ticket:
-            self.stores[ticket] = pairs
+        candidates = [candidate(self.cached[block], block) for block in chosen]
+        held = [entry for entry in candidates if self.tier.holds(entry.lookup_key)]
+        taken, transfer_id = self.tier.store(candidates)
+        for entry in candidates[:taken]:
+            assert self.tier.holds(entry.lookup_key)
+            assert bool(transfer_id) or entry in held
+        pairs = [(entry.block, self.cached.pop(entry.block)) for entry in candidates[:taken]]
+        if transfer_id:
+            self.stores[transfer_id] = pairs
             self.issued += 1
         else:
             self.free.update((block, self.copier.last_launched) for block, _ in pairs)
@@ -492,21 +498,23 @@ class Traffic(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(sorted(self.cached)))
         path = self.cached.pop(block)
         self.free[block] = self.copier.last_launched
-        self.tier.left([(source_of(path), key_of(path))])
+        self.tier.device_evicted([(lookup_key_of(path), hash_of(path))])
 
     @rule(path=st.sampled_from(PATHS), keep=st.integers(0, 3))
     def load(self, path: Path, keep: int) -> None:
         hit = find(self.tier, path)
-        wanted = [path[: n + 1] for n in range(len(hit.slots))]
-        assert list(hit.sources) == [source_of(p) for p in wanted]
+        wanted = [path[: n + 1] for n in range(len(hit.host_blocks))]
+        assert list(hit.lookup_keys) == [lookup_key_of(p) for p in wanted]
         count = min(keep, len(wanted), len(self.free))
-        self.tier.release(HostHit(hit.slots[count:], hit.sources[count:], hit.keys[count:]))
+        self.tier.release(
+            HostHit(hit.host_blocks[count:], hit.lookup_keys[count:], hit.block_hashes[count:])
+        )
         if not count:
             return
         blocks = list(self.free)[:count]
         after = max(self.free.pop(block) for block in blocks)
-        ticket = self.tier.load(hit.first(count), blocks, after, 0.0)
-        self.loads[ticket] = list(zip(blocks, wanted))
+        transfer_id = self.tier.load(hit.first(count), blocks, after, 0.0)
+        self.loads[transfer_id] = list(zip(blocks, wanted))
         self.issued += 1
 
     @precondition(lambda self: self.loads)
@@ -517,23 +525,23 @@ class Traffic(RuleBasedStateMachine):
     @rule(behind=st.booleans())
     def poll(self, behind: bool) -> None:
         landed = [
-            ticket
-            for ticket in self.loads
-            if behind and all(self.copier.landed(ticket, layer) for layer in range(LAYERS))
+            transfer_id
+            for transfer_id in self.loads
+            if behind and all(self.copier.landed(transfer_id, layer) for layer in range(LAYERS))
         ]
         events = self.tier.poll(landed)
         assert set(landed) <= {*events.loaded, *events.failed}, "still open behind its gates"
         self.over += len(events.loaded) + len(events.failed) + len(events.stored)
-        for ticket in events.loaded:
-            for block, path in self.loads.pop(ticket):
+        for transfer_id in events.loaded:
+            for block, path in self.loads.pop(transfer_id):
                 # 8, 10: all bytes, whatever failed beside it.
-                assert (self.copier.device[block] == kv_of(key_of(path))).all()
+                assert (self.copier.device[block] == kv_of(hash_of(path))).all()
                 self.free[block] = self.copier.last_launched
-        for ticket in events.failed:
-            for block, _ in self.loads.pop(ticket):
+        for transfer_id in events.failed:
+            for block, _ in self.loads.pop(transfer_id):
                 self.free[block] = self.copier.last_launched
-        for ticket in events.stored:
-            for block, path in self.stores.pop(ticket):
+        for transfer_id in events.stored:
+            for block, path in self.stores.pop(transfer_id):
                 if path in self.cached.values():
                     self.free[block] = self.copier.last_launched
                 else:
@@ -543,7 +551,7 @@ class Traffic(RuleBasedStateMachine):
     def clear(self) -> None:
         """11: nothing is found afterwards, whatever is under way."""
         self.tier.clear()
-        assert not any(self.tier.holds(source_of(path)) for path in PATHS)
+        assert not any(self.tier.holds(lookup_key_of(path)) for path in PATHS)
         self.free.update((block, self.copier.last_launched) for block in self.cached)
         self.cached.clear()
 
@@ -553,7 +561,9 @@ class Traffic(RuleBasedStateMachine):
         if not hasattr(self, "tier"):
             return
         self.tier.check_integrity()
-        pairs = [p for ticket in (*self.loads.values(), *self.stores.values()) for p in ticket]
+        pairs = [
+            p for transfer_id in (*self.loads.values(), *self.stores.values()) for p in transfer_id
+        ]
         everything = [*self.free, *self.cached, *(block for block, _ in pairs)]
         assert sorted(everything) == list(range(NUM_BLOCKS))
         assert sorted(self.tier._loads) == sorted(set(self.loads) - set(self.tier._refused))
@@ -563,25 +573,27 @@ class Traffic(RuleBasedStateMachine):
     def what_is_found_is_final(self) -> None:
         """5: the bytes of every block that can be found."""
         for path in PATHS if hasattr(self, "tier") else ():
-            hit = self.cache.match(key_of(path[:-1]), [content(path[-1])])
-            for slot in hit.slots:
-                assert (self.copier.host[slot] == kv_of(key_of(path))).all()
-            self.cache.unpin(hit.slots)
+            hit = self.cache.match(hash_of(path[:-1]), [content(path[-1])])
+            for host_block in hit.host_blocks:
+                assert (self.copier.host[host_block] == kv_of(hash_of(path))).all()
+            self.cache.unpin(hit.host_blocks)
 
     @invariant()
     def gates_tell_the_truth(self) -> None:
         """4: behind an open gate of a sound load lie the layer's bytes."""
-        for ticket, pairs in getattr(self, "loads", {}).items():
-            if self.copier.gate(ticket) is None or not self.copier.is_sound(ticket):
+        for transfer_id, pairs in getattr(self, "loads", {}).items():
+            if self.copier.layer_ready_flag(transfer_id) is None or not self.copier.is_sound(
+                transfer_id
+            ):
                 continue
             for layer in range(LAYERS):
-                if self.copier.landed(ticket, layer):
+                if self.copier.landed(transfer_id, layer):
                     for block, path in pairs:
-                        expected = kv_of(key_of(path))[layer]
+                        expected = kv_of(hash_of(path))[layer]
                         assert (self.copier.device[block, layer] == expected).all()
 
     def teardown(self) -> None:
-        """1, 12: everything ends, each ticket is told once, nothing stays pinned."""
+        """1, 12: everything ends, each transfer id is told once, nothing stays pinned."""
         if not hasattr(self, "tier"):
             return
         while self.writes:
@@ -591,10 +603,10 @@ class Traffic(RuleBasedStateMachine):
         assert not self.loads and not self.stores and self.copier.idle
         assert self.over == self.issued
         assert self.cache.num_pinned == 0
-        assert self.cache.num_used == sum(self.tier.holds(source_of(path)) for path in PATHS)
-        told = self.tier.metrics()
+        assert self.cache.num_used == sum(self.tier.holds(lookup_key_of(path)) for path in PATHS)
+        reported = self.tier.metrics()
         ends = ("loads", "failed_loads", "aborted_loads", "stores", "failed_stores")
-        assert sum(told[f"kv_offload_{name}"] for name in ends) == self.issued
+        assert sum(reported[f"kv_offload_{name}"] for name in ends) == self.issued
 
 
 Traffic.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_llm.bridge.kv_offload.copier_protocol import Gate
+from hetero_llm.bridge.kv_offload.copier_protocol import LayerReadyFlag
 from hetero_llm.gpu.graph_set import gated_buckets, row_buckets
 from hetero_llm.gpu.kernels.layer_ready import (
     ARMED_WORDS,
@@ -148,7 +148,7 @@ def test_it_waits_for_who_comes_late(device: torch.device) -> None:
 
 
 def test_gates_are_armed_with_what_is_under_way(device: torch.device) -> None:
-    found = {11: Gate(4, 30), 12: None, 13: Gate(63, 2**31 + 5)}
+    found = {11: LayerReadyFlag(4, 30), 12: None, 13: LayerReadyFlag(63, 2**31 + 5)}
     gates = DeviceGates(device, found.__getitem__, most_looks=LOOKS)
     gates._flags[4], gates._flags[63] = 30, 5 - 2**31
     assert isinstance(gates, TimedGates)
@@ -180,7 +180,7 @@ def test_gates_are_armed_with_what_is_under_way(device: torch.device) -> None:
 
 def test_every_step_has_its_own_error(device: torch.device) -> None:
     """Steps are launched ahead of the results of those before."""
-    gates = DeviceGates(device, lambda ticket: Gate(ticket, 0), most_looks=LOOKS)
+    gates = DeviceGates(device, lambda ticket: LayerReadyFlag(ticket, 0), most_looks=LOOKS)
     gates._flags[1] = 8
     turns = []
     for tickets in ((1,), (2,), (1,), (1, 2), (1,)):
@@ -195,7 +195,7 @@ def test_every_step_has_its_own_error(device: torch.device) -> None:
 
 
 def test_a_place_belongs_to_one_load(device: torch.device) -> None:
-    gates = DeviceGates(device, lambda ticket: Gate(7, ticket), most_looks=LOOKS)
+    gates = DeviceGates(device, lambda ticket: LayerReadyFlag(7, ticket), most_looks=LOOKS)
     with pytest.raises(AssertionError, match="two loads at one place"):
         gates.arm((1, 2))
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_llm.bridge.kv_offload.copier_protocol import Gate
+from hetero_llm.bridge.kv_offload.copier_protocol import LayerReadyFlag
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.demo_models import heldout_prompts
@@ -67,7 +67,7 @@ class StreamLoader(DeviceGates):
     def __init__(self, layers: int) -> None:
         self.layers = layers
         self.stream = torch.cuda.Stream()
-        super().__init__(DEVICE, lambda ticket: Gate(PLACE, self.base(ticket)))
+        super().__init__(DEVICE, lambda ticket: LayerReadyFlag(PLACE, self.base(ticket)))
         self._flags[PLACE] = BASE
         self._write = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
         self._write.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
@@ -211,7 +211,7 @@ def test_two_loads_of_one_step(checkpoint: Path) -> None:
     content = expected.content.pin_memory()
     layers = content.shape[1]
     loader = StreamLoader(layers)
-    places = {1: Gate(PLACE, BASE), 2: Gate(7, 0)}
+    places = {1: LayerReadyFlag(PLACE, BASE), 2: LayerReadyFlag(7, 0)}
     loader.gate_of = places.__getitem__
     arm = build(checkpoint, DEVICE, "kernels", loader, graphs=True)
     spoil(arm)

@@ -13,14 +13,14 @@ from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.kv_cache.prefix_cache import root_key
+from hetero_llm.kv_cache.prefix_cache import hash_root
 from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
 from hetero_llm.spec_decode.lookahead.global_cache import History
 from hetero_llm.spec_decode.lookahead.snapshot import Place
 from hetero_llm.spec_decode.lookahead.token_buffer import namespace
 
 CONFIG = LookaheadConfig(cache_mode=0, eos_token_id=(2,), max_seq_len=4096, voc_size=1000)
-ROOT, OTHER_ROOT = root_key(), root_key(("salt", "other"))
+ROOT, OTHER_ROOT = hash_root(), hash_root(("salt", "other"))
 SPACE, OTHER_SPACE = namespace(ROOT), namespace(OTHER_ROOT)
 TOKENIZER = "f" * 64
 

@@ -5,14 +5,14 @@
 namespace hetero::kv {
 namespace {
 
-std::unique_ptr<Ticket> ticket_of(int64_t number, const int64_t* slots, const int64_t* blocks,
-                                  int64_t count, int64_t after_step) {
-    auto ticket = std::make_unique<Ticket>();
-    ticket->number = number;
-    ticket->after_step = after_step;
-    ticket->pairs.reserve((size_t)count);
-    for (int64_t i = 0; i < count; ++i) ticket->pairs.push_back({slots[i], blocks[i]});
-    return ticket;
+std::unique_ptr<Transfer> new_transfer(int64_t id, const int64_t* host_blocks,
+                                       const int64_t* blocks, int64_t count, int64_t after_step) {
+    auto transfer = std::make_unique<Transfer>();
+    transfer->id = id;
+    transfer->after_step = after_step;
+    transfer->pairs.reserve((size_t)count);
+    for (int64_t i = 0; i < count; ++i) transfer->pairs.push_back({host_blocks[i], blocks[i]});
+    return transfer;
 }
 
 Copier& of(void* handle) { return *static_cast<Copier*>(handle); }
@@ -50,37 +50,39 @@ int64_t hetero_copier_add_kernel(void* copier, const void* image, char* message,
     return result;
 }
 
-void hetero_copier_load(void* copier, const Load* load, const int64_t* slots,
+void hetero_copier_load(void* copier, const Load* load, const int64_t* host_blocks,
                         const int64_t* blocks, int64_t count) {
-    auto ticket = ticket_of(load->ticket, slots, blocks, count, load->after_step);
-    ticket->loads = true;
-    ticket->place = load->place;
-    ticket->base = (uint32_t)load->base;
-    ticket->method = load->method;
-    ticket->group = load->group;
-    ticket->layers = load->layers;
-    of(copier).begin(std::move(ticket));
+    auto transfer = new_transfer(load->transfer_id, host_blocks, blocks, count, load->after_step);
+    transfer->loads = true;
+    transfer->place = load->place;
+    transfer->base = (uint32_t)load->base;
+    transfer->method = load->method;
+    transfer->group = load->group;
+    transfer->layers = load->layers;
+    of(copier).begin(std::move(transfer));
 }
 
-void hetero_copier_store(void* copier, int64_t ticket, const int64_t* blocks, const int64_t* slots,
-                         int64_t count, int64_t after_step) {
-    of(copier).begin(ticket_of(ticket, slots, blocks, count, after_step));
+void hetero_copier_store(void* copier, int64_t transfer_id, const int64_t* blocks,
+                         const int64_t* host_blocks, int64_t count, int64_t after_step) {
+    of(copier).begin(new_transfer(transfer_id, host_blocks, blocks, count, after_step));
 }
 
-void hetero_copier_abort(void* copier, int64_t ticket) { of(copier).abort(ticket); }
+void hetero_copier_abort(void* copier, int64_t transfer_id) { of(copier).abort(transfer_id); }
 
 void hetero_copier_step_launched(void* copier, int64_t number, void* stream) {
     of(copier).step_launched(number, stream);
 }
 
 int64_t hetero_copier_step_done(void* copier, int64_t number) {
-    return of(copier).step_over(number);
+    return of(copier).step_done(number);
 }
 
-int64_t hetero_copier_ahead(void* copier, int64_t ticket) { return of(copier).ahead(ticket); }
+int64_t hetero_copier_ahead(void* copier, int64_t transfer_id) {
+    return of(copier).ahead(transfer_id);
+}
 
-int64_t hetero_copier_poll(void* copier, Over* over, int64_t room) {
-    return of(copier).poll(over, room);
+int64_t hetero_copier_poll(void* copier, Done* done, int64_t room) {
+    return of(copier).poll(done, room);
 }
 
 int64_t hetero_copier_wait(void* copier, int64_t ns) { return of(copier).wait(ns); }
@@ -89,8 +91,8 @@ void hetero_copier_set_rate(void* copier, double rate) { of(copier).set_rate(rat
 
 void hetero_copier_totals(void* copier, Totals* totals) { of(copier).totals(totals); }
 
-int64_t hetero_copier_trouble(void* copier, char* text, int64_t size) {
-    return of(copier).trouble(text, size);
+int64_t hetero_copier_first_error(void* copier, char* text, int64_t size) {
+    return of(copier).first_error(text, size);
 }
 
 void hetero_copier_close(void* copier) {

@@ -10,28 +10,28 @@ namespace hetero::kv {
 namespace {
 
 constexpr unsigned kNonBlocking = 1;       // CU_STREAM_NON_BLOCKING
-constexpr int64_t kPauseNs = 8'000;        // between looks at copies under way
-constexpr int64_t kStepPauseNs = 50'000;   // between looks at steps that copies are held back for
-constexpr int kBadQueries = 8;             // of one event in a row: it will never tell
-constexpr double kRateBytes = 256 << 20;   // that the measured rate looks back
-constexpr int64_t kRatedBytes = 1 << 20;   // less than this in one part tells of latency, not rate
-// A load that later, smaller ones overtake gets a part of its own for so many times its bytes. Of
-// 55 GB/s that leaves it 6, which is still faster than computing the shortest prefixes anew, and
-// costs those others an eighth.
+constexpr int64_t kPauseNs = 8'000;        // between queries of copies under way
+constexpr int64_t kStepPauseNs = 50'000;   // between queries of steps that copies wait for
+constexpr int kBadQueries = 8;             // consecutive failures to query one event: give it up
+constexpr double kRateBytes = 256 << 20;   // window of the measured rate
+constexpr int64_t kRatedBytes = 1 << 20;   // smaller parts measure latency, not rate
+// A load that smaller ones overtake may submit a part after `kPatience` times the part's bytes. Of
+// 55 GB/s that leaves it 6, which is still faster than recomputing the shortest prefixes, and costs
+// the others an eighth.
 constexpr int64_t kPatience = 8;
 
 }  // namespace
 
-// Notes what failed; true if it did not.
+// Records a failed driver call; returns whether it succeeded.
 bool Copier::check(Result result, const char* what) {
     if (result == kSuccess) return true;
     errors_.fetch_add(1);
     if (is_sticky(result)) broken_.store(true);
     Held held(mutex_);
-    if (trouble_[0] == '\0') {
+    if (first_error_[0] == '\0') {
         char name[64];
         driver_.describe(result, name, sizeof name);
-        snprintf(trouble_, sizeof trouble_, "%s: %s", what, name);
+        snprintf(first_error_, sizeof first_error_, "%s: %s", what, name);
     }
     return false;
 }
@@ -50,7 +50,7 @@ bool Copier::start(char* message, size_t size) {
         if (in_.stream != nullptr) driver_.stream_destroy(in_.stream);
         return false;
     }
-    sigset_t all, before;  // signals are for the threads that know of them
+    sigset_t all, before;  // signals are handled by the caller's threads
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     const int error = pthread_create(&thread_, nullptr, main, this);
@@ -99,32 +99,32 @@ Result Copier::add_kernel(const void* image) {
     return result;
 }
 
-void Copier::begin(std::unique_ptr<Ticket> ticket) {
-    ticket->begun_ns = now_ns();
+void Copier::begin(std::unique_ptr<Transfer> transfer) {
+    transfer->begun_ns = now_ns();
     Held held(mutex_);
-    if (ticket->loads) {
-        const int64_t bytes = (int64_t)ticket->pairs.size() * layer_bytes_;
-        if (progress_.empty()) loading_since_ns_ = ticket->begun_ns;
-        progress_.push_back({ticket->number, bytes, bytes * ticket->layers, 0});
+    if (transfer->loads) {
+        const int64_t bytes = (int64_t)transfer->pairs.size() * layer_bytes_;
+        if (progress_.empty()) loading_since_ns_ = transfer->begun_ns;
+        progress_.push_back({transfer->id, bytes, bytes * transfer->layers, 0});
     }
-    inbox_.push_back({std::move(ticket), 0});
+    inbox_.push_back({std::move(transfer), 0});
     work_.signal();
 }
 
-void Copier::abort(int64_t ticket) {
+void Copier::abort(int64_t transfer_id) {
     Held held(mutex_);
-    inbox_.push_back({nullptr, ticket});
+    inbox_.push_back({nullptr, transfer_id});
     work_.signal();
 }
 
 void Copier::step_launched(int64_t number, Handle stream) {
-    step_over(number);  // so that events come back
+    step_done(number);  // reuses events of finished steps
     Handle event = nullptr;
     if (!broken_.load()) {
         Held held(steps_mutex_);
         event = step_events_.take(driver_);
     }
-    // Without an event the step counts as over when the next one that has one is.
+    // Without an event the step counts as done when the next one with an event is.
     if (event != nullptr && !check(driver_.event_record(event, stream), "cuEventRecord")) {
         Held held(steps_mutex_);
         step_events_.give(event);
@@ -138,47 +138,48 @@ void Copier::step_launched(int64_t number, Handle stream) {
     work_.signal();
 }
 
-bool Copier::step_over(int64_t number) {
-    if (number <= last_over_.load() || broken_.load()) return true;
+bool Copier::step_done(int64_t number) {
+    if (number <= last_done_.load() || broken_.load()) return true;
     Result result = kNotReady;
     {
         Held held(steps_mutex_);
-        size_t over = 0;
+        size_t done = 0;
         for (size_t i = 0; i < steps_.size(); ++i) {
             if (steps_[i].event == nullptr) continue;
             result = driver_.event_query(steps_[i].event);
             if (result != kSuccess) break;
-            over = i + 1;
+            done = i + 1;
         }
-        for (; over > 0; --over) {
-            last_over_.store(steps_.front().number);
+        for (; done > 0; --done) {
+            last_done_.store(steps_.front().number);
             step_events_.give(steps_.front().event);
             steps_.pop_front();
         }
     }
     if (result != kNotReady) check(result, "cuEventQuery of a step");
-    return number <= last_over_.load() || broken_.load();
+    return number <= last_done_.load() || broken_.load();
 }
 
-int64_t Copier::ahead(int64_t ticket) {
+int64_t Copier::ahead(int64_t transfer_id) {
     Held held(mutex_);
     const auto own = std::find_if(progress_.begin(), progress_.end(),
-                                  [&](const Progress& p) { return p.ticket == ticket; });
+                                  [&](const Progress& p) { return p.transfer_id == transfer_id; });
     if (own == progress_.end()) return 0;
     int64_t bytes = own->left;
     for (const Progress& other : progress_) {
-        if (other.ticket == ticket) continue;
+        if (other.transfer_id == transfer_id) continue;
+        const bool is_older = other.transfer_id < transfer_id;
         const bool first = other.layer_bytes < own->layer_bytes ||
-                           (other.layer_bytes == own->layer_bytes && other.ticket < ticket);
+                           (other.layer_bytes == own->layer_bytes && is_older);
         bytes += first ? other.left : other.inflight;
     }
     return bytes;
 }
 
-int64_t Copier::poll(Over* over, int64_t room) {
+int64_t Copier::poll(Done* done, int64_t room) {
     Held held(mutex_);
     const int64_t count = std::min(room, (int64_t)done_.size());
-    std::copy_n(done_.begin(), count, over);
+    std::copy_n(done_.begin(), count, done);
     done_.erase(done_.begin(), done_.begin() + count);
     return count;
 }
@@ -186,7 +187,7 @@ int64_t Copier::poll(Over* over, int64_t room) {
 bool Copier::wait(int64_t ns) {
     const int64_t deadline = now_ns() + ns;
     Held held(mutex_);
-    while (done_.empty() && over_.wait_until(mutex_, deadline)) {
+    while (done_.empty() && done_signal_.wait_until(mutex_, deadline)) {
     }
     return !done_.empty();
 }
@@ -209,9 +210,9 @@ void Copier::totals(Totals* totals) {
     totals->rate = rate_ns_ > 0 ? rate_bytes_ / rate_ns_ * 1e9 : 0;
 }
 
-int64_t Copier::trouble(char* text, int64_t size) {
+int64_t Copier::first_error(char* text, int64_t size) {
     Held held(mutex_);
-    return snprintf(text, (size_t)size, "%s", trouble_);
+    return snprintf(text, (size_t)size, "%s", first_error_);
 }
 
 void Copier::close() {
@@ -231,18 +232,18 @@ void* Copier::main(void* self) {
 }
 
 void Copier::run() {
-    prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);  // pauses as short as they are meant
+    prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);  // or pauses last 50 us longer
     check(driver_.ctx_set_current(context_), "cuCtxSetCurrent");
     std::vector<Command> commands;
     for (bool closing = false;;) {
         const bool moved_in = land(in_), moved_out = land(out_);
-        sweep();
+        report_done();
         const bool moved = submit_load() | submit_store() | moved_in | moved_out;
         {
             Held held(mutex_);
             if (inbox_.empty() && !moved && closing == closing_) {
-                if (closing && tickets_.empty()) break;
-                if (tickets_.empty()) {
+                if (closing && transfers_.empty()) break;
+                if (transfers_.empty()) {
                     work_.wait(mutex_);
                 } else {
                     const bool flying = !in_.parts.empty() || !out_.parts.empty();
@@ -269,32 +270,32 @@ void Copier::run() {
 void Copier::take(std::vector<Command>& commands) {
     for (Command& command : commands) {
         if (command.begun != nullptr) {
-            tickets_.push_back(std::move(command.begun));
+            transfers_.push_back(std::move(command.begun));
             continue;
         }
-        for (const auto& ticket : tickets_) {
-            if (ticket->number != command.abort || ticket->submitted) continue;
-            ticket->aborted = true;
-            give_up(*ticket);
+        for (const auto& transfer : transfers_) {
+            if (transfer->id != command.abort || transfer->submitted) continue;
+            transfer->aborted = true;
+            stop(*transfer);
         }
     }
     commands.clear();
 }
 
 void Copier::cancel_all() {
-    for (const auto& ticket : tickets_) {
-        if (ticket->submitted) continue;
-        ticket->failed = true;
-        give_up(*ticket);
+    for (const auto& transfer : transfers_) {
+        if (transfer->submitted) continue;
+        transfer->failed = true;
+        stop(*transfer);
     }
 }
 
-// Whether the part has landed; `known` is false if only those behind it can tell.
+// Whether the part has landed. `known` is false if that can only be seen from a part behind it.
 bool Copier::has_landed(Lane& lane, size_t index, bool& known) {
     Part& part = lane.parts[index];
     known = true;
     if (broken_.load()) {
-        part.ticket->failed = true;
+        part.transfer->failed = true;
         return true;
     }
     Result result;
@@ -310,7 +311,7 @@ bool Copier::has_landed(Lane& lane, size_t index, bool& known) {
         return result == kSuccess;
     }
     check(result, "cuEventQuery");
-    part.ticket->failed = true;
+    part.transfer->failed = true;
     if (++part.bad_queries == kBadQueries) broken_.store(true);
     return broken_.load();
 }
@@ -326,7 +327,7 @@ bool Copier::land(Lane& lane) {
     const int64_t now = now_ns();
     Held held(mutex_);
     for (; landed > 0; --landed) {
-        arrive(lane, lane.parts.front(), now);
+        note_landed(lane, lane.parts.front(), now);
         lane.parts.pop_front();
     }
     if (lane.parts.empty()) {
@@ -335,192 +336,194 @@ bool Copier::land(Lane& lane) {
     return true;
 }
 
-// Under mutex_.
-void Copier::arrive(Lane& lane, const Part& part, int64_t now) {
-    Ticket& ticket = *part.ticket;
+// Called with mutex_ held.
+void Copier::note_landed(Lane& lane, const Part& part, int64_t now) {
+    Transfer& transfer = *part.transfer;
     events_.give(part.event);
     lane.bytes -= part.bytes;
-    --ticket.parts;
-    ticket.bytes -= part.bytes;
-    ticket.groups -= part.ends_group;
-    (ticket.loads ? totals_.bytes_in : totals_.bytes_out) += part.bytes;
+    --transfer.parts;
+    transfer.bytes -= part.bytes;
+    transfer.groups -= part.ends_group;
+    (transfer.loads ? totals_.bytes_in : totals_.bytes_out) += part.bytes;
     const int64_t took = now - std::max(lane.landed_ns, part.submitted_ns);
     lane.landed_ns = now;
-    if (!ticket.loads) return;
+    if (!transfer.loads) return;
     for (Progress& progress : progress_) {
-        if (progress.ticket != ticket.number) continue;
+        if (progress.transfer_id != transfer.id) continue;
         progress.left -= part.bytes;
         progress.inflight -= part.bytes;
     }
-    if (part.bytes < kRatedBytes || ticket.failed) return;
+    if (part.bytes < kRatedBytes || transfer.failed) return;
     const double kept = kRateBytes / (kRateBytes + (double)part.bytes);
     rate_bytes_ = (rate_bytes_ + (double)part.bytes) * kept;
     rate_ns_ = (rate_ns_ + (double)took) * kept;
 }
 
-// Stops what failed, and tells what is over.
-void Copier::sweep() {
+// Stops failed transfers and moves ended ones to done_.
+void Copier::report_done() {
     bool any = false;
-    for (const auto& ticket : tickets_) {
-        if (broken_.load()) ticket->failed = true;
-        if (ticket->failed && !ticket->submitted) give_up(*ticket);
-        any |= ticket->submitted && ticket->parts == 0;
+    for (const auto& transfer : transfers_) {
+        if (broken_.load()) transfer->failed = true;
+        if (transfer->failed && !transfer->submitted) stop(*transfer);
+        any |= transfer->submitted && transfer->parts == 0;
     }
     if (!any) return;
     const int64_t now = now_ns();
     Held held(mutex_);
     const bool loading = !progress_.empty();
-    for (const auto& ticket : tickets_) {
-        if (!ticket->submitted || ticket->parts > 0) continue;
-        const bool ok = !ticket->failed && !ticket->aborted;
-        done_.push_back({ticket->number, ok, (double)(now - ticket->begun_ns) * 1e-9});
-        if (ticket->loads) {
-            ++(ok ? totals_.loads : ticket->failed ? totals_.failed_loads : totals_.aborted_loads);
+    for (const auto& transfer : transfers_) {
+        if (!transfer->submitted || transfer->parts > 0) continue;
+        const bool ok = !transfer->failed && !transfer->aborted;
+        done_.push_back({transfer->id, ok, (double)(now - transfer->begun_ns) * 1e-9});
+        if (transfer->loads) {
+            ++(ok                 ? totals_.loads
+               : transfer->failed ? totals_.failed_loads
+                                  : totals_.aborted_loads);
         } else {
             ++(ok ? totals_.stores : totals_.failed_stores);
         }
         progress_.erase(
             std::remove_if(progress_.begin(), progress_.end(),
-                           [&](const Progress& p) { return p.ticket == ticket->number; }),
+                           [&](const Progress& p) { return p.transfer_id == transfer->id; }),
             progress_.end());
     }
     if (loading && progress_.empty()) totals_.loading_ns += now - loading_since_ns_;
-    tickets_.erase(std::remove_if(tickets_.begin(), tickets_.end(),
+    transfers_.erase(std::remove_if(transfers_.begin(), transfers_.end(),
                                   [](const auto& t) { return t->submitted && t->parts == 0; }),
-                   tickets_.end());
-    over_.signal();
+                   transfers_.end());
+    done_signal_.signal();
 }
 
-// No more is submitted; the gates let through, in order behind what was. The ticket is over when
-// that has drained.
-void Copier::give_up(Ticket& ticket) {
-    ticket.submitted = true;
+// Submits no more of a transfer. Its flag is set behind what was submitted, so that waiting steps
+// continue; the transfer ends when that has landed.
+void Copier::stop(Transfer& transfer) {
+    transfer.submitted = true;
     if (broken_.load()) return;
-    if (ticket.loads) write_flag(ticket, setup_.num_layers);
-    fly(ticket.loads ? in_ : out_, ticket, 0, false);
+    if (transfer.loads) write_flag(transfer, setup_.num_layers);
+    add_part(transfer.loads ? in_ : out_, transfer, 0, false);
 }
 
-void Copier::write_flag(Ticket& ticket, int64_t layers) {
-    const Address flag = (Address)(setup_.flags + 4 * ticket.place);
-    const uint32_t value = ticket.base + (uint32_t)layers;
+void Copier::write_flag(Transfer& transfer, int64_t layers) {
+    const Address flag = (Address)(setup_.flags + 4 * transfer.place);
+    const uint32_t value = transfer.base + (uint32_t)layers;
     if (!check(driver_.write_value(in_.stream, flag, value, 0), "cuStreamWriteValue32")) {
-        ticket.failed = true;  // the gates' own bound remains
+        transfer.failed = true;  // waiting steps then time out
     }
 }
 
-void Copier::fly(Lane& lane, Ticket& ticket, int64_t bytes, bool ends_group) {
+void Copier::add_part(Lane& lane, Transfer& transfer, int64_t bytes, bool ends_group) {
     Handle event = events_.take(driver_);
     if (event != nullptr && !check(driver_.event_record(event, lane.stream), "cuEventRecord")) {
         events_.give(event);
         event = nullptr;
-        ticket.failed = true;
+        transfer.failed = true;
     }
     const int64_t now = now_ns();
     if (lane.parts.empty()) lane.busy_since_ns = now;
-    lane.parts.push_back({&ticket, bytes, event, ends_group, now, 0});
+    lane.parts.push_back({&transfer, bytes, event, ends_group, now, 0});
     lane.bytes += bytes;
-    ++ticket.parts;
-    ticket.bytes += bytes;
-    if (bytes == 0 || !ticket.loads) return;
+    ++transfer.parts;
+    transfer.bytes += bytes;
+    if (bytes == 0 || !transfer.loads) return;
     Held held(mutex_);
     for (Progress& progress : progress_) {
-        if (progress.ticket == ticket.number) progress.inflight += bytes;
+        if (progress.transfer_id == transfer.id) progress.inflight += bytes;
     }
 }
 
-// Whether as much of a load is submitted ahead of what has landed as may be.
-bool Copier::is_ahead(const Ticket& ticket) const {
-    return setup_.lazy && ticket.pair == 0 && ticket.groups >= setup_.lookahead &&
-           ticket.bytes >= setup_.ahead_bytes;
+// Whether as much of a load as allowed is submitted and not yet landed.
+bool Copier::is_ahead(const Transfer& transfer) const {
+    return setup_.lazy && transfer.pair == 0 && transfer.groups >= setup_.lookahead &&
+           transfer.bytes >= setup_.ahead_bytes;
 }
 
-// The load that goes next, if any may: the one whose layers are the smallest, or one that was
-// overtaken for too long. As long as the smallest has more to come, others get no more of the link
-// than keeps it busy.
-Ticket* Copier::next_load() {
-    Ticket *first = nullptr, *chosen = nullptr;
-    const auto goes_before = [](const Ticket* one, const Ticket* other) {
+// The load to submit a part of, or null: the one with the smallest layers, or one that was
+// overtaken for too long. While the smallest has more to submit, others only keep the link busy.
+Transfer* Copier::next_load() {
+    Transfer *first = nullptr, *chosen = nullptr;
+    const auto goes_before = [](const Transfer* one, const Transfer* other) {
         return other == nullptr || one->pairs.size() < other->pairs.size();
     };
-    for (const auto& held : tickets_) {
-        Ticket* ticket = held.get();
-        if (!ticket->loads || ticket->submitted) continue;
+    for (const auto& held : transfers_) {
+        Transfer* transfer = held.get();
+        if (!transfer->loads || transfer->submitted) continue;
         const bool starves =
-            ticket->passed > 0 && ticket->passed >= kPatience * next_piece(*ticket).bytes;
-        if (!starves && !goes_before(ticket, chosen)) continue;
-        if (!step_over(ticket->after_step)) continue;
-        const bool waits = is_ahead(*ticket);
-        if (starves && !waits) return ticket;
-        if (goes_before(ticket, first)) first = ticket;
-        if (!waits && goes_before(ticket, chosen)) chosen = ticket;
+            transfer->overtaken > 0 &&
+            transfer->overtaken >= kPatience * next_piece(*transfer).bytes;
+        if (!starves && !goes_before(transfer, chosen)) continue;
+        if (!step_done(transfer->after_step)) continue;
+        const bool waits = is_ahead(*transfer);
+        if (starves && !waits) return transfer;
+        if (goes_before(transfer, first)) first = transfer;
+        if (!waits && goes_before(transfer, chosen)) chosen = transfer;
     }
     const bool busy = in_.bytes >= setup_.max_inflight / 4;
     return chosen != first && busy ? nullptr : chosen;
 }
 
-// Notes that so much of a load was submitted while the oldest one that could have gone waits. Only
-// that one's patience counts: many that are overtaken must not add up.
-void Copier::note_overtaken(const Ticket& by, int64_t bytes) {
-    for (const auto& held : tickets_) {
-        Ticket& ticket = *held;
-        if (&ticket == &by) return;
-        if (!ticket.loads || ticket.submitted || is_ahead(ticket)) continue;
-        if (!step_over(ticket.after_step)) continue;
-        ticket.passed += bytes;
+// Adds `bytes` submitted of a load to those by which the oldest ready load was overtaken. Only that
+// one is counted: overtaken loads must not add up.
+void Copier::note_overtaken(const Transfer& by, int64_t bytes) {
+    for (const auto& held : transfers_) {
+        Transfer& transfer = *held;
+        if (&transfer == &by) return;
+        if (!transfer.loads || transfer.submitted || is_ahead(transfer)) continue;
+        if (!step_done(transfer.after_step)) continue;
+        transfer.overtaken += bytes;
         return;
     }
 }
 
-Copier::Piece Copier::next_piece(const Ticket& ticket) const {
-    const int64_t layers = std::min(ticket.group, ticket.layers - ticket.layer);
+Copier::Piece Copier::next_piece(const Transfer& transfer) const {
+    const int64_t layers = std::min(transfer.group, transfer.layers - transfer.layer);
     const int64_t width = layers * layer_bytes_;
     const size_t most = (size_t)std::max<int64_t>(1, setup_.part_bytes / width);
-    const size_t count = std::min(most, ticket.pairs.size() - ticket.pair);
+    const size_t count = std::min(most, transfer.pairs.size() - transfer.pair);
     return {layers, count, (int64_t)count * width};
 }
 
-// One part of a load.
+// Submits one part of a load.
 bool Copier::submit_load() {
-    Ticket* chosen = next_load();
+    Transfer* chosen = next_load();
     if (chosen == nullptr) return false;
-    Ticket& ticket = *chosen;
-    const auto [layers, count, bytes] = next_piece(ticket);
+    Transfer& transfer = *chosen;
+    const auto [layers, count, bytes] = next_piece(transfer);
     if (setup_.lazy && in_.bytes > 0 && in_.bytes + bytes > setup_.max_inflight) return false;
-    note_overtaken(ticket, bytes);
-    ticket.passed = 0;
-    ticket.groups += ticket.pair == 0;
-    if (!check(copy_in(ticket, count, layers), "a copy to the device")) {
-        ticket.failed = true;
+    note_overtaken(transfer, bytes);
+    transfer.overtaken = 0;
+    transfer.groups += transfer.pair == 0;
+    if (!check(copy_in(transfer, count, layers), "a copy to the device")) {
+        transfer.failed = true;
         return true;
     }
-    ticket.pair += count;
-    const bool ends_group = ticket.pair == ticket.pairs.size();
+    transfer.pair += count;
+    const bool ends_group = transfer.pair == transfer.pairs.size();
     if (ends_group) {
-        ticket.pair = 0;
-        ticket.layer += layers;
-        write_flag(ticket, ticket.layer);
-        if (ticket.layer == ticket.layers) ticket.submitted = true;
+        transfer.pair = 0;
+        transfer.layer += layers;
+        write_flag(transfer, transfer.layer);
+        if (transfer.layer == transfer.layers) transfer.submitted = true;
     }
-    fly(in_, ticket, bytes, ends_group);
+    add_part(in_, transfer, bytes, ends_group);
     return true;
 }
 
-// One part of the first store that may begin.
+// Submits one part of the first store whose step is done.
 bool Copier::submit_store() {
-    for (const auto& held : tickets_) {
-        Ticket& ticket = *held;
-        if (ticket.loads || ticket.submitted || !step_over(ticket.after_step)) continue;
+    for (const auto& held : transfers_) {
+        Transfer& transfer = *held;
+        if (transfer.loads || transfer.submitted || !step_done(transfer.after_step)) continue;
         const size_t most = (size_t)std::max<int64_t>(1, setup_.part_bytes / setup_.block_bytes);
-        const size_t count = std::min(most, ticket.pairs.size() - ticket.pair);
+        const size_t count = std::min(most, transfer.pairs.size() - transfer.pair);
         const int64_t bytes = (int64_t)count * setup_.block_bytes;
         if (setup_.lazy && out_.bytes > 0 && out_.bytes + bytes > setup_.max_inflight) return false;
-        if (!check(copy_out(ticket, count), "a copy from the device")) {
-            ticket.failed = true;
+        if (!check(copy_out(transfer, count), "a copy from the device")) {
+            transfer.failed = true;
             return true;
         }
-        ticket.pair += count;
-        ticket.submitted = ticket.pair == ticket.pairs.size();
-        fly(out_, ticket, bytes, false);
+        transfer.pair += count;
+        transfer.submitted = transfer.pair == transfer.pairs.size();
+        add_part(out_, transfer, bytes, false);
         return true;
     }
     return false;

@@ -1,5 +1,5 @@
-// What the copier consists of; copier.h tells what it does. What callers run is in the first half
-// of copier.cpp, what the thread runs in the second one, the single copies in copies.cpp.
+// State of the copier; copier.h documents its interface. The first half of copier.cpp is run by
+// callers, the second half by the copy thread; copies.cpp submits the copies themselves.
 
 #pragma once
 
@@ -18,34 +18,35 @@ namespace hetero::kv {
 constexpr unsigned kNoTiming = 2;  // CU_EVENT_DISABLE_TIMING
 
 struct Pair {
-    int64_t slot, block;
+    int64_t host_block, block;
 };
 
-struct Ticket {
-    int64_t number = 0;
+struct Transfer {
+    int64_t id = 0;
     bool loads = false;
     std::vector<Pair> pairs;
     int64_t place = 0, method = kPlain, group = 1, layers = 0, after_step = 0;
     uint32_t base = 0;
     int64_t begun_ns = 0;
-    // Of the thread alone.
-    int64_t layer = 0;     // first of the group that is being submitted
-    size_t pair = 0;       // first of its pairs that is not submitted
-    int64_t parts = 0, bytes = 0;  // submitted, not landed
-    int64_t groups = 0;    // begun, not landed
-    int64_t passed = 0;    // bytes of later loads that went while this one could have, since it went
-    bool submitted = false;  // no more will be
+    // Used by the copy thread only.
+    int64_t layer = 0;     // first layer of the group being submitted
+    size_t pair = 0;       // first pair of the group not yet submitted
+    int64_t parts = 0, bytes = 0;  // submitted and not yet landed
+    int64_t groups = 0;    // likewise, groups begun
+    // Bytes of later loads submitted since this one's last part, while it could have been.
+    int64_t overtaken = 0;
+    bool submitted = false;  // completely, or stopped
     bool failed = false, aborted = false;
 };
 
 struct Command {
-    std::unique_ptr<Ticket> begun;  // none: `abort` is to stop
+    std::unique_ptr<Transfer> begun;  // null: stop the transfer `abort`
     int64_t abort = 0;
 };
 
-// A part that was submitted. No event: it has landed when something behind it has.
+// A submitted part. Without an event it has landed when a part behind it has.
 struct Part {
-    Ticket* ticket;
+    Transfer* transfer;
     int64_t bytes;
     Handle event;
     bool ends_group;
@@ -60,17 +61,17 @@ struct Lane {
     int64_t busy_since_ns = 0, landed_ns = 0;
 };
 
-// What callers may know of a load.
+// What callers read of a load, guarded by mutex_.
 struct Progress {
-    int64_t ticket, layer_bytes, left, inflight;
+    int64_t transfer_id, layer_bytes, left, inflight;
 };
 
 struct Step {
     int64_t number;
-    Handle event;  // none: over when a later one is
+    Handle event;  // null: done when a later step is
 };
 
-// Events of one owner; each is recorded anew only after it has happened.
+// Reuses events: each is recorded again only after it has happened.
 class Events {
    public:
     Handle take(const Driver& driver) {
@@ -104,16 +105,16 @@ class Copier {
     bool start(char* message, size_t size);
     int64_t methods() const;
     Result add_kernel(const void* image);
-    void begin(std::unique_ptr<Ticket> ticket);
-    void abort(int64_t ticket);
+    void begin(std::unique_ptr<Transfer> transfer);
+    void abort(int64_t transfer_id);
     void step_launched(int64_t number, Handle stream);
-    bool step_over(int64_t number);
-    int64_t ahead(int64_t ticket);
-    int64_t poll(Over* over, int64_t room);
+    bool step_done(int64_t number);
+    int64_t ahead(int64_t transfer_id);
+    int64_t poll(Done* done, int64_t room);
     bool wait(int64_t ns);
     void set_rate(double rate);
     void totals(Totals* totals);
-    int64_t trouble(char* text, int64_t size);
+    int64_t first_error(char* text, int64_t size);
     void close();
     const Driver& driver() const { return driver_; }
     int64_t layer_bytes() const { return layer_bytes_; }
@@ -125,31 +126,31 @@ class Copier {
     void cancel_all();
     bool land(Lane& lane);
     bool has_landed(Lane& lane, size_t index, bool& known);
-    void arrive(Lane& lane, const Part& part, int64_t now);
-    void sweep();
-    // What is submitted at once: so many layers of so many pairs.
+    void note_landed(Lane& lane, const Part& part, int64_t now);
+    void report_done();
+    // One submission: `layers` layers of `count` pairs.
     struct Piece {
         int64_t layers;
         size_t count;
         int64_t bytes;
     };
-    Piece next_piece(const Ticket& ticket) const;
-    bool is_ahead(const Ticket& ticket) const;
-    Ticket* next_load();
-    void note_overtaken(const Ticket& by, int64_t bytes);
+    Piece next_piece(const Transfer& transfer) const;
+    bool is_ahead(const Transfer& transfer) const;
+    Transfer* next_load();
+    void note_overtaken(const Transfer& by, int64_t bytes);
     bool submit_load();
     bool submit_store();
-    Result copy_in(const Ticket& ticket, size_t count, int64_t layers);
-    Result copy_runs(const Ticket& ticket, size_t count, int64_t offset, size_t width);
-    Result copy_batch(const Ticket& ticket, size_t count, int64_t offset, size_t width);
-    Result copy_by_kernel(const Ticket& ticket, size_t count, int64_t offset, size_t width);
-    Result copy_out(const Ticket& ticket, size_t count);
-    size_t run_length(const Ticket& ticket, size_t first, size_t end) const;
-    void fly(Lane& lane, Ticket& ticket, int64_t bytes, bool ends_group);
-    void write_flag(Ticket& ticket, int64_t layers);
-    void give_up(Ticket& ticket);
+    Result copy_in(const Transfer& transfer, size_t count, int64_t layers);
+    Result copy_runs(const Transfer& transfer, size_t count, int64_t offset, size_t width);
+    Result copy_batch(const Transfer& transfer, size_t count, int64_t offset, size_t width);
+    Result copy_by_kernel(const Transfer& transfer, size_t count, int64_t offset, size_t width);
+    Result copy_out(const Transfer& transfer, size_t count);
+    size_t run_length(const Transfer& transfer, size_t first, size_t end) const;
+    void add_part(Lane& lane, Transfer& transfer, int64_t bytes, bool ends_group);
+    void write_flag(Transfer& transfer, int64_t layers);
+    void stop(Transfer& transfer);
     bool check(Result result, const char* what);
-    char* host(int64_t slot) const { return (char*)setup_.host + slot * setup_.block_bytes; }
+    char* host(int64_t block) const { return (char*)setup_.host + block * setup_.block_bytes; }
     Address device(int64_t block) const {
         return (Address)(setup_.device + block * setup_.block_bytes);
     }
@@ -164,24 +165,24 @@ class Copier {
     Handle module_ = nullptr;
     std::atomic<Handle> kernel_{nullptr};
 
-    Mutex mutex_;  // for what follows, up to the steps
-    Condition work_, over_;
+    Mutex mutex_;  // guards what follows, up to steps_mutex_
+    Condition work_, done_signal_;
     std::vector<Command> inbox_;
     bool closing_ = false, ended_ = false;
-    std::vector<Over> done_;
+    std::vector<Done> done_;
     std::vector<Progress> progress_;
     Totals totals_{};
     int64_t loading_since_ns_ = 0;
     double rate_bytes_ = 0, rate_ns_ = 0;
-    char trouble_[160] = "";
+    char first_error_[160] = "";
 
-    Mutex steps_mutex_;  // for the steps; never held together with mutex_
+    Mutex steps_mutex_;  // guards steps_; never held together with mutex_
     std::deque<Step> steps_;
     Events step_events_;
-    std::atomic<int64_t> last_over_{0};
+    std::atomic<int64_t> last_done_{0};
 
-    // Of the thread alone.
-    std::vector<std::unique_ptr<Ticket>> tickets_;
+    // Used by the copy thread only.
+    std::vector<std::unique_ptr<Transfer>> transfers_;
     Lane in_, out_;
     Events events_;
     std::vector<Address> targets_, sources_;

@@ -14,7 +14,7 @@ bool find(Handle library, const char* name, Function& function) {
     return function != nullptr;
 }
 
-// The plain symbol's signature depends on the library's version, so it is asked for by version.
+// The plain symbol's signature depends on the library's version, so a version is requested.
 void find_batch(Driver& driver) {
     Result (*by_version)(const char*, void**, int, uint64_t, int*) = nullptr;
     void* found = nullptr;

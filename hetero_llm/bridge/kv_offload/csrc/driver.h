@@ -1,5 +1,5 @@
-// The part of CUDA's driver interface that copies need, found in a library that is opened at run
-// time: nothing of CUDA is needed to build this. Types and layouts are those of cuda.h.
+// The part of the CUDA driver interface that copies need, looked up in a library opened at run
+// time: building this needs no CUDA. Types and layouts are those of cuda.h.
 
 #pragma once
 
@@ -41,8 +41,8 @@ struct BatchAttributes {
 };
 constexpr int kInStreamOrder = 1;  // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
-// Functions under their names in cuda.h, with the version that this code is written for. The
-// optional ones are null where the library has none.
+// Functions of cuda.h, in the versions that this code is written for. The optional ones are null if
+// the library lacks them.
 struct Driver {
     Handle library = nullptr;
 
@@ -63,7 +63,7 @@ struct Driver {
     Result (*error_name)(Result error, const char** name);
     Result (*priority_range)(int* least, int* greatest);
     Result (*copy_2d)(const Copy2D* copy, Handle stream);
-    // As in 12.8; a driver of 13 still gives it to who asks for that version.
+    // As in 12.8; drivers of 13 still provide that version on request.
     Result (*copy_batch)(Address* targets, Address* sources, size_t* sizes, size_t count,
                          BatchAttributes* attributes, size_t* attribute_starts,
                          size_t num_attributes, size_t* failed, Handle stream);
@@ -82,11 +82,11 @@ struct Driver {
     void describe(Result error, char* text, size_t size) const;
 };
 
-// Opens the library and finds everything. False with a message if it is not there or lacks what
-// cannot be done without. It stays open: who once loaded a driver cannot unload it.
+// Opens the library and looks up all functions. False with a message if it is missing or lacks a
+// required function. It stays open: a driver cannot be unloaded.
 bool open_driver(const char* path, Driver& driver, char* message, size_t size);
 
-// Whether nothing works any more in the context after this error.
+// Whether the context is unusable after this error.
 bool is_sticky(Result error);
 
 }  // namespace hetero::kv

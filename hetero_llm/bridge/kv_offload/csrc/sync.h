@@ -1,5 +1,5 @@
-// Mutex and condition with timeouts by the monotonic clock. Straight on pthread: the standard
-// library's timed waits are unknown to older thread sanitizers.
+// Mutex and condition variable with timeouts on the monotonic clock. Built on pthread: older thread
+// sanitizers do not know the standard library's timed waits.
 
 #pragma once
 

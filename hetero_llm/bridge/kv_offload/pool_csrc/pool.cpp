@@ -36,7 +36,7 @@ double now() {
     return duration<double>(steady_clock::now().time_since_epoch()).count();
 }
 
-// The few functions of libcuda that are needed here; CUcontext is a pointer, CUresult an int.
+// The functions of libcuda needed here; CUcontext is a pointer, CUresult an int.
 struct Driver {
     int (*get_context)(void**) = nullptr;
     int (*set_context)(void*) = nullptr;
@@ -44,7 +44,7 @@ struct Driver {
     int (*unregister_memory)(void*) = nullptr;
     int (*error_name)(int, const char**) = nullptr;
 
-    // Whether it can be used. The library stays loaded: others use it too.
+    // Whether it can be used. The library stays loaded: other code uses it, too.
     bool open(const char* path) {
         void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
         if (!library) return false;
@@ -71,7 +71,7 @@ public:
         chunks_ = (options.num_rows + options.chunk_rows - 1) / options.chunk_rows;
     }
 
-    // An errno, 0 if all is well.
+    // Returns an errno, 0 on success.
     int start(const char* libcuda) {
         void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -92,7 +92,7 @@ public:
             if (driver_.get_context) driver_.get_context(&context_);
         }
         touched_ = std::vector<std::atomic<int64_t>>(chunks_);
-        // Signals are for the threads that Python knows.
+        // Signals are handled by Python's threads.
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -111,7 +111,7 @@ public:
         if (filler_.joinable()) filler_.join();
         for (std::thread& thread : touchers_) thread.join();
         if (!base_) return;
-        // In a thread of its own: the caller's current context is not to be touched.
+        // In an own thread, to leave the caller's current context alone.
         if (registered_) std::thread([this] { unregister(); }).join();
         munmap(base_, bytes_);
     }
@@ -154,12 +154,12 @@ private:
         constexpr int64_t kBits = 8 * sizeof(unsigned long);
         std::vector<unsigned long> mask(options_.node / kBits + 1);
         mask[options_.node / kBits] = 1UL << (options_.node % kBits);
-        // The kernel reads one bit less than it is told.
+        // The kernel reads one bit less than the argument says.
         if (syscall(SYS_mbind, base_, bytes_, kPreferred, mask.data(), mask.size() * kBits + 1, 0))
             mbind_error_ = errno;
     }
 
-    // Takes the next piece of the memory, in ascending order, until there is none.
+    // Touches piece after piece of the memory, in ascending order.
     void touch() {
         double start = now();
         for (;;) {
@@ -186,7 +186,7 @@ private:
         touch_seconds_ = std::max(touch_seconds_, now() - start);
     }
 
-    // Waits for one chunk after the other to be touched, and registers it.
+    // Registers chunk after chunk, each as soon as it is touched.
     void fill() {
         if (registers_ && driver_.set_context && context_) driver_.set_context(context_);
         for (int64_t chunk = 0; chunk < chunks_; chunk++) {
@@ -211,7 +211,7 @@ private:
             if (registers_) registered_++;
             ready_rows_.store(rows_before(chunk + 1), std::memory_order_release);
             if (options_.pause) {
-                // The driver's lock was held all the while: now it is the others' turn.
+                // The driver's lock was held all the time: let other threads have it.
                 auto pause = std::chrono::duration<double>(seconds);
                 changed_.wait_for(lock, pause, [this] { return stop_; });
             } else {
@@ -244,8 +244,8 @@ private:
             if (cuda_error_) stop_ = true;
         }
         if (cuda_error_) {
-            // What is not registered is no use to anybody: nobody touches it any more, and the
-            // system gets it back.
+            // Memory that is not registered cannot be used: stop touching it, and give it back
+            // to the system.
             for (std::thread& thread : touchers_) thread.join();
             touchers_.clear();
             int64_t used = begin_of(registered_);
@@ -306,7 +306,7 @@ void* hetero_pool_open(const hetero::pool::Options* options, int64_t* error) {
 void hetero_pool_state(void* pool, hetero::pool::State* state) { as_pool(pool)->state(state); }
 
 int64_t hetero_pool_ready(void* pool) {
-    bool failed = as_pool(pool)->failed();  // first: rows grow no more once it is true
+    bool failed = as_pool(pool)->failed();  // read first: once true, rows do not grow
     return failed ? ~as_pool(pool)->ready() : as_pool(pool)->ready();
 }
 
