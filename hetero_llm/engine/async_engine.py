@@ -14,8 +14,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from hetero_llm.config.args import ENGINE_ARGS, Status, resolve_engine_args
@@ -27,29 +25,27 @@ from hetero_llm.core.errors import (
     EngineHungError,
     HeteroLLMError,
     OverloadedError,
-    PromptError,
     RequestError,
 )
 from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request
-from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
+from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine import messages
 from hetero_llm.engine.engine_client import EngineInfo, EngineStats
 from hetero_llm.engine.engine_launcher import EngineProcess, launch
 from hetero_llm.engine.factory import open_model
 from hetero_llm.engine.images import ImageInputs
-from hetero_llm.engine.input_processor import InputProcessor, Prompt, parse_prompts
+from hetero_llm.engine.input_processor import InputProcessor, Prompt, parse_prompt
 from hetero_llm.engine.output_stream import Assembler, OutputStream
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
 
 logger = logging.getLogger(__name__)
 
 STEP_TIMEOUTS = {"cuda": 30.0, "cpu": 120.0}
 """Seconds without a sign of life after which an engine counts as hung, by device."""
-_TOKENIZER_THREADS = 2
-_SHORT_TEXT = 512  # characters
-_SHORT_IDS = 4096
+_IDS_PER_CHARACTER = 8
+"""Token ids that are checked in the time in which one character is encoded."""
 _FINISHES_KEPT = 32
 _RETRY_SECONDS = 1.0, 60.0
 """Least and most that a client is told to wait."""
@@ -143,13 +139,13 @@ class AsyncLLMEngine:
             max_model_len=ready.max_model_len,
             eos_ids=model.eos_token_ids,
             max_logprobs=config.max_logprobs,
-            seed=0,  # the engine derives the seeds
+            seed=config.seed,
             images=self.images,
         )
         self._max_running = config.max_num_seqs
         self._max_queued = max_queued_requests
         self._step_timeout = step_timeout or STEP_TIMEOUTS[ready.device.partition(":")[0]]
-        self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, "hetero-llm-tokenize")
+        self.threads = TokenizerThreads()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, OutputStream] = {}  # by key
         self._keys: dict[str, str] = {}  # by request id
@@ -198,9 +194,9 @@ class AsyncLLMEngine:
         self._attach()
         stream = self._open(request_id)
         try:
-            prompt = _as_prompt(prompt)
+            prompt = parse_prompt(prompt)
             request = await self._checked(prompt, params)
-            self._submit(stream, request, prompt.cache_salt)
+            self._submit(stream, request)
             assembler = Assembler(request, request_id, stream.arrival)
             finished = False
             while not finished:
@@ -270,33 +266,26 @@ class AsyncLLMEngine:
         raise OverloadedError(seconds, reason)
 
     async def _checked(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """The request as the engine will make it, for its token ids and its mistakes."""
-        make = self._inputs.make_request
-        text, ids = prompt.text or "", prompt.token_ids or ()
-        short = len(ids) <= _SHORT_IDS and (ids or len(text) <= _SHORT_TEXT)
-        if short and not prompt.images:
-            return make("", prompt, params)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, make, "", prompt, params)
+        """The request, checked and ready for the engine.
 
-    def _submit(self, stream: OutputStream, request: Request, salt: str | None) -> None:
-        kind = request.params.output_kind
-        if kind is RequestOutputKind.CUMULATIVE:
-            kind = RequestOutputKind.DELTA
-        params = messages.params_to_wire(request.params, kind)
+        Raises:
+            RequestError: the prompt or a parameter is wrong.
+        """
+
+        def make() -> Request:
+            return self._inputs.make_request("", prompt, params)
+
+        if prompt.images:
+            return await self.threads.run_on_images(make)
+        ids = prompt.token_ids
+        size = len(prompt.text or "") if ids is None else len(ids) // _IDS_PER_CHARACTER
+        return await self.threads.run(make, size=size)
+
+    def _submit(self, stream: OutputStream, request: Request) -> None:
+        message = messages.request_to_wire(stream.key, request)
         if self._failure is not None:
             raise EngineDeadError(self._failure)
-        images = request.images
-        self._post(
-            messages.AddRequest(
-                stream.key,
-                request.prompt_token_ids,
-                salt,
-                params,
-                messages.images_to_wire(images),
-                "" if images is None else images.key,
-            )
-        )
+        self._post(message)
         stream.sent = True
         if stream.abort_wanted:
             self._post(messages.Abort(stream.key))
@@ -372,7 +361,7 @@ class AsyncLLMEngine:
             self._link.flush()
             await asyncio.sleep(_LOOK)
         self._process.kill()
-        self._threads.shutdown(wait=False)
+        self.threads.close()
 
     async def _call(self, name: str, *arguments: Any) -> Any:
         """Asks for one of `engine_process.CALLS`."""
@@ -478,19 +467,6 @@ class AsyncLLMEngine:
         if kill:
             logger.error("%s", text)
             self._process.popen.kill()  # its memory may take a while to go: nobody waits here
-
-
-def _as_prompt(prompt: Any) -> Prompt:
-    """Checks the types of a prompt in any of its forms."""
-    if isinstance(prompt, Prompt):
-        fields = ("prompt", prompt.text), ("prompt_token_ids", prompt.token_ids)
-        salted = *fields, ("cache_salt", prompt.cache_salt)
-        parsed = _as_prompt({name: value for name, value in salted if value is not None})
-        return replace(parsed, images=prompt.images, prepared=prompt.prepared)
-    if not isinstance(prompt, (str, Mapping)):
-        raise PromptError("prompt", prompt, "must be a Prompt, a string or a mapping")
-    (parsed,) = parse_prompts(prompt)
-    return parsed
 
 
 def _changed(values: Mapping[str, Any]) -> dict[str, Any]:

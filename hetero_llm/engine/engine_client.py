@@ -16,7 +16,7 @@ from hetero_llm.core.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from hetero_llm.engine.images import ImageInputs
     from hetero_llm.engine.input_processor import Prompt
-    from hetero_llm.engine.tokenizer import Tokenizer
+    from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,10 @@ class EngineClient(Protocol):
     @property
     def images(self) -> ImageInputs | None:
         """What prepares images in this process; None if the model takes none."""
+
+    @property
+    def threads(self) -> TokenizerThreads:
+        """The threads in which this process tokenizes; `shutdown` ends them."""
 
     def generate(
         self, request_id: str, prompt: Prompt, params: SamplingParams

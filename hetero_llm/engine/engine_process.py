@@ -108,13 +108,11 @@ class EngineLoop:
             raise TypeError(f"{type(message).__name__} after the start")
 
     def _add(self, message: messages.AddRequest) -> None:
-        from hetero_llm.engine.input_processor import Prompt
-
+        """Starts a request. The API process has checked it, but for what only the scheduler knows:
+        how many sequences and KV blocks there are."""
         try:
-            images = messages.images_from_wire(message.images, message.images_key)
-            prompt = Prompt(None, message.token_ids, message.cache_salt, prepared=images)
-            params = messages.params_from_wire(message.params)
-            request = self._engine.make_request(message.key, prompt, params)
+            request = messages.request_from_wire(message)
+            self._engine.check_request(request)
         except Exception as error:  # nothing has been started: the engine is as it was
             if not isinstance(error, RequestError):
                 logger.exception("a request could not be checked")

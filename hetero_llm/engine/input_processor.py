@@ -6,6 +6,7 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,25 @@ def parse_prompts(prompts: Any, prompt_token_ids: Any = None) -> list[Prompt]:
     ]
 
 
+def parse_prompt(prompt: Any) -> Prompt:
+    """One prompt in any of the forms of `parse_prompts`, or a `Prompt`, whose types are checked.
+
+    Raises:
+        PromptError: anything else.
+    """
+    if isinstance(prompt, Prompt):
+        fields = {
+            "prompt": prompt.text,
+            "prompt_token_ids": prompt.token_ids,
+            "cache_salt": prompt.cache_salt,
+        }
+        given = {name: value for name, value in fields.items() if value is not None}
+        return replace(_parse_one(given, None), images=prompt.images, prepared=prompt.prepared)
+    if not isinstance(prompt, (str, Mapping)):
+        raise PromptError("prompt", prompt, "must be a Prompt, a string or a mapping")
+    return _parse_one(prompt, None)
+
+
 def _parse_one(item: Any, index: int | None) -> Prompt:
     if isinstance(item, str):
         return Prompt(text=item)
@@ -138,7 +158,7 @@ class InputProcessor:
         self._max_logprobs = max_logprobs
         self._seed = seed
         self._images = images
-        self._num_requests = 0
+        self._numbers = count(1)  # of requests; `next` is safe in several threads
 
     def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
         """Builds a request.
@@ -167,13 +187,13 @@ class InputProcessor:
         extras: tuple[str, ...] = () if prompt.cache_salt is None else ("salt", prompt.cache_salt)
         if images is not None:
             extras += ("images", images.key)
-        self._num_requests += 1
+        number = next(self._numbers)
         return Request(
             request_id=request_id,
             prompt=prompt.text,
             prompt_token_ids=token_ids,
             params=params,
-            seed=self._derived_seed() if params.seed is None else params.seed,
+            seed=self._derived_seed(number) if params.seed is None else params.seed,
             end_ids=end_ids,
             eos_ids=self._eos_ids - frozenset(params.stop_token_ids or ()),
             max_total_tokens=limit,
@@ -193,9 +213,10 @@ class InputProcessor:
             PromptError: the model takes no images, one of them is none, or there is no place for
                 each in the prompt.
         """
-        images, count = self._images, len(prompt.images)
+        images = self._images
         if images is None:
-            raise PromptError(FIELD, f"{count} images", "this model takes no images")
+            what = f"{len(prompt.images)} images"
+            raise PromptError(FIELD, what, "this model takes no images")
         token_ids, prepared = images.prepare(self._encoded(prompt)[0], prompt.images)
         return replace(prompt, token_ids=token_ids, images=(), prepared=prepared)
 
@@ -267,8 +288,8 @@ class InputProcessor:
 
     def _check_params(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
-            count = self._count(getattr(params, name))
-            if count is not None and self._max_logprobs != -1 and count > self._max_logprobs:
+            wanted = self._count(getattr(params, name))
+            if wanted is not None and self._max_logprobs != -1 and wanted > self._max_logprobs:
                 raise SamplingError(
                     name, getattr(params, name), f"exceeds max_logprobs ({self._max_logprobs})"
                 )
@@ -304,9 +325,9 @@ class InputProcessor:
                 sequences.append(spaced)
         return tuple(dict.fromkeys(sequences))
 
-    def _derived_seed(self) -> int:
+    def _derived_seed(self, number: int) -> int:
         """SplitMix64 of (engine seed, request counter): distinct streams, reproducible runs."""
-        x = (self._seed * 0xD1342543DE82EF95 + self._num_requests * 0x9E3779B97F4A7C15) & _MASK
+        x = (self._seed * 0xD1342543DE82EF95 + number * 0x9E3779B97F4A7C15) & _MASK
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
         return x ^ (x >> 31)

@@ -6,6 +6,7 @@ Nothing here can carry code: an object is decoded into the type that its place h
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -27,6 +28,7 @@ from hetero_llm.core.errors import (
 from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.images import PromptImage, PromptImages
 from hetero_llm.core.outputs import CompletionOutput, RequestMetrics, TokenLogprobs
+from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -75,13 +77,23 @@ class Image(msgspec.Struct, array_like=True):
 
 
 class AddRequest(Message):
-    """`key` names the request between the two processes: it is used once, unlike users' ids.
-    `images` are prepared, `images_key` is theirs."""
+    """A checked `Request`, of whose fields it has the names; see `request_to_wire`.
+
+    `key` names the request between the two processes: it is used once, unlike users' ids.
+    `packed_prompt` holds the prompt's token ids, int32. `images` are prepared.
+    """
 
     key: str
-    token_ids: list[int]
-    cache_salt: str | None
+    packed_prompt: bytes
     params: dict[str, Any]
+    seed: int
+    max_total_tokens: int
+    root_hash: bytes
+    end_ids: list[int] = []
+    eos_ids: list[int] = []
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int = 0
+    bad_word_ids: list[list[int]] = []
     images: list[Image] = []
     images_key: str = ""
 
@@ -198,11 +210,66 @@ def decode_from_engine(
     return _from_engine.decode(data)
 
 
-# -- sampling parameters --------------------------------------------------------------------
+# -- requests -------------------------------------------------------------------------------
 
 _DEFAULTS = SamplingParams()
 _FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 _MOST = (1 << 64) - 1  # msgpack's largest integer
+
+
+def request_to_wire(key: str, request: Request) -> AddRequest:
+    """The message that starts a request which the `InputProcessor` has checked. Cumulative outputs
+    travel as deltas.
+
+    Raises:
+        SamplingError: as `params_to_wire`.
+    """
+    kind = request.params.output_kind
+    if kind is RequestOutputKind.CUMULATIVE:
+        kind = RequestOutputKind.DELTA
+    images = request.images
+    return AddRequest(
+        key,
+        request.packed_prompt,
+        params_to_wire(request.params, kind),
+        request.seed,
+        request.max_total_tokens,
+        request.root_hash,
+        list(request.end_ids),
+        list(request.eos_ids),
+        request.num_logprobs,
+        request.num_prompt_logprobs,
+        [list(word) for word in request.bad_word_ids],
+        images_to_wire(images),
+        "" if images is None else images.key,
+    )
+
+
+def request_from_wire(message: AddRequest) -> Request:
+    """The request, without its text. What the sender has checked is not checked again, but for
+    what the types themselves refuse.
+
+    Raises:
+        SamplingError: as `SamplingParams` does.
+        ValueError: as `images_from_wire`.
+    """
+    return Request(
+        request_id=message.key,
+        prompt=None,
+        prompt_token_ids=np.frombuffer(message.packed_prompt, "<i4").tolist(),
+        params=params_from_wire(message.params),
+        seed=message.seed,
+        end_ids=frozenset(message.end_ids),
+        eos_ids=frozenset(message.eos_ids),
+        max_total_tokens=message.max_total_tokens,
+        root_hash=message.root_hash,
+        metrics=RequestMetrics(time.monotonic()),
+        num_logprobs=message.num_logprobs,
+        num_prompt_logprobs=message.num_prompt_logprobs,
+        bad_word_ids=tuple(map(tuple, message.bad_word_ids)),
+        images=images_from_wire(message.images, message.images_key),
+        packed_prompt=message.packed_prompt,
+    )
 
 
 def params_to_wire(params: SamplingParams, kind: RequestOutputKind) -> dict[str, Any]:

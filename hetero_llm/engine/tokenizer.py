@@ -3,21 +3,27 @@ incremental decoding, and what the engine needs to know about a tokenizer."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from tokenizers.decoders import DecodeStream
 
 from hetero_llm.core.errors import ModelLoadError, RequestError
 
+T = TypeVar("T")
+
 _PRIMING_TOKENS = 4
 """Prompt tokens fed to a decode stream first, so that a leading space of the continuation is kept
 by tokenizers that strip it at the start of a text."""
 _PROCESSOR_TEMPLATE = "chat_template.json"
+_NUM_THREADS = 2
+_SHORT_TEXT = 512  # characters
 _LONGEST_CHARACTER = 4
 """Most byte tokens of one character, in UTF-8."""
 
@@ -113,6 +119,33 @@ class Tokenizer:
 
     def _decode_token(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
+
+
+class TokenizerThreads:
+    """Threads for work on prompts that would hold up an event loop; one object per process.
+
+    Long texts have two threads: the tokenizers library releases the GIL meanwhile. Images have two
+    of their own, so that texts do not wait for them.
+    """
+
+    def __init__(self) -> None:
+        self._texts = ThreadPoolExecutor(_NUM_THREADS, "hetero-llm-tokenize")
+        self._images = ThreadPoolExecutor(_NUM_THREADS, "hetero-llm-images")
+
+    async def run(self, work: Callable[[], T], *, size: int) -> T:
+        """Runs `work` on a text of `size` characters. A short one is worked on in this thread:
+        waking up the event loop would take longer than the work."""
+        if size <= _SHORT_TEXT:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
+
+    async def run_on_images(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._images, work)
+
+    def close(self) -> None:
+        """Ends the threads when their work is done, without waiting for that."""
+        self._texts.shutdown(wait=False)
+        self._images.shutdown(wait=False)
 
 
 class Stream(Protocol):

@@ -38,11 +38,12 @@ from hetero_llm.engine.input_processor import InputProcessor
 from hetero_llm.engine.message_socket import Link
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.kv_cache.block_manager import BlockManager
-from hetero_llm.kv_cache.prefix_cache import PrefixCache
+from hetero_llm.kv_cache.prefix_cache import PrefixCache, root_key, token_bytes
 from hetero_llm.scheduler.scheduler import Scheduler
 
 DELTA = RequestOutputKind.DELTA
 TOKEN = 7
+CONTEXT = 64
 PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, detokenize=False)
 
 
@@ -79,7 +80,10 @@ class Other:
 
     def add(self, key: str, token_ids: list[int], **fields: Any) -> None:
         params = messages.params_to_wire(self.params, DELTA) | fields
-        self.post(messages.AddRequest(key, token_ids, None, params))
+        limit = params.get("max_tokens")
+        most = CONTEXT if limit is None else len(token_ids) + limit
+        packed, root = token_bytes(token_ids), root_key(())
+        self.post(messages.AddRequest(key, packed, params, 0, most, root))
 
     def messages(self) -> Iterator[messages.Message]:
         """All that come, but for heartbeats."""
@@ -102,7 +106,7 @@ def other() -> Iterator[Other]:
     runner = FakeRunner()
     scheduler = Scheduler(SchedulerConfig(4, 64, 64, True, 8), BlockManager(32, 8, PrefixCache()))
     inputs = InputProcessor(
-        None, vocab_size=50, max_model_len=64, eos_ids=(2,), max_logprobs=20, seed=0
+        None, vocab_size=50, max_model_len=CONTEXT, eos_ids=(2,), max_logprobs=20, seed=0
     )
     engine = Engine(inputs, scheduler, runner, OutputProcessor(None, scheduler.stop_sequence))
     end = Link(theirs)
@@ -142,7 +146,7 @@ def test_deltas_of_a_request(other: Other) -> None:
 
 def test_a_bad_request_changes_nothing_for_others(other: Other) -> None:
     other.add("good", [3])
-    other.add("long", [3] * 64)
+    other.add("long", [3] * 256)  # with its output it needs more KV blocks than there are
     other.add("wrong", [3], temperature=-1)
     other.post(messages.Abort("nobody"))
     errors, tokens = {}, 0
@@ -259,7 +263,7 @@ def test_messages_of_any_size_arrive_whole() -> None:
 )
 def test_parameters_travel(params: SamplingParams) -> None:
     fields = messages.params_to_wire(params, params.output_kind)
-    sent = messages.AddRequest("1", [2], None, fields)
+    sent = messages.AddRequest("1", token_bytes([2]), fields, 0, 3, root_key(()))
     received = messages.decode_to_engine(messages.encode(sent))
     assert isinstance(received, messages.AddRequest)
     assert messages.params_from_wire(received.params) == params

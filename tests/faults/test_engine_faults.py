@@ -212,6 +212,7 @@ PARENT = """
 import sys, threading, time
 from hetero_llm.engine.engine_launcher import launch
 from hetero_llm.engine import messages
+from hetero_llm.kv_cache.prefix_cache import root_key, token_bytes
 
 def start():
     global process
@@ -227,7 +228,8 @@ else:
     process.wait_until_ready()
 params = {{"max_tokens": None, "ignore_eos": True, "detokenize": False, "output_kind": 1}}
 for i in range(200):
-    process.link.send(messages.encode(messages.AddRequest(str(i), [5], None, params)))
+    request = messages.AddRequest(str(i), token_bytes([5]), params, 0, 2048, root_key(()))
+    process.link.send(messages.encode(request))
 time.sleep(0.5)
 assert process.popen.poll() is None
 print(process.popen.pid, flush=True)

@@ -31,7 +31,7 @@ from hetero_llm.demo_models import demo_folder
 from hetero_llm.engine.engine_client import EngineInfo, EngineStats
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
 from hetero_llm.engine.output_processor import _find_stop
-from hetero_llm.engine.tokenizer import Stream, Tokenizer, load_tokenizer
+from hetero_llm.engine.tokenizer import Stream, Tokenizer, TokenizerThreads, load_tokenizer
 
 VOCAB, CONTEXT, EOS = 4096, 2048, 0
 Script = Callable[[list[int], int, int], int]
@@ -96,6 +96,7 @@ class FakeEngine:
     ) -> None:
         self._tokenizer = tokenizer
         self.images = None
+        self.threads = TokenizerThreads()
         self._inputs = InputProcessor(
             tokenizer,
             vocab_size=VOCAB,
