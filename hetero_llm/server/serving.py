@@ -109,11 +109,11 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
             stats_interval=None if config.disable_log_stats else server_args["log_stats_interval"],
         )
         rest_collector()
-        context.texts.begin()
+        context.tokenizer.start()
         try:
             return asyncio.run(server.run_until_told(listener))
         finally:
-            context.texts.close()
+            context.tokenizer.close()
 
 
 def rest_collector() -> None:

@@ -36,7 +36,7 @@ _DECODER = msgspec.json.Decoder(Rendered)
 class ChatTemplate:
     """One template and the workers that render it, of which the first starts when it is needed.
 
-    Belongs to one event loop, `begin` and `close` excepted.
+    Belongs to one event loop, `start` and `close` excepted.
 
     Args:
         text: Jinja, as transformers takes it.
@@ -61,10 +61,10 @@ class ChatTemplate:
     def mentions(self, name: str) -> bool:
         return name in self.text
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Starts a worker, so that the first conversation need not wait for it."""
         if not self._workers:
-            self._idle.put_nowait(self._start())
+            self._idle.put_nowait(self._new_worker())
 
     def close(self) -> None:
         """Ends all workers."""
@@ -112,7 +112,7 @@ class ChatTemplate:
         if not self._idle.empty():
             return self._idle.get_nowait()
         if not self._workers:
-            return self._start()
+            return self._new_worker()
         self._waiting += 1
         try:
             if len(self._workers) < _MOST_WORKERS:
@@ -120,7 +120,7 @@ class ChatTemplate:
                     async with asyncio.timeout(_PATIENCE):
                         return await self._idle.get()
                 if len(self._workers) < _MOST_WORKERS:
-                    return self._start()
+                    return self._new_worker()
             async with asyncio.timeout(_QUEUE_SECONDS):
                 return await self._idle.get()
         except TimeoutError:
@@ -139,9 +139,9 @@ class ChatTemplate:
             return
         self._drop(worker)
         if self._waiting:
-            self._idle.put_nowait(self._start())
+            self._idle.put_nowait(self._new_worker())
 
-    def _start(self) -> _Worker:
+    def _new_worker(self) -> _Worker:
         worker = _Worker(self._setup)
         self._workers.add(worker)
         return worker

@@ -228,7 +228,7 @@ else:
     process.wait_until_ready()
 params = {{"max_tokens": None, "ignore_eos": True, "detokenize": False, "output_kind": 1}}
 for i in range(200):
-    request = messages.AddRequest(str(i), token_bytes([5]), params, 0, 2048, root_key(()))
+    request = messages.AddRequest(str(i), token_bytes([5]), params, 0, 64, root_key(()))
     process.link.send(messages.encode(request))
 time.sleep(0.5)
 assert process.popen.poll() is None

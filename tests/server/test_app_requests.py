@@ -144,7 +144,7 @@ def test_lm_eval_scores_lists_of_ids(server: Served) -> None:
     }
     answer = server.post(COMPLETIONS, body).json()
     assert len(answer["choices"]) == 2
-    texts = server.context.texts
+    texts = server.context.tokenizer
     for ids, choice in zip(prompts, answer["choices"]):
         logprobs = choice["logprobs"]
         assert len(logprobs["tokens"]) == len(ids) + 1
@@ -166,7 +166,7 @@ def test_max_tokens_0_scores_the_prompt_alone(server: Served) -> None:
     body = {"prompt": [66, 67, 68], "max_tokens": 0, "logprobs": 1, "echo": True}
     answer = server.post(COMPLETIONS, body).json()
     (choice,) = answer["choices"]
-    assert choice["text"] == server.context.texts.decode([66, 67, 68], skip_special_tokens=True)
+    assert choice["text"] == server.context.tokenizer.decode([66, 67, 68], skip_special_tokens=True)
     assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
     assert choice["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 0

@@ -18,8 +18,8 @@ import pytest
 
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.server import responses
+from hetero_llm.server.responses import EventStream, StreamWatch
 from hetero_llm.server.settings import Limits, ServerSettings
-from hetero_llm.server.sse import EventStream, Watch
 from tests.server.fake_engine import EOS, FakeEngine
 from tests.server.serving import Served, events, raw_post, received, serving
 
@@ -196,7 +196,7 @@ def test_comments_can_be_turned_off(seconds: float, comments: bool) -> None:
             return super().is_silent(now, seconds)
 
     async def run() -> None:
-        watch = Watch(keep_alive_seconds=seconds, write_seconds=0.02)
+        watch = StreamWatch(keep_alive_seconds=seconds, write_seconds=0.02)
         stream = Counted(send)
         watch.add(stream)
         while looks < 30:

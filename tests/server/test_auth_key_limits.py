@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.engine.tokenizer import Tokenizer
-from hetero_llm.server.auth import KeyLimits
 from hetero_llm.server.errors import ApiError
+from hetero_llm.server.middleware import KeyLimits
 from hetero_llm.server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving

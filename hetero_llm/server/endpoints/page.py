@@ -124,7 +124,7 @@ class Page:
         )
 
     def _can_chat(self) -> bool:
-        return self._context.texts.chat_template is not None
+        return self._context.tokenizer.chat_template is not None
 
 
 def _read(path: Path) -> _File:
