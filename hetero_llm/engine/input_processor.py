@@ -1,4 +1,5 @@
-"""From what a user passes to a checked `Request`. Every mistake is found here, before any work."""
+"""From a user's prompt and parameters to a checked `Request`: all mistakes are found here, before
+any work starts."""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt as given: text, or token ids, and an optional prefix-cache namespace.
+    """One prompt: text, or token ids, and an optional prefix-cache namespace (`cache_salt`).
 
-    `images` are those of its image tokens, one each, as users give them; or `prepared` are, and
-    `token_ids` has all their tokens.
+    `images` are a user's images, one for each image token. Once they are prepared, `prepared` has
+    them instead, and `token_ids` holds all their tokens.
     """
 
     text: str | None = None
@@ -41,7 +42,7 @@ class Prompt:
 
 
 def parse_prompts(prompts: Any, prompt_token_ids: Any = None) -> list[Prompt]:
-    """Normalises the forms that `LLM.generate` accepts.
+    """Converts the forms that `LLM.generate` accepts.
 
     A string, a dict (`{"prompt": ...}` or `{"prompt_token_ids": ...}`, both with an optional
     "cache_salt" and "multi_modal_data"), or a list of those; or `prompt_token_ids=` as a list of
@@ -118,7 +119,7 @@ def _parse_one(item: Any, index: int | None) -> Prompt:
         if ids is not None:
             if not isinstance(ids, Sequence) or isinstance(ids, str):
                 raise PromptError("prompt_token_ids", ids, "must be a list", prompt_index=index)
-            ids = ids if type(ids) is list else list(ids)  # of a long one a copy takes its time
+            ids = ids if type(ids) is list else list(ids)  # copying a long one takes time
         try:
             images = given_images(item.get("multi_modal_data"))
         except PromptError as error:
@@ -136,8 +137,8 @@ class InputProcessor:
         max_model_len: longest sequence in tokens.
         eos_ids: end-of-sequence tokens of the model.
         max_logprobs: most log-probabilities a request may ask for; -1 is no limit.
-        seed: seed of the engine, from which unseeded requests derive theirs.
-        images: prepares those of prompts; None if the model takes none.
+        seed: of the engine; requests without a seed derive theirs from it.
+        images: prepares the images of prompts; None if the model takes none.
     """
 
     def __init__(
@@ -210,8 +211,8 @@ class InputProcessor:
         """The prompt with its images processed and their tokens in `token_ids`.
 
         Raises:
-            PromptError: the model takes no images, one of them is none, or there is no place for
-                each in the prompt.
+            PromptError: the model takes no images, an image cannot be used, or the prompt does not
+                have one image token for each.
         """
         images = self._images
         if images is None:
@@ -252,7 +253,7 @@ class InputProcessor:
         return token_ids, packed, prepared
 
     def _encoded(self, prompt: Prompt) -> tuple[list[int], bytes]:
-        """A prompt's tokens, and the same packed."""
+        """The token ids of a prompt, as a list and as int32 bytes."""
         packed = None
         if prompt.token_ids is not None:
             token_ids = prompt.token_ids
@@ -275,7 +276,7 @@ class InputProcessor:
         return token_ids, token_bytes(token_ids) if packed is None else packed
 
     def _check_one_by_one(self, token_ids: list[int]) -> None:
-        """Names the first token id that is wrong, if any is."""
+        """Raises PromptError for the first wrong token id, if there is one."""
         for token in token_ids:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise PromptError("prompt_token_ids", token, "must be integers")
@@ -318,7 +319,7 @@ class InputProcessor:
             assert self._tokenizer is not None
             bare = tuple(self._tokenizer.encode(word.lstrip(), add_special_tokens=False))
             spaced = tuple(self._tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
-            # As in vLLM: the spaced form counts only if the space melts into the first token.
+            # As in vLLM: the spaced form counts only if the space is part of the first token.
             if bare and not word.startswith(" "):
                 sequences.append(bare)
             if spaced and (word.startswith(" ") or len(spaced) == len(bare)):
@@ -326,7 +327,7 @@ class InputProcessor:
         return tuple(dict.fromkeys(sequences))
 
     def _derived_seed(self, number: int) -> int:
-        """SplitMix64 of (engine seed, request counter): distinct streams, reproducible runs."""
+        """SplitMix64 of (engine seed, request number): distinct streams, reproducible runs."""
         x = (self._seed * 0xD1342543DE82EF95 + number * 0x9E3779B97F4A7C15) & _MASK
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -334,13 +335,13 @@ class InputProcessor:
 
 
 def _packed_plain_ids(token_ids: list[int], vocab_size: int) -> bytes | None:
-    """`token_bytes` of plain integers that are all in the vocabulary; None tells nothing of others.
+    """`token_bytes` if all ids are plain integers of the vocabulary, else None.
 
-    A few passes in C: a loop over a long prompt would take a good part of the time that a prefix
-    hit leaves until the first token.
+    A few passes in C: after a prefix hit, a Python loop over a long prompt would be a large part of
+    the time to the first token.
     """
     try:
-        # Other numbers make another type of the sum, but for booleans, which are 0 and 1.
+        # With any other type among the numbers the sum has another type too, except with booleans.
         if type(sum(token_ids)) is not int:
             return None
         packed = token_bytes(token_ids)

@@ -1,6 +1,6 @@
-"""What the API process and the engine process say to each other: typed structs in msgpack.
+"""Messages between the API process and the engine process: typed structs in msgpack.
 
-Nothing here can carry code: an object is decoded into the type that its place has, or refused.
+No message can carry code: each object is decoded into the declared type of its field, or refused.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Abort(Message):
 
 
 class Call(Message):
-    """Asks for one of `engine_process.CALLS`."""
+    """Calls one of `engine_process.CALLS`; the reply is a `CallResult` of the same number."""
 
     number: int
     name: str
@@ -147,7 +147,7 @@ class Output(msgspec.Struct, array_like=True):
 
 
 class StepOutputs(Message):
-    """What one step made visible."""
+    """The outputs of one step."""
 
     outputs: list[Output]
 
@@ -177,7 +177,7 @@ class Dead(Message):
 
 
 def _plain(value: Any) -> Any:
-    """For mappings, numpy's numbers and subclasses of plain types."""
+    """Converts mappings, numpy's numbers and subclasses of plain types into plain data."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Integral):
@@ -273,7 +273,7 @@ def request_from_wire(message: AddRequest) -> Request:
 
 
 def params_to_wire(params: SamplingParams, kind: RequestOutputKind) -> dict[str, Any]:
-    """The fields that are not at their default, with `kind` as the kind of output.
+    """The fields that are not at their default, and `kind` as the output kind.
 
     Raises:
         SamplingError: a field cannot travel: a Python function, or a number of over 64 bits.
@@ -305,7 +305,7 @@ def params_from_wire(fields: dict[str, Any]) -> SamplingParams:
 
 _ARRAY_DTYPES = ("<f4", "<i8")
 _MOST_IMAGE_BYTES = 1 << 30
-"""Of one request: `engine.images` makes no more."""
+"""Of one request; `engine.images` has the same limit."""
 
 
 def images_to_wire(images: PromptImages | None) -> list[Image]:
@@ -330,7 +330,7 @@ def images_from_wire(images: Sequence[Image], key: str) -> PromptImages | None:
     """The arrays are views of the message's bytes.
 
     Raises:
-        ValueError: an array is of a type or a size that no image has.
+        ValueError: an array has a type, or all have a size, that no image has.
     """
     if not images:
         return None
@@ -364,14 +364,14 @@ _LONGEST_VALUE = 256
 
 
 class _Shown(str):
-    """A value that has been shown already."""
+    """A value that was converted into text by `shown` on the other side."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def error_to_wire(error: BaseException) -> Error:
-    """Keeps class, field, reason and, if it is plain and short, the value."""
+    """Keeps the error's class, field and reason; its value if plain and short, else as text."""
     kind = type(error).__name__
     if isinstance(error, (RequestError, ConfigError)):
         value = error.value
@@ -386,7 +386,7 @@ def error_to_wire(error: BaseException) -> Error:
 
 
 def error_from_wire(error: Error) -> HeteroLLMError:
-    """The same error; a `HeteroLLMError` that names the class, if it is none of ours."""
+    """The same error, or a `HeteroLLMError` that names the class of a foreign one."""
     if error.kind in _WITH_FIELD:
         value = _Shown(error.value) if error.is_shown else error.value
         return _WITH_FIELD[error.kind](error.field, value, error.reason)

@@ -1,5 +1,5 @@
-"""Text to token ids and back. The work is transformers' and tokenizers'; here are our errors,
-incremental decoding, and what the engine needs to know about a tokenizer."""
+"""Text to token ids and back, with transformers and tokenizers: typed errors, incremental decoding,
+the facts about a tokenizer that the engine needs, and threads to tokenize in."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LONGEST_CHARACTER = 4
 
 
 def _streams_take_a_prompt() -> bool:
-    """Since tokenizers 0.22; without, our own incremental decoding serves."""
+    """Since tokenizers 0.22; with older versions `_SlowStream` is used."""
     try:
         DecodeStream(ids=[], skip_special_tokens=True)
     except TypeError:
@@ -104,8 +104,8 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def _priming_tail(self, prompt_ids: Sequence[int]) -> list[int]:
-        """A few last tokens that start with a whole character. From a run of byte tokens that
-        starts inside one, byte-fallback decoders get nothing but replacement characters."""
+        """A few last tokens that start with a whole character: from byte tokens that start inside a
+        character, byte-fallback decoders make only replacement characters."""
         best: list[int] = []
         fewest = None
         for length in range(_PRIMING_TOKENS, _PRIMING_TOKENS + _LONGEST_CHARACTER):
@@ -149,7 +149,7 @@ class TokenizerThreads:
 
 
 class Stream(Protocol):
-    """Decodes one token at a time; `push` returns the text that became certain, maybe ""."""
+    """Decodes one token at a time; `push` returns the text that is now certain, maybe ""."""
 
     def push(self, token_id: int) -> str: ...
 
@@ -164,8 +164,8 @@ class _FastStream:
         try:
             return self._stream.step(self._tokenizer, token_id) or ""
         except Exception as error:
-            # The library gives up on byte sequences that no text can start with; a fresh stream
-            # goes on from the next token.
+            # The library fails on bytes with which no text can start; a new stream continues with
+            # this token.
             if "Invalid prefix" not in str(error):
                 raise
             self._stream = DecodeStream(skip_special_tokens=self._skip)

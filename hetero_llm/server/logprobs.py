@@ -11,14 +11,15 @@ from hetero_llm.server.protocol import ChatLogprob, ChatLogprobs, CompletionLogp
 from hetero_llm.server.tokenization import ApiTokenizer, TextOffsets, token_label
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot say; vLLM's."""
+"""Stands for minus infinity, which JSON cannot express; vLLM's value."""
 
 
 class CompletionLogprobWriter:
-    """Makes the parallel lists of one choice; text offsets go on from chunk to chunk.
+    """Makes the parallel lists of one choice. Text offsets continue from chunk to chunk.
 
     Args:
-        count: alternatives at each position, the token itself not counted if it is none of them.
+        count: most likely alternatives at each position; the token itself is added if it is none of
+            them.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ def chat_logprobs(
     count: int,
     as_ids: bool,
 ) -> ChatLogprobs:
-    """`count` alternatives at each position, the likeliest first."""
+    """Each token with the `count` most likely alternatives, the likeliest first."""
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
         tops = [
@@ -95,7 +96,7 @@ def chat_logprobs(
 def prompt_logprobs(
     tokenizer: ApiTokenizer, positions: Sequence[TokenLogprobs | None] | None, *, as_ids: bool
 ) -> list[Any] | None:
-    """vLLM's form: for each prompt token, what could have stood there, by token id."""
+    """vLLM's form: for each prompt token, the token and its alternatives, by token id."""
     if positions is None:
         return None
     return [

@@ -276,7 +276,7 @@ def test_too_many_requests_are_refused(engine: AsyncLLMEngine) -> None:
     async def run() -> None:
         params = replace(ENDLESS, n=1, output_kind=FINAL)
         room = ARGS["max_num_seqs"] + MOST_QUEUED
-        engine._finishes.append(time.monotonic() - 3600.0)  # the last request, an hour ago
+        engine._finish_times.append(time.monotonic() - 3600.0)  # the last request, an hour ago
         tasks = [asyncio.create_task(read(engine, f"load {i}", CODE, params)) for i in range(room)]
         await asyncio.sleep(0)
         assert engine.stats().queue == room

@@ -1,4 +1,4 @@
-"""The engine process's loop on a fake runner, in this process, and what travels over the link."""
+"""The engine process's loop on a fake runner, in this process, and what travels over the socket."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hetero_llm.engine.engine_launcher import launch
 from hetero_llm.engine.engine_process import EngineLoop
 from hetero_llm.engine.factory import BuiltEngine
 from hetero_llm.engine.input_processor import InputProcessor
-from hetero_llm.engine.message_socket import Link
+from hetero_llm.engine.message_socket import MessageSocket
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.prefix_cache import PrefixCache, root_key, token_bytes
@@ -66,17 +66,17 @@ class FakeRunner:
 
 @dataclass
 class Other:
-    """The API process's side: a link to a loop that runs in a thread of this process."""
+    """The API process's side: a socket to a loop that runs in a thread of this process."""
 
-    link: Link
-    end: Link  # the loop's
+    socket: MessageSocket
+    end: MessageSocket  # the loop's
     runner: FakeRunner
     thread: Thread
     codes: list[int]
     params: SamplingParams = PARAMS
 
     def post(self, message: messages.Message) -> None:
-        self.link.send(messages.encode(message))
+        self.socket.send(messages.encode(message))
 
     def add(self, key: str, token_ids: list[int], **fields: Any) -> None:
         params = messages.params_to_wire(self.params, DELTA) | fields
@@ -87,10 +87,10 @@ class Other:
 
     def messages(self) -> Iterator[messages.Message]:
         """All that come, but for heartbeats."""
-        while not self.link.closed:
-            assert select.select([self.link], [], [], 60)[0], "no sign of life"
-            self.link.flush()
-            for data in self.link.receive():
+        while not self.socket.closed:
+            assert select.select([self.socket], [], [], 60)[0], "no sign of life"
+            self.socket.flush()
+            for data in self.socket.receive():
                 message = messages.decode_from_engine(data)
                 if not isinstance(message, messages.Heartbeat):
                     yield message
@@ -109,7 +109,7 @@ def other() -> Iterator[Other]:
         None, vocab_size=50, max_model_len=CONTEXT, eos_ids=(2,), max_logprobs=20, seed=0
     )
     engine = Engine(inputs, scheduler, runner, OutputProcessor(None, scheduler.stop_sequence))
-    end = Link(theirs)
+    end = MessageSocket(theirs)
     loop = EngineLoop(end, BuiltEngine(engine, None, 64, 32, "cpu", "f", "torch", None))
     codes: list[int] = []
 
@@ -118,9 +118,9 @@ def other() -> Iterator[Other]:
         engine_process._flush(end)
 
     thread = Thread(target=run, daemon=True)
-    with closing(Link(ours)) as link:
+    with closing(MessageSocket(ours)) as connection:
         thread.start()
-        yield Other(link, end, runner, thread, codes)
+        yield Other(connection, end, runner, thread, codes)
     thread.join(60)
     assert codes, "the loop has to end when the other side goes"
 
@@ -178,7 +178,7 @@ def test_it_ends_when_told(other: Other) -> None:
 
 def test_it_ends_when_the_other_side_has_gone(other: Other) -> None:
     other.add("a", [3], max_tokens=None)
-    other.link.close()
+    other.socket.close()
     assert other.exit_code() == 0
 
 
@@ -217,18 +217,18 @@ def test_calls(other: Other) -> None:
 def test_heartbeats_come_when_nothing_runs(other: Other) -> None:
     beats = 0
     while beats < 3:
-        assert select.select([other.link], [], [], 60)[0]
-        for data in other.link.receive():
+        assert select.select([other.socket], [], [], 60)[0]
+        for data in other.socket.receive():
             beat = messages.decode_from_engine(data)
             assert isinstance(beat, messages.Heartbeat) and beat.metrics["num_steps"] == 0
             beats += 1
 
 
-# -- the link -------------------------------------------------------------------------------
+# -- the socket -----------------------------------------------------------------------------
 
 
 def test_messages_of_any_size_arrive_whole() -> None:
-    left, right = map(Link, socket.socketpair())
+    left, right = map(MessageSocket, socket.socketpair())
     sizes = [0, 1, 5, 70_000, 3_000_000, 2, 1 << 18, 0]
     sent = [os.urandom(size) for size in sizes]
     for message in sent:

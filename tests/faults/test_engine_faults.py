@@ -229,7 +229,7 @@ else:
 params = {{"max_tokens": None, "ignore_eos": True, "detokenize": False, "output_kind": 1}}
 for i in range(200):
     request = messages.AddRequest(str(i), token_bytes([5]), params, 0, 64, root_key(()))
-    process.link.send(messages.encode(request))
+    process.socket.send(messages.encode(request))
 time.sleep(0.5)
 assert process.popen.poll() is None
 print(process.popen.pid, flush=True)

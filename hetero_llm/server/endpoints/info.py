@@ -157,7 +157,7 @@ class Info:
     # -- health -------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
-        """GET /health: empty, 200 or 503; with ?verbose=1 the details, which need a key."""
+        """GET /health: empty, 200 or 503; with ?verbose=1 details, which need a key."""
         if not request.query_params.get("verbose"):
             return self._empty(self.state() in ("ready", "draining"))
         state = self.state()
@@ -180,7 +180,7 @@ class Info:
         return self._empty(self.state() in ("ready", "draining"))
 
     async def ready(self, request: Request) -> Response:
-        """GET /ready: 503 if no request should be sent here now."""
+        """GET /ready: 503 if load balancers should send no requests here now."""
         return self._empty(self.state() == "ready")
 
     def state(self) -> str:
@@ -204,7 +204,7 @@ class Info:
         return json_response({"version": __version__})
 
     async def load(self, request: Request) -> Response:
-        """GET /load: generation requests being answered."""
+        """GET /load: the number of running generation requests."""
         return json_response({"server_load": self._context.load})
 
     async def metrics(self, request: Request) -> Response:

@@ -25,7 +25,7 @@ BODY: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
 
 def test_too_many_at_once(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(tokenizer)
-    engine.gate.clear()
+    engine.unpaused.clear()
     # Only a comment begins an answer that has nothing to say yet.
     settings = ServerSettings(api_keys=KEYS, max_requests_per_key=1, keep_alive_seconds=0.05)
     with serving(engine, settings) as served:
@@ -41,7 +41,7 @@ def test_too_many_at_once(tokenizer: Tokenizer) -> None:
             )
             assert served.http.get("/v1/models", headers=ONE).status_code == 200
             assert served.post("/tokenize", {"prompt": "a"}, headers=TWO).status_code == 200
-            served.call(engine.gate.set)
+            served.call(engine.unpaused.set)
             assert running.read().endswith(b"[DONE]\n\n")
         # What has been answered counts no more, whatever the answer was.
         for wanted in (200, 400, 400, 200):
