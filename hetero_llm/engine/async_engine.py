@@ -111,15 +111,15 @@ class AsyncLLMEngine:
         ):
             raise ConfigError("step_timeout", step_timeout, "must be a number above 0, or None")
         config = EngineConfig.from_args(engine_args.values)
-        self._process = launch(_changed(engine_args.values))
-        self._socket = self._process.socket
-        weakref.finalize(self, EngineProcess.kill, self._process)
+        self.process = launch(_changed(engine_args.values))
+        self._socket = self.process.socket
+        weakref.finalize(self, EngineProcess.kill, self.process)
         try:
             # Meanwhile the process loads the model.
             model, _, self.tokenizer, self.images = open_model(config)
-            ready = self._process.wait_until_ready()
+            ready = self.process.wait_until_ready()
         except BaseException:
-            self._process.kill()
+            self.process.kill()
             raise
         self.info = EngineInfo(
             model=config.load.model,
@@ -145,7 +145,7 @@ class AsyncLLMEngine:
         )
         self._max_running = config.max_num_seqs
         self._max_queued = max_queued_requests
-        self._step_timeout = step_timeout or STEP_TIMEOUTS[ready.device.partition(":")[0]]
+        self.step_timeout = step_timeout or STEP_TIMEOUTS[ready.device.partition(":")[0]]
         self.threads = TokenizerThreads()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, OutputStream] = {}  # by key, see messages.AddRequest
@@ -310,15 +310,15 @@ class AsyncLLMEngine:
         if self._failure is not None:
             raise EngineDeadError(self._failure)
         age = time.monotonic() - self._last_message
-        if age <= self._step_timeout:
+        if age <= self.step_timeout:
             self._asked_for_stacks = False
             return
         if not self._asked_for_stacks:
             self._asked_for_stacks = True
             logger.error("the engine has shown no life for %.1f s", age)
-            self._process.popen.send_signal(signal.SIGUSR1)
+            self.process.popen.send_signal(signal.SIGUSR1)
         raise EngineHungError(
-            f"the engine has shown no life for {age:.1f} s (step_timeout={self._step_timeout:g})"
+            f"the engine has shown no life for {age:.1f} s (step_timeout={self.step_timeout:g})"
         )
 
     async def get_metrics(self) -> dict[str, float]:
@@ -351,16 +351,16 @@ class AsyncLLMEngine:
                 break
             await asyncio.sleep(_POLL_SECONDS)
         if self._asked_for_stacks:  # a process stopped by a signal writes them once it continues
-            self._process.popen.send_signal(signal.SIGCONT)
+            self.process.popen.send_signal(signal.SIGCONT)
         if self._failure is None:
             self._send(messages.Shutdown())
             hung = "hung and was ended" if self._asked_for_stacks else "was shut down"
             self._fail_everything(f"the engine {hung}", kill=False)
             self._stop_by = time.monotonic() + _SECONDS_TO_STOP
-        while self._process.popen.poll() is None and time.monotonic() < self._stop_by:
+        while self.process.popen.poll() is None and time.monotonic() < self._stop_by:
             self._socket.flush()
             await asyncio.sleep(_POLL_SECONDS)
-        self._process.kill()
+        self.process.kill()
         self.threads.close()
 
     async def _call_engine(self, name: str, *arguments: Any) -> Any:
@@ -415,13 +415,13 @@ class AsyncLLMEngine:
 
     def _receive(self) -> None:
         if self._failure is not None:
-            self._process.popen.poll()  # leaves no zombie
+            self.process.popen.poll()  # leaves no zombie
             return
         for data in self._socket.receive():
             self._last_message = time.monotonic()
             self._handle(messages.decode_from_engine(data))
         if self._socket.closed:
-            self._fail_everything(f"the engine is dead: {self._process.how_it_ended()}")
+            self._fail_everything(f"the engine is dead: {self.process.how_it_ended()}")
 
     def _handle(self, message: messages.Message) -> None:
         if isinstance(message, messages.StepOutputs):
@@ -466,7 +466,7 @@ class AsyncLLMEngine:
                 future.set_exception(EngineDeadError(text))
         if kill:
             logger.error("%s", text)
-            self._process.popen.kill()  # without waiting: freeing its memory may take a while
+            self.process.popen.kill()  # without waiting: freeing its memory may take a while
 
 
 def _changed(values: Mapping[str, Any]) -> dict[str, Any]:

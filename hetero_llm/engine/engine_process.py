@@ -214,7 +214,7 @@ def main(arguments: list[str]) -> int:
         code = built if isinstance(built, int) else EngineLoop(parent, built).run()
     if not isinstance(built, int) and built.offload and not code:
         built.engine.shut_down()  # unpins host memory, which takes the kernel long at a kill
-    _flush(parent)
+    flush_and_close(parent)
     return code
 
 
@@ -270,7 +270,7 @@ def _first_message(parent: MessageSocket) -> messages.Start | None:
     return None
 
 
-def _flush(parent: MessageSocket) -> None:
+def flush_and_close(parent: MessageSocket) -> None:
     """Sends unsent bytes, for a second at most, and closes the socket."""
     poll = select.poll()
     poll.register(parent, select.POLLOUT)

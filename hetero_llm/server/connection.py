@@ -58,7 +58,7 @@ class Connection(H11Protocol):
     refused: Callable[[str], None]
 
     _head_timer: asyncio.TimerHandle | None = None
-    _turned_away = False
+    _over_limit = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -67,8 +67,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.most + _SPARE_CONNECTIONS:
-            self._turned_away = True
-            self._answer(crowded(self.most))
+            self._over_limit = True
+            self._refuse(crowded(self.most))
             self.refused("too_many_connections")
             return
         if len(self.connections) > self.most:
@@ -76,7 +76,7 @@ class Connection(H11Protocol):
         self._start_clock()
 
     def data_received(self, data: bytes) -> None:
-        if self._turned_away:
+        if self._over_limit:
             return
         super().data_received(data)
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
@@ -89,7 +89,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        self._answer(ApiError(400, "invalid_http", "what came is not a valid HTTP request"))
+        self._refuse(ApiError(400, "invalid_http", "what came is not a valid HTTP request"))
 
     def _start_clock(self) -> None:
         """Starts the head's time limit; further bytes of the same head do not extend it."""
@@ -109,10 +109,10 @@ class Connection(H11Protocol):
             self.transport.close()
             return
         seconds = f"{self.header_seconds:g} s"
-        self._answer(ApiError(408, "request_timeout", f"the headers took longer than {seconds}"))
+        self._refuse(ApiError(408, "request_timeout", f"the headers took longer than {seconds}"))
         self.refused("slow_headers")
 
-    def _answer(self, error: ApiError) -> None:
+    def _refuse(self, error: ApiError) -> None:
         """Writes an error, without the application, and closes the connection."""
         body = error.body()
         headers = {
@@ -149,7 +149,7 @@ def connection_class(
 
 
 def crowded(most: int) -> ApiError:
-    """The answer to a request over a connection above the limit."""
+    """The error for a request over a connection above the limit."""
     error = busy("too_many_connections", f"more than {most} connections are open", _RETRY_SECONDS)
     error.headers["connection"] = "close"
     return error

@@ -118,7 +118,7 @@ class _Rates(ctypes.Structure):
 
 
 def _open_gpus(visible: str | None) -> list[Callable[[], float]]:
-    """A reader for each GPU that CUDA sees. None at all without NVIDIA's driver, or if one GPU cannot
+    """A reader for each GPU that CUDA sees. None without NVIDIA's driver, or if one GPU cannot
     be read, such as a part of a card or a name that only CUDA understands."""
     nvml = _driver()
     if nvml is None or nvml.nvmlInit_v2():

@@ -280,7 +280,7 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
-class AnswerMessage(msgspec.Struct):
+class ResponseMessage(msgspec.Struct):
     role: str
     content: str
     refusal: None = None
@@ -288,7 +288,7 @@ class AnswerMessage(msgspec.Struct):
 
 class ChatChoice(msgspec.Struct):
     index: int
-    message: AnswerMessage
+    message: ResponseMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None

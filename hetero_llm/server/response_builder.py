@@ -81,7 +81,7 @@ async def deltas(
     the last delta of a sequence are yielded at once, and when an error ends the outputs, so are
     all that were held."""
     held: dict[tuple[int, int], Delta] = {}
-    begun: set[tuple[int, int]] = set()
+    started: set[tuple[int, int]] = set()
     try:
         async for index, output in outputs:
             for one in filter(_is_news, output.outputs):
@@ -91,8 +91,8 @@ async def deltas(
                     extend(before[2], one)
                     one = before[2]
                 enough = len(one.token_ids) >= interval or one.finish_reason is not None
-                if enough or sequence not in begun:
-                    begun.add(sequence)
+                if enough or sequence not in started:
+                    started.add(sequence)
                     yield index, output, one
                 else:
                     held[sequence] = index, output, one

@@ -250,7 +250,7 @@ class Server(uvicorn.Server):
         stats_interval: float | None = None,
     ) -> None:
         super().__init__(config)
-        self._context = context
+        self.context = context
         self._client: EngineClient = context.client
         self._shutdown_timeout = shutdown_timeout
         self._drain_delay = drain_delay
@@ -278,8 +278,8 @@ class Server(uvicorn.Server):
             return EXIT_ENGINE_DEAD
         self.should_exit = True
         await serving
-        if self._context.metrics.tracer is not None:
-            await self._context.metrics.tracer.close()
+        if self.context.metrics.tracer is not None:
+            await self.context.metrics.tracer.close()
         return end.result()
 
     async def _until_the_end(self) -> int:
@@ -298,10 +298,10 @@ class Server(uvicorn.Server):
                     await asyncio.sleep(_POLL_SECONDS)  # streams get their error frames
                     await self._client.shutdown(0.0)
                     return EXIT_ENGINE_DEAD
-        logger.info("stopping: %d requests are running", self._context.load)
+        logger.info("stopping: %d requests are running", self.context.load)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._end_at_once.wait(), self._drain_delay)
-        self._context.draining = True
+        self.context.draining = True
         await self._client.shutdown(self._shutdown_timeout)
         await asyncio.sleep(0.1)  # the last frames go out
         return 0
@@ -326,9 +326,9 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn's signal handler. The first signal starts draining, the second ends at once."""
         assert self._stop is not None and self._loop is not None
-        if not self._context.leaving and sig in (signal.SIGTERM, signal.SIGINT):
-            self._context.leaving = True
-            self._context.draining = self._drain_delay == 0
+        if not self.context.leaving and sig in (signal.SIGTERM, signal.SIGINT):
+            self.context.leaving = True
+            self.context.draining = self._drain_delay == 0
             self._loop.call_soon_threadsafe(self._stop.set)
             return
         self._shutdown_timeout = 0.0

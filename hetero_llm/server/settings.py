@@ -85,8 +85,8 @@ class ServerSettings:
         keep_alive_seconds: a silent stream gets a comment this often; 0 is never.
         stream_interval: least tokens of a choice in a chunk of a stream; its first and its last
             chunk may have fewer.
-        max_requests_per_key, max_requests_per_minute: POST requests of one API key that may be
-            answered at once, and that it may send in a minute; None is any number.
+        max_requests_per_key, max_requests_per_minute: POST requests of one API key that may run
+            at once, and that it may send in a minute; None is any number.
         prefix_cache_isolation: "key": requests of one API key cannot find the cached prefixes of
             another's. "none": shared. None: "key" if there are several keys.
         log_requests: log one line for each request.

@@ -74,7 +74,7 @@ def _offload(info: EngineInfo, config: EngineConfig) -> str:
 def ready_text(
     address: tuple[str, int], seconds: Mapping[str, float], args: Mapping[str, Any]
 ) -> str:
-    """Where the server answers, how long its start took, and a command to try it with.
+    """The server's address, the duration of its start, and a command to try it with.
 
     Args:
         address: that the server listens on.

@@ -48,7 +48,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, detokenize
 
 
 class FakeRunner:
-    """Draws the same token for whoever wants one; fails at the step it is told to."""
+    """Samples the same token for every sequence; fails at step `fails_at`."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -115,7 +115,7 @@ def other() -> Iterator[Other]:
 
     def run() -> None:
         codes.append(loop.run())
-        engine_process._flush(end)
+        engine_process.flush_and_close(end)
 
     thread = Thread(target=run, daemon=True)
     with closing(MessageSocket(ours)) as connection:
@@ -242,7 +242,7 @@ def test_messages_of_any_size_arrive_whole() -> None:
     assert right.receive() == []
     left.close()
     assert right.receive() == [] and right.closed
-    right.send(b"x" * (1 << 20))  # to nobody
+    right.send(b"x" * (1 << 20))  # the other end is closed
     assert right.num_unsent == 0
     right.close()
 

@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(folder: Path) -> Iterator[Served]:
     with serving(AsyncLLMEngine({"model": str(folder), **ARGS}), SETTINGS) as server:
         yield server
-        server.engine._process.kill()
+        server.engine.process.kill()
 
 
 def test_a_chat_with_images_is_that_of_llm(served: Served, folder: Path) -> None:

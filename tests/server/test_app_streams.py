@@ -82,7 +82,7 @@ def masked(text: str) -> str:
 
 
 def check_golden(name: str, content: bytes) -> None:
-    """Compares with the file; WRITE_GOLDEN=1 writes it first, for whoever changes a rule."""
+    """Compares with the file; WRITE_GOLDEN=1 writes it first, after a change of the rules."""
     file, text = GOLDEN / f"{name}.sse", masked(content.decode())
     if os.environ.get("WRITE_GOLDEN"):
         file.write_bytes(text.encode())

@@ -70,7 +70,7 @@ class Reporting(FakeEngine):
 
 
 def until_heard(served: Served, generated: int) -> Samples:
-    """The metrics of the first heartbeat that knows of so many tokens, with nothing running."""
+    """The metrics of the first heartbeat that counts this many tokens, with nothing running."""
 
     def heard() -> bool:
         metrics = served.engine.stats().metrics
@@ -89,7 +89,7 @@ def real() -> Iterator[Served]:
     }  # fmt: skip
     with serving(AsyncLLMEngine(args)) as served:
         yield served
-        served.engine._process.kill()
+        served.engine.process.kill()
 
 
 def test_a_known_run_of_the_real_engine(real: Served) -> None:

@@ -79,7 +79,7 @@ def test_limits_of_keys_need_keys(name: str) -> None:
     pauses=st.lists(st.floats(0, 90, allow_nan=False), min_size=1, max_size=300),
 )
 def test_no_minute_holds_more_than_two_budgets(per_minute: int, pauses: list[float]) -> None:
-    """And whoever waits as long as he was told is served."""
+    """A client that waits for `retry-after` is served."""
     now = 0.0
     limits = KeyLimits(None, per_minute, clock=lambda: now)
     served: list[float] = []

@@ -142,7 +142,7 @@ def test_requests_are_still_taken_during_the_drain_delay() -> None:
         assert httpx.get(f"{run.url}/ready").status_code == 503
         assert httpx.post(f"{run.url}/v1/completions", json=BODY).status_code == 200
         deadline = time.monotonic() + 5
-        while not run.server._context.draining and time.monotonic() < deadline:
+        while not run.server.context.draining and time.monotonic() < deadline:
             time.sleep(0.01)
         assert run.ended(5) == 0
 

@@ -143,7 +143,7 @@ def test_all_workers_busy_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
             first.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await first
-            assert template.pids == []  # nobody knows what it was doing
+            assert template.pids == []  # the state of the worker is unknown
         finally:
             template.close()
 

@@ -15,7 +15,7 @@ from hetero_llm.server.errors import invalid
 from hetero_llm.server.logprobs import chat_logprobs, prompt_logprobs
 from hetero_llm.server.prompts import chat_prompt
 from hetero_llm.server.protocol import (
-    AnswerMessage,
+    ResponseMessage,
     Chat,
     ChatChoice,
     ChatLogprobs,
@@ -101,20 +101,20 @@ class _ChatBuilder(ResponseBuilder[ChatRequest]):
                     self._tokenizer, output.prompt_logprobs, as_ids=self._as_ids
                 )
         request = self._request
-        answer = Chat(
+        response = Chat(
             request.id, _OBJECT, request.created, request.model, choices, self._counter.usage()
         )
         if self._body.prompt_logprobs is not None:
-            answer.prompt_logprobs = likely
+            response.prompt_logprobs = likely
         if self._body.return_token_ids:
-            answer.prompt_token_ids = list(request.prompts[0].token_ids or ())
-        return answer
+            response.prompt_token_ids = list(request.prompts[0].token_ids or ())
+        return response
 
     def _choice(self, one: CompletionOutput) -> ChatChoice:
         deadline = self._engine_requests.deadline
         choice = ChatChoice(
             one.index,
-            AnswerMessage(self._role(), one.text),
+            ResponseMessage(self._role(), one.text),
             self._logprobs(one),
             deadline.reason(one.finish_reason),
             one.stop_reason,

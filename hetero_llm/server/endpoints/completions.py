@@ -88,7 +88,7 @@ class _CompletionBuilder(ResponseBuilder[CompletionRequest]):
     def __init__(self, context: Context, body: CompletionRequest, request: CheckedRequest) -> None:
         super().__init__(context, body, request)
         self._logprobs: dict[int, CompletionLogprobWriter] = {}
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
 
     async def whole(self) -> Completion:
         choices = []
@@ -109,8 +109,8 @@ class _CompletionBuilder(ResponseBuilder[CompletionRequest]):
         body, prompt = self._body, self._request.prompts[index]
         deadline = self._engine_requests.deadline
         number = index * self._request.params[index].n + one.index
-        first = number not in self._begun
-        self._begun.add(number)
+        first = number not in self._started
+        self._started.add(number)
         logprobs = self._write_logprobs(number, first, prompt, output, one)
         text = one.text
         if first and body.echo:
