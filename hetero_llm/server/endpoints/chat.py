@@ -15,7 +15,6 @@ from hetero_llm.server.errors import invalid
 from hetero_llm.server.logprobs import chat_logprobs, prompt_logprobs
 from hetero_llm.server.prompts import chat_prompt
 from hetero_llm.server.protocol import (
-    ResponseMessage,
     Chat,
     ChatChoice,
     ChatLogprobs,
@@ -23,6 +22,7 @@ from hetero_llm.server.protocol import (
     Chunk,
     ChunkChoice,
     Delta,
+    ResponseMessage,
     Usage,
 )
 from hetero_llm.server.request_parsing import (
