@@ -73,7 +73,7 @@ class EngineClient(Protocol):
 
     @property
     def threads(self) -> TokenizerThreads:
-        """The threads in which this process tokenizes; `shutdown` ends them."""
+        """The threads in which this process tokenizes; `shutdown` closes them."""
 
     def generate(
         self, request_id: str, prompt: Prompt, params: SamplingParams

@@ -129,21 +129,26 @@ class TokenizerThreads:
     """
 
     def __init__(self) -> None:
+        self._closed = False
         self._texts = ThreadPoolExecutor(_NUM_THREADS, "hetero-llm-tokenize")
         self._images = ThreadPoolExecutor(_NUM_THREADS, "hetero-llm-images")
 
     async def run(self, work: Callable[[], T], *, size: int) -> T:
         """Runs `work` on a text of `size` characters. A short one is worked on in this thread:
         waking up the event loop would take longer than the work."""
-        if size <= _SHORT_TEXT:
+        if size <= _SHORT_TEXT or self._closed:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._texts, work)
 
     async def run_on_images(self, work: Callable[[], T]) -> T:
+        if self._closed:
+            return work()
         return await asyncio.get_running_loop().run_in_executor(self._images, work)
 
     def close(self) -> None:
-        """Ends the threads when their work is done, without waiting for that."""
+        """Ends the threads when their work is done, without waiting for that. Later work, such as
+        that of the last requests of a server that stops, is done in the caller's thread."""
+        self._closed = True
         self._texts.shutdown(wait=False)
         self._images.shutdown(wait=False)
 
