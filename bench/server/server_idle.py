@@ -46,7 +46,7 @@ def serve(port_fd: int) -> int:
     """The server's process; `port_fd` is its bound socket."""
     from hetero_llm.config.args import resolve_server_args
     from hetero_llm.server.app import build_app
-    from hetero_llm.server.serving import Server, rest_collector, settings_of, uvicorn_config
+    from hetero_llm.server.serving import Server, freeze_collector, settings_of, uvicorn_config
     from tests.server.fake_engine import FakeEngine, demo_tokenizer
 
     args = resolve_server_args({"disable_log_requests": True, "disable_uvicorn_access_log": True})
@@ -58,9 +58,9 @@ def serve(port_fd: int) -> int:
         drain_delay=0.0,
         ready="ready",
     )
-    rest_collector()
+    freeze_collector()
     with socket.socket(fileno=port_fd) as listener:
-        return asyncio.run(server.run_until_told(listener))
+        return asyncio.run(server.run_until_stopped(listener))
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """`AsyncLLMEngine`: many requests at once from an event loop, the engine in its own process.
 
-Everything here runs in the event loop's thread, but for the tokenizing of long prompts. The loop
-never waits for the engine, nor the engine for the loop.
+Everything here runs in the event loop's thread, except that long prompts are tokenized in others.
+Neither the event loop nor the engine ever waits for the other.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from hetero_llm.config.args import ENGINE_ARGS, Status, resolve_engine_args
@@ -27,34 +25,32 @@ from hetero_llm.core.errors import (
     EngineHungError,
     HeteroLLMError,
     OverloadedError,
-    PromptError,
     RequestError,
 )
 from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request
-from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
+from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine import messages
 from hetero_llm.engine.engine_client import EngineInfo, EngineStats
 from hetero_llm.engine.engine_launcher import EngineProcess, launch
 from hetero_llm.engine.factory import open_model
 from hetero_llm.engine.images import ImageInputs
-from hetero_llm.engine.input_processor import InputProcessor, Prompt, parse_prompts
+from hetero_llm.engine.input_processor import InputProcessor, Prompt, parse_prompt
 from hetero_llm.engine.output_stream import Assembler, OutputStream
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
 
 logger = logging.getLogger(__name__)
 
 STEP_TIMEOUTS = {"cuda": 30.0, "cpu": 120.0}
-"""Seconds without a sign of life after which an engine counts as hung, by device."""
-_TOKENIZER_THREADS = 2
-_SHORT_TEXT = 512  # characters
-_SHORT_IDS = 4096
-_FINISHES_KEPT = 32
+"""Seconds without a message after which an engine counts as hung, by device."""
+_IDS_PER_CHARACTER = 8
+"""Token ids that are checked in the time in which one character is encoded."""
+_FINISH_TIMES_KEPT = 32
 _RETRY_SECONDS = 1.0, 60.0
-"""Least and most that a client is told to wait."""
+"""Bounds of `OverloadedError.retry_after`."""
 _SECONDS_TO_STOP = 1.5
-_LOOK = 0.01
+_POLL_SECONDS = 0.01
 
 
 class AsyncEngineArgs:
@@ -72,18 +68,19 @@ class AsyncEngineArgs:
         return f"AsyncEngineArgs({given})"
 
 
+# large: one owner, in one thread, of the process, its socket, all streams and the engine's health.
 class AsyncLLMEngine:
     """An `EngineClient` whose engine is a process of its own, started and ended by this object.
 
-    To be used from one event loop at a time. The constructor waits until the model is loaded;
-    inside a running loop call it through `asyncio.to_thread`.
+    Use it from one event loop at a time. The constructor blocks until the model is loaded; inside
+    a running loop call it through `asyncio.to_thread`.
 
     Args:
         engine_args: see docs/flags.md.
         served_names: names of the model for clients; none means its own.
-        max_queued_requests: requests that may wait for a place among the `max_num_seqs` that run.
-        step_timeout: seconds without a sign of life after which the engine counts as hung; None
-            means 30 on a GPU, 120 on a CPU. It has to be longer than the longest step.
+        max_queued_requests: most requests that wait, besides the `max_num_seqs` that run.
+        step_timeout: seconds without a message after which the engine counts as hung; None means
+            30 on a GPU, 120 on a CPU. It has to be longer than the longest step.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -114,15 +111,15 @@ class AsyncLLMEngine:
         ):
             raise ConfigError("step_timeout", step_timeout, "must be a number above 0, or None")
         config = EngineConfig.from_args(engine_args.values)
-        self._process = launch(_changed(engine_args.values))
-        self._link = self._process.link
-        weakref.finalize(self, EngineProcess.kill, self._process)
+        self.process = launch(_changed(engine_args.values))
+        self._socket = self.process.socket
+        weakref.finalize(self, EngineProcess.kill, self.process)
         try:
-            # While the process does the same.
+            # Meanwhile the process loads the model.
             model, _, self.tokenizer, self.images = open_model(config)
-            ready = self._process.wait_until_ready()
+            ready = self.process.wait_until_ready()
         except BaseException:
-            self._process.kill()
+            self.process.kill()
             raise
         self.info = EngineInfo(
             model=config.load.model,
@@ -143,27 +140,27 @@ class AsyncLLMEngine:
             max_model_len=ready.max_model_len,
             eos_ids=model.eos_token_ids,
             max_logprobs=config.max_logprobs,
-            seed=0,  # the engine derives the seeds
+            seed=config.seed,
             images=self.images,
         )
         self._max_running = config.max_num_seqs
         self._max_queued = max_queued_requests
-        self._step_timeout = step_timeout or STEP_TIMEOUTS[ready.device.partition(":")[0]]
-        self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, "hetero-llm-tokenize")
+        self.step_timeout = step_timeout or STEP_TIMEOUTS[ready.device.partition(":")[0]]
+        self.threads = TokenizerThreads()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: dict[str, OutputStream] = {}  # by key
+        self._streams: dict[str, OutputStream] = {}  # by key, see messages.AddRequest
         self._keys: dict[str, str] = {}  # by request id
         self._num_requests = 0
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._metrics: dict[str, float] = {}
         self._histograms: dict[str, Histogram] = {}
-        self._last_life = time.monotonic()
-        self._finishes: deque[float] = deque(maxlen=_FINISHES_KEPT)
+        self._last_message = time.monotonic()
+        self._finish_times: deque[float] = deque(maxlen=_FINISH_TIMES_KEPT)
         self._failure: str | None = None  # why nothing can be served
         self._draining = False
-        self._stop_by = 0.0  # when a process that was told to end is killed
-        self._dumped = False
+        self._stop_by = 0.0  # when a process that was asked to end is killed
+        self._asked_for_stacks = False
 
     @classmethod
     def from_engine_args(
@@ -192,40 +189,40 @@ class AsyncLLMEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """See `EngineClient`. A string, or a mapping as `LLM.generate` takes it, is a prompt, too.
 
-        A reader that is slower than the engine gets its outputs merged: 256 are kept. `metrics`
-        are those of the first output until the last one comes.
+        If the reader is slower than the engine, outputs beyond 256 are merged. All outputs but the
+        last have the `metrics` of the first.
         """
-        self._attach()
-        stream = self._open(request_id)
+        self._attach_loop()
+        stream = self._open_stream(request_id)
         try:
-            prompt = _as_prompt(prompt)
-            request = await self._checked(prompt, params)
-            self._submit(stream, request, prompt.cache_salt)
+            prompt = parse_prompt(prompt)
+            request = await self._checked_request(prompt, params)
+            self._submit(stream, request)
             assembler = Assembler(request, request_id, stream.arrival)
             finished = False
             while not finished:
                 output = assembler.add(await stream.get())
                 finished = output.finished
                 if finished:
-                    self._finishes.append(time.monotonic())
-                    self._close(stream)
+                    self._finish_times.append(time.monotonic())
+                    self._close_stream(stream)
                 if output.error is not None:
                     raise HeteroLLMError(output.error)
                 yield output
         finally:
-            self._close(stream)
+            self._close_stream(stream)
 
     async def abort(self, request_id: str) -> None:
         """See `EngineClient`."""
-        self._attach()
+        self._attach_loop()
         stream = self._streams.get(self._keys.get(request_id, ""))
         if stream is None:
             return
         stream.abort_wanted = True
         if stream.sent:
-            self._post(messages.Abort(stream.key))
+            self._send(messages.Abort(stream.key))
 
-    def _open(self, request_id: str) -> OutputStream:
+    def _open_stream(self, request_id: str) -> OutputStream:
         if not isinstance(request_id, str) or not request_id:
             raise RequestError("request_id", request_id, "must be a string that is not empty")
         self.check_health()
@@ -235,26 +232,26 @@ class AsyncLLMEngine:
             raise DuplicateRequestError(request_id)
         self._check_load()
         if not self._streams:
-            self._finishes.clear()  # how long nobody asked says nothing about how fast it goes
+            self._finish_times.clear()  # an idle time would lower the rate of finishing
         key = str(self._num_requests)
         self._num_requests += 1
         self._keys[request_id] = key
         stream = self._streams[key] = OutputStream(key, request_id, time.monotonic())
         return stream
 
-    def _close(self, stream: OutputStream) -> None:
-        """Forgets a stream; a request that is not finished is aborted. May be called again."""
+    def _close_stream(self, stream: OutputStream) -> None:
+        """Removes a stream and aborts its request if unfinished. May be called again."""
         if self._streams.pop(stream.key, None) is None:
             return
         del self._keys[stream.request_id]
         if stream.sent and not stream.ended and self._failure is None:
-            self._post(messages.Abort(stream.key))
+            self._send(messages.Abort(stream.key))
 
     def _check_load(self) -> None:
-        """Raises OverloadedError if one more request would have too many to wait with.
+        """Raises OverloadedError if too many requests wait.
 
-        How many wait follows from their number, or, if KV blocks are short, from the last
-        heartbeat. The advice is the time until those will have been served, at the rate of late.
+        How many wait follows from the number of streams, or, if KV blocks are short, from the last
+        heartbeat. `retry_after` is the time in which they will be finished at the recent rate.
         """
         live = len(self._streams)
         said = min(int(self._metrics.get("num_requests_waiting", 0)), live)
@@ -263,134 +260,126 @@ class AsyncLLMEngine:
             return
         low, high = _RETRY_SECONDS
         seconds = low
-        if self._finishes:
-            passed = time.monotonic() - self._finishes[0]
-            seconds = min(max((waiting + 1) * passed / len(self._finishes), low), high)
+        if self._finish_times:
+            passed = time.monotonic() - self._finish_times[0]
+            seconds = min(max((waiting + 1) * passed / len(self._finish_times), low), high)
         reason = f"{waiting} requests are waiting (max_queued_requests={self._max_queued})"
         raise OverloadedError(seconds, reason)
 
-    async def _checked(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """The request as the engine will make it, for its token ids and its mistakes."""
-        make = self._inputs.make_request
-        text, ids = prompt.text or "", prompt.token_ids or ()
-        short = len(ids) <= _SHORT_IDS and (ids or len(text) <= _SHORT_TEXT)
-        if short and not prompt.images:
-            return make("", prompt, params)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, make, "", prompt, params)
+    async def _checked_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """The request, checked and ready for the engine.
 
-    def _submit(self, stream: OutputStream, request: Request, salt: str | None) -> None:
-        kind = request.params.output_kind
-        if kind is RequestOutputKind.CUMULATIVE:
-            kind = RequestOutputKind.DELTA
-        params = messages.params_to_wire(request.params, kind)
+        Raises:
+            RequestError: the prompt or a parameter is wrong.
+        """
+
+        def make() -> Request:
+            return self._inputs.make_request("", prompt, params)
+
+        if prompt.images:
+            return await self.threads.run_on_images(make)
+        ids = prompt.token_ids
+        size = len(prompt.text or "") if ids is None else len(ids) // _IDS_PER_CHARACTER
+        return await self.threads.run(make, size=size)
+
+    def _submit(self, stream: OutputStream, request: Request) -> None:
+        message = messages.request_to_wire(stream.key, request)
         if self._failure is not None:
             raise EngineDeadError(self._failure)
-        images = request.images
-        self._post(
-            messages.AddRequest(
-                stream.key,
-                request.prompt_token_ids,
-                salt,
-                params,
-                messages.images_to_wire(images),
-                "" if images is None else images.key,
-            )
-        )
+        self._send(message)
         stream.sent = True
         if stream.abort_wanted:
-            self._post(messages.Abort(stream.key))
+            self._send(messages.Abort(stream.key))
 
     # -- the engine as a whole --------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """See `EngineClient`."""
-        self._look()
+        self._receive_if_allowed()
         return EngineStats(
             metrics=self._metrics,
             num_steps=int(self._metrics.get("num_steps", 0)),
-            last_step_age=time.monotonic() - self._last_life,
+            last_step_age=time.monotonic() - self._last_message,
             queue=len(self._streams),
             histograms=self._histograms,
         )
 
     def check_health(self) -> None:
-        """See `EngineClient`. When it finds the engine hung, the engine's threads are asked for
-        their stacks, on stderr."""
-        self._look()
+        """See `EngineClient`. A hung engine is asked for its threads' stacks, on stderr."""
+        self._receive_if_allowed()
         if self._failure is not None:
             raise EngineDeadError(self._failure)
-        age = time.monotonic() - self._last_life
-        if age <= self._step_timeout:
-            self._dumped = False
+        age = time.monotonic() - self._last_message
+        if age <= self.step_timeout:
+            self._asked_for_stacks = False
             return
-        if not self._dumped:
-            self._dumped = True
+        if not self._asked_for_stacks:
+            self._asked_for_stacks = True
             logger.error("the engine has shown no life for %.1f s", age)
-            self._process.popen.send_signal(signal.SIGUSR1)
+            self.process.popen.send_signal(signal.SIGUSR1)
         raise EngineHungError(
-            f"the engine has shown no life for {age:.1f} s (step_timeout={self._step_timeout:g})"
+            f"the engine has shown no life for {age:.1f} s (step_timeout={self.step_timeout:g})"
         )
 
     async def get_metrics(self) -> dict[str, float]:
-        """`LLM.get_metrics` of this moment; `stats` has those of the last heartbeat."""
-        return await self._call("metrics")
+        """The present `LLM.get_metrics`; `stats` has those of the last heartbeat."""
+        return await self._call_engine("metrics")
 
     async def reset_prefix_cache(self) -> None:
         """See `EngineClient`."""
-        await self._call("reset_prefix_cache")
+        await self._call_engine("reset_prefix_cache")
 
     async def save_lookahead_cache(self, path: str | os.PathLike[str]) -> None:
         """See `LLM.save_lookahead_cache`. No request makes progress meanwhile."""
-        await self._call("save_lookahead_cache", os.path.abspath(path))
+        await self._call_engine("save_lookahead_cache", os.path.abspath(path))
 
     async def load_lookahead_cache(self, path: str | os.PathLike[str]) -> None:
         """See `LLM.load_lookahead_cache`. No request makes progress meanwhile."""
-        await self._call("load_lookahead_cache", os.path.abspath(path))
+        await self._call_engine("load_lookahead_cache", os.path.abspath(path))
 
     async def shutdown(self, drain_seconds: float) -> None:
-        """See `EngineClient`. A second call ends the wait of the first, if its limit is earlier.
-        Nothing is waited for when the engine is hung."""
+        """See `EngineClient`. A second call with an earlier limit ends the wait of the first one. A
+        hung engine gets no time to drain."""
         self._draining = True
         deadline = time.monotonic() + drain_seconds
         if self._failure is None:
-            self._attach()
+            self._attach_loop()
         while self._streams and time.monotonic() < deadline:
             try:
                 self.check_health()
             except EngineDeadError:
                 break
-            await asyncio.sleep(_LOOK)
-        if self._dumped:  # a stopped process writes its stacks when it goes on
-            self._process.popen.send_signal(signal.SIGCONT)
+            await asyncio.sleep(_POLL_SECONDS)
+        if self._asked_for_stacks:  # a process stopped by a signal writes them once it continues
+            self.process.popen.send_signal(signal.SIGCONT)
         if self._failure is None:
-            self._post(messages.Shutdown())
-            hung = "hung and was ended" if self._dumped else "was shut down"
-            self._lose(f"the engine {hung}", kill=False)
+            self._send(messages.Shutdown())
+            hung = "hung and was ended" if self._asked_for_stacks else "was shut down"
+            self._fail_everything(f"the engine {hung}", kill=False)
             self._stop_by = time.monotonic() + _SECONDS_TO_STOP
-        while self._process.popen.poll() is None and time.monotonic() < self._stop_by:
-            self._link.flush()
-            await asyncio.sleep(_LOOK)
-        self._process.kill()
-        self._threads.shutdown(wait=False)
+        while self.process.popen.poll() is None and time.monotonic() < self._stop_by:
+            self._socket.flush()
+            await asyncio.sleep(_POLL_SECONDS)
+        self.process.kill()
+        self.threads.close()
 
-    async def _call(self, name: str, *arguments: Any) -> Any:
+    async def _call_engine(self, name: str, *arguments: Any) -> Any:
         """Asks for one of `engine_process.CALLS`."""
-        self._attach()
+        self._attach_loop()
         self.check_health()
         number = self._num_calls
         self._num_calls += 1
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
-            self._post(messages.Call(number, name, list(arguments)))
+            self._send(messages.Call(number, name, list(arguments)))
             return await future
         finally:
             del self._calls[number]
 
-    # -- the link ---------------------------------------------------------------------------
+    # -- messages ---------------------------------------------------------------------------
 
-    def _attach(self) -> None:
-        """Reads from the engine in the running loop."""
+    def _attach_loop(self) -> None:
+        """Makes the running loop the one that reads from the engine."""
         loop = asyncio.get_running_loop()
         if loop is self._loop:
             return
@@ -398,43 +387,43 @@ class AsyncLLMEngine:
             raise RuntimeError("this engine is used in another event loop")
         self._loop = loop
         for stream in list(self._streams.values()):  # of a loop that was closed
-            self._close(stream)
+            self._close_stream(stream)
         if self._failure is None:
-            loop.add_reader(self._link.fileno(), self._take_arrived)
+            loop.add_reader(self._socket.fileno(), self._receive)
 
-    def _post(self, message: messages.Message) -> None:
-        self._link.send(messages.encode(message))
-        if self._link.num_unsent:
+    def _send(self, message: messages.Message) -> None:
+        self._socket.send(messages.encode(message))
+        if self._socket.num_unsent:
             assert self._loop is not None
-            self._loop.add_writer(self._link.fileno(), self._flush)
+            self._loop.add_writer(self._socket.fileno(), self._flush)
 
     def _flush(self) -> None:
-        self._link.flush()
-        if not self._link.num_unsent and self._loop is not None:
-            self._loop.remove_writer(self._link.fileno())
+        self._socket.flush()
+        if not self._socket.num_unsent and self._loop is not None:
+            self._loop.remove_writer(self._socket.fileno())
 
-    def _look(self) -> None:
-        """Takes what has arrived, so that a loop that was busy does not make the engine look hung;
-        in another thread that is left to the loop."""
+    def _receive_if_allowed(self) -> None:
+        """Reads messages now, so that an engine does not count as hung because the loop was busy.
+        In any other thread than the loop's it does nothing."""
         if self._loop is not None and self._loop.is_running():
             try:
                 if asyncio.get_running_loop() is not self._loop:
                     return
             except RuntimeError:
                 return
-        self._take_arrived()
+        self._receive()
 
-    def _take_arrived(self) -> None:
+    def _receive(self) -> None:
         if self._failure is not None:
-            self._process.popen.poll()  # leaves no zombie
+            self.process.popen.poll()  # leaves no zombie
             return
-        for data in self._link.receive():
-            self._last_life = time.monotonic()
-            self._take(messages.decode_from_engine(data))
-        if self._link.closed:
-            self._lose(f"the engine is dead: {self._process.how_it_ended()}")
+        for data in self._socket.receive():
+            self._last_message = time.monotonic()
+            self._handle(messages.decode_from_engine(data))
+        if self._socket.closed:
+            self._fail_everything(f"the engine is dead: {self.process.how_it_ended()}")
 
-    def _take(self, message: messages.Message) -> None:
+    def _handle(self, message: messages.Message) -> None:
         if isinstance(message, messages.StepOutputs):
             for output in message.outputs:
                 stream = self._streams.get(output.key)
@@ -449,11 +438,11 @@ class AsyncLLMEngine:
                 error = messages.error_from_wire(message.error)
                 failed.fail(lambda: error)
         elif isinstance(message, messages.CallResult):
-            self._answer(message)
+            self._finish_call(message)
         elif isinstance(message, messages.Dead):
-            self._lose(f"the engine is dead: a step failed: {message.text}")
+            self._fail_everything(f"the engine is dead: a step failed: {message.text}")
 
-    def _answer(self, result: messages.CallResult) -> None:
+    def _finish_call(self, result: messages.CallResult) -> None:
         future = self._calls.get(result.number)
         if future is None or future.done():
             return
@@ -462,14 +451,14 @@ class AsyncLLMEngine:
         else:
             future.set_exception(messages.error_from_wire(result.error))
 
-    def _lose(self, text: str, *, kill: bool = True) -> None:
-        """Nothing can be served any more: every stream and call ends with this text."""
+    def _fail_everything(self, text: str, *, kill: bool = True) -> None:
+        """Fails every stream and call, and all later ones, with `EngineDeadError(text)`."""
         if self._failure is not None:
             return
         self._failure = text
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._link.fileno())
-            self._loop.remove_writer(self._link.fileno())
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_writer(self._socket.fileno())
         for stream in self._streams.values():
             stream.fail(lambda: EngineDeadError(text))
         for future in self._calls.values():
@@ -477,24 +466,11 @@ class AsyncLLMEngine:
                 future.set_exception(EngineDeadError(text))
         if kill:
             logger.error("%s", text)
-            self._process.popen.kill()  # its memory may take a while to go: nobody waits here
-
-
-def _as_prompt(prompt: Any) -> Prompt:
-    """Checks the types of a prompt in any of its forms."""
-    if isinstance(prompt, Prompt):
-        fields = ("prompt", prompt.text), ("prompt_token_ids", prompt.token_ids)
-        salted = *fields, ("cache_salt", prompt.cache_salt)
-        parsed = _as_prompt({name: value for name, value in salted if value is not None})
-        return replace(parsed, images=prompt.images, prepared=prompt.prepared)
-    if not isinstance(prompt, (str, Mapping)):
-        raise PromptError("prompt", prompt, "must be a Prompt, a string or a mapping")
-    (parsed,) = parse_prompts(prompt)
-    return parsed
+            self.process.popen.kill()  # without waiting: freeing its memory may take a while
 
 
 def _changed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that do something and are not at their default."""
+    """The effective arguments that differ from their defaults."""
     return {
         spec.name: values[spec.name]
         for spec in ENGINE_ARGS

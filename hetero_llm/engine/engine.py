@@ -78,11 +78,19 @@ class Engine:
             RequestError: it could never be served here.
         """
         request = self._input_processor.make_request(request_id, prompt, params)
-        self._scheduler.check_request(request)
+        self.check_request(request)
         return request
 
+    def check_request(self, request: Request) -> None:
+        """Checks what depends on the scheduler's limits: sequences at once and KV blocks.
+
+        Raises:
+            RequestError: the request could never run here.
+        """
+        self._scheduler.check_request(request)
+
     def add_request(self, request: Request) -> None:
-        """Queues a request made by `make_request`."""
+        """Queues a request that passed `check_request`."""
         self._check_alive()
         self._scheduler.add_request(request)
 

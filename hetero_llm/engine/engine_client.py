@@ -1,7 +1,4 @@
-"""What a server needs of an engine, wherever that engine runs.
-
-`AsyncLLMEngine` is the client that is shipped; tests of the server bring their own.
-"""
+"""The interface between the server and an engine: `AsyncLLMEngine`, or a fake one in tests."""
 
 from __future__ import annotations
 
@@ -16,16 +13,16 @@ from hetero_llm.core.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from hetero_llm.engine.images import ImageInputs
     from hetero_llm.engine.input_processor import Prompt
-    from hetero_llm.engine.tokenizer import Tokenizer
+    from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine is, known once it is ready.
+    """Facts about an engine that do not change once it is ready.
 
     `max_model_len` and `block_size` are in tokens. `backend` is "cuda", or on a CPU "native",
-    "torch" or "ipex". `started_seconds` holds how long the parts of the start took. `offload` says
-    where the prefix cache lives on in host memory, in words; empty if it does not.
+    "torch" or "ipex". `started_seconds` has the duration of each part of the start. `offload`
+    describes the host memory behind the prefix cache; empty without any.
     """
 
     model: str
@@ -68,11 +65,15 @@ class EngineClient(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """In this process; None if the engine was started without one."""
+        """The tokenizer in this process; None if the engine was started without one."""
 
     @property
     def images(self) -> ImageInputs | None:
-        """What prepares images in this process; None if the model takes none."""
+        """Prepares images in this process; None if the model takes none."""
+
+    @property
+    def threads(self) -> TokenizerThreads:
+        """The threads in which this process tokenizes; `shutdown` closes them."""
 
     def generate(
         self, request_id: str, prompt: Prompt, params: SamplingParams
@@ -103,10 +104,10 @@ class EngineClient(Protocol):
         """
 
     async def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes."""
+        """Drops all cached prefixes."""
 
     async def shutdown(self, drain_seconds: float) -> None:
-        """Accepts no more requests, gives running ones this long to finish, then ends the engine.
+        """Refuses new requests, gives running ones this long to finish, then ends the engine.
 
         Streams that are still open then raise `EngineDeadError`.
         """

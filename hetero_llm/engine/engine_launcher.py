@@ -1,4 +1,4 @@
-"""Starts and ends the engine's process; the side of its parent."""
+"""Starts the engine's process and ends it: the parent's side of `engine_process`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.engine import messages
-from hetero_llm.engine.message_socket import Link
+from hetero_llm.engine.message_socket import MessageSocket
 from hetero_llm.utils.log_sink import kind_of_root
 
 MODULE = "hetero_llm.engine.engine_process"
@@ -25,24 +25,24 @@ _SECONDS_TO_REAP = 0.5
 
 @dataclass(frozen=True)
 class EngineProcess:
-    """A running engine process. It ends when `life`, the end of a pipe, is closed."""
+    """A running engine process. It ends when `life`, an end of a pipe, is closed."""
 
     popen: subprocess.Popen[bytes]
-    link: Link
+    socket: MessageSocket
     life: BinaryIO
 
     def wait_until_ready(self) -> messages.Ready:
         """Waits while the model is loaded.
 
         Raises:
-            HeteroLLMError: what the start failed of, as `LLM` raises it.
-            EngineDeadError: the process ended without a word.
+            HeteroLLMError: the error of a failed start, as `LLM` raises it.
+            EngineDeadError: the process ended without a message.
         """
         poll = select.poll()
-        poll.register(self.link, select.POLLIN)
-        while not self.link.closed:
+        poll.register(self.socket, select.POLLIN)
+        while not self.socket.closed:
             poll.poll()
-            for data in self.link.receive():
+            for data in self.socket.receive():
                 message = messages.decode_from_engine(data)
                 if isinstance(message, messages.StartFailed):
                     raise messages.error_from_wire(message.error)
@@ -51,7 +51,7 @@ class EngineProcess:
         raise EngineDeadError(f"the engine did not start: {self.how_it_ended()}")
 
     def how_it_ended(self) -> str:
-        """For messages, once the link is closed."""
+        """How the process ended, for messages; call it once the socket is closed."""
         try:
             code = self.popen.wait(_SECONDS_TO_REAP)
         except subprocess.TimeoutExpired:
@@ -65,7 +65,7 @@ class EngineProcess:
         self.popen.kill()
         self.popen.wait()
         self.life.close()
-        self.link.close()
+        self.socket.close()
 
 
 def launch(args: Mapping[str, Any]) -> EngineProcess:
@@ -82,7 +82,7 @@ def launch(args: Mapping[str, Any]) -> EngineProcess:
     in_main_thread = threading.current_thread() is threading.main_thread()
     given = [str(theirs.fileno()), str(alive), str(int(in_main_thread))]
     try:
-        # -P: a module of the working folder must not take the place of one of Python's own.
+        # -P: a module of the working folder must not shadow one of Python's own.
         popen = subprocess.Popen(
             [sys.executable, "-P", "-m", MODULE, *given],
             stdin=subprocess.DEVNULL,
@@ -96,14 +96,14 @@ def launch(args: Mapping[str, Any]) -> EngineProcess:
     finally:
         theirs.close()
         os.close(alive)
-    link = Link(ours)
+    to_engine = MessageSocket(ours)
     level = logging.getLogger("hetero_llm").getEffectiveLevel()
-    link.send(messages.encode(messages.Start(dict(args), level, kind_of_root())))
-    return EngineProcess(popen, link, os.fdopen(life, "wb", buffering=0))
+    to_engine.send(messages.encode(messages.Start(dict(args), level, kind_of_root())))
+    return EngineProcess(popen, to_engine, os.fdopen(life, "wb", buffering=0))
 
 
 def child_environment() -> dict[str, str]:
-    """Ours, and where this package is, if it is not installed."""
+    """The environment of this process; PYTHONPATH gets this package's folder if not installed."""
     environment = dict(os.environ)
     home = Path(__file__).resolve().parents[2]
     if home.name not in ("site-packages", "dist-packages"):

@@ -1,4 +1,4 @@
-"""Faults on request, for what a signal from outside cannot produce; see `utils.env.faults`."""
+"""Injects faults that a signal from outside cannot produce; see `utils.env.faults`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 def with_faults(step: Callable[[], T], faults: Mapping[str, float]) -> Callable[[], T]:
-    """`step` itself without faults; else the same with them.
+    """Returns `step` itself without faults, else a function that adds them.
 
     Args:
-        faults: "slow_step_ms": milliseconds that each step takes longer. "stall_step_after": steps
-            that are as usual; the next one is an endless loop.
+        faults: "slow_step_ms": milliseconds added to each step. "stall_step_after": number of
+            normal steps; the next one is an endless loop.
     """
     if not faults:
         return step
@@ -36,6 +36,6 @@ def with_faults(step: Callable[[], T], faults: Mapping[str, float]) -> Callable[
 
 
 def stall_if(wanted: bool) -> None:
-    """Never returns if wanted, and keeps the interpreter busy, as a wrong loop would."""
+    """If `wanted`, never returns and keeps the interpreter busy, as a loop with a bug would."""
     while wanted:
         pass

@@ -1,4 +1,4 @@
-"""Pictures out of data URIs, from people who may wish us ill. Nothing is ever fetched."""
+"""Pictures out of data URIs, which may be hostile. Nothing is ever fetched."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""That are read: Pillow knows many more, some of which are programs."""
+"""The only formats that are read: Pillow knows many more, some of which are programs."""
 MOST_BYTES, MOST_PIXELS = 20 << 20, 1 << 25
-"""Of one image, unless the server is told otherwise."""
+"""Default limits of one image."""
 _SHOWN = 48
 
 
 def picture_of_uri(uri: str, where: str, *, most_bytes: int, most_pixels: int) -> Image:
-    """The picture of a URI such as `data:image/png;base64,...`, upright, of an animation the first.
+    """The picture of a URI such as `data:image/png;base64,...`, upright; an animation's first one.
 
     Args:
         where: The URI's place in the request, for messages.
@@ -30,8 +30,8 @@ def picture_of_uri(uri: str, where: str, *, most_bytes: int, most_pixels: int) -
         most_pixels: Checked before they are decoded.
 
     Raises:
-        PromptError: `field` is `where`: the URI is of another kind, is no base64 or no picture, or
-            too large.
+        PromptError: with `where` as its field: the URI is of another kind, holds no base64 or no
+            picture, or is too large.
     """
     scheme, _, rest = uri.partition(":")
     if scheme.lower() != "data":
@@ -55,14 +55,14 @@ def picture_of_uri(uri: str, where: str, *, most_bytes: int, most_pixels: int) -
 
 
 def chat_images(messages: Any) -> tuple[list[dict[str, Any]], tuple[Any, ...]]:
-    """A conversation as templates with a place for images take it, contents as lists of parts, and
-    its images.
+    """Converts a conversation for templates that handle images, which take contents as lists of
+    parts; returns it with its images.
 
     Args:
         messages: of `LLM.chat`.
 
     Raises:
-        RequestError: a part is of a kind that is not known, or its image is none.
+        RequestError: a part is of an unknown type, or its image cannot be read.
     """
     changed: list[dict[str, Any]] = []
     images: list[Any] = []
@@ -114,7 +114,7 @@ def _decoded(data: bytes, where: str, most_pixels: int) -> Image:
         return ImageOps.exif_transpose(picture)
     except PromptError:
         raise
-    except Exception as error:  # the decoders raise whatever damaged data leads them to
+    except Exception as error:  # on damaged data the decoders raise exceptions of any type
         raise PromptError(
             where,
             f"{len(data)} bytes",

@@ -1,5 +1,5 @@
-"""Images that users give with a prompt: checked, processed as the model's own processor does, and
-counted into the prompt. Runs in the front end; needs Pillow (the extra `images`)."""
+"""Images of prompts: checks them, runs the model's own image processor, and puts their tokens into
+the prompt. Runs in the API process; needs Pillow (the extra `images`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 FIELD = "multi_modal_data"
 NO_PILLOW = "images need Pillow: pip install 'hetero-llm[images]'"
 _MOST_BYTES = 1 << 30
-"""Of a prompt's processed images: they cross to the engine's process in one message."""
+"""Of a prompt's processed images, which are sent to the engine's process in one message."""
 _MOST_PIXELS = 1 << 26
 _TRIED_SIDE = 64
 _ARRAYS = {
@@ -52,7 +52,7 @@ class ImageInputs:
 
     @property
     def token_id(self) -> int:
-        """Of the token that stands for an image in a prompt."""
+        """The id of the token that stands for an image in a prompt."""
         return self._vision.image_token_id
 
     def prepare(
@@ -65,8 +65,8 @@ class ImageInputs:
             images: PIL images, or uint8 arrays of shape [height, width, 3].
 
         Raises:
-            PromptError: an image is none, there are too many, or the prompt has not one place for
-                each.
+            PromptError: an image cannot be used, there are too many, or the prompt does not have
+                one image token for each.
         """
         if len(images) > self.limit:
             raise PromptError(
@@ -95,7 +95,7 @@ class ImageInputs:
     def _expand(
         self, token_ids: Sequence[int], counts: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """The prompt with all image tokens, and where those of each image begin."""
+        """The prompt with all image tokens, and the index of the first one of each image."""
         token = self.token_id
         given = list(token_ids).count(token)
         if given == sum(counts) and given != len(counts):
@@ -118,7 +118,7 @@ class ImageInputs:
         return expanded, starts
 
     def _starts(self, token_ids: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """Where the images begin in a prompt that has all image tokens."""
+        """The index of each image's first token in a prompt that has all image tokens."""
         starts: list[int] = []
         at = 0
         for count in counts:
@@ -138,7 +138,7 @@ class ImageInputs:
         """The arrays of the prompt's image `index`; see `PromptImage`.
 
         Raises:
-            PromptError: it is none.
+            PromptError: the image cannot be used.
         """
         picture = _as_picture(image, index)
         try:
@@ -156,7 +156,7 @@ class ImageInputs:
 
 
 def open_images(folder: Path, config: ModelConfig, limit: int | None) -> ImageInputs | None:
-    """What prepares the images of a model's prompts; None if the model takes none.
+    """The `ImageInputs` of a model; None if the model takes no images.
 
     Args:
         folder: of the model; its preprocessor_config.json says how images are scaled and cut.
@@ -178,7 +178,7 @@ def open_images(folder: Path, config: ModelConfig, limit: int | None) -> ImageIn
     from transformers import AutoImageProcessor
 
     try:
-        # On Pillow, whatever else is installed, so that all machines see the same pixels.
+        # With Pillow, whatever else is installed, so that all machines compute the same pixels.
         processor = AutoImageProcessor.from_pretrained(
             str(folder), backend="pil", local_files_only=True
         )
@@ -190,11 +190,11 @@ def open_images(folder: Path, config: ModelConfig, limit: int | None) -> ImageIn
 
 
 def _check_processor(folder: Path, processor: Any, vision: VisionConfig) -> None:
-    """Whether what the processor makes is what the model takes: another size would be found out by
-    the first image, in the middle of a step.
+    """Checks that the processor makes arrays of the size that the model takes: else the first image
+    would fail in the middle of a step.
 
     Raises:
-        ModelLoadError: it is not.
+        ModelLoadError: the sizes differ, or the processor does not work.
     """
     from PIL import Image
 
@@ -227,7 +227,7 @@ def given_images(data: Any) -> tuple[Any, ...]:
     """The images of a prompt's `multi_modal_data`, as users write it: {"image": one or a list}.
 
     Raises:
-        PromptError: it is something else.
+        PromptError: the value has another form.
     """
     if data is None:
         return ()
@@ -243,7 +243,7 @@ def given_images(data: Any) -> tuple[Any, ...]:
 
 
 def _as_picture(image: Any, index: int) -> Image:
-    """An RGB picture; what is transparent becomes white, as in vLLM."""
+    """Converts an image into an RGB picture; transparent pixels become white, as in vLLM."""
     from PIL import Image
 
     if isinstance(image, np.ndarray):
@@ -270,7 +270,7 @@ def _as_picture(image: Any, index: int) -> Image:
 
 
 def on_white(image: Image) -> Image:
-    """The picture as RGB over a white ground."""
+    """The picture as RGB on a white background."""
     from PIL import Image
 
     if image.mode == "RGB":

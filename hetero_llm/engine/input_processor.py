@@ -1,4 +1,5 @@
-"""From what a user passes to a checked `Request`. Every mistake is found here, before any work."""
+"""From a user's prompt and parameters to a checked `Request`: all mistakes are found here, before
+any work starts."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -26,10 +28,10 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt as given: text, or token ids, and an optional prefix-cache namespace.
+    """One prompt: text, or token ids, and an optional prefix-cache namespace (`cache_salt`).
 
-    `images` are those of its image tokens, one each, as users give them; or `prepared` are, and
-    `token_ids` has all their tokens.
+    `images` are a user's images, one for each image token. Once they are prepared, `prepared` has
+    them instead, and `token_ids` holds all their tokens.
     """
 
     text: str | None = None
@@ -40,7 +42,7 @@ class Prompt:
 
 
 def parse_prompts(prompts: Any, prompt_token_ids: Any = None) -> list[Prompt]:
-    """Normalises the forms that `LLM.generate` accepts.
+    """Converts the forms that `LLM.generate` accepts.
 
     A string, a dict (`{"prompt": ...}` or `{"prompt_token_ids": ...}`, both with an optional
     "cache_salt" and "multi_modal_data"), or a list of those; or `prompt_token_ids=` as a list of
@@ -79,6 +81,25 @@ def parse_prompts(prompts: Any, prompt_token_ids: Any = None) -> list[Prompt]:
     ]
 
 
+def parse_prompt(prompt: Any) -> Prompt:
+    """One prompt in any of the forms of `parse_prompts`, or a `Prompt`, whose types are checked.
+
+    Raises:
+        PromptError: anything else.
+    """
+    if isinstance(prompt, Prompt):
+        fields = {
+            "prompt": prompt.text,
+            "prompt_token_ids": prompt.token_ids,
+            "cache_salt": prompt.cache_salt,
+        }
+        given = {name: value for name, value in fields.items() if value is not None}
+        return replace(_parse_one(given, None), images=prompt.images, prepared=prompt.prepared)
+    if not isinstance(prompt, (str, Mapping)):
+        raise PromptError("prompt", prompt, "must be a Prompt, a string or a mapping")
+    return _parse_one(prompt, None)
+
+
 def _parse_one(item: Any, index: int | None) -> Prompt:
     if isinstance(item, str):
         return Prompt(text=item)
@@ -98,7 +119,7 @@ def _parse_one(item: Any, index: int | None) -> Prompt:
         if ids is not None:
             if not isinstance(ids, Sequence) or isinstance(ids, str):
                 raise PromptError("prompt_token_ids", ids, "must be a list", prompt_index=index)
-            ids = ids if type(ids) is list else list(ids)  # of a long one a copy takes its time
+            ids = ids if type(ids) is list else list(ids)  # copying a long one takes time
         try:
             images = given_images(item.get("multi_modal_data"))
         except PromptError as error:
@@ -116,8 +137,8 @@ class InputProcessor:
         max_model_len: longest sequence in tokens.
         eos_ids: end-of-sequence tokens of the model.
         max_logprobs: most log-probabilities a request may ask for; -1 is no limit.
-        seed: seed of the engine, from which unseeded requests derive theirs.
-        images: prepares those of prompts; None if the model takes none.
+        seed: of the engine; requests without a seed derive theirs from it.
+        images: prepares the images of prompts; None if the model takes none.
     """
 
     def __init__(
@@ -138,7 +159,7 @@ class InputProcessor:
         self._max_logprobs = max_logprobs
         self._seed = seed
         self._images = images
-        self._num_requests = 0
+        self._numbers = count(1)  # of requests; `next` is safe in several threads
 
     def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
         """Builds a request.
@@ -167,13 +188,13 @@ class InputProcessor:
         extras: tuple[str, ...] = () if prompt.cache_salt is None else ("salt", prompt.cache_salt)
         if images is not None:
             extras += ("images", images.key)
-        self._num_requests += 1
+        number = next(self._numbers)
         return Request(
             request_id=request_id,
             prompt=prompt.text,
             prompt_token_ids=token_ids,
             params=params,
-            seed=self._derived_seed() if params.seed is None else params.seed,
+            seed=self._derived_seed(number) if params.seed is None else params.seed,
             end_ids=end_ids,
             eos_ids=self._eos_ids - frozenset(params.stop_token_ids or ()),
             max_total_tokens=limit,
@@ -190,12 +211,13 @@ class InputProcessor:
         """The prompt with its images processed and their tokens in `token_ids`.
 
         Raises:
-            PromptError: the model takes no images, one of them is none, or there is no place for
-                each in the prompt.
+            PromptError: the model takes no images, an image cannot be used, or the prompt does not
+                have one image token for each.
         """
-        images, count = self._images, len(prompt.images)
+        images = self._images
         if images is None:
-            raise PromptError(FIELD, f"{count} images", "this model takes no images")
+            what = f"{len(prompt.images)} images"
+            raise PromptError(FIELD, what, "this model takes no images")
         token_ids, prepared = images.prepare(self._encoded(prompt)[0], prompt.images)
         return replace(prompt, token_ids=token_ids, images=(), prepared=prepared)
 
@@ -231,7 +253,7 @@ class InputProcessor:
         return token_ids, packed, prepared
 
     def _encoded(self, prompt: Prompt) -> tuple[list[int], bytes]:
-        """A prompt's tokens, and the same packed."""
+        """The token ids of a prompt, as a list and as int32 bytes."""
         packed = None
         if prompt.token_ids is not None:
             token_ids = prompt.token_ids
@@ -254,7 +276,7 @@ class InputProcessor:
         return token_ids, token_bytes(token_ids) if packed is None else packed
 
     def _check_one_by_one(self, token_ids: list[int]) -> None:
-        """Names the first token id that is wrong, if any is."""
+        """Raises PromptError for the first wrong token id, if there is one."""
         for token in token_ids:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise PromptError("prompt_token_ids", token, "must be integers")
@@ -267,8 +289,8 @@ class InputProcessor:
 
     def _check_params(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
-            count = self._count(getattr(params, name))
-            if count is not None and self._max_logprobs != -1 and count > self._max_logprobs:
+            wanted = self._count(getattr(params, name))
+            if wanted is not None and self._max_logprobs != -1 and wanted > self._max_logprobs:
                 raise SamplingError(
                     name, getattr(params, name), f"exceeds max_logprobs ({self._max_logprobs})"
                 )
@@ -297,29 +319,29 @@ class InputProcessor:
             assert self._tokenizer is not None
             bare = tuple(self._tokenizer.encode(word.lstrip(), add_special_tokens=False))
             spaced = tuple(self._tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
-            # As in vLLM: the spaced form counts only if the space melts into the first token.
+            # As in vLLM: the spaced form counts only if the space is part of the first token.
             if bare and not word.startswith(" "):
                 sequences.append(bare)
             if spaced and (word.startswith(" ") or len(spaced) == len(bare)):
                 sequences.append(spaced)
         return tuple(dict.fromkeys(sequences))
 
-    def _derived_seed(self) -> int:
-        """SplitMix64 of (engine seed, request counter): distinct streams, reproducible runs."""
-        x = (self._seed * 0xD1342543DE82EF95 + self._num_requests * 0x9E3779B97F4A7C15) & _MASK
+    def _derived_seed(self, number: int) -> int:
+        """SplitMix64 of (engine seed, request number): distinct streams, reproducible runs."""
+        x = (self._seed * 0xD1342543DE82EF95 + number * 0x9E3779B97F4A7C15) & _MASK
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
         return x ^ (x >> 31)
 
 
 def _packed_plain_ids(token_ids: list[int], vocab_size: int) -> bytes | None:
-    """`token_bytes` of plain integers that are all in the vocabulary; None tells nothing of others.
+    """`token_bytes` if all ids are plain integers of the vocabulary, else None.
 
-    A few passes in C: a loop over a long prompt would take a good part of the time that a prefix
-    hit leaves until the first token.
+    A few passes in C: after a prefix hit, a Python loop over a long prompt would be a large part of
+    the time to the first token.
     """
     try:
-        # Other numbers make another type of the sum, but for booleans, which are 0 and 1.
+        # With any other type among the numbers the sum has another type too, except with booleans.
         if type(sum(token_ids)) is not int:
             return None
         packed = token_bytes(token_ids)

@@ -1,7 +1,7 @@
 """Whole messages over one end of a socket pair, without ever waiting.
 
-Why a socket pair and no socket with a name: nobody else can connect to it, it leaves nothing
-behind, and each side learns of the other's death at once, by the end of the stream.
+A socket pair, not a socket with a name: no other process can connect to it, it leaves no file
+behind, and each side notices the other's end at once, by the end of the stream.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _MOST_AT_ONCE = 1 << 20
 """Bytes read in one call, so that an event loop gets its turn between."""
 
 
-class Link:
+class MessageSocket:
     """Sends and receives byte strings of up to 4 GiB, in order.
 
-    `closed` is set once the other end is gone; what is sent after that is dropped.
+    `closed` becomes True when the other end has closed; messages sent after that are dropped.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -32,7 +32,7 @@ class Link:
 
     @property
     def num_unsent(self) -> int:
-        """Bytes that the other end has no room for yet; `flush` tries again."""
+        """Bytes that did not fit into the kernel's buffer; `flush` tries again."""
         return len(self._unsent)
 
     def send(self, message: bytes) -> None:
@@ -46,7 +46,7 @@ class Link:
             self._unsent += memoryview(data)[sent:]
 
     def flush(self) -> None:
-        """Sends what is left, as far as the other end has room."""
+        """Sends unsent bytes as far as the kernel's buffer has room."""
         while self._unsent:
             with memoryview(self._unsent) as view, view[:_READ] as part:
                 sent = self._send(part)
@@ -55,7 +55,7 @@ class Link:
             del self._unsent[:sent]
 
     def receive(self) -> list[bytes]:
-        """The messages that have arrived, maybe none."""
+        """Returns the messages that have arrived whole, maybe none."""
         size = 0
         while size < _MOST_AT_ONCE:
             try:
@@ -82,7 +82,7 @@ class Link:
             return self._socket.send(data)
         except BlockingIOError:
             return 0
-        except OSError:  # the reader learns of it, too, and says so
+        except OSError:  # `receive` meets the same error and sets `closed`
             return len(data)
 
     def _split(self) -> list[bytes]:

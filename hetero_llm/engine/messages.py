@@ -1,11 +1,12 @@
-"""What the API process and the engine process say to each other: typed structs in msgpack.
+"""Messages between the API process and the engine process: typed structs in msgpack.
 
-Nothing here can carry code: an object is decoded into the type that its place has, or refused.
+No message can carry code: each object is decoded into the declared type of its field, or refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -27,6 +28,7 @@ from hetero_llm.core.errors import (
 from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.images import PromptImage, PromptImages
 from hetero_llm.core.outputs import CompletionOutput, RequestMetrics, TokenLogprobs
+from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -75,13 +77,23 @@ class Image(msgspec.Struct, array_like=True):
 
 
 class AddRequest(Message):
-    """`key` names the request between the two processes: it is used once, unlike users' ids.
-    `images` are prepared, `images_key` is theirs."""
+    """A checked `Request`, of whose fields it has the names; see `request_to_wire`.
+
+    `key` names the request between the two processes: it is used once, unlike users' ids.
+    `packed_prompt` holds the prompt's token ids, int32. `images` are prepared.
+    """
 
     key: str
-    token_ids: list[int]
-    cache_salt: str | None
+    packed_prompt: bytes
     params: dict[str, Any]
+    seed: int
+    max_total_tokens: int
+    root_hash: bytes
+    end_ids: list[int] = []
+    eos_ids: list[int] = []
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int = 0
+    bad_word_ids: list[list[int]] = []
     images: list[Image] = []
     images_key: str = ""
 
@@ -91,7 +103,7 @@ class Abort(Message):
 
 
 class Call(Message):
-    """Asks for one of `engine_process.CALLS`."""
+    """Calls one of `engine_process.CALLS`; the reply is a `CallResult` of the same number."""
 
     number: int
     name: str
@@ -135,7 +147,7 @@ class Output(msgspec.Struct, array_like=True):
 
 
 class StepOutputs(Message):
-    """What one step made visible."""
+    """The outputs of one step."""
 
     outputs: list[Output]
 
@@ -165,7 +177,7 @@ class Dead(Message):
 
 
 def _plain(value: Any) -> Any:
-    """For mappings, numpy's numbers and subclasses of plain types."""
+    """Converts mappings, numpy's numbers and subclasses of plain types into plain data."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Integral):
@@ -198,15 +210,70 @@ def decode_from_engine(
     return _from_engine.decode(data)
 
 
-# -- sampling parameters --------------------------------------------------------------------
+# -- requests -------------------------------------------------------------------------------
 
 _DEFAULTS = SamplingParams()
 _FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 _MOST = (1 << 64) - 1  # msgpack's largest integer
 
 
+def request_to_wire(key: str, request: Request) -> AddRequest:
+    """The message that starts a request which the `InputProcessor` has checked. Cumulative outputs
+    travel as deltas.
+
+    Raises:
+        SamplingError: as `params_to_wire`.
+    """
+    kind = request.params.output_kind
+    if kind is RequestOutputKind.CUMULATIVE:
+        kind = RequestOutputKind.DELTA
+    images = request.images
+    return AddRequest(
+        key,
+        request.packed_prompt,
+        params_to_wire(request.params, kind),
+        request.seed,
+        request.max_total_tokens,
+        request.root_hash,
+        list(request.end_ids),
+        list(request.eos_ids),
+        request.num_logprobs,
+        request.num_prompt_logprobs,
+        [list(word) for word in request.bad_word_ids],
+        images_to_wire(images),
+        "" if images is None else images.key,
+    )
+
+
+def request_from_wire(message: AddRequest) -> Request:
+    """The request, without its text. What the sender has checked is not checked again, but for
+    what the types themselves refuse.
+
+    Raises:
+        SamplingError: as `SamplingParams` does.
+        ValueError: as `images_from_wire`.
+    """
+    return Request(
+        request_id=message.key,
+        prompt=None,
+        prompt_token_ids=np.frombuffer(message.packed_prompt, "<i4").tolist(),
+        params=params_from_wire(message.params),
+        seed=message.seed,
+        end_ids=frozenset(message.end_ids),
+        eos_ids=frozenset(message.eos_ids),
+        max_total_tokens=message.max_total_tokens,
+        root_hash=message.root_hash,
+        metrics=RequestMetrics(time.monotonic()),
+        num_logprobs=message.num_logprobs,
+        num_prompt_logprobs=message.num_prompt_logprobs,
+        bad_word_ids=tuple(map(tuple, message.bad_word_ids)),
+        images=images_from_wire(message.images, message.images_key),
+        packed_prompt=message.packed_prompt,
+    )
+
+
 def params_to_wire(params: SamplingParams, kind: RequestOutputKind) -> dict[str, Any]:
-    """The fields that are not at their default, with `kind` as the kind of output.
+    """The fields that are not at their default, and `kind` as the output kind.
 
     Raises:
         SamplingError: a field cannot travel: a Python function, or a number of over 64 bits.
@@ -238,7 +305,7 @@ def params_from_wire(fields: dict[str, Any]) -> SamplingParams:
 
 _ARRAY_DTYPES = ("<f4", "<i8")
 _MOST_IMAGE_BYTES = 1 << 30
-"""Of one request: `engine.images` makes no more."""
+"""Of one request; `engine.images` has the same limit."""
 
 
 def images_to_wire(images: PromptImages | None) -> list[Image]:
@@ -263,7 +330,7 @@ def images_from_wire(images: Sequence[Image], key: str) -> PromptImages | None:
     """The arrays are views of the message's bytes.
 
     Raises:
-        ValueError: an array is of a type or a size that no image has.
+        ValueError: an array has a type, or all have a size, that no image has.
     """
     if not images:
         return None
@@ -297,14 +364,14 @@ _LONGEST_VALUE = 256
 
 
 class _Shown(str):
-    """A value that has been shown already."""
+    """A value that was converted into text by `shown` on the other side."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def error_to_wire(error: BaseException) -> Error:
-    """Keeps class, field, reason and, if it is plain and short, the value."""
+    """Keeps the error's class, field and reason; its value if plain and short, else as text."""
     kind = type(error).__name__
     if isinstance(error, (RequestError, ConfigError)):
         value = error.value
@@ -319,7 +386,7 @@ def error_to_wire(error: BaseException) -> Error:
 
 
 def error_from_wire(error: Error) -> HeteroLLMError:
-    """The same error; a `HeteroLLMError` that names the class, if it is none of ours."""
+    """The same error, or a `HeteroLLMError` that names the class of a foreign one."""
     if error.kind in _WITH_FIELD:
         value = _Shown(error.value) if error.is_shown else error.value
         return _WITH_FIELD[error.kind](error.field, value, error.reason)

@@ -1,4 +1,4 @@
-"""What has come of one request and was not read yet; plain asyncio, no engine."""
+"""The outputs of one request between the engine and their reader; plain asyncio, no engine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MOST_KEPT = 256
 
 
 class OutputStream:
-    """The queue between the engine and the reader of one request. The engine never waits for it.
+    """The unread outputs of one request. The engine never waits for the reader.
 
     Attributes:
         key: see `messages.AddRequest`.
         arrival: seconds of the monotonic clock.
-        sent: the engine has been told of the request.
-        ended: the engine has said its last word on it.
-        abort_wanted: the user ended it before the engine was told.
+        sent: the request was sent to the engine.
+        ended: the last output or an error has come.
+        abort_wanted: the user aborted the request, maybe before it was sent.
     """
 
     def __init__(self, key: str, request_id: str, arrival: float) -> None:
@@ -51,7 +51,7 @@ class OutputStream:
         self._wake()
 
     def fail(self, make_error: Callable[[], HeteroLLMError]) -> None:
-        """The stream ends with this error after what is there; the first error counts."""
+        """Ends the stream with this error after its unread outputs. The first error counts."""
         self._make_error = self._make_error or make_error
         self.ended = True
         self._wake()
@@ -78,10 +78,7 @@ class OutputStream:
 
 
 def merge(total: Output, new: Output) -> None:
-    """Appends what came later to an output, as one delta that says both.
-
-    `total` becomes the owner of what `new` holds.
-    """
+    """Appends a later output to `total`, which becomes one delta; it takes over `new`'s objects."""
     known = {one.index: one for one in total.outputs}
     for one in new.outputs:
         old = known.get(one.index)
@@ -97,7 +94,7 @@ def merge(total: Output, new: Output) -> None:
 
 
 def extend(total: CompletionOutput, new: CompletionOutput) -> None:
-    """Appends to a delta the next one of the same sequence."""
+    """Appends the next delta of the same sequence."""
     total.text += new.text
     total.token_ids += new.token_ids
     total.cumulative_logprob = new.cumulative_logprob
@@ -108,8 +105,8 @@ def extend(total: CompletionOutput, new: CompletionOutput) -> None:
 
 
 class Assembler:
-    """Makes the outputs that a user sees of those that travel, which are deltas wherever there is
-    more than one."""
+    """Makes a user's outputs of those that the engine process sends, which are deltas unless only
+    the final one was wanted."""
 
     def __init__(self, request: Request, request_id: str, arrival: float) -> None:
         self._request = request

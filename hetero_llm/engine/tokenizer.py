@@ -1,29 +1,35 @@
-"""Text to token ids and back. The work is transformers' and tokenizers'; here are our errors,
-incremental decoding, and what the engine needs to know about a tokenizer."""
+"""Text to token ids and back, with transformers and tokenizers: typed errors, incremental decoding,
+the facts about a tokenizer that the engine needs, and threads to tokenize in."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from tokenizers.decoders import DecodeStream
 
 from hetero_llm.core.errors import ModelLoadError, RequestError
 
+T = TypeVar("T")
+
 _PRIMING_TOKENS = 4
 """Prompt tokens fed to a decode stream first, so that a leading space of the continuation is kept
 by tokenizers that strip it at the start of a text."""
 _PROCESSOR_TEMPLATE = "chat_template.json"
+_NUM_THREADS = 2
+_SHORT_TEXT = 512  # characters
 _LONGEST_CHARACTER = 4
 """Most byte tokens of one character, in UTF-8."""
 
 
 def _streams_take_a_prompt() -> bool:
-    """Since tokenizers 0.22; without, our own incremental decoding serves."""
+    """Since tokenizers 0.22; with older versions `_SlowStream` is used."""
     try:
         DecodeStream(ids=[], skip_special_tokens=True)
     except TypeError:
@@ -98,8 +104,8 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def _priming_tail(self, prompt_ids: Sequence[int]) -> list[int]:
-        """A few last tokens that start with a whole character. From a run of byte tokens that
-        starts inside one, byte-fallback decoders get nothing but replacement characters."""
+        """A few last tokens that start with a whole character: from byte tokens that start inside a
+        character, byte-fallback decoders make only replacement characters."""
         best: list[int] = []
         fewest = None
         for length in range(_PRIMING_TOKENS, _PRIMING_TOKENS + _LONGEST_CHARACTER):
@@ -115,8 +121,40 @@ class Tokenizer:
         return self.decode([token_id], skip_special_tokens=False)
 
 
+class TokenizerThreads:
+    """Threads for work on prompts that would hold up an event loop; one object per process.
+
+    Long texts have two threads: the tokenizers library releases the GIL meanwhile. Images have two
+    of their own, so that texts do not wait for them.
+    """
+
+    def __init__(self) -> None:
+        self._closed = False
+        self._texts = ThreadPoolExecutor(_NUM_THREADS, "hetero-llm-tokenize")
+        self._images = ThreadPoolExecutor(_NUM_THREADS, "hetero-llm-images")
+
+    async def run(self, work: Callable[[], T], *, size: int) -> T:
+        """Runs `work` on a text of `size` characters. A short one is worked on in this thread:
+        waking up the event loop would take longer than the work."""
+        if size <= _SHORT_TEXT or self._closed:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
+
+    async def run_on_images(self, work: Callable[[], T]) -> T:
+        if self._closed:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._images, work)
+
+    def close(self) -> None:
+        """Ends the threads when their work is done, without waiting for that. Later work, such as
+        that of the last requests of a server that stops, is done in the caller's thread."""
+        self._closed = True
+        self._texts.shutdown(wait=False)
+        self._images.shutdown(wait=False)
+
+
 class Stream(Protocol):
-    """Decodes one token at a time; `push` returns the text that became certain, maybe ""."""
+    """Decodes one token at a time; `push` returns the text that is now certain, maybe ""."""
 
     def push(self, token_id: int) -> str: ...
 
@@ -131,8 +169,8 @@ class _FastStream:
         try:
             return self._stream.step(self._tokenizer, token_id) or ""
         except Exception as error:
-            # The library gives up on byte sequences that no text can start with; a fresh stream
-            # goes on from the next token.
+            # The library fails on bytes with which no text can start; a new stream continues with
+            # this token.
             if "Invalid prefix" not in str(error):
                 raise
             self._stream = DecodeStream(skip_special_tokens=self._skip)

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and what stands around them."""
+"""The HTTP application: routes, middleware and error handlers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hetero_llm.server.endpoints.completions import completions_endpoint
 from hetero_llm.server.endpoints.info import Info
 from hetero_llm.server.endpoints.page import PAGE_FILES, Page
 from hetero_llm.server.errors import ApiError
-from hetero_llm.server.middleware import Gate
+from hetero_llm.server.middleware import RequestMiddleware
 from hetero_llm.server.openapi import request_schema
 from hetero_llm.server.protocol import (
     ChatRequest,
@@ -31,7 +31,7 @@ from hetero_llm.server.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from hetero_llm.server.responses import CLIENT_CLOSED_REQUEST, reported
+from hetero_llm.server.responses import CLIENT_CLOSED_REQUEST, Responses, report_error
 from hetero_llm.server.settings import ServerSettings
 
 _MODEL_PARAMETER = {
@@ -43,7 +43,7 @@ _MODEL_PARAMETER = {
 
 
 class _Route(APIRoute):
-    """FastAPI documents it; the handler gets the request as it came. FastAPI's own handling of
+    """A route that FastAPI documents, but whose handler gets the raw request: FastAPI's handling of
     arguments and results would take 0.1 ms of each request."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
@@ -54,25 +54,25 @@ class _Route(APIRoute):
 def build_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
     """The application that serves one engine. `app.state.context` is its `Context`.
 
-    The server around it has to limit what it reads before a request reaches the application:
-    the time and size of headers, and idle connections.
+    The server around it has to limit what precedes a request: the time and size of headers, and
+    idle connections.
     """
     context = Context(client, settings)
     app = FastAPI(
         title="hetero_llm",
         version=__version__,
-        docs_url=None,  # its page would load scripts from elsewhere
+        docs_url=None,  # its page would load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,
     )
     app.router.route_class = _Route
     app.state.context = context
     _add_routes(app, context)
-    app.add_exception_handler(HTTPException, _route_error)
+    app.add_exception_handler(HTTPException, _router_error)
     for kind in (ApiError, HeteroLLMError):
-        app.add_exception_handler(kind, _error)
-    app.add_exception_handler(ClientDisconnect, _gone)
-    app.add_middleware(Gate, context=context)
+        app.add_exception_handler(kind, _error_response)
+    app.add_exception_handler(ClientDisconnect, _client_gone)
+    app.add_middleware(RequestMiddleware, context=context)
     cors = settings.cors
     if cors.origins:
         app.add_middleware(
@@ -89,17 +89,18 @@ def build_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
 def _add_routes(app: FastAPI, context: Context) -> None:
     info = Info(context)
     page = Page(context, info)
+    responses = Responses(context)
     posts: list[tuple[str, Any, type[msgspec.Struct], tuple[str, ...], str]] = [
         (
             "/v1/completions",
-            completions_endpoint(context),
+            completions_endpoint(context, responses),
             CompletionRequest,
             ("prompt",),
             "Continue prompts",
         ),
         (
             "/v1/chat/completions",
-            chat_endpoint(context),
+            chat_endpoint(context, responses),
             ChatRequest,
             ("messages",),
             "Answer a conversation",
@@ -150,8 +151,8 @@ def _add_routes(app: FastAPI, context: Context) -> None:
         )
 
 
-async def _route_error(request: Request, error: Exception) -> Response:
-    """The router's own answers, in OpenAI's form."""
+async def _router_error(request: Request, error: Exception) -> Response:
+    """Converts an error of the router into OpenAI's form."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         failure = ApiError(404, "not_found", "there is no such route; see /openapi.json")
@@ -164,10 +165,10 @@ async def _route_error(request: Request, error: Exception) -> Response:
     return failure.response()
 
 
-async def _error(request: Request, error: Exception) -> Response:
-    return reported(request.app.state.context, error, request_id_of(request)).response()
+async def _error_response(request: Request, error: Exception) -> Response:
+    return report_error(request.app.state.context, error, request_id_of(request)).response()
 
 
-async def _gone(request: Request, error: Exception) -> Response:
+async def _client_gone(request: Request, error: Exception) -> Response:
     request.app.state.context.metrics.aborted("client_gone")
     return Response(status_code=CLIENT_CLOSED_REQUEST)

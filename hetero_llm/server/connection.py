@@ -1,7 +1,7 @@
-"""One client's connection: what has to be bounded before a request reaches the application.
+"""One client's connection: the limits that apply before a request reaches the application.
 
-uvicorn gives a client for ever to send a request's head, and takes any number of connections. Both
-are answered here in OpenAI's form, and so is what is no HTTP at all.
+uvicorn gives a client unlimited time to send a request's head, and accepts any number of
+connections. Both are limited here, with errors in OpenAI's form; so are bytes that are no HTTP.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from hetero_llm.server.errors import ApiError, busy
 logger = logging.getLogger(__name__)
 
 CROWDED = "crowded"
-"""In the ASGI state of requests that came over a connection more than there should be."""
+"""Key in the ASGI state of requests over a connection above the limit; its value is the limit."""
 _SPARE_CONNECTIONS = 64
-"""Taken above the limit, so that probes of a full server's health are answered."""
+"""Connections accepted above the limit, so that a full server still answers health probes."""
 _RETRY_SECONDS = 1.0
 _OTHER_FILES = 128
-"""Descriptors that are not connections: the engine's link, libraries, files that are read."""
+"""File descriptors besides connections: the engine's socket, libraries, files."""
 _FEWEST_CONNECTIONS = 8
 _MOST_NOT_SENT = 128 << 10  # bytes
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 
 
-class _Later:
-    """What uvicorn logs before an answer's first byte, logged when what there is has been written:
-    making a line takes longer than making the first token's frame."""
+class _DelayedLogger:
+    """Delays uvicorn's access line, which precedes the first byte of a response, until the event
+    loop has sent that byte: formatting the line takes longer than the first token's frame."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._info = logger.info
@@ -46,10 +46,11 @@ class _Later:
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection with a clock on heads of requests and a place in a bounded set.
+    """uvicorn's connection with a time limit on request heads and a limit on connections.
 
-    A head has `header_seconds` from the connection's start, or from the first byte after the
-    request before. What takes longer gets a 408, or, where not a byte came, just the end.
+    A head must be complete `header_seconds` after the connection's start, or after its first byte
+    on a connection with earlier requests. A later one gets a 408; if no byte came at all, the
+    connection is closed.
     """
 
     header_seconds: float
@@ -57,17 +58,17 @@ class Connection(H11Protocol):
     refused: Callable[[str], None]
 
     _head_timer: asyncio.TimerHandle | None = None
-    _turned_away = False
+    _over_limit = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.access_logger = _Later(self.access_logger)  # type: ignore[assignment]
+        self.access_logger = _DelayedLogger(self.access_logger)  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.most + _SPARE_CONNECTIONS:
-            self._turned_away = True
-            self._answer(crowded(self.most))
+            self._over_limit = True
+            self._refuse(crowded(self.most))
             self.refused("too_many_connections")
             return
         if len(self.connections) > self.most:
@@ -75,7 +76,7 @@ class Connection(H11Protocol):
         self._start_clock()
 
     def data_received(self, data: bytes) -> None:
-        if self._turned_away:
+        if self._over_limit:
             return
         super().data_received(data)
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
@@ -88,10 +89,10 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        self._answer(ApiError(400, "invalid_http", "what came is not a valid HTTP request"))
+        self._refuse(ApiError(400, "invalid_http", "what came is not a valid HTTP request"))
 
     def _start_clock(self) -> None:
-        """More bytes of the same head do not give it more time."""
+        """Starts the head's time limit; further bytes of the same head do not extend it."""
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self.header_seconds, self._head_too_slow)
 
@@ -108,11 +109,11 @@ class Connection(H11Protocol):
             self.transport.close()
             return
         seconds = f"{self.header_seconds:g} s"
-        self._answer(ApiError(408, "request_timeout", f"the headers took longer than {seconds}"))
+        self._refuse(ApiError(408, "request_timeout", f"the headers took longer than {seconds}"))
         self.refused("slow_headers")
 
-    def _answer(self, error: ApiError) -> None:
-        """Writes an error without an application, and closes."""
+    def _refuse(self, error: ApiError) -> None:
+        """Writes an error, without the application, and closes the connection."""
         body = error.body()
         headers = {
             **error.headers,
@@ -126,7 +127,7 @@ class Connection(H11Protocol):
             head = self.conn.send(
                 h11.Response(status_code=error.status, headers=raw, reason=reason)
             )
-        except h11.LocalProtocolError:  # in the middle of an answer: there is no place for another
+        except h11.LocalProtocolError:  # in the middle of a response: no other can be sent
             self.transport.abort()
             return
         self.transport.write((head or b"") + body)
@@ -148,19 +149,19 @@ def connection_class(
 
 
 def crowded(most: int) -> ApiError:
-    """The answer to a request over a connection above the limit."""
+    """The error for a request over a connection above the limit."""
     error = busy("too_many_connections", f"more than {most} connections are open", _RETRY_SECONDS)
     error.headers["connection"] = "close"
     return error
 
 
 def connections_possible(wanted: int) -> int:
-    """`wanted`, or fewer if this process may not open as many files; says so in the log.
+    """Returns `wanted`, or fewer (logged) if this process may not open as many files.
 
     Raises the soft limit on open files as far as needed and allowed.
 
     Raises:
-        ConfigError: there is room for next to none.
+        ConfigError: fewer than 8 connections are possible.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _SPARE_CONNECTIONS + _OTHER_FILES
@@ -183,7 +184,7 @@ def connections_possible(wanted: int) -> int:
 
 
 def bound_kernel_buffers(listener: socket.socket) -> None:
-    """Connections of this socket leave at most 128 KiB unsent with the kernel, which would take
-    megabytes for a client that reads slowly."""
+    """Limits the kernel's unsent bytes to 128 KiB for each connection of this socket; by default it
+    buffers megabytes for a client that reads slowly."""
     if _TCP_NOTSENT_LOWAT is not None:
         listener.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _MOST_NOT_SENT)

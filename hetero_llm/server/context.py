@@ -1,4 +1,4 @@
-"""What the endpoints of one server share."""
+"""The state that middleware and endpoints of one server share."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from hetero_llm.engine.engine_client import EngineClient
 from hetero_llm.server.errors import ApiError, busy, duplicate
 from hetero_llm.server.metrics import Metrics
 from hetero_llm.server.settings import ServerSettings
-from hetero_llm.server.sse import Watch
-from hetero_llm.server.tokenization import Texts
+from hetero_llm.server.tokenization import ApiTokenizer
 
 _DRAIN_RETRY_SECONDS = 5.0
 _ERRORS_KEPT = 20
 
 
 class Context:
-    """One server's parts and state. Who stops the server sets, in this order, `leaving`
-    (balancers are told to go elsewhere, requests are still taken) and `draining` (they are not).
+    """One server's parts and state.
+
+    A server that stops sets `leaving` first (load balancers see it at /ready, requests are still
+    accepted), then `draining` (requests are refused).
 
     Attributes:
         names: the model's names; the first is in the responses.
-        load: generation requests being answered.
-        errors: the last answers that were our fault, for the status page; no prompts in them.
-        plan: what serves, in lines, if whoever started the server said it.
+        load: generation requests that are running.
+        errors: the last responses with status 500 or above, for the status page; no prompts.
+        plan: what serves, as text for the status page; None if the launcher did not set it.
     """
 
     def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
@@ -38,27 +39,24 @@ class Context:
         self.client = client
         self.settings = settings
         self.names = settings.served_names or info.served_names or (info.model,)
-        self.texts = Texts(
+        self.tokenizer = ApiTokenizer(
             client.tokenizer,
+            client.threads,
             images=client.images,
             max_model_len=info.max_model_len,
             chat_template=settings.chat_template,
             template_seconds=settings.limits.template_seconds,
         )
         self.metrics = Metrics(client, self.names[0], legacy_names=settings.legacy_metric_names)
-        self.watch = Watch(
-            keep_alive_seconds=settings.keep_alive_seconds,
-            write_seconds=settings.limits.write_seconds,
-        )
         self.created = int(time.time())
         self.leaving = self.draining = False
         self.load = 0
         self.errors: deque[dict[str, Any]] = deque(maxlen=_ERRORS_KEPT)
         self.plan: str | None = None
-        self._live: set[str] = set()
+        self._request_ids: set[str] = set()
 
     def model_name(self, wanted: str | None) -> str:
-        """The name to answer with; a request that names no model means this one.
+        """The model's name for the response; a request without a name gets the first one.
 
         Raises:
             ApiError: 404 for a model that is not served.
@@ -76,10 +74,10 @@ class Context:
         )
 
     def check_open(self) -> None:
-        """Whether a request can be taken at all.
+        """Checks that requests are accepted.
 
         Raises:
-            ApiError: the server is about to stop.
+            ApiError: 503, the server is about to stop.
             EngineDeadError: the engine is dead or hangs.
         """
         if self.draining:
@@ -87,7 +85,7 @@ class Context:
         self.client.check_health()
 
     def note_error(self, failure: ApiError, request_id: str) -> None:
-        """Keeps an answer that was our fault for the status page."""
+        """Keeps an error of status 500 or above for the status page."""
         self.errors.append(
             {
                 "time": time.time(),
@@ -99,25 +97,25 @@ class Context:
         )
 
     @contextmanager
-    def running(self, request_id: str) -> Iterator[None]:
-        """Holds the request's id and counts it while it is answered.
+    def answering(self, request_id: str) -> Iterator[None]:
+        """Reserves a request's id and counts the request in `load` until the context is left.
 
         Raises:
-            ApiError: 409, a running request has this id.
+            ApiError: 409, a running request has this id; 503, see `check_open`.
         """
         self.check_open()
-        if request_id in self._live:
+        if request_id in self._request_ids:
             raise duplicate(request_id)
-        self._live.add(request_id)
+        self._request_ids.add(request_id)
         self.load += 1
         try:
             yield
         finally:
             self.load -= 1
-            self._live.discard(request_id)
+            self._request_ids.discard(request_id)
 
     def cache_salt(self, request: Request, wanted: str | None) -> str | None:
-        """The namespace of what the request leaves in caches: its own, within its key's."""
+        """The prefix-cache namespace of a request: the one it wants, within that of its API key."""
         isolation = self.settings.prefix_cache_isolation
         keys = self.settings.api_keys
         by_key = isolation == "key" or (isolation is None and len(keys) > 1)

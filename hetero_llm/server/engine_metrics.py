@@ -1,4 +1,4 @@
-"""The engine's last report in Prometheus' terms; part of `metrics`."""
+"""The figures of the engine's last heartbeat as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -45,26 +45,26 @@ _OFFLOAD_COUNTERS = {
     "kv_offload_load_time": "Seconds in which KV was being loaded.",
     "kv_offload_store_time": "Seconds in which KV was being stored.",
 }
-"""As `_COUNTERS`, but there only where the prefix cache is offloaded."""
+"""As `_COUNTERS`, but exported only if the prefix cache is offloaded."""
 _ENGINE_NAMES = {
     "kv_offload_load_bytes": "kv_offload_bytes_h2d",
     "kv_offload_store_bytes": "kv_offload_bytes_d2h",
     "kv_offload_load_time": "kv_offload_h2d_busy_seconds_total",
     "kv_offload_store_time": "kv_offload_d2h_busy_seconds_total",
 }
-"""What vLLM calls a metric, and what the engine calls it."""
+"""vLLM's name of a metric, and the engine's."""
 _OLD_TRANSFERS = {
     "kv_offload_total_bytes": ("kv_offload_load_bytes", "kv_offload_store_bytes"),
     "kv_offload_total_time": ("kv_offload_load_time", "kv_offload_store_time"),
 }
-"""What vLLM had in one metric, with the direction as a label: loads, stores."""
+"""Old metrics of vLLM with the direction as a label, and the new ones: loads, stores."""
 _DIRECTIONS = ("CPU_to_GPU", "GPU_to_CPU")
 _OLD_NAMES = {
     "kv_cache_usage_perc": "gpu_cache_usage_perc",
     "prefix_cache_queries": "gpu_prefix_cache_queries",
     "prefix_cache_hits": "gpu_prefix_cache_hits",
 }
-"""What vLLM calls a metric, and what it called it before."""
+"""vLLM's name of a metric, and its old name."""
 _OWN_COUNTERS = {
     "num_requests_finished": "The engine's num_requests_finished.",
     "num_steps": "The engine's num_steps.",
@@ -96,15 +96,15 @@ _AT_PLACE = "spec_decode_num_accepted_tokens_per_pos_"
 _STEP_SECONDS = "step_seconds/"
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 _BUSY_SECONDS = 1.0
-"""The least time over which a busy ratio is taken."""
+"""The shortest time over which a busy ratio is computed."""
 
 
 class EngineCollector(Collector):
-    """Reads the engine's last report whenever metrics are asked for.
+    """Makes the metrics of the engine's last heartbeat at each scrape.
 
     Args:
         labels: of every vLLM metric.
-        legacy_names: export also what vLLM has renamed, under its old names.
+        legacy_names: also export the metrics that vLLM has renamed under their old names.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class EngineCollector(Collector):
         self._client = client
         self._labels = labels
         self._old_names = _OLD_NAMES if legacy_names else {}
-        self._busy = _Busy()
+        self._busy = BusyRatios()
 
     def describe(self) -> list[Metric]:
         return []
@@ -165,7 +165,7 @@ class EngineCollector(Collector):
         return True
 
     def _accepted_at(self, left: dict[str, float]) -> Metric:
-        """Takes the counts of all places out of `left`."""
+        """Accepted draft tokens by position; removes these figures from `left`."""
         family = CounterMetricFamily(
             f"vllm:{_AT_PLACE.removesuffix('_')}",
             "Draft tokens that were accepted, by their place in the draft.",
@@ -177,7 +177,7 @@ class EngineCollector(Collector):
         return family
 
     def _offload(self, left: dict[str, float]) -> Iterator[Metric]:
-        """What vLLM has names for; takes it out of `left`."""
+        """The offload metrics for which vLLM has names; removes their figures from `left`."""
         found = {
             name: left.pop(_ENGINE_NAMES.get(name, name))
             for name in _OFFLOAD_COUNTERS
@@ -232,7 +232,7 @@ class EngineCollector(Collector):
         yield family
 
     def _cpu(self, engine_seconds: float | None) -> Iterator[Metric]:
-        """CPU time by role, and the part of this machine's cores that it is."""
+        """CPU time of each process, in seconds and as a share of all usable cores."""
         labels = [*self._labels, "role"]
         used = CounterMetricFamily(
             "hetero_llm:cpu_seconds", "CPU time of our processes.", labels=labels
@@ -265,8 +265,8 @@ class EngineCollector(Collector):
         return family
 
 
-class _Busy:
-    """Ratios of CPU time to what there was of it, over at least `_BUSY_SECONDS`."""
+class BusyRatios:
+    """Computes CPU time as a share of that of all usable cores, over at least `_BUSY_SECONDS`."""
 
     def __init__(self) -> None:
         self._cores = len(os.sched_getaffinity(0))
@@ -274,7 +274,7 @@ class _Busy:
         self._ratios: dict[str, float] = {}
 
     def ratio(self, role: str, cpu_seconds: float, now: float) -> float | None:
-        """None until it is known. `now` is of the monotonic clock."""
+        """The share of `role`; None until it is known. `now` is of the monotonic clock."""
         then, before = self._last.setdefault(role, (now, cpu_seconds))
         if now - then >= _BUSY_SECONDS:
             self._last[role] = now, cpu_seconds
@@ -284,6 +284,6 @@ class _Busy:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Each bound with the values up to it."""
+    """Each upper bound with the number of values up to it."""
     bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
     return list(zip(bounds, accumulate(histogram.counts), strict=True))

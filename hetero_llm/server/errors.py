@@ -1,7 +1,7 @@
-"""Every error of the API: status, OpenAI's error object, and the headers that steer retries.
+"""Every error of the API: status, OpenAI's error object, and the headers that control retries.
 
-OpenAI's clients try 408, 409, 429 and 5xx again unless told not to. So a client's own mistake is
-never a 5xx, and an error that would only happen again says `x-should-retry: false`.
+OpenAI's clients retry 408, 409, 429 and 5xx. So a client's own mistake is never a 5xx, and an error
+that a retry would only repeat has the header `x-should-retry: false`.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _ENGINE_FIELDS = {"prompt_token_ids": "prompt", "prompts": "prompt"}
 
 
 class ApiError(Exception):
-    """An answer other than success.
+    """An error response.
 
     Args:
         status: HTTP status; it decides `error.type`.
         code: short name that programs can test.
-        message: cause, limit and what to do; cut to 512 characters.
-        param: the request's field that is wrong.
+        message: cause, limit and remedy; cut to 512 characters.
+        param: the wrong field of the request.
         headers: more response headers.
     """
 
@@ -97,12 +97,12 @@ def invalid(param: str | None, message: str, code: str = "invalid_value") -> Api
 
 
 def unsupported(param: str, feature: str) -> ApiError:
-    """Something that others offer and this server does not."""
+    """A field of a feature that this server does not have."""
     return invalid(param, f"{param}: {feature} is not available", "unsupported_parameter")
 
 
 def context_exceeded(limit: int, prompt: int, wanted: int, param: str) -> ApiError:
-    """`prompt` tokens and `wanted` ones to generate are more than the context holds."""
+    """`prompt` tokens and `wanted` tokens to generate are more than `limit`, the context length."""
     return invalid(
         param,
         f"this model's maximum context length is {limit} tokens, but {prompt + wanted} were "
@@ -119,7 +119,7 @@ def busy(code: str, message: str, retry_after: float) -> ApiError:
 
 
 def duplicate(request_id: str) -> ApiError:
-    """Trying again at once would find the first request still running."""
+    """A running request has this id; a retry would meet it again."""
     return ApiError(
         409,
         "duplicate_request_id",
@@ -130,7 +130,7 @@ def duplicate(request_id: str) -> ApiError:
 
 
 def internal(request_id: str) -> ApiError:
-    """Our bug. What happened is in the log, never in the answer."""
+    """A bug of the server. Details are in the log, never in the response."""
     return ApiError(
         500,
         INTERNAL,
@@ -140,7 +140,7 @@ def internal(request_id: str) -> ApiError:
 
 
 def request_failed(request_id: str) -> ApiError:
-    """The engine lives on but could not compute this one request."""
+    """The engine could not compute this request; others are not affected."""
     return ApiError(
         500,
         "generation_failed",
@@ -150,7 +150,7 @@ def request_failed(request_id: str) -> ApiError:
 
 
 def as_api_error(error: Exception, request_id: str) -> ApiError:
-    """What the client is told about an exception."""
+    """The error response to an exception."""
     match error:
         case ApiError():
             return error
@@ -197,5 +197,5 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
 
 
 def without_paths(text: str) -> str:
-    """Text of somebody else's exception without paths of this machine and addresses."""
+    """The text of a foreign exception without paths of this machine and memory addresses."""
     return _ADDRESS.sub("(address)", _PATH.sub("(path)", text))

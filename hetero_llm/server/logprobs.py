@@ -8,26 +8,27 @@ from typing import Any
 
 from hetero_llm.core.outputs import TokenLogprobs
 from hetero_llm.server.protocol import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
-from hetero_llm.server.tokenization import TextOffsets, Texts, token_label
+from hetero_llm.server.tokenization import ApiTokenizer, TextOffsets, token_label
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot say; vLLM's."""
+"""Stands for minus infinity, which JSON cannot express; vLLM's value."""
 
 
 class CompletionLogprobWriter:
-    """Makes the parallel lists of one choice; text offsets go on from chunk to chunk.
+    """Makes the parallel lists of one choice. Text offsets continue from chunk to chunk.
 
     Args:
-        count: alternatives at each position, the token itself not counted if it is none of them.
+        count: most likely alternatives at each position; the token itself is added if it is none of
+            them.
     """
 
     def __init__(
-        self, texts: Texts, *, count: int, as_ids: bool, skip_special_tokens: bool
+        self, tokenizer: ApiTokenizer, *, count: int, as_ids: bool, skip_special_tokens: bool
     ) -> None:
-        self._texts = texts
+        self._tokenizer = tokenizer
         self._count = count
         self._as_ids = as_ids
-        self._offsets = TextOffsets(texts, skip_special_tokens=skip_special_tokens)
+        self._offsets = TextOffsets(tokenizer, skip_special_tokens=skip_special_tokens)
 
     def write(
         self,
@@ -59,33 +60,33 @@ class CompletionLogprobWriter:
         return result
 
     def _label(self, token_id: int) -> str:
-        return token_label(self._texts, token_id, as_id=self._as_ids)
+        return token_label(self._tokenizer, token_id, as_id=self._as_ids)
 
 
 def chat_logprobs(
-    texts: Texts,
+    tokenizer: ApiTokenizer,
     token_ids: Iterable[int],
     positions: Iterable[TokenLogprobs],
     *,
     count: int,
     as_ids: bool,
 ) -> ChatLogprobs:
-    """`count` alternatives at each position, the likeliest first."""
+    """Each token with the `count` most likely alternatives, the likeliest first."""
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
         tops = [
             TopLogprob(
-                token_label(texts, other, as_id=as_ids),
+                token_label(tokenizer, other, as_id=as_ids),
                 finite(entry.logprob),
-                list(texts.token(other)[1]),
+                list(tokenizer.token(other)[1]),
             )
             for other, entry in _ranked(position)[:count]
         ]
         content.append(
             ChatLogprob(
-                token_label(texts, token_id, as_id=as_ids),
+                token_label(tokenizer, token_id, as_id=as_ids),
                 finite(position[token_id].logprob),
-                list(texts.token(token_id)[1]),
+                list(tokenizer.token(token_id)[1]),
                 tops,
             )
         )
@@ -93,9 +94,9 @@ def chat_logprobs(
 
 
 def prompt_logprobs(
-    texts: Texts, positions: Sequence[TokenLogprobs | None] | None, *, as_ids: bool
+    tokenizer: ApiTokenizer, positions: Sequence[TokenLogprobs | None] | None, *, as_ids: bool
 ) -> list[Any] | None:
-    """vLLM's form: for each prompt token, what could have stood there, by token id."""
+    """vLLM's form: for each prompt token, the token and its alternatives, by token id."""
     if positions is None:
         return None
     return [
@@ -105,7 +106,7 @@ def prompt_logprobs(
             str(token_id): {
                 "logprob": finite(entry.logprob),
                 "rank": entry.rank,
-                "decoded_token": token_label(texts, token_id, as_id=as_ids),
+                "decoded_token": token_label(tokenizer, token_id, as_id=as_ids),
             }
             for token_id, entry in position.items()
         }

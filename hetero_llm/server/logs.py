@@ -1,4 +1,4 @@
-"""The server's log: lines that wait for nobody, what is said at the start, and how it goes."""
+"""The server's log: its handlers, the console, and a regular line about throughput."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _ROLE = "api"
 _POLLED = frozenset(
     ("/health", "/live", "/ready", "/ping", "/metrics", "/load", "/status.json", "/version")
 )
-"""Asked for every few seconds: answers with status 200 are not worth a line."""
+"""Paths that monitors ask for every few seconds: status 200 is not logged."""
 
 
 class Console:
-    """What a person who starts the server wants to read, on standard output."""
+    """Prints what the person who starts the server should read, on standard output."""
 
     def __init__(self, fd: int, formatter: LineFormatter) -> None:
         self._formatter = formatter
         self._pump = Pump(fd, lambda lost: lost_notice(formatter, lost))
 
     def say(self, text: str) -> None:
-        """Some lines as they are, or, if the log is JSON, one object."""
+        """Prints the text, or, if the log is JSON, one object."""
         if self._formatter.kind == "json":
             name = "hetero_llm.server"
             text = self._formatter.line(text, level="INFO", name=name, created=time.time())
@@ -41,7 +41,7 @@ class Console:
 
 
 def _descriptor(stream: TextIO, usual: int) -> int:
-    """Of a stream, or the usual one where the stream was replaced by something without."""
+    """The descriptor of a stream, or `usual` if the stream is an object without one."""
     try:
         return stream.fileno()
     except (AttributeError, OSError, ValueError):
@@ -54,12 +54,16 @@ def server_log(kind: str, *, secrets: Sequence[str] = (), polls: bool = False) -
 
     Args:
         kind: "text" or "json".
-        secrets: API keys, which no line shows.
+        secrets: API keys, which are removed from all lines.
         polls: log the successful HTTP requests of monitors, too.
     """
     root, ours = logging.getLogger(), logging.getLogger("hetero_llm")
     accesses = logging.getLogger("uvicorn.access")
-    writers = [root, logging.getLogger("uvicorn"), accesses]  # uvicorn may have been set up before
+    writers = [
+        root,
+        logging.getLogger("uvicorn"),
+        accesses,
+    ]  # uvicorn may have been set up
     before = [(one, one.handlers[:], one.propagate) for one in writers]
     level = ours.level
     formatter = LineFormatter(kind, _ROLE, secrets)
@@ -96,10 +100,10 @@ def _is_no_poll(record: logging.LogRecord) -> bool:
 
 
 class StatsLine:
-    """How much has been done since the line before, in vLLM's words.
+    """Throughput and load since the previous line, in vLLM's words.
 
     Args:
-        stats: of the beginning.
+        stats: at the start.
         now: seconds of the monotonic clock.
     """
 
@@ -108,7 +112,7 @@ class StatsLine:
         self._hit_rate = 0.0
 
     def next(self, stats: EngineStats, now: float) -> str | None:
-        """The line; None if nothing was done and nothing waits."""
+        """The line; None if nothing was generated and no request runs or waits."""
         after, before = stats.metrics, self._before
         seconds = max(now - self._time, 1e-9)
         self._before, self._time = after, now
@@ -143,7 +147,7 @@ class StatsLine:
 
 
 async def log_stats(client: EngineClient, interval: float) -> None:
-    """Logs a `StatsLine` every `interval` seconds, for ever."""
+    """Logs a `StatsLine` every `interval` seconds until it is cancelled."""
     lines = StatsLine(client.stats(), time.monotonic())
     while True:
         await asyncio.sleep(interval)

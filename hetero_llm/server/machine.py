@@ -1,4 +1,4 @@
-"""How busy this machine is with us: CPU time and memory of our processes, and the GPUs."""
+"""The use of this machine: CPU time and memory of our processes, and how busy the GPUs are."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 _KEPT_SECONDS = 0.5
-"""However many ask, the processes are read this often at most."""
+"""Shortest time between two readings, however often the page asks."""
 _CHILDREN_SECONDS = 5.0
-"""Looking for children reads the whole process table, so it is done more seldom."""
+"""Time between two searches for child processes, which read the whole process table."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class MachineUse:
         cores: logical cores that this process may use.
         cpu_seconds: CPU time since the first reading, of this process and those below it; the
             difference of two readings divided by their distance in time is the cores in use.
-        memory_bytes: their resident memory; pages that they share count several times.
-        gpu: busy part of each GPU, 0 to 1; None without a GPU that tells it.
+        memory_bytes: their resident memory; shared pages count for each process.
+        gpu: busy part of each GPU, 0 to 1; None if no GPU can be read.
     """
 
     cores: int
@@ -53,8 +53,8 @@ class Machine:
         self._read_at = 0.0
 
     def read(self) -> MachineUse:
-        """The present use, or that of half a second ago. Takes milliseconds: not for event
-        loops; may be called from several threads."""
+        """The use now, or up to half a second ago. Takes milliseconds: call it in a thread, or in
+        several."""
         with self._lock:
             now = time.monotonic()
             if self._last is None or now - self._read_at >= _KEPT_SECONDS:
@@ -68,12 +68,12 @@ class Machine:
             return self._last
 
     def _look_for_children(self) -> None:
-        """A process counts from when it was found, so that no old CPU time comes in at once."""
+        """Finds new processes; the CPU time before their first reading does not count."""
         import psutil
 
         me = psutil.Process()
         for process in (me, *me.children(recursive=True)):
-            # An ended process may have left its number to another one.
+            # The id of an ended process may be that of a new one now.
             known = self._tree.get(process.pid)
             if known is None or known[0] != process:
                 try:
@@ -118,8 +118,8 @@ class _Rates(ctypes.Structure):
 
 
 def _open_gpus(visible: str | None) -> list[Callable[[], float]]:
-    """A reader for each GPU that CUDA shows us; none without NVIDIA's driver, and none where one
-    of them cannot be read, such as a part of a card or a name that only CUDA understands."""
+    """A reader for each GPU that CUDA sees. None without NVIDIA's driver, or if one GPU cannot
+    be read, such as a part of a card or a name that only CUDA understands."""
     nvml = _driver()
     if nvml is None or nvml.nvmlInit_v2():
         return []
@@ -132,7 +132,7 @@ def _open_gpus(visible: str | None) -> list[Callable[[], float]]:
 
 
 def _driver() -> Any:
-    """The library that comes with NVIDIA's driver; its functions return 0 if all went well."""
+    """The library of NVIDIA's driver, None without; its functions return 0 on success."""
     try:
         return ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -149,7 +149,7 @@ def _reader(nvml: Any, name: str) -> Callable[[], float] | None:
         return None
 
     def read() -> float:
-        # While it is being reset, the figure of before stays.
+        # During a reset of the GPU the call fails and the last figure stays.
         nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(rates))
         return rates.gpu / 100
 

@@ -1,8 +1,7 @@
 """Prometheus metrics under vLLM's names, and our own.
 
-What the API sees is counted as it happens; what the engine counts is read from its last report
-when somebody asks (`engine_metrics`). Every server has its own registry, and no label holds a
-user's text.
+Requests are counted here as they run; the engine's own figures are read from its last heartbeat at
+each scrape (`engine_metrics`). Every server has its own registry, and no label holds a user's text.
 """
 
 from __future__ import annotations
@@ -60,13 +59,13 @@ _NEVER_BEGUN = (RequestError, OverloadedError, DuplicateRequestError)
 
 
 class Metrics:
-    """Counts what the API sees; one per server.
+    """Counts HTTP requests and engine requests; one object per server.
 
     Args:
-        legacy_names: export also what vLLM has renamed, under its old names.
+        legacy_names: also export the metrics that vLLM has renamed under their old names.
 
     Attributes:
-        tracer: told of every request that has ended, if somebody set it.
+        tracer: gets every request that has ended; None without tracing.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class Metrics:
         self._unknown.inc(count)
 
     def begin(self, request_id: str, prompt_tokens: int, params: SamplingParams) -> RequestTimes:
-        """A request to the engine begins; the context that this opens lasts until it has ended."""
+        """Call it when a request to the engine begins; its end leaves the returned context."""
         return RequestTimes(self, request_id, prompt_tokens, params)
 
     def observe(self, name: str, seconds: float) -> None:
@@ -160,7 +159,7 @@ class Metrics:
             self._old_between.observe(max(seconds, 0.0))
 
     def finish(self, request: Finished) -> None:
-        """A request to the engine has ended, in whatever way."""
+        """Counts a request to the engine that has ended, in whatever way."""
         params = request.params
         self._params_n.observe(params.n)
         if params.max_tokens is not None:
@@ -174,10 +173,11 @@ class Metrics:
 
 
 class RequestTimes:
-    """The times of one request to the engine, seen from here.
+    """Measures one request to the engine.
 
-    A request that is not streamed has one output only: the engine's own times fill in. A context
-    that is left before the last output counts as an abort, or as an error if there was one.
+    A request that is not streamed has only one output; the time of its first token then comes from
+    the engine. A context that is left before the last output counts as an abort, or as an error if
+    there was one.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class RequestTimes:
         self._end(None, time.monotonic())
 
     def note(self, output: RequestOutput) -> None:
-        """Call it with every output of the request, in order."""
+        """Records an output of the request; call it with every output, in order."""
         now = time.monotonic()
         new = 0
         for one in output.outputs:

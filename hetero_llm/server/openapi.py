@@ -1,7 +1,7 @@
-"""What /openapi.json says of requests: our own decoder's schema, and the limits it cannot know.
+"""The request schemas of /openapi.json: those of the decoder, narrowed by the server's limits.
 
-A document that allows what the server always refuses is of no use to those who make clients or
-test cases of it. Of what one field means for another, only stream_options' need of stream is in it.
+A schema that allowed what the server always refuses would be useless for generated clients and test
+cases. Of rules between fields it has only one: stream_options needs stream.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HOLDERS = {
     "propertyNames": ("object",),
     "additionalProperties": ("object",),
 }
-"""Which types of value a keyword is about."""
+"""The types of values to which a keyword applies."""
 
 _OPTIONS_NEED_STREAM: Schema = {
     "if": {"properties": {"stream_options": {"type": "object"}}, "required": ["stream_options"]},
@@ -57,13 +57,13 @@ _IMAGE_PART: Schema = {
 def request_schema(
     kind: type[msgspec.Struct], required: tuple[str, ...], context: Context
 ) -> Schema:
-    """The part of an operation that describes its body."""
+    """The part of an operation that describes the request body."""
     schema = _inlined(*msgspec.json.schema_components([kind]))
     properties = {n: p for n, p in schema["properties"].items() if n not in UNAVAILABLE}
     for name, rule in _rules(context).items():
         if name in properties:
             _narrow(properties[name], rule)
-    wholes = _wholes(context)
+    wholes = _whole_schemas(context)
     if kind is ChatRequest:
         wholes["echo"] = {"enum": [False, None]}
     properties |= {name: wholes[name] for name in wholes.keys() & properties.keys()}
@@ -74,7 +74,7 @@ def request_schema(
 
 
 def _rules(context: Context) -> dict[str, Schema]:
-    """Keywords by field; each is added to those alternatives of the field that it is about."""
+    """Keywords by field; each is added to those alternatives of the field to which it applies."""
     limits, info = context.settings.limits, context.client.info
     token = _token(context)
     logprobs = {"minimum": 0, "maximum": limits.logprobs}
@@ -131,8 +131,8 @@ def _rules(context: Context) -> dict[str, Schema]:
     }
 
 
-def _wholes(context: Context) -> dict[str, Schema]:
-    """Fields of which the decoder knows little more than that they are there."""
+def _whole_schemas(context: Context) -> dict[str, Schema]:
+    """Whole schemas of fields for which the decoder's type is too general."""
     limits, token = context.settings.limits, {"type": "integer", **_token(context)}
     ids = {"type": "array", "minItems": 1, "items": token}
     text = {"type": "string", "minLength": 1}
@@ -176,7 +176,7 @@ def _token(context: Context) -> Schema:
 
 
 def _narrow(schema: Schema, rule: Schema) -> None:
-    """Adds keywords in place."""
+    """Adds the keywords of `rule` to a field's schema in place."""
     for one in schema.get("anyOf", [schema]):
         for keyword, value in rule.items():
             if one.get("type") not in _HOLDERS[keyword]:
@@ -185,7 +185,7 @@ def _narrow(schema: Schema, rule: Schema) -> None:
 
 
 def _inlined(schemas: tuple[Schema, ...], parts: Schema) -> Schema:
-    """One schema without references."""
+    """The schema with all references replaced by what they name."""
 
     def resolve(value: Any) -> Any:
         if isinstance(value, list):

@@ -1,36 +1,46 @@
-"""The prompts of a request as token ids: a completion's forms, and conversations."""
+"""The prompts of a request as token ids: a completion's texts or ids, and a chat's conversation.
+
+Calls of tools, and their results, are accepted in the messages of a conversation where the chat
+template handles them; a request cannot declare tools.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from hetero_llm.core.errors import shown
 from hetero_llm.engine.image_uri import picture_of_uri
 from hetero_llm.engine.input_processor import Prompt
-from hetero_llm.server.conversations import (
-    ImagePart,
-    checked_messages,
-    texts_in,
-    with_texts,
-)
-from hetero_llm.server.errors import invalid
+from hetero_llm.server.errors import ApiError, invalid, unsupported
 from hetero_llm.server.protocol import (
+    ChatRequest,
     CompletionRequest,
-    Conversation,
-    refuse_unsupported,
-    refused_template,
+    ContentPart,
+    ImageUrl,
+    Message,
+    TokenizeRequest,
+    ToolCall,
 )
+from hetero_llm.server.request_parsing import decode_json
 from hetero_llm.server.settings import Limits, ServerSettings
-from hetero_llm.server.tokenization import Texts, guard_for, last_tokens, plain_ids
+from hetero_llm.server.templates import ChatTemplate
+from hetero_llm.server.tokenization import ApiTokenizer, guard_for, last_tokens, plain_ids
+
+Conversation = ChatRequest | TokenizeRequest
+"""Requests with messages for the chat template."""
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_KWARG_CHARS = 256
 _TEMPLATE_CONTEXTS = 4
 """A template may write this many characters per token of the context, besides users' texts."""
 
 
-# completions
+# -- completions ----------------------------------------------------------------------------
 
 
 def parse_prompts(value: Any, limits: Limits) -> list[str | list[int]]:
@@ -74,7 +84,7 @@ def _check_ids(ids: list[Any], where: str) -> None:
 
 
 async def completion_prompts(
-    request: CompletionRequest, parsed: Sequence[str | list[int]], texts: Texts
+    request: CompletionRequest, parsed: Sequence[str | list[int]], tokenizer: ApiTokenizer
 ) -> list[Prompt]:
     """Parsed prompts with their token ids, cut as the request wants.
 
@@ -88,24 +98,24 @@ async def completion_prompts(
         if not isinstance(item, str):
             prompts.append(Prompt(None, last_tokens(item, cut)))
             continue
-        ids = await texts.encode(item, add_special_tokens=special, truncated=cut is not None)
+        ids = await tokenizer.encode(item, add_special_tokens=special, truncated=cut is not None)
         kept = last_tokens(ids, cut)
         prompts.append(Prompt(item if len(kept) == len(ids) else None, kept))
     return prompts
 
 
-# conversations
+# -- conversations --------------------------------------------------------------------------
 
 
 async def chat_prompt(
     request: Conversation,
-    texts: Texts,
+    tokenizer: ApiTokenizer,
     settings: ServerSettings,
     *,
     add_special_tokens: bool = False,
     cut: int | None = None,
 ) -> Prompt:
-    """The conversation as the chat template writes it, and its token ids.
+    """Renders a conversation with the chat template and tokenizes the result.
 
     Args:
         add_special_tokens: add those that the template should already have written.
@@ -114,61 +124,58 @@ async def chat_prompt(
     Raises:
         ApiError: a message is wrong, the template refuses it, or it cannot fit.
     """
-    refuse_unsupported(request)
-    if request.chat_template is not None:
-        raise refused_template()
-    texts.need("messages")
-    template = texts.chat_template
+    tokenizer.require("messages")
+    template = tokenizer.chat_template
     if template is None:
         raise invalid(
             "messages",
             "messages: the model has no chat template; use completions, or let the server's "
             "operator set one",
         )
-    found: list[ImagePart] | None = None if texts.images is None else []
+    found: list[ImagePart] | None = None if tokenizer.images is None else []
     messages = checked_messages(request.messages, settings.limits, template, found)
     if found and cut is not None:
         raise invalid(
             "truncate_prompt_tokens",
             f"truncate_prompt_tokens={cut}: a conversation with images cannot be cut",
         )
-    kwargs = _template_kwargs(request, settings) | _openings(request)
-    user_texts = [*texts_in(messages), *filter(_is_text, kwargs.values())]
+    kwargs = _template_kwargs(request, settings) | _opening_kwargs(request)
+    user_texts = [*texts_in(messages), *texts_in(list(kwargs.values()))]
     truncated = cut is not None
     size = sum(map(len, user_texts))
-    texts.check_length(size, truncated=truncated, param="messages")
-    guard = guard_for(texts.special_tokens, user_texts)
+    tokenizer.check_length(size, truncated=truncated, param="messages")
+    guard = guard_for(tokenizer.special_tokens, user_texts)
     if guard is not None:
         messages, kwargs = with_texts([messages, kwargs], guard.hide)
-    # What users wrote may be there once, and as much again as no context holds.
-    most = size + _TEMPLATE_CONTEXTS * texts.max_model_len
+    # Enough for the users' texts and for more than a context of the template's own.
+    most = size + _TEMPLATE_CONTEXTS * tokenizer.max_model_len
     text = await template.render(messages, kwargs, most_chars=most)
-    texts.check_length(len(text), truncated=truncated, param="messages")
+    tokenizer.check_length(len(text), truncated=truncated, param="messages")
 
     def encode() -> tuple[str, list[int]]:
-        ids = texts.encode_rendered(text, guard)
+        ids = tokenizer.encode_rendered(text, guard)
         if add_special_tokens:
-            ids = texts.with_special_tokens(ids)
+            ids = tokenizer.with_special_tokens(ids)
         return guard.restored(text) if guard else text, ids
 
-    text, ids = await texts.in_thread(encode, size=len(text))
+    text, ids = await tokenizer.threads.run(encode, size=len(text))
     if not ids:
         raise invalid("messages", "messages: the chat template makes no tokens of them")
     if found:
-        return await _with_images(Prompt(text, ids), found, texts, settings.limits)
+        return await _with_images(Prompt(text, ids), found, tokenizer, settings.limits)
     return Prompt(text, last_tokens(ids, cut))
 
 
 async def _with_images(
-    prompt: Prompt, parts: Sequence[ImagePart], texts: Texts, limits: Limits
+    prompt: Prompt, parts: Sequence[ImagePart], tokenizer: ApiTokenizer, limits: Limits
 ) -> Prompt:
-    """The prompt with its images prepared, and with all their tokens.
+    """Prepares the images of a prompt and replaces each image token by as many as it needs.
 
     Raises:
-        ApiError: there are too many images, or not one place for each.
-        PromptError: an image is none, or too large.
+        ApiError: there are too many images, or the template wrote another number of image tokens.
+        PromptError: an image cannot be read, or is too large.
     """
-    images = texts.images
+    images = tokenizer.images
     assert images is not None
     if len(parts) > images.limit:
         raise invalid(
@@ -196,11 +203,7 @@ async def _with_images(
         token_ids, prepared = images.prepare(ids, pictures)
         return Prompt(prompt.text, token_ids, prepared=prepared)
 
-    return await texts.in_image_thread(prepare)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+    return await tokenizer.threads.run_on_images(prepare)
 
 
 def _template_kwargs(request: Conversation, settings: ServerSettings) -> dict[str, Any]:
@@ -230,8 +233,8 @@ def _template_kwargs(request: Conversation, settings: ServerSettings) -> dict[st
     return kwargs
 
 
-def _openings(request: Conversation) -> dict[str, bool]:
-    """Whether the answer is a new message, or goes on with the last one."""
+def _opening_kwargs(request: Conversation) -> dict[str, bool]:
+    """The template's switches: the model writes a new message, or continues the last one."""
     continued = bool(request.continue_final_message)
     opened = request.add_generation_prompt
     opened = not continued if opened is None else opened
@@ -241,3 +244,231 @@ def _openings(request: Conversation) -> dict[str, bool]:
             "continue_final_message: contradicts add_generation_prompt, which opens a new message",
         )
     return {"add_generation_prompt": opened, "continue_final_message": continued}
+
+
+# -- messages -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """The URI of an image of a conversation, and the path of its field in the request."""
+
+    uri: str
+    where: str
+
+
+def checked_messages(
+    messages: Sequence[Message] | None,
+    limits: Limits,
+    template: ChatTemplate,
+    images: list[ImagePart] | None = None,
+) -> list[dict[str, Any]]:
+    """Checks messages and converts them into what a template takes: contents are texts, or lists
+    of parts for templates that handle images.
+
+    Args:
+        images: the images of the conversation are appended; None if the model takes no images.
+
+    Raises:
+        ApiError: a message is malformed, or has a part that model or template cannot handle.
+    """
+    if messages is None:
+        raise invalid("messages", "messages is required", "missing_required_parameter")
+    if not messages:
+        raise invalid("messages", "messages=[]: is empty")
+    if len(messages) > limits.messages:
+        raise invalid(
+            "messages", f"messages: {len(messages)}, at most {limits.messages} are accepted"
+        )
+    return [
+        _checked_message(message, f"messages[{index}]", limits, template, images)
+        for index, message in enumerate(messages)
+    ]
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yields every string in JSON data, names included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from texts_in(item)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield name
+            yield from texts_in(item)
+
+
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of JSON data with every string changed, names included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [with_texts(item, change) for item in value]
+    if isinstance(value, dict):
+        return {change(name): with_texts(item, change) for name, item in value.items()}
+    return value
+
+
+def _checked_message(
+    message: Message,
+    where: str,
+    limits: Limits,
+    template: ChatTemplate,
+    images: list[ImagePart] | None,
+) -> dict[str, Any]:
+    role = message.role
+    if role is None:
+        raise _required(f"{where}.role")
+    if role not in ROLES:
+        raise invalid(
+            f"{where}.role", f"{where}.role={shown(role)}: must be one of {', '.join(ROLES)}"
+        )
+    if message.function_call is not None:
+        raise unsupported(
+            f"{where}.function_call", "the old form of tool calls, before tool_calls,"
+        )
+    if message.audio is not None:
+        raise unsupported(f"{where}.audio", "audio")
+    # OpenAI's developer messages are what other models call the system's.
+    system = role == "developer" and not template.mentions("developer")
+    checked: dict[str, Any] = {"role": "system" if system else role}
+    if role == "tool":
+        checked["tool_call_id"] = _tool_call_id(message, where, template)
+    if message.tool_calls:
+        checked["tool_calls"] = _tool_calls(message, where, limits, template)
+    if images is None:
+        checked["content"] = _content(message, where)
+    else:
+        checked["content"] = _content_parts(message, where, template, images)
+    if message.name is not None:
+        checked["name"] = message.name
+    thoughts = message.reasoning_content or message.reasoning
+    if thoughts is not None:
+        checked["reasoning_content"] = thoughts
+    return checked
+
+
+def _content(message: Message, where: str) -> str:
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if not content:
+        if message.tool_calls:
+            return ""
+        raise _required(f"{where}.content")
+    texts = []
+    for index, part in enumerate(content):
+        name = f"{where}.content[{index}]"
+        if part.type != "text":
+            raise invalid(
+                name,
+                f"{name}: type {shown(part.type)} is not available, only 'text' is",
+                "unsupported_parameter",
+            )
+        texts.append(_text_of(part, name))
+    return "\n".join(texts)
+
+
+def _text_of(part: ContentPart, where: str) -> str:
+    if part.text is None:
+        raise invalid(where, f"{where}.text is required", "missing_required_parameter")
+    return part.text
+
+
+def _content_parts(
+    message: Message, where: str, template: ChatTemplate, images: list[ImagePart]
+) -> str | list[dict[str, str]]:
+    """The content for a model that takes images. A template that handles images iterates over
+    parts, maybe over nothing else, so it gets lists; other templates get texts."""
+    content = message.content
+    if not template.mentions("image"):
+        if isinstance(content, list) and any(part.type == "image_url" for part in content):
+            raise unsupported(f"{where}.content", "an image in this model's chat template")
+        return _content(message, where)
+    if isinstance(content, str) or not content:
+        return [{"type": "text", "text": _content(message, where)}]
+    parts: list[dict[str, str]] = []
+    for index, part in enumerate(content):
+        name = f"{where}.content[{index}]"
+        if part.type == "image_url":
+            images.append(ImagePart(_uri(part, name), f"{name}.image_url"))
+            parts.append({"type": "image"})
+        elif part.type == "text":
+            parts.append({"type": "text", "text": _text_of(part, name)})
+        else:
+            raise invalid(
+                name,
+                f"{name}: type {shown(part.type)} is not available, only 'text' and 'image_url' "
+                "are",
+                "unsupported_parameter",
+            )
+    return parts
+
+
+def _uri(part: ContentPart, where: str) -> str:
+    given = part.image_url
+    uri = given.url if isinstance(given, ImageUrl) else given
+    if not uri:
+        raise _required(f"{where}.image_url.url")
+    return uri
+
+
+def _tool_call_id(message: Message, where: str, template: ChatTemplate) -> str:
+    if not message.tool_call_id:
+        raise invalid(
+            f"{where}.tool_call_id",
+            f"{where}.tool_call_id is required of a tool's message",
+            "missing_required_parameter",
+        )
+    # The role 'tool': a template that writes any role unchanged was not made for tools.
+    if not template.mentions("tool"):
+        raise unsupported(f"{where}.role", "a tool's message in this model's chat template")
+    return message.tool_call_id
+
+
+def _tool_calls(
+    message: Message, where: str, limits: Limits, template: ChatTemplate
+) -> list[dict[str, Any]]:
+    if message.role != "assistant":
+        raise invalid(f"{where}.tool_calls", f"{where}.tool_calls: only assistants call tools")
+    if not template.mentions("tool_calls"):
+        raise unsupported(f"{where}.tool_calls", "a tool call in this model's chat template")
+    calls = message.tool_calls or ()
+    if len(calls) > limits.tool_calls:
+        raise invalid(
+            f"{where}.tool_calls",
+            f"{where}.tool_calls: {len(calls)}, at most {limits.tool_calls} are accepted",
+        )
+    return [_tool_call(call, f"{where}.tool_calls[{i}]", limits) for i, call in enumerate(calls)]
+
+
+def _tool_call(call: ToolCall, where: str, limits: Limits) -> dict[str, Any]:
+    if call.type not in (None, "function"):
+        raise invalid(f"{where}.type", f"{where}.type={shown(call.type)}: must be 'function'")
+    if call.function is None:
+        raise _required(f"{where}.function")
+    if not call.function.name:
+        raise _required(f"{where}.function.name")
+    arguments = _arguments(call.function.arguments, f"{where}.function.arguments", limits)
+    function = {"name": call.function.name, "arguments": arguments}
+    checked: dict[str, Any] = {"type": "function", "function": function}
+    if call.id is not None:
+        checked["id"] = call.id
+    return checked
+
+
+def _arguments(value: str | dict[str, Any] | None, where: str, limits: Limits) -> dict[str, Any]:
+    """The object: OpenAI sends it as JSON in a text, templates take it as an object."""
+    if isinstance(value, dict):
+        return value
+    if not value or not value.strip():
+        return {}
+    try:
+        return decode_json(value.encode(), dict[str, Any], limits)
+    except (msgspec.MsgspecError, RecursionError, ApiError):
+        raise invalid(where, f"{where}: must be a JSON object written as a text") from None
+
+
+def _required(name: str) -> ApiError:
+    return invalid(name, f"{name} is required", "missing_required_parameter")

@@ -1,7 +1,7 @@
-"""What travels in JSON: requests as they may be written, answers as they are written.
+"""The JSON objects of the API: the fields of requests and of responses.
 
-Every field of a request may be null, which means that it was not given. Fields that wait for a
-feature are declared so that they can be refused by name; see `refuse_unsupported`.
+Every field of a request may be null, which means that it was not given. Fields of features that do
+not exist yet are declared, so that they can be refused by name; see `UNAVAILABLE`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
-
-from hetero_llm.server.errors import invalid, unsupported
 
 # requests
 
@@ -26,8 +24,9 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     json_schema: Any = None
 
 
+# large: one field for each parameter of the public API.
 class Generation(msgspec.Struct, kw_only=True):
-    """What completions and chats have in common. Names are OpenAI's, vLLM's and TACO-LLM's."""
+    """The fields that completions and chats share. Names are OpenAI's, vLLM's and TACO-LLM's."""
 
     model: str | None = None
     stream: bool | None = None
@@ -101,7 +100,7 @@ class CompletionRequest(Generation, kw_only=True):
 
 
 class ImageUrl(msgspec.Struct, kw_only=True):
-    """`detail` is a hint: the model's own processor decides on the resolution."""
+    """`detail` has no effect: the model's own processor decides on the resolution."""
 
     url: str | None = None
     detail: str | None = None
@@ -126,7 +125,8 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """One of a conversation. Answers of ours and of others come back as they were."""
+    """A message of a conversation. Fields of earlier responses, ours and other servers', are
+    accepted."""
 
     role: str | None = None
     content: str | list[ContentPart] | None = None
@@ -141,19 +141,7 @@ class Message(msgspec.Struct, kw_only=True):
     function_call: Any = None
 
 
-class Conversation(msgspec.Struct, kw_only=True):
-    """What a chat template gets."""
-
-    messages: list[Message] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    documents: Any = None
-    tools: Any = None
-
-
+# large: one field for each parameter of the public API.
 class ChatRequest(Generation, kw_only=True):
     messages: list[Message] | None = None
     add_generation_prompt: bool | None = None
@@ -180,7 +168,16 @@ class ChatRequest(Generation, kw_only=True):
     mm_processor_kwargs: Any = None
 
 
-class TokenizeRequest(Conversation, kw_only=True):
+# Either a prompt, or a conversation with the fields of a `ChatRequest`.
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    messages: list[Message] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    documents: Any = None
+    tools: Any = None
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
@@ -192,16 +189,16 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[int] | None = None
 
 
-_STRUCTURED, _TOOLS = "structured output", "tool calling"
+STRUCTURED, TOOLS = "structured output", "tool calling"
 UNAVAILABLE = {
-    "structured_outputs": _STRUCTURED,
-    "guided_json": _STRUCTURED,
-    "guided_regex": _STRUCTURED,
-    "guided_choice": _STRUCTURED,
-    "guided_grammar": _STRUCTURED,
-    "guided_decoding_backend": _STRUCTURED,
-    "guided_whitespace_pattern": _STRUCTURED,
-    "structural_tag": _STRUCTURED,
+    "structured_outputs": STRUCTURED,
+    "guided_json": STRUCTURED,
+    "guided_regex": STRUCTURED,
+    "guided_choice": STRUCTURED,
+    "guided_grammar": STRUCTURED,
+    "guided_decoding_backend": STRUCTURED,
+    "guided_whitespace_pattern": STRUCTURED,
+    "structural_tag": STRUCTURED,
     "logits_processors": "a logits processor over HTTP",
     "prompt_embeds": "a prompt of embeddings",
     "lora_request": "LoRA",
@@ -209,60 +206,17 @@ UNAVAILABLE = {
     "vllm_xargs": "passing arguments of vLLM's plug-ins",
     "suffix": "inserting text before a suffix",
     "documents": "retrieval through the chat template",
-    "tools": _TOOLS,
-    "functions": _TOOLS,
-    "function_call": _TOOLS,
+    "tools": TOOLS,
+    "functions": TOOLS,
+    "function_call": TOOLS,
     "audio": "audio",
     "web_search_options": "web search",
     "mm_processor_kwargs": "input other than text",
 }
-"""Fields that ask for a feature that is not there, and its name."""
+"""Request fields of features that are not available, and what messages call the feature."""
 
 
-def refuse_unsupported(request: msgspec.Struct) -> None:
-    """An empty list or null asks for nothing and passes.
-
-    Raises:
-        ApiError: a field asks for a feature that is not there.
-    """
-    for name, feature in UNAVAILABLE.items():
-        if getattr(request, name, None) not in (None, []):
-            raise unsupported(name, feature)
-    if getattr(request, "tool_choice", None) not in (None, "none"):
-        raise unsupported("tool_choice", _TOOLS)
-    if isinstance(request, ChatRequest):
-        if request.echo:
-            raise unsupported("echo", "echo in a chat")
-        if set(request.modalities or ()) - {"text"}:
-            raise unsupported("modalities", "output other than text")
-        if request.chat_template is not None:
-            raise refused_template()
-    if isinstance(request, Generation):
-        wanted = request.response_format
-        if wanted is not None and wanted.type != "text":
-            raise unsupported("response_format", f"{_STRUCTURED} (a type other than 'text')")
-        if request.priority:
-            raise invalid(
-                "priority",
-                "priority: priority scheduling is not available, only 0 is accepted",
-                "unsupported_parameter",
-            )
-
-
-def conversation_of(request: ChatRequest) -> Conversation:
-    return Conversation(**{name: getattr(request, name) for name in Conversation.__struct_fields__})
-
-
-def refused_template() -> Exception:
-    """A template is a program; only the operator chooses which one runs."""
-    return invalid(
-        "chat_template",
-        "chat_template: a request cannot bring its own template; the server's operator sets it",
-        "unsupported_parameter",
-    )
-
-
-# answers
+# responses
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -298,7 +252,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """The whole answer, and a chunk of a stream."""
+    """A whole response, or a chunk of a stream: both have this form."""
 
     id: str
     object: str
@@ -326,7 +280,7 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
-class AnswerMessage(msgspec.Struct):
+class ResponseMessage(msgspec.Struct):
     role: str
     content: str
     refusal: None = None
@@ -334,7 +288,7 @@ class AnswerMessage(msgspec.Struct):
 
 class ChatChoice(msgspec.Struct):
     index: int
-    message: AnswerMessage
+    message: ResponseMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None

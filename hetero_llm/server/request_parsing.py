@@ -1,7 +1,11 @@
-"""From bytes on the wire to a typed request.
+"""From the bytes of an HTTP request to a checked request.
 
 msgspec alone decodes and validates: one pass in C that is strict about types, refuses what JSON
 does not know, and says where a mistake is. Pydantic would want a second pass and accept NaN.
+
+What is checked here is what HTTP clients may ask for: the JSON's shape, known fields, and the
+server's limits on one request. `SamplingParams` checks the ranges of its fields, and the engine
+client's `InputProcessor` checks the request against the model.
 """
 
 from __future__ import annotations
@@ -9,18 +13,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar, get_args, get_origin
+from uuid import uuid4
 
 import msgspec
 import numpy as np
 from starlette.requests import Request
 
-from hetero_llm.server.errors import ApiError, invalid
+from hetero_llm.core.errors import shown
+from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
+from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.server.context import Context, request_id_of
+from hetero_llm.server.errors import ApiError, context_exceeded, invalid, unsupported
+from hetero_llm.server.protocol import (
+    STRUCTURED,
+    TOOLS,
+    UNAVAILABLE,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    TokenizeRequest,
+)
 from hetero_llm.server.settings import Limits
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
+G = TypeVar("G", CompletionRequest, ChatRequest)
 
 # An unterminated string runs to the end, so that no text makes the search start over again.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
@@ -31,6 +53,157 @@ _ITEMS_LOOKED_AT = 4096
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _WHERE = re.compile(r" - at `(.*)`$")
 _MISSING = re.compile(r"missing required field `(\w+)`")
+_MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
+_TIMEOUT_HEADER = "x-request-timeout-ms"
+_SAMPLING_FIELDS = (
+    "n",
+    "best_of",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "length_penalty",
+    "early_stopping",
+    "use_beam_search",
+    "no_repeat_ngram_size",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "bad_words",
+    "allowed_token_ids",
+    "logit_bias",
+    "ignore_eos",
+    "min_tokens",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "num_speculative_tokens",
+)
+"""Fields of a request that `SamplingParams` has under the same name."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request within the server's limits, with tokenized prompts, ready for the engine client.
+
+    Attributes:
+        id: of the response; the ids of its engine requests begin with it.
+        http_id: the HTTP request's id, which is in the log.
+        created: Unix time in seconds.
+        params: one per prompt; they differ in max_tokens at most.
+        seconds: until the deadline, None without one.
+    """
+
+    id: str
+    http_id: str
+    created: int
+    model: str
+    prompts: Sequence[Prompt]
+    params: Sequence[SamplingParams]
+    seconds: float | None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids or ()) for prompt in self.prompts)
+
+
+async def read_generation(context: Context, request: Request, kind: type[G]) -> G:
+    """Reads the body of a generation request and makes all checks that need no tokenizer.
+
+    Raises:
+        ApiError: the request is wrong, or the server cannot serve.
+    """
+    settings = context.settings
+    body, unknown = await read_json(
+        request, kind, settings.limits, strict_fields=settings.strict_fields
+    )
+    if unknown:
+        context.metrics.unknown_fields(len(unknown))
+        names = ", ".join(name[:64] for name in unknown[:8])
+        logger.warning(
+            "request %s: unknown fields ignored: %s", request_id_of(request), as_json(names)
+        )
+    context.check_open()
+    context.model_name(body.model)
+    refuse_unsupported(body)
+    check_limits(body, settings.limits, vocab_size=context.client.info.vocab_size)
+    check_stream(body)
+    return body
+
+
+def checked_request(
+    context: Context,
+    request: Request,
+    body: Generation,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    prefix: str,
+    wanted: int | None,
+    default: int | None,
+    name: str,
+) -> CheckedRequest:
+    """Makes the checks that depend on the prompts' lengths.
+
+    Args:
+        params: those of all prompts.
+        prefix: of the response's id.
+        wanted: tokens to generate as the request says, in its field `name`.
+        default: see `budget`.
+
+    Raises:
+        ApiError: a prompt and the tokens to generate do not fit into the context.
+    """
+    limit = context.client.info.max_model_len
+    each = []
+    for prompt in prompts:
+        length = len(prompt.token_ids or ())
+        max_tokens = budget(wanted, default, prompt_tokens=length, max_model_len=limit, name=name)
+        check_min_tokens(params, prompt_tokens=length, max_model_len=limit)
+        same = max_tokens == params.max_tokens
+        each.append(params if same else replace(params, max_tokens=max_tokens))
+    salt = context.cache_salt(request, body.cache_salt)
+    return CheckedRequest(
+        id=f"{prefix}-{body.request_id or uuid4().hex}",
+        http_id=request_id_of(request),
+        created=int(time.time()),
+        model=context.model_name(body.model),
+        prompts=[replace(prompt, cache_salt=salt) for prompt in prompts] if salt else prompts,
+        params=each,
+        seconds=_deadline_seconds(request, context.settings.request_timeout),
+    )
+
+
+def _deadline_seconds(request: Request, default: float | None) -> float | None:
+    """The sooner of the client's deadline and the server's; None without any.
+
+    Raises:
+        ApiError: the header is not a number of milliseconds.
+    """
+    text = request.headers.get(_TIMEOUT_HEADER)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal() and 0 < int(text[:20]) <= _MAX_TIMEOUT_MS):
+        raise invalid(
+            _TIMEOUT_HEADER,
+            f"{_TIMEOUT_HEADER}={text[:32]!r}: must be 1 to {_MAX_TIMEOUT_MS} milliseconds",
+        )
+    seconds = int(text) / 1000
+    return seconds if default is None else min(seconds, default)
+
+
+def as_json(value: Any) -> str:
+    """For the log: one line, whatever a user wrote."""
+    return msgspec.json.encode(value).decode()
+
+
+# -- the body -------------------------------------------------------------------------------
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
@@ -103,7 +276,7 @@ def decode(
 
 
 def decode_json(data: bytes, kind: Any, limits: Limits) -> Any:
-    """JSON inside of a request, such as a tool's arguments, within the limits of a body.
+    """JSON inside of a request, such as a tool's arguments; it has the limits of a body.
 
     Raises:
         ApiError, msgspec.MsgspecError, RecursionError: it is no JSON, or not of this kind.
@@ -118,7 +291,8 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def _unknown_names(body: bytes, kind: type[msgspec.Struct]) -> list[str]:
-    """Names in a body that `kind` does not have, nor the objects in its fields, one level down."""
+    """Names in a body that `kind` does not have, and names in the objects of its fields, one level
+    down, that their types do not have."""
     raw = dict[str, msgspec.Raw]
     names: dict[str, msgspec.Raw] = _decoder(raw).decode(body)
     found = names.keys() - set(kind.__struct_fields__)
@@ -147,8 +321,9 @@ def _parts(kind: type[msgspec.Struct]) -> dict[str, frozenset[str]]:
 
 
 def _check_shape(body: bytes, limits: Limits) -> None:
-    """Refuses JSON that is deep, or made of so many small parts that decoding it would hold up
-    everybody. A body with few brackets and names is neither; others are measured undecoded."""
+    """Refuses JSON that is nested too deep, or has too many small parts: decoding it would block
+    the event loop. A body with few brackets and names passes at once; others are measured before
+    they are decoded."""
     if body.count(b"[") + body.count(b"{") + body.count(b":") <= limits.json_depth:
         return
     bare = _STRING.sub(b"", body)
@@ -194,3 +369,192 @@ def _not_json(body: bytes, reason: str) -> ApiError:
 
 def _too_large(limits: Limits) -> ApiError:
     return ApiError(413, "request_too_large", f"the body is larger than {limits.body_bytes} bytes")
+
+
+# -- the fields -----------------------------------------------------------------------------
+
+
+def refuse_unsupported(request: Generation | TokenizeRequest) -> None:
+    """An empty list or null asks for nothing and passes.
+
+    Raises:
+        ApiError: a field asks for a feature that is not available.
+    """
+    for name, feature in UNAVAILABLE.items():
+        if getattr(request, name, None) not in (None, []):
+            raise unsupported(name, feature)
+    if getattr(request, "tool_choice", None) not in (None, "none"):
+        raise unsupported("tool_choice", TOOLS)
+    if isinstance(request, ChatRequest):
+        if request.echo:
+            raise unsupported("echo", "echo in a chat")
+        if set(request.modalities or ()) - {"text"}:
+            raise unsupported("modalities", "output other than text")
+    if isinstance(request, (ChatRequest, TokenizeRequest)) and request.chat_template is not None:
+        # A template is a program; only the operator chooses which one runs.
+        raise invalid(
+            "chat_template",
+            "chat_template: a request cannot bring its own template; the server's operator sets it",
+            "unsupported_parameter",
+        )
+    if isinstance(request, Generation):
+        wanted = request.response_format
+        if wanted is not None and wanted.type != "text":
+            raise unsupported("response_format", f"{STRUCTURED} (a type other than 'text')")
+        if request.priority:
+            raise invalid(
+                "priority",
+                "priority: priority scheduling is not available, only 0 is accepted",
+                "unsupported_parameter",
+            )
+
+
+def check_limits(request: Generation, limits: Limits, *, vocab_size: int) -> None:
+    """Refuses a request that would take the server's time from all others.
+
+    Raises:
+        ApiError: names the field and its limit.
+    """
+    for name in ("n", "best_of", "temperature"):
+        _at_most(name, getattr(request, name), getattr(limits, name))
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop
+    _short_list("stop", stop, limits.stop)
+    _short_list("bad_words", request.bad_words, limits.bad_words)
+    _short_list("stop_token_ids", request.stop_token_ids, limits.stop_token_ids)
+    _short_list("logit_bias", request.logit_bias, limits.logit_bias)
+    _short_list("allowed_token_ids", request.allowed_token_ids, vocab_size)
+    _short_text("cache_salt", request.cache_salt, limits.salt_chars)
+    _short_text("request_id", request.request_id, limits.request_id_chars)
+    for word in stop or ():
+        _short_text("stop", word, limits.stop_chars)
+    for word in request.bad_words or ():
+        _short_text("bad_words", word, limits.bad_word_chars)
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        value = getattr(request, name, None)
+        if isinstance(value, bool) or value is None:
+            continue
+        _at_most(name, value, limits.logprobs)
+        if value < 0:
+            raise invalid(name, f"{name}={shown(value)}: must be at least 0")
+
+
+def check_stream(request: Generation) -> None:
+    """Refuses fields that contradict streaming, or that need it.
+
+    Raises:
+        ApiError: names the field.
+    """
+    if not request.stream:
+        if request.stream_options is not None:
+            raise invalid("stream_options", "stream_options: needs stream=true")
+        return
+    if request.prompt_logprobs is not None:
+        raise invalid(
+            "prompt_logprobs", "prompt_logprobs: not with stream; a completion streams them with "
+            "echo and logprobs"
+        )  # fmt: skip
+    if request.use_beam_search:
+        raise invalid(
+            "use_beam_search", "use_beam_search: its text is known at the end only; unset stream"
+        )
+    if request.best_of is not None and request.best_of > (request.n or 1):
+        raise invalid(
+            "best_of", "best_of: above n the best are known at the end only; unset stream"
+        )
+
+
+def sampling_params(
+    request: CompletionRequest | ChatRequest, *, max_tokens: int | None
+) -> SamplingParams:
+    """The engine's parameters. `max_tokens` is what `budget` gave.
+
+    Raises:
+        SamplingError: a field is out of range or contradicts another one.
+        ApiError: the fields for log-probabilities contradict each other.
+    """
+    values: dict[str, Any] = {
+        name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None
+    }
+    if isinstance(request, ChatRequest):
+        values["logprobs"] = _chat_logprobs(request)
+    else:
+        values["logprobs"] = request.logprobs
+        if request.echo and request.logprobs is not None:
+            values["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(**values, max_tokens=max_tokens, output_kind=kind)
+
+
+def budget(
+    wanted: int | None, default: int | None, *, prompt_tokens: int, max_model_len: int, name: str
+) -> int | None:
+    """Tokens to generate: the requested number if it fits, else the default cut to what fits.
+
+    Args:
+        wanted: the request's number, None if it gave none.
+        default: None means the rest of the context, as does a result of None.
+        name: of the request's field.
+
+    Raises:
+        ApiError: it does not fit.
+    """
+    room = max_model_len - prompt_tokens
+    if wanted is None:
+        if room < 1:
+            raise context_exceeded(max_model_len, prompt_tokens, 1, "prompt")
+        return None if default is None else min(default, room)
+    if wanted > room:
+        too_many = prompt_tokens if room < 1 else 0
+        field = "prompt" if too_many else name
+        raise context_exceeded(max_model_len, prompt_tokens, wanted, field)
+    return wanted
+
+
+def check_max_tokens(wanted: int | None, name: str, *, lowest: int) -> None:
+    """Raises:
+    ApiError: fewer than `lowest`.
+    """
+    if wanted is not None and wanted < lowest:
+        zero = "; 0 scores a prompt, with echo in a completion" if wanted == 0 else ""
+        raise invalid(name, f"{name}={wanted}: must be at least {lowest}{zero}")
+
+
+def check_min_tokens(params: SamplingParams, *, prompt_tokens: int, max_model_len: int) -> None:
+    """Without max_tokens only the context bounds min_tokens.
+
+    Raises:
+        ApiError: the context has no room for that many tokens.
+    """
+    if prompt_tokens + params.min_tokens > max_model_len:
+        raise invalid(
+            "min_tokens",
+            f"min_tokens={params.min_tokens}: with the {prompt_tokens} tokens of the prompt it "
+            f"exceeds the context of {max_model_len}",
+        )
+
+
+def _chat_logprobs(request: ChatRequest) -> int | None:
+    if not request.logprobs:
+        if request.top_logprobs:
+            raise invalid("top_logprobs", "top_logprobs: needs logprobs=true")
+        return None
+    return request.top_logprobs or 0
+
+
+def _at_most(name: str, value: float | None, limit: float) -> None:
+    if value is not None and value > limit:
+        raise invalid(name, f"{name}={shown(value)}: must be at most {limit:g}")
+
+
+def _short_list(name: str, values: Any, limit: int) -> None:
+    if values is not None and len(values) > limit:
+        raise invalid(name, f"{name}: {len(values)} entries, at most {limit} are accepted")
+
+
+def _short_text(name: str, text: str | None, limit: int) -> None:
+    if text is None:
+        return
+    if not text and name != "stop":  # SamplingParams says it about stop strings
+        raise invalid(name, f"{name}='': must not be empty")
+    if len(text) > limit:
+        raise invalid(name, f"{name}: {len(text)} characters, at most {limit} are accepted")

@@ -1,9 +1,9 @@
-"""What the writers of both endpoints' answers have in common, streams above all."""
+"""Building responses from the engine's outputs: what chats and completions share."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -14,63 +14,56 @@ from msgspec import UNSET, UnsetType
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.engine.output_stream import extend
 from hetero_llm.server.context import Context
-from hetero_llm.server.engine_requests import EngineRun
+from hetero_llm.server.engine_requests import EngineRequests
 from hetero_llm.server.protocol import Generation, PromptTokensDetails, Usage
-from hetero_llm.server.responses import Work
-from hetero_llm.server.sse import EventStream
+from hetero_llm.server.request_parsing import CheckedRequest
 
 B = TypeVar("B", bound=Generation)
 Delta = tuple[int, RequestOutput, CompletionOutput]
-"""What is new of one sequence, with the position of its prompt and the output it came in."""
+"""New tokens of a sequence: the index of its prompt, the output they came in, and themselves."""
+Send = Callable[[msgspec.Struct], Awaitable[None]]
 
 
-class AnswerWriter(ABC, Generic[B]):
-    """Makes the answer of one request, whole or as a stream; one of both, once."""
+class ResponseBuilder(ABC, Generic[B]):
+    """Runs one request and builds its response, by one call of either `whole` or `stream`."""
 
-    def __init__(self, context: Context, body: B, work: Work) -> None:
+    def __init__(self, context: Context, body: B, request: CheckedRequest) -> None:
         settings = context.settings
-        self._texts = context.texts
+        self._tokenizer = context.tokenizer
         self._settings = settings
         self._body: B = body
-        self._work = work
-        self._run = EngineRun(
-            context.client,
-            context.metrics,
-            work.id,
-            work.prompts,
-            work.params,
-            seconds=work.seconds,
-        )
+        self._request = request
+        self._engine_requests = EngineRequests(context.client, context.metrics, request)
         as_ids = body.return_tokens_as_token_ids
         self._as_ids = settings.return_tokens_as_token_ids if as_ids is None else as_ids
-        self._counter = UsageCounter(work.prompt_tokens)
+        self._counter = UsageCounter(request.num_prompt_tokens)
 
     @abstractmethod
     async def whole(self) -> msgspec.Struct:
-        """The answer in one piece."""
+        """The whole response."""
 
-    async def stream(self, events: EventStream) -> None:
-        """The answer as chunks: openings, then one for each delta that is worth it."""
+    async def stream(self, send: Send) -> None:
+        """Sends the response in chunks: opening chunks, one for each delta, usage if wanted."""
         usage = usage_choice(self._body, forced=self._settings.force_include_usage)
-        begun = False
+        opened = False
         found = deltas(self._outputs(), self._settings.stream_interval)
         async with aclosing(found):
             async for index, output, one in found:
-                if not begun:
-                    begun = True
-                    for chunk in self._openings(usage.of_chunk(self._counter)):
-                        await events.send(chunk)
+                if not opened:
+                    opened = True
+                    for chunk in self._opening_chunks(usage.of_chunk(self._counter)):
+                        await send(chunk)
                 self._counter.note(index, output, [one])
                 choice = self._chunk_choice(index, output, one)
-                await events.send(self._chunk([choice], usage.of_chunk(self._counter)))
+                await send(self._chunk([choice], usage.of_chunk(self._counter)))
         if usage.last:
-            await events.send(self._chunk([], self._counter.usage()))
+            await send(self._chunk([], self._counter.usage()))
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """What the engine says; a writer may change it."""
-        return self._run.outputs()
+        """The engine's outputs; a subclass may change them."""
+        return self._engine_requests.outputs()
 
-    def _openings(self, usage: Usage | UnsetType | None) -> Iterable[msgspec.Struct]:
+    def _opening_chunks(self, usage: Usage | UnsetType | None) -> Iterable[msgspec.Struct]:
         """Chunks before the first delta."""
         return ()
 
@@ -84,10 +77,11 @@ class AnswerWriter(ABC, Generic[B]):
 async def deltas(
     outputs: AsyncIterator[tuple[int, RequestOutput]], interval: int
 ) -> AsyncGenerator[Delta, None]:
-    """What is new of each sequence, joined until it is `interval` tokens. The first and the last
-    of a sequence wait for nothing, nor does anything wait when an error ends all."""
+    """Yields the deltas of each sequence, joined until they have `interval` tokens. The first and
+    the last delta of a sequence are yielded at once, and when an error ends the outputs, so are
+    all that were held."""
     held: dict[tuple[int, int], Delta] = {}
-    begun: set[tuple[int, int]] = set()
+    started: set[tuple[int, int]] = set()
     try:
         async for index, output in outputs:
             for one in filter(_is_news, output.outputs):
@@ -97,8 +91,8 @@ async def deltas(
                     extend(before[2], one)
                     one = before[2]
                 enough = len(one.token_ids) >= interval or one.finish_reason is not None
-                if enough or sequence not in begun:
-                    begun.add(sequence)
+                if enough or sequence not in started:
+                    started.add(sequence)
                     yield index, output, one
                 else:
                     held[sequence] = index, output, one
@@ -109,15 +103,15 @@ async def deltas(
 
 
 def _is_news(one: CompletionOutput) -> bool:
-    """Whether a delta says anything."""
+    """Whether a delta has anything to show."""
     return bool(one.token_ids or one.text or one.finish_reason)
 
 
-# usage
+# -- usage ----------------------------------------------------------------------------------
 
 
 class UsageCounter:
-    """Tokens of a request so far."""
+    """Counts the tokens of a request as they are sent."""
 
     def __init__(self, prompt_tokens: int) -> None:
         self._prompt = prompt_tokens
@@ -127,7 +121,7 @@ class UsageCounter:
     def note(
         self, index: int, output: RequestOutput, completions: Iterable[CompletionOutput]
     ) -> None:
-        """These deltas of an output of the prompt at `index` are being sent."""
+        """Counts deltas of an output of the prompt at `index`."""
         self._cached[index] = output.num_cached_tokens
         for one in completions:
             self._completion += len(one.token_ids)
@@ -143,7 +137,7 @@ class UsageCounter:
 
 @dataclass(frozen=True, slots=True)
 class UsageChoice:
-    """Which chunks of a stream carry usage: the last one, and each."""
+    """Which chunks of a stream carry usage: a last one of its own, or each."""
 
     last: bool
     each: bool

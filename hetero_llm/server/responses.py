@@ -1,14 +1,15 @@
-"""What the two generation endpoints have in common: taking a request in, and sending its answer."""
+"""Sending a response: whole or as server-sent events, with its errors, and an end when the client
+hangs up."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
-from uuid import uuid4
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,213 +17,154 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hetero_llm.core.errors import EngineDeadError
-from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine.input_processor import Prompt
-from hetero_llm.server.context import Context, request_id_of
-from hetero_llm.server.engine_requests import ClientGone, deadline_seconds, unless_gone
+from hetero_llm.server.context import Context
 from hetero_llm.server.errors import INTERNAL, ApiError, as_api_error
-from hetero_llm.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    Generation,
-    refuse_unsupported,
-)
-from hetero_llm.server.request_parsing import read_json
-from hetero_llm.server.sampling import budget, check_limits, check_min_tokens, check_stream
-from hetero_llm.server.sse import EventStream
+from hetero_llm.server.request_parsing import CheckedRequest, as_json
+from hetero_llm.server.response_builder import ResponseBuilder
 
 logger = logging.getLogger(__name__)
-G = TypeVar("G", CompletionRequest, ChatRequest)
+T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's; for the log and the metrics, the client has left
+_ENCODER = msgspec.json.Encoder()
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+_COMMENT = b": keep-alive\n\n"
+_DONE = b"data: [DONE]\n\n"
+_CHECKS_PER_INTERVAL = 15
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A request that was found good, ready for the engine.
-
-    Attributes:
-        id: of the answer, and what the engine's request ids begin with.
-        http_id: the HTTP request's id, which is in the log.
-        created: Unix time in seconds.
-        params: one per prompt; they differ in max_tokens at most.
-        seconds: until the deadline, None without one.
-    """
-
-    id: str
-    http_id: str
-    created: int
-    model: str
-    prompts: Sequence[Prompt]
-    params: Sequence[SamplingParams]
-    seconds: float | None
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(len(prompt.token_ids or ()) for prompt in self.prompts)
+class ClientGone(Exception):
+    """The client has closed the connection, or the stream was cancelled because it stalled."""
 
 
-async def take_in(context: Context, request: Request, kind: type[G]) -> G:
-    """Reads and checks everything that needs no tokenizer.
+class Responses:
+    """Sends the responses of all generation requests of one server."""
 
-    Raises:
-        ApiError: the request is wrong, or the server cannot serve.
-    """
-    settings = context.settings
-    body, unknown = await read_json(
-        request, kind, settings.limits, strict_fields=settings.strict_fields
-    )
-    if unknown:
-        context.metrics.unknown_fields(len(unknown))
-        names = ", ".join(name[:64] for name in unknown[:8])
-        logger.warning(
-            "request %s: unknown fields ignored: %s", request_id_of(request), as_json(names)
+    def __init__(self, context: Context) -> None:
+        settings = context.settings
+        self._context = context
+        self._watch = StreamWatch(
+            keep_alive_seconds=settings.keep_alive_seconds,
+            write_seconds=settings.limits.write_seconds,
         )
-    context.check_open()
-    context.model_name(body.model)
-    refuse_unsupported(body)
-    check_limits(body, settings.limits, vocab_size=context.client.info.vocab_size)
-    check_stream(body)
-    return body
+
+    async def send(
+        self,
+        request: Request,
+        checked: CheckedRequest,
+        builder: ResponseBuilder[Any],
+        *,
+        streamed: bool,
+    ) -> Response:
+        """Runs the request; returns the whole response, or one that streams while it is sent.
+
+        Raises:
+            Exception: what the engine or a check raises before a whole response is complete.
+        """
+        context = self._context
+        if streamed:
+            return _StreamedResponse(context, self._watch, checked, builder)
+
+        async def run() -> msgspec.Struct:
+            _log_soon(context, checked, stream=False)
+            with context.answering(checked.id):
+                return await builder.whole()
+
+        try:
+            result = await unless_gone(request.receive, run())
+        except ClientGone:
+            context.metrics.aborted("client_gone")
+            logger.info("request %s: the client has left, aborted", checked.http_id)
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return Response(msgspec.json.encode(result), media_type="application/json")
 
 
-def make_work(
-    context: Context,
-    request: Request,
-    body: Generation,
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    *,
-    prefix: str,
-    wanted: int | None,
-    default: int | None,
-    name: str,
-) -> Work:
-    """Adds what depends on the prompts' lengths.
-
-    Args:
-        params: those of all prompts.
-        prefix: of the answer's id.
-        wanted: tokens to generate as the request says, in its field `name`.
-        default: see `budget`.
-
-    Raises:
-        ApiError: a prompt with what it is to generate does not fit.
-    """
-    limit = context.client.info.max_model_len
-    each = []
-    for prompt in prompts:
-        length = len(prompt.token_ids or ())
-        max_tokens = budget(wanted, default, prompt_tokens=length, max_model_len=limit, name=name)
-        check_min_tokens(params, prompt_tokens=length, max_model_len=limit)
-        same = max_tokens == params.max_tokens
-        each.append(params if same else replace(params, max_tokens=max_tokens))
-    salt = context.cache_salt(request, body.cache_salt)
-    return Work(
-        id=f"{prefix}-{body.request_id or uuid4().hex}",
-        http_id=request_id_of(request),
-        created=int(time.time()),
-        model=context.model_name(body.model),
-        prompts=[replace(prompt, cache_salt=salt) for prompt in prompts] if salt else prompts,
-        params=each,
-        seconds=deadline_seconds(request, context.settings.request_timeout),
-    )
-
-
-# sending
-
-
-class Writer(Protocol):
-    """Makes the answer, in one piece or as events."""
-
-    async def whole(self) -> msgspec.Struct: ...
-
-    async def stream(self, events: EventStream) -> None: ...
-
-
-async def send_answer(
-    context: Context, request: Request, work: Work, writer: Writer, *, streamed: bool
-) -> Response:
-    """The answer as it was asked for.
-
-    Raises:
-        Exception: what the engine or a check says before the answer begins.
-    """
-    if streamed:
-        return _StreamAnswer(context, work, writer.stream)
-    return await _send_whole(context, request, work, writer.whole)
-
-
-async def _send_whole(
-    context: Context,
-    request: Request,
-    work: Work,
-    answer: Callable[[], Awaitable[msgspec.Struct]],
-) -> Response:
-    """The answer as one JSON object."""
-
-    async def run() -> msgspec.Struct:
-        _log_soon(context, work, stream=False)
-        with context.running(work.id):
-            return await answer()
-
-    try:
-        result = await unless_gone(request.receive, run())
-    except ClientGone:
-        context.metrics.aborted("client_gone")
-        logger.info("request %s: the client has left, aborted", work.http_id)
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return Response(msgspec.json.encode(result), media_type="application/json")
-
-
-class _StreamAnswer(Response):
-    """The answer as server-sent events. `produce` writes them up to the end's `[DONE]`."""
+class _StreamedResponse(Response):
+    """A response as server-sent events."""
 
     def __init__(
-        self, context: Context, work: Work, produce: Callable[[EventStream], Awaitable[None]]
+        self,
+        context: Context,
+        watch: StreamWatch,
+        checked: CheckedRequest,
+        builder: ResponseBuilder[Any],
     ) -> None:
         super().__init__()
         self._context = context
-        self._work = work
-        self._produce = produce
+        self._watch = watch
+        self._checked = checked
+        self._builder = builder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = EventStream(send)
-        self._context.watch.add(stream)
+        self._watch.add(stream)
         try:
             await unless_gone(receive, self._run(stream))
         except ClientGone:
             cause = "stalled" if stream.stalled else "client_gone"
             self._context.metrics.aborted(cause)
-            logger.info("request %s: aborted, cause: %s", self._work.http_id, cause)
+            logger.info("request %s: aborted, cause: %s", self._checked.http_id, cause)
         except Exception as error:
-            failure = reported(self._context, error, self._work.http_id)
+            failure = report_error(self._context, error, self._checked.http_id)
             await failure.response()(scope, receive, send)
         finally:
-            self._context.watch.remove(stream)
+            self._watch.remove(stream)
             stream.has_ended()
 
     async def _run(self, stream: EventStream) -> None:
-        """Raises what happens before the first event; what happens later becomes one."""
+        """Writes all events. Errors before the first event are raised, later ones are written."""
         stream.runs_in_this_task()
         try:
-            _log_soon(self._context, self._work, stream=True)
-            with self._context.running(self._work.id):
-                await self._produce(stream)
+            _log_soon(self._context, self._checked, stream=True)
+            with self._context.answering(self._checked.id):
+                await self._builder.stream(stream.send)
             await stream.done()
         except Exception as error:
             if not stream.started:
                 raise
-            failure = reported(self._context, error, self._work.http_id)
-            # After an engine's death not even the end can be trusted: the connection is cut.
+            failure = report_error(self._context, error, self._checked.http_id)
+            # After the engine's death not even a clean end can be trusted: cut the connection.
             dead = isinstance(error, EngineDeadError)
             if dead:
                 self._context.metrics.aborted("engine")
             await stream.fail(failure, clean=not dead)
 
 
-def reported(context: Context, error: Exception, http_id: str) -> ApiError:
-    """The answer to an exception, which is logged and counted as it deserves."""
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Runs `work`, and cancels it when the client hangs up.
+
+    Raises:
+        ClientGone: it did, or `work` was cancelled from elsewhere.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_hung_up(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+        if task.cancelled():
+            raise ClientGone
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():  # this task itself is being cancelled
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def report_error(context: Context, error: Exception, http_id: str) -> ApiError:
+    """Logs and counts an exception; returns the error for the client."""
     failure = as_api_error(error, http_id)
     if failure.status >= 500:
         context.note_error(failure, http_id)
@@ -235,37 +177,162 @@ def reported(context: Context, error: Exception, http_id: str) -> ApiError:
     return failure
 
 
-# the log
+# -- server-sent events ---------------------------------------------------------------------
 
 
-def as_json(value: Any) -> str:
-    """For the log: one line whatever a user wrote."""
-    return msgspec.json.encode(value).decode()
+def event(payload: Any) -> bytes:
+    """One frame of a stream. JSON has no raw line ends, so one data line is enough."""
+    return b"data: " + _ENCODER.encode(payload) + b"\n\n"
 
 
-def _log_soon(context: Context, work: Work, *, stream: bool) -> None:
-    """Logs a request when its task waits for the engine, which need not wait for the line."""
+class EventStream:
+    """Writes the server-sent events of one response.
+
+    An event is written whole or not at all. A stream ends with `[DONE]`, after an error frame if
+    something went wrong; where even that cannot be trusted the connection is cut. A clean end
+    without a finish reason would be a silent truncation. The status line goes out with the first
+    frame, so errors before it have a status of their own.
+
+    Attributes:
+        started: the status line was sent.
+        stalled: the client took no byte for too long; the stream's task was cancelled.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._task: asyncio.Task[Any] | None = None
+        self._lock = asyncio.Lock()
+        self._closed = False
+        self._writing_since: float | None = None
+        self._last = time.monotonic()
+        self.started = False
+        self.stalled = False
+
+    def runs_in_this_task(self) -> None:
+        """Makes the current task the one that is cancelled when the client stalls."""
+        self._task = asyncio.current_task()
+
+    def has_ended(self) -> None:
+        """Drops the reference to the task. A cancelled task refers to this object through its
+        traceback; such a circle would keep the whole request until a garbage collection."""
+        self._task = None
+
+    async def send(self, payload: Any) -> None:
+        """Writes a payload as one event; waits while the client's buffers are full."""
+        await self._write(event(payload))
+
+    async def done(self) -> None:
+        """The stream's clean end."""
+        await self._write(_DONE, last=True)
+
+    async def fail(self, error: ApiError, *, clean: bool) -> None:
+        """Writes an error frame; then the end if `clean`, else the server cuts the connection."""
+        await self._write(b"data: " + error.body() + b"\n\n")
+        if clean:
+            await self.done()
+
+    async def keep_alive(self) -> None:
+        """Writes a comment, which clients skip."""
+        with contextlib.suppress(OSError):  # the client has left; the stream's task will notice
+            await self._write(_COMMENT)
+
+    def is_silent(self, now: float, seconds: float) -> bool:
+        return self._writing_since is None and now - self._last >= seconds
+
+    def drop_if_stalled(self, now: float, seconds: float) -> None:
+        """Cancels the stream's task if one write has waited for at least `seconds`."""
+        since = self._writing_since
+        if since is not None and now - since >= seconds and not self.stalled:
+            self.stalled = True
+            if self._task is not None:
+                self._task.cancel()
+
+    async def _write(self, data: bytes, *, last: bool = False) -> None:
+        async with self._lock:
+            if self._closed:
+                return
+            self._writing_since = time.monotonic()
+            try:
+                if not self.started:
+                    self.started = True
+                    await self._send(
+                        {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
+                    )
+                await self._send(
+                    {"type": "http.response.body", "body": data, "more_body": not last}
+                )
+            finally:
+                self._last = time.monotonic()
+                self._writing_since = None
+            self._closed = last
+
+
+class StreamWatch:
+    """One task for all open streams: it writes comments into silent ones and ends stalled ones.
+
+    It looks at the streams a few times per interval, so events themselves cost nothing.
+
+    Args:
+        keep_alive_seconds: silence before a comment; 0 is never.
+        write_seconds: see `Limits`.
+    """
+
+    def __init__(self, *, keep_alive_seconds: float, write_seconds: float) -> None:
+        self._keep_alive = keep_alive_seconds or math.inf
+        self._write = write_seconds
+        self._streams: set[EventStream] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._comments: set[asyncio.Task[None]] = set()
+
+    def add(self, stream: EventStream) -> None:
+        self._streams.add(stream)
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def remove(self, stream: EventStream) -> None:
+        self._streams.discard(stream)
+
+    async def _run(self) -> None:
+        """Ends when no stream is left."""
+        pause = min(self._keep_alive, self._write) / _CHECKS_PER_INTERVAL
+        while self._streams:
+            await asyncio.sleep(pause)
+            now = time.monotonic()
+            for stream in tuple(self._streams):
+                stream.drop_if_stalled(now, self._write)
+                if stream.is_silent(now, self._keep_alive):
+                    # A task each: one client's full buffers must not block the others.
+                    task = asyncio.get_running_loop().create_task(stream.keep_alive())
+                    self._comments.add(task)
+                    task.add_done_callback(self._comments.discard)
+
+
+# -- the log --------------------------------------------------------------------------------
+
+
+def _log_soon(context: Context, checked: CheckedRequest, *, stream: bool) -> None:
+    """Logs a request once its task waits for the engine: the engine should not wait for the log."""
     if context.settings.log_requests:
-        asyncio.get_running_loop().call_soon(_log, context, work, stream)
+        asyncio.get_running_loop().call_soon(_log, context, checked, stream)
 
 
-def _log(context: Context, work: Work, stream: bool) -> None:
+def _log(context: Context, checked: CheckedRequest, stream: bool) -> None:
     settings = context.settings
-    params = work.params[0]
+    params = checked.params[0]
     logger.info(
         "request %s: %s, %d prompt(s) of %d tokens, n=%d, max_tokens=%s, temperature=%g%s",
-        work.http_id,
-        as_json(work.id),
-        len(work.prompts),
-        work.prompt_tokens,
+        checked.http_id,
+        as_json(checked.id),
+        len(checked.prompts),
+        checked.num_prompt_tokens,
         params.n,
         params.max_tokens,
         params.temperature,
         ", streamed" if stream else "",
     )
     if settings.log_prompts:
-        for text in _cut_prompts(work.prompts, settings.max_log_len):
-            logger.info("request %s: prompt %s", work.http_id, text)
+        for text in _cut_prompts(checked.prompts, settings.max_log_len):
+            logger.info("request %s: prompt %s", checked.http_id, text)
 
 
 def _cut_prompts(prompts: Iterable[Prompt], length: int | None) -> Iterable[str]:

@@ -1,8 +1,8 @@
-"""From checked arguments to a server that answers, and to its end.
+"""Starts the server from checked arguments, and stops it.
 
-The port is bound before the model loads, so that a wrong one is known at once. The first SIGTERM
+The port is bound before the model loads, so that a wrong one is reported at once. The first SIGTERM
 drains: /ready turns to 503, running requests get `shutdown_timeout`, then the engine and the server
-end. A second signal ends both at once. An engine that is dead, or hangs for good, ends the server.
+end. A second signal ends both at once. A dead engine, or one that stays hung, ends the server.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ logger = logging.getLogger(__name__)
 
 EXIT_ENGINE_DEAD = 70
 _KEEP_ALIVE_SECONDS = 10
-_LOOK = 0.5
+_POLL_SECONDS = 0.5
 _HANG_GRACE = 5.0
-"""Seconds that a hung engine gets to come back, with /live at 503, before the server ends."""
+"""Seconds in which a hung engine may recover, with /live at 503, before the server ends."""
 _BACKLOG = 2048
 _COLLECT_AFTER = 20_000, 10, 10
-"""See gc.set_threshold. There is little to find: a request leaves no circles of objects, and a
-connection one of seven."""
+"""See gc.set_threshold. Collections find little: a request leaves no reference cycle, and a
+connection one of seven objects."""
 
 
 def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int:
@@ -70,7 +70,7 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
     """
     arguments = AsyncEngineArgs(**engine_args)
     settings = settings_of(server_args)
-    middleware = [_imported(path) for path in server_args["middleware"]]
+    middleware = [import_middleware(path) for path in server_args["middleware"]]
     collector = server_args["otlp_traces_endpoint"]
     traces = None if collector is None else open_provider(collector)
     listener = bind(server_args["host"], server_args["port"])
@@ -108,25 +108,25 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
             say=console.say,
             stats_interval=None if config.disable_log_stats else server_args["log_stats_interval"],
         )
-        rest_collector()
-        context.texts.begin()
+        freeze_collector()
+        context.tokenizer.start()
         try:
-            return asyncio.run(server.run_until_told(listener))
+            return asyncio.run(server.run_until_stopped(listener))
         finally:
-            context.texts.close()
+            context.tokenizer.close()
 
 
-def rest_collector() -> None:
-    """Call it once when all is loaded. Neither collections nor the process's end walk through that
-    any more, and collections that walk through all open streams, which takes 100 ms for a
-    thousand, are rare."""
+def freeze_collector() -> None:
+    """Call it once after the start. Collections, and the end of the process, then skip all objects
+    of the start; collections of the oldest generation, which take 100 ms with a thousand open
+    streams, become rare."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECT_AFTER)
 
 
 def settings_of(args: Mapping[str, Any]) -> ServerSettings:
-    """The HTTP side's settings out of the server's arguments."""
+    """The settings of the HTTP server from the arguments of the command."""
     return ServerSettings(
         api_keys=tuple(args["api_key"]),
         served_names=tuple(args["served_model_name"]),
@@ -161,7 +161,7 @@ def read_template(value: str | None) -> str | None:
     """A chat template: a file's text, or the value itself if it looks like a template.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: it is neither.
     """
     if value is None:
         return None
@@ -175,10 +175,10 @@ def read_template(value: str | None) -> str | None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; not listening yet, so that nobody connects to a server that still loads.
+    """A bound socket. It does not listen yet: clients cannot connect while the model loads.
 
     Raises:
-        ConfigError: the address is not ours or the port is taken.
+        ConfigError: the address is not of this machine, or the port is taken.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -199,7 +199,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def uvicorn_config(app: FastAPI, args: Mapping[str, Any]) -> uvicorn.Config:
-    """uvicorn's settings: h11, whose limits on headers we rely on, with our connections."""
+    """uvicorn's settings: HTTP by h11, which limits headers, with our `Connection`."""
     connection = connection_class(
         header_seconds=args["header_timeout"],
         most=args["max_connections"],
@@ -214,7 +214,7 @@ def uvicorn_config(app: FastAPI, args: Mapping[str, Any]) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         server_header=False,
-        h11_max_incomplete_event_size=256 << 10,  # above our own limit, which answers better
+        h11_max_incomplete_event_size=256 << 10,  # above our own limit, whose error is clearer
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=2,
         backlog=_BACKLOG,
@@ -225,14 +225,15 @@ def uvicorn_config(app: FastAPI, args: Mapping[str, Any]) -> uvicorn.Config:
     )
 
 
+# large: uvicorn's server with the state of a stop in several stages.
 class Server(uvicorn.Server):
-    """uvicorn's server with our way to stop.
+    """uvicorn's server that drains before it stops, and stops when the engine is dead.
 
     Args:
         context: of the application.
         shutdown_timeout, drain_delay, keep_alive_on_hang: see docs/flags.md.
-        ready: what to say when requests are answered.
-        say: see `Console`.
+        ready: text to print once requests are accepted.
+        say: prints a text; see `Console`.
         stats_interval: seconds between lines about throughput; None: no such lines.
     """
 
@@ -249,7 +250,7 @@ class Server(uvicorn.Server):
         stats_interval: float | None = None,
     ) -> None:
         super().__init__(config)
-        self._context = context
+        self.context = context
         self._client: EngineClient = context.client
         self._shutdown_timeout = shutdown_timeout
         self._drain_delay = drain_delay
@@ -260,30 +261,30 @@ class Server(uvicorn.Server):
         self._keep_alive_on_hang = keep_alive_on_hang
         self._hung_since: float | None = None
         self._stop: asyncio.Event | None = None
-        self._hurry: asyncio.Event | None = None
+        self._end_at_once: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def run_until_told(self, listener: socket.socket) -> int:
+    async def run_until_stopped(self, listener: socket.socket) -> int:
         """Serves; returns the exit code."""
         self._loop = asyncio.get_running_loop()
-        self._stop, self._hurry = asyncio.Event(), asyncio.Event()
+        self._stop, self._end_at_once = asyncio.Event(), asyncio.Event()
         serving = asyncio.create_task(self.serve(sockets=[listener]))
         end = asyncio.create_task(self._until_the_end())
         await asyncio.wait([serving, end], return_when=asyncio.FIRST_COMPLETED)
-        if serving.done() and not end.done():  # it could not start
+        if serving.done() and not end.done():  # the server could not start
             end.cancel()
             await self._client.shutdown(0.0)
             serving.result()
             return EXIT_ENGINE_DEAD
         self.should_exit = True
         await serving
-        if self._context.metrics.tracer is not None:
-            await self._context.metrics.tracer.close()
+        if self.context.metrics.tracer is not None:
+            await self.context.metrics.tracer.close()
         return end.result()
 
     async def _until_the_end(self) -> int:
-        """Watches over the server; ends when it is to stop, with the exit code."""
-        assert self._stop is not None and self._hurry is not None
+        """Waits for a signal or the end of the engine, and drains; returns the exit code."""
+        assert self._stop is not None and self._end_at_once is not None
         while not self.started:
             await asyncio.sleep(0.01)
         self._say(self._ready)
@@ -291,22 +292,22 @@ class Server(uvicorn.Server):
             self._reporting = asyncio.create_task(log_stats(self._client, self._stats_interval))
         while not self._stop.is_set():
             try:
-                await asyncio.wait_for(self._stop.wait(), _LOOK)
+                await asyncio.wait_for(self._stop.wait(), _POLL_SECONDS)
             except TimeoutError:
                 if self._is_dead():
-                    await asyncio.sleep(_LOOK)  # streams get their error frames
+                    await asyncio.sleep(_POLL_SECONDS)  # streams get their error frames
                     await self._client.shutdown(0.0)
                     return EXIT_ENGINE_DEAD
-        logger.info("stopping: %d requests are running", self._context.load)
+        logger.info("stopping: %d requests are running", self.context.load)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._hurry.wait(), self._drain_delay)
-        self._context.draining = True
+            await asyncio.wait_for(self._end_at_once.wait(), self._drain_delay)
+        self.context.draining = True
         await self._client.shutdown(self._shutdown_timeout)
         await asyncio.sleep(0.1)  # the last frames go out
         return 0
 
     def _is_dead(self) -> bool:
-        """A hung engine may come back for a while; a dead one does not."""
+        """Whether the engine is dead, or has been hung for too long to recover."""
         hung_since, self._hung_since = self._hung_since, None
         try:
             self._client.check_health()
@@ -323,20 +324,20 @@ class Server(uvicorn.Server):
         return False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """uvicorn's signal handler. The first signal drains, the second one ends."""
+        """uvicorn's signal handler. The first signal starts draining, the second ends at once."""
         assert self._stop is not None and self._loop is not None
-        if not self._context.leaving and sig in (signal.SIGTERM, signal.SIGINT):
-            self._context.leaving = True
-            self._context.draining = self._drain_delay == 0
+        if not self.context.leaving and sig in (signal.SIGTERM, signal.SIGINT):
+            self.context.leaving = True
+            self.context.draining = self._drain_delay == 0
             self._loop.call_soon_threadsafe(self._stop.set)
             return
         self._shutdown_timeout = 0.0
         self._loop.call_soon_threadsafe(self._end_now)
 
     def _end_now(self) -> None:
-        assert self._hurry is not None
+        assert self._end_at_once is not None
         self.force_exit = True
-        self._hurry.set()
+        self._end_at_once.set()
         self._ending = asyncio.ensure_future(self._client.shutdown(0.0))
 
 
@@ -345,11 +346,11 @@ def _warn_if_open(args: Mapping[str, Any]) -> None:
         logger.warning("anybody who reaches %s can use the server: no --api-key", args["host"])
 
 
-def _imported(path: str) -> Any:
-    """What an import path such as "package.module.Class" names.
+def import_middleware(path: str) -> Any:
+    """Imports a path such as "package.module.Class".
 
     Raises:
-        ConfigError: it names nothing that can be middleware.
+        ConfigError: there is no such object, or it cannot be middleware.
     """
     module, _, name = path.rpartition(".")
     try:

@@ -1,4 +1,4 @@
-"""What the HTTP side of a server can be told. Flags are made into this elsewhere."""
+"""Settings and limits of the HTTP server; `serving.settings_of` makes them from the flags."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from hetero_llm.engine.image_uri import MOST_BYTES, MOST_PIXELS
 TEMPLATE_KWARGS = ("enable_thinking", "thinking", "thinking_budget", "date_string")
 
 
+# large: one field for each limit.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one request may ask for. Each excess is an error that names its limit.
+    """The most that one request may ask for. A request above a limit gets an error that names it.
 
-    Counts unless the name says bytes, chars or seconds. `sequences` bounds prompts times the
-    sequences of each, `image_bytes` and `image_pixels` are those of one image. `write_seconds` is
-    how long a client may take no byte of a stream, `template_seconds` what rendering a
-    conversation may take.
+    Limits are counts unless the name says bytes, chars or seconds. `sequences` limits the prompts
+    times the sequences of each; `image_bytes` and `image_pixels` apply to each image. A client may
+    read no byte of a stream for `write_seconds`; rendering a conversation may take
+    `template_seconds`.
     """
 
     body_bytes: int = 32 << 20
@@ -59,6 +60,7 @@ class Cors:
     credentials: bool = False
 
 
+# large: one field for each setting.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """Settings of the HTTP side.
@@ -67,7 +69,7 @@ class ServerSettings:
         ConfigError: a limit of each key is set, but there are no keys.
 
     Args:
-        api_keys: keys of which requests must carry one; with none, everybody is served.
+        api_keys: requests must carry one of these keys; without any, all requests are served.
         served_names: names of the model; the first is in the responses. Empty: the engine's.
         chat_template: Jinja text instead of the tokenizer's own template.
         chat_template_kwargs: names that a request's chat_template_kwargs may set.
@@ -78,19 +80,19 @@ class ServerSettings:
         public_metrics: /metrics needs no key.
         strict_fields: unknown fields of a request are errors instead of a line in the log.
         force_include_usage: streams end with a usage chunk without being asked.
-        default_max_tokens: of a completion that does not say; a chat then gets all the context.
+        default_max_tokens: of a completion without max_tokens; a chat gets the whole context.
         request_timeout: seconds after which a request ends with what it has; None is for ever.
         keep_alive_seconds: a silent stream gets a comment this often; 0 is never.
-        stream_interval: tokens of a choice that a chunk of a stream waits for; its first and its
-            last chunk wait for none.
-        max_requests_per_key, max_requests_per_minute: POST requests of one API key that may be
-            answered at once, and that it may send in a minute; None is any number.
-        prefix_cache_isolation: "key": what one API key's requests leave in the prefix cache is
-            not found by another's. "none": shared. None: "key" if there are several keys.
-        log_requests: one line for each request.
-        log_prompts: prompts are in it, cut to `max_log_len` characters or token ids.
+        stream_interval: least tokens of a choice in a chunk of a stream; its first and its last
+            chunk may have fewer.
+        max_requests_per_key, max_requests_per_minute: POST requests of one API key that may run
+            at once, and that it may send in a minute; None is any number.
+        prefix_cache_isolation: "key": requests of one API key cannot find the cached prefixes of
+            another's. "none": shared. None: "key" if there are several keys.
+        log_requests: log one line for each request.
+        log_prompts: log its prompts, too, cut to `max_log_len` characters or token ids.
         max_log_len: None is the whole prompt.
-        legacy_metric_names: export metrics also under names that vLLM has given up.
+        legacy_metric_names: export metrics also under names that vLLM has replaced.
     """
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)

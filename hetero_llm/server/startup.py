@@ -1,4 +1,4 @@
-"""What the server says at its start."""
+"""The texts that the server prints at its start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero_llm.engine.engine_client import EngineInfo
 
 
 def plan_table(info: EngineInfo, config: EngineConfig) -> str:
-    """What serves, as lines of a name and a value."""
+    """The model, device and memory that serve, as lines of a name and a value."""
     tokens = info.num_blocks * info.block_size
     rows = [
         ("model", f"{info.model} ({info.dtype})"),
@@ -41,7 +41,7 @@ def _cores(info: EngineInfo, config: EngineConfig) -> str:
 
 
 def _drafts(config: EngineConfig) -> str:
-    """Who drafts, in words."""
+    """The drafters, in words."""
     speculation = config.speculation
     if speculation is None:
         return "none"
@@ -58,7 +58,7 @@ def _drafts(config: EngineConfig) -> str:
 
 
 def _offload(info: EngineInfo, config: EngineConfig) -> str:
-    """What lies in host memory instead of the device's."""
+    """What is in host memory instead of the device's, in words."""
     parts = []
     if config.load.cpu_offload_gb:
         parts.append(f"up to {config.load.cpu_offload_gb:g} GiB of weights in host memory")
@@ -74,7 +74,7 @@ def _offload(info: EngineInfo, config: EngineConfig) -> str:
 def ready_text(
     address: tuple[str, int], seconds: Mapping[str, float], args: Mapping[str, Any]
 ) -> str:
-    """Where the server answers, how long its start took, and a command to try it with.
+    """The server's address, the duration of its start, and a command to try it with.
 
     Args:
         address: that the server listens on.

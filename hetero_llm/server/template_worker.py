@@ -1,8 +1,9 @@
 """The process that renders chat templates, which are programs and may never end.
 
-It has no more rights than its parent, so transformers' sandbox still matters; what the process adds
-is that it can be killed, and that its memory and time are bounded by the kernel:
     python -m hetero_llm.server.template_worker SOCKET
+
+Unlike a thread it can be killed, and the kernel limits its memory and time. It has the rights of
+its parent, so the sandbox of transformers is still needed.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _UNUSED = ("torch", "PIL")
 """Packages that transformers imports if they are there, and that no template needs."""
 _MORE_MEMORY = 512 << 20
 _GRACE_SECONDS = 1.0
-"""How much longer than its parent waits a worker lives, should the parent be gone."""
+"""A worker ends itself this much later than its parent would, in case the parent is gone."""
 
 
 class Setup(msgspec.Struct):
-    """What a worker is told first. `special_tokens` are those that templates can name."""
+    """The first message. `special_tokens` are those that templates can name."""
 
     template: str
     special_tokens: dict[str, Any]
@@ -44,7 +45,7 @@ class Job(msgspec.Struct):
 
 
 class Rendered(msgspec.Struct):
-    """The text, or the reason why there is none. `spent`: another worker should go on."""
+    """The text, or why there is none. `spent`: the worker should be replaced."""
 
     text: str = ""
     refused: str | None = None
@@ -52,7 +53,7 @@ class Rendered(msgspec.Struct):
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; we end at EOF
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; this ends at EOF
     for name in _UNUSED:
         sys.modules[name] = None  # type: ignore[assignment]
     with socket.socket(fileno=int(sys.argv[1])) as end, end.makefile("rwb") as stream:
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def _apply() -> Callable[..., Any]:
-    """transformers' own way from messages to text: a tokenizer of no tokens has it, too."""
+    """transformers' function from messages to text, of a tokenizer without tokens."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -96,12 +97,12 @@ def _render(apply: Callable[..., Any], setup: Setup, job: Job) -> Rendered:
 
 
 def _utf8(text: str) -> str:
-    """Without what UTF-8 cannot hold; a template can write that, requests cannot."""
+    """Replaces lone surrogates, which a template can write though no request can hold them."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _bound_memory() -> None:
-    """No more address space than what is in use, and some."""
+    """Limits the address space to what is in use now, and 512 MiB more."""
     with open("/proc/self/statm", encoding="ascii") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,9 +1,9 @@
 """Chat templates, rendered in processes that can be killed.
 
-A template is a program of whoever made the checkpoint: it may loop for ever or write without end,
-maybe for some conversations only, and inside of one call of C code no thread can be stopped. So
-long-lived workers render, one conversation at a time; one that takes too long is killed. A normal
-conversation costs two messages over a socket pair, some 0.2 ms.
+A template is a program by the author of the checkpoint: it may loop or write without end, maybe for
+some conversations only, and a thread inside a call of C code cannot be stopped. So worker processes
+render, one conversation at a time; a worker that takes too long is killed. A normal conversation
+costs two messages over a socket pair, some 0.2 ms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hetero_llm.server.template_worker import LENGTH, READY, Job, Rendered, Setu
 MODULE = "hetero_llm.server.template_worker"
 _MOST_WORKERS = 4
 _PATIENCE = 1.0
-"""Seconds after which one who waits for a worker gets a new one."""
+"""Seconds after which a conversation that waits for a worker starts a new one."""
 _QUEUE_SECONDS = 10.0
 _START_SECONDS = 60.0
 _RETRY_SECONDS = 5.0
@@ -34,14 +34,14 @@ _DECODER = msgspec.json.Decoder(Rendered)
 
 
 class ChatTemplate:
-    """One template and the workers that render it, of which the first starts when it is needed.
+    """One template and the workers that render it; the first one starts when it is needed.
 
-    Belongs to one event loop, `begin` and `close` excepted.
+    All methods but `start` and `close` have to be called in one event loop.
 
     Args:
         text: Jinja, as transformers takes it.
         special_tokens: of the tokenizer, by the names that templates use.
-        seconds: what one conversation may take.
+        seconds: time limit of one conversation.
     """
 
     def __init__(self, text: str, special_tokens: Mapping[str, Any], *, seconds: float) -> None:
@@ -55,16 +55,16 @@ class ChatTemplate:
 
     @property
     def pids(self) -> list[int]:
-        """Of the running workers."""
+        """Process ids of the running workers."""
         return [worker.pid for worker in self._workers]
 
     def mentions(self, name: str) -> bool:
         return name in self.text
 
-    def begin(self) -> None:
-        """Starts a worker, so that the first conversation need not wait for it."""
+    def start(self) -> None:
+        """Starts a worker, so that the first conversation finds one ready."""
         if not self._workers:
-            self._idle.put_nowait(self._start())
+            self._idle.put_nowait(self._new_worker())
 
     def close(self) -> None:
         """Ends all workers."""
@@ -74,7 +74,7 @@ class ChatTemplate:
     async def render(
         self, messages: Sequence[dict[str, Any]], kwargs: Mapping[str, Any], *, most_chars: int
     ) -> str:
-        """The conversation as the template writes it.
+        """Renders a conversation.
 
         Raises:
             ApiError: 400, the template refuses it, takes too long or writes more than
@@ -82,7 +82,7 @@ class ChatTemplate:
         """
         job = msgspec.json.encode(Job(list(messages), dict(kwargs), most_chars))
         rendered = await self._rendered(job)
-        if rendered is None:  # it may have been killed while it was idle
+        if rendered is None:  # the worker may have been killed while idle: try another one
             rendered = await self._rendered(job)
         if rendered is None:
             raise _refused("the process that renders it died")
@@ -108,11 +108,11 @@ class ChatTemplate:
         return rendered
 
     async def _take(self) -> _Worker:
-        """An idle worker. One that is slow for somebody must not hold up everybody."""
+        """An idle worker, or a new one: a slow conversation must not block all others."""
         if not self._idle.empty():
             return self._idle.get_nowait()
         if not self._workers:
-            return self._start()
+            return self._new_worker()
         self._waiting += 1
         try:
             if len(self._workers) < _MOST_WORKERS:
@@ -120,7 +120,7 @@ class ChatTemplate:
                     async with asyncio.timeout(_PATIENCE):
                         return await self._idle.get()
                 if len(self._workers) < _MOST_WORKERS:
-                    return self._start()
+                    return self._new_worker()
             async with asyncio.timeout(_QUEUE_SECONDS):
                 return await self._idle.get()
         except TimeoutError:
@@ -133,15 +133,15 @@ class ChatTemplate:
             self._waiting -= 1
 
     def _give_back(self, worker: _Worker, *, alive: bool) -> None:
-        """One idle worker is kept; more are for those who wait."""
+        """Keeps the worker if none is idle or conversations wait, else ends it."""
         if alive and (self._waiting or self._idle.empty()):
             self._idle.put_nowait(worker)
             return
         self._drop(worker)
         if self._waiting:
-            self._idle.put_nowait(self._start())
+            self._idle.put_nowait(self._new_worker())
 
-    def _start(self) -> _Worker:
+    def _new_worker(self) -> _Worker:
         worker = _Worker(self._setup)
         self._workers.add(worker)
         return worker
@@ -152,7 +152,7 @@ class ChatTemplate:
 
 
 class _Worker:
-    """One process; whoever took it from the queue is alone with it."""
+    """One process. It renders one conversation at a time: the one that took it from the queue."""
 
     def __init__(self, setup: bytes) -> None:
         self._setup = setup
@@ -171,10 +171,10 @@ class _Worker:
         return self._popen.pid
 
     async def ready(self) -> None:
-        """Waits for the end of the start.
+        """Waits until the process has started.
 
         Raises:
-            RuntimeError: it does not start.
+            RuntimeError: the process does not start.
         """
         if self._streams is not None:
             return
@@ -200,7 +200,7 @@ class _Worker:
         else:
             with contextlib.suppress(RuntimeError):  # the loop may be closed
                 self._streams[1].transport.abort()
-        # Freeing its memory takes a moment, and nobody has to wait for that.
+        # In a thread: freeing its memory takes a moment.
         threading.Thread(target=self._popen.wait, daemon=True).start()
 
     def _write(self, message: bytes) -> None:
@@ -215,7 +215,7 @@ class _Worker:
 
 
 def _plain(value: Any) -> Any:
-    """A special token as text; some have several."""
+    """A special token as text, or the texts of several."""
     return [str(item) for item in value] if isinstance(value, (list, tuple)) else str(value)
 
 

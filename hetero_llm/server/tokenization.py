@@ -1,40 +1,36 @@
-"""Prompts to token ids, off the event loop, and token ids to what answers show."""
+"""Texts to token ids, within the context length, and token ids to the texts and bytes of
+responses."""
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import logging
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from hetero_llm.server.errors import context_exceeded, invalid
 from hetero_llm.server.templates import ChatTemplate
 
 if TYPE_CHECKING:
     from hetero_llm.engine.images import ImageInputs
-    from hetero_llm.engine.tokenizer import Tokenizer
+    from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
-_THREADS = 2
-_SHORT = 512
 _TRUNCATED_CONTEXTS = 8
 """A text that is cut to its last tokens may be this many contexts long before."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Texts:
-    """The tokenizer as the API needs it.
-
-    Long texts are encoded in two threads: the tokenizers library lets go of the GIL, and a long
-    prompt must not keep other requests waiting.
+class ApiTokenizer:
+    """The engine's tokenizer with what the API needs besides: limits on lengths, the chat template,
+    and exact bytes of single tokens.
 
     Args:
+        tokenizer: None if the engine was started without one.
+        threads: of the engine client; long texts are encoded in them.
         max_model_len: in tokens.
         chat_template: Jinja text instead of the tokenizer's own template.
         template_seconds: what rendering one conversation may take.
@@ -44,6 +40,7 @@ class Texts:
     def __init__(
         self,
         tokenizer: Tokenizer | None,
+        threads: TokenizerThreads,
         *,
         max_model_len: int,
         chat_template: str | None = None,
@@ -51,31 +48,24 @@ class Texts:
         images: ImageInputs | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self.threads = threads
         self.images = images
         self.max_model_len = max_model_len
         self.chat_template = None
         if tokenizer is not None:
             self.chat_template = _template(tokenizer.hf, chat_template, template_seconds)
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
-        self._image_pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="images")
 
-    def begin(self) -> None:
-        """Starts what the first conversation would have to wait for."""
+    def start(self) -> None:
+        """Starts a process of the chat template, so that the first conversation finds it ready."""
         if self.chat_template is not None:
-            self.chat_template.begin()
+            self.chat_template.start()
 
     def close(self) -> None:
-        """Ends the threads and processes; nothing more can be asked."""
-        self._pool.shutdown(wait=False)
-        self._image_pool.shutdown(wait=False)
+        """Ends the processes of the chat template."""
         if self.chat_template is not None:
             self.chat_template.close()
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._tokenizer
-
-    def need(self, param: str) -> Tokenizer:
+    def require(self, param: str) -> Tokenizer:
         """The tokenizer.
 
         Raises:
@@ -87,17 +77,6 @@ class Texts:
             )
         return self._tokenizer
 
-    async def in_image_thread(self, work: Callable[[], T]) -> T:
-        """Runs `work` on images, apart from those of others' texts."""
-        return await asyncio.get_running_loop().run_in_executor(self._image_pool, work)
-
-    async def in_thread(self, work: Callable[[], T], *, size: int) -> T:
-        """Runs `work` on `size` characters or tokens; on few of them here, since a thread would
-        have to wait for the event loop longer than the work takes."""
-        if size <= _SHORT:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
     async def encode(
         self, text: str, *, add_special_tokens: bool, truncated: bool, param: str = "prompt"
     ) -> list[int]:
@@ -106,19 +85,19 @@ class Texts:
         Raises:
             ApiError: the text is empty, or longer than any text that fits.
         """
-        tokenizer = self.need(param)
+        tokenizer = self.require(param)
         if not text:
             raise invalid(param, f"{param}='': is empty")
         self.check_length(len(text), truncated=truncated, param=param)
-        return await self.in_thread(
+        return await self.threads.run(
             lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens), size=len(text)
         )
 
     def check_length(self, chars: int, *, truncated: bool, param: str) -> None:
-        """Refuses a text of this length if it cannot fit even when made of the longest tokens.
+        """Checks a text before it is encoded.
 
         Raises:
-            ApiError: it cannot.
+            ApiError: a text of this length would not fit if all its tokens were the longest one.
         """
         contexts = _TRUNCATED_CONTEXTS if truncated else 1
         if chars > contexts * self.max_model_len * self._longest_token:
@@ -126,12 +105,12 @@ class Texts:
             raise context_exceeded(self.max_model_len, at_least, 1, param)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        tokenizer = self.need("tokens")
+        tokenizer = self.require("tokens")
         return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def encode_rendered(self, text: str, guard: SpecialGuard | None) -> list[int]:
-        """Token ids of a rendered conversation; call it in a thread."""
-        tokenizer = self.need("messages")
+        """Token ids of a rendered conversation; `guard` is the one that hid users' texts."""
+        tokenizer = self.require("messages")
         if guard is None:
             return tokenizer.encode(text, add_special_tokens=False)
         ids: list[int] = []
@@ -140,16 +119,20 @@ class Texts:
         return ids
 
     def with_special_tokens(self, token_ids: list[int]) -> list[int]:
-        """What the tokenizer puts around every text, around these."""
-        tokenizer = self.need("add_special_tokens")
+        """The ids with those special tokens around them that the tokenizer adds to every text."""
+        tokenizer = self.require("add_special_tokens")
         bare = tokenizer.encode("a", add_special_tokens=False)
         around = tokenizer.encode("a")
         at = next(i for i in range(len(around)) if around[i : i + len(bare)] == bare)
         return around[:at] + token_ids + around[at + len(bare) :]
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset() if self._tokenizer is None else self._tokenizer.special_ids
+
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Tokens that control the model, by their text."""
+        """Ids of the tokens that control the model, by their text."""
         if self._tokenizer is None:
             return {}
         added = self._tokenizer.added_tokens
@@ -164,8 +147,8 @@ class Texts:
 
     @cached_property
     def _encode_as_text(self) -> Callable[[str], list[int]]:
-        """Encodes special tokens' texts like any other text, with a tokenizer of its own: the
-        switch is a property of the tokenizer, and other threads use the first one."""
+        """Encodes the text of a special token like any other text. It uses a copy of the tokenizer:
+        the switch for this is one of the whole tokenizer, which other threads are using."""
         assert self._tokenizer is not None
         hf = self._tokenizer.hf
         fast = getattr(hf, "backend_tokenizer", None)
@@ -179,7 +162,7 @@ class Texts:
 
     @lru_cache(maxsize=65536)  # noqa: B019  one object per process
     def token(self, token_id: int) -> tuple[str, bytes]:
-        """A token's text, and its bytes: those of part of a character have the text U+FFFD."""
+        """A token's text and bytes; the text of a token that is part of a character is U+FFFD."""
         if self._tokenizer is None:
             return f"token_id:{token_id}", b""
         text = self._tokenizer.decode_token(token_id)
@@ -199,7 +182,7 @@ class Texts:
 
     @cached_property
     def _byte_alphabet(self) -> dict[str, int] | None:
-        """What each character of a byte-level piece stands for; None for other tokenizers."""
+        """The byte of each character of a byte-level piece; None for other kinds of tokenizers."""
         assert self._tokenizer is not None
         fast = getattr(self._tokenizer.hf, "backend_tokenizer", None)
         if fast is None or "ByteLevel" not in repr(fast.decoder):
@@ -208,21 +191,21 @@ class Texts:
 
 
 class TextOffsets:
-    """Where each token of a text begins, in characters, though tokens may end inside one."""
+    """Computes where each token of a text begins, in characters; a token may end inside one."""
 
-    def __init__(self, texts: Texts, *, skip_special_tokens: bool) -> None:
-        self._texts = texts
+    def __init__(self, tokenizer: ApiTokenizer, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
         self._skipped = frozenset[int]()
-        if skip_special_tokens and texts.tokenizer is not None:
-            self._skipped = texts.tokenizer.special_ids
+        if skip_special_tokens:
+            self._skipped = tokenizer.special_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._position = 0
 
     def next(self, token_id: int, shown_in: str | None = None) -> int:
-        """The offset of this token, which follows those of the calls before. Special tokens take
-        no place unless `shown_in`, the text, has them there, as a prompt may."""
+        """The offset of the token after those of earlier calls. A special token takes no place
+        unless `shown_in`, the text, holds it there, as a prompt may."""
         here = self._position
-        text, data = self._texts.token(token_id)
+        text, data = self._tokenizer.token(token_id)
         shown = shown_in is not None and shown_in.startswith(text, here)
         if shown or token_id not in self._skipped:
             self._position += len(self._decoder.decode(data))
@@ -230,10 +213,11 @@ class TextOffsets:
 
 
 class SpecialGuard:
-    """Keeps text that users wrote apart from the special tokens that a template writes.
+    """Tells text of users that looks like a special token from the special tokens of a template.
 
-    Inside users' text every special token's text is replaced by a private character before the
-    template sees it. Later the template's own become ids, and the private characters text again.
+    `hide` replaces the text of each special token in users' texts by a private character before
+    they are rendered. `pieces` then turns the template's own special tokens into ids, and the
+    private characters back into text.
     """
 
     def __init__(self, special_tokens: dict[str, int], texts: Sequence[str]) -> None:
@@ -260,12 +244,12 @@ class SpecialGuard:
         return [piece for piece in found if piece != ""]
 
     def restored(self, text: str) -> str:
-        """What the template wrote, with the users' own words."""
+        """A rendered text with the private characters turned back."""
         return self._private.sub(lambda match: self._original[match[0]], text)
 
 
 def guard_for(special_tokens: dict[str, int], texts: Sequence[str]) -> SpecialGuard | None:
-    """None if no text holds a special token's, which is nearly always."""
+    """A guard, or None if no text holds that of a special token, which is the usual case."""
     if any(name in text for name in special_tokens for text in texts):
         return SpecialGuard(special_tokens, texts)
     return None
@@ -281,7 +265,7 @@ def _template(hf: Any, given: str | None, seconds: float) -> ChatTemplate | None
     if text is None and getattr(hf, "chat_template", None):
         try:
             text = hf.get_chat_template()
-        except ValueError as error:  # several, and none of them is the default one
+        except ValueError as error:  # several, none of which is the default
             logger.warning("conversations are refused: %s", error)
     return ChatTemplate(text, hf.special_tokens_map, seconds=seconds) if text else None
 
@@ -309,9 +293,9 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-def token_label(texts: Texts, token_id: int, *, as_id: bool) -> str:
+def token_label(tokenizer: ApiTokenizer, token_id: int, *, as_id: bool) -> str:
     """How a token is shown in log-probabilities."""
-    return f"token_id:{token_id}" if as_id else texts.token(token_id)[0]
+    return f"token_id:{token_id}" if as_id else tokenizer.token(token_id)[0]
 
 
 def plain_ids(value: Any) -> bool:

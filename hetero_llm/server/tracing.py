@@ -1,7 +1,7 @@
 """OpenTelemetry: one span for each request to the engine, under vLLM's names.
 
-The span is made when the request has ended, out of times that are taken anyway, and is sent by a
-thread of OpenTelemetry's. A trace that the client's `traceparent` header names goes on in it.
+The span is made when the request has ended, from times that the metrics measure anyway, and is sent
+by a thread of OpenTelemetry. It belongs to the trace that the client's `traceparent` header names.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _EXPORTERS = {
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 }
 _SECONDS_TO_SEND = 2.0
-_LOOK = 0.02
+_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,8 @@ class Finished:
         generated: tokens of all its sequences.
         reasons: why each sequence ended.
         arrival, end: seconds of the monotonic clock.
-        first_token_seconds: from its arrival; None if none came.
-        times: the engine's, if the request came to its last output.
+        first_token_seconds: from its arrival; None if no token came.
+        times: the engine's, if the request was finished.
         parent: see `Tracer.parent`.
     """
 
@@ -83,7 +83,7 @@ class Tracer:
         self._current = context.get_current
 
     def parent(self) -> TraceContext:
-        """What spans of the HTTP request that is being answered belong under."""
+        """The parent context for spans of the current HTTP request."""
         return self._current()
 
     def record(self, request: Finished) -> None:
@@ -101,21 +101,21 @@ class Tracer:
         span.end(int((since_epoch + request.end) * 1e9))
 
     async def close(self) -> None:
-        """Sends what is left, as far as the collector takes it in time."""
-        # A thread that nobody joins: the exporter's own limits are longer than ours.
+        """Sends the remaining spans, as far as the collector accepts them within two seconds."""
+        # A thread that is not joined: the exporter's own time limits are longer than ours.
         flush = threading.Thread(
             target=self._provider.force_flush, args=(int(_SECONDS_TO_SEND * 1e3),), daemon=True
         )
         flush.start()
         deadline = time.monotonic() + _SECONDS_TO_SEND
         while flush.is_alive() and time.monotonic() < deadline:
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_POLL_SECONDS)
         if flush.is_alive():
             logger.warning("the last traces could not be sent")
 
 
 class TraceHeaders:
-    """ASGI middleware: what runs below belongs to the trace that the request's headers name."""
+    """ASGI middleware that makes the trace in a request's headers the current one."""
 
     def __init__(self, app: ASGIApp) -> None:
         from opentelemetry import context
@@ -131,7 +131,7 @@ class TraceHeaders:
             return
         given = {name.decode("latin-1"): value for name, value in scope["headers"]}
         carrier = {name: given[name].decode("latin-1") for name in _HEADERS if name in given}
-        # No task of ours outlives its request, and each has a context of its own.
+        # Not detached: each request has a task, and so a context, of its own.
         self._context.attach(self._extract(carrier, context=self._context.Context()))
         await self._app(scope, receive, send)
 
@@ -165,8 +165,8 @@ def attributes_of(request: Finished, model: str) -> dict[str, Any]:
 
 
 def open_provider(endpoint: str) -> TracerProvider:
-    """What sends spans to an OTLP collector, over gRPC, or over HTTP if the standard variable
-    OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says so.
+    """A provider that sends spans to an OTLP collector, over gRPC, or over HTTP if the standard
+    variable OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says so.
 
     Raises:
         ConfigError: OpenTelemetry is not installed, or the variable's value is unknown.

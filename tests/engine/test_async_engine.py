@@ -276,7 +276,7 @@ def test_too_many_requests_are_refused(engine: AsyncLLMEngine) -> None:
     async def run() -> None:
         params = replace(ENDLESS, n=1, output_kind=FINAL)
         room = ARGS["max_num_seqs"] + MOST_QUEUED
-        engine._finishes.append(time.monotonic() - 3600.0)  # the last request, an hour ago
+        engine._finish_times.append(time.monotonic() - 3600.0)  # the last request, an hour ago
         tasks = [asyncio.create_task(read(engine, f"load {i}", CODE, params)) for i in range(room)]
         await asyncio.sleep(0)
         assert engine.stats().queue == room
@@ -344,7 +344,7 @@ def test_calls_and_figures(engine: AsyncLLMEngine) -> None:
         # heartbeats come while nothing runs, too
         steps = (await engine.get_metrics())["num_steps"]
         await until(lambda: engine.stats().num_steps == steps)
-        assert engine.stats().last_step_age < engine._step_timeout
+        assert engine.stats().last_step_age < engine.step_timeout
 
     asyncio.run(run())
 
@@ -420,7 +420,7 @@ def test_shutdown_drains_then_ends(engine: AsyncLLMEngine) -> None:
         with pytest.raises(EngineDeadError, match="was shut down"):
             await endless
         await draining
-        assert engine._process.popen.returncode == 0
+        assert engine.process.popen.returncode == 0
         for call in (engine.get_metrics(), read(engine, "later", CODE, GREEDY)):
             with pytest.raises(EngineDeadError, match="shut down"):
                 await call

@@ -1,4 +1,4 @@
-"""The engine process's loop on a fake runner, in this process, and what travels over the link."""
+"""The engine process's loop on a fake runner, in this process, and what travels over the socket."""
 
 from __future__ import annotations
 
@@ -35,19 +35,20 @@ from hetero_llm.engine.engine_launcher import launch
 from hetero_llm.engine.engine_process import EngineLoop
 from hetero_llm.engine.factory import BuiltEngine
 from hetero_llm.engine.input_processor import InputProcessor
-from hetero_llm.engine.message_socket import Link
+from hetero_llm.engine.message_socket import MessageSocket
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.kv_cache.block_manager import BlockManager
-from hetero_llm.kv_cache.prefix_cache import PrefixCache
+from hetero_llm.kv_cache.prefix_cache import PrefixCache, root_key, token_bytes
 from hetero_llm.scheduler.scheduler import Scheduler
 
 DELTA = RequestOutputKind.DELTA
 TOKEN = 7
+CONTEXT = 64
 PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, detokenize=False)
 
 
 class FakeRunner:
-    """Draws the same token for whoever wants one; fails at the step it is told to."""
+    """Samples the same token for every sequence; fails at step `fails_at`."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -65,28 +66,31 @@ class FakeRunner:
 
 @dataclass
 class Other:
-    """The API process's side: a link to a loop that runs in a thread of this process."""
+    """The API process's side: a socket to a loop that runs in a thread of this process."""
 
-    link: Link
-    end: Link  # the loop's
+    socket: MessageSocket
+    end: MessageSocket  # the loop's
     runner: FakeRunner
     thread: Thread
     codes: list[int]
     params: SamplingParams = PARAMS
 
     def post(self, message: messages.Message) -> None:
-        self.link.send(messages.encode(message))
+        self.socket.send(messages.encode(message))
 
     def add(self, key: str, token_ids: list[int], **fields: Any) -> None:
         params = messages.params_to_wire(self.params, DELTA) | fields
-        self.post(messages.AddRequest(key, token_ids, None, params))
+        limit = params.get("max_tokens")
+        most = CONTEXT if limit is None else len(token_ids) + limit
+        packed, root = token_bytes(token_ids), root_key(())
+        self.post(messages.AddRequest(key, packed, params, 0, most, root))
 
     def messages(self) -> Iterator[messages.Message]:
         """All that come, but for heartbeats."""
-        while not self.link.closed:
-            assert select.select([self.link], [], [], 60)[0], "no sign of life"
-            self.link.flush()
-            for data in self.link.receive():
+        while not self.socket.closed:
+            assert select.select([self.socket], [], [], 60)[0], "no sign of life"
+            self.socket.flush()
+            for data in self.socket.receive():
                 message = messages.decode_from_engine(data)
                 if not isinstance(message, messages.Heartbeat):
                     yield message
@@ -102,21 +106,21 @@ def other() -> Iterator[Other]:
     runner = FakeRunner()
     scheduler = Scheduler(SchedulerConfig(4, 64, 64, True, 8), BlockManager(32, 8, PrefixCache()))
     inputs = InputProcessor(
-        None, vocab_size=50, max_model_len=64, eos_ids=(2,), max_logprobs=20, seed=0
+        None, vocab_size=50, max_model_len=CONTEXT, eos_ids=(2,), max_logprobs=20, seed=0
     )
     engine = Engine(inputs, scheduler, runner, OutputProcessor(None, scheduler.stop_sequence))
-    end = Link(theirs)
+    end = MessageSocket(theirs)
     loop = EngineLoop(end, BuiltEngine(engine, None, 64, 32, "cpu", "f", "torch", None))
     codes: list[int] = []
 
     def run() -> None:
         codes.append(loop.run())
-        engine_process._flush(end)
+        engine_process.flush_and_close(end)
 
     thread = Thread(target=run, daemon=True)
-    with closing(Link(ours)) as link:
+    with closing(MessageSocket(ours)) as connection:
         thread.start()
-        yield Other(link, end, runner, thread, codes)
+        yield Other(connection, end, runner, thread, codes)
     thread.join(60)
     assert codes, "the loop has to end when the other side goes"
 
@@ -142,7 +146,7 @@ def test_deltas_of_a_request(other: Other) -> None:
 
 def test_a_bad_request_changes_nothing_for_others(other: Other) -> None:
     other.add("good", [3])
-    other.add("long", [3] * 64)
+    other.add("long", [3] * 256)  # with its output it needs more KV blocks than there are
     other.add("wrong", [3], temperature=-1)
     other.post(messages.Abort("nobody"))
     errors, tokens = {}, 0
@@ -174,7 +178,7 @@ def test_it_ends_when_told(other: Other) -> None:
 
 def test_it_ends_when_the_other_side_has_gone(other: Other) -> None:
     other.add("a", [3], max_tokens=None)
-    other.link.close()
+    other.socket.close()
     assert other.exit_code() == 0
 
 
@@ -213,18 +217,18 @@ def test_calls(other: Other) -> None:
 def test_heartbeats_come_when_nothing_runs(other: Other) -> None:
     beats = 0
     while beats < 3:
-        assert select.select([other.link], [], [], 60)[0]
-        for data in other.link.receive():
+        assert select.select([other.socket], [], [], 60)[0]
+        for data in other.socket.receive():
             beat = messages.decode_from_engine(data)
             assert isinstance(beat, messages.Heartbeat) and beat.metrics["num_steps"] == 0
             beats += 1
 
 
-# -- the link -------------------------------------------------------------------------------
+# -- the socket -----------------------------------------------------------------------------
 
 
 def test_messages_of_any_size_arrive_whole() -> None:
-    left, right = map(Link, socket.socketpair())
+    left, right = map(MessageSocket, socket.socketpair())
     sizes = [0, 1, 5, 70_000, 3_000_000, 2, 1 << 18, 0]
     sent = [os.urandom(size) for size in sizes]
     for message in sent:
@@ -238,7 +242,7 @@ def test_messages_of_any_size_arrive_whole() -> None:
     assert right.receive() == []
     left.close()
     assert right.receive() == [] and right.closed
-    right.send(b"x" * (1 << 20))  # to nobody
+    right.send(b"x" * (1 << 20))  # the other end is closed
     assert right.num_unsent == 0
     right.close()
 
@@ -259,7 +263,7 @@ def test_messages_of_any_size_arrive_whole() -> None:
 )
 def test_parameters_travel(params: SamplingParams) -> None:
     fields = messages.params_to_wire(params, params.output_kind)
-    sent = messages.AddRequest("1", [2], None, fields)
+    sent = messages.AddRequest("1", token_bytes([2]), fields, 0, 3, root_key(()))
     received = messages.decode_to_engine(messages.encode(sent))
     assert isinstance(received, messages.AddRequest)
     assert messages.params_from_wire(received.params) == params

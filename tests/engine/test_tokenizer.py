@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from array import array
 from collections.abc import Callable
 
@@ -16,7 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from hetero_llm.core.request import FinishReason, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine.output_processor import OutputProcessor
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
 from tests.helpers.harness import make_request
 
 REPLACEMENT = "\ufffd"
@@ -283,3 +285,17 @@ def test_invalid_bytes_never_raise_and_text_goes_on_after_them(
     tokenizer = TOKENIZERS[kind, stream]
     output = bytes_of(data) + tokenizer.encode("xyz")
     assert text_of(tokenizer, bytes_of(prompt), output, EVERYTHING).endswith("xyz")
+
+
+def test_long_texts_and_images_have_threads_until_these_are_closed() -> None:
+    async def run() -> list[bool]:
+        threads, here = TokenizerThreads(), threading.current_thread()
+        found = [await threads.run(threading.current_thread, size=5)]
+        found.append(await threads.run(threading.current_thread, size=10_000))
+        found.append(await threads.run_on_images(threading.current_thread))
+        threads.close()
+        found.append(await threads.run(threading.current_thread, size=10_000))
+        found.append(await threads.run_on_images(threading.current_thread))
+        return [thread is here for thread in found]
+
+    assert asyncio.run(run()) == [True, False, False, True, True]

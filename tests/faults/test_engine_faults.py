@@ -136,7 +136,7 @@ def test_row_12_clients_that_leave(engine: AsyncLLMEngine) -> None:
 
 async def stopped_in_mid_stream(engine: AsyncLLMEngine) -> AsyncGenerator[RequestOutput, None]:
     """A request with some outputs, of which more would come if the engine were not stopped."""
-    pid = engine._process.popen.pid
+    pid = engine.process.popen.pid
     for attempt in range(100):
         stream = engine.generate(f"held up {attempt}", IDS, LONG)
         await anext(stream)
@@ -167,7 +167,7 @@ def test_row_07_a_hung_engine_shows_and_may_recover(engine: AsyncLLMEngine) -> N
             with pytest.raises(EngineHungError):
                 await read(engine, "refused", IDS, LONG)
         finally:
-            os.kill(engine._process.popen.pid, signal.SIGCONT)
+            os.kill(engine.process.popen.pid, signal.SIGCONT)
         rest = [output async for output in stream]
         assert rest[-1].finished
         engine.check_health()
@@ -178,7 +178,7 @@ def test_row_07_a_hung_engine_shows_and_may_recover(engine: AsyncLLMEngine) -> N
 
 def test_row_06_a_killed_engine_ends_all_streams(engine: AsyncLLMEngine) -> None:
     """The last test of this engine."""
-    popen = engine._process.popen
+    popen = engine.process.popen
 
     async def run() -> None:
         streams = [await stopped_in_mid_stream(engine)]
@@ -212,6 +212,7 @@ PARENT = """
 import sys, threading, time
 from hetero_llm.engine.engine_launcher import launch
 from hetero_llm.engine import messages
+from hetero_llm.kv_cache.prefix_cache import root_key, token_bytes
 
 def start():
     global process
@@ -227,7 +228,8 @@ else:
     process.wait_until_ready()
 params = {{"max_tokens": None, "ignore_eos": True, "detokenize": False, "output_kind": 1}}
 for i in range(200):
-    process.link.send(messages.encode(messages.AddRequest(str(i), [5], None, params)))
+    request = messages.AddRequest(str(i), token_bytes([5]), params, 0, 64, root_key(()))
+    process.socket.send(messages.encode(request))
 time.sleep(0.5)
 assert process.popen.poll() is None
 print(process.popen.pid, flush=True)

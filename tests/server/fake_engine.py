@@ -1,4 +1,4 @@
-"""An engine client without an engine: it echoes its prompt's tokens, and can be made to misbehave.
+"""An engine client without an engine: it echoes the tokens of prompts, and misbehaves on request.
 
 Requests are checked by the real `InputProcessor`, so their mistakes are the real ones.
 """
@@ -31,7 +31,7 @@ from hetero_llm.demo_models import demo_folder
 from hetero_llm.engine.engine_client import EngineInfo, EngineStats
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
 from hetero_llm.engine.output_processor import _find_stop
-from hetero_llm.engine.tokenizer import Stream, Tokenizer, load_tokenizer
+from hetero_llm.engine.tokenizer import Stream, Tokenizer, TokenizerThreads, load_tokenizer
 
 VOCAB, CONTEXT, EOS = 4096, 2048, 0
 Script = Callable[[list[int], int, int], int]
@@ -69,18 +69,19 @@ class _Sequence:
     stop_reason: int | str | None = None
 
 
+# large: one attribute for each way in which it can misbehave.
 class FakeEngine:
     """See the module.
 
     Attributes:
         delay: seconds before each token.
-        gate: nothing is generated while it is cleared.
+        unpaused: no token is generated while it is cleared.
         die_after: the engine dies after this many tokens of a request.
         fail_after: a request fails after this many.
         max_queue: more running requests are refused.
-        silent_above: a request for more tokens than these gets one, and then nothing until it is
-            aborted.
-        seen, aborted: what was asked of it.
+        silent_above: a request for more tokens gets one, and then none until it is aborted.
+        seen: arguments of `generate`, in order.
+        aborted: ids of the requests that were closed or aborted before their end.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class FakeEngine:
     ) -> None:
         self._tokenizer = tokenizer
         self.images = None
+        self.threads = TokenizerThreads()
         self._inputs = InputProcessor(
             tokenizer,
             vocab_size=VOCAB,
@@ -106,8 +108,8 @@ class FakeEngine:
         )
         self.script = script
         self.delay = delay
-        self.gate = asyncio.Event()
-        self.gate.set()
+        self.unpaused = asyncio.Event()
+        self.unpaused.set()
         self.die_after = die_after
         self.fail_after = fail_after
         self.max_queue = max_queue
@@ -203,7 +205,7 @@ class FakeEngine:
 
     async def _wait(self, ended: asyncio.Event) -> None:
         """Until the next token is due, or the request is aborted."""
-        waits = [asyncio.ensure_future(ended.wait()), asyncio.ensure_future(self.gate.wait())]
+        waits = [asyncio.ensure_future(ended.wait()), asyncio.ensure_future(self.unpaused.wait())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:

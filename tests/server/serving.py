@@ -94,7 +94,7 @@ def serving(
         for task in server.server_state.tasks:
             task.cancel()
         await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
-        app.state.context.texts.close()
+        app.state.context.tokenizer.close()
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(run()), daemon=True)
     thread.start()

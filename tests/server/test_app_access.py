@@ -8,8 +8,8 @@ import logging
 import pytest
 
 from hetero_llm.engine.tokenizer import Tokenizer
-from hetero_llm.server.auth import PUBLIC, Keys
 from hetero_llm.server.errors import ApiError
+from hetero_llm.server.middleware import PUBLIC, ApiKeys
 from hetero_llm.server.settings import Cors, ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import Served, serving
@@ -87,12 +87,12 @@ def test_behind_a_proxy_with_a_prefix(tokenizer: Tokenizer) -> None:
 
 
 def test_keys_are_compared_whole() -> None:
-    keys = Keys(["schlüssel", "b"])
+    keys = ApiKeys(["schlüssel", "b"])
     assert keys.match("Bearer schlüssel") == "schlüssel"
     for wrong in (None, "", "Bearer ", "Bearer a", "Bearer b b", "Token b"):
         with pytest.raises(ApiError):
             keys.match(wrong)
-    assert not Keys([])
+    assert not ApiKeys([])
 
 
 def test_one_keys_prefixes_are_not_found_by_another(tokenizer: Tokenizer) -> None:

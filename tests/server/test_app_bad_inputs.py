@@ -33,7 +33,7 @@ GOOD = {
 }
 KINDS = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 REFUSING = ("draining", "full", "dead", "hung")
-"""Servers that serve nobody; with the status 503 their next request is as it should be."""
+"""States of a server that refuses all generation requests."""
 RUNS = [(case, on) for case in CASES for on in case["on"] or ["-"]]
 
 
@@ -51,7 +51,7 @@ def expanded(value: Any) -> Any:
         case {"$deep": depth}:  # raw JSON of this depth, the outermost object included
             inner = "[" * (depth - 1) + "]" * (depth - 1)
             return f'{{"prompt": "a", "max_tokens": 2, "user": null, "metadata": {inner}}}'
-        case {"$many": count}:  # raw JSON of so many objects
+        case {"$many": count}:  # raw JSON of `count` objects
             return '{"metadata": [' + "{}, " * count + "{}]}"
         case {"$ids": count}:
             return {str(token): 1 for token in range(count)}

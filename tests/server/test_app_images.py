@@ -18,6 +18,7 @@ from hetero_llm.engine import messages
 from hetero_llm.engine.async_engine import AsyncLLMEngine
 from hetero_llm.engine.image_uri import picture_of_uri
 from hetero_llm.engine.images import open_images
+from hetero_llm.engine.input_processor import InputProcessor, Prompt
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.server.settings import Limits, ServerSettings
 from tests.models.tiny_images import IMAGE_TOKEN_ID, make_tiny_vision, picture
@@ -59,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(folder: Path) -> Iterator[Served]:
     with serving(AsyncLLMEngine({"model": str(folder), **ARGS}), SETTINGS) as server:
         yield server
-        server.engine._process.kill()
+        server.engine.process.kill()
 
 
 def test_a_chat_with_images_is_that_of_llm(served: Served, folder: Path) -> None:
@@ -177,9 +178,14 @@ def test_spaces_in_base64_are_skipped() -> None:
 def test_images_on_their_way_to_the_engine(folder: Path) -> None:
     inputs = open_images(folder, load_model_config(folder), 2)
     ids, prepared = inputs.prepare([3, IMAGE_TOKEN_ID], [picture(0, 30, 22)])
-    sent = messages.AddRequest("1", ids, None, {}, messages.images_to_wire(prepared), prepared.key)
+    params = SamplingParams(detokenize=False)
+    processor = InputProcessor(
+        None, vocab_size=300, max_model_len=99, eos_ids=(), max_logprobs=0, seed=0, images=inputs
+    )
+    request = processor.make_request("1", Prompt(None, ids, prepared=prepared), params)
+    sent = messages.request_to_wire("1", request)
     received = messages.decode_to_engine(messages.encode(sent))
-    found = messages.images_from_wire(received.images, received.images_key)
+    found = messages.request_from_wire(received).images
     (one,), (other,) = prepared.items, found.items
     assert (one.start, one.count, one.grid) == (other.start, other.count, other.grid)
     assert found.key == prepared.key

@@ -31,7 +31,7 @@ def offline() -> Iterator[LLM]:
 def real() -> Iterator[Served]:
     with serving(AsyncLLMEngine(ARGS)) as served:
         yield served
-        served.engine._process.kill()
+        served.engine.process.kill()
 
 
 def expected(offline: LLM, prompts: Any, **params: Any) -> list[RequestOutput]:
@@ -125,7 +125,7 @@ def test_the_engines_death_is_told(real: Served) -> None:
     ):
         for piece in response.iter_text():
             if not text:
-                os.kill(real.engine._process.popen.pid, signal.SIGKILL)
+                os.kill(real.engine.process.popen.pid, signal.SIGKILL)
             text += piece
     assert events(text)[-1]["error"]["code"] == "engine_dead"
     answer = real.post(COMPLETIONS, {"prompt": "a"})

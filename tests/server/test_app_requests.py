@@ -144,7 +144,7 @@ def test_lm_eval_scores_lists_of_ids(server: Served) -> None:
     }
     answer = server.post(COMPLETIONS, body).json()
     assert len(answer["choices"]) == 2
-    texts = server.context.texts
+    texts = server.context.tokenizer
     for ids, choice in zip(prompts, answer["choices"]):
         logprobs = choice["logprobs"]
         assert len(logprobs["tokens"]) == len(ids) + 1
@@ -166,7 +166,7 @@ def test_max_tokens_0_scores_the_prompt_alone(server: Served) -> None:
     body = {"prompt": [66, 67, 68], "max_tokens": 0, "logprobs": 1, "echo": True}
     answer = server.post(COMPLETIONS, body).json()
     (choice,) = answer["choices"]
-    assert choice["text"] == server.context.texts.decode([66, 67, 68], skip_special_tokens=True)
+    assert choice["text"] == server.context.tokenizer.decode([66, 67, 68], skip_special_tokens=True)
     assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
     assert choice["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 0
@@ -269,7 +269,7 @@ def test_a_vanished_client_is_aborted(
 ) -> None:
     engine = FakeEngine(tokenizer, delay=0.001)
     if not running:
-        engine.gate.clear()
+        engine.unpaused.clear()
     body = {"prompt": [[66, 67]] * prompts, "max_tokens": 2000, "stream": stream}
     with serving(engine) as served:
         with raw_post(served, COMPLETIONS, body):
@@ -290,7 +290,7 @@ def test_a_client_that_leaves_before_its_body_has_come(tokenizer: Tokenizer) -> 
 
 def test_request_ids(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(tokenizer)
-    engine.gate.clear()
+    engine.unpaused.clear()
     body = {"prompt": "a", "request_id": "mine", "max_tokens": 1}
     with serving(engine) as served:
         with raw_post(served, COMPLETIONS, body) as first:
@@ -300,7 +300,7 @@ def test_request_ids(tokenizer: Tokenizer) -> None:
             assert again.json()["error"]["code"] == "duplicate_request_id"
             assert again.json()["error"]["param"] == "request_id"
             assert again.headers["x-should-retry"] == "false"
-            served.call(engine.gate.set)
+            served.call(engine.unpaused.set)
             assert b'"id":"cmpl-mine"' in received(first, b"}}}")
         assert served.post(COMPLETIONS, body).json()["id"] == "cmpl-mine"
         assert (
@@ -316,7 +316,7 @@ def test_request_ids(tokenizer: Tokenizer) -> None:
 
 def test_a_full_queue(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(tokenizer, max_queue=1)
-    engine.gate.clear()
+    engine.unpaused.clear()
     body = {"prompt": "a", "max_tokens": 1}
     with serving(engine) as served:
         with raw_post(served, COMPLETIONS, body):
@@ -326,14 +326,14 @@ def test_a_full_queue(tokenizer: Tokenizer) -> None:
                 assert answer.status_code == 503 and answer.headers["retry-after"] == "3"
                 assert answer.json()["error"]["code"] == "overloaded"
                 assert answer.json()["error"]["type"] == "overloaded_error"
-            served.call(engine.gate.set)
+            served.call(engine.unpaused.set)
         metrics = served.http.get("/metrics").text
         assert re.search(r'admission_rejections_total\{.*reason="overloaded"\} 2\.0', metrics)
 
 
 def test_one_refused_prompt_ends_the_others(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(tokenizer, max_queue=2)
-    engine.gate.clear()
+    engine.unpaused.clear()
     with serving(engine) as served:
         answer = served.post(COMPLETIONS, {"prompt": ["a", "b", "c"]})
         assert answer.status_code == 503 and engine.num_live == 0
@@ -344,7 +344,7 @@ def test_one_refused_prompt_ends_the_others(tokenizer: Tokenizer) -> None:
 
 def test_too_many_requests_at_once(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(tokenizer)
-    engine.gate.clear()
+    engine.unpaused.clear()
     settings = ServerSettings(limits=Limits(concurrent_requests=1))
     body = {"prompt": "a", "max_tokens": 1}
     with serving(engine, settings) as served, raw_post(served, COMPLETIONS, body):
@@ -353,7 +353,7 @@ def test_too_many_requests_at_once(tokenizer: Tokenizer) -> None:
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "too_many_requests"
         assert served.http.get("/health").status_code == 200
-        served.call(engine.gate.set)
+        served.call(engine.unpaused.set)
 
 
 # deadlines
@@ -367,7 +367,7 @@ def test_a_deadline_ends_a_running_request(tokenizer: Tokenizer, path: str, stre
 
     def three(ids: list[int], sequence: int, position: int) -> int:
         if position == 2:
-            engine.gate.clear()
+            engine.unpaused.clear()
         return 66
 
     engine.script = three
@@ -388,7 +388,7 @@ def test_a_deadline_ends_a_running_request(tokenizer: Tokenizer, path: str, stre
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_deadline_in_the_queue(tokenizer: Tokenizer, stream: bool) -> None:
     engine = FakeEngine(tokenizer)
-    engine.gate.clear()
+    engine.unpaused.clear()
     settings = ServerSettings(request_timeout=0.02)
     with serving(engine, settings) as served:
         for body in ({"prompt": "a"}, {"prompt": ["a", "b"]}):

@@ -18,8 +18,8 @@ import pytest
 
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.server import responses
+from hetero_llm.server.responses import EventStream, StreamWatch
 from hetero_llm.server.settings import Limits, ServerSettings
-from hetero_llm.server.sse import EventStream, Watch
 from tests.server.fake_engine import EOS, FakeEngine
 from tests.server.serving import Served, events, raw_post, received, serving
 
@@ -82,7 +82,7 @@ def masked(text: str) -> str:
 
 
 def check_golden(name: str, content: bytes) -> None:
-    """Compares with the file; WRITE_GOLDEN=1 writes it first, for whoever changes a rule."""
+    """Compares with the file; WRITE_GOLDEN=1 writes it first, after a change of the rules."""
     file, text = GOLDEN / f"{name}.sse", masked(content.decode())
     if os.environ.get("WRITE_GOLDEN"):
         file.write_bytes(text.encode())
@@ -131,7 +131,7 @@ def test_golden_stream_of_an_unusual_server(tokenizer: Tokenizer, name: str) -> 
     for attribute, value in behaviour.items():
         setattr(engine, attribute, value)
     if "keep_alive_seconds" in settings:
-        engine.gate.clear()
+        engine.unpaused.clear()
     headers, received = {"x-request-id": "golden:1"}, b""
     with (
         serving(engine, ServerSettings(**settings)) as served,
@@ -142,7 +142,7 @@ def test_golden_stream_of_an_unusual_server(tokenizer: Tokenizer, name: str) -> 
             for piece in response.iter_bytes():
                 received += piece
                 if b"keep-alive" in received:
-                    served.call(engine.gate.set)
+                    served.call(engine.unpaused.set)
             cut_off = False
         except httpx.RemoteProtocolError:
             cut_off = True
@@ -196,7 +196,7 @@ def test_comments_can_be_turned_off(seconds: float, comments: bool) -> None:
             return super().is_silent(now, seconds)
 
     async def run() -> None:
-        watch = Watch(keep_alive_seconds=seconds, write_seconds=0.02)
+        watch = StreamWatch(keep_alive_seconds=seconds, write_seconds=0.02)
         stream = Counted(send)
         watch.add(stream)
         while looks < 30:
@@ -311,7 +311,7 @@ def test_error_before_the_first_token_has_a_status(
 
 def test_silent_streams_get_comments(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(tokenizer)
-    engine.gate.clear()
+    engine.unpaused.clear()
     settings = ServerSettings(keep_alive_seconds=0.02)
     body = {"prompt": "a b", "max_tokens": 2, "stream": True}
     with serving(engine, settings) as served:
@@ -321,20 +321,20 @@ def test_silent_streams_get_comments(tokenizer: Tokenizer) -> None:
             for piece in response.iter_text():
                 seen += piece
                 if seen.count(": keep-alive\n\n") == 2:
-                    served.call(engine.gate.set)
+                    served.call(engine.unpaused.set)
         assert len(events(seen)) == 3 and seen.endswith("data: [DONE]\n\n")
 
 
 def test_an_error_after_a_comment_is_a_frame(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(tokenizer, fail_after=0)
-    engine.gate.clear()
+    engine.unpaused.clear()
     body = {"prompt": "a b", "stream": True}
     with serving(engine, ServerSettings(keep_alive_seconds=0.02)) as served:
         with served.http.stream("POST", COMPLETIONS, json=body) as response:
             seen = ""
             for piece in response.iter_text():
                 seen += piece
-                served.call(engine.gate.set)
+                served.call(engine.unpaused.set)
         frames = events(seen)
         assert frames[0]["error"]["code"] == "generation_failed" and frames[1:] == ["[DONE]"]
 
@@ -390,7 +390,7 @@ def test_characters_are_never_split(server: Served) -> None:
 def test_many_streams_at_once(tokenizer: Tokenizer) -> None:
     """200 streams side by side, each gets its own tokens."""
     engine = FakeEngine(tokenizer)
-    engine.gate.clear()
+    engine.unpaused.clear()
 
     async def one(port: int, number: int) -> None:
         ids = [100 + number, 300 + number]
@@ -413,7 +413,7 @@ def test_many_streams_at_once(tokenizer: Tokenizer) -> None:
         while engine.num_live < 200:
             await asyncio.sleep(0.01)
         assert served.context.load == 200
-        served.loop.call_soon_threadsafe(engine.gate.set)
+        served.loop.call_soon_threadsafe(engine.unpaused.set)
         await asyncio.gather(*tasks)
 
     with serving(engine) as served:

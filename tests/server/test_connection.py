@@ -87,7 +87,7 @@ def test_what_is_no_http(tokenizer: Tokenizer) -> None:
 def test_more_connections_than_there_should_be(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Above the limit only probes are answered; above the spare ones nobody is heard."""
+    """Above the limit only probes are served; above the spare connections no request is read."""
     monkeypatch.setattr(connection, "_SPARE_CONNECTIONS", 2)
     request = b"GET %s HTTP/1.1\r\nhost: a\r\n\r\n"
     with running(FakeEngine(tokenizer), max_connections=3) as run, ExitStack() as stack:
@@ -105,7 +105,7 @@ def test_more_connections_than_there_should_be(
         spare.sendall(request % b"/v1/models")
         told = all_of(spare)
         assert told.startswith(b"HTTP/1.1 503 ") and b"too_many_connections" in told
-        first[0].sendall(request % b"/v1/models")  # who was there goes on
+        first[0].sendall(request % b"/v1/models")  # earlier connections are still served
         assert received(first[0], b"]}]}").startswith(b"HTTP/1.1 200 ")
 
 

@@ -164,7 +164,7 @@ def test_the_line_is_vllms() -> None:
     )
     still = lines.next(after, 70.0)
     assert still is not None and still.startswith("Avg prompt throughput: 0.0 tokens/s")
-    assert still.endswith("Prefix cache hit rate: 20.0%")  # nobody asked since
+    assert still.endswith("Prefix cache hit rate: 20.0%")  # no lookup since
 
 
 def test_it_is_silent_when_idle() -> None:

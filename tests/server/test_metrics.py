@@ -15,7 +15,7 @@ from hetero_llm.engine.async_engine import AsyncLLMEngine
 from hetero_llm.engine.engine_client import EngineStats
 from hetero_llm.engine.step_clock import PHASES
 from hetero_llm.engine.tokenizer import Tokenizer
-from hetero_llm.server.engine_metrics import _Busy
+from hetero_llm.server.engine_metrics import BusyRatios
 from hetero_llm.server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import Served, raw_post, received, serving
@@ -70,7 +70,7 @@ class Reporting(FakeEngine):
 
 
 def until_heard(served: Served, generated: int) -> Samples:
-    """The metrics of the first heartbeat that knows of so many tokens, with nothing running."""
+    """The metrics of the first heartbeat that counts this many tokens, with nothing running."""
 
     def heard() -> bool:
         metrics = served.engine.stats().metrics
@@ -89,7 +89,7 @@ def real() -> Iterator[Served]:
     }  # fmt: skip
     with serving(AsyncLLMEngine(args)) as served:
         yield served
-        served.engine._process.kill()
+        served.engine.process.kill()
 
 
 def test_a_known_run_of_the_real_engine(real: Served) -> None:
@@ -293,7 +293,7 @@ def test_a_deadline_is_an_abort_by_timeout(tokenizer: Tokenizer) -> None:
 def test_requests_in_flight(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(tokenizer)
     with serving(engine) as served:
-        served.call(engine.gate.clear)
+        served.call(engine.unpaused.clear)
         answers: list[httpx.Response] = []
 
         def post() -> None:
@@ -303,7 +303,7 @@ def test_requests_in_flight(tokenizer: Tokenizer) -> None:
         thread.start()
         served.wait(lambda: engine.num_live == 1)
         assert own(samples(served), "http_requests_in_flight") == 2  # and the one that asks
-        served.call(engine.gate.set)
+        served.call(engine.unpaused.set)
         thread.join()
         assert answers[0].status_code == 200
         assert own(samples(served), "http_requests_in_flight") == 1
@@ -311,7 +311,7 @@ def test_requests_in_flight(tokenizer: Tokenizer) -> None:
 
 def test_busy_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
-    busy = _Busy()
+    busy = BusyRatios()
     assert busy.ratio("engine", 10.0, 100.0) is None
     assert busy.ratio("engine", 10.5, 100.5) is None  # too early to say
     assert busy.ratio("engine", 14.0, 102.0) == 0.5

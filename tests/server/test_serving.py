@@ -28,8 +28,8 @@ from hetero_llm.server.serving import (
     EXIT_ENGINE_DEAD,
     Server,
     bind,
+    freeze_collector,
     read_template,
-    rest_collector,
     settings_of,
     uvicorn_config,
 )
@@ -64,7 +64,7 @@ class Run:
         assert self.server.started
 
     def _serve(self) -> None:
-        self.code = asyncio.run(self.server.run_until_told(self.listener))
+        self.code = asyncio.run(self.server.run_until_stopped(self.listener))
 
     def signal(self) -> None:
         self.server.handle_exit(signal.SIGTERM, None)
@@ -128,7 +128,7 @@ def test_collections_leave_out_what_was_there_before() -> None:
     before = gc.get_threshold()
     try:
         gc.set_threshold(700, 10, 10)  # Python's own
-        rest_collector()
+        freeze_collector()
         assert gc.get_freeze_count() > 100_000
         assert gc.get_threshold()[0] > 7000
     finally:
@@ -142,7 +142,7 @@ def test_requests_are_still_taken_during_the_drain_delay() -> None:
         assert httpx.get(f"{run.url}/ready").status_code == 503
         assert httpx.post(f"{run.url}/v1/completions", json=BODY).status_code == 200
         deadline = time.monotonic() + 5
-        while not run.server._context.draining and time.monotonic() < deadline:
+        while not run.server.context.draining and time.monotonic() < deadline:
             time.sleep(0.01)
         assert run.ended(5) == 0
 
@@ -248,12 +248,12 @@ def test_the_plan_tells_of_offload(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_middleware_is_imported_or_refused() -> None:
-    from hetero_llm.server.serving import _imported
+    from hetero_llm.server.serving import import_middleware
 
-    assert _imported("tests.server.middleware.Tag").__name__ == "Tag"
+    assert import_middleware("tests.server.middleware.Tag").__name__ == "Tag"
     for path in ("tests.server.middleware.nothing", "no_module.x", "x", "json.dumps"):
         with pytest.raises(ConfigError, match="middleware="):
-            _imported(path)
+            import_middleware(path)
 
 
 def test_a_whole_server_in_its_process(tmp_path: Path) -> None:

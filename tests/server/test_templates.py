@@ -71,7 +71,7 @@ def test_a_template_out_of_bounds(moody: Served, word: str, reason: str) -> None
 def test_others_go_on_while_a_template_loops(tokenizer: Tokenizer) -> None:
     settings = ServerSettings(chat_template=MOODY, limits=WAITING)
     with serving(FakeEngine(tokenizer), settings) as served:
-        template = served.context.texts.chat_template
+        template = served.context.tokenizer.chat_template
         assert template is not None
         with raw_post(served, CHAT, conversation("loop")) as looping:
             served.wait(lambda: len(template.pids) == 1)
@@ -93,7 +93,7 @@ def test_others_go_on_while_a_template_loops(tokenizer: Tokenizer) -> None:
 
 def test_an_idle_worker_that_was_killed_is_replaced(tokenizer: Tokenizer) -> None:
     with serving(FakeEngine(tokenizer)) as served:
-        template = served.context.texts.chat_template
+        template = served.context.tokenizer.chat_template
         assert template is not None and template.pids == []
         body = {"messages": USER, "max_tokens": 1}
         first = served.post(CHAT, body).json()["choices"]
@@ -108,7 +108,7 @@ def test_many_conversations_share_one_worker(monkeypatch: pytest.MonkeyPatch) ->
 
     async def run() -> None:
         template = ChatTemplate("{{ messages[0].content }}", {}, seconds=60.0)
-        template.begin()
+        template.start()
         (worker,) = template.pids
         try:
             await template.render([{"role": "user", "content": "warm"}], PLAIN, most_chars=9)
@@ -143,7 +143,7 @@ def test_all_workers_busy_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
             first.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await first
-            assert template.pids == []  # nobody knows what it was doing
+            assert template.pids == []  # the state of the worker is unknown
         finally:
             template.close()
 

@@ -13,12 +13,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
 from hetero_llm.server.errors import ApiError, as_api_error, without_paths
 from hetero_llm.server.protocol import CompletionRequest
 from hetero_llm.server.request_parsing import decode
 from hetero_llm.server.settings import Limits
-from hetero_llm.server.tokenization import SpecialGuard, TextOffsets, Texts, guard_for
+from hetero_llm.server.tokenization import ApiTokenizer, SpecialGuard, TextOffsets, guard_for
 
 SPECIAL = {"<s>": 0, "</s>": 1, "<s>x": 2}
 
@@ -44,49 +44,50 @@ def spiece_tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def texts(tokenizer: Tokenizer) -> Texts:
-    return Texts(tokenizer, max_model_len=100)
+def api(tokenizer: Tokenizer) -> ApiTokenizer:
+    return ApiTokenizer(tokenizer, TokenizerThreads(), max_model_len=100)
 
 
 @given(text=st.text(max_size=40))
 @settings(max_examples=60, deadline=None)
-def test_bytes_of_the_tokens_are_the_texts(texts: Texts, text: str) -> None:
-    assert texts.tokenizer is not None
-    ids = texts.tokenizer.encode(text, add_special_tokens=False)
-    joined = b"".join(texts.token(token)[1] for token in ids)
+def test_bytes_of_the_tokens_are_the_texts(
+    api: ApiTokenizer, tokenizer: Tokenizer, text: str
+) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    joined = b"".join(api.token(token)[1] for token in ids)
     assert joined == text.encode()
-    offsets = TextOffsets(texts, skip_special_tokens=False)
+    offsets = TextOffsets(api, skip_special_tokens=False)
     for token in ids:
         at = offsets.next(token)
-        shown = texts.token(token)[0]
+        shown = api.token(token)[0]
         if "\ufffd" not in shown:
             assert text[at : at + len(shown)] == shown
 
 
 def test_tokens_of_a_sentencepiece_vocabulary() -> None:
     tokenizer = spiece_tokenizer()
-    texts = Texts(tokenizer, max_model_len=100)
+    api = ApiTokenizer(tokenizer, TokenizerThreads(), max_model_len=100)
     ids = tokenizer.encode("a ab é", add_special_tokens=False)
-    assert b"".join(texts.token(token)[1] for token in ids) == " a ab é".encode()
+    assert b"".join(api.token(token)[1] for token in ids) == " a ab é".encode()
     pieces = tokenizer.hf.convert_ids_to_tokens(ids)
     assert "<0xC3>" in pieces and "\u2581a" in pieces
-    assert texts.token(ids[pieces.index("<0xC3>")])[1] == b"\xc3"
-    assert texts.token(ids[pieces.index("\u2581a")]) == (" a", b" a")
-    assert texts.token(0) == ("<s>", b"<s>")
+    assert api.token(ids[pieces.index("<0xC3>")])[1] == b"\xc3"
+    assert api.token(ids[pieces.index("\u2581a")]) == (" a", b" a")
+    assert api.token(0) == ("<s>", b"<s>")
 
 
 def test_special_tokens_of_users_and_templates(tokenizer: Tokenizer) -> None:
     for one in (tokenizer, spiece_tokenizer()):
-        texts = Texts(one, max_model_len=100)
-        special = next(iter(texts.special_tokens))
+        api = ApiTokenizer(one, TokenizerThreads(), max_model_len=100)
+        special = next(iter(api.special_tokens))
         user = f"a{special} b"
-        guard = guard_for(texts.special_tokens, [user])
+        guard = guard_for(api.special_tokens, [user])
         assert guard is not None
         rendered = f"{special}{guard.hide(user)}{special}"
-        ids = texts.encode_rendered(rendered, guard)
-        number = texts.special_tokens[special]
+        ids = api.encode_rendered(rendered, guard)
+        number = api.special_tokens[special]
         assert ids[0] == number == ids[-1] and ids.count(number) == 2
-        assert b"".join(texts.token(i)[1] for i in ids[1:-1]).decode().strip() == user
+        assert b"".join(api.token(i)[1] for i in ids[1:-1]).decode().strip() == user
     assert guard_for({"<s>": 0}, ["a", "< s>"]) is None
 
 
@@ -102,9 +103,9 @@ def test_what_is_hidden_comes_back(text: str) -> None:
     assert "".join(str(piece) for piece in pieces[1:-1]) == text
 
 
-def test_texts_that_cannot_fit_are_not_encoded(texts: Texts) -> None:
+def test_texts_that_cannot_fit_are_not_encoded(tokenizer: Tokenizer) -> None:
     class Forbidden:
-        hf = texts.tokenizer.hf  # type: ignore[union-attr]
+        hf = tokenizer.hf
         special_ids: frozenset[int] = frozenset()
         added_tokens: dict[int, str] = {}
 
@@ -112,7 +113,7 @@ def test_texts_that_cannot_fit_are_not_encoded(texts: Texts) -> None:
             raise AssertionError("encoded")
 
     unused: Any = Forbidden()
-    guarded = Texts(unused, max_model_len=100)
+    guarded = ApiTokenizer(unused, TokenizerThreads(), max_model_len=100)
     for truncated, length in ((False, 1_000_000), (True, 2_000_000)):
         with pytest.raises(ApiError) as raised:
             asyncio.run(guarded.encode("a" * length, add_special_tokens=True, truncated=truncated))

@@ -23,7 +23,7 @@ from tests.server.serving import Served, raw_post, received, serving
 COMPLETIONS = "/v1/completions"
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
-ENDPOINT = "http://127.0.0.1:9"  # nobody listens there
+ENDPOINT = "http://127.0.0.1:9"  # no server listens there
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from hetero_llm.server.context import Context
 from hetero_llm.server.errors import invalid
 from hetero_llm.server.metrics import CONTENT_TYPE
 from hetero_llm.server.prompts import chat_prompt
-from hetero_llm.server.protocol import Conversation, DetokenizeRequest, TokenizeRequest
-from hetero_llm.server.request_parsing import read_json
+from hetero_llm.server.protocol import DetokenizeRequest, TokenizeRequest
+from hetero_llm.server.request_parsing import read_json, refuse_unsupported
 
 _OWNER = "hetero_llm"
 
@@ -82,12 +82,10 @@ class Info:
         if body.prompt is not None:
             ids = await self._encode(body)
         else:
-            conversation = Conversation(
-                **{name: getattr(body, name) for name in Conversation.__struct_fields__}
-            )
+            refuse_unsupported(body)
             special = bool(body.add_special_tokens)
             prompt = await chat_prompt(
-                conversation, context.texts, context.settings, add_special_tokens=special
+                body, context.tokenizer, context.settings, add_special_tokens=special
             )
             ids = prompt.token_ids or []
         pieces = None
@@ -103,12 +101,12 @@ class Info:
         )
 
     async def _encode(self, body: TokenizeRequest) -> list[int]:
-        """An empty text is fine here: it has no tokens, or those put around every text."""
-        texts, text = self._context.texts, body.prompt or ""
+        """Encodes the prompt. An empty one is allowed: only special tokens may come of it."""
+        tokenizer, text = self._context.tokenizer, body.prompt or ""
         special = body.add_special_tokens is not False
         if not text:
             return self._tokenizer().encode(text, add_special_tokens=special)
-        return await texts.encode(text, add_special_tokens=special, truncated=True)
+        return await tokenizer.encode(text, add_special_tokens=special, truncated=True)
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize"""
@@ -124,7 +122,7 @@ class Info:
                 raise invalid(
                     "tokens", f"tokens: {token} is outside the vocabulary (0 to {size - 1})"
                 )
-        text = await context.texts.in_thread(
+        text = await context.tokenizer.threads.run(
             lambda: tokenizer.decode(ids, skip_special_tokens=False), size=len(ids)
         )
         return json_response({"prompt": text})
@@ -147,7 +145,7 @@ class Info:
         )
 
     def _tokenizer(self) -> Tokenizer:
-        return self._context.texts.need("tokenizer")
+        return self._context.tokenizer.require("tokenizer")
 
     async def _read(self, request: Request, kind: type[Any]) -> Any:
         settings = self._context.settings
@@ -159,7 +157,7 @@ class Info:
     # -- health -------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
-        """GET /health: empty, 200 or 503; with ?verbose=1 the details, which need a key."""
+        """GET /health: empty, 200 or 503; with ?verbose=1 details, which need a key."""
         if not request.query_params.get("verbose"):
             return self._empty(self.state() in ("ready", "draining"))
         state = self.state()
@@ -182,7 +180,7 @@ class Info:
         return self._empty(self.state() in ("ready", "draining"))
 
     async def ready(self, request: Request) -> Response:
-        """GET /ready: 503 if no request should be sent here now."""
+        """GET /ready: 503 if load balancers should send no requests here now."""
         return self._empty(self.state() == "ready")
 
     def state(self) -> str:
@@ -206,7 +204,7 @@ class Info:
         return json_response({"version": __version__})
 
     async def load(self, request: Request) -> Response:
-        """GET /load: generation requests being answered."""
+        """GET /load: the number of running generation requests."""
         return json_response({"server_load": self._context.load})
 
     async def metrics(self, request: Request) -> Response:

@@ -1,7 +1,7 @@
 """The status page at `/`: its files, and the figures that it polls.
 
-The files are public and hold nothing about model or users; `/status.json` needs a key if there
-are keys, as everything that the page asks for on the user's behalf does.
+The files are public and hold no data about model or users. `/status.json`, as all that the page
+requests on the user's behalf, needs a key if there are keys.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HEADERS = {
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # kept, but asked for again: another version may serve now
+    "cache-control": "no-cache",  # revalidated each time: another version may serve now
 }
 _COUNTERS = {
     "prompt_tokens": "prompt_tokens",
@@ -81,13 +81,13 @@ class Page:
         """GET / and the files under /assets."""
         file = self._files[request.scope["route"].path]
         headers = {**_HEADERS, "etag": file.tag}
-        if _has_it(request.headers.get("if-none-match"), file.tag):
+        if _matches(request.headers.get("if-none-match"), file.tag):
             return Response(status_code=304, headers=headers)
         return Response(file.body, headers=headers, media_type=file.kind)
 
     async def status(self, request: Request) -> Response:
-        """GET /status.json: what the page draws. Counters count since the engine's start; rates
-        are their differences over those of `uptime`, which is in seconds."""
+        """GET /status.json: the page's figures. Counters count since the engine's start; the page
+        divides their differences by those of `uptime`, in seconds."""
         context = self._context
         client = context.client
         machine = await asyncio.to_thread(self._machine.read)
@@ -112,7 +112,7 @@ class Page:
                 "waiting": figures.get("num_requests_waiting", 0),
                 "queue": stats.queue,
                 "kv_usage": figures.get("kv_cache_usage_perc", 0.0),
-                "last_step_age": stats.last_step_age,  # an infinite one becomes null
+                "last_step_age": stats.last_step_age,  # infinity becomes null
             },
             "machine": machine,
             "errors": list(context.errors),
@@ -124,7 +124,7 @@ class Page:
         )
 
     def _can_chat(self) -> bool:
-        return self._context.texts.chat_template is not None
+        return self._context.tokenizer.chat_template is not None
 
 
 def _read(path: Path) -> _File:
@@ -132,7 +132,7 @@ def _read(path: Path) -> _File:
     return _File(body, _TYPES[path.suffix], f'"{sha256(body).hexdigest()[:32]}"')
 
 
-def _has_it(header: str | None, tag: str) -> bool:
-    """Whether an If-None-Match header names this tag; a proxy may have made it a weak one."""
+def _matches(header: str | None, tag: str) -> bool:
+    """Whether an If-None-Match header names this tag, which a proxy may have made a weak one."""
     tags = [one.strip().removeprefix("W/") for one in (header or "").split(",")]
     return tag in tags or "*" in tags

@@ -158,12 +158,12 @@ def test_the_figures_are_the_engines(tokenizer: Tokenizer) -> None:
 def test_running_requests_are_seen(tokenizer: Tokenizer) -> None:
     # A stream's first comment opens it before its first token.
     with serving(FakeEngine(tokenizer), ServerSettings(keep_alive_seconds=0.05)) as served:
-        served.call(served.engine.gate.clear)
+        served.call(served.engine.unpaused.clear)
         body = {"prompt": "a", "max_tokens": 1, "stream": True}
         with served.http.stream("POST", "/v1/completions", json=body):
             served.wait(lambda: served.engine.num_live == 1)
             now = status(served)["now"]
-            served.call(served.engine.gate.set)
+            served.call(served.engine.unpaused.set)
     assert (now["running"], now["queue"]) == (1, 1)
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.engine.tokenizer import Tokenizer
-from hetero_llm.server.auth import KeyLimits
 from hetero_llm.server.errors import ApiError
+from hetero_llm.server.middleware import KeyLimits
 from hetero_llm.server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving
@@ -25,7 +25,7 @@ BODY: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
 
 def test_too_many_at_once(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(tokenizer)
-    engine.gate.clear()
+    engine.unpaused.clear()
     # Only a comment begins an answer that has nothing to say yet.
     settings = ServerSettings(api_keys=KEYS, max_requests_per_key=1, keep_alive_seconds=0.05)
     with serving(engine, settings) as served:
@@ -41,7 +41,7 @@ def test_too_many_at_once(tokenizer: Tokenizer) -> None:
             )
             assert served.http.get("/v1/models", headers=ONE).status_code == 200
             assert served.post("/tokenize", {"prompt": "a"}, headers=TWO).status_code == 200
-            served.call(engine.gate.set)
+            served.call(engine.unpaused.set)
             assert running.read().endswith(b"[DONE]\n\n")
         # What has been answered counts no more, whatever the answer was.
         for wanted in (200, 400, 400, 200):
@@ -79,7 +79,7 @@ def test_limits_of_keys_need_keys(name: str) -> None:
     pauses=st.lists(st.floats(0, 90, allow_nan=False), min_size=1, max_size=300),
 )
 def test_no_minute_holds_more_than_two_budgets(per_minute: int, pauses: list[float]) -> None:
-    """And whoever waits as long as he was told is served."""
+    """A client that waits for `retry-after` is served."""
     now = 0.0
     limits = KeyLimits(None, per_minute, clock=lambda: now)
     served: list[float] = []
