@@ -13,14 +13,13 @@ from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.core.drafter import BackgroundDrafter, Drafter
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.demo_models import ALIASES, demo_folder
-from hetero_llm.engine.draft_cores import plan_cores
+from hetero_llm.engine.core_plan import CorePlan, plan_cores
 from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.folders import resolve_model_folder
 from hetero_llm.models.read_config import load_model_config
 
 if TYPE_CHECKING:
-    from hetero_llm.cpu.core_plan import CorePlan
     from hetero_llm.spec_decode.draft_model.proposer import DraftSource
     from hetero_llm.spec_decode.draft_model.worker_client import DraftWorker
 

@@ -365,7 +365,7 @@ def _platform(config: EngineConfig, device: torch.device) -> HostPlatform | None
         return None
     import torch
 
-    from hetero_llm.engine.draft_cores import plan_cores
+    from hetero_llm.engine.core_plan import plan_cores
     from hetero_llm.gpu.layer_ready import DeviceGates
     from hetero_llm.utils.numa import numa_node
 

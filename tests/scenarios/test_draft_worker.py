@@ -23,9 +23,9 @@ from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.cpu import native
-from hetero_llm.cpu.core_plan import CorePlan
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel
 from hetero_llm.engine.build_draft_worker import prepare_draft_model, start_draft_model
+from hetero_llm.engine.core_plan import CorePlan
 from hetero_llm.engine.tokenizer import load_tokenizer
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.spec_decode.budget import StepCosts
