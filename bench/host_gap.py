@@ -6,8 +6,9 @@
 device waits meanwhile. Without what an engine that steps asynchronously does after the launch:
 upkeep and output. Its parts: "update" takes in the tokens, "schedule" is the scheduler's own part
 of the next step, and those of the drafter have the names of its methods; of the draft worker's
-source "commit" tells the worker, "mirror" asks the mirror, "wait" waits for the worker. "rest" is
-what nobody counts, reading the parts' clocks included. Medians over all steps; greedy, held-out
+proposer "commit" sends tokens, "mirror" reads the tree replica, "wait" waits for the worker.
+"rest" is what nobody counts, reading the parts' clocks included. Medians over all steps; greedy,
+held-out
 prompts, cold cache. bench.lookahead_gaps measures on the device.
 
 Other programs on the same cores make every figure larger: --clock thread leaves out what the
@@ -31,7 +32,7 @@ from bench.speculation import ARMS, Bench, batches_of
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.scheduler.scheduler import Scheduler
-from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
 from hetero_llm.spec_decode.lookahead.sequence_state import Live
 from hetero_llm.spec_decode.proposal_step import Desk
@@ -45,9 +46,9 @@ _PARTS: list[tuple[type, str, str]] = [
     (LookaheadDrafter, "_look_up", "look up"),
     (Desk, "merge", "merge"),
     (Desk, "choose", "choose"),
-    (DraftSource, "commit", "commit"),
-    (DraftSource, "propose", "mirror"),
-    (DraftSource, "_wait", "wait"),
+    (DraftModelProposer, "commit", "commit"),
+    (DraftModelProposer, "propose", "mirror"),
+    (DraftModelProposer, "_wait", "wait"),
 ]
 """Methods and the names of their times."""
 _BESIDES: list[tuple[type, str, str]] = [

@@ -3,18 +3,17 @@
     python -m bench.replay_worker [--temperatures 0 0.7] [--prompts 24] [--overlap auto]
 
 A target's outputs are recorded once (float32, greedy or drawn), then drafted along one at a time:
-the engine's own drafter, mirror and budget, and the worker's own loop with the demo draft model,
+the engine's own drafter, replica and budget, and the worker's own loop with the demo draft model,
 over real rings in this process. Only time is made up: steps of either side take what `--verify`
 and `--draft-steps` say (milliseconds by rows, as measured on the target machine), the engine's
 host work `--gap`. So the same command gives the same counts on any machine of one instruction set.
 
-"a1": how often the likeliest node of a draft was the next token. "misses": proposals for which the
-worker had nothing yet; "plain": steps that had no draft for it. "waited": by the engine for further
-levels. "rows": that the worker ran. "over none": speed-up in made-up time. "no loops" leaves out
-prompts whose output repeats a span of 32 tokens; `--calm` lets outputs end where they begin to do
-so. Prompts fall into two halves by their package:
-settings are to be tuned on "a" and reported on "b". "bench" are those of bench.speculation at
-batch 1, with its seed.
+"a1": how often the most likely node of a draft was the next token. "misses": proposals for which
+the worker had nothing yet; "plain": steps that had no draft for it. "waited": by the engine for
+further levels. "rows": that the worker ran. "over none": speed-up in made-up time. "no loops"
+leaves out prompts whose output repeats a span of 32 tokens; `--calm` lets outputs end where they
+begin to do so. Prompts fall into two halves by their package: settings are to be tuned on "a" and
+reported on "b". "bench" are those of bench.speculation at batch 1, with its seed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import torch
 from bench.common import RESULTS, print_table, write_results
 from bench.replay_drafts import Clock, halves, walk
 from bench.speculation import SPAN, batches_of, repeats
-from hetero_llm.bridge.ipc.messages import Kind, Outbox, Records
+from hetero_llm.bridge.ipc.messages import MessageKind, Messages, Outbox
 from hetero_llm.bridge.ipc.rings import Consumer, Producer, create_ring
 from hetero_llm.config.draft_model_config import DraftModelConfig
 from hetero_llm.config.lookahead_config import LookaheadConfig
@@ -42,11 +41,11 @@ from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel, DraftSizes
 from hetero_llm.cpu.draft_worker.step_times import StepTimes
 from hetero_llm.cpu.draft_worker.tree_ops import WINDOW
-from hetero_llm.cpu.draft_worker.tree_pool import Forest
+from hetero_llm.cpu.draft_worker.tree_pool import TreePool
 from hetero_llm.cpu.draft_worker.worker import Worker
 from hetero_llm.demo_models import demo_folder, heldout_prompts
-from hetero_llm.spec_decode.draft_model.node_buckets import Record
-from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+from hetero_llm.spec_decode.draft_model.node_buckets import BucketStats
+from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 from hetero_llm.spec_decode.draft_model.worker_client import WorkerCounters
 from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
 
@@ -57,7 +56,7 @@ DRAFT_STEPS = "1:0.30 2:0.31 4:0.32 8:0.37 16:0.45 32:0.58 64:0.91"
 NEWS = 0.2  # of the gap, until tokens are known
 
 
-def record(
+def stats(
     path: Path, prompts: np.ndarray, seeds: list[int], temperature: float, tokens: int
 ) -> None:
     """The demo target's outputs behind prompts, [N, length]."""
@@ -89,10 +88,10 @@ class FixedTimes(StepTimes):
 
 
 class PlayedWorker:
-    """Has the face of `DraftWorker`: the worker's loop in this process, in made-up time.
+    """Has the face of `DraftWorkerClient`: the worker's loop in this process, in made-up time.
 
     Args:
-        model: without any text. times: of its steps. record: what came of earlier nodes.
+        model: without any text. times: of its steps. stats: acceptance statistics.
 
     Attributes:
         now: seconds. What the worker finds is heard when its step is over.
@@ -103,7 +102,7 @@ class PlayedWorker:
         self,
         model: DraftModel,
         times: StepTimes,
-        record: Record,
+        stats: BucketStats,
         *,
         ahead: bool,
         max_depth: int,
@@ -118,15 +117,15 @@ class PlayedWorker:
         self.is_up, self.why_off = True, None
         self._model, self._times = model, times
         self._generation = 0
-        self._heard: deque[tuple[float, Records]] = deque()
+        self._received: deque[tuple[float, Messages]] = deque()
         with ExitStack() as stack:
             requests, answers = (stack.enter_context(create_ring()) for _ in range(2))
             self._requests = stack.enter_context(Producer(requests))
-            self._answers = stack.enter_context(Consumer(answers, max_records=1024))
+            self._answers = stack.enter_context(Consumer(answers, max_messages=1024))
             self._worker = Worker(
                 model,
-                Forest(
-                    1, max_depth=max_depth, record=record, max_positions=model.max_positions,
+                TreePool(
+                    1, max_depth=max_depth, stats=stats, max_positions=model.max_positions,
                     vocab_size=model.vocab_size,
                 ),
                 times,
@@ -142,7 +141,7 @@ class PlayedWorker:
         trace = self._worker._trace
         assert trace is not None
         before = len(trace)
-        self._worker.turn(0)
+        self._worker.run_once(0)
         self._is_idle = len(trace) == before
         if not self._is_idle:
             rows = trace[-1][2]
@@ -150,8 +149,8 @@ class PlayedWorker:
             self.busy += self._times.of(rows)
             self.rows += rows
             self.steps += 1
-        while len(records := self._answers.pop().records):
-            self._heard.append((self._free_at, records.copy()))
+        while len(messages := self._answers.pop().messages):
+            self._received.append((self._free_at, messages.copy()))
         return not self._is_idle
 
     def _run(self, until: float) -> None:
@@ -171,29 +170,29 @@ class PlayedWorker:
             if self._is_idle:
                 self._is_idle, self._free_at = False, self.now
 
-    def poll(self, timeout_us: int = 0) -> Records | None:
+    def poll(self, timeout_us: int = 0) -> Messages | None:
         limit = self.now + timeout_us * 1e-6
         self._run(self.now)
-        while not self._heard and not self._is_idle and self._free_at < limit:
+        while not self._received and not self._is_idle and self._free_at < limit:
             self._turn()
-        if not self._heard or self._heard[0][0] > limit:
+        if not self._received or self._received[0][0] > limit:
             self.now = limit
             return None
-        self.now = max(self.now, self._heard[0][0])
+        self.now = max(self.now, self._received[0][0])
         come = []
-        while self._heard and self._heard[0][0] <= self.now:
-            come.append(self._heard.popleft()[1])
-        parts = zip(*((records.headers, records.words) for records in come), strict=True)
-        found = Records(*map(np.concatenate, parts))
-        found = found.only(found.headers["kind"] != Kind.BEAT)
+        while self._received and self._received[0][0] <= self.now:
+            come.append(self._received.popleft()[1])
+        parts = zip(*((messages.headers, messages.words) for messages in come), strict=True)
+        found = Messages(*map(np.concatenate, parts))
+        found = found.only(found.headers["kind"] != MessageKind.HEARTBEAT)
         return found if len(found) else self.poll(int((limit - self.now) * 1e6))
 
-    def look_after(self) -> None:
+    def check_health(self) -> None:
         pass
 
     def close(self) -> None:
         self._stack.close()
-        self._model.close(0)
+        self._model.kv_layout.close(0)
 
 
 def sequence_of(seed: int, prompt: list[int], tokens: int, temperature: float) -> Sequence:
@@ -209,7 +208,7 @@ def sequence_of(seed: int, prompt: list[int], tokens: int, temperature: float) -
 
 
 class Player:
-    """Drafts along recorded outputs, one at a time. The worker's record of what came of its nodes
+    """Drafts along recorded outputs, one at a time. The worker's message of what came of its nodes
     lasts, as its process does; the engine's begins anew with each output, as in bench.speculation.
     """
 
@@ -222,33 +221,33 @@ class Player:
         sizes, seconds = zip(*_pairs(args.draft_steps), strict=True)
         self._times = FixedTimes(list(sizes), [ms * 1e-3 for ms in seconds], 8 * WINDOW)
         self._clock = Clock(_pairs(args.verify), args.gap)
-        self._record = Record()
+        self._stats = BucketStats()
 
-    def _prepare(self) -> tuple[PlayedWorker, DraftSource, LookaheadDrafter]:
+    def _prepare(self) -> tuple[PlayedWorker, DraftModelProposer, LookaheadDrafter]:
         args = self._args
         worker = PlayedWorker(
-            self._model, self._times, self._record, ahead=args.overlap != "off",
+            self._model, self._times, self._stats, ahead=args.overlap != "off",
             max_depth=min(2 * args.draft_tokens + 2, MAX_NODES),
             most_nodes=min(4 * args.draft_tokens, MAX_NODES),
         )  # fmt: skip
         config = DraftModelConfig(
             "demo-draft", None, args.draft_tokens, None, None, "auto", args.overlap, None, False
         )
-        source = DraftSource(
+        proposer = DraftModelProposer(
             cast(Any, worker), config, slots=1, vocab_size=VOCAB,
             max_positions=self._model.max_positions, clock=lambda: worker.now,
         )  # fmt: skip
         drafter = LookaheadDrafter(
             LookaheadConfig(eos_token_id=(END_ID,), max_seq_len=self._width, voc_size=VOCAB),
-            width=self._width, capacity=0, uses_cache=False, model=source,
+            width=self._width, capacity=0, uses_cache=False, model=proposer,
             clock=lambda: worker.now,
         )  # fmt: skip
         drafter.set_step_times(self._clock.profile())
-        return worker, source, drafter
+        return worker, proposer, drafter
 
     def play(self, seed: int, prompt: list[int], output: list[int], heat: float) -> Counter[str]:
         """Sums of one output."""
-        worker, source, drafter = self._prepare()
+        worker, proposer, drafter = self._prepare()
         clock, gap = self._clock, self._clock.gap
         sequence = sequence_of(seed, prompt, len(output), heat)
         drafter.prompts_started([sequence])
@@ -278,7 +277,7 @@ class Player:
                 plain=asks and not tokens,
             )  # fmt: skip
             sequence.token_ids += output[done : done + accepted + 1]
-        told = source.metrics()
+        told = proposer.metrics()
         seconds = worker.now - begin
         sums.update(rows=worker.rows, misses=int(told["draft_misses"]))
         times = {"waited": told["draft_wait_seconds"], "busy": worker.busy, "seconds": seconds}
@@ -326,7 +325,7 @@ def texts_of(args: argparse.Namespace, heat: float) -> tuple[list[int], np.ndarr
     path = RESULTS.parents[1] / "build" / name
     if not path.exists():
         print(f"recording {path}")
-        record(path, prompts, seeds, heat, args.tokens)
+        stats(path, prompts, seeds, heat, args.tokens)
     with np.load(path) as data:
         return seeds, prompts, data["outputs"].astype(np.int64)
 

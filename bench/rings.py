@@ -2,8 +2,8 @@
 
 Two processes, each pinned to a core of its own. The engine's sends a commit of two tokens for each
 sequence; the worker's, a while later, eight nodes of each one's tree. A way begins before its
-records are put into an outbox. It ends when the worker has its arrays, or when the nodes stand in
-the engine's mirror of the trees, where the next proposal finds them. `spin`: the reader
+messages are put into an outbox. It ends when the worker has its arrays, or when the nodes stand in
+the engine's replica of the trees, where the next proposal finds them. `spin`: the reader
 waits in its spin; `futex`: it sleeps in the kernel and has to be woken. Beside it the commits'
 bytes as one datagram of a socket pair, where the reader sleeps as well; `empty`: how long the
 engine's look into an empty ring takes. 50th and 99th percentile.
@@ -28,17 +28,17 @@ from bench.common import print_table, write_results
 from hetero_llm.bridge.ipc.messages import (
     HEADER,
     NODE_WORDS,
-    Kind,
+    MessageKind,
+    Messages,
     Outbox,
-    Records,
     Stamps,
     put_commits,
     put_nodes,
     put_stop,
 )
 from hetero_llm.bridge.ipc.rings import Consumer, Producer, RingStatus, attach_ring, create_ring
-from hetero_llm.spec_decode.draft_model.node_buckets import Record
-from hetero_llm.spec_decode.draft_model.tree_replica import Mirror
+from hetero_llm.spec_decode.draft_model.node_buckets import BucketStats
+from hetero_llm.spec_decode.draft_model.tree_replica import TreeReplica
 
 NEW_TOKENS, NODES = 2, 8
 WARM_UP = 200
@@ -64,24 +64,24 @@ def nodes_of(stamps: Stamps) -> np.ndarray:
     return nodes.reshape(-1, NODE_WORDS)
 
 
-def next_run(consumer: Consumer, kind: Kind) -> Records | None:
+def next_run(consumer: Consumer, kind: MessageKind) -> Messages | None:
     """What comes next, which must be of one kind, and of this one; None for STOP."""
-    status, records = consumer.pop(timeout_us=LONG_US)
+    status, messages = consumer.pop(timeout_us=LONG_US)
     assert status == RingStatus.OK, status.name
-    ((found, run),) = records.runs()
-    assert found in (kind, Kind.STOP), found
+    ((found, run),) = messages.runs()
+    assert found in (kind, MessageKind.STOP), found
     return run if found == kind else None
 
 
-def worker(tickets: list[str], mode: str, batch: int, cpu: int, fd: int) -> None:
+def worker(handles: list[str], mode: str, batch: int, cpu: int, fd: int) -> None:
     """Answers until STOP; then writes when commits came and nodes left, [2, rounds] int64."""
     os.sched_setaffinity(0, {cpu})
     arrived, left = [], []
     outbox, stamps, counts = Outbox(), stamps_of(batch), np.full(batch, NODES, np.int32)
     nodes = nodes_of(stamps)
-    inbox = Consumer(attach_ring(tickets[0]), spin_us=SPIN_US[mode])
-    back = Producer(attach_ring(tickets[1]))
-    while next_run(inbox, Kind.COMMIT) is not None:
+    inbox = Consumer(attach_ring(handles[0]), spin_us=SPIN_US[mode])
+    back = Producer(attach_ring(handles[1]))
+    while next_run(inbox, MessageKind.COMMIT) is not None:
         arrived.append(time.monotonic_ns())
         pause()
         left.append(time.monotonic_ns())
@@ -102,7 +102,7 @@ def through_rings(mode: str, batch: int, rounds: int, cpus: tuple[int, int]) -> 
     os.sched_setaffinity(0, {cpus[0]})
     there, back = create_ring(), create_ring()
     reading, writing = os.pipe()
-    command = [sys.executable, "-m", "bench.rings", "--worker", there.ticket, back.ticket]
+    command = [sys.executable, "-m", "bench.rings", "--worker", there.handle, back.handle]
     command += ["--mode", mode, "--batch", str(batch), "--cpu", str(cpus[1]), "--fd", str(writing)]
     fds = (there.fd, back.fd, writing)
     process = subprocess.Popen(command, pass_fds=fds, cwd=_ROOT)
@@ -110,28 +110,28 @@ def through_rings(mode: str, batch: int, rounds: int, cpus: tuple[int, int]) -> 
     outbox, stamps = Outbox(), stamps_of(batch)
     counts, tokens = np.full(batch, NEW_TOKENS), np.arange(batch * NEW_TOKENS, dtype=np.int32)
     sent, received, looks = [], [], []
-    Mirror.compile()
-    mirror = Mirror(batch, vocab_size=1000, record=Record())
+    TreeReplica.compile()
+    replica = TreeReplica(batch, vocab_size=1000, stats=BucketStats())
     with (
         there,
         back,
         Producer(there) as producer,
-        Consumer(back, spin_us=SPIN_US[mode], max_records=1024, max_words=1 << 16) as consumer,
+        Consumer(back, spin_us=SPIN_US[mode], max_messages=1024, max_words=1 << 16) as consumer,
     ):
         for _ in range(rounds + WARM_UP):
             for stamp in zip(*(column.tolist() for column in stamps), strict=True):
-                mirror.open(*stamp)
+                replica.open(*stamp)
             pause()
             sent.append(time.monotonic_ns())
             put_commits(outbox, stamps, counts, tokens)
             producer.push(outbox)
-            records = next_run(consumer, Kind.NODES)
-            assert records is not None and mirror.add(records)
+            messages = next_run(consumer, MessageKind.NODES)
+            assert messages is not None and replica.add(messages)
             received.append(time.monotonic_ns())
             begun = time.monotonic_ns()
             consumer.pop()
             looks.append(time.monotonic_ns() - begun)
-            assert all(mirror.num_nodes(slot) == NODES for slot in range(batch))
+            assert all(replica.num_nodes(slot) == NODES for slot in range(batch))
         put_stop(outbox)
         producer.push(outbox)
         with os.fdopen(reading, "rb") as file:

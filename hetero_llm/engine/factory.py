@@ -193,9 +193,9 @@ def _join(
     if device_draft is not None:
         drafter = device_draft.drafter()
     elif drafter is None:
-        source = None if draft_model is None else draft_model.source()
+        proposer = None if draft_model is None else draft_model.proposer()
         drafter, store = make_drafter(
-            config.speculation, model_config, max_model_len, tokenizer, source
+            config.speculation, model_config, max_model_len, tokenizer, proposer
         )
     _tell_costs(drafter, runner)
     times = step_times(model_config, model.parameters_of_a_row())

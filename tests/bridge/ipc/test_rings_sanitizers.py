@@ -64,7 +64,7 @@ def test_two_threads(build: Callable[..., Path], sanitizer: str) -> None:
     program = build(sanitizer)
     for spin_us in (0, 50):
         done = run(program, spin_us)
-        assert (done.returncode, done.stdout) == (0, f"{RECORDS} records, 0 wrong\n"), done.stderr
+        assert (done.returncode, done.stdout) == (0, f"{RECORDS} messages, 0 wrong\n"), done.stderr
         assert done.stderr == ""
 
 
