@@ -206,14 +206,14 @@ class _NativePath:
         rows = StepRows(
             token_ids=arrays.token_ids,
             positions=arrays.positions,
-            cache_rows=arrays.cache_rows,
+            cache_rows=arrays.slot_mapping,
             slots=arrays.slots,
             starts=arrays.starts,
             counts=arrays.counts,
             is_tree=arrays.is_tree,
             bases=arrays.bases,
             ancestors=arrays.ancestors,
-            tables=kv_layout.tables,
+            tables=kv_layout.block_tables,
         )
         samples = StepDraws(
             rows=arrays.sample_rows,

@@ -1,6 +1,6 @@
 """The draft model's KV layout, and the inputs of its steps.
 
-Every request slot owns a fixed set of KV blocks, listed in its row of `tables`: the sink (the
+Every request slot owns a fixed set of KV blocks, listed in its row of `block_tables`: the sink (the
 sequence's first block), the committed prefix (its last tokens), then `WINDOW` KV places for tree
 nodes. A KV place is not a position: when the prefix outgrows its room, its oldest block moves to
 the end of the row, and all later blocks, the tree's included, move up by one. Keys keep the
@@ -73,7 +73,7 @@ class StepArrays(NamedTuple):
 
     token_ids: np.ndarray
     positions: np.ndarray
-    cache_rows: np.ndarray
+    slot_mapping: np.ndarray
     slots: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
@@ -117,7 +117,7 @@ class KVLayout:
 
     Attributes:
         cache: the KV cache.
-        tables: [slots, columns] int32 block ids.
+        block_tables: [slots, columns] int32 block ids.
         capacity: maximum tokens of sink and prefix together.
         arrays: inputs of the last step that `fill` laid out.
         ready: [slots] int32: the slots whose last pending token that step runs come first.
@@ -137,7 +137,7 @@ class KVLayout:
         self._window, self._max_positions, self._vocab_size = window, max_positions, vocab_size
         self.capacity = _capacity(window, max_positions)
         columns = num_columns(window, max_positions)
-        self.tables = np.arange(slots * columns, dtype=np.int32).reshape(slots, columns)
+        self.block_tables = np.arange(slots * columns, dtype=np.int32).reshape(slots, columns)
         self.cache = PagedKVCache(shape, slots * columns, torch.device("cpu"))
         # [blocks, layers * 2, BLOCK, row] int16 view for copies, whatever the element type.
         pieces = self.cache.data.view(torch.int16).numpy()
@@ -245,7 +245,7 @@ class KVLayout:
         """
         size = StepSize(
             *_fill(
-                prefix, nodes, self._state, self._token_ids, self.tables, self._sampling,
+                prefix, nodes, self._state, self._token_ids, self.block_tables, self._sampling,
                 self._limits, self.arrays, self.ready,
             )
         )  # fmt: skip
@@ -261,7 +261,7 @@ class KVLayout:
             moves: result of `TreePool.commit`.
         """
         failed = _keep(
-            self._pieces, self.tables, self._state, fit(slots, INT32), moves.sources,
+            self._pieces, self.block_tables, self._state, fit(slots, INT32), moves.sources,
             moves.targets, moves.counts, moves.paths, self.capacity,
         )  # fmt: skip
         assert failed < 0, f"slot {slots[failed]}: a move outside the window or beyond the sequence"
@@ -284,7 +284,7 @@ def _step_arrays(most_rows: int, slots: int) -> StepArrays:
     return StepArrays(
         token_ids=integers(most_rows),
         positions=integers(most_rows),
-        cache_rows=integers(most_rows),
+        slot_mapping=integers(most_rows),
         slots=integers(slots),
         starts=integers(slots),
         counts=integers(slots),
@@ -325,16 +325,18 @@ def _skip_beyond_window(state: np.ndarray, slot: int, window: int) -> None:
 
 
 @njit(**BORROWING)
-def _make_room(tables: np.ndarray, state: np.ndarray, slot: int, rows: int, capacity: int) -> None:
+def _make_room(
+    block_tables: np.ndarray, state: np.ndarray, slot: int, rows: int, capacity: int
+) -> None:
     """Drop the prefix's oldest blocks until `rows` more tokens fit."""
     filled = state[slot, _FILLED]
     blocks = max(0, filled + rows - capacity + BLOCK - 1) // BLOCK
-    columns = tables.shape[1]
+    columns = block_tables.shape[1]
     for _ in range(blocks):
-        oldest = tables[slot, 1]
+        oldest = block_tables[slot, 1]
         for column in range(1, columns - 1):
-            tables[slot, column] = tables[slot, column + 1]
-        tables[slot, columns - 1] = oldest
+            block_tables[slot, column] = block_tables[slot, column + 1]
+        block_tables[slot, columns - 1] = oldest
     state[slot, _FILLED] = filled - blocks * BLOCK
 
 
@@ -379,7 +381,7 @@ def _fill(
     nodes: TreeNodes,
     state: np.ndarray,
     tokens: np.ndarray,
-    tables: np.ndarray,
+    block_tables: np.ndarray,
     sampling: Sampling,
     limits: tuple[int, int, int],
     out: StepArrays,
@@ -395,7 +397,7 @@ def _fill(
         if count < 1 or count > _pending(state, slot, window):
             return -2, 0, 0, 0
         _skip_beyond_window(state, slot, window)
-        _make_room(tables, state, slot, count, capacity)
+        _make_room(block_tables, state, slot, count, capacity)
         start = state[slot, _FILLED]
         out.slots[sequence], out.starts[sequence] = slot, start
         out.counts[sequence], out.bases[sequence] = count, start
@@ -403,7 +405,7 @@ def _fill(
         for place in range(start, start + count):
             position = state[slot, _COMPUTED]
             out.token_ids[row], out.positions[row] = tokens[slot, position], position
-            out.cache_rows[row] = tables[slot, place // BLOCK] * BLOCK + place % BLOCK
+            out.slot_mapping[row] = block_tables[slot, place // BLOCK] * BLOCK + place % BLOCK
             out.ancestors[row] = 0
             row += 1
             state[slot, _COMPUTED], state[slot, _FILLED] = position + 1, place + 1
@@ -433,7 +435,7 @@ def _fill(
             if position >= max_positions:
                 return -5, 0, 0, 0
             out.token_ids[row], out.positions[row] = nodes.tokens[node], position
-            out.cache_rows[row] = tables[slot, place // BLOCK] * BLOCK + place % BLOCK
+            out.slot_mapping[row] = block_tables[slot, place // BLOCK] * BLOCK + place % BLOCK
             out.ancestors[row] = nodes.ancestors[node]
             out.sample_rows[sample], out.sample_positions[sample] = row, position + 1
             _copy_sampling(sampling, slot, out, sample)
@@ -452,7 +454,7 @@ def _copy_sampling(sampling: Sampling, slot: int, out: StepArrays, sample: int) 
 @njit(**BORROWING)
 def _keep(
     pieces: np.ndarray,
-    tables: np.ndarray,
+    block_tables: np.ndarray,
     state: np.ndarray,
     slots: np.ndarray,
     sources: np.ndarray,
@@ -475,17 +477,19 @@ def _keep(
                 return i
         for move in range(first, last):  # ascending, so no source is overwritten before it is read
             if sources[move] != targets[move]:
-                _copy(pieces, tables, slot, base + sources[move], base + targets[move])
+                _copy(pieces, block_tables, slot, base + sources[move], base + targets[move])
         state[slot, _COMPUTED], state[slot, _FILLED] = computed, base + paths[i]
-        _make_room(tables, state, slot, 0, capacity)
+        _make_room(block_tables, state, slot, 0, capacity)
         first = last
     return -1
 
 
 @njit(**BORROWING)
-def _copy(pieces: np.ndarray, tables: np.ndarray, slot: int, source: int, target: int) -> None:
+def _copy(
+    pieces: np.ndarray, block_tables: np.ndarray, slot: int, source: int, target: int
+) -> None:
     """Copy K and V of one KV place, all layers."""
-    old, new = tables[slot, source // BLOCK], tables[slot, target // BLOCK]
+    old, new = block_tables[slot, source // BLOCK], block_tables[slot, target // BLOCK]
     source, target = source % BLOCK, target % BLOCK
     for piece in range(pieces.shape[1]):
         for element in range(pieces.shape[3]):

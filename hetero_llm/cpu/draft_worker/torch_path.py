@@ -45,8 +45,8 @@ class TorchPath:
             arrays.token_ids[rows], places, places, arrays.ancestors[rows],
             arrays.is_tree[sequences], [], arrays.bases[sequences],
         )  # fmt: skip
-        blocks = arrays.cache_rows[rows] // BLOCK
-        tables = self._kv_layout.tables[arrays.slots[sequences]]
+        blocks = arrays.slot_mapping[rows] // BLOCK
+        tables = self._kv_layout.block_tables[arrays.slots[sequences]]
         attend = self._attention.plan(starts, counts, tables, places, blocks, trees)
         token_ids, positions, after, at, indices = (
             torch.from_numpy(values.astype(np.int64))

@@ -117,7 +117,7 @@ class Worker:
         self._partial_prompts: dict[int, _PartialPrompt] = {}
         self._urgent = np.zeros(slots, np.int32)
         self._weights = np.ones(slots, np.float32)
-        self._run = np.zeros(slots, np.int32)  # nodes run since the last commit
+        self._num_run = np.zeros(slots, np.int32)  # nodes run since the last commit
         self._ahead, self._most_nodes = ahead, most_nodes
         self._parent = parent or os.getppid()
         self._clock = clock
@@ -292,7 +292,7 @@ class Worker:
 
     def _reset_budget(self, slots: int | np.ndarray) -> None:
         """Allow slots that do not grow ahead to run `most_nodes` nodes again."""
-        self._run[slots], self._weights[slots] = 0, 1.0
+        self._num_run[slots], self._weights[slots] = 0, 1.0
 
     def _close(self, slot: int, generation: int) -> None:
         if slot < len(self._generations) and self._generations[slot] == generation:
@@ -334,8 +334,8 @@ class Worker:
         pool.expand(found.ready, rows, found.tokens, found.log_probs)
         self._urgent[rows.slots] = np.maximum(self._urgent[rows.slots] - 1, 0)
         if not self._ahead:
-            self._run[rows.slots] += rows.counts
-            self._weights[rows.slots[self._run[rows.slots] >= self._most_nodes]] = 0.0
+            self._num_run[rows.slots] += rows.counts
+            self._weights[rows.slots[self._num_run[rows.slots] >= self._most_nodes]] = 0.0
         if len(self._outbox) < _MAX_WAITING:
             self._send_nodes()
         return True

@@ -280,19 +280,15 @@ class DraftModelProposer:
             seconds: duration of the step without drafts.
             found: proposals of other proposers; they make waiting less worthwhile.
         """
-        count = len(rows)
-        query, misses = self._fill_drafts(rows, most)
+        num_queried, misses = self._fill_drafts(rows, most)
         if misses and self._receive():
-            query, misses = self._fill_drafts(rows, most)
+            num_queried, misses = self._fill_drafts(rows, most)
         self._counts["misses"] += misses
-        self._counts["hits"] += query - misses
-        if (
-            self._config.overlap != "enumerate"
-            and self._worker.is_up
-            and self._num_timed_out < _MAX_TIMED_OUT
-        ):
+        self._counts["hits"] += num_queried - misses
+        may_wait = self._config.overlap != "enumerate" and self._worker.is_up
+        if may_wait and self._num_timed_out < _MAX_TIMED_OUT:
             self._wait(rows, most, seconds, found)
-        return self.drafts.some(slice(count))
+        return self.drafts.some(slice(len(rows)))
 
     def _fill_drafts(self, rows: NDArray[np.int64], most: NDArray[np.int32]) -> tuple[int, int]:
         """Fill `drafts` from the replica's present state. Returns the number of sequences that may
@@ -339,18 +335,14 @@ class DraftModelProposer:
         """Wait for further levels of the drafts while their expected gain exceeds their cost."""
         limit = self._config.timeout
         if limit is None:
-            limit = min(
-                2 * max(self._level_seconds, _INITIAL_LEVEL_SECONDS) * self._config.num_tokens,
-                _MAX_WAIT_SECONDS,
-            )
+            level = max(self._level_seconds, _INITIAL_LEVEL_SECONDS)
+            limit = min(2 * level * self._config.num_tokens, _MAX_WAIT_SECONDS)
         begin = now = self._clock()
         while True:
             gain = _expected_gain(self._arrays.table, len(rows), found.survival, found.counts)
-            # Compares tokens per second with one more level and without.
-            if (
-                gain * (seconds + now - begin)
-                <= len(rows) * self._tokens_per_step * self._level_seconds
-            ):
+            # Stop if one more level does not increase the tokens per second.
+            tokens = len(rows) * self._tokens_per_step
+            if gain * (seconds + now - begin) <= tokens * self._level_seconds:
                 break
             left = limit - (now - begin)
             if left <= 0:

@@ -34,17 +34,14 @@ HANG_SECONDS = 5.0
 """A worker without a message for so long counts as hung."""
 
 _BACK_OFF, _MAX_BACK_OFF = 1.0, 60.0
-_MAX_DEATHS, _DEATHS_WITHIN = 5, 600.0  # as many within so many seconds: no further restart
+_MAX_DEATHS, _DEATHS_WITHIN = 5, 600.0  # after 5 deaths within 600 s the worker stays off
 _ANSWER_SLOTS = 1 << 15
 _STOP_SECONDS = 2.0
 _MAX_STDERR_BYTES = 1 << 14
 _MAX_WAITING = 1 << 16  # messages that do not fit into the ring
 _MAX_POPS = 64  # of a poll that finds only heartbeats: twice what the ring holds
-_NODES, _OK, _CORRUPT = (
-    MessageKind.NODES,
-    RingStatus.OK,
-    RingStatus.CORRUPT,
-)  # looking them up takes long
+# Attribute access on an enum class is slow.
+_NODES, _OK, _CORRUPT = MessageKind.NODES, RingStatus.OK, RingStatus.CORRUPT
 
 PROGRAM = (sys.executable, "-m", "hetero_llm.cpu.draft_worker.worker")
 """Command line of the worker, without the settings."""
@@ -212,8 +209,8 @@ class DraftWorkerClient:
         if messages.kind == _NODES:  # the usual case
             return messages
         kinds = messages.headers["kind"]
-        own = (kinds == MessageKind.HELLO) | (kinds == MessageKind.HEARTBEAT)
-        if not own.any():
+        control = (kinds == MessageKind.HELLO) | (kinds == MessageKind.HEARTBEAT)
+        if not control.any():
             return messages
         hellos = messages.only(kinds == MessageKind.HELLO)
         if len(hellos) and not self.is_up:
@@ -222,7 +219,7 @@ class DraftWorkerClient:
             except ConfigError as error:
                 self._give_up(error.reason)
                 return None
-        return messages.only(~own)
+        return messages.only(~control)
 
     def push(self) -> None:
         """Send the messages in `outbox`; those that do not fit into the ring stay there."""

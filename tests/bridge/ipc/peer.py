@@ -1,4 +1,5 @@
-"""The other process of test_processes.py: `python -m tests.bridge.ipc.peer ROLE SEED TICKET...`."""
+"""The other process of test_rings_processes.py: `python -m tests.bridge.ipc.peer ROLE SEED
+HANDLE...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records through a ring: as they were put, in pieces where long; nodes that are none."""
+"""Messages through a ring: unchanged, prompts in pieces; malformed nodes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def same(messages: Messages, other: Messages) -> bool:
 
 
 @given(st.lists(st.integers(0, 40), max_size=20), st.integers(0, 5))
-def test_records_put_together_are_those_put_one_by_one(sizes: list[int], before: int) -> None:
+def test_messages_put_together_are_those_put_one_by_one(sizes: list[int], before: int) -> None:
     """Whatever lay there before, and however much waits already."""
     together, one_by_one, at_once = Outbox(), Outbox(), Outbox()
     tokens = np.arange(sum(sizes), dtype=np.int32)
@@ -291,7 +291,7 @@ def test_stamps_of_either_width(dtypes: list[type], sizes: list[int]) -> None:
 
 
 @given(st.lists(st.sampled_from([0, 1, 3, 255, 256, 2**32 - 1]), min_size=1, max_size=6))
-def test_the_kind_of_all_records_is_known_where_a_byte_holds_it(kinds: list[int]) -> None:
+def test_the_kind_of_all_messages_is_known_where_a_byte_holds_it(kinds: list[int]) -> None:
     outbox = Outbox()
     for number, kind in enumerate(kinds):
         outbox.append(kind, np.full(number, number, np.int32))  # type: ignore[arg-type]

@@ -130,7 +130,7 @@ def test_every_bit_of_a_slot_counts(byte: int) -> None:
 
 
 @pytest.mark.parametrize("damaged", range(5))
-def test_a_record_with_one_damaged_slot_is_lost_whole(damaged: int) -> None:
+def test_a_message_with_one_damaged_slot_is_lost_whole(damaged: int) -> None:
     outbox = Outbox()
     with both_ends(SLOTS, start=NEAR_THE_END) as ends:
         first = NEAR_THE_END % SLOTS

@@ -44,7 +44,7 @@ def peer(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_records_of_another_process_arrive_in_order(seed: int) -> None:
+def test_messages_of_another_process_arrive_in_order(seed: int) -> None:
     rng, count, popped = random.Random(seed), 3000, 0
     with (
         create_ring(64, start=2**32 - 500) as ring,
@@ -62,7 +62,7 @@ def test_records_of_another_process_arrive_in_order(seed: int) -> None:
         assert counters.corrupt_slots == counters.bad_positions == 0
 
 
-def test_another_process_gets_records_in_order() -> None:
+def test_another_process_gets_messages_in_order() -> None:
     outbox, count = Outbox(), 3000
     with (
         create_ring(64) as ring,
@@ -101,7 +101,7 @@ def test_both_directions(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_killed_producer_leaves_whole_records(seed: int) -> None:
+def test_a_killed_producer_leaves_whole_messages(seed: int) -> None:
     popped, stop = 0, random.Random(seed).randrange(1, 400)
     with (
         create_ring(64) as ring,

@@ -68,7 +68,7 @@ def test_two_threads(build: Callable[..., Path], sanitizer: str) -> None:
         assert done.stderr == ""
 
 
-def test_the_thread_sanitizer_would_tell(build: Callable[..., Path]) -> None:
+def test_the_thread_sanitizer_would_find_it(build: Callable[..., Path]) -> None:
     """Without the order that the atomics give, it reports races."""
     program = build(
         "thread", lambda text: re.sub(r"memory_order_\w+", "memory_order_relaxed", text)

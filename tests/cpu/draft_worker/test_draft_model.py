@@ -109,12 +109,14 @@ def run_pending(model: DraftModel, most_rows: int = 96) -> list[Found]:
 
 def num_turned(model: DraftModel) -> int:
     """Slots whose blocks are not in the order that they had at first."""
-    tables = model.kv_layout.tables
+    tables = model.kv_layout.block_tables
     return int((tables[:, 1:] != np.sort(tables[:, 1:])).any(axis=1).sum())
 
 
 @pytest.mark.parametrize("sizes", [SIZES, SMALL], ids=["all is seen", "blocks are dropped"])
-def test_trees_and_commits_as_the_twin(checkpoint: Path, load: Load, sizes: DraftSizes) -> None:
+def test_trees_and_commits_as_the_reference(
+    checkpoint: Path, load: Load, sizes: DraftSizes
+) -> None:
     model = load(checkpoint, sizes)
     memory = Memory(_plain_model(checkpoint))
     rng = random.Random(5)
@@ -268,7 +270,7 @@ def test_texts_that_it_cannot_take(checkpoint: Path) -> None:
     assert model.kv_layout.pending(1) == 0
 
 
-def test_misuse_is_told(checkpoint: Path) -> None:
+def test_misuse_is_an_error(checkpoint: Path) -> None:
     model = any_way(checkpoint, SIZES)
     model.kv_layout.open(0, numbers(tokens_of(0, 30)))
 
@@ -441,16 +443,16 @@ def test_the_demo_draft_agrees_with_transformers() -> None:
         assert (best == expected.numpy()).mean() > 0.9, weight_format
 
 
-class Told:
+class Sent:
     """Paths of a tree pool's nodes, from what it tells."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[int, int], tuple[int, int]] = {}  # (slot, id): parent, token
 
     def receive(self, pool: TreePool) -> None:
-        told = pool.unsent()
-        owners = np.repeat(told.slots, told.counts).tolist()
-        for slot, (node, parent, token, _) in zip(owners, told.nodes.tolist(), strict=True):
+        sent = pool.unsent()
+        owners = np.repeat(sent.slots, sent.counts).tolist()
+        for slot, (node, parent, token, _) in zip(owners, sent.nodes.tolist(), strict=True):
             self._nodes[slot, node] = parent, token
 
     def text_to(self, slot: int, node: int, text: list[int]) -> list[int]:
@@ -463,7 +465,7 @@ class Told:
 
 
 @pytest.mark.parametrize("window", [2048, 64])
-def test_a_forest_grows_by_it(load: Load, window: int) -> None:
+def test_a_tree_pool_grows_by_it(load: Load, window: int) -> None:
     """What the tree pool has run says what the model says of that text, as far as it is all
     seen."""
     folder = demo_folder("demo-draft")
@@ -476,7 +478,7 @@ def test_a_forest_grows_by_it(load: Load, window: int) -> None:
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompts = heldout_prompts().prompts[:3].astype(np.int32)
     texts = [prompts[slot, : 40 + 20 * slot].tolist() for slot in range(3)]
-    told = Told()
+    sent = Sent()
     for slot, text in enumerate(texts):
         model.kv_layout.open(slot, numbers(text))
         pool.open(slot, len(text), noisy=False)
@@ -487,14 +489,14 @@ def test_a_forest_grows_by_it(load: Load, window: int) -> None:
         best = found.tokens[:, 0].tolist()
         paths = [texts[slot] for slot in found.ready]
         for slot, node in zip(chosen.owners.tolist(), chosen.ids.tolist(), strict=True):
-            paths.append(told.text_to(slot, node, texts[slot]))
+            paths.append(sent.text_to(slot, node, texts[slot]))
         for path, token in zip(paths, best, strict=True):
             with torch.inference_mode():
                 logits = reference(torch.tensor([path])).logits[0, -1]
             right += token == int(logits.argmax())
             rows += 1
         pool.expand(found.ready, chosen, found.tokens, found.log_probs)
-        told.receive(pool)
+        sent.receive(pool)
         if turn % 3 == 2:  # the texts go on as they really do
             slots = np.arange(3, dtype=np.int32)
             lengths = numbers([len(text) for text in texts])

@@ -141,17 +141,17 @@ class Rig:
         assert taken == self.reference.add_external_nodes(slot, length, nodes)
 
     def unsent(self) -> None:
-        told, reference, at = self.pool.unsent(), self.reference.unsent(), 0
-        assert told.slots.tolist() == [slot for slot, _, _ in reference]
-        assert told.lengths.tolist() == [length for _, length, _ in reference]
+        sent, reference, at = self.pool.unsent(), self.reference.unsent(), 0
+        assert sent.slots.tolist() == [slot for slot, _, _ in reference]
+        assert sent.lengths.tolist() == [length for _, length, _ in reference]
         for i, (slot, _, nodes) in enumerate(reference):
-            end = at + int(told.counts[i])
-            assert [*map(tuple, told.nodes[at:end].tolist())] == nodes
+            end = at + int(sent.counts[i])
+            assert [*map(tuple, sent.nodes[at:end].tolist())] == nodes
             for number, parent, _, _ in nodes:
                 assert parent < number and number > self.sent[slot]
                 self.sent[slot] = number
             at = end
-        assert at == len(told.nodes)
+        assert at == len(sent.nodes)
 
     def likely(self, slot: int, most: int) -> list[int]:
         """Some tokens to come, mostly down the tree."""
@@ -193,7 +193,7 @@ class Rig:
 
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(st.integers(0, 2**31), st.integers(1, 4), st.sampled_from([1, 3, 8, 16]), st.booleans())
-def test_forest_does_what_its_twin_does(
+def test_tree_pool_does_what_its_reference_does(
     seed: int, slots: int, candidates: int, external: bool
 ) -> None:
     rig = Rig(seed, slots=slots, candidates=candidates, max_positions=60)
@@ -239,7 +239,7 @@ def test_a_full_tree_loses_what_is_unlikeliest() -> None:
     assert rig.pool.num_run(0) == WINDOW and not len(rig.step(8, []).ids)
 
 
-def test_grafts_find_room_in_a_full_tree() -> None:
+def test_external_nodes_find_room_in_a_full_tree() -> None:
     rig = Rig(3, slots=1, candidates=16, max_positions=60)
     rig.open(0)
     rig.step(0, [0])
@@ -310,7 +310,7 @@ def test_urgent_slots_come_first_and_others_only_in_their_shadow() -> None:
     assert pool.choose(flat, weights=np.array([0.0, 1.0])).owners.tolist() == [1, 1]
 
 
-def test_a_node_is_run_where_its_chance_is_worth_its_time() -> None:
+def test_a_node_is_run_where_its_probability_is_worth_its_time() -> None:
     pool = grown(1, [np.log([0.6, 0.3]).tolist()])
     dear, cheap = np.array([1.0, 1.2, 2.4]), np.array([1.0, 1.2, 1.3])
     assert len(pool.choose(dear).ids) == 1 and len(pool.choose(cheap).ids) == 2
@@ -334,7 +334,7 @@ def test_no_node_is_run_beyond_the_depth_or_the_longest_text() -> None:
         assert deepest == levels, (depth, positions)
 
 
-def test_grafts_get_ids_and_are_told_and_run() -> None:
+def test_external_nodes_get_ids_and_are_sent_and_run() -> None:
     pool = grown(1, [np.log([0.3, 0.01]).tolist()])
     first = pool.unsent().nodes[:, ID].tolist()
     parents, tokens = np.array([-1, 0, -1, 0]), np.array([9, 8, 0, 99])
@@ -343,10 +343,10 @@ def test_grafts_get_ids_and_are_told_and_run() -> None:
     assert pool.add_external_nodes(0, 3, parents, tokens, path_probs) == 3, (
         "one is beyond the vocabulary"
     )
-    told = pool.unsent()
-    ids, parents_told, tokens_told, kinds = told.nodes.T.tolist()
+    sent = pool.unsent()
+    ids, parents_sent, tokens_sent, kinds = sent.nodes.T.tolist()
     assert ids == [first[-1] + 1, first[-1] + 2]
-    assert parents_told == [-3, first[-1] + 1] and tokens_told == [9, 8]
+    assert parents_sent == [-3, first[-1] + 1] and tokens_sent == [9, 8]
     assert kinds == [external_bucket(0.5), external_bucket(0.8)]
     assert min(kinds) >= FIRST_EXTERNAL
     rows = pool.choose(np.ones(4))
@@ -382,9 +382,9 @@ def test_a_text_that_does_not_go_on_where_it_ended_is_our_bug() -> None:
 
 def test_scores_that_are_no_numbers_give_no_candidates() -> None:
     pool = grown(1, [[np.nan, np.nan, -np.inf]])
-    told = pool.unsent()
-    assert told.counts.tolist() == [0] and told.lengths.tolist() == [3]
-    assert not len(pool.unsent().slots), "that there are none is told once"
+    sent = pool.unsent()
+    assert sent.counts.tolist() == [0] and sent.lengths.tolist() == [3]
+    assert not len(pool.unsent().slots), "that there are none is sent once"
 
 
 def test_compile_has_met_every_type_of_argument() -> None:
@@ -407,7 +407,7 @@ def test_compile_has_met_every_type_of_argument() -> None:
     assert [len(function.signatures) for function in compiled] == [1] * 5
 
 
-def test_grafts_below_impossible_nodes_are_left_out() -> None:
+def test_external_nodes_below_impossible_nodes_are_left_out() -> None:
     pool = TreePool(1, max_depth=8, max_positions=64, vocab_size=10, stats=BucketStats())
     pool.open(0, 3, noisy=False)
     path_probs = np.array([0.0, 0.5, np.nan, 0.5, 0.9, 0.4], np.float32)

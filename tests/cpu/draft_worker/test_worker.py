@@ -1,5 +1,5 @@
-"""The draft worker's loop, both ends of its rings in this process: what it is told, what it finds,
-and messages that were lost, came twice, make no sense or are no messages at all."""
+"""The draft worker's loop with both ends of its rings in this process: drafts, commits, refusals,
+and messages that are lost, duplicate or garbage."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def refusals(messages: Messages) -> list[tuple[int, int, int]]:
     return [tuple(int(h[name]) for name in ("slot", "generation", "value")) for h in headers]
 
 
-class Told:
+class Sent:
     """Trees as the messages tell them: by slot and generation, tokens of every node's path."""
 
     def __init__(self) -> None:
@@ -150,9 +150,9 @@ def greedy(model: DraftModel, text: list[int], count: int) -> list[int]:
 
 
 def has_chain(
-    told: Told, slot: int, text: list[int], coming: list[int], generation: int = 1
+    sent: Sent, slot: int, text: list[int], coming: list[int], generation: int = 1
 ) -> bool:
-    return tuple(coming) in told.continuations(slot, text, generation)
+    return tuple(coming) in sent.continuations(slot, text, generation)
 
 
 # -- drafting -----------------------------------------------------------------------------------
@@ -161,23 +161,23 @@ def has_chain(
 def test_a_text_from_its_opening_to_its_end(model: DraftModel, bed: Bed) -> None:
     text = text_of(0, 30).tolist()
     coming = greedy(model, text, 9)
-    told = Told()
+    sent = Sent()
     open_text(bed, 2, np.array(text, np.int32))
     bed.turns(20)
-    told.receive(bed)
-    assert has_chain(told, 2, text, coming[:4])
+    sent.receive(bed)
+    assert has_chain(sent, 2, text, coming[:4])
     commit(bed, 2, 30, coming[:3])
     bed.send()
     bed.turns(20)
-    told.receive(bed)
-    assert has_chain(told, 2, text + coming[:3], coming[3:6])
+    sent.receive(bed)
+    assert has_chain(sent, 2, text + coming[:3], coming[3:6])
     other = (coming[3] + 1) % VOCAB
     commit(bed, 2, 33, [other])  # maybe not in the tree
     bed.send()
     bed.turns(20)
-    told.receive(bed)
+    sent.receive(bed)
     text = [*text, *coming[:3], other]
-    assert has_chain(told, 2, text, greedy_again(bed, model, 2, text))
+    assert has_chain(sent, 2, text, greedy_again(bed, model, 2, text))
     put_close(bed.outbox, 2, 1)
     bed.send()
     bed.turns(5)
@@ -195,7 +195,7 @@ def greedy_again(bed: Bed, model: DraftModel, slot: int, text: list[int]) -> lis
 def test_prompts_in_pieces_and_several_texts(model: DraftModel, bed: Bed) -> None:
     texts = [text_of(seed, 100 + seed).tolist() for seed in range(3)]
     coming = [greedy(model, text, 3) for text in texts]
-    told = Told()
+    sent = Sent()
     for slot, text in enumerate(texts):
         put_open(bed.outbox, OpenRequest(slot, 5 + slot, np.array(text, np.int32)))
     opened = bed.outbox.messages()
@@ -213,9 +213,9 @@ def test_prompts_in_pieces_and_several_texts(model: DraftModel, bed: Bed) -> Non
             bed.outbox.append(MessageKind.PROMPT, piece, base_length=start, **whose)
     bed.send()
     bed.turns(40)
-    assert refusals(told.receive(bed)) == []
+    assert refusals(sent.receive(bed)) == []
     for slot, text in enumerate(texts):
-        assert has_chain(told, slot, text, coming[slot], 5 + slot)
+        assert has_chain(sent, slot, text, coming[slot], 5 + slot)
 
 
 def test_noise_is_that_of_the_draw(model: DraftModel, make: Make) -> None:
@@ -223,13 +223,13 @@ def test_noise_is_that_of_the_draw(model: DraftModel, make: Make) -> None:
     text = text_of(3, 20)
     firsts = set()
     for seed, index in ((1, 0), (1, 1), (2, 0), (3, 0), (4, 0)):
-        bed, told = make(), Told()
+        bed, sent = make(), Sent()
         open_text(bed, 0, text, temperature=5.0, seed=seed, sample_index=index)
         bed.turns(3)
-        told.receive(bed)
+        sent.receive(bed)
         model.kv_layout.open(1, text, temperature=5.0, seed=seed, sample_index=index)
         first = int(model.step(model.kv_layout.plan_prefix(64), no_tree_nodes()).tokens[0, 0])
-        assert (first,) in told.continuations(0, text.tolist())
+        assert (first,) in sent.continuations(0, text.tolist())
         firsts.add(first)
         bed.close()
     assert len(firsts) > 1
@@ -257,7 +257,7 @@ def test_without_growing_ahead_it_stops(make: Make) -> None:
 
 def test_a_full_ring_of_answers_loses_nothing(make: Make) -> None:
     bed = make(Setting(slots=SLOTS, max_model_len=POSITIONS, ring_slots=1024))
-    told, texts = Told(), [text_of(seed, 40) for seed in range(3)]
+    sent, texts = Sent(), [text_of(seed, 40) for seed in range(3)]
     for round_ in range(300):
         for slot, text in enumerate(texts):
             put_open(bed.outbox, OpenRequest(slot, round_ + 1, text))
@@ -267,16 +267,16 @@ def test_a_full_ring_of_answers_loses_nothing(make: Make) -> None:
             break
     assert bed.worker.num_unsent > 300
     bed.turns(10)
-    while len(told.receive(bed)):  # checks that no parent is missing
+    while len(sent.receive(bed)):  # checks that no parent is missing
         bed.turns(1)
     assert bed.worker.num_unsent == 0
-    assert all(told.continuations(slot, texts[slot].tolist(), round_ + 1) for slot in range(3))
+    assert all(sent.continuations(slot, texts[slot].tolist(), round_ + 1) for slot in range(3))
 
 
 # -- lost, double, wrong ------------------------------------------------------------------------
 
 
-def test_lost_records_are_noticed_and_the_text_may_be_opened_again(
+def test_lost_messages_are_noticed_and_the_text_may_be_opened_again(
     model: DraftModel, bed: Bed
 ) -> None:
     text = text_of(7, 60)
@@ -313,9 +313,9 @@ def test_lost_records_are_noticed_and_the_text_may_be_opened_again(
     piece(6, 0, 60)
     bed.send()
     bed.turns(10)
-    told = Told()
-    assert refusals(told.receive(bed)) == []
-    assert has_chain(told, 1, text.tolist(), coming, 6)
+    sent = Sent()
+    assert refusals(sent.receive(bed)) == []
+    assert has_chain(sent, 1, text.tolist(), coming, 6)
 
 
 def test_a_slot_is_there_several_times_in_a_pop(model: DraftModel, bed: Bed) -> None:
@@ -328,11 +328,11 @@ def test_a_slot_is_there_several_times_in_a_pop(model: DraftModel, bed: Bed) -> 
             commit(bed, slot, 20 + at, coming[slot][at : at + 1])
     bed.send()
     bed.turns(30)
-    told = Told()
-    assert refusals(told.receive(bed)) == []
+    sent = Sent()
+    assert refusals(sent.receive(bed)) == []
     for slot, length in ((0, 3), (1, 2), (2, 3)):
         text = texts[slot] + coming[slot][:length]
-        assert has_chain(told, slot, text, coming[slot][length:5])
+        assert has_chain(sent, slot, text, coming[slot][length:5])
 
 
 @pytest.mark.parametrize(("refused", "why"), [(0, "token"), (1, "base"), (2, "token")])
@@ -351,12 +351,12 @@ def test_one_commit_of_several_is_refused(
         commit(bed, slot, 19 if is_bad and why == "base" else 20, tokens)
     bed.send()
     bed.turns(30)
-    told = Told()
+    sent = Sent()
     reason = Refusal.BAD_TOKEN if why == "token" else Refusal.LOST_MESSAGE
-    assert refusals(told.receive(bed)) == [(refused, 1, reason)]
+    assert refusals(sent.receive(bed)) == [(refused, 1, reason)]
     for slot in {0, 1, 2} - {refused}:
         text = texts[slot] + coming[slot][: 1 + slot]
-        assert has_chain(told, slot, text, coming[slot][1 + slot : 5])
+        assert has_chain(sent, slot, text, coming[slot][1 + slot : 5])
 
 
 def test_a_commit_that_came_twice_is_refused(bed: Bed) -> None:
@@ -380,10 +380,10 @@ def test_tokens_that_are_none(bed: Bed, token: int) -> None:
     commit(bed, 2, 20, [4, 5], generation=3)
     bed.send()
     bed.turns(10)
-    told = Told()
-    refused = refusals(told.receive(bed))
+    sent = Sent()
+    refused = refusals(sent.receive(bed))
     assert refused == [(0, 1, Refusal.BAD_TOKEN), (1, 2, Refusal.BAD_TOKEN)]
-    assert told.continuations(2, [*text.tolist(), 4, 5], 3)
+    assert sent.continuations(2, [*text.tolist(), 4, 5], 3)
 
 
 def test_too_long(bed: Bed) -> None:
@@ -407,9 +407,9 @@ def test_what_is_about_nothing_it_knows(bed: Bed) -> None:
     put_close(bed.outbox, 3, 0xFFFFFFFF)
     bed.send()
     bed.turns(10)
-    told = Told()
-    assert refusals(told.receive(bed)) == []
-    assert told.continuations(0, text_of(0, 20).tolist(), 2)
+    sent = Sent()
+    assert refusals(sent.receive(bed)) == []
+    assert sent.continuations(0, text_of(0, 20).tolist(), 2)
 
 
 @pytest.mark.parametrize(
@@ -431,9 +431,9 @@ def test_openings_that_nobody_sends(model: DraftModel, bed: Bed, changes: dict[s
     open_text(bed, 0, text, **changes)
     open_text(bed, 1, text, generation=2)
     bed.turns(20)
-    told = Told()
-    assert refusals(told.receive(bed)) == []
-    assert has_chain(told, 1, text.tolist(), coming, 2)
+    sent = Sent()
+    assert refusals(sent.receive(bed)) == []
+    assert has_chain(sent, 1, text.tolist(), coming, 2)
 
 
 KINDS = [*MessageKind, 0, 99, 65535]
@@ -486,12 +486,12 @@ def test_garbage_never_ends_it(model: DraftModel, bed: Bed, seed: int) -> None:
     bed.turns(10)
     bed.receive()
     coming = greedy(model, text.tolist(), 4)
-    told = Told()
+    sent = Sent()
     for attempt in range(100, 130):  # damaged slots may still lie ahead
         open_text(bed, 0, text, generation=attempt)
         bed.turns(20)
-        told.receive(bed)
-        if has_chain(told, 0, text.tolist(), coming, attempt):
+        sent.receive(bed)
+        if has_chain(sent, 0, text.tolist(), coming, attempt):
             break
     else:
         raise AssertionError("it drafts no more")
@@ -505,7 +505,7 @@ def beats(bed: Bed) -> list[int]:
     return headers[headers["kind"] == MessageKind.HEARTBEAT]["value"].tolist()
 
 
-def test_beats(make: Make) -> None:
+def test_heartbeats(make: Make) -> None:
     bed = make(Setting(slots=SLOTS, max_model_len=POSITIONS, ring_slots=1024))
     bed.turns(3)
     assert beats(bed) == [1]
@@ -569,7 +569,7 @@ def add_external_nodes(
     bed.send()
 
 
-def test_grafts(model: DraftModel, bed: Bed) -> None:
+def test_external_nodes(model: DraftModel, bed: Bed) -> None:
     text = text_of(3, 12)
     open_text(bed, 0, text)
     assert bed.turns(3)
@@ -583,15 +583,15 @@ def test_grafts(model: DraftModel, bed: Bed) -> None:
         MessageKind.EXTERNAL_NODES, np.zeros(4, np.int32), slot=0, generation=1, base_length=12
     )
     bed.send()
-    told = Told()
+    sent = Sent()
     assert bed.turns(6)
-    told.receive(bed)
-    assert (other,) not in told.continuations(0, text.tolist())
+    sent.receive(bed)
+    assert (other,) not in sent.continuations(0, text.tolist())
     # Of another text, whose window is not full yet.
     open_text(bed, 2, text, generation=5)
     assert bed.turns(1)
     add_external_nodes(bed, 2, 12, [(other, -1, 0.9)], at=5)
     assert bed.turns(3)
-    told.receive(bed)
+    sent.receive(bed)
     after = greedy(model, [*text.tolist(), other], 1)
-    assert (other, *after) in told.continuations(2, text.tolist(), 5)
+    assert (other, *after) in sent.continuations(2, text.tolist(), 5)

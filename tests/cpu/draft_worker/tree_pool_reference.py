@@ -1,4 +1,4 @@
-"""The worker's trees as plain objects, and a model to grow them, for the tests of this package."""
+"""A slow reference of `TreePool` with plain objects, and a fake draft model."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Tree:
     nodes: list[Node] = field(default_factory=list)
     ready: bool = False
     next_id: int = 1
-    told: int = 0
-    told_length: int = 0
+    sent: int = 0
+    sent_length: int = 0
     has_external: bool = False
 
     @property
@@ -65,7 +65,7 @@ def rate_of(stats: BucketStats, kind: int) -> np.float32:
 
 
 class PoolReference:
-    """`TreePool`, slowly."""
+    """`TreePool` with plain objects."""
 
     def __init__(self, max_depth: int, max_positions: int, vocab_size: int) -> None:
         self.max_depth, self.max_positions = max_depth, max_positions
@@ -208,7 +208,7 @@ class PoolReference:
     def add_external_nodes(
         self, slot: int, length: int, nodes: list[tuple[int, int, np.float32]]
     ) -> int:
-        """Nodes: parent, token, chance."""
+        """Nodes: parent, token, path probability."""
         tree = self.trees.get(slot)
         if tree is None or length != len(tree.text):
             return 0
@@ -239,18 +239,18 @@ class PoolReference:
         return taken
 
     def unsent(self) -> list[tuple[int, int, list[tuple[int, int, int, int]]]]:
-        """Slot, length and nodes: id, parent, token and kind."""
+        """Slot, length and nodes: id, parent, token and bucket."""
         messages = []
         for slot, tree in sorted(self.trees.items()):
-            new = [node for node in tree.nodes if node.id > tree.told]
+            new = [node for node in tree.nodes if node.id > tree.sent]
             length = len(tree.text) if tree.ready else 0
-            if not new and (tree.nodes or tree.told_length >= length):
+            if not new and (tree.nodes or tree.sent_length >= length):
                 continue
             root = -len(tree.text)
             nodes = [(n.id, n.parent.id if n.parent else root, n.token, n.kind) for n in new]
             messages.append((slot, length, nodes))
-            tree.told = max([tree.told, *(node.id for node in new)])
-            tree.told_length = length
+            tree.sent = max([tree.sent, *(node.id for node in new)])
+            tree.sent_length = length
         return messages
 
     def _add(self, tree: Tree, parent: Node | None, token: int, kind: int) -> Node:
@@ -282,7 +282,7 @@ class PoolReference:
 
 
 class Oracle:
-    """A draft model: what follows a text, and how likely, depends on all of it and nothing else."""
+    """A fake draft model: its candidates depend on the whole sequence and nothing else."""
 
     def __init__(self, seed: int, vocab_size: int, candidates: int) -> None:
         self.seed, self.vocab_size, self.candidates = seed, vocab_size, candidates

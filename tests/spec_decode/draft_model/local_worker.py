@@ -1,8 +1,8 @@
-"""A draft worker in this process: both ends of its rings, and a loop that runs when a test says so.
+"""A draft worker inside the test process.
 
-`LocalWorker` has the face of `DraftWorkerClient`, for a `DraftModelProposer` and whole engines: its
-worker runs a few rounds whenever it is asked for news, so that what it drafts depends on nothing
-but the calls.
+`Bed` holds a `Worker`, both ends of its rings, and runs the loop on demand. `LocalWorker` has the
+interface of `DraftWorkerClient`: its worker runs a few rounds at each `poll`, so that its drafts
+depend on nothing but the calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hetero_llm.spec_decode.draft_model.worker_client import WorkerCounters
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Of workers: see `WorkerSettings`; ring_slots: of the answers."""
+    """Settings of a worker, see `WorkerSettings`; ring_slots: slots of the ring to the engine."""
 
     slots: int = 8
     max_model_len: int = 112
@@ -41,7 +41,7 @@ class Setting:
 
 
 def load_model(folder: Path, setting: Setting) -> DraftModel:
-    """In float32, on one thread."""
+    """The draft model in float32 on one thread."""
     sizes = DraftSizes(setting.slots, setting.max_model_len, window=setting.window)
     return DraftModel.load(
         folder, sizes, dtype=torch.float32, weight_format="float", threads=1, load_format="auto"
@@ -96,11 +96,11 @@ class Bed:
         self.worker_end.push(outbox)
 
     def turns(self, count: int) -> bool:
-        """So many rounds, none of which waits; False if the worker has ended."""
+        """Run the loop `count` times without waiting; False if the worker has ended."""
         return all(self.worker.run_once(0) for _ in range(count))
 
     def receive(self) -> Messages:
-        """All that it has said and not been heard yet, without heartbeats."""
+        """All messages of the worker not received yet, without heartbeats."""
         heard = [self.answers.pop().messages.copy()]
         while len(heard[-1]):
             heard.append(self.answers.pop().messages.copy())
@@ -109,7 +109,7 @@ class Bed:
         return messages.only(messages.headers["kind"] != MessageKind.HEARTBEAT)
 
     def close(self) -> None:
-        """The model is free for another one then."""
+        """Close the rings and free all slots of the model."""
         self._stack.close()
         for slot in range(self._setting.slots):
             self._model.kv_layout.close(slot)
@@ -148,7 +148,7 @@ class LocalWorker:
         return self._bed
 
     def crash(self, looks: int = 3) -> None:
-        """It is gone, with all it knew; another one is there after so many looks."""
+        """End the worker; a new one starts after `looks` health checks."""
         if self._bed is not None:
             self._bed.close()
             self._bed, self.is_up = None, False
@@ -189,5 +189,5 @@ class LocalWorker:
 
 
 def as_any(worker: LocalWorker) -> Any:
-    """For who wants a `DraftWorkerClient`."""
+    """The worker, for parameters of type `DraftWorkerClient`."""
     return worker

@@ -1,4 +1,4 @@
-"""Sequences whose trees and commits are drawn at random, in a draft model and in its reference."""
+"""Sequences with random trees and commits, run in a draft model and in its reference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Node:
 
 
 class Played:
-    """A sequence whose tree and commits are drawn at random, in the model and in the reference."""
+    """A sequence with a random tree and random commits, in the model and in the reference."""
 
     def __init__(self, model: DraftModel, slot: int, reference: SequenceReference) -> None:
         self.model, self.slot, self.reference = model, slot, reference
@@ -61,12 +61,12 @@ class Played:
         return new
 
     def go_on(self, tokens: list[int]) -> None:
-        """More of the text."""
+        """Append tokens."""
         self.model.kv_layout.append(self.slot, numbers(tokens))
         self.reference.text += tokens
 
     def commit(self, rng: random.Random) -> None:
-        """Down the tree to one of its first nodes or nowhere, then maybe some tokens off it."""
+        """Commit a path to one of the first nodes or none, then maybe tokens off the tree."""
         path: list[int] = []
         at = rng.randint(-1, min(4, len(self.nodes) - 1))
         while at >= 0:
@@ -104,7 +104,7 @@ class Played:
 
 
 def play(model: DraftModel, played: list[Played], rng: random.Random) -> None:
-    """One step of everybody, checked; then commits of some."""
+    """Run and check one step of all sequences, then commit to some."""
     prefix = model.kv_layout.plan_prefix(rng.choice((7, 20, 48)))
     waiting = set(prefix.slots.tolist())
     rows: list[tuple[Played, list[Node]]] = []

@@ -31,14 +31,14 @@ LAST_WORDS = "ModelLoadError: /no/such: it is a test"
 
 
 def answer(outbox: Outbox, messages: Messages) -> bool:
-    """Sends every COMMIT back as a refusal; whether there was a STOP."""
+    """Answer every COMMIT with a refusal. Returns whether there was a STOP."""
     for header in messages.headers[messages.headers["kind"] == MessageKind.COMMIT]:
         put_refused(outbox, int(header["slot"]), int(header["generation"]), Refusal.NO_ROOM)
     return bool((messages.headers["kind"] == MessageKind.STOP).any())
 
 
 def rave(outbox: Outbox, rng: np.random.Generator) -> None:
-    """Records of any kind and content, hellos of other models among them."""
+    """Send messages of any kind and content, hellos of other models among them."""
     kinds = [*MessageKind, 99]
     for _ in range(int(rng.integers(30))):
         body = rng.integers(-(2**31), 2**31, int(rng.integers(20)), np.int32)

@@ -1,4 +1,4 @@
-"""Kinds of draft candidates, and the message of what came of them."""
+"""Acceptance buckets of draft nodes, and their statistics."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def test_a_sure_token_is_in_the_last_bucket(log_prob: float) -> None:
 
 
 @pytest.mark.parametrize("log_prob", [-math.inf, math.nan])
-def test_what_has_no_chance_is_no_candidate(log_prob: float) -> None:
+def test_what_has_no_probability_is_no_candidate(log_prob: float) -> None:
     assert odds_interval(log_prob) == -1
     assert bucket_of(log_prob, 0, False) == -1
 
 
 @pytest.mark.parametrize("path_prob", [0.0, -1.0, math.nan])
-def test_a_graft_without_a_chance_is_none(path_prob: float) -> None:
+def test_a_external_node_without_a_probability_is_none(path_prob: float) -> None:
     assert external_bucket(path_prob) == -1
 
 
-def test_kinds_tell_bucket_rank_noise_and_source_apart() -> None:
+def test_buckets_depend_on_odds_rank_noise_and_proposer() -> None:
     path_probs = 1.0 / (1.0 + np.exp(-(EDGES[0] + 0.75 * (np.arange(NUM_ODDS) - 0.5))))
     kinds = [
         bucket_of(math.log(path_prob), rank, noisy)
@@ -63,7 +63,7 @@ def test_kinds_tell_bucket_rank_noise_and_source_apart() -> None:
     assert prior_rates()[kinds] == pytest.approx(np.tile(path_probs, NUM_BUCKETS // NUM_ODDS))
 
 
-def test_the_record_begins_with_the_prior_in_the_table_it_is_given() -> None:
+def test_the_message_begins_with_the_prior_in_the_table_it_is_given() -> None:
     table = np.full((NUM_BUCKETS + 3, 2), 7.0, np.float32)
     stats = BucketStats(table[3:])
     assert stats.table.base is table and (table[:3] == 7.0).all()
@@ -84,7 +84,7 @@ def test_what_came_is_entered_for_all_children_of_what_was_reached() -> None:
     assert table[:6].tolist() == [[0, 2], [1, 1], [0, 0], [0, 1], [1, 1], [0, 0]]
 
 
-def test_kinds_beyond_the_table_are_left_out() -> None:
+def test_buckets_beyond_the_table_are_left_out() -> None:
     table = np.zeros((1, 2), np.float32)
     assert follow(tree((-1, 5, 0), (-1, 6, 1)), 2, np.array([6], np.int32), 0, 1, table) == (1, 1)
     assert table.tolist() == [[0, 1]]

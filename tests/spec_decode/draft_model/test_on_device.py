@@ -256,7 +256,7 @@ def test_no_blocks_no_draft() -> None:
     pair.check_idle()
 
 
-def test_run_without_being_told_of_prompts() -> None:
+def test_run_without_being_sent_of_prompts() -> None:
     pair = Pair()
     request = make_request("a", prompts_of(1)[0], GREEDY)
     pair.scheduler.add_request(request)

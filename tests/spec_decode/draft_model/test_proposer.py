@@ -1,5 +1,5 @@
-"""What the engine asks of the worker and makes of its answers: texts told and told again, drafts
-that belong to the text as it is, waits, and a worker that comes and goes."""
+"""The proposer: messages to the worker, drafts that belong to the present sequence, waits,
+restarts."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_rows_beyond_the_slots(texts: Texts) -> None:
 # -- told again ---------------------------------------------------------------------------------
 
 
-def test_a_lost_record_costs_some_steps_only(model: DraftModel, texts: Texts) -> None:
+def test_a_lost_message_costs_some_steps_only(model: DraftModel, texts: Texts) -> None:
     coming = greedy(model, [*text_of(0, 20), 7], 3)
     texts.open(0, text_of(0, 20))
     texts.worker.outbox.clear()
@@ -282,7 +282,7 @@ def test_refused_for_good(texts: Texts, reason: Refusal) -> None:
     assert wait_for_drafts(texts, [0])[0][0]
 
 
-def test_a_worker_that_loses_a_text_over_and_over_is_told_it_a_few_times(texts: Texts) -> None:
+def test_a_worker_that_loses_a_text_over_and_over_is_sent_it_a_few_times(texts: Texts) -> None:
     texts.open(0, text_of(0, 20))
     texts.open(1, text_of(1, 20))
     for _ in range(3 * proposer_module._MAX_SENDS):
@@ -297,7 +297,7 @@ def test_a_worker_that_loses_a_text_over_and_over_is_told_it_a_few_times(texts: 
     assert wait_for_drafts(texts, [0])[0][0]  # another text may be told again
 
 
-def test_the_next_worker_is_told_what_the_last_one_refused(texts: Texts) -> None:
+def test_the_next_worker_is_sent_what_the_last_one_refused(texts: Texts) -> None:
     texts.open(0, text_of(0, 20))
     texts.worker.bed.refuse(0, 1, Refusal.NO_ROOM)
     assert wait_for_drafts(texts, [0]) == [([], [])]
@@ -305,7 +305,7 @@ def test_the_next_worker_is_told_what_the_last_one_refused(texts: Texts) -> None
     assert wait_for_drafts(texts, [0])[0][0]
 
 
-def test_a_worker_that_comes_back_is_told_everything(model: DraftModel, texts: Texts) -> None:
+def test_a_worker_that_comes_back_is_sent_everything(model: DraftModel, texts: Texts) -> None:
     for row in range(2):
         texts.open(row, text_of(row, 20))
     wait_for_drafts(texts, [0, 1])
@@ -500,7 +500,7 @@ def test_what_follows_verified_nodes_is_drafted_ahead(model: DraftModel, texts: 
     assert tuple(after[:1]) in paths(draft)  # there at once, though the text left the model's tree
 
 
-def test_only_what_the_worker_cannot_know_is_told(texts: Texts) -> None:
+def test_only_what_the_worker_cannot_know_is_sent(texts: Texts) -> None:
     texts.open(0, text_of(7, 20))
     texts.run_deferred()
     outbox = texts.worker.outbox

@@ -1,4 +1,4 @@
-"""The engine's copy of the worker's trees, whatever becomes of the messages between the two."""
+"""The engine's replica of the worker's trees, whatever happens to the messages."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from tests.spec_decode.draft_model.tree_replica_reference import NodeWords, Repl
 
 VOCAB = 24
 NOBODY = np.zeros(0, np.int32)
-Told = tuple[int, int, int, list[NodeWords]]
+Sent = tuple[int, int, int, list[NodeWords]]
 """Slot, generation, length, nodes."""
 
 
-def add(replica: TreeReplica, *messages: Told) -> None:
+def add(replica: TreeReplica, *messages: Sent) -> None:
     assert replica.add(messages_of(*messages))
 
 
-def messages_of(*told: Told) -> Messages:
-    nodes = [node for *_, nodes in told for node in nodes]
+def messages_of(*sent: Sent) -> Messages:
+    nodes = [node for *_, nodes in sent for node in nodes]
     heads = [
         (MessageKind.NODES, slot, generation, length, NODE_WORDS * len(nodes), 0, 0)
-        for slot, generation, length, nodes in told
+        for slot, generation, length, nodes in sent
     ]
     headers = np.array(heads, np.int32).reshape(-1, HEADER_WORDS).view(HEADER).reshape(-1)
     return Messages(headers, np.array(nodes, np.int32).reshape(-1))
@@ -116,9 +116,9 @@ class Worker:
         made = self.made[slot, self.generations[slot]]
         made.update((*text, *tokens[:end].tolist()) for end in (1, 2, 3))
 
-    def told(self) -> list[Told]:
+    def sent(self) -> list[Sent]:
         out, at = self.pool.unsent(), 0
-        messages: list[Told] = []
+        messages: list[Sent] = []
         for slot, count, length in zip(
             out.slots.tolist(), out.counts.tolist(), out.lengths.tolist()
         ):
@@ -148,7 +148,7 @@ class Engine:
         self.replica.close(slot)
         del self.reference.copies[slot]
 
-    def add(self, *messages: Told) -> None:
+    def add(self, *messages: Sent) -> None:
         add(self.replica, *messages)
         for message in messages:
             self.reference.add(*message, self.slots)
@@ -186,8 +186,8 @@ class Engine:
         return paths
 
 
-def garbled(rng: np.random.Generator, told: Told) -> Told:
-    slot, generation, length, nodes = told
+def garbled(rng: np.random.Generator, sent: Sent) -> Sent:
+    slot, generation, length, nodes = sent
     what = int(rng.integers(0, 4))
     if what == 0:
         return int(rng.integers(-2, 9)), generation, length, nodes
@@ -210,7 +210,7 @@ class Pair:
         self.slots, self.faults = slots, faults
         self.oracle = Oracle(seed, VOCAB, 5)
         self.worker, self.engine = Worker(slots, self.oracle), Engine(slots)
-        self.channel: deque[Told] = deque()
+        self.channel: deque[Sent] = deque()
         self.hits = 0
 
     def change(self, slot: int) -> None:
@@ -239,18 +239,18 @@ class Pair:
         worker.step(int(self.rng.choice([0, 2, 8])))
         if worker.texts and self.rng.random() < 0.1:
             worker.add_external_nodes(int(self.rng.choice(list(worker.texts))), self.rng)
-        self.channel += worker.told()
+        self.channel += worker.sent()
 
     def deliver(self) -> None:
-        messages: list[Told] = []
+        messages: list[Sent] = []
         while self.channel and self.rng.random() < 0.8:
-            told, luck = self.channel.popleft(), self.rng.random()
+            sent, luck = self.channel.popleft(), self.rng.random()
             if self.faults == "none" or luck > 0.2:
-                messages.append(told)
+                messages.append(sent)
             elif luck > 0.1:
-                messages += [told, told]
+                messages += [sent, sent]
             elif luck > 0.05 and self.faults == "garbled":
-                messages.append(garbled(self.rng, told))
+                messages.append(garbled(self.rng, sent))
         self.engine.add(*messages)
 
     def check(self) -> None:
@@ -267,7 +267,7 @@ class Pair:
         while self.worker.inbox:
             self.worker.read()
         self.worker.step(0)
-        self.engine.add(*self.channel, *self.worker.told())
+        self.engine.add(*self.channel, *self.worker.sent())
         self.channel.clear()
 
 
@@ -295,13 +295,13 @@ def test_drafts_are_what_the_worker_made_for_this_text(seed: int, slots: int, fa
     assert pair.engine.replica.caught_up(np.arange(slots)).all()
 
 
-def test_lost_records_are_no_loss_once_the_root_is_run_anew() -> None:
+def test_lost_messages_are_no_loss_once_the_root_is_run_anew() -> None:
     pair = Pair(5, 1, "none")
     pair.change(0)
     pair.drain()
     for _ in range(6):
         pair.worker.step(4)
-        pair.worker.told()  # and nobody gets it
+        pair.worker.sent()  # and nobody gets it
     pair.engine.commit([(0, [1, 2, 3])])
     pair.worker.inbox.append(("commit", 0, 1, [1, 2, 3]))
     assert not pair.engine.replica.caught_up(np.zeros(1)).any()
@@ -377,13 +377,13 @@ def test_the_worker_may_have_nothing_to_say() -> None:
     add(replica, (0, 1, 3, []))
     assert replica.caught_up(np.zeros(1)).all() and paths_of(replica) == []
     add(replica, (0, 1, 0, []))
-    assert replica.caught_up(np.zeros(1)).all(), "what was told once stays told"
+    assert replica.caught_up(np.zeros(1)).all(), "what was sent stays known"
     commit(replica, 3, 5)
     assert replica.caught_up(np.array([0, 1, -1])).tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize(
-    ("told", "reason"),
+    ("sent", "reason"),
     [
         ((0, 1, 3, [(0, -3, 5, 8)]), "malformed"),
         ((0, 1, 3, [(9, -3, VOCAB, 8)]), "malformed"),
@@ -403,10 +403,10 @@ def test_the_worker_may_have_nothing_to_say() -> None:
         ((1, 0, 3, [(9, -3, 5, 8)]), "stale"),
     ],
 )
-def test_what_does_not_belong_is_dropped_and_counted(told: Told, reason: str) -> None:
+def test_what_does_not_belong_is_dropped_and_counted(sent: Sent, reason: str) -> None:
     replica = mirror_of()
     add(replica, (0, 1, 3, [(2, -3, 1, 8)]))
-    add(replica, told)
+    add(replica, sent)
     dropped = replica.dropped
     assert dropped.pop(reason) == 1 and set(dropped.values()) == {0}
     assert paths_of(replica) == [(1,)]
@@ -422,7 +422,7 @@ def test_a_full_tree_takes_no_more() -> None:
     assert replica.num_nodes(0) == 0
 
 
-def test_of_twins_the_latest_is_followed() -> None:
+def test_of_references_the_latest_is_followed() -> None:
     """The worker has forgotten the first one, and told the second when it met the token again."""
     replica = mirror_of()
     add(replica, (0, 1, 3, [(1, -3, 5, 8), (2, -3, 5, 8), (3, 2, 6, 8)]))

@@ -1,4 +1,4 @@
-"""The engine's side of the worker's process: death, silence, nonsense, restarts, and the end.
+"""The client of the draft worker: death, silence, garbage, restarts, shutdown.
 
 Most processes here are stand_in.py, which is up at once; time is told by the tests.
 """
@@ -181,7 +181,7 @@ def test_up_and_heard(caplog: pytest.LogCaptureFixture) -> None:
     assert one.pid is None and one.poll() is None
 
 
-def test_what_is_told_before_it_is_up_is_not_told() -> None:
+def test_what_is_sent_before_it_is_up_is_not_sent() -> None:
     """The source tells whole texts once it is."""
     with worker("good") as one:
         send(one, 2)
@@ -347,7 +347,7 @@ def test_not_ready_after_a_restart() -> None:
         assert one.counters.deaths == 1 and one.counters.hangs == 0 and one.pid is None
 
 
-def test_beats_do_not_end_a_wait() -> None:
+def test_heartbeats_do_not_end_a_wait() -> None:
     with worker("good") as one:
         one.wait_ready()
         begin = time.monotonic()
@@ -355,7 +355,7 @@ def test_beats_do_not_end_a_wait() -> None:
         assert time.monotonic() - begin >= 0.2
 
 
-def test_answers_behind_many_beats_come_at_once() -> None:
+def test_answers_behind_many_heartbeats_come_at_once() -> None:
     """The engine was idle for a while."""
     with worker("good") as one:
         one.wait_ready()

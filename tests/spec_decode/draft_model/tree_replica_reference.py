@@ -1,4 +1,4 @@
-"""The engine's copy of the worker's trees as plain objects, for test_tree_replica.py."""
+"""A slow reference of `TreeReplica` with plain objects, for test_tree_replica.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cpu.draft_worker.tree_pool_reference import F, Path, rate_of
 
 LEAST_SURVIVAL = F(0.01)
 NodeWords = tuple[int, int, int, int]
-"""Id, parent, token, kind."""
+"""Id, parent, token, bucket."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Copy:
 
 
 class ReplicaReference:
-    """`TreeReplica`, slowly."""
+    """`TreeReplica` with plain objects."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -118,7 +118,7 @@ class ReplicaReference:
             copy.place, copy.anchor = len(copy.text) - TAIL, 0
 
     def proposal(self, slot: int, limit: int, depth: int) -> list[tuple[Path, np.float32, int]]:
-        """Path, survival and kind of each node."""
+        """Path, path probability and bucket of each node."""
         copy = self.copies.get(slot)
         if copy is None:
             return []
