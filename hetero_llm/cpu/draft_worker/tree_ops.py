@@ -20,7 +20,7 @@ from hetero_llm.spec_decode.draft_model.tree_arrays import (
     find_node,
     follow,
     key_of,
-    move_nodes,
+    move_node,
     number_of,
     prob_of_key,
     push_largest,
@@ -144,13 +144,13 @@ class Unsent(NamedTuple):
 
 @njit(**BORROWING)
 def _compact(trees: TreeArrays, slot: int, root: int, places: np.ndarray) -> None:
-    """Move nodes and their other arrays to the rows `places`, see `move_nodes`."""
-    path_probs, min_probs, bits = trees.path_probs[slot], trees.min_probs[slot], trees.bits[slot]
-    count = trees.state[slot, COUNT]
-    move_nodes(trees.nodes[slot], count, root, places)
-    for node in range(count):
+    """Move nodes and their other arrays to the rows `places`, see `move_node`."""
+    nodes, bits = trees.nodes[slot], trees.bits[slot]
+    path_probs, min_probs = trees.path_probs[slot], trees.min_probs[slot]
+    for node in range(trees.state[slot, COUNT]):
         place = places[node]
         if place >= 0:
+            move_node(nodes, node, root, places, NUM_COLUMNS)
             path_probs[place], min_probs[place] = path_probs[node], min_probs[node]
             bits[place] = bits[node]
 

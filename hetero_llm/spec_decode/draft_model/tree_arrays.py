@@ -116,19 +116,18 @@ def renumber_subtree(nodes: np.ndarray, count: int, root: int, places: np.ndarra
 
 
 @njit(**BORROWING)
-def move_nodes(nodes: np.ndarray, count: int, root: int, places: np.ndarray) -> None:
-    """Move nodes to their new rows and translate their parents; a parent up to `root` becomes the
-    root, -1.
+def move_node(nodes: np.ndarray, node: int, root: int, places: np.ndarray, columns: int) -> None:
+    """Move a node to its new row `places[node]` and translate its parent; a parent up to `root`
+    becomes the root, -1. Call it in ascending order of nodes: new rows are not above old ones.
 
     Args:
-        places: [count] int64 new row of each node, not above the old one; -1: the node is dropped.
+        places: [count] int64 new row of each node.
+        columns: number of columns, a constant for the compiler.
     """
-    for node in range(count):
-        place, parent = places[node], nodes[node, PARENT]
-        if place >= 0:
-            for column in range(nodes.shape[1]):
-                nodes[place, column] = nodes[node, column]
-            nodes[place, PARENT] = places[parent] if parent > root else -1
+    place, parent = places[node], nodes[node, PARENT]
+    for column in range(columns):
+        nodes[place, column] = nodes[node, column]
+    nodes[place, PARENT] = places[parent] if parent > root else -1
 
 
 @njit(**BORROWING)

@@ -46,7 +46,7 @@ from hetero_llm.spec_decode.draft_model.tree_arrays import (
     fit,
     follow,
     key_of,
-    move_nodes,
+    move_node,
     number_of,
     push_largest,
     renumber_subtree,
@@ -365,7 +365,9 @@ def commit_all(
         kept = 0
         if followed == size:
             kept = renumber_subtree(nodes, state[_COUNT], node, places[0])
-            move_nodes(nodes, state[_COUNT], node, places[0])
+            for old in range(state[_COUNT]):
+                if places[0, old] >= 0:
+                    move_node(nodes, old, node, places[0], _NUM_COLUMNS)
         state[_COUNT] = kept
         state[_LENGTH] += size
         rest = size - followed
