@@ -55,7 +55,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "gpu.kernels": ("models", "sampling"),
     "engine": _ENGINE,
     "engine.resolve": (*_ENGINE, "demo_models"),
-    "engine.draft_cores": ("core", "config", "utils", "cpu.core_plan"),
     "engine.factory": _BUILDER,
     "engine.build_runner": _BUILDER,
     "engine.build_host_tier": _BUILDER,
@@ -68,7 +67,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "core", "config", "utils", "engine", "models", "server", "bench_client", "spec_decode",
         "kv_cache",
     ),
-    "commands.doctor": ("core", "config", "utils", "bridge.kv_offload", "cpu"),
+    "commands.doctor": (
+        "core", "config", "utils", "bridge.kv_offload", "cpu", "engine.core_plan",
+    ),
     "cli": ("core", "config", "commands"),
     "demo_models": (),
 }  # fmt: skip

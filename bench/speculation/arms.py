@@ -229,13 +229,13 @@ class Bench:
             if self.draft is None:
                 raise SystemExit(f"arm {arm!r} needs --draft")
             settings = {key: value for key, value in settings.items() if key != "draft"}
-            source = self.draft.source()
+            source = self.draft.proposer()
         given = {**self._given, "speculative_config": settings}
         if settings["method"] == "draft_model":
             given = {**self._given, **self._draft_args}
         speculation = EngineConfig.from_args(resolve_engine_args(given)).speculation
         drafter, _ = make_drafter(
-            speculation, self._model, self._given["max_model_len"], source=source
+            speculation, self._model, self._given["max_model_len"], proposer=source
         )
         if isinstance(drafter, LookaheadDrafter):
             if self.switch.profile:

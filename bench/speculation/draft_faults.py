@@ -51,7 +51,7 @@ def timed(bench: Bench, prompts: list[list[int]], tokens: int, fault: str | None
         with contextlib.suppress(ProcessLookupError):  # the engine may have ended it already
             os.kill(pid, signal.SIGCONT)
     while fault == "killed" and bench.draft is not None and bench.draft.worker.pid == pid:
-        bench.draft.worker.look_after()  # until the client notices that it is dead
+        bench.draft.worker.check_health()  # until the client notices that it is dead
     return (stats.generation_tokens - done) / seconds
 
 
@@ -59,10 +59,10 @@ def wait_for_worker(bench: Bench) -> None:
     """Until one is up."""
     assert bench.draft is not None
     worker = bench.draft.worker
-    worker.look_after()
+    worker.check_health()
     while not worker.is_up and worker.why_off is None:
         worker.poll(50_000)
-        worker.look_after()
+        worker.check_health()
     if worker.why_off is not None:
         raise SystemExit(f"no draft worker any more: {worker.why_off}")
 

@@ -31,7 +31,7 @@ from bench.speculation.arms import ARMS, Bench, add_arguments, batches_of
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.scheduler.scheduler import Scheduler
-from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
 from hetero_llm.spec_decode.lookahead.sequence_state import Live
 from hetero_llm.spec_decode.proposal_step import Desk
@@ -45,9 +45,9 @@ _PARTS: list[tuple[type, str, str]] = [
     (LookaheadDrafter, "_look_up", "look up"),
     (Desk, "merge", "merge"),
     (Desk, "choose", "choose"),
-    (DraftSource, "commit", "commit"),
-    (DraftSource, "propose", "mirror"),
-    (DraftSource, "_wait", "wait"),
+    (DraftModelProposer, "commit", "commit"),
+    (DraftModelProposer, "propose", "mirror"),
+    (DraftModelProposer, "_wait", "wait"),
 ]
 """Methods and the names of their times."""
 _BESIDES: list[tuple[type, str, str]] = [

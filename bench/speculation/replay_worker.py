@@ -30,7 +30,7 @@ import torch
 from bench.common import RESULTS, bench_parser, print_table, write_results
 from bench.speculation.arms import SPAN, batches_of, repeats
 from bench.speculation.replay_drafts import Clock, accepted_depth, halves, record, sequence_of
-from hetero_llm.bridge.ipc.messages import Kind, Outbox, Records
+from hetero_llm.bridge.ipc.messages import MessageKind, Outbox, Messages
 from hetero_llm.bridge.ipc.rings import Consumer, Producer, create_ring
 from hetero_llm.config.draft_model_config import DraftModelConfig
 from hetero_llm.config.lookahead_config import LookaheadConfig
@@ -38,11 +38,11 @@ from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel, DraftSizes
 from hetero_llm.cpu.draft_worker.step_times import StepTimes
 from hetero_llm.cpu.draft_worker.tree_ops import WINDOW
-from hetero_llm.cpu.draft_worker.tree_pool import Forest
+from hetero_llm.cpu.draft_worker.tree_pool import TreePool
 from hetero_llm.cpu.draft_worker.worker import Worker
 from hetero_llm.demo_models import demo_folder, heldout_prompts
 from hetero_llm.spec_decode.draft_model.node_buckets import Record
-from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 from hetero_llm.spec_decode.draft_model.worker_client import WorkerCounters
 from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
 
@@ -91,15 +91,15 @@ class PlayedWorker:
         self.is_up, self.why_off = True, None
         self._model, self._times = model, times
         self._generation = 0
-        self._arrived: deque[tuple[float, Records]] = deque()
+        self._arrived: deque[tuple[float, Messages]] = deque()
         with ExitStack() as stack:
             requests, answers = (stack.enter_context(create_ring()) for _ in range(2))
             self._requests = stack.enter_context(Producer(requests))
-            self._answers = stack.enter_context(Consumer(answers, max_records=1024))
+            self._answers = stack.enter_context(Consumer(answers, max_messages=1024))
             self._worker = Worker(
                 model,
-                Forest(
-                    1, max_depth=max_depth, record=record, max_positions=model.max_positions,
+                TreePool(
+                    1, max_depth=max_depth, stats=record, max_positions=model.max_positions,
                     vocab_size=model.vocab_size,
                 ),
                 times,
@@ -123,7 +123,7 @@ class PlayedWorker:
             self.busy += self._times.of(rows)
             self.rows += rows
             self.steps += 1
-        while len(records := self._answers.pop().records):
+        while len(records := self._answers.pop().messages):
             self._arrived.append((self._idle_from, records.copy()))
         return not self._is_idle
 
@@ -144,7 +144,7 @@ class PlayedWorker:
             if self._is_idle:
                 self._is_idle, self._idle_from = False, self.now
 
-    def poll(self, timeout_us: int = 0) -> Records | None:
+    def poll(self, timeout_us: int = 0) -> Messages | None:
         limit = self.now + timeout_us * 1e-6
         self._run(self.now)
         while not self._arrived and not self._is_idle and self._idle_from < limit:
@@ -157,11 +157,11 @@ class PlayedWorker:
         while self._arrived and self._arrived[0][0] <= self.now:
             come.append(self._arrived.popleft()[1])
         parts = zip(*((records.headers, records.words) for records in come), strict=True)
-        found = Records(*map(np.concatenate, parts))
-        found = found.only(found.headers["kind"] != Kind.BEAT)
+        found = Messages(*map(np.concatenate, parts))
+        found = found.only(found.headers["kind"] != MessageKind.HEARTBEAT)
         return found if len(found) else self.poll(int((limit - self.now) * 1e6))
 
-    def look_after(self) -> None:
+    def check_health(self) -> None:
         pass
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class Player:
         self._clock = Clock(_pairs(args.verify), args.gap)
         self._record = Record()
 
-    def _prepare(self) -> tuple[PlayedWorker, DraftSource, LookaheadDrafter]:
+    def _prepare(self) -> tuple[PlayedWorker, DraftModelProposer, LookaheadDrafter]:
         args = self._args
         worker = PlayedWorker(
             self._model, self._times, self._record, ahead=args.overlap != "off",
@@ -195,7 +195,7 @@ class Player:
         config = DraftModelConfig(
             "demo-draft", None, args.draft_tokens, None, None, "auto", args.overlap, None, False
         )
-        source = DraftSource(
+        source = DraftModelProposer(
             cast(Any, worker), config, slots=1, vocab_size=VOCAB,
             max_positions=self._model.max_positions, clock=lambda: worker.now,
         )  # fmt: skip

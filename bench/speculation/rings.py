@@ -30,7 +30,7 @@ from hetero_llm.bridge.ipc.messages import (
     NODE_WORDS,
     Kind,
     Outbox,
-    Records,
+    Messages,
     Stamps,
     put_commits,
     put_nodes,
@@ -38,7 +38,7 @@ from hetero_llm.bridge.ipc.messages import (
 )
 from hetero_llm.bridge.ipc.rings import Consumer, Producer, RingStatus, attach_ring, create_ring
 from hetero_llm.spec_decode.draft_model.node_buckets import Record
-from hetero_llm.spec_decode.draft_model.tree_replica import Mirror
+from hetero_llm.spec_decode.draft_model.tree_replica import TreeReplica
 
 NEW_TOKENS, NODES = 2, 8
 WARM_UP = 200
@@ -64,12 +64,12 @@ def nodes_of(stamps: Stamps) -> np.ndarray:
     return nodes.reshape(-1, NODE_WORDS)
 
 
-def next_run(consumer: Consumer, kind: Kind) -> Records | None:
+def next_run(consumer: Consumer, kind: Kind) -> Messages | None:
     """What comes next, which must be of one kind, and of this one; None for STOP."""
     status, records = consumer.pop(timeout_us=LONG_US)
     assert status == RingStatus.OK, status.name
     ((found, run),) = records.runs()
-    assert found in (kind, Kind.STOP), found
+    assert found in (kind, MessageKind.STOP), found
     return run if found == kind else None
 
 
@@ -81,7 +81,7 @@ def worker(tickets: list[str], mode: str, batch: int, cpu: int, fd: int) -> None
     nodes = nodes_of(stamps)
     inbox = Consumer(attach_ring(tickets[0]), spin_us=SPIN_US[mode])
     back = Producer(attach_ring(tickets[1]))
-    while next_run(inbox, Kind.COMMIT) is not None:
+    while next_run(inbox, MessageKind.COMMIT) is not None:
         arrived.append(time.monotonic_ns())
         pause()
         left.append(time.monotonic_ns())
@@ -107,8 +107,8 @@ def through_rings(mode: str, batch: int, rounds: int, cpus: tuple[int, int]) -> 
         "-m",
         "bench.speculation.rings",
         "--worker",
-        there.ticket,
-        back.ticket,
+        there.handle,
+        back.handle,
     ]
     command += ["--mode", mode, "--batch", str(batch), "--cpu", str(cpus[1]), "--fd", str(writing)]
     fds = (there.fd, back.fd, writing)
@@ -117,13 +117,13 @@ def through_rings(mode: str, batch: int, rounds: int, cpus: tuple[int, int]) -> 
     outbox, stamps = Outbox(), stamps_of(batch)
     counts, tokens = np.full(batch, NEW_TOKENS), np.arange(batch * NEW_TOKENS, dtype=np.int32)
     sent, received, looks = [], [], []
-    Mirror.compile()
-    replica = Mirror(batch, vocab_size=1000, record=Record())
+    TreeReplica.compile()
+    replica = TreeReplica(batch, vocab_size=1000, stats=Record())
     with (
         there,
         back,
         Producer(there) as producer,
-        Consumer(back, spin_us=SPIN_US[mode], max_records=1024, max_words=1 << 16) as consumer,
+        Consumer(back, spin_us=SPIN_US[mode], max_messages=1024, max_words=1 << 16) as consumer,
     ):
         for _ in range(rounds + WARM_UP):
             for stamp in zip(*(column.tolist() for column in stamps), strict=True):
@@ -132,7 +132,7 @@ def through_rings(mode: str, batch: int, rounds: int, cpus: tuple[int, int]) -> 
             sent.append(time.monotonic_ns())
             put_commits(outbox, stamps, counts, tokens)
             producer.push(outbox)
-            records = next_run(consumer, Kind.NODES)
+            records = next_run(consumer, MessageKind.NODES)
             assert records is not None and replica.add(records)
             received.append(time.monotonic_ns())
             begun = time.monotonic_ns()

@@ -147,8 +147,8 @@ class Watched:
         drafts = self._propose(sequences, limits, num_rows)
         inner = self._switch.inner
         if isinstance(inner, LookaheadDrafter) and inner._model is not None:
-            mirror = inner._model._mirror
-            nodes = mirror.arrays.nodes[0, : mirror.num_nodes(0)].copy()
+            replica = inner._model._replica
+            nodes = replica.arrays.nodes[0, : replica.num_nodes(0)].copy()
             self.notes.append((int(inner._model._generations[0]), nodes, drafts))
         return drafts
 

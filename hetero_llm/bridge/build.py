@@ -1,4 +1,4 @@
-"""Builds the libraries of the bridge, the rings' and the KV copier's, ahead of their first use:
+"""Build the compiled libraries of the bridge (rings, KV copier) ahead of their first use:
 `python -m hetero_llm.bridge.build`."""
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from hetero_llm.utils.native_build import build_library, reason
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Builds, and says where the libraries are.
-
-    Returns:
-        The exit code: 1 if there is no compiler or it fails.
-    """
+    """Build the libraries and print their paths. Returns the exit code: 1 if the compiler is
+    missing or fails."""
     parser = argparse.ArgumentParser(prog="python -m hetero_llm.bridge.build", description=__doc__)
     parser.add_argument("--force", action="store_true", help="build even if the cache has it")
     parser.add_argument(

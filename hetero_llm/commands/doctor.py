@@ -158,7 +158,7 @@ def _cpu() -> tuple[Facts, list[Missing]]:
 
 def _core_plans(topology: Any) -> dict[str, str]:
     """Who would compute on which core beside a draft worker, or a thread that copies KV."""
-    from hetero_llm.cpu.core_plan import deal_cores, deal_to_engine
+    from hetero_llm.engine.core_plan import deal_cores, deal_to_engine
 
     cpus = topology.compute_cpus(reserve=0)
 

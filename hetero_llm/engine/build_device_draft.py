@@ -1,4 +1,4 @@
-"""A draft model beside its target on one device: what it may hold, and the drafter made of it."""
+"""A draft model on the target's device: its limits, its KV blocks and its drafter."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from hetero_llm.runner.kv_cache import KVCacheShape
 
 _MOST_ROWS = 2048
-"""Of a step of the draft model: a prompt's piece is run while sequences wait for their drafts."""
+"""Maximum tokens of a step of the draft model: running sequences wait for their drafts while a
+prompt chunk is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceDraft:
-    """A loaded draft model. See `ChainDrafter` for what the attributes mean."""
+    """A loaded draft model. See `ChainDrafter` for the attributes."""
 
     runner: ModelRunner[Any]
     limits: SchedulerConfig
@@ -30,7 +31,7 @@ class DeviceDraft:
     most_sequences: int | None
 
     def drafter(self) -> ChainDrafter:
-        """A drafter that knows no sequence yet; one at a time may use the runner."""
+        """A new drafter. Only one at a time may use the runner."""
         return ChainDrafter(
             self.runner,
             self.limits,
@@ -43,10 +44,11 @@ class DeviceDraft:
 def draft_limits(
     wanted: DraftModelConfig, model: ModelConfig, target: SchedulerConfig
 ) -> SchedulerConfig:
-    """Limits of the draft model's steps and texts.
+    """Limits of the draft model's steps and sequences.
 
     Args:
-        model: the draft model's. target: the target's limits.
+        model: configuration of the draft model.
+        target: limits of the target.
     """
     longest = wanted.max_model_len or target.max_model_len
     return SchedulerConfig(
@@ -68,14 +70,17 @@ def count_blocks(
     draft: KVCacheShape,
     target: KVCacheShape,
 ) -> int:
-    """KV blocks of the draft model: for as many tokens as the target's cache will hold, where
-    both share `room` bytes, or for all sequences at full length if that is less.
+    """Number of KV blocks of the draft model: as many tokens as the target's cache will hold if
+    both share `room` bytes, but no more than all sequences at full length.
 
     Args:
-        name: of the draft model. limits: its own.
+        name: name of the draft model, for the error.
+        limits: limits of the draft model.
+        room: bytes for both KV caches.
+        draft, target: shapes of their blocks.
 
     Raises:
-        ConfigError: there is no room for a single sequence.
+        ConfigError: there is no room for one sequence of full length.
     """
     needed = -(-limits.max_model_len // limits.block_size)
     most = needed * limits.max_num_seqs

@@ -1,4 +1,4 @@
-"""Starts the draft worker that the configuration asks for, and checks that it fits the target."""
+"""Starts the configured draft worker and checks that its model fits the target."""
 
 from __future__ import annotations
 
@@ -13,42 +13,41 @@ from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.core.drafter import BackgroundDrafter, Drafter
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.demo_models import ALIASES, demo_folder
-from hetero_llm.engine.draft_cores import plan_cores
+from hetero_llm.engine.core_plan import CorePlan, plan_cores
 from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.folders import resolve_model_folder
 from hetero_llm.models.read_config import load_model_config
 
 if TYPE_CHECKING:
-    from hetero_llm.cpu.core_plan import CorePlan
-    from hetero_llm.spec_decode.draft_model.proposer import DraftSource
-    from hetero_llm.spec_decode.draft_model.worker_client import DraftWorker
+    from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
+    from hetero_llm.spec_decode.draft_model.worker_client import DraftWorkerClient
 
 logger = logging.getLogger(__name__)
 
 _WINDOW = 512
-"""Tokens of a long text that the draft model looks at: more changes drafts little, and a prompt's
-are run while the target computes the prompt."""
-_NODES_EACH = 4  # of a tree that does not grow ahead, for each level of the draft
+"""Tokens at the end of a long sequence that the draft model sees: more improve drafts little, and
+the worker runs a prompt's while the target computes the prompt."""
+_NODES_EACH = 4  # nodes for each level of a tree that does not grow ahead
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A worker on its way, and what it was made for."""
+    """A starting worker and what it was started for."""
 
-    worker: DraftWorker
+    worker: DraftWorkerClient
     config: DraftModelConfig
     slots: int
     vocab_size: int
     max_positions: int
 
-    def source(self) -> DraftSource | None:
-        """The worker's drafts, once it is ready; None if it is not and need not be.
+    def proposer(self) -> DraftModelProposer | None:
+        """Wait for the worker and return its proposer; None if it failed and is optional.
 
         Raises:
-            ConfigError: it cannot serve this target, or could not load its model.
+            ConfigError: the worker does not fit the target, or could not load its model.
         """
-        from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+        from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 
         try:
             self.worker.wait_ready()
@@ -58,14 +57,14 @@ class DraftModel:
                 raise
             logger.warning("serving without the draft model: %s", error)
             return None
-        return DraftSource(
+        return DraftModelProposer(
             self.worker, self.config, slots=self.slots, vocab_size=self.vocab_size,
             max_positions=self.max_positions,
         )  # fmt: skip
 
 
 class MissingWorker:
-    """In the place of a worker that is asked for, optional, and not there."""
+    """Reports metrics in place of an optional worker that could not be started."""
 
     def metrics(self) -> dict[str, float]:
         return {"draft_worker_up": 0.0}
@@ -77,7 +76,8 @@ class MissingWorker:
 def attended_by(
     drafter: Drafter | None, speculation: SpeculationConfig | None
 ) -> BackgroundDrafter | None:
-    """What an engine has beside it: its drafter, if something of that runs in another process."""
+    """The background drafter that the engine reports and shuts down: its drafter, if part of that
+    runs in another process."""
     found = drafter if isinstance(drafter, BackgroundDrafter) else None
     wanted = None if speculation is None else speculation.draft
     if wanted is None or not wanted.on_cpu:
@@ -95,8 +95,8 @@ def prepare_draft_model(
     target_on_cpu: bool,
     max_model_len: int,
 ) -> tuple[EngineConfig, DraftModel | None]:
-    """Starts the worker of the draft model that is asked for, if one is; the configuration comes
-    back with the threads that are left to a target on the CPU.
+    """Start the worker of the configured draft model, if there is one. Returns the configuration,
+    with the threads left to a target on the CPU filled in, and the starting worker.
 
     Raises:
         ConfigError, ModelLoadError: see `start_draft_model`.
@@ -133,18 +133,19 @@ def start_draft_model(
     load_format: str,
     allow_pickle: bool = False,
 ) -> DraftModel:
-    """Starts loading in a process of its own.
+    """Start a worker process, which begins to load the draft model.
 
     Args:
-        tokenizer: the target's; None: only the sizes of the vocabularies are compared.
-        slots: sequences that run at a time.
-        load_format: of `own_load_format`. allow_pickle: whether its weights may be pickled.
+        tokenizer: the target's; None: compare only vocabulary sizes.
+        slots: maximum number of concurrent requests.
+        load_format: result of `own_load_format`.
+        allow_pickle: whether pickled weight files may be read.
 
     Raises:
         ConfigError: the models do not fit each other, or no worker can be started.
         ModelLoadError: there is no such model.
     """
-    from hetero_llm.spec_decode.draft_model.worker_client import DraftWorker
+    from hetero_llm.spec_decode.draft_model.worker_client import DraftWorkerClient
     from hetero_llm.spec_decode.draft_model.worker_settings import WorkerSettings
 
     folder, model = find_draft_model(
@@ -169,13 +170,13 @@ def start_draft_model(
         most_nodes=min(_NODES_EACH * config.num_tokens, MAX_NODES),
     )
     logger.info("cores: %s", plan.words())
-    worker = DraftWorker(settings, vocab_size=target.vocab_size)
+    worker = DraftWorkerClient(settings, vocab_size=target.vocab_size)
     return DraftModel(worker, config, slots, target.vocab_size, longest)
 
 
 def own_load_format(target: str) -> str:
-    """A draft model's load format: dummy weights go with dummy weights, else it may be stored in
-    another way than the target."""
+    """A draft model's load format: "dummy" for a dummy target, else "auto", since it may be stored
+    in another format than the target."""
     return "dummy" if target == "dummy" else "auto"
 
 
@@ -187,14 +188,14 @@ def find_draft_model(
     load_format: str,
     allow_pickle: bool,
 ) -> tuple[Path, ModelConfig]:
-    """The checkpoint's folder and configuration.
+    """Folder and configuration of the draft model's checkpoint.
 
     Args:
-        tokenizer: the target's; None: only the sizes of the vocabularies are compared.
+        tokenizer: the target's; None: compare only vocabulary sizes.
         load_format, allow_pickle: as `start_draft_model`.
 
     Raises:
-        ConfigError: its tokens are not the target's.
+        ConfigError: its vocabulary or tokenizer differs from the target's.
         ModelLoadError: there is no such model.
     """
     name = str(demo_folder(config.model)) if config.model in ALIASES else config.model
@@ -220,7 +221,7 @@ def _check_vocabulary(
     try:
         own = load_tokenizer(folder, mode="auto", trust_remote_code=False)
     except ModelLoadError:
-        return  # a draft model may come without one
+        return  # draft models may come without a tokenizer
     if own.fingerprint() != tokenizer.fingerprint():
         reason = "its tokenizer is another one than the target's: its tokens mean something else"
         raise ConfigError("speculative_model", name, reason)

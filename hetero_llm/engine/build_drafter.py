@@ -16,7 +16,7 @@ from hetero_llm.kv_cache.prefix_cache import hash_root
 from hetero_llm.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+    from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
     from hetero_llm.spec_decode.lookahead.snapshot import Place
     from hetero_llm.spec_decode.lookahead.store import Store
 
@@ -31,7 +31,7 @@ def make_drafter(
     model: ModelConfig,
     max_model_len: int,
     tokenizer: Tokenizer | None = None,
-    source: DraftSource | None = None,
+    proposer: DraftModelProposer | None = None,
 ) -> tuple[Drafter | None, Store | None]:
     """None without speculation; a store with the lookahead cache only, whose warm-up has begun.
 
@@ -57,8 +57,10 @@ def make_drafter(
         )
         return drafter, None
     if speculation.lookahead is not None:
-        return _lookahead(speculation, model, max_model_len, tokenizer, source)
-    return None if source is None else _model_alone(speculation, model, max_model_len, source), None
+        return _lookahead(speculation, model, max_model_len, tokenizer, proposer)
+    return None if proposer is None else _model_alone(
+        speculation, model, max_model_len, proposer
+    ), None
 
 
 def fit_to_model(
@@ -97,7 +99,7 @@ def _lookahead(
     model: ModelConfig,
     max_model_len: int,
     tokenizer: Tokenizer | None,
-    source: DraftSource | None,
+    proposer: DraftModelProposer | None,
 ) -> tuple[Drafter, Store]:
     from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
     from hetero_llm.spec_decode.lookahead.store import Store
@@ -107,7 +109,7 @@ def _lookahead(
     config = fit_to_model(speculation.lookahead, model, max_model_len)
     place = place_for(config, speculation.memory_utilization, tokenizer)
     drafter = LookaheadDrafter(
-        config, width=max_model_len, capacity=place.capacity, model=source,
+        config, width=max_model_len, capacity=place.capacity, model=proposer,
         most_sequences=speculation.most_sequences,
     )  # fmt: skip
     store = Store(drafter.history, place)
@@ -123,7 +125,10 @@ def _lookahead(
 
 
 def _model_alone(
-    speculation: SpeculationConfig, model: ModelConfig, max_model_len: int, source: DraftSource
+    speculation: SpeculationConfig,
+    model: ModelConfig,
+    max_model_len: int,
+    proposer: DraftModelProposer,
 ) -> Drafter:
     """Drafts of the model without any cache."""
     from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
@@ -133,6 +138,6 @@ def _model_alone(
         width=max_model_len,
         capacity=0,
         uses_cache=False,
-        model=source,
+        model=proposer,
         most_sequences=speculation.most_sequences,
     )

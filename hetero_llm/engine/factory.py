@@ -194,9 +194,9 @@ def _join(
     if device_draft is not None:
         drafter = device_draft.drafter()
     elif drafter is None:
-        source = None if draft_model is None else draft_model.source()
+        proposer = None if draft_model is None else draft_model.proposer()
         drafter, store = make_drafter(
-            config.speculation, model_config, max_model_len, tokenizer, source
+            config.speculation, model_config, max_model_len, tokenizer, proposer
         )
     _tell_costs(drafter, runner)
     times = step_times(model_config, model.parameters_of_a_row())
@@ -367,7 +367,7 @@ def _platform(config: EngineConfig, device: torch.device) -> HostPlatform | None
         return None
     import torch
 
-    from hetero_llm.engine.draft_cores import plan_cores
+    from hetero_llm.engine.core_plan import plan_cores
     from hetero_llm.gpu.layer_ready import DeviceGates
     from hetero_llm.utils.numa import numa_node
 

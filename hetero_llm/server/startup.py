@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero_llm.config.engine_config import EngineConfig
-from hetero_llm.engine.draft_cores import plan_cores
+from hetero_llm.engine.core_plan import plan_cores
 from hetero_llm.engine.engine_client import EngineInfo
 
 

@@ -19,7 +19,7 @@ from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.spec_decode.budget import StepCosts
-from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 from hetero_llm.spec_decode.lookahead.global_cache import History
 from hetero_llm.spec_decode.lookahead.indexes import RAW, TURBO, RawSource, Rows, TurboSource
 from hetero_llm.spec_decode.lookahead.ngram_index import SIGNATURE_TOKENS
@@ -64,7 +64,7 @@ class LookaheadDrafter:
         width: int,
         capacity: int,
         uses_cache: bool = True,
-        model: DraftSource | None = None,
+        model: DraftModelProposer | None = None,
         most_sequences: int | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
@@ -189,7 +189,7 @@ class LookaheadDrafter:
             # Who is asked soon is told now, so that it has drafts by then.
             if not self._asked and self._resting <= 1:
                 self._keep_up()
-            self._model.settle()
+            self._model.run_deferred()
         self._asked = False
         # Nobody waits now, and for the next proposal these will be as they are.
         self._desk.price(self._costs)
@@ -260,7 +260,7 @@ class LookaheadDrafter:
         learned, ended sequences forgotten."""
         if self._model is not None and self._verified is not None:
             rows, kept = self._verified
-            self._model.graft(rows, self._desk.found, kept)
+            self._model.add_external_nodes(rows, self._desk.found, kept)
         self._verified = None
         ended = self._end() if self._ended else None
         if self._unlearned:

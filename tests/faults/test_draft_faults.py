@@ -30,8 +30,8 @@ from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.spec_decode.budget import StepCosts
 from hetero_llm.spec_decode.draft_model import worker_client
-from hetero_llm.spec_decode.draft_model.proposer import DraftSource
-from hetero_llm.spec_decode.draft_model.worker_client import DraftWorker
+from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
+from hetero_llm.spec_decode.draft_model.worker_client import DraftWorkerClient
 from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
 from tests.bridge.ipc.tools import HEAD, SLOT_BYTES, SLOTS_AT, TAIL
 from tests.helpers.draft_traffic import (
@@ -75,14 +75,14 @@ class Broken:
         return self.engine.step()
 
     @property
-    def source(self) -> DraftSource:
+    def proposer(self) -> DraftModelProposer:
         drafter = self.engine._attended
         assert isinstance(drafter, LookaheadDrafter) and drafter._model is not None
         return drafter._model
 
     @property
-    def worker(self) -> DraftWorker:
-        return self.source._worker
+    def worker(self) -> DraftWorkerClient:
+        return self.proposer._worker
 
     @property
     def rings(self) -> tuple[Ring, Ring]:
@@ -102,27 +102,28 @@ class Broken:
         """As an engine that goes on stepping, but without steps."""
         until = time.monotonic() + PATIENCE
         while not self.metric("draft_worker_up"):
-            self.source.settle()
+            self.proposer.run_deferred()
             self.worker.poll(5000)
             assert time.monotonic() < until
-        self.source.settle()
+        self.proposer.run_deferred()
 
     def wait_for_drafts(self) -> None:
         """Until the worker has drafted for all texts, on a machine with something to do a while."""
         for _ in range(100):
-            rows = np.flatnonzero(self.source._generations >= 0)
-            if self.source._mirror.caught_up(rows).all():
+            rows = np.flatnonzero(self.proposer._generations >= 0)
+            if self.proposer._replica.caught_up(rows).all():
                 break
-            self.source._take_in(5000)
+            self.proposer._receive(5000)
 
     def metric(self, name: str) -> float:
         return self.engine.metrics()[name]
 
     def check_nothing_is_held(self) -> None:
-        self.source.settle()
+        self.proposer.run_deferred()
         assert self.metric("num_requests_running") == self.metric("num_requests_waiting") == 0
         assert self.metric("kv_cache_usage_perc") == 0
-        assert not self.source._sequences and (self.source._generations == -1).all()
+        self.proposer.check_integrity()
+        assert self.proposer.num_sequences == 0
         assert len(children()) == (self.worker.pid is not None)
 
 
@@ -164,7 +165,7 @@ def plain(target: Path) -> Served:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new worker starts at once, whatever became of the last ones."""
     monkeypatch.setattr(worker_client, "_BACK_OFF", 0.0)
-    monkeypatch.setattr(worker_client, "_MOST_DEATHS", 1000)
+    monkeypatch.setattr(worker_client, "_MAX_DEATHS", 1000)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +183,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def kill(worker: DraftWorker) -> None:
+def kill(worker: DraftWorkerClient) -> None:
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)
     os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
@@ -274,7 +275,7 @@ def test_stopped(
             os.kill(worker.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
         if len(stopped) == 40:
-            monkeypatch.setattr(worker, "_clock", lambda: clock() + 2 * worker_client.SILENCE)
+            monkeypatch.setattr(worker, "_clock", lambda: clock() + 2 * worker_client.HANG_SECONDS)
         stopped.append(broken.metric("draft_worker_up"))
 
     stopped: list[float] = []
@@ -306,7 +307,7 @@ def test_garbage_in_a_ring(broken: Broken, plain: Served, impatient: None, which
     broken.wait_until_up()
     rng = np.random.default_rng(which)
     rejected, worker = broken.metric("draft_rejected_messages"), broken.worker
-    told, deaths = [worker._generation], worker.counters.deaths
+    commits, deaths = [worker._generation], worker.counters.deaths
 
     def hurt(step: int) -> None:
         if step % 5 == 0:
@@ -324,20 +325,20 @@ def test_garbage_in_a_ring(broken: Broken, plain: Served, impatient: None, which
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGCONT)
     broken.check_nothing_is_held()
-    told.append(worker._generation)
+    commits.append(worker._generation)
     hits = broken.metric("draft_hits")
     assert differing(plain, broken.serve(lambda _: broken.wait_for_drafts())) == []
     assert broken.metric("draft_hits") > hits + 50  # as before
-    told.append(worker._generation)
+    commits.append(worker._generation)
     assert worker.counters.deaths == deaths and broken.metric("draft_worker_up") == 1
     if which == 0:
-        assert told[1] - told[0] > told[2] - told[1] + 10
+        assert commits[1] - commits[0] > commits[2] - commits[1] + 10
     else:
         assert broken.metric("draft_rejected_messages") > rejected
 
 
 def test_damaged_positions_of_a_ring(broken: Broken, plain: Served, impatient: None) -> None:
-    """What the two sides share besides records is put right by whoever owns it."""
+    """What the two sides share besides messages is put right by whoever owns it."""
     broken.wait_until_up()
     rng = np.random.default_rng(3)
 
@@ -437,7 +438,7 @@ def test_a_ring_that_is_none(target: Path, draft: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(worker_client, "create_ring", stale)
     before = children()
-    with pytest.raises(ConfigError, match="RingError: .* it is another ring than the ticket") as e:
+    with pytest.raises(ConfigError, match="RingError: .* it is another ring than the handle") as e:
         build(target, 7, None, batch_invariant=True, speculative_model=str(draft), **DRAFTS)
     assert "\n" not in str(e.value)
     assert children() == before

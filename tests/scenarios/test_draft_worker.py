@@ -23,13 +23,13 @@ from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.cpu import native
-from hetero_llm.cpu.core_plan import CorePlan
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel
 from hetero_llm.engine.build_draft_worker import prepare_draft_model, start_draft_model
+from hetero_llm.engine.core_plan import CorePlan
 from hetero_llm.engine.tokenizer import load_tokenizer
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.spec_decode.budget import StepCosts
-from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
 from tests.helpers.draft_traffic import (
     EVERYTHING,
@@ -110,7 +110,7 @@ def benches(target: Path) -> Callable[[str], Bench]:
 def drafter_of(worker: LocalWorker, *, uses_cache: bool, **settings: Any) -> LookaheadDrafter:
     """What the factory makes of a worker."""
     values = {name: getattr(CONFIG, name) for name in CONFIG.__slots__} | settings
-    source = DraftSource(
+    proposer = DraftModelProposer(
         as_any(worker), DraftModelConfig(**values), slots=SLOTS, vocab_size=VOCAB,
         max_positions=MAX_LEN,
     )  # fmt: skip
@@ -120,7 +120,7 @@ def drafter_of(worker: LocalWorker, *, uses_cache: bool, **settings: Any) -> Loo
     )  # fmt: skip
     return LookaheadDrafter(
         config, width=MAX_LEN, capacity=1 << 14 if uses_cache else 0, uses_cache=uses_cache,
-        model=source,
+        model=proposer,
     )  # fmt: skip
 
 
@@ -195,12 +195,12 @@ def test_every_row_is_given_back(benches: Callable[[str], Bench], draft_model: D
     for _ in range(3):
         drafter.run_deferred()
         worker.poll()
-    source = drafter._model
-    assert source is not None
-    assert (source._lengths == 0).all() and (source._generations == -1).all()
-    assert not source._sequences
-    assert (worker.bed.worker._forest.lengths == 0).all()
-    assert all(draft_model.pages.length(slot) == 0 for slot in range(SLOTS))
+    proposer = drafter._model
+    assert proposer is not None
+    proposer.check_integrity()
+    assert proposer.num_sequences == 0
+    assert (worker.bed.worker.tree_pool.lengths == 0).all()
+    assert not any(len(draft_model.kv_layout.token_ids(slot)) for slot in range(SLOTS))
     drafter.shut_down()
 
 

@@ -470,8 +470,8 @@ _LEVELS = 3  # of the trees of `Stepwise`
 
 
 class Stepwise:
-    """In the place of a `DraftSource` that never waits. Its worker drafts while a step runs, for
-    texts as they were told before; it is always right: texts count up.
+    """Stands in for a `DraftModelProposer` that never waits. Its worker drafts while a step runs,
+    for texts as they were told before; it is always right: texts count up.
 
     Attributes:
         stands: nothing is drafted. tellings: how often there was something new.
@@ -503,10 +503,10 @@ class Stepwise:
             self.drafts.counts[index] = left
         return self.drafts.some(slice(len(rows)))
 
-    def graft(self, rows: Any, found: Proposals, kept: Any) -> None:
+    def add_external_nodes(self, rows: Any, found: Proposals, kept: Any) -> None:
         pass
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         pass
 
 

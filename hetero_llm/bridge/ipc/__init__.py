@@ -1,1 +1,1 @@
-"""Records between the engine and its draft worker: rings in shared memory."""
+"""Messages between engine and draft worker, and the shared-memory rings that carry them."""

@@ -1,4 +1,4 @@
-"""The compiled rings, built at first use: the headers in `csrc` tell what each function does."""
+"""ctypes bindings of the compiled rings, built at first use. csrc/*.h document the functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _POINTER, _INT, _UINT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
 
 
 COUNTERS = (
-    "records",
+    "messages",
     "slots",
     "corrupt_slots",
     "dropped_slots",
@@ -37,13 +37,13 @@ COUNTERS = (
 
 
 class Counters(ctypes.Structure):
-    """What `hetero_ring_counters` tells."""
+    """Output of `hetero_ring_counters`."""
 
     _fields_ = [(name, _INT) for name in COUNTERS]
 
 
 def recipe(*, sanitize: bool = False) -> Recipe:
-    """How the library is built; `sanitize`: with AddressSanitizer and UBSan."""
+    """Build recipe of the library; `sanitize`: with AddressSanitizer and UBSan."""
     return Recipe(
         "rings-sanitized" if sanitize else "rings",
         _SOURCES,
@@ -52,8 +52,8 @@ def recipe(*, sanitize: bool = False) -> Recipe:
     )
 
 
-# None: called with `c_void_p`, bytes and numbers of 31 bits, whose conversion by declared types
-# would take longer than the function.
+# No argument types (None): the function is called with `c_void_p`, bytes and integers below 2^31,
+# whose conversion by declared types would take longer than the function.
 _FUNCTIONS: tuple[tuple[str, Any, list[Any] | None], ...] = (
     ("hetero_ring_bytes", _INT, [_INT]),
     ("hetero_ring_format", None, [_POINTER, _INT, ctypes.c_uint64, _UINT]),
@@ -71,14 +71,13 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any] | None], ...] = (
     ("hetero_outbox_drop", None, [_POINTER, _INT]),
     ("hetero_outbox_words", _INT, [_POINTER]),
     ("hetero_outbox_copy", None, [_POINTER] * 3),
-    ("hetero_outbox_push", _INT, [_POINTER] * 2),
     ("hetero_crc32c", _UINT, [_POINTER, _INT, _UINT, _INT]),
 )
 
 
 @lru_cache(maxsize=1)
 def load() -> CallableLibrary:
-    """The library, compiled if need be.
+    """The library, compiled if it is not cached.
 
     Raises:
         RingError: there is no compiler, it fails, or HETERO_LLM_NATIVE is 0.

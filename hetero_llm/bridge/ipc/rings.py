@@ -1,14 +1,15 @@
-"""Rings of records between two processes: shared memory, one that pushes, one that pops.
+"""Message rings between two processes in shared memory: one producer, one consumer.
 
-The engine makes a ring for each direction and starts the worker with the descriptors and tickets:
+The engine creates a ring for each direction and starts the worker with descriptors and handles:
 
     ring = create_ring(slots)
-    Popen([..., ring.ticket], pass_fds=[ring.fd])        # there: attach_ring(ticket)
+    Popen([..., ring.handle], pass_fds=[ring.fd])        # in the child: attach_ring(handle)
 
-The memory has no name, so a killed process leaves nothing behind. Neither side waits for a lock,
-ever: the producer pushes or is told that the ring is full, the consumer waits a bounded time. What
-was damaged in the memory is noticed, counted and skipped (csrc/ring.h). A worker that is started
-anew gets new rings.
+The memory has no name, so a killed process leaves nothing behind. There are no locks: a push
+returns at once, with FULL if the ring has no room, and a pop waits a bounded time. Damaged memory
+is detected by checksums, counted and skipped (csrc/ring.h). A restarted worker gets new rings.
+
+A ring consists of slots of 64 bytes; a message takes one or more of them.
 """
 
 from __future__ import annotations
@@ -28,65 +29,65 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from hetero_llm.bridge.ipc import ring_library
-from hetero_llm.bridge.ipc.messages import HEADER, MAX_WORDS, Outbox, Records
+from hetero_llm.bridge.ipc.messages import HEADER, MAX_WORDS, Messages, Outbox
 from hetero_llm.core.errors import RingError
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_SLOTS = 1 << 14
-"""1 MiB: prompts of some 200,000 tokens, or 5,000 records of 8 nodes, not popped yet."""
+"""1 MiB: room for prompts of some 200,000 tokens, or 5,000 messages of 8 nodes."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _FOLDERS = ("/dev/shm", None)
-"""Where the memory lies if there is no memfd; None: the folder for temporary files."""
+"""Folders tried for the memory if there is no memfd; None: the one for temporary files."""
 
 _REFUSALS = {
     1: "it is too small",
     2: "it is no ring",
     3: "it is of another version",
     4: "its header is damaged",
-    5: "its size is not the ticket's",
-    6: "it is another ring than the ticket's",
+    5: "its size is not the handle's",
+    6: "it is another ring than the handle's",
 }
 _INTERRUPTED = 5
 
-# What a pop tells (csrc/ring.h).
-_KIND_BIT, _RECORDS_BIT, _WORDS_BIT = 4, 12, 32
-_STATUS_MASK, _KIND_MASK, _RECORDS_MASK = 0xF, 0xFF, 0xFFFFF
-_MOST_WORDS = 2**31 - 1
+# Bit layout of the result of a pop (csrc/ring.h).
+_KIND_BIT, _MESSAGES_BIT, _WORDS_BIT = 4, 12, 32
+_STATUS_MASK, _KIND_MASK, _MESSAGES_MASK = 0xF, 0xFF, 0xFFFFF
+_MAX_WORDS = 2**31 - 1
 
-_MOST_SHAPES = 4096
-"""Views of its buffers that a consumer keeps."""
+_MAX_SHAPES = 4096
+"""Maximum number of buffer views that a consumer caches."""
 
 
 class RingStatus(enum.IntEnum):
-    """How a push or a pop went."""
+    """Outcome of a push or a pop."""
 
     OK = 0
     EMPTY = 1
-    """Nothing was there, and nobody waited for it."""
+    """The ring was empty and the pop had no timeout."""
     FULL = 2
-    """Some or all records had no room."""
+    """Some or all messages did not fit."""
     CORRUPT = 3
-    """Something was damaged and is lost; the records that came are sound."""
+    """Some messages were damaged and are lost; those returned are sound."""
     TIMEOUT = 4
-    """Nothing came in time."""
+    """The ring stayed empty until the timeout."""
 
 
 _STATUSES = tuple(RingStatus)
-_OK, _FULL = RingStatus.OK, RingStatus.FULL  # looking a member up takes long
+_OK, _FULL = RingStatus.OK, RingStatus.FULL  # attribute access on an enum class is slow
 
 
 class Popped(NamedTuple):
-    """What a pop gave."""
+    """Result of a pop."""
 
     status: RingStatus
-    records: Records
+    messages: Messages
 
 
-_NO_RECORDS = Records(np.zeros(0, HEADER), np.zeros(0, np.int32))
-_NOTHING = {status.value: Popped(status, _NO_RECORDS) for status in RingStatus}
-"""By what a pop tells without any record."""
+_NO_MESSAGES = Messages(np.zeros(0, HEADER), np.zeros(0, np.int32))
+_NOTHING = {status.value: Popped(status, _NO_MESSAGES) for status in RingStatus}
+"""Results without messages, by the compiled function's return value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +95,18 @@ class RingCounters:
     """Totals of one end since it was opened.
 
     Attributes:
-        records, slots: pushed or popped.
-        corrupt_slots: that failed their checks.
-        dropped_slots: sound ones of records that have a corrupt one.
-        bad_positions: times that the other side's position was not to be believed.
+        messages, slots: pushed or popped.
+        corrupt_slots: slots whose checksum was wrong.
+        dropped_slots: sound slots of messages that have a corrupt one.
+        bad_positions: implausible positions of the other side.
         full: pushes that could not push everything.
         naps: waits that went to sleep.
-        wakes: sleepers that were woken.
-        missed_wakes: naps that ran to their end although something had come: lost is a part of a
-            second, no record.
+        wakes: wake-ups of the sleeping consumer.
+        missed_wakes: naps that lasted to their end although a message had come; this costs up to
+            0.1 s, no message.
     """
 
-    records: int
+    messages: int
     slots: int
     corrupt_slots: int
     dropped_slots: int
@@ -121,9 +122,9 @@ class Ring:
     """A ring's memory in this process.
 
     Attributes:
-        fd: descriptor of the memory, for the other process to inherit.
-        slots: of 64 bytes.
-        stamp: marks what belongs to this ring.
+        fd: descriptor of the memory, inherited by the other process.
+        slots: number of 64-byte slots.
+        stamp: random number that identifies the ring.
         memory: the mapping.
     """
 
@@ -133,13 +134,13 @@ class Ring:
     memory: mmap.mmap
 
     @property
-    def ticket(self) -> str:
-        """What `attach_ring` needs to know in a process that inherited `fd`."""
+    def handle(self) -> str:
+        """Argument of `attach_ring` in a process that inherited `fd`."""
         return f"{self.fd}:{self.slots}:{self.stamp:016x}"
 
     def close(self) -> None:
-        """Gives descriptor and memory back; ends in this process are closed before. For the other
-        process nothing changes."""
+        """Release descriptor and mapping; close this process's end first. The other process keeps
+        its own."""
         self.memory.close()
         os.close(self.fd)
 
@@ -151,14 +152,14 @@ class Ring:
 
 
 def create_ring(slots: int = DEFAULT_SLOTS, *, start: int = 0) -> Ring:
-    """A new, empty ring.
+    """Create an empty ring.
 
     Args:
-        slots: a power of two; a record of the longest body takes 512.
-        start: first position, for tests of what happens beyond 2**32.
+        slots: a power of two; a message with the longest body takes 512.
+        start: first position, so that tests can cross 2**32.
 
     Raises:
-        RingError: there is no memory, or no compiled library.
+        RingError: not enough memory, or no compiled library.
     """
     library = ring_library.load().quick
     size = library.hetero_ring_bytes(slots)
@@ -174,38 +175,38 @@ def create_ring(slots: int = DEFAULT_SLOTS, *, start: int = 0) -> Ring:
     return Ring(fd, slots, stamp, memory)
 
 
-def attach_ring(ticket: str) -> Ring:
-    """The ring that another process made and this one inherited.
+def attach_ring(handle: str) -> Ring:
+    """Map a ring that another process created and this one inherited.
 
     Raises:
-        RingError: the descriptor is not open or not that ring, or there is no compiled library.
+        RingError: the descriptor is closed or of another file, or there is no compiled library.
     """
     library = ring_library.load().quick
     try:
-        fd_text, slots_text, stamp_text = ticket.split(":")
+        fd_text, slots_text, stamp_text = handle.split(":")
         fd, slots, stamp = int(fd_text), int(slots_text), int(stamp_text, 16)
         size = os.fstat(fd).st_size
         memory = _mapped(fd, size)
     except (OSError, OverflowError, ValueError) as error:
-        raise RingError(f"ticket {ticket!r} leads to no memory: {error}") from error
+        raise RingError(f"ring handle {handle!r} leads to no memory: {error}") from error
     refusal = library.hetero_ring_refusal(_address(memory), size, slots, stamp)
     if refusal != 0:
         memory.close()
-        raise RingError(f"ticket {ticket!r} is refused: {_REFUSALS[refusal]}")
+        raise RingError(f"ring handle {handle!r} is refused: {_REFUSALS[refusal]}")
     return Ring(fd, slots, stamp, memory)
 
 
 class _End:
-    """One end of a ring, open in this process. For one thread at a time."""
+    """One end of a ring, open in this process. One thread at a time."""
 
     _role: int
 
     def __init__(self, ring: Ring) -> None:
         """Raises:
-        RingError: the ring has this end open already, or was damaged.
+        RingError: this end is open already, or the memory is damaged.
         """
         self._library = ring_library.load()
-        # As long as this exists the mapping refuses to be closed.
+        # While this exists, closing the mapping fails.
         self._memory = ctypes.c_char.from_buffer(ring.memory)
         self._ring = ring
         base = ctypes.addressof(self._memory)
@@ -217,12 +218,12 @@ class _End:
 
     def counters(self) -> RingCounters:
         assert self._handle is not None, "closed"
-        told = ring_library.Counters()
-        self._library.quick.hetero_ring_counters(self._handle, ctypes.addressof(told))
-        return RingCounters(*(getattr(told, name) for name in ring_library.COUNTERS))
+        result = ring_library.Counters()
+        self._library.quick.hetero_ring_counters(self._handle, ctypes.addressof(result))
+        return RingCounters(*(getattr(result, name) for name in ring_library.COUNTERS))
 
     def close(self) -> None:
-        """May be called again; nothing else may."""
+        """Close the end; calling it again has no effect."""
         if self._handle is not None:
             self._library.quick.hetero_ring_close(self._handle)
             self._handle = None
@@ -236,19 +237,19 @@ class _End:
 
 
 class Producer(_End):
-    """The end that pushes."""
+    """The pushing end."""
 
     _role = 0
 
     def push(self, outbox: Outbox) -> RingStatus:
-        """Pushes what waits, as far as there is room: OK or FULL. What was pushed leaves the
-        outbox. Never waits. Takes microseconds, more if the consumer sleeps (it is woken)."""
+        """Move messages from the outbox into the ring, as many as fit: OK or FULL. Never waits.
+        Takes microseconds, more if it has to wake the consumer."""
         assert self._handle is not None, "closed"
         return _FULL if outbox.push_into(self._handle) else _OK
 
 
 class Consumer(_End):
-    """The end that pops."""
+    """The popping end."""
 
     _role = 1
 
@@ -257,63 +258,63 @@ class Consumer(_End):
         ring: Ring,
         *,
         spin_us: int = 50,
-        max_records: int = 256,
+        max_messages: int = 256,
         max_words: int = 1 << 15,
     ) -> None:
-        """Opens the end.
+        """Open the end.
 
         Args:
             spin_us: how long a wait spins before it sleeps.
-            max_records, max_words: most that one pop gives.
+            max_messages, max_words: maximum that one pop returns.
         """
         super().__init__(ring)
-        assert spin_us >= 0 and 0 < max_records <= _RECORDS_MASK
-        assert MAX_WORDS <= max_words <= _MOST_WORDS
+        assert spin_us >= 0 and 0 < max_messages <= _MESSAGES_MASK
+        assert MAX_WORDS <= max_words <= _MAX_WORDS
         self._spin_ns = spin_us * 1000
-        self._headers = np.zeros(max_records, HEADER)
+        self._headers = np.zeros(max_messages, HEADER)
         self._words = np.zeros(max_words, np.int32)
         self._popped = _NOTHING.copy()
         self._library.quick.hetero_ring_buffers(
             self._handle,
             self._headers.ctypes.data,
             self._words.ctypes.data,
-            max_records,
+            max_messages,
             max_words,
         )
         self._pop = self._library.quick.hetero_ring_pop
         self._wait = self._library.waiting.hetero_ring_wait
 
     def pop(self, timeout_us: int = 0) -> Popped:
-        """Records that are there: OK, or CORRUPT with those that are sound. If nothing is there,
-        EMPTY, or TIMEOUT after waiting so long.
+        """Pop the available messages. Status OK; CORRUPT if damaged ones were skipped; EMPTY if
+        there are none; TIMEOUT if none came within `timeout_us` > 0.
 
-        The records lie in this end's own buffers: the next pop overwrites them (`Records.copy`).
-        The GIL is kept without a timeout, and given away while waiting.
+        The messages lie in buffers of this end that the next pop overwrites (`Messages.copy`). The
+        GIL is released only while waiting.
         """
         assert self._handle is not None, "closed"
         if timeout_us <= 0:
-            told = self._pop(self._handle)
+            result = self._pop(self._handle)
         else:
             deadline = time.monotonic_ns() + timeout_us * 1000
-            told = self._wait(self._handle, deadline, self._spin_ns)
-            while told == _INTERRUPTED:  # Python's handler has run by now
-                told = self._wait(self._handle, deadline, self._spin_ns)
-        return self._popped.get(told) or self._new_popped(told)
+            result = self._wait(self._handle, deadline, self._spin_ns)
+            while result == _INTERRUPTED:  # Python's signal handler has run by now
+                result = self._wait(self._handle, deadline, self._spin_ns)
+        return self._popped.get(result) or self._new_popped(result)
 
-    def _new_popped(self, told: int) -> Popped:
-        """Views of the buffers, kept: the same shapes come again and again."""
-        count, words = told >> _RECORDS_BIT & _RECORDS_MASK, told >> _WORDS_BIT
-        kind = told >> _KIND_BIT & _KIND_MASK
-        records = Records(self._headers[:count], self._words[:words], kind or None)
-        popped = Popped(_STATUSES[told & _STATUS_MASK], records)
-        if len(self._popped) >= _MOST_SHAPES:
+    def _new_popped(self, result: int) -> Popped:
+        """Views of the buffers for a new combination of counts; cached, since they recur."""
+        count, words = result >> _MESSAGES_BIT & _MESSAGES_MASK, result >> _WORDS_BIT
+        kind = result >> _KIND_BIT & _KIND_MASK
+        messages = Messages(self._headers[:count], self._words[:words], kind or None)
+        popped = Popped(_STATUSES[result & _STATUS_MASK], messages)
+        if len(self._popped) >= _MAX_SHAPES:
             self._popped = _NOTHING.copy()
-        self._popped[told] = popped
+        self._popped[result] = popped
         return popped
 
 
 def _mapped(fd: int, size: int) -> mmap.mmap:
-    """The memory, with its pages there: who first comes to one would wait for it."""
+    """Map the memory and populate its pages, so that no access faults later."""
     return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
@@ -322,15 +323,16 @@ def _address(memory: mmap.mmap) -> int:
 
 
 def _allocate(size: int) -> int:
-    """A descriptor of so many bytes that are really there: a full /dev/shm is no SIGBUS later.
+    """Allocate `size` bytes and return their descriptor. The bytes are reserved, so that a full
+    /dev/shm cannot cause a SIGBUS later.
 
     Raises:
-        RingError: there are not as many.
+        RingError: not enough memory.
     """
     try:
         created = os.memfd_create("hetero-llm-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fd = _filled(created, size)
-        # A process that shrank it would kill the other one by SIGBUS.
+        # Sealed: a process that shrank it would kill the other one by SIGBUS.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         return fd
     except OSError as error:
@@ -346,7 +348,7 @@ def _allocate(size: int) -> int:
 
 
 def _filled(fd: int, size: int) -> int:
-    """The descriptor, with memory behind it; closed if there is none."""
+    """Reserve the bytes behind `fd` and return it; close it if that fails."""
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError:

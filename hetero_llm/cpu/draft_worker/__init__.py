@@ -1,1 +1,1 @@
-"""Draft model on the CPU: a worker process grows trees of what may come next. numba and torch."""
+"""The draft worker: a process that runs a draft model on the CPU and grows draft trees."""

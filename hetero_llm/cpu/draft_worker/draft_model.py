@@ -1,13 +1,15 @@
-"""The draft model of the CPU draft worker: which tokens may follow committed texts and tree nodes.
+"""The draft model of the CPU draft worker: candidates after committed prefixes and tree nodes.
 
     model = DraftModel.load(folder, sizes, dtype=torch.bfloat16, weight_format="int8", threads=8)
-    model.open(slot, prompt)
-    found = model.step(model.plan_trunk(256), Branches(*forest.choose(seconds)[:6]))
-    model.append(slot, committed)
-    model.keep(slots, moves)                                # of `Forest.commit`
+    layout = model.kv_layout
+    layout.open(slot, prompt)
+    found = model.step(layout.plan_prefix(256), TreeNodes(*pool.choose(seconds)[:6]))
+    layout.append(slot, committed)
+    layout.keep(slots, moves)                                # moves of `TreePool.commit`
 
-A step runs pending tokens of some texts (the trunk) and tree nodes of others; a text's nodes can
-run once nothing of it is pending. What it finds goes to a `Forest`. One thread at a time.
+A step runs pending committed tokens of some sequences and tree nodes of others; a sequence's nodes
+can run once none of its committed tokens is pending. A `TreePool` takes the candidates found.
+`slot` is a request slot. One thread at a time.
 """
 
 from __future__ import annotations
@@ -24,14 +26,13 @@ from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.cpu import native
 from hetero_llm.cpu.draft_worker.kv_layout import (
     BLOCK,
-    Branches,
-    Pages,
+    KVLayout,
+    PrefixTokens,
     StepSize,
-    Trunk,
+    TreeNodes,
     num_columns,
 )
 from hetero_llm.cpu.draft_worker.torch_path import TorchPath
-from hetero_llm.cpu.draft_worker.tree_ops import Moves
 from hetero_llm.cpu.executor import (
     CANDIDATES,
     MOST_CANDIDATES,
@@ -57,14 +58,15 @@ _OWN_FORMAT = {torch.bfloat16: "bf16", torch.float32: "float"}
 
 @dataclass(frozen=True, slots=True)
 class DraftSizes:
-    """Room of a draft model.
+    """Sizes of a draft model's buffers.
 
     Attributes:
-        slots: sequences.
-        max_model_len: tokens of the longest text; the model's own limit holds, too.
-        window: tokens that rows see of a longer text, besides its first `BLOCK`: a multiple of it.
-        most_rows: of a step, trunk and nodes together.
-        candidates: likeliest tokens told after a row.
+        slots: number of request slots.
+        max_model_len: longest sequence in tokens; the model's own limit applies, too.
+        window: tokens at the end of a longer sequence that are attended to, besides its first
+            `BLOCK`; a multiple of `BLOCK`.
+        most_rows: maximum tokens of a step, committed tokens and tree nodes together.
+        candidates: number of candidates returned for each sample.
     """
 
     slots: int
@@ -84,12 +86,13 @@ class DraftSizes:
 
 
 class Found(NamedTuple):
-    """What a step found; views that the next step overwrites.
+    """Result of a step; views that the next step overwrites.
 
     Attributes:
-        ready: [r] int32 slots whose texts came to their end, in the order of the trunk.
-        tokens, log_probs: [r + R, K] int32 and float32, likeliest first: after those texts, then
-            after the R branch rows. With a temperature, of noisy scores: see `sampling/noise.py`.
+        ready: [r] int32 slots of which no committed token is pending any more, in step order.
+        tokens, log_probs: [r + R, K] int32 and float32 candidates, most likely first: after these
+            sequences, then after the R tree nodes. With a temperature, scores include the sampling
+            noise of `sampling/noise.py`.
     """
 
     ready: np.ndarray
@@ -98,21 +101,26 @@ class Found(NamedTuple):
 
 
 class DraftModel:
-    """Holds the weights, the KV pages and a team of threads; made by `load`.
+    """The weights, the KV layout and the executor; made by `load`.
 
     Attributes:
-        vocab_size: tokens it knows. max_positions: tokens of the longest text it drafts for.
+        vocab_size: vocabulary size.
+        max_positions: longest sequence in tokens.
         backend: "native" or "torch".
-        pages: the texts and their KV.
-        most_rows: of a step.
+        kv_layout: the sequences and their KV.
+        most_rows: maximum tokens of a step.
     """
 
     def __init__(
-        self, config: ModelConfig, path: _NativePath | TorchPath, pages: Pages, found: Candidates
+        self,
+        config: ModelConfig,
+        path: _NativePath | TorchPath,
+        kv_layout: KVLayout,
+        found: Candidates,
     ) -> None:
         self.vocab_size, self.max_positions = config.vocab_size, config.max_model_len
         self.backend = "torch" if isinstance(path, TorchPath) else "native"
-        self.pages, self.most_rows = pages, len(found.tokens)
+        self.kv_layout, self.most_rows = kv_layout, len(found.tokens)
         self._path, self._found = path, found
 
     @classmethod
@@ -128,18 +136,19 @@ class DraftModel:
         load_format: str = "auto",
         allow_pickle: bool = False,
     ) -> DraftModel:
-        """Reads a model folder.
+        """Load a model folder.
 
         Args:
-            dtype: of KV and activations: bfloat16 or float32.
-            weight_format: "bf16" or "float", as dtype, or "int8", which torch cannot run.
-            threads: that compute a step. cpus: each thread's own; None: they may wander.
-            load_format: of the weights: "auto", or "dummy" for random ones. allow_pickle: whether
-                pickled files may be read.
+            dtype: type of KV and activations: bfloat16 or float32.
+            weight_format: "bf16" or "float", matching dtype, or "int8" (native backend only).
+            threads: compute threads.
+            cpus: CPU of each thread; None: threads are not pinned.
+            load_format: "auto", or "dummy" for random weights.
+            allow_pickle: whether pickled weight files may be read.
 
         Raises:
-            ConfigError: an argument that this machine or model cannot do.
-            ModelLoadError: the folder holds no model that we know, or none that fits into memory.
+            ConfigError: an argument that this machine or model does not support.
+            ModelLoadError: the folder holds no supported model, or it does not fit into memory.
         """
         folder = Path(folder)
         _check_threads(threads, cpus)
@@ -151,19 +160,19 @@ class DraftModel:
                 folder, config, dtype=dtype, device="cpu", show_progress=False,
                 load_format=load_format, allow_pickle=allow_pickle,
             )  # fmt: skip
-            pages = _pages(config, sizes, dtype)
+            kv_layout = _kv_layout(config, sizes, dtype)
             shape = (sizes.most_rows, sizes.candidates)
             found = Candidates(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
             path: _NativePath | TorchPath
             if why_torch is None:
-                executor = _executor(model, config, pages, weight_format, threads, cpus)
-                path = _NativePath(executor, pages, found)
+                executor = _executor(model, config, kv_layout, weight_format, threads, cpus)
+                path = _NativePath(executor, kv_layout, found)
             else:
                 torch.set_num_threads(threads)
                 speed_up(model)
-                path = TorchPath(model, config, pages, found)
+                path = TorchPath(model, config, kv_layout, found)
         except (MemoryError, RuntimeError) as error:
-            # torch has no class of its own for host memory that it does not get
+            # torch reports failed host allocations as a plain RuntimeError
             if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
                 raise
             raise ModelLoadError(f"{folder}: out of memory: {needed}") from error
@@ -171,106 +180,60 @@ class DraftModel:
         logger.info(
             "draft model: %s, %d threads, %s weights; %s", backend, threads, weight_format, needed
         )
-        return cls(config, path, pages, found)
+        return cls(config, path, kv_layout, found)
 
-    # -- texts: see `Pages` -----------------------------------------------------------------
-
-    def open(
-        self,
-        slot: int,
-        tokens: np.ndarray,
-        *,
-        temperature: float = 0.0,
-        seed: int = 0,
-        sample_index: int = 0,
-    ) -> None:
-        """Starts a sequence with its text so far; see `Pages.open`.
-
-        Raises:
-            PromptError: a token beyond the vocabulary, or too many; the slot is left empty.
-        """
-        self.pages.open(slot, tokens, temperature=temperature, seed=seed, sample_index=sample_index)
-
-    def append(self, slot: int, tokens: np.ndarray) -> None:
-        """Adds committed tokens; before `keep`, if tree rows stay.
-
-        Raises:
-            PromptError: as `open`; the text stays as it was.
-        """
-        self.pages.append(slot, tokens)
-
-    def close(self, slot: int) -> None:
-        """Forgets a sequence."""
-        self.pages.close(slot)
-
-    def pending(self, slot: int) -> int:
-        """Trunk rows still to run."""
-        return self.pages.pending(slot)
-
-    def room(self, slot: int) -> int:
-        """Positions left behind the text: its tree may be so deep and no deeper."""
-        return self.pages.room(slot)
-
-    def plan_trunk(self, most_rows: int) -> Trunk:
-        """What of the pending tokens to run next; see `Pages.plan_trunk`."""
-        return self.pages.plan_trunk(most_rows)
-
-    def keep(self, slots: np.ndarray, moves: Moves) -> None:
-        """Moves tree rows that stay after commits; see `Pages.keep`."""
-        self.pages.keep(slots, moves)
-
-    # -- steps ------------------------------------------------------------------------------
-
-    def step(self, trunk: Trunk, branches: Branches) -> Found:
-        """Runs a step of at most `most_rows` rows.
+    def step(self, prefix: PrefixTokens, nodes: TreeNodes) -> Found:
+        """Run a step of at most `most_rows` tokens.
 
         Args:
-            trunk: of `plan_trunk`, or fewer. branches: of texts with nothing pending.
+            prefix: result of `plan_prefix`, or fewer tokens.
+            nodes: tree nodes of sequences without pending tokens.
         """
-        size = self.pages.fill(trunk, branches)
+        size = self.kv_layout.fill(prefix, nodes)
         if size.rows:
             self._path.run(size)
-        draws, found = size.draws, self._found
-        return Found(self.pages.ready[: size.ready], found.tokens[:draws], found.log_probs[:draws])
+        samples, found = size.samples, self._found
+        return Found(
+            self.kv_layout.ready[: size.ready], found.tokens[:samples], found.log_probs[:samples]
+        )
 
 
 class _NativePath:
-    """Runs the steps that `Pages` lays out through the executor."""
+    """Runs the steps that `KVLayout.fill` lays out with the native executor."""
 
-    def __init__(self, executor: Executor, pages: Pages, found: Candidates) -> None:
-        arrays = pages.arrays
+    def __init__(self, executor: Executor, kv_layout: KVLayout, found: Candidates) -> None:
+        arrays = kv_layout.arrays
         rows = StepRows(
             token_ids=arrays.token_ids,
             positions=arrays.positions,
-            cache_rows=arrays.cache_rows,
+            cache_rows=arrays.slot_mapping,
             slots=arrays.slots,
             starts=arrays.starts,
             counts=arrays.counts,
             is_tree=arrays.is_tree,
             bases=arrays.bases,
             ancestors=arrays.ancestors,
-            tables=pages.tables,
+            tables=kv_layout.block_tables,
         )
-        draws = StepDraws(
-            rows=arrays.draw_rows,
-            modes=np.full(len(arrays.draw_rows), CANDIDATES, np.uint8),
+        samples = StepDraws(
+            rows=arrays.sample_rows,
+            modes=np.full(len(arrays.sample_rows), CANDIDATES, np.uint8),
             temperatures=arrays.temperatures,
             seeds=arrays.seeds,
-            positions=arrays.draw_positions,
+            positions=arrays.sample_positions,
             sample_indices=arrays.sample_indices,
         )
         self._executor = executor
-        self._arrays = rows, draws, found  # the library reads and writes their memory
-        self._step = executor.prepare(rows, draws, np.zeros(0, np.int64), found)
+        self._arrays = rows, samples, found  # keeps their memory alive for the library
+        self._step = executor.prepare(rows, samples, np.zeros(0, np.int64), found)
 
     def run(self, size: StepSize) -> None:
-        self._executor.run(self._step, size.rows, size.sequences, size.draws)
+        self._executor.run(self._step, size.rows, size.sequences, size.samples)
 
 
 def best_format(folder: Path, dtype: torch.dtype) -> str:
-    """The weight format for a model that has no other wishes: "int8" beside bfloat16 where the
-    executor runs it, which takes 0.5 to 0.8 of the time (bench/speculation/draft_step.py), else as
-    dtype.
+    """The default weight format: "int8" with dtype bfloat16 where the executor supports it, which
+    takes 0.5 to 0.8 of the time (bench/speculation/draft_step.py), else the format of dtype.
 
     Raises:
         ConfigError: dtype is neither bfloat16 nor float32.
@@ -295,7 +258,7 @@ def _check_threads(threads: int, cpus: tuple[int, ...] | None) -> None:
 
 
 def _config(folder: Path, sizes: DraftSizes) -> ModelConfig:
-    """The model's, its context no longer than is wanted."""
+    """The model's configuration, its context limited to `sizes.max_model_len`."""
     config = load_model_config(folder)
     if sizes.candidates > config.vocab_size:
         reason = f"the draft model knows only {config.vocab_size} tokens"
@@ -304,7 +267,7 @@ def _config(folder: Path, sizes: DraftSizes) -> ModelConfig:
 
 
 def _why_torch(config: ModelConfig, dtype: torch.dtype, weight_format: str) -> str | None:
-    """Why torch runs the model; None: the executor does."""
+    """Why torch must run the model; None: the executor supports it."""
     own = _own_format(dtype)
     if weight_format not in (own, "int8"):
         raise ConfigError("weight_format", weight_format, f"{own!r}, as dtype, or 'int8'")
@@ -321,7 +284,7 @@ def _cache_shape(config: ModelConfig, dtype: torch.dtype) -> KVCacheShape:
 
 
 def _check_memory(folder: Path, config: ModelConfig, sizes: DraftSizes, dtype: torch.dtype) -> str:
-    """What the model needs, in words; a `ModelLoadError` if that is more than there is."""
+    """The memory that the model needs, as text; a `ModelLoadError` if that is not free."""
     with torch.device("meta"):
         parameters = model_class(config.architecture)(config).parameters()
     weights = sum(parameter.numel() for parameter in parameters) * dtype.itemsize
@@ -337,8 +300,8 @@ def _check_memory(folder: Path, config: ModelConfig, sizes: DraftSizes, dtype: t
     return needed
 
 
-def _pages(config: ModelConfig, sizes: DraftSizes, dtype: torch.dtype) -> Pages:
-    return Pages(
+def _kv_layout(config: ModelConfig, sizes: DraftSizes, dtype: torch.dtype) -> KVLayout:
+    return KVLayout(
         _cache_shape(config, dtype),
         sizes.slots,
         window=sizes.window,
@@ -351,7 +314,7 @@ def _pages(config: ModelConfig, sizes: DraftSizes, dtype: torch.dtype) -> Pages:
 def _executor(
     model: CausalLM,
     config: ModelConfig,
-    pages: Pages,
+    kv_layout: KVLayout,
     weight_format: str,
     threads: int,
     cpus: tuple[int, ...] | None,
@@ -359,6 +322,6 @@ def _executor(
     library = native.load()
     assert library is not None
     return Executor(
-        model, config, pages.cache, library=library, threads=threads, cpus=cpus,
+        model, config, kv_layout.cache, library=library, threads=threads, cpus=cpus,
         weight_format=weight_format, isa=native.isa_level(),
     )  # fmt: skip

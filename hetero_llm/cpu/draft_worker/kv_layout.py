@@ -1,16 +1,16 @@
-"""The draft model's KV pages, and the rows of its steps laid out over them.
+"""The draft model's KV layout, and the inputs of its steps.
 
-Every slot owns a fixed set of blocks, in the order of its row of `tables`: the sink (the text's
-first block), then its trunk (the last tokens of the committed text), then `WINDOW` places for the
-tree. KV places are no positions: where the trunk would outgrow its room its oldest block goes to
-the end of the row and everything behind it moves up by a block, tree included. Keys were rotated by
-their positions, so nothing is computed again.
+Every request slot owns a fixed set of KV blocks, listed in its row of `block_tables`: the sink (the
+sequence's first block), the committed prefix (its last tokens), then `WINDOW` KV places for tree
+nodes. A KV place is not a position: when the prefix outgrows its room, its oldest block moves to
+the end of the row, and all later blocks, the tree's included, move up by one. Keys keep the
+rotation of their positions, so nothing is recomputed.
 
-    sink | trunk, oldest block first | tree: WINDOW places, the first behind the last trunk token
-    0    | BLOCK ...                 | filled ... filled + WINDOW
+    sink | prefix, oldest block first | tree: WINDOW places, the first after the last prefix token
+    0    | BLOCK ...                  | filled ... filled + WINDOW
 
-A text's tokens wait (`pending`) until a step runs them. A long text is not run as a whole: behind
-the sink only its last `window` tokens are.
+Appended tokens are pending until a step runs them. Of a long sequence only the sink and the last
+`window` tokens are run.
 """
 
 from __future__ import annotations
@@ -29,25 +29,27 @@ from hetero_llm.spec_decode.lookahead.suffix_trie import BORROWING
 
 BLOCK = 16
 
-_LENGTH, _DONE, _FILLED = range(3)
+_LENGTH, _COMPUTED, _FILLED = range(3)
 
 
-class Trunk(NamedTuple):
-    """Committed tokens to run: `counts` [N] int32 of `slots` [N] int32, none twice."""
+class PrefixTokens(NamedTuple):
+    """Committed tokens to run: the next `counts`, [N] int32, of each of `slots`, [N] int32,
+    distinct."""
 
     slots: np.ndarray
     counts: np.ndarray
 
 
-class Branches(NamedTuple):
-    """Tree nodes to run, those of a slot together: what `Forest.choose` returns begins with them.
-    Arrays are int32 but for `ancestors`, which is uint64.
+class TreeNodes(NamedTuple):
+    """Tree nodes to run, grouped by slot: the first fields of `tree_ops.Chosen`. Arrays are int32
+    except `ancestors`, which is uint64.
 
     Attributes:
-        slots, counts: [G] rows of each slot; no slot twice.
-        tokens: [R]. depths: [R] below the root: 1 for its children.
-        places: [R] in the slot's tree window, the free ones in order.
-        ancestors: [R] bits of the window places that a row sees, its own included.
+        slots, counts: [G] distinct slots and their numbers of nodes.
+        tokens: [R] token ids.
+        depths: [R] depth below the root: 1 for its children.
+        places: [R] KV places in the slot's tree window, the next free ones in order.
+        ancestors: [R] bits of the KV places that a node attends to, its own included.
     """
 
     slots: np.ndarray
@@ -59,7 +61,7 @@ class Branches(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """[slots] float32 temperatures (0: greedy), uint64 seeds, int32 sample indices."""
+    """Of each slot: float32 temperatures (0: greedy), uint64 seeds, int32 sample indices."""
 
     temperatures: np.ndarray
     seeds: np.ndarray
@@ -67,54 +69,58 @@ class Sampling(NamedTuple):
 
 
 class StepArrays(NamedTuple):
-    """A step's rows and the draws after them: see `cpu.executor.StepRows` and `StepDraws`."""
+    """A step's tokens and its samples: see `cpu.executor.StepRows` and `StepDraws`."""
 
     token_ids: np.ndarray
     positions: np.ndarray
-    cache_rows: np.ndarray
+    slot_mapping: np.ndarray
     slots: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
     is_tree: np.ndarray
     bases: np.ndarray
     ancestors: np.ndarray
-    draw_rows: np.ndarray
-    draw_positions: np.ndarray
+    sample_rows: np.ndarray
+    sample_positions: np.ndarray
     temperatures: np.ndarray
     seeds: np.ndarray
     sample_indices: np.ndarray
 
 
 class StepSize(NamedTuple):
-    """How much of `StepArrays` a step fills. ready: trunk draws, which come before the others."""
+    """How much of `StepArrays` a step fills. ready: samples after prefixes; they come first."""
 
     rows: int
     sequences: int
-    draws: int
+    samples: int
     ready: int
 
 
-def no_branches() -> Branches:
-    """None at all."""
+def no_tree_nodes() -> TreeNodes:
+    """An empty `TreeNodes`."""
     none = np.zeros(0, np.int32)
-    return Branches(none, none, none, none, none, np.zeros(0, np.uint64))
+    return TreeNodes(none, none, none, none, none, np.zeros(0, np.uint64))
 
 
-class Pages:
-    """KV of `slots` sequences, their texts, and how far each has been run. One thread at a time.
+class KVLayout:
+    """KV and token buffers of `slots` sequences, and how far each has been run. One thread at a
+    time.
 
     Args:
-        shape: of the cache; blocks of `BLOCK` tokens.
-        window: tokens of a text that stay visible behind its sink, a multiple of `BLOCK`.
-        max_positions: tokens of the longest text.
-        vocab_size: tokens of this or above are refused.
-        most_rows: of a step.
+        shape: shape of the cache, with blocks of `BLOCK` tokens.
+        slots: number of request slots.
+        window: tokens at the end of a sequence that stay visible besides its sink; a multiple of
+            `BLOCK`.
+        max_positions: longest sequence in tokens.
+        vocab_size: token ids of this or above are refused.
+        most_rows: maximum tokens of a step.
 
     Attributes:
-        cache: the KV cache. tables: [slots, columns] int32 block ids.
-        capacity: most tokens that sink and trunk hold; `window` of them are the last ones.
-        arrays: of the step that `fill` laid out last; ready: [slots] int32 slots whose text it
-            brings to its end.
+        cache: the KV cache.
+        block_tables: [slots, columns] int32 block ids.
+        capacity: maximum tokens of sink and prefix together.
+        arrays: inputs of the last step that `fill` laid out.
+        ready: [slots] int32: the slots whose last pending token that step runs come first.
     """
 
     def __init__(
@@ -131,45 +137,52 @@ class Pages:
         self._window, self._max_positions, self._vocab_size = window, max_positions, vocab_size
         self.capacity = _capacity(window, max_positions)
         columns = num_columns(window, max_positions)
-        self.tables = np.arange(slots * columns, dtype=np.int32).reshape(slots, columns)
+        self.block_tables = np.arange(slots * columns, dtype=np.int32).reshape(slots, columns)
         self.cache = PagedKVCache(shape, slots * columns, torch.device("cpu"))
-        # [blocks, layers * 2, BLOCK, kv_heads * head_dim], whatever the type: for copies.
+        # [blocks, layers * 2, BLOCK, row] int16 view for copies, whatever the element type.
         pieces = self.cache.data.view(torch.int16).numpy()
         self._pieces = pieces.reshape(slots * columns, shape.num_layers * 2, BLOCK, -1)
-        self._text = np.zeros((slots, max_positions), np.int32)
+        self._token_ids = np.zeros((slots, max_positions), np.int32)
         self._state = np.zeros((slots, 3), np.int32)
         self._sampling = Sampling(
             np.zeros(slots, np.float32), np.zeros(slots, np.uint64), np.zeros(slots, np.int32)
         )
-        self._trunk = Trunk(np.zeros(slots, np.int32), np.zeros(slots, np.int32))
+        self._prefix = PrefixTokens(np.zeros(slots, np.int32), np.zeros(slots, np.int32))
         self.arrays = _step_arrays(most_rows, slots)
         self.ready = np.zeros(slots, np.int32)
         self._limits = (window, self.capacity, max_positions)
         self._compile()
 
     def _compile(self) -> None:
-        """Goes once through every compiled function, so that no sequence waits for the compiler."""
-        self.open(0, np.zeros(1, np.int32), temperature=0.0, seed=0, sample_index=0)
-        self.fill(self.plan_trunk(1), no_branches())
+        """Call every compiled function once, so that no step waits for the compiler."""
+        self.open(0, np.zeros(1, np.int32))
+        self.fill(self.plan_prefix(1), no_tree_nodes())
         none = np.zeros(1, np.int32)
         self.keep(none, Moves(none, none, none, none, np.zeros(1, np.bool_)))
         self.pending(0)
         self.close(0)
 
-    # -- texts ------------------------------------------------------------------------------
+    # -- sequences --------------------------------------------------------------------------
 
     def open(
-        self, slot: int, tokens: np.ndarray, *, temperature: float, seed: int, sample_index: int
+        self,
+        slot: int,
+        tokens: np.ndarray,
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+        sample_index: int = 0,
     ) -> None:
-        """Starts a sequence; whatever the slot held is forgotten.
+        """Open a slot for a sequence; what it held before is dropped.
 
         Args:
-            tokens: [n] its text so far.
-            temperature, seed, sample_index: of its draws, see `sampling/noise.py`; temperature 0
-                is greedy. seed: unsigned, 64 bits.
+            tokens: [n] its tokens so far.
+            temperature: 0 for greedy sampling.
+            seed, sample_index: key of its sampling noise (`sampling/noise.py`); seed: unsigned,
+                64 bits.
 
         Raises:
-            PromptError: a token beyond the vocabulary, or too many; the slot is left empty.
+            PromptError: a token outside the vocabulary, or too many tokens; the slot stays empty.
         """
         self._state[slot] = 0
         sampling = self._sampling
@@ -178,88 +191,89 @@ class Pages:
         self.append(slot, tokens)
 
     def append(self, slot: int, tokens: np.ndarray) -> None:
-        """Adds committed tokens to a text.
+        """Append committed tokens to a sequence; before `keep`, if KV of tree nodes stays.
 
         Raises:
-            PromptError: as `open`; the text stays as it was.
+            PromptError: as `open`; the sequence is unchanged.
         """
         before = int(self._state[slot, _LENGTH])
         after = before + len(tokens)
         if after > self._max_positions:
             reason = f"the draft model's context has {self._max_positions} tokens"
             raise PromptError("tokens", after, reason)
-        self._text[slot, before:after] = tokens
-        wrong = _first_wrong(self._text, int(slot), before, after, self._vocab_size)
+        self._token_ids[slot, before:after] = tokens
+        wrong = _first_invalid(self._token_ids, int(slot), before, after, self._vocab_size)
         if wrong >= 0:
             reason = f"the draft model's vocabulary has {self._vocab_size}"
             raise PromptError("tokens", int(tokens[wrong - before]), reason)
         self._state[slot, _LENGTH] = after
 
     def close(self, slot: int) -> None:
-        """Forgets a sequence."""
+        """Free the slot."""
         self._state[slot] = 0
 
-    def length(self, slot: int) -> int:
-        """Tokens of the text."""
-        return int(self._state[slot, _LENGTH])
+    def token_ids(self, slot: int) -> np.ndarray:
+        """[length] int32 view of the slot's committed tokens; empty for a closed slot."""
+        return self._token_ids[slot, : self._state[slot, _LENGTH]]
 
     def room(self, slot: int) -> int:
-        """Positions left behind the text: a tree may be as deep."""
+        """Positions left after the sequence: the maximum depth of its tree."""
         return self._max_positions - int(self._state[slot, _LENGTH])
 
     def pending(self, slot: int) -> int:
-        """Rows still to run until the tokens that may follow the text are known."""
+        """Number of committed tokens still to run before candidates are known."""
         return int(_pending(self._state, int(slot), self._window))
 
     # -- steps ------------------------------------------------------------------------------
 
-    def plan_trunk(self, most_rows: int) -> Trunk:
-        """What of the pending tokens to run next: shortest first, so that few slots wait.
+    def plan_prefix(self, most_rows: int) -> PrefixTokens:
+        """Choose pending tokens to run next, slots with the fewest first, so that few slots wait.
 
         Returns:
-            At most `most_rows` rows; views that the next call overwrites.
+            At most `most_rows` tokens; views that the next call overwrites.
         """
-        trunk = self._trunk
-        count = _plan_trunk(self._state, self._window, most_rows, trunk.slots, trunk.counts)
-        return Trunk(trunk.slots[:count], trunk.counts[:count])
+        prefix = self._prefix
+        count = _plan_prefix(self._state, self._window, most_rows, prefix.slots, prefix.counts)
+        return PrefixTokens(prefix.slots[:count], prefix.counts[:count])
 
-    def fill(self, trunk: Trunk, branches: Branches) -> StepSize:
-        """Lays a step out in `arrays` and takes its trunk rows for done.
+    def fill(self, prefix: PrefixTokens, nodes: TreeNodes) -> StepSize:
+        """Write a step's inputs to `arrays` and mark its committed tokens as computed.
 
-        Sequences, rows and draws come in the order of the arguments, trunk first. There is a draw
-        after the last row of every text that comes to its end, and after every branch row.
+        Sequences, tokens and samples come in the order of the arguments, prefixes first. There is a
+        sample after the last token of each sequence without further pending tokens, and after each
+        tree node.
         """
         size = StepSize(
             *_fill(
-                trunk, branches, self._state, self._text, self.tables, self._sampling, self._limits,
-                self.arrays, self.ready,
+                prefix, nodes, self._state, self._token_ids, self.block_tables, self._sampling,
+                self._limits, self.arrays, self.ready,
             )
         )  # fmt: skip
-        assert size.rows >= 0, _MISUSE[size.rows]
+        assert size.rows >= 0, _FILL_ERRORS[size.rows]
         return size
 
     def keep(self, slots: np.ndarray, moves: Moves) -> None:
-        """Moves KV of tree rows that stay when roots move down their trees.
+        """Move the KV of tree nodes that stay when roots move down their trees. The nodes on a
+        slot's path become part of its committed prefix, and its tree window begins after them.
 
         Args:
-            slots: [R] int32 whose commits the moves are of; the committed tokens are in the texts
-                (`append`). The rows of a slot's path become the trunk's, and its window begins
-                behind them then.
+            slots: [R] int32 slots of the commits; `append` was called with the committed tokens.
+            moves: result of `TreePool.commit`.
         """
         failed = _keep(
-            self._pieces, self.tables, self._state, fit(slots, INT32), moves.sources,
+            self._pieces, self.block_tables, self._state, fit(slots, INT32), moves.sources,
             moves.targets, moves.counts, moves.paths, self.capacity,
         )  # fmt: skip
-        assert failed < 0, f"slot {slots[failed]}: a move outside the window or beyond the text"
+        assert failed < 0, f"slot {slots[failed]}: a move outside the window or beyond the sequence"
 
 
 def num_columns(window: int, max_positions: int) -> int:
-    """Blocks of a slot."""
+    """Number of blocks of a slot."""
     return -(-(_capacity(window, max_positions) + WINDOW) // BLOCK)
 
 
 def _capacity(window: int, max_positions: int) -> int:
-    """Tokens of sink and trunk: with a block of spare, so that `window` are left after a drop."""
+    """Maximum tokens of sink and prefix: one spare block, so that `window` remain after a drop."""
     return min(2 * BLOCK + window, max_positions)
 
 
@@ -270,15 +284,15 @@ def _step_arrays(most_rows: int, slots: int) -> StepArrays:
     return StepArrays(
         token_ids=integers(most_rows),
         positions=integers(most_rows),
-        cache_rows=integers(most_rows),
+        slot_mapping=integers(most_rows),
         slots=integers(slots),
         starts=integers(slots),
         counts=integers(slots),
         is_tree=np.zeros(slots, np.uint8),
         bases=integers(slots),
         ancestors=np.zeros(most_rows, np.uint64),
-        draw_rows=integers(most_rows),
-        draw_positions=integers(most_rows),
+        sample_rows=integers(most_rows),
+        sample_positions=integers(most_rows),
         temperatures=np.zeros(most_rows, np.float32),
         seeds=np.zeros(most_rows, np.uint64),
         sample_indices=integers(most_rows),
@@ -286,49 +300,52 @@ def _step_arrays(most_rows: int, slots: int) -> StepArrays:
 
 
 @njit(**BORROWING)
-def _first_wrong(text: np.ndarray, slot: int, first: int, last: int, vocab_size: int) -> int:
-    """Place of the first token that is none, -1 if all are."""
+def _first_invalid(tokens: np.ndarray, slot: int, first: int, last: int, vocab_size: int) -> int:
+    """Index of the first invalid token id, -1 if all are valid."""
     for place in range(first, last):
-        if text[slot, place] < 0 or text[slot, place] >= vocab_size:
+        if tokens[slot, place] < 0 or tokens[slot, place] >= vocab_size:
             return place
     return -1
 
 
 @njit(**BORROWING)
 def _pending(state: np.ndarray, slot: int, window: int) -> int:
-    length, done = state[slot, _LENGTH], state[slot, _DONE]
-    sink = max(0, min(length, BLOCK) - done)
-    return sink + min(length - done - sink, window)
+    length, computed = state[slot, _LENGTH], state[slot, _COMPUTED]
+    sink = max(0, min(length, BLOCK) - computed)
+    return sink + min(length - computed - sink, window)
 
 
 @njit(**BORROWING)
-def _skip(state: np.ndarray, slot: int, window: int) -> None:
-    """Behind the sink, goes on with the last `window` tokens if more are pending: all others are
-    out of their sight."""
-    length, done = state[slot, _LENGTH], state[slot, _DONE]
-    if done >= BLOCK and length - done > window:
-        state[slot, _DONE], state[slot, _FILLED] = length - window, BLOCK
+def _skip_beyond_window(state: np.ndarray, slot: int, window: int) -> None:
+    """If the sink is computed and more than `window` tokens are pending, skip those before the last
+    `window`, which attend to none of them."""
+    length, computed = state[slot, _LENGTH], state[slot, _COMPUTED]
+    if computed >= BLOCK and length - computed > window:
+        state[slot, _COMPUTED], state[slot, _FILLED] = length - window, BLOCK
 
 
 @njit(**BORROWING)
-def _make_room(tables: np.ndarray, state: np.ndarray, slot: int, rows: int, capacity: int) -> None:
-    """Drops the trunk's oldest blocks until so many rows fit."""
+def _make_room(
+    block_tables: np.ndarray, state: np.ndarray, slot: int, rows: int, capacity: int
+) -> None:
+    """Drop the prefix's oldest blocks until `rows` more tokens fit."""
     filled = state[slot, _FILLED]
     blocks = max(0, filled + rows - capacity + BLOCK - 1) // BLOCK
-    columns = tables.shape[1]
+    columns = block_tables.shape[1]
     for _ in range(blocks):
-        oldest = tables[slot, 1]
+        oldest = block_tables[slot, 1]
         for column in range(1, columns - 1):
-            tables[slot, column] = tables[slot, column + 1]
-        tables[slot, columns - 1] = oldest
+            block_tables[slot, column] = block_tables[slot, column + 1]
+        block_tables[slot, columns - 1] = oldest
     state[slot, _FILLED] = filled - blocks * BLOCK
 
 
 @njit(**BORROWING)
-def _plan_trunk(
+def _plan_prefix(
     state: np.ndarray, window: int, most_rows: int, slots: np.ndarray, counts: np.ndarray
 ) -> int:
-    """Number of slots with rows; an insertion sort, for few slots wait at a time."""
+    """See `KVLayout.plan_prefix`; returns the number of slots. Insertion sort, since few slots have
+    pending tokens."""
     number = 0
     for slot in range(len(state)):
         count = _pending(state, slot, window)
@@ -349,9 +366,9 @@ def _plan_trunk(
     return number
 
 
-_MISUSE = {
+_FILL_ERRORS = {
     -1: "more rows than a step has",
-    -2: "a trunk has fewer pending tokens",
+    -2: "a prefix has fewer pending tokens",
     -3: "a tree whose root was not run",
     -4: "a tree's rows do not follow each other in its window",
     -5: "a tree is deeper than the model's context",
@@ -360,84 +377,84 @@ _MISUSE = {
 
 @njit(**BORROWING)
 def _fill(
-    trunk: Trunk,
-    branches: Branches,
+    prefix: PrefixTokens,
+    nodes: TreeNodes,
     state: np.ndarray,
-    text: np.ndarray,
-    tables: np.ndarray,
+    tokens: np.ndarray,
+    block_tables: np.ndarray,
     sampling: Sampling,
     limits: tuple[int, int, int],
     out: StepArrays,
     ready: np.ndarray,
 ) -> tuple[int, int, int, int]:
-    """`StepSize`, or in place of the rows a key of `_MISUSE`."""
+    """See `KVLayout.fill`; returns a `StepSize`, or a key of `_FILL_ERRORS` as its first item."""
     window, capacity, max_positions = limits
-    row = sequence = draw = 0
-    if trunk.counts.sum() + branches.counts.sum() > len(out.token_ids):
+    row = sequence = sample = 0
+    if prefix.counts.sum() + nodes.counts.sum() > len(out.token_ids):
         return -1, 0, 0, 0
-    for i in range(len(trunk.slots)):
-        slot, count = trunk.slots[i], trunk.counts[i]
+    for i in range(len(prefix.slots)):
+        slot, count = prefix.slots[i], prefix.counts[i]
         if count < 1 or count > _pending(state, slot, window):
             return -2, 0, 0, 0
-        _skip(state, slot, window)
-        _make_room(tables, state, slot, count, capacity)
+        _skip_beyond_window(state, slot, window)
+        _make_room(block_tables, state, slot, count, capacity)
         start = state[slot, _FILLED]
         out.slots[sequence], out.starts[sequence] = slot, start
         out.counts[sequence], out.bases[sequence] = count, start
         out.is_tree[sequence] = 0
         for place in range(start, start + count):
-            position = state[slot, _DONE]
-            out.token_ids[row], out.positions[row] = text[slot, position], position
-            out.cache_rows[row] = tables[slot, place // BLOCK] * BLOCK + place % BLOCK
+            position = state[slot, _COMPUTED]
+            out.token_ids[row], out.positions[row] = tokens[slot, position], position
+            out.slot_mapping[row] = block_tables[slot, place // BLOCK] * BLOCK + place % BLOCK
             out.ancestors[row] = 0
             row += 1
-            state[slot, _DONE], state[slot, _FILLED] = position + 1, place + 1
-            _skip(state, slot, window)  # where the sink ends
-        if state[slot, _DONE] == state[slot, _LENGTH]:
-            out.draw_rows[draw], out.draw_positions[draw] = row - 1, state[slot, _LENGTH]
-            _copy_sampling(sampling, slot, out, draw)
-            ready[draw] = slot
-            draw += 1
+            state[slot, _COMPUTED], state[slot, _FILLED] = position + 1, place + 1
+            _skip_beyond_window(state, slot, window)  # at the end of the sink
+        if state[slot, _COMPUTED] == state[slot, _LENGTH]:
+            out.sample_rows[sample], out.sample_positions[sample] = row - 1, state[slot, _LENGTH]
+            _copy_sampling(sampling, slot, out, sample)
+            ready[sample] = slot
+            sample += 1
         sequence += 1
-    num_ready, node = draw, 0
-    for i in range(len(branches.slots)):
-        slot, count = branches.slots[i], branches.counts[i]
+    num_ready, node = sample, 0
+    for i in range(len(nodes.slots)):
+        slot, count = nodes.slots[i], nodes.counts[i]
         length, base = state[slot, _LENGTH], state[slot, _FILLED]
-        if count < 1 or length == 0 or state[slot, _DONE] != length:
+        if count < 1 or length == 0 or state[slot, _COMPUTED] != length:
             return -3, 0, 0, 0
-        first = branches.places[node]
+        first = nodes.places[node]
         if first < 0 or first + count > WINDOW:
             return -4, 0, 0, 0
         out.slots[sequence], out.starts[sequence] = slot, base + first
         out.counts[sequence], out.bases[sequence] = count, base
         out.is_tree[sequence] = 1
         for within in range(count):
-            if branches.places[node] != first + within:
+            if nodes.places[node] != first + within:
                 return -4, 0, 0, 0
-            place, position = base + first + within, length - 1 + branches.depths[node]
+            place, position = base + first + within, length - 1 + nodes.depths[node]
             if position >= max_positions:
                 return -5, 0, 0, 0
-            out.token_ids[row], out.positions[row] = branches.tokens[node], position
-            out.cache_rows[row] = tables[slot, place // BLOCK] * BLOCK + place % BLOCK
-            out.ancestors[row] = branches.ancestors[node]
-            out.draw_rows[draw], out.draw_positions[draw] = row, position + 1
-            _copy_sampling(sampling, slot, out, draw)
-            row, draw, node = row + 1, draw + 1, node + 1
+            out.token_ids[row], out.positions[row] = nodes.tokens[node], position
+            out.slot_mapping[row] = block_tables[slot, place // BLOCK] * BLOCK + place % BLOCK
+            out.ancestors[row] = nodes.ancestors[node]
+            out.sample_rows[sample], out.sample_positions[sample] = row, position + 1
+            _copy_sampling(sampling, slot, out, sample)
+            row, sample, node = row + 1, sample + 1, node + 1
         sequence += 1
-    return row, sequence, draw, num_ready
+    return row, sequence, sample, num_ready
 
 
 @njit(**BORROWING)
-def _copy_sampling(sampling: Sampling, slot: int, out: StepArrays, draw: int) -> None:
-    out.temperatures[draw] = sampling.temperatures[slot]
-    out.seeds[draw] = sampling.seeds[slot]
-    out.sample_indices[draw] = sampling.indices[slot]
+def _copy_sampling(sampling: Sampling, slot: int, out: StepArrays, sample: int) -> None:
+    out.temperatures[sample] = sampling.temperatures[slot]
+    out.seeds[sample] = sampling.seeds[slot]
+    out.sample_indices[sample] = sampling.indices[slot]
 
 
 @njit(**BORROWING)
 def _keep(
     pieces: np.ndarray,
-    tables: np.ndarray,
+    block_tables: np.ndarray,
     state: np.ndarray,
     slots: np.ndarray,
     sources: np.ndarray,
@@ -446,30 +463,33 @@ def _keep(
     paths: np.ndarray,
     capacity: int,
 ) -> int:
-    """See `Pages.keep`. Returns -1, or the first commit whose moves cannot be; it is left out."""
+    """See `KVLayout.keep`. Returns -1, or the index of the first commit with an invalid move, which
+    is not applied."""
     first = 0
     for i in range(len(slots)):
         slot, last = slots[i], first + counts[i]
-        done, base = state[slot, _DONE] + paths[i], state[slot, _FILLED]
-        if paths[i] > counts[i] or done > state[slot, _LENGTH]:
+        computed, base = state[slot, _COMPUTED] + paths[i], state[slot, _FILLED]
+        if paths[i] > counts[i] or computed > state[slot, _LENGTH]:
             return i
         for move in range(first, last):
             target, source = targets[move], sources[move]
             if target < 0 or target > source or source >= WINDOW:
                 return i
-        for move in range(first, last):  # ascending: nothing is overwritten that is still read
+        for move in range(first, last):  # ascending, so no source is overwritten before it is read
             if sources[move] != targets[move]:
-                _copy(pieces, tables, slot, base + sources[move], base + targets[move])
-        state[slot, _DONE], state[slot, _FILLED] = done, base + paths[i]
-        _make_room(tables, state, slot, 0, capacity)
+                _copy(pieces, block_tables, slot, base + sources[move], base + targets[move])
+        state[slot, _COMPUTED], state[slot, _FILLED] = computed, base + paths[i]
+        _make_room(block_tables, state, slot, 0, capacity)
         first = last
     return -1
 
 
 @njit(**BORROWING)
-def _copy(pieces: np.ndarray, tables: np.ndarray, slot: int, source: int, target: int) -> None:
-    """Copies K and V of a place in all layers."""
-    old, new = tables[slot, source // BLOCK], tables[slot, target // BLOCK]
+def _copy(
+    pieces: np.ndarray, block_tables: np.ndarray, slot: int, source: int, target: int
+) -> None:
+    """Copy K and V of one KV place, all layers."""
+    old, new = block_tables[slot, source // BLOCK], block_tables[slot, target // BLOCK]
     source, target = source % BLOCK, target % BLOCK
     for piece in range(pieces.shape[1]):
         for element in range(pieces.shape[3]):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel
-from hetero_llm.cpu.draft_worker.kv_layout import no_branches
+from hetero_llm.cpu.draft_worker.kv_layout import no_tree_nodes
 from hetero_llm.cpu.draft_worker.tree_ops import WINDOW
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
@@ -73,17 +73,17 @@ def measure(model: DraftModel, slots: int, context: int) -> StepTimes:
             continue  # beyond what is measured it is a straight line
         text = full[: max(1, min(context, model.max_positions - repeats * rows))]
         for slot in range(texts):
-            model.open(slot, text)
+            model.kv_layout.open(slot, text)
             _run(model)
         times = []
         for _ in range(repeats):
             for slot in range(texts):
-                model.append(slot, full[:rows])
+                model.kv_layout.append(slot, full[:rows])
             begin = time.perf_counter()
             _run(model)
             times.append(time.perf_counter() - begin)
         for slot in range(texts):
-            model.close(slot)
+            model.kv_layout.close(slot)
         sizes.append(texts * rows)
         seconds.append(min(times))
     keep = [i for i, size in enumerate(sizes) if i == 0 or size > sizes[i - 1]]
@@ -92,5 +92,5 @@ def measure(model: DraftModel, slots: int, context: int) -> StepTimes:
 
 def _run(model: DraftModel) -> None:
     """Runs whatever is pending."""
-    while len((trunk := model.plan_trunk(model.most_rows)).slots):
-        model.step(trunk, no_branches())
+    while len((prefix := model.kv_layout.plan_prefix(model.most_rows)).slots):
+        model.step(prefix, no_tree_nodes())

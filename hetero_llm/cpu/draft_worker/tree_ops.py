@@ -1,4 +1,5 @@
-"""Compiled parts of the worker's trees, see forest.py: all slots in one call, nothing allocated."""
+"""Compiled functions of `tree_pool.TreePool`. Each handles all slots in one call and allocates
+nothing."""
 
 from __future__ import annotations
 
@@ -7,69 +8,71 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from hetero_llm.spec_decode.draft_model.node_buckets import grafted_kind, kind_of
+from hetero_llm.spec_decode.draft_model.node_buckets import bucket_of, external_bucket
 from hetero_llm.spec_decode.draft_model.tree_arrays import (
+    BUCKET,
     ID,
-    KIND,
     PARENT,
     TOKEN,
-    below,
-    chance_of,
-    chances_of,
-    child,
-    find,
+    acceptance_rate,
+    compute_path_probs,
+    find_child,
+    find_node,
     follow,
     key_of,
+    move_node,
     number_of,
-    offer,
-    sort_down,
+    prob_of_key,
+    push_largest,
+    renumber_subtree,
+    sort_descending,
 )
 from hetero_llm.spec_decode.lookahead.suffix_trie import BORROWING
 
 WINDOW = 64
-"""KV places of a slot: as many nodes of a tree have been run at most."""
+"""KV places of a slot's tree: the maximum number of nodes with computed KV."""
 CAPACITY = 256
-"""Nodes of a tree; the unlikeliest that have not been run go when it is full."""
-MOST_CANDIDATES = 16
+"""Maximum nodes of a tree. When it is full, the least likely nodes without KV are evicted."""
 
-_ROOM = 64  # nodes that go at once
-_LEAST = np.float32(0.01)  # chance, given its parent, of a candidate other than the first
-_LEAST_RUN = np.float32(0.002)  # chance of a node that is worth running, even if nothing else is
-_BESIDE = 1.05  # times the seconds of the urgent rows alone, for others beside them
-_NO_TIME = 1e-9  # seconds of a step that takes none
+_ROOM = 64  # nodes evicted at once
+_MIN_SIBLING_PROB = np.float32(0.01)  # given its parent, of candidates after the first
+_MIN_RUN_PROB = np.float32(0.002)  # path probability below which a node is never run
+_BESIDE = 1.05  # step time with further nodes, relative to that with the urgent ones alone
+_NO_TIME = 1e-9  # seconds, instead of 0
 
-_POSITION, _PLACE = 4, 5  # columns of a node: of its token in the text; of its KV, -1 without
+_POSITION, _PLACE = 4, 5  # further columns: position in the sequence; KV place, -1: none
 NUM_COLUMNS = 6
-LENGTH, COUNT, USED, READY, _NEXT_ID, _TOLD, _TOLD_LENGTH = range(7)
-_NOISY, _DEPTH, _GRAFTS = range(7, 10)
+LENGTH, COUNT, USED, READY, _NEXT_ID, _SENT_ID, _SENT_LENGTH = range(7)
+_NOISY, _DEPTH, _HAS_EXTERNAL = range(7, 10)
 NUM_NUMBERS = 10
 _ONE = np.float32(1.0)
 
 
-class Trees(NamedTuple):
-    """All trees as compiled functions see them.
+class TreeArrays(NamedTuple):
+    """The arrays of all trees.
 
     Attributes:
-        nodes: [slots, CAPACITY, 6] int32, see trees.py.
-        chances: [slots, CAPACITY] float32 that the text goes through a node; `given`: its chance,
-            given its parent, is no less.
-        bits: [slots, CAPACITY] uint64 window places that a node which was run sees.
-        state: [slots, 10] int64. LENGTH of the text (0: closed), nodes, places USED, whether the
-            root's children are known (READY), next id, last id and last length that were told,
-            NOISY, DEPTH of the tree, whether there may be GRAFTS.
-        table: of the `Record`.
+        nodes: [slots, CAPACITY, 6] int32 with the columns ID .. BUCKET, _POSITION, _PLACE.
+        path_probs: [slots, CAPACITY] float32 probability that the sequence goes through a node.
+        min_probs: [slots, CAPACITY] float32 lower bound of a node's probability given its parent.
+        bits: [slots, CAPACITY] uint64 ancestor bits: the KV places that a node with KV attends to.
+        state: [slots, 10] int64: LENGTH of the sequence (0: closed), number of nodes (COUNT),
+            number of KV places USED, whether the root's children are known (READY), next node id,
+            last node id and length sent to the engine, whether scores contain noise, maximum depth,
+            whether external nodes may be present.
+        table: [buckets, 2] float32 of the `BucketStats`.
     """
 
     nodes: np.ndarray
-    chances: np.ndarray
-    given: np.ndarray
+    path_probs: np.ndarray
+    min_probs: np.ndarray
     bits: np.ndarray
     state: np.ndarray
     table: np.ndarray
 
 
 class Scratch(NamedTuple):
-    """For compiled functions, which allocate nothing."""
+    """Working memory of the compiled functions."""
 
     heap: np.ndarray
     spare: np.ndarray
@@ -80,15 +83,16 @@ class Scratch(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """What commits make of the KV in the windows.
+    """KV copies inside the tree windows that commits require.
 
     Attributes:
-        sources, targets: [M] window places before and after, counted from the end of the trunk
-            before the commit; those of a slot together, ascending, no target above its source.
-        counts: [R] of each slot.
-        paths: [R] so many first ones of a slot are committed tokens: they belong to the trunk now.
+        sources, targets: [M] KV places before and after, counted from the end of the committed
+            prefix before the commit; grouped by slot, ascending, no target above its source.
+        counts: [R] copies of each slot.
+        paths: [R] the first copies of a slot that are committed tokens: from now on they belong to
+            the committed prefix.
         ready: [R] bool, whether the new root's children are known, so that its tree can grow at
-            once. Otherwise the tokens behind the path have to be run, and no other KV is left.
+            once. Otherwise the tokens after the path must be run first and all other KV is dropped.
     """
 
     sources: np.ndarray
@@ -99,14 +103,16 @@ class Moves(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Nodes to run next: the first six fields are a `Branches`.
+    """Nodes to run next; the first six fields are a `kv_layout.TreeNodes`.
 
     Attributes:
-        slots, counts: [G] rows of each slot.
-        tokens: [N]. depths: [N] below the root: 1 for its children.
-        places: [N] in the slot's window, the free ones in order.
-        ancestors: [N] uint64 bits of the window places that a row sees, its own included.
-        ids: [N] of the nodes. owners: [N] their slots.
+        slots, counts: [G] slots and their numbers of nodes.
+        tokens: [N] token ids.
+        depths: [N] depth below the root: 1 for its children.
+        places: [N] KV places, the next free ones of the slot's window in order.
+        ancestors: [N] uint64 bits of the KV places that a node attends to, its own included.
+        ids: [N] node ids.
+        owners: [N] slots of the nodes.
     """
 
     slots: np.ndarray
@@ -120,14 +126,14 @@ class Chosen(NamedTuple):
 
 
 class Unsent(NamedTuple):
-    """Nodes for the engine's mirror.
+    """New nodes for the engine's replica.
 
     Attributes:
-        slots, counts: [G] nodes of each slot, which may be none.
-        lengths: [G] of the text, once all children of its last token are in this record or an
-            earlier one; 0 before.
-        nodes: [N, 4] id, parent, token and kind, as records tell them; children after their
-            parents. -L as a parent stands for the last token of a text of L tokens.
+        slots, counts: [G] slots and their numbers of nodes, which may be 0.
+        lengths: [G] length of the sequence if all children of its last token are in this message or
+            an earlier one; else 0.
+        nodes: [N, 4] id, parent, token and bucket, parents before their children. Parent -L is the
+            last token of a sequence of L tokens.
     """
 
     slots: np.ndarray
@@ -137,69 +143,67 @@ class Unsent(NamedTuple):
 
 
 @njit(**BORROWING)
-def _pack(trees: Trees, slot: int, root: int, places: np.ndarray) -> None:
-    """Moves nodes to their `places`, see `below`; `root` is what counts as the root."""
-    nodes, chances, given, bits = (
-        trees.nodes[slot], trees.chances[slot], trees.given[slot], trees.bits[slot]
-    )  # fmt: skip
+def _compact(trees: TreeArrays, slot: int, root: int, places: np.ndarray) -> None:
+    """Move nodes and their other arrays to the rows `places`, see `move_node`."""
+    nodes, bits = trees.nodes[slot], trees.bits[slot]
+    path_probs, min_probs = trees.path_probs[slot], trees.min_probs[slot]
     for node in range(trees.state[slot, COUNT]):
         place = places[node]
-        if place < 0:
-            continue
-        parent = nodes[node, PARENT]
-        for column in range(NUM_COLUMNS):
-            nodes[place, column] = nodes[node, column]
-        nodes[place, PARENT] = places[parent] if parent > root else -1
-        chances[place], given[place], bits[place] = chances[node], given[node], bits[node]
+        if place >= 0:
+            move_node(nodes, node, root, places, NUM_COLUMNS)
+            path_probs[place], min_probs[place] = path_probs[node], min_probs[node]
+            bits[place] = bits[node]
 
 
 @njit(**BORROWING)
-def _rate_all(trees: Trees, slot: int, left: np.ndarray) -> None:
-    chances_of(
-        trees.nodes[slot], trees.state[slot, COUNT], trees.table, trees.given[slot],
-        trees.chances[slot], left,
+def _update_path_probs(trees: TreeArrays, slot: int, left: np.ndarray) -> None:
+    compute_path_probs(
+        trees.nodes[slot], trees.state[slot, COUNT], trees.table, trees.min_probs[slot],
+        trees.path_probs[slot], left,
     )  # fmt: skip
 
 
 @njit(**BORROWING)
-def _evict(trees: Trees, slot: int, heap: np.ndarray, places: np.ndarray) -> None:
-    """Makes room for `_ROOM` nodes: the unlikeliest that have not been run go.
+def _evict(trees: TreeArrays, slot: int, heap: np.ndarray, places: np.ndarray) -> None:
+    """Make room for `_ROOM` nodes by evicting the least likely nodes without KV.
 
-    Of equally likely ones the first stay, so no node loses its parent.
+    Of equally likely nodes the first stay, so no remaining node loses its parent.
     """
-    nodes, chances, state = trees.nodes[slot], trees.chances[slot], trees.state[slot]
+    nodes, path_probs, state = trees.nodes[slot], trees.path_probs[slot], trees.state[slot]
     count, size = state[COUNT], 0
     most = CAPACITY - _ROOM - state[USED]
     for node in range(count):
         if nodes[node, _PLACE] < 0:
-            size = offer(heap, size, most, key_of(chances[node], node))
+            size = push_largest(heap, size, most, key_of(path_probs[node], node))
     kept = 0
     for node in range(count):
         places[node] = -1
-        if nodes[node, _PLACE] >= 0 or key_of(chances[node], node) >= heap[0]:
+        if nodes[node, _PLACE] >= 0 or key_of(path_probs[node], node) >= heap[0]:
             places[node] = kept
             kept += 1
-    _pack(trees, slot, -1, places)
+    _compact(trees, slot, -1, places)
     state[COUNT] = kept
 
 
 @njit(**BORROWING)
-def _add(trees: Trees, slot: int, parent: int, token: int, kind: int, chance: float) -> None:
-    """There is room for it."""
+def _append_node(
+    trees: TreeArrays, slot: int, parent: int, token: int, bucket: int, path_prob: float
+) -> None:
+    """Append a node; the tree has room for it."""
     nodes, state = trees.nodes[slot], trees.state[slot]
     node = state[COUNT]
     nodes[node, ID], nodes[node, PARENT] = state[_NEXT_ID], parent
-    nodes[node, TOKEN], nodes[node, KIND] = token, kind
+    nodes[node, TOKEN], nodes[node, BUCKET] = token, bucket
     nodes[node, _POSITION] = nodes[parent, _POSITION] + 1 if parent >= 0 else state[LENGTH]
     nodes[node, _PLACE] = -1
-    trees.chances[slot, node], trees.given[slot, node] = chance, np.float32(0.0)
+    trees.path_probs[slot, node], trees.min_probs[slot, node] = path_prob, np.float32(0.0)
     state[_NEXT_ID] += 1
     state[COUNT] += 1
 
 
 @njit(**BORROWING)
 def commit(
-    trees: Trees,
+    trees: TreeArrays,
     scratch: Scratch,
     slots: np.ndarray,
     bases: np.ndarray,
@@ -207,7 +211,7 @@ def commit(
     sizes: np.ndarray,
     moves: Moves,
 ) -> int:
-    """See `Forest.commit`. Returns the number of moves, -1 if a base is wrong."""
+    """See `TreePool.commit`. Returns the number of KV copies, -1 if a base is wrong."""
     first = total = 0
     for i in range(len(slots)):
         slot, size = slots[i], sizes[i]
@@ -234,7 +238,7 @@ def commit(
         else:
             state[COUNT] = state[USED] = 0
         if state[COUNT] == 0:
-            state[_GRAFTS] = 0
+            state[_HAS_EXTERNAL] = 0
         moves.counts[i], moves.paths[i] = total - before, path
         moves.ready[i] = state[READY] == 1
     return total
@@ -242,20 +246,21 @@ def commit(
 
 @njit(**BORROWING)
 def _reroot(
-    trees: Trees, scratch: Scratch, slot: int, root: int, path: int, moves: Moves, total: int
+    trees: TreeArrays, scratch: Scratch, slot: int, root: int, path: int, moves: Moves, total: int
 ) -> int:
-    """Leaves what is below a node and closes the ranks of its KV. Returns the number of moves."""
+    """Keep the subtree below `root` and close the gaps in its KV places. Returns the new total of
+    KV copies."""
     nodes, bits, state = trees.nodes[slot], trees.bits[slot], trees.state[slot]
     owners = scratch.owners
-    count = below(nodes, state[COUNT], root, scratch.places)
-    _pack(trees, slot, root, scratch.places)
+    count = renumber_subtree(nodes, state[COUNT], root, scratch.places)
+    _compact(trees, slot, root, scratch.places)
     state[COUNT] = count
     owners[:] = -1
     for node in range(count):
         if nodes[node, _PLACE] >= 0:
             owners[nodes[node, _PLACE]] = node
     used = 0
-    for place in range(WINDOW):  # parents were run before their children
+    for place in range(WINDOW):  # parents have lower places than their children
         node = owners[place]
         if node < 0:
             continue
@@ -267,13 +272,13 @@ def _reroot(
         moves.sources[total], moves.targets[total] = place, path + used
         total, used = total + 1, used + 1
     state[USED] = used
-    _rate_all(trees, slot, scratch.left)
+    _update_path_probs(trees, slot, scratch.left)
     return total
 
 
 @njit(**BORROWING)
-def _gather(
-    trees: Trees,
+def _collect_candidates(
+    trees: TreeArrays,
     scratch: Scratch,
     max_positions: int,
     weights: np.ndarray,
@@ -281,14 +286,14 @@ def _gather(
     wanted: bool,
     most: int,
 ) -> int:
-    """The likeliest nodes that can be run, of slots that are urgent or of the others, as keys in
-    the heap, the largest first. Returns their number."""
+    """Collect the most likely nodes that can be run, of the urgent slots (`wanted`) or the others,
+    as keys in the heap in descending order. Returns their number."""
     size = 0
     for slot in range(len(weights)):
         state, weight = trees.state[slot], weights[slot]
         if state[READY] == 0 or not weight > 0 or urgent[slot] != wanted:
             continue
-        nodes, chances = trees.nodes[slot], trees.chances[slot]
+        nodes, path_probs = trees.nodes[slot], trees.path_probs[slot]
         room, few = WINDOW - state[USED], 0
         has_room = room >= state[COUNT] - state[USED]
         end = min(state[LENGTH] - 1 + state[_DEPTH], max_positions)
@@ -296,25 +301,25 @@ def _gather(
             if nodes[node, _PLACE] >= 0 or nodes[node, _POSITION] >= end:
                 continue
             parent = nodes[node, PARENT]
-            if chances[node] < _LEAST_RUN or (parent >= 0 and nodes[parent, _PLACE] < 0):
+            if path_probs[node] < _MIN_RUN_PROB or (parent >= 0 and nodes[parent, _PLACE] < 0):
                 continue
-            key = key_of(chances[node] * weight, slot * CAPACITY + node)
+            key = key_of(path_probs[node] * weight, slot * CAPACITY + node)
             if has_room:
-                size = offer(scratch.heap, size, most, key)
+                size = push_largest(scratch.heap, size, most, key)
             else:
-                few = offer(scratch.spare, few, room, key)
+                few = push_largest(scratch.spare, few, room, key)
         for i in range(few):
-            size = offer(scratch.heap, size, most, scratch.spare[i])
-    sort_down(scratch.heap, size)
+            size = push_largest(scratch.heap, size, most, scratch.spare[i])
+    sort_descending(scratch.heap, size)
     return size
 
 
 @njit(**BORROWING)
-def _best(keys: np.ndarray, size: int, seconds: np.ndarray, gained: float) -> int:
-    """How many of the likeliest nodes make the gain by the second largest."""
+def _best_count(keys: np.ndarray, size: int, seconds: np.ndarray, gained: float) -> int:
+    """Number of first keys that maximizes gain per second."""
     best, rows = gained / max(seconds[0], _NO_TIME), 0
     for i in range(size):
-        gained += chance_of(keys[i])
+        gained += prob_of_key(keys[i])
         rate = gained / max(seconds[i + 1], _NO_TIME)
         if rate > best:
             best, rows = rate, i + 1
@@ -323,7 +328,7 @@ def _best(keys: np.ndarray, size: int, seconds: np.ndarray, gained: float) -> in
 
 @njit(**BORROWING)
 def choose(
-    trees: Trees,
+    trees: TreeArrays,
     scratch: Scratch,
     max_positions: int,
     weights: np.ndarray,
@@ -333,22 +338,24 @@ def choose(
     gained: float,
     out: Chosen,
 ) -> tuple[int, int]:
-    """See `Forest.choose`. Returns the numbers of slots and rows."""
+    """See `TreePool.choose`. Returns the numbers of slots and nodes."""
     heap, picked = scratch.heap, scratch.picked
     rows = 0
     for wanted in (True, False):
-        size = _gather(trees, scratch, max_positions, weights, urgent, wanted, most - rows)
+        size = _collect_candidates(
+            trees, scratch, max_positions, weights, urgent, wanted, most - rows
+        )
         more = 0
         if rows == 0:
-            more = _best(heap, size, seconds, gained)
+            more = _best_count(heap, size, seconds, gained)
         else:
             while more < size and seconds[rows + more + 1] <= _BESIDE * seconds[rows]:
                 more += 1
         for i in range(more):
-            # At equal chances the lower number comes first, which is what is wanted here.
-            offer(picked, rows + i, most, key_of(0.0, number_of(heap[i])))
+            # Equal probabilities sort by ascending number: by slot, then by node.
+            push_largest(picked, rows + i, most, key_of(0.0, number_of(heap[i])))
         rows += more
-    sort_down(picked, rows)
+    sort_descending(picked, rows)
     groups = 0
     for row in range(rows):
         number = number_of(picked[row])
@@ -370,8 +377,8 @@ def choose(
 
 
 @njit(**BORROWING)
-def grow(
-    trees: Trees,
+def expand(
+    trees: TreeArrays,
     scratch: Scratch,
     ready: np.ndarray,
     slots: np.ndarray,
@@ -380,15 +387,15 @@ def grow(
     tokens: np.ndarray,
     log_probs: np.ndarray,
 ) -> bool:
-    """See `Forest.grow`. False if a row was not to be run."""
+    """See `TreePool.expand`. False if a row is not a node that can be run."""
     for slot in ready:
         if trees.state[slot, LENGTH] == 0 or trees.state[slot, READY] == 1:
             return False
         trees.state[slot, READY] = 1
-    # What has been run is never evicted: so all rows are marked before any gets children.
+    # Mark all rows before adding children: nodes with KV are never evicted.
     for row in range(len(slots)):
         nodes, state = trees.nodes[slots[row]], trees.state[slots[row]]
-        node = find(nodes, state[COUNT], ids[row])
+        node = find_node(nodes, state[COUNT], ids[row])
         if node < 0 or nodes[node, _PLACE] >= 0 or places[row] != state[USED]:
             return False
         parent, place = nodes[node, PARENT], np.uint64(places[row])
@@ -412,109 +419,108 @@ def grow(
 
 @njit(**BORROWING)
 def _add_candidates(
-    trees: Trees,
+    trees: TreeArrays,
     scratch: Scratch,
     slot: int,
     wanted: int,
     tokens: np.ndarray,
     log_probs: np.ndarray,
 ) -> None:
-    """Children of the node with this id, 0 for the root."""
+    """Add candidates as children of the node with the id `wanted`; 0 is the root."""
     state, table = trees.state[slot], trees.table
     if state[COUNT] + len(tokens) > CAPACITY:
         _evict(trees, slot, scratch.heap, scratch.places)
     nodes = trees.nodes[slot]
-    parent = find(nodes, state[COUNT], wanted) if wanted > 0 else -1
-    chance, left = trees.chances[slot, parent] if parent >= 0 else _ONE, _ONE
-    has_grafts, known = state[_GRAFTS] == 1, state[COUNT]
+    parent = find_node(nodes, state[COUNT], wanted) if wanted > 0 else -1
+    path_prob, left = trees.path_probs[slot, parent] if parent >= 0 else _ONE, _ONE
+    has_external, known = state[_HAS_EXTERNAL] == 1, state[COUNT]
     for rank in range(len(tokens)):
-        kind = kind_of(np.float64(log_probs[rank]), rank, state[_NOISY] == 1)
-        if kind < 0:
+        bucket = bucket_of(np.float64(log_probs[rank]), rank, state[_NOISY] == 1)
+        if bucket < 0:
             continue
-        rate = (table[kind, 0] + _ONE) / (table[kind, 1] + np.float32(2.0))
-        rate = min(rate, left)
-        node = child(nodes, known, parent, tokens[rank]) if has_grafts else -1
+        rate = min(acceptance_rate(table, bucket), left)
+        node = find_child(nodes, known, parent, tokens[rank]) if has_external else -1
         if node >= 0:
-            nodes[node, KIND] = kind
-        elif rank == 0 or rate >= _LEAST:
-            _add(trees, slot, parent, tokens[rank], kind, chance * rate)
+            nodes[node, BUCKET] = bucket
+        elif rank == 0 or rate >= _MIN_SIBLING_PROB:
+            _append_node(trees, slot, parent, tokens[rank], bucket, path_prob * rate)
         else:
             continue
         left -= rate
-    if has_grafts:
-        _rate_all(trees, slot, scratch.left)
+    if has_external:
+        _update_path_probs(trees, slot, scratch.left)
 
 
 @njit(**BORROWING)
-def graft(
-    trees: Trees,
+def add_external_nodes(
+    trees: TreeArrays,
     scratch: Scratch,
     slot: int,
     length: int,
     vocab_size: int,
     parents: np.ndarray,
     tokens: np.ndarray,
-    chances: np.ndarray,
+    path_probs: np.ndarray,
 ) -> int:
-    """See `Forest.graft`."""
+    """See `TreePool.add_external_nodes`. Returns the number of nodes added or already present."""
     nodes, state = trees.nodes[slot], trees.state[slot]
     if length != state[LENGTH] or length == 0:
         return 0
-    ids, taken = scratch.owners, 0  # 0 for the root, -1 for what was left out
+    ids, taken = scratch.owners, 0  # of the tree's nodes; 0 for the root, -1 for a skipped node
     for i in range(len(tokens)):
         above, token = parents[i], tokens[i]
         ids[i] = -1
         if above < -1 or above >= i or token < 0 or token >= vocab_size:
             continue
-        whole = chances[above] if above >= 0 else _ONE
+        whole = path_probs[above] if above >= 0 else _ONE
         if not whole > 0.0:
             continue
-        share = chances[i] / whole
-        kind = grafted_kind(min(np.float64(share), 1.0))
+        share = path_probs[i] / whole
+        bucket = external_bucket(min(np.float64(share), 1.0))
         wanted = ids[above] if above >= 0 else np.int64(0)
         if state[COUNT] == CAPACITY:
-            _rate_all(trees, slot, scratch.left)
+            _update_path_probs(trees, slot, scratch.left)
             _evict(trees, slot, scratch.heap, scratch.places)
-        parent = find(nodes, state[COUNT], wanted) if wanted > 0 else -1
-        if kind < 0 or wanted < 0 or (wanted > 0 and parent < 0):
+        parent = find_node(nodes, state[COUNT], wanted) if wanted > 0 else -1
+        if bucket < 0 or wanted < 0 or (wanted > 0 and parent < 0):
             continue
-        node = child(nodes, state[COUNT], parent, token)
+        node = find_child(nodes, state[COUNT], parent, token)
         if node < 0:
             node = state[COUNT]
-            _add(trees, slot, parent, token, kind, np.float32(0.0))
-        trees.given[slot, node] = max(trees.given[slot, node], min(share, _ONE))
+            _append_node(trees, slot, parent, token, bucket, np.float32(0.0))
+        trees.min_probs[slot, node] = max(trees.min_probs[slot, node], min(share, _ONE))
         ids[i] = nodes[node, ID]
         taken += 1
-    state[_GRAFTS] = 1
-    _rate_all(trees, slot, scratch.left)
+    state[_HAS_EXTERNAL] = 1
+    _update_path_probs(trees, slot, scratch.left)
     return taken
 
 
 @njit(**BORROWING)
-def unsent(trees: Trees, out: Unsent) -> tuple[int, int]:
-    """See `Forest.unsent`. Returns the numbers of slots and nodes."""
+def unsent(trees: TreeArrays, out: Unsent) -> tuple[int, int]:
+    """See `TreePool.unsent`. Returns the numbers of slots and nodes."""
     groups = rows = 0
     for slot in range(len(trees.state)):
         state = trees.state[slot]
         nodes, count, length = trees.nodes[slot], state[COUNT], np.int64(0)
         first = count
-        while first > 0 and nodes[first - 1, ID] > state[_TOLD]:
+        while first > 0 and nodes[first - 1, ID] > state[_SENT_ID]:
             first -= 1
         if state[READY] == 1:
             length = state[LENGTH]
-        # A root that has no children at all is news, too.
-        if first == count and (count > 0 or state[_TOLD_LENGTH] >= length):
+        # That the root has no children must be sent, too.
+        if first == count and (count > 0 or state[_SENT_LENGTH] >= length):
             continue
         out.slots[groups], out.counts[groups], out.lengths[groups] = slot, count - first, length
         groups += 1
         for node in range(first, count):
             parent = nodes[node, PARENT]
-            told = out.nodes[rows]
-            told[ID], told[TOKEN] = nodes[node, ID], nodes[node, TOKEN]
-            told[PARENT] = nodes[parent, ID] if parent >= 0 else -state[LENGTH]
-            told[KIND] = nodes[node, KIND]
+            sent = out.nodes[rows]
+            sent[ID], sent[TOKEN] = nodes[node, ID], nodes[node, TOKEN]
+            sent[PARENT] = nodes[parent, ID] if parent >= 0 else -state[LENGTH]
+            sent[BUCKET] = nodes[node, BUCKET]
             rows += 1
         if count > 0:
-            state[_TOLD] = nodes[count - 1, ID]
-        state[_TOLD_LENGTH] = length
+            state[_SENT_ID] = nodes[count - 1, ID]
+        state[_SENT_LENGTH] = length
     return groups, rows

@@ -1,1 +1,1 @@
-"""The engine's side of a draft model: on the CPU in a process of its own, or on the device."""
+"""Draft models, engine side: proposer and client of the draft worker; chains on the device."""

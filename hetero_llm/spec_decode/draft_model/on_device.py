@@ -1,11 +1,13 @@
-"""Drafts of a model that runs on the target's own device: chains, drawn with the target's noise.
+"""Proposes chains of a draft model that runs on the target's device.
 
-A proposal is a step over what the draft model has not seen yet, then one row of each sequence for
-each further token, launched without waiting: the device knows the token last drawn. Position, seed,
-sample index and temperature are the target's, so where both models agree they draw alike.
+A proposal is one step over the tokens that the draft model has not computed yet, then one step with
+one token of each sequence for each further draft token. These are launched without waiting for the
+result of the one before, since the device keeps the last sampled token. Position, seed, sample
+index and temperature are the target's: the same noise is used, so where both models agree they
+sample the same token.
 
-The draft model has KV blocks of its own. A rejected token's row is written over by the next one; a
-chain's last token has never been a row, so after a chain accepted as a whole two are to catch up.
+The draft model has KV blocks of its own. KV of a rejected token is overwritten by the next one. The
+last token of a chain has no KV yet, so after a fully accepted chain two tokens must be computed.
 """
 
 from __future__ import annotations
@@ -26,47 +28,50 @@ from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.kv_cache.table_changes import TableChanges
 
-_MOST_UNDER_WAY = 2
-"""Steps without `finish` beside which another one may be launched; more the runners do not bear
+_MAX_IN_FLIGHT = 2
+"""Maximum unfinished steps beside another launch; limited by the runner's input ring
 (`gpu.fill_step.RING`)."""
-_REST = 8  # steps without asking, after a proposal that could not have any draft
+_IDLE_STEPS = 8  # steps without a proposal after one that cannot have any draft
 
 
 @dataclass(slots=True, eq=False)
-class _Text:
-    """What the draft model has of a sequence: rows of the first `computed` tokens, of which those
-    from `known` on are `ahead`, drafted and not confirmed.
+class _DraftState:
+    """What the draft model has computed of a sequence.
 
     Attributes:
-        published: blocks that others may find.
+        slot: its request slot.
+        known: number of confirmed tokens when the draft model last saw the sequence.
+        computed: number of first tokens that have KV; those from `known` on are `unconfirmed`.
+        unconfirmed: drafted tokens with KV that are not known to be accepted.
+        num_cached: number of blocks in the prefix cache.
     """
 
     sequence: Sequence
     slot: int
     known: int
     computed: int
-    ahead: list[int]
-    published: int = 0
+    unconfirmed: list[int]
+    num_cached: int = 0
 
     def catch_up(self) -> None:
-        """Keeps as many of the rows as the sequence has come to confirm; that of its last token is
-        always computed, for the draw after it."""
+        """Keep the KV of draft tokens that were accepted. The last token is always computed again,
+        since its logits sample the first draft token."""
         tokens = self.sequence.token_ids
-        for place, token in enumerate(self.ahead, self.known):
+        for place, token in enumerate(self.unconfirmed, self.known):
             if place >= len(tokens) or tokens[place] != token:
                 break
             self.computed = place + 1
-        self.ahead = []
+        self.unconfirmed = []
         self.known = len(tokens)
         self.computed = min(self.computed, self.known - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows of one sequence in a step: `count` from `start` on, then a chain of `depth` draws, 0
-    while tokens are left; `index` is the sequence's place in the proposal."""
+    """Tokens of one sequence in a step: `count` from position `start` on, then a chain of `depth`
+    tokens, 0 while more tokens are missing. `index`: the sequence's index in the proposal."""
 
-    text: _Text
+    state: _DraftState
     index: int
     start: int
     count: int
@@ -74,14 +79,17 @@ class _Part:
 
 
 class ChainDrafter:
-    """See `scheduler.draft_admission.Drafter` and `PromptObserver`.
+    """See `core.drafter.Drafter` and `core.drafter.PromptObserver`.
 
     Args:
-        runner: of the draft model; nobody else uses it.
-        limits: of the draft model's steps and texts; slots and their number are the target's.
-        num_blocks: of its KV cache. A sequence for which none are left gets no draft.
-        num_tokens: of a chain.
-        most_sequences: larger steps get no drafts; None: no limit.
+        runner: the draft model's runner; not shared.
+        limits: limits of the draft model's steps and sequences; request slots are the target's.
+        num_blocks: KV blocks of the draft model. Sequences that find none free get no draft.
+        num_tokens: length of a chain.
+        most_sequences: steps with more sequences get no drafts; None: no limit.
+
+    Attributes:
+        limits: as given.
     """
 
     def __init__(
@@ -95,33 +103,49 @@ class ChainDrafter:
     ) -> None:
         assert limits.max_num_batched_tokens >= 2 * limits.max_num_seqs, "two rows to catch up"
         self._runner = runner
-        self._limits = limits
+        self.limits = limits
         self._num_tokens = num_tokens
         self._most_sequences = most_sequences
         self._blocks = BlockManager(num_blocks, limits.block_size, PrefixCache())
-        self._texts: dict[Sequence, _Text] = {}
-        self._holders: dict[int, _Text] = {}  # by slot
+        self._states: dict[Sequence, _DraftState] = {}
+        self._by_slot: dict[int, _DraftState] = {}  # by request slot
         self._admitted: list[AdmittedSequence] = []
-        self._under_way: deque[Any] = deque()
-        self._unpublished: list[_Text] = []
-        self._resting = 0
+        self._in_flight: deque[Any] = deque()
+        self._uncached: list[_DraftState] = []
+        self._idle_steps = 0
 
     @property
     def idle(self) -> bool:
-        return self._resting > 0
+        return self._idle_steps > 0
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that have state here."""
+        return len(self._states)
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of the draft model."""
+        return self._blocks.num_blocks
+
+    def check_integrity(self) -> None:
+        """Assert that every block is free or owned, and all are free without sequences."""
+        self._blocks.check_integrity()
+        assert set(self._by_slot.values()) == set(self._states.values())
+        assert self._states or self._blocks.num_free == self._blocks.num_blocks
 
     def prompts_started(self, sequences: list[Sequence]) -> None:
-        """Runs the prompts as far as nobody has to wait for it; proposals run the rest."""
-        texts = [self._text_of(sequence) for sequence in sequences if sequence.request_slot >= 0]
-        if self._most_sequences is not None and len(self._texts) > self._most_sequences:
+        """Launch prompt chunks that no proposal has to wait for; proposals compute the rest."""
+        states = [self._state_of(sequence) for sequence in sequences if sequence.request_slot >= 0]
+        if self._most_sequences is not None and len(self._states) > self._most_sequences:
             return
-        while len(self._under_way) < _MOST_UNDER_WAY:
+        while len(self._in_flight) < _MAX_IN_FLIGHT:
             parts: list[_Part] = []
-            budget = self._limits.max_num_batched_tokens
-            for text in texts:
-                if text is not None and budget:
-                    part = self._part(text, -1, text.known - text.computed, budget, 0)
-                    budget -= self._take(part, parts)
+            budget = self.limits.max_num_batched_tokens
+            for state in states:
+                if state is not None and budget:
+                    part = self._part(state, -1, state.known - state.computed, budget, 0)
+                    budget -= self._add_part(part, parts)
             if not parts:
                 return
             self._launch(self._first_step(parts))
@@ -129,22 +153,22 @@ class ChainDrafter:
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         if self._most_sequences is not None and len(sequences) > self._most_sequences:
             return self._nothing(len(sequences))
-        texts = [self._text_of(sequence) for sequence in sequences]
-        if not any(texts):
+        states = [self._state_of(sequence) for sequence in sequences]
+        if not any(states):
             return self._nothing(len(sequences))
-        missing: list[tuple[int, int, _Text]] = []
-        for index, text in enumerate(texts):
-            if text is not None:
-                text.catch_up()
-                missing.append((text.known - text.computed, index, text))
-        # Whoever has little to catch up goes first, so that prompts hold nobody up.
+        missing: list[tuple[int, int, _DraftState]] = []
+        for index, state in enumerate(states):
+            if state is not None:
+                state.catch_up()
+                missing.append((state.known - state.computed, index, state))
+        # Sequences with few missing tokens first, so that long prompts do not delay them.
         missing.sort(key=lambda item: item[:2])
         parts: list[_Part] = []
-        budget = self._limits.max_num_batched_tokens
-        for count, index, text in missing:
-            depth = min(self._num_tokens, limits[index], self._limits.max_model_len - text.known)
+        budget = self.limits.max_num_batched_tokens
+        for count, index, state in missing:
+            depth = min(self._num_tokens, limits[index], self.limits.max_model_len - state.known)
             if budget:
-                budget -= self._take(self._part(text, index, count, budget, depth), parts)
+                budget -= self._add_part(self._part(state, index, count, budget, depth), parts)
         drafts = self._draft(parts)
         return join_trees(
             chain(np.array(drafts.get(index, ()), np.int32)) for index in range(len(sequences))
@@ -152,98 +176,101 @@ class ChainDrafter:
 
     def close(self, request: Request) -> None:
         for sequence in request.sequences:
-            text = self._texts.get(sequence)
-            if text is not None:
-                self._drop(text)
+            state = self._states.get(sequence)
+            if state is not None:
+                self._drop(state)
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
         pass
 
     def run_deferred(self) -> None:
-        self._resting = max(self._resting - 1, 0)
-        size = self._limits.block_size
-        for text in self._unpublished:
-            full = min(text.known, text.computed) // size
-            if full > text.published and self._holders.get(text.slot) is text:
-                self._blocks.cache_blocks(text.slot, text.sequence.token_ids, full * size)
-                text.published = full
-        self._unpublished.clear()
+        self._idle_steps = max(self._idle_steps - 1, 0)
+        size = self.limits.block_size
+        for state in self._uncached:
+            full = min(state.known, state.computed) // size
+            if full > state.num_cached and self._by_slot.get(state.slot) is state:
+                self._blocks.cache_blocks(state.slot, state.sequence.token_ids, full * size)
+                state.num_cached = full
+        self._uncached.clear()
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the prompts of earlier sequences."""
+        """Drop cached prompts of earlier sequences."""
         self._blocks.reset_prefix_cache()
 
-    # -- texts ------------------------------------------------------------------------------
+    # -- sequences --------------------------------------------------------------------------
 
-    def _text_of(self, sequence: Sequence) -> _Text | None:
-        """What is held of a running sequence; None if it is too long to be drafted for."""
-        text = self._texts.get(sequence)
-        too_long = len(sequence.token_ids) >= self._limits.max_model_len
-        if text is not None:
-            if text.slot == sequence.request_slot and not too_long:
-                return text
-            self._drop(text)
+    def _state_of(self, sequence: Sequence) -> _DraftState | None:
+        """State of a running sequence; None if it is too long for the draft model."""
+        state = self._states.get(sequence)
+        too_long = len(sequence.token_ids) >= self.limits.max_model_len
+        if state is not None:
+            if state.slot == sequence.request_slot and not too_long:
+                return state
+            self._drop(state)
         if too_long:
             return None
-        before = self._holders.get(sequence.request_slot)
-        if before is not None:  # preempted meanwhile
+        before = self._by_slot.get(sequence.request_slot)
+        if before is not None:  # of a preempted sequence
             self._drop(before)
         slot, tokens = sequence.request_slot, sequence.token_ids
         computed = self._blocks.match_prefix(slot, tokens, sequence.request.root_hash)
-        text = _Text(sequence, slot, len(tokens), computed, [], computed // self._limits.block_size)
-        self._texts[sequence] = self._holders[slot] = text
+        state = _DraftState(
+            sequence, slot, len(tokens), computed, [], computed // self.limits.block_size
+        )
+        self._states[sequence] = self._by_slot[slot] = state
         self._admitted.append(_slot_state(sequence))
-        return text
+        return state
 
-    def _drop(self, text: _Text) -> None:
-        self._blocks.free(text.slot)
-        del self._texts[text.sequence], self._holders[text.slot]
+    def _drop(self, state: _DraftState) -> None:
+        self._blocks.free(state.slot)
+        del self._states[state.sequence], self._by_slot[state.slot]
 
-    def _grow(self, text: _Text, length: int) -> bool:
-        """Whether there are blocks for so many tokens; what preempted sequences held is free."""
-        if self._blocks.allocate(text.slot, text.computed, length):
+    def _allocate(self, state: _DraftState, length: int) -> bool:
+        """Allocate blocks for `length` tokens, if need be those of preempted sequences. Returns
+        whether there were enough."""
+        if self._blocks.allocate(state.slot, state.computed, length):
             return True
-        gone = [t for t in self._texts.values() if t.sequence.request_slot != t.slot]
+        gone = [t for t in self._states.values() if t.sequence.request_slot != t.slot]
         for other in gone:
             self._drop(other)
-        return bool(gone) and self._blocks.allocate(text.slot, text.computed, length)
+        return bool(gone) and self._blocks.allocate(state.slot, state.computed, length)
 
     # -- steps ------------------------------------------------------------------------------
 
     @staticmethod
-    def _part(text: _Text, index: int, missing: int, budget: int, depth: int) -> _Part:
-        """As many of the missing rows as fit, and a chain if these are all."""
+    def _part(state: _DraftState, index: int, missing: int, budget: int, depth: int) -> _Part:
+        """As many missing tokens as fit into the budget, and a chain if these are all."""
         count = min(missing, budget)
-        return _Part(text, index, text.computed, count, depth if count == missing else 0)
+        return _Part(state, index, state.computed, count, depth if count == missing else 0)
 
-    def _take(self, part: _Part, parts: list[_Part]) -> int:
-        """Adds a part to a step if there are rows and blocks for it; returns its rows."""
-        text, length = part.text, part.start + part.count + max(part.depth - 1, 0)
-        if not part.count or not self._grow(text, length):
+    def _add_part(self, part: _Part, parts: list[_Part]) -> int:
+        """Add a part to a step if there are tokens and blocks for it. Returns its token count."""
+        state, length = part.state, part.start + part.count + max(part.depth - 1, 0)
+        if not part.count or not self._allocate(state, length):
             return 0
         parts.append(part)
-        text.computed = part.start + part.count
-        if text.computed // self._limits.block_size > text.published:
-            self._unpublished.append(text)
+        state.computed = part.start + part.count
+        if state.computed // self.limits.block_size > state.num_cached:
+            self._uncached.append(state)
         return part.count
 
     def _draft(self, parts: list[_Part]) -> dict[int, list[int]]:
-        """Runs the parts and their chains; the tokens of each chain by its place."""
+        """Run the parts and their chains. Returns the tokens of each chain by `_Part.index`."""
         if not parts:
             return {}
-        while self._under_way:  # prompts' chunks, which draw nothing
+        while self._in_flight:  # prompt chunks, which sample nothing
             self._finish()
-        # The longest chains come first: those of each further step are the first ones.
+        # Longest chains first: those that continue are always a prefix of the parts.
         parts.sort(key=lambda part: -part.depth)
         depths = np.array([part.depth for part in parts])
-        slots = np.array([part.text.slot for part in parts], np.int32)
+        slots = np.array([part.state.slot for part in parts], np.int32)
         ends = np.array([part.start + part.count for part in parts], np.int32)
-        drawn = self._launch(self._first_step(parts))
+        sampled = self._launch(self._first_step(parts))
         if not depths[0]:
             return {}
         for done in range(1, int(depths[0])):
             going = int((depths > done).sum())
-            drawn += self._launch(
+            sampled += self._launch(
                 _step(
                     slots[:going],
                     ends[:going] + np.int32(done - 1),
@@ -252,25 +279,25 @@ class ChainDrafter:
                     np.ones(going, np.int32),
                 )
             )
-        while self._under_way:
-            drawn.append(self._finish())
+        while self._in_flight:
+            sampled.append(self._finish())
         drafts: dict[int, list[int]] = {}
         for place, part in enumerate(parts):
             if part.depth:
-                tokens = [drawn[level][place] for level in range(part.depth)]
+                tokens = [sampled[level][place] for level in range(part.depth)]
                 drafts[part.index] = tokens
-                part.text.ahead = tokens[:-1]
+                part.state.unconfirmed = tokens[:-1]
         return drafts
 
     def _first_step(self, parts: list[_Part]) -> SchedulerOutput:
-        """The step of the parts' rows, with all that has changed for the runner."""
+        """The step that computes the parts, with admissions and block table changes."""
         tokens: list[int] = []
         for part in parts:
-            tokens += part.text.sequence.token_ids[part.start : part.start + part.count]
+            tokens += part.state.sequence.token_ids[part.start : part.start + part.count]
         admitted = tuple(self._admitted)
         self._admitted.clear()
         return _step(
-            np.array([part.text.slot for part in parts], np.int32),
+            np.array([part.state.slot for part in parts], np.int32),
             np.array([part.start for part in parts], np.int32),
             np.array([part.count for part in parts], np.int32),
             np.array(tokens, np.int32),
@@ -280,26 +307,26 @@ class ChainDrafter:
         )
 
     def _launch(self, step: SchedulerOutput) -> list[list[int]]:
-        """Launches a step; returns the tokens of the one that had to be finished for it, if any."""
+        """Launch a step. Returns the tokens of the step that had to be finished before, if any."""
         finished: list[list[int]] = []
-        if len(self._under_way) > _MOST_UNDER_WAY:
+        if len(self._in_flight) > _MAX_IN_FLIGHT:
             finished.append(self._finish())
-        self._under_way.append(self._runner.launch(step))
+        self._in_flight.append(self._runner.launch(step))
         return finished
 
     def _finish(self) -> list[int]:
-        """The tokens of the oldest step under way."""
-        return self._runner.finish(self._under_way.popleft()).token_ids
+        """Wait for the oldest launched step; returns its tokens."""
+        return self._runner.finish(self._in_flight.popleft()).token_ids
 
     def _nothing(self, num_sequences: int) -> DraftBatch:
-        """No drafts, and none for a while: steps are launched ahead meanwhile."""
-        self._resting = _REST
+        """No drafts, and none for the next steps, so that the engine can launch ahead."""
+        self._idle_steps = _IDLE_STEPS
         return join_trees([None] * num_sequences)
 
 
 def _slot_state(sequence: Sequence) -> AdmittedSequence:
-    """A sequence as the draft model samples it: what looks back is left to the target, so that
-    users' processors are asked once."""
+    """A sequence as the draft model samples it: without penalties and logits processors, which
+    depend on earlier tokens; the target applies them."""
     request = sequence.request
     given = request.params
     params = SamplingParams(

@@ -1,9 +1,9 @@
-"""Drafts of the draft model's worker, as one of the sources of a `LookaheadDrafter`.
+"""Proposes drafts of the draft worker; one of the proposers of a `LookaheadDrafter`.
 
-What the engine knows of the worker is a mirror of its trees (mirror.py). A proposal takes in what
-has come, walks the new tokens down the mirror and returns what stands below, mostly without any
-waiting: the worker has drafted for this outcome while it was verified. For a text that left its
-tree the worker needs some steps; whether it pays to wait for them is worked out at every step.
+The engine holds a replica of the worker's trees (tree_replica.py). A proposal receives new nodes,
+walks the new tokens down the replica and returns the nodes below them, mostly without waiting: the
+worker has drafted for this outcome while the target verified it. If a sequence left its tree, the
+worker needs some steps to draft again; each proposal estimates whether waiting for them pays.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from numba import njit
 from numpy.typing import NDArray
 
 from hetero_llm.bridge.ipc.messages import (
-    GRAFTED,
-    Kind,
+    EXTERNAL_NODE,
+    MessageKind,
+    Messages,
     OpenRequest,
-    Records,
     Refusal,
     Stamps,
     put_close,
     put_commits,
-    put_grafts,
+    put_external_nodes,
     put_open,
 )
 from hetero_llm.config.draft_model_config import DraftModelConfig
@@ -33,72 +33,77 @@ from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.core.request import Sequence
 from hetero_llm.spec_decode.array_table import Bound, cube, matrix, vector
 from hetero_llm.spec_decode.draft_model.node_buckets import (
-    NUM_BUCKETS,
+    NUM_ODDS,
     NUM_RANKS,
     PRIOR_TRIALS,
-    Record,
+    BucketStats,
 )
 from hetero_llm.spec_decode.draft_model.tree_replica import (
-    Mirror,
-    MirrorArrays,
-    ask_all,
+    ReplicaArrays,
+    TreeReplica,
+    caught_up_all,
     commit_all,
     propose_all,
 )
-from hetero_llm.spec_decode.draft_model.worker_client import DraftWorker
+from hetero_llm.spec_decode.draft_model.worker_client import DraftWorkerClient
 from hetero_llm.spec_decode.lookahead.indexes import Proposals
 from hetero_llm.spec_decode.lookahead.sequence_state import FoundArrays
 
 _CLOSED, _REFUSED = -1, -2  # instead of a generation
-_LONGEST_WAIT = 2e-3  # seconds, unless the user says otherwise
-_FIRST_LEVEL = 5e-4  # seconds in which the worker finds a tree's next level, before it is known
-_WEIGHT = 0.1  # of a new observation in moving averages
-_FIRST_CHOICES = np.r_[:NUM_BUCKETS, NUM_RANKS * NUM_BUCKETS : (NUM_RANKS + 1) * NUM_BUCKETS]
-"""Kinds of the likeliest candidates, without and with noise."""
-_PATIENCE = 3  # waits in vain after which nobody waits until the worker is heard of
-_MOST_TELLINGS = 8  # of a text to a worker that loses parts of it
-_LEAST_TOLD = np.float32(0.02)  # chance of a node that the worker is told of
-_EXTENDED = 4  # leaves of a draft that the worker's next step goes on from, about
-_FIRST_SIZE = 16
+_MAX_WAIT_SECONDS = 2e-3  # unless configured
+_INITIAL_LEVEL_SECONDS = 5e-4  # time of the worker for a tree's next level, until measured
+_EMA_WEIGHT = 0.1  # of a new observation in moving averages
+_FIRST_CHOICES = np.r_[:NUM_ODDS, NUM_RANKS * NUM_ODDS : (NUM_RANKS + 1) * NUM_ODDS]
+"""Buckets of the most likely candidates, without and with sampling noise."""
+_MAX_TIMED_OUT = 3  # consecutive waits without a message after which proposals stop waiting
+_MAX_SENDS = 8  # of a whole sequence to a worker that loses messages of it
+_MIN_SENT_PROB = np.float32(0.02)  # path probability of external nodes sent to the worker
+_NUM_EXTENDED_LEAVES = 4  # leaves of a draft that one step of the worker extends, about
+_INITIAL_ROOM = 16
 
-# Places of `DraftSource._bound`.
-_MIRROR, _LENGTHS, _GENERATIONS, _OWN = 0, 7, 8, 9
-_TOLD, _FRESH, _ASKED, _CAUGHT_UP = range(14, 18)
+# Places of `DraftModelProposer._arrays`, the array table of the compiled functions.
+_REPLICA, _LENGTHS, _GENERATIONS, _OWN = 0, 7, 8, 9
+_COMMITS, _FRESH, _QUERY, _CAUGHT_UP = range(14, 18)
 _NUM_PLACES = 18
 
 
 class _Buffers(NamedTuple):
-    """What compiled functions write, in the order of the places.
+    """Arrays that compiled functions write, in the order of their places.
 
     Attributes:
-        told: [4, S] int32: slots, generations, lengths so far and new tokens of texts that the
-            worker knows. fresh: [N] int32, these tokens.
-        asked: [3, S] int32: slots (-1: not drafted for), most nodes, most tokens of a path.
-        caught_up: [S] bool, see `Mirror.caught_up`.
+        commits: [4, S] int32: slots, generations, lengths before and numbers of new tokens, of
+            sequences that the worker knows.
+        fresh: [N] int32 new tokens of these sequences.
+        query: [3, S] int32: slots (-1: no draft), maximum nodes, maximum depths of a proposal.
+        caught_up: [S] bool, see `TreeReplica.caught_up`.
     """
 
-    told: NDArray[np.int32]
+    commits: NDArray[np.int32]
     fresh: NDArray[np.int32]
-    asked: NDArray[np.int32]
+    query: NDArray[np.int32]
     caught_up: NDArray[np.bool_]
 
 
-class DraftSource:
-    """One thread at a time. Rows of live sequences are the worker's slots.
+# large: state of every sequence in the worker, the array table, and the estimate of waiting.
+class DraftModelProposer:
+    """See the module. A sequence's `row` in the drafter is its request slot in the worker. One
+    thread at a time.
 
     Args:
-        worker: which is up.
-        slots: of the worker; sequences in higher rows are not drafted for.
-        vocab_size: of the target and the draft model.
-        clock: seconds since some moment.
+        worker: a client whose worker is up.
+        slots: request slots of the worker; sequences in higher rows get no drafts.
+        vocab_size: vocabulary size of target and draft model.
+        max_positions: longest sequence, in tokens, that the draft model can run.
+        clock: returns seconds.
 
     Attributes:
-        drafts: of the last proposal, its first rows. Replaced by a larger one by `propose`.
+        drafts: buffer whose first rows hold the last proposal; `propose` may replace it by a larger
+            one.
     """
 
     def __init__(
         self,
-        worker: DraftWorker,
+        worker: DraftWorkerClient,
         config: DraftModelConfig,
         *,
         slots: int,
@@ -107,46 +112,46 @@ class DraftSource:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._worker, self._config, self._clock = worker, config, clock
-        self._record = Record()
-        self._mirror = Mirror(slots, vocab_size=vocab_size, record=self._record)
-        self._slots, self._longest = slots, max_positions
+        self._stats = BucketStats()
+        self._replica = TreeReplica(slots, vocab_size=vocab_size, stats=self._stats)
+        self._slots, self._max_positions = slots, max_positions
         self._generations = np.full(slots, _CLOSED, np.int64)
         self._lengths = np.zeros(slots, np.int64)
-        self._tellings = np.zeros(slots, np.int64)  # of whole texts to this worker
+        self._num_sends = np.zeros(slots, np.int64)  # of the whole sequence to the present worker
         self._sequences: dict[int, Sequence] = {}
-        self._to_open: list[int] = []  # slots that the worker has to be told anew
-        self._was_up = True
-        self._level = _FIRST_LEVEL
-        self._vain = 0
-        self._bound = Bound(_NUM_PLACES)
-        self._bound.put_all(_MIRROR, self._mirror.arrays)
-        self._bound.put(_LENGTHS, self._lengths)
-        self._bound.put(_GENERATIONS, self._generations)
-        self._make_room(_FIRST_SIZE, _FIRST_SIZE)
+        self._unsent: list[int] = []  # slots whose sequence must be sent (again)
+        self._worker_was_up = True
+        self._level_seconds = _INITIAL_LEVEL_SECONDS
+        self._num_timed_out = 0
+        self._arrays = Bound(_NUM_PLACES)
+        self._arrays.put_all(_REPLICA, self._replica.arrays)
+        self._arrays.put(_LENGTHS, self._lengths)
+        self._arrays.put(_GENERATIONS, self._generations)
+        self._make_room(_INITIAL_ROOM, _INITIAL_ROOM)
         self._counts = dict.fromkeys(("hits", "misses", "waits", "timeouts", "rejected"), 0)
         self._waited = 0.0
-        self._yield = 1.0  # tokens of a sequence in a step, lately
-        Mirror.compile()
+        self._tokens_per_step = 1.0  # moving average, of one sequence
+        TreeReplica.compile()
         nothing = np.zeros(0, np.int64)
-        _go_on(self._bound.table, nothing, nothing, nothing)
-        self._ask(nothing, np.zeros(0, np.int32))
-        grafts = _pack_grafts(self.drafts.found, np.zeros(_FIRST_SIZE, np.int32))
-        assert not len(grafts[1])
-        _weigh(self._bound.table, 0, self.drafts.survival, self.drafts.counts)
+        _observe_tokens(self._arrays.table, nothing, nothing, nothing)
+        self._fill_drafts(nothing, np.zeros(0, np.int32))
+        external = _pack_external_nodes(self.drafts.found, np.zeros(_INITIAL_ROOM, np.int32))
+        assert not len(external[1])
+        _expected_gain(self._arrays.table, 0, self.drafts.survival, self.drafts.counts)
 
     def _make_room(self, rows: int, tokens: int) -> None:
-        """For so many texts, and new tokens of them."""
+        """Allocate buffers for `rows` sequences and `tokens` new tokens."""
         self._buffers = _Buffers(
-            told=np.empty((4, rows), np.int32),
+            commits=np.empty((4, rows), np.int32),
             fresh=np.empty(tokens, np.int32),
-            asked=np.empty((3, rows), np.int32),
+            query=np.empty((3, rows), np.int32),
             caught_up=np.empty(rows, np.bool_),
         )
-        self._bound.put_all(_TOLD, self._buffers)
+        self._arrays.put_all(_COMMITS, self._buffers)
         self.drafts = Proposals.empty(rows)
-        self._bound.put_all(_OWN, self.drafts.found)
+        self._arrays.put_all(_OWN, self.drafts.found)
 
-    # -- texts ------------------------------------------------------------------------------
+    # -- sequences --------------------------------------------------------------------------
 
     def commit(
         self,
@@ -155,92 +160,107 @@ class DraftSource:
         sizes: NDArray[np.int64],
         sequences: list[Sequence],
     ) -> None:
-        """Tells the worker new tokens, and whole texts of new rows.
+        """Send new tokens to the worker, and the whole sequence for new rows.
 
         Args:
-            rows: [S]. fresh: new tokens, one sequence after the other. sizes: [S] of each.
+            rows: [S] rows of the sequences.
+            fresh: new tokens, concatenated.
+            sizes: [S] new tokens of each.
+            sequences: [S].
         """
-        self._take_in()
+        self._receive()
         fresh, sizes = np.asarray(fresh, np.int64), np.asarray(sizes, np.int64)
         held, room = len(self._buffers.caught_up), len(self._buffers.fresh)
         if len(rows) > held or len(fresh) > room:
             self._make_room(max(held, 2 * len(rows)), max(room, 2 * len(fresh)))
-        count, size, num_new = _go_on(self._bound.table, rows, sizes, fresh)
-        assert count >= 0, "the mirror has the lengths of all texts"
+        count, size, num_new = _observe_tokens(self._arrays.table, rows, sizes, fresh)
+        assert count >= 0, "proposer and replica disagree on the length of a sequence"
         if num_new:
             ends = np.cumsum(sizes)
             for index, row in enumerate(rows.tolist()):
                 if row < self._slots and self._lengths[row] == 0:
-                    text = fresh[ends[index] - sizes[index] : ends[index]].astype(np.int32)
-                    self._open(row, sequences[index], text)
+                    tokens = fresh[ends[index] - sizes[index] : ends[index]].astype(np.int32)
+                    self._open(row, sequences[index], tokens)
         if count:
-            self._yield += _WEIGHT * (size / count - self._yield)
-            slots, generations, bases, counts = self._buffers.told[:, :count]
+            self._tokens_per_step += _EMA_WEIGHT * (size / count - self._tokens_per_step)
+            slots, generations, bases, counts = self._buffers.commits[:, :count]
             stamps = Stamps(slots, generations, bases)
             put_commits(self._worker.outbox, stamps, counts, self._buffers.fresh[:size])
         self._worker.push()
 
     def close(self, rows: list[int]) -> None:
-        """These sequences have ended."""
+        """Close the rows of ended sequences."""
         for row in rows:
             if row >= self._slots:
                 continue
             if self._generations[row] >= 0:
                 put_close(self._worker.outbox, row, int(self._generations[row]))
-                self._mirror.close(row)
+                self._replica.close(row)
             self._generations[row], self._lengths[row] = _CLOSED, 0
             self._sequences.pop(row, None)
 
-    def settle(self) -> None:
-        """While the device works: looks after the worker, and tells it what it does not know."""
+    @property
+    def num_sequences(self) -> int:
+        """Open sequences, those included that the worker refused."""
+        return len(self._sequences)
+
+    def check_integrity(self) -> None:
+        """Assert that the arrays hold state of open sequences only."""
+        open_rows = sorted(self._sequences)
+        assert np.flatnonzero(self._lengths).tolist() == open_rows
+        assert set(np.flatnonzero(self._generations != _CLOSED).tolist()) <= set(open_rows)
+
+    def run_deferred(self) -> None:
+        """Work done while the device runs a step: receive messages, check the worker's health, send
+        sequences that a restarted worker does not know."""
         worker = self._worker
-        self._take_in()
-        worker.look_after()
+        self._receive()
+        worker.check_health()
         if not worker.is_up:
-            if self._was_up:
-                self._forget_all()
-            self._was_up = False
+            if self._worker_was_up:
+                self._on_worker_lost()
+            self._worker_was_up = False
             return
-        if not self._was_up:
-            self._was_up = True
-            self._to_open = list(self._sequences)
-        for row in self._to_open:
+        if not self._worker_was_up:
+            self._worker_was_up = True
+            self._unsent = list(self._sequences)
+        for row in self._unsent:
             sequence = self._sequences.get(row)
             if sequence is not None and self._generations[row] == _CLOSED:
-                text = np.array(sequence.token_ids[: int(self._lengths[row])], np.int32)
-                self._tell(row, sequence, text)
-        self._to_open.clear()
+                tokens = np.array(sequence.token_ids[: int(self._lengths[row])], np.int32)
+                self._send_sequence(row, sequence, tokens)
+        self._unsent.clear()
         worker.push()
 
-    def _open(self, row: int, sequence: Sequence, text: NDArray[np.int32]) -> None:
-        self._lengths[row], self._tellings[row] = len(text), 0
+    def _open(self, row: int, sequence: Sequence, tokens: NDArray[np.int32]) -> None:
+        self._lengths[row], self._num_sends[row] = len(tokens), 0
         self._sequences[row] = sequence
-        if self._worker.is_up and self._was_up:
-            self._tell(row, sequence, text)
+        if self._worker.is_up and self._worker_was_up:
+            self._send_sequence(row, sequence, tokens)
 
-    def _tell(self, row: int, sequence: Sequence, text: NDArray[np.int32]) -> None:
-        if len(text) >= self._longest:
+    def _send_sequence(self, row: int, sequence: Sequence, tokens: NDArray[np.int32]) -> None:
+        if len(tokens) >= self._max_positions:
             self._generations[row] = _REFUSED
             return
         generation = self._worker.next_generation()
         self._generations[row] = generation
-        self._tellings[row] += 1
-        self._mirror.open(row, generation, len(text))
+        self._num_sends[row] += 1
+        self._replica.open(row, generation, len(tokens))
         request = sequence.request
         put_open(
             self._worker.outbox,
             OpenRequest(
-                row, generation, text, seed=request.seed, sample_index=sequence.index,
+                row, generation, tokens, seed=request.seed, sample_index=sequence.index,
                 temperature=request.params.temperature,
             ),
         )  # fmt: skip
 
-    def _forget_all(self) -> None:
-        """The worker is gone, with all that it knew and refused."""
+    def _on_worker_lost(self) -> None:
+        """Reset what the lost worker knew and refused."""
         for row in self._sequences:
-            self._mirror.close(row)
+            self._replica.close(row)
         self._generations[:] = _CLOSED
-        self._tellings[:] = 0
+        self._num_sends[:] = 0
 
     # -- drafts -----------------------------------------------------------------------------
 
@@ -251,50 +271,59 @@ class DraftSource:
         seconds: float,
         found: Proposals,
     ) -> Proposals:
-        """The likeliest nodes below each text: [S] rows that the next call overwrites.
+        """Propose the most likely nodes below each sequence: [S] rows, overwritten by the next
+        call.
 
         Args:
-            rows: [S]. most: [S] nodes.
-            seconds: that the step takes without drafts.
-            found: what others propose: there it pays less to wait.
+            rows: [S] rows of the sequences.
+            most: [S] maximum number of nodes.
+            seconds: duration of the step without drafts.
+            found: proposals of other proposers; they make waiting less worthwhile.
         """
-        count = len(rows)
-        asked, misses = self._ask(rows, most)
-        if misses and self._take_in():
-            asked, misses = self._ask(rows, most)
+        num_queried, misses = self._fill_drafts(rows, most)
+        if misses and self._receive():
+            num_queried, misses = self._fill_drafts(rows, most)
         self._counts["misses"] += misses
-        self._counts["hits"] += asked - misses
-        if self._config.overlap != "enumerate" and self._worker.is_up and self._vain < _PATIENCE:
+        self._counts["hits"] += num_queried - misses
+        may_wait = self._config.overlap != "enumerate" and self._worker.is_up
+        if may_wait and self._num_timed_out < _MAX_TIMED_OUT:
             self._wait(rows, most, seconds, found)
-        return self.drafts.some(slice(count))
+        return self.drafts.some(slice(len(rows)))
 
-    def _ask(self, rows: NDArray[np.int64], most: NDArray[np.int32]) -> tuple[int, int]:
-        """Drafts out of the mirror, as it is now. Returns how many texts are drafted for, and how
-        many of these the worker has drafted nothing for yet."""
+    def _fill_drafts(self, rows: NDArray[np.int64], most: NDArray[np.int32]) -> tuple[int, int]:
+        """Fill `drafts` from the replica's present state. Returns the number of sequences that may
+        have drafts, and the number of those without nodes from the worker yet."""
         if len(rows) > len(self._buffers.caught_up):
             self._make_room(2 * len(rows), len(self._buffers.fresh))
-        counts: tuple[int, int] = _ask(
-            self._bound.table, rows, most, self._config.num_tokens, self._longest
+        counts: tuple[int, int] = _fill_drafts(
+            self._arrays.table, rows, most, self._config.num_tokens, self._max_positions
         )
         return counts
 
-    def graft(self, rows: NDArray[np.int64], found: Proposals, kept: NDArray[np.int32]) -> None:
-        """Tells the worker of nodes that are verified and not its own, while the device works: what
-        may follow them is worth drafting, too.
+    def add_external_nodes(
+        self, rows: NDArray[np.int64], found: Proposals, kept: NDArray[np.int32]
+    ) -> None:
+        """Send the worker nodes of other proposers that are being verified, so that it drafts their
+        continuations. Called while the device runs the step.
 
         Args:
-            rows: [S] of the last proposal. found: its drafts. kept: [S] first nodes of each that
-                are verified.
+            rows: [S] rows of the last proposal.
+            found: its merged drafts.
+            kept: [S] number of first nodes of each draft that are verified.
         """
         used = rows < self._slots
         is_open = used & (self._generations[np.where(used, rows, 0)] >= 0)
-        counts, nodes = _pack_grafts(found.found, np.where(is_open, kept, 0).astype(np.int32))
+        counts, nodes = _pack_external_nodes(
+            found.found, np.where(is_open, kept, 0).astype(np.int32)
+        )
         some = counts > 0
         if not some.any():
             return
         slots = rows[some]
         stamps = Stamps(slots, self._generations[slots], self._lengths[slots])
-        put_grafts(self._worker.outbox, stamps, counts[some], nodes.reshape(-1).view(GRAFTED))
+        put_external_nodes(
+            self._worker.outbox, stamps, counts[some], nodes.reshape(-1).view(EXTERNAL_NODE)
+        )
 
     def _wait(
         self,
@@ -303,61 +332,63 @@ class DraftSource:
         seconds: float,
         found: Proposals,
     ) -> None:
-        """Waits for further levels as long as what they are worth beats the time they take."""
+        """Wait for further levels of the drafts while their expected gain exceeds their cost."""
         limit = self._config.timeout
         if limit is None:
-            limit = min(2 * max(self._level, _FIRST_LEVEL) * self._config.num_tokens, _LONGEST_WAIT)
+            level = max(self._level_seconds, _INITIAL_LEVEL_SECONDS)
+            limit = min(2 * level * self._config.num_tokens, _MAX_WAIT_SECONDS)
         begin = now = self._clock()
         while True:
-            gain = _weigh(self._bound.table, len(rows), found.survival, found.counts)
-            # Tokens a second, with one more level and without.
-            if gain * (seconds + now - begin) <= len(rows) * self._yield * self._level:
+            gain = _expected_gain(self._arrays.table, len(rows), found.survival, found.counts)
+            # Stop if one more level does not increase the tokens per second.
+            tokens = len(rows) * self._tokens_per_step
+            if gain * (seconds + now - begin) <= tokens * self._level_seconds:
                 break
             left = limit - (now - begin)
             if left <= 0:
                 break
             before, self._counts["waits"] = now, self._counts["waits"] + 1
-            came = self._take_in(int(left * 1e6) + 1)
+            came = self._receive(int(left * 1e6) + 1)
             now = self._clock()
             if not came:
-                self._vain += 1
+                self._num_timed_out += 1
                 self._counts["timeouts"] += 1
                 break
-            self._level += _WEIGHT * (now - before - self._level)
-            self._ask(rows, most)
+            self._level_seconds += _EMA_WEIGHT * (now - before - self._level_seconds)
+            self._fill_drafts(rows, most)
         self._waited += now - begin
 
-    def _take_in(self, timeout_us: int = 0) -> bool:
-        """Takes in what the worker has told; whether there was anything."""
-        records = self._worker.poll(timeout_us)
-        if records is None:
+    def _receive(self, timeout_us: int = 0) -> bool:
+        """Process messages of the worker. Returns whether there were any."""
+        messages = self._worker.poll(timeout_us)
+        if messages is None:
             return False
-        self._vain = 0
-        for kind, run in records.runs():
-            if kind == Kind.NODES:
-                if not self._mirror.add(run):
+        self._num_timed_out = 0
+        for kind, run in messages.runs():
+            if kind == MessageKind.NODES:
+                if not self._replica.add(run):
                     self._counts["rejected"] += len(run)
-            elif kind == Kind.REFUSED:
-                self._refused(run)
+            elif kind == MessageKind.REFUSED:
+                self._on_refused(run)
             else:
                 self._counts["rejected"] += len(run)
         return True
 
-    def _refused(self, records: Records) -> None:
-        for header in records.headers:
+    def _on_refused(self, messages: Messages) -> None:
+        for header in messages.headers:
             row = int(header["slot"])
             if row >= self._slots or self._generations[row] != header["generation"]:
                 continue
-            self._mirror.close(row)
-            lost = header["value"] == Refusal.LOST_RECORD
-            again = lost and self._tellings[row] < _MOST_TELLINGS
+            self._replica.close(row)
+            lost = header["value"] == Refusal.LOST_MESSAGE
+            again = lost and self._num_sends[row] < _MAX_SENDS
             self._generations[row] = _CLOSED if again else _REFUSED
             if again:
-                self._to_open.append(row)
+                self._unsent.append(row)
 
     def metrics(self) -> dict[str, float]:
         """Counters since start and the present state, flat."""
-        counters, dropped = self._worker.counters, self._mirror.dropped
+        counters, dropped = self._worker.counters, self._replica.dropped
         return {
             "draft_worker_up": float(self._worker.is_up),
             "draft_restarts": counters.starts - 1,
@@ -365,7 +396,7 @@ class DraftSource:
             "draft_misses": self._counts["misses"],
             "draft_timeouts": self._counts["timeouts"],
             "draft_wait_seconds": self._waited,
-            "draft_first_accepted": _first_rate(self._record.table),
+            "draft_first_accepted": _first_choice_rate(self._stats.table),
             "draft_rejected_messages": self._counts["rejected"]
             + counters.corrupt
             + dropped["malformed"],
@@ -380,15 +411,15 @@ class DraftSource:
 
 
 @njit(cache=True, nogil=True)
-def _mirror_at(table: np.ndarray) -> MirrorArrays:
-    return MirrorArrays(
-        cube(table, _MIRROR, np.int32),
-        matrix(table, _MIRROR + 1, np.int64),
-        matrix(table, _MIRROR + 2, np.float32),
-        matrix(table, _MIRROR + 3, np.float32),
-        vector(table, _MIRROR + 4, np.uint64),
-        matrix(table, _MIRROR + 5, np.float32),
-        matrix(table, _MIRROR + 6, np.int64),
+def _replica_at(table: np.ndarray) -> ReplicaArrays:
+    return ReplicaArrays(
+        cube(table, _REPLICA, np.int32),
+        matrix(table, _REPLICA + 1, np.int64),
+        matrix(table, _REPLICA + 2, np.float32),
+        matrix(table, _REPLICA + 3, np.float32),
+        vector(table, _REPLICA + 4, np.uint64),
+        matrix(table, _REPLICA + 5, np.float32),
+        matrix(table, _REPLICA + 6, np.int64),
     )
 
 
@@ -404,17 +435,17 @@ def _own_at(table: np.ndarray, count: int) -> FoundArrays:
 
 
 @njit(cache=True, nogil=True)
-def _go_on(
+def _observe_tokens(
     table: np.ndarray, rows: np.ndarray, sizes: np.ndarray, tokens: np.ndarray
 ) -> tuple[int, int, int]:
-    """Adds new tokens to texts and to the mirror, and notes what the worker is to be told.
+    """Append new tokens to sequences and replica, and collect the commits to send.
 
     Returns:
-        texts that it is to be told of, -1 if the mirror knows other ones; their new tokens; texts
-        that have just begun, which are left alone.
+        The number of commits, -1 if the replica has another length for one of them; their total
+        number of tokens; the number of new sequences, which are skipped.
     """
     lengths, generations = vector(table, _LENGTHS, np.int64), vector(table, _GENERATIONS, np.int64)
-    told, fresh = matrix(table, _TOLD, np.int32), vector(table, _FRESH, np.int32)
+    commits, fresh = matrix(table, _COMMITS, np.int32), vector(table, _FRESH, np.int32)
     first = count = size = num_new = 0
     for i in range(len(rows)):
         row, new = rows[i], tokens[first : first + sizes[i]]
@@ -425,72 +456,77 @@ def _go_on(
             num_new += 1
             continue
         if generations[row] >= 0 and len(new) > 0:
-            told[0, count], told[1, count] = row, generations[row]
-            told[2, count], told[3, count] = lengths[row], len(new)
+            commits[0, count], commits[1, count] = row, generations[row]
+            commits[2, count], commits[3, count] = lengths[row], len(new)
             fresh[size : size + len(new)] = new
             count += 1
             size += len(new)
         lengths[row] += len(new)
     fine = commit_all(
-        _mirror_at(table), told[0, :count], told[2, :count], fresh[:size], told[3, :count]
+        _replica_at(table), commits[0, :count], commits[2, :count], fresh[:size], commits[3, :count]
     )
     return count if fine else -1, size, num_new
 
 
 @njit(cache=True, nogil=True)
-def _ask(
-    table: np.ndarray, rows: np.ndarray, most: np.ndarray, depth: int, longest: int
+def _fill_drafts(
+    table: np.ndarray, rows: np.ndarray, most: np.ndarray, depth: int, max_positions: int
 ) -> tuple[int, int]:
-    """See `DraftSource._ask`.
+    """See `DraftModelProposer._fill_drafts`.
 
     Args:
-        depth: most tokens of a path. longest: positions of the draft model.
+        depth: maximum depth of a draft.
+        max_positions: positions of the draft model.
     """
     count = len(rows)
     lengths, generations = vector(table, _LENGTHS, np.int64), vector(table, _GENERATIONS, np.int64)
-    asked = matrix(table, _ASKED, np.int32)
-    num_asked = 0
+    query = matrix(table, _QUERY, np.int32)
+    num_queried = 0
     for i in range(count):
         row = rows[i]
-        asked[0, i], asked[1, i], asked[2, i] = -1, most[i], 0
-        if row < len(lengths) and generations[row] >= 0 and lengths[row] < longest:
-            asked[0, i], asked[2, i] = row, min(longest - lengths[row], depth)
-            num_asked += 1
-    mirror, own = _mirror_at(table), _own_at(table, count)
+        query[0, i], query[1, i], query[2, i] = -1, most[i], 0
+        if row < len(lengths) and generations[row] >= 0 and lengths[row] < max_positions:
+            query[0, i], query[2, i] = row, min(max_positions - lengths[row], depth)
+            num_queried += 1
+    replica, own = _replica_at(table), _own_at(table, count)
     caught_up = vector(table, _CAUGHT_UP, np.bool_)
-    ask_all(mirror.state, asked[0, :count], caught_up)
-    propose_all(mirror, asked[0, :count], asked[1, :count], asked[2, :count], own)
+    caught_up_all(replica.state, query[0, :count], caught_up)
+    propose_all(replica, query[0, :count], query[1, :count], query[2, :count], own)
     num_missing = count
     for i in range(count):
         num_missing -= caught_up[i]
         for node in range(own.counts[i]):
-            own.kind[i, node] = -1  # the mirror keeps the record of these
-    return num_asked, num_missing
+            own.kind[i, node] = -1  # the replica updates the statistics of these
+    return num_queried, num_missing
 
 
 @njit(cache=True, nogil=True)
-def _weigh(table: np.ndarray, count: int, survival: np.ndarray, counts: np.ndarray) -> float:
-    """Tokens that a further level of all drafts adds to a step.
+def _expected_gain(
+    table: np.ndarray, count: int, path_probs: np.ndarray, counts: np.ndarray
+) -> float:
+    """Expected accepted tokens that one more level of all drafts adds to a step.
 
     Args:
-        count: S. survival, counts: [S] what others propose: there it pays less to wait.
+        count: number of sequences, S.
+        path_probs, counts: [S, MAX_NODES], [S] path probabilities and sizes of other proposals.
     """
     own, caught_up = _own_at(table, count), vector(table, _CAUGHT_UP, np.bool_)
-    deepest = matrix(table, _ASKED, np.int32)[2]
+    deepest = matrix(table, _QUERY, np.int32)[2]
     gain = 0.0
     for i in range(count):
         start = 0.0 if caught_up[i] else 1.0
         if own.counts[i] > 0:
             start = _open_leaves(own.parents[i], own.survival[i], own.counts[i], deepest[i])
-        other = float(survival[i, 0]) if counts[i] > 0 else 0.0
+        other = float(path_probs[i, 0]) if counts[i] > 0 else 0.0
         gain += (1.0 - other) * start
-    return gain * _first_rate(matrix(table, _MIRROR + 3, np.float32))
+    return gain * _first_choice_rate(matrix(table, _REPLICA + 3, np.float32))
 
 
 @njit(cache=True, nogil=True)
-def _open_leaves(parents: np.ndarray, survival: np.ndarray, count: int, deepest: int) -> float:
-    """What a further level starts from: the survival of the first `_EXTENDED` leaves, which are the
-    likeliest. A leaf as deep as a draft may be is none: nothing below it would be proposed."""
+def _open_leaves(parents: np.ndarray, path_probs: np.ndarray, count: int, deepest: int) -> float:
+    """Sum of the path probabilities of the first (most likely) `_NUM_EXTENDED_LEAVES` leaves, which
+    the worker's next step extends. Leaves at the maximum depth are excluded: nothing below them
+    would be proposed."""
     depths = np.empty(MAX_NODES, np.int32)
     is_leaf = np.ones(MAX_NODES, np.bool_)
     for node in range(count):
@@ -499,46 +535,50 @@ def _open_leaves(parents: np.ndarray, survival: np.ndarray, count: int, deepest:
         if parent >= 0:
             depths[node] = depths[parent] + 1
             is_leaf[parent] = False
-    total, left = 0.0, _EXTENDED
+    total, left = 0.0, _NUM_EXTENDED_LEAVES
     for node in range(count):
         if left > 0 and is_leaf[node] and depths[node] < deepest:
-            total += survival[node]
+            total += path_probs[node]
             left -= 1
     return total
 
 
 @njit(cache=True, nogil=True)
-def _first_rate(record: np.ndarray) -> float:
-    """How often the worker's first choice is accepted, lately."""
+def _first_choice_rate(stats: np.ndarray) -> float:
+    """Recent acceptance rate of the worker's most likely candidates."""
     accepted, tried = 1.0, 2.0
     for kind in _FIRST_CHOICES:
-        if record[kind, 1] > PRIOR_TRIALS:  # what is expected of the others is no experience
-            accepted += record[kind, 0]
-            tried += record[kind, 1]
+        if stats[kind, 1] > PRIOR_TRIALS:  # the prior is no measurement
+            accepted += stats[kind, 0]
+            tried += stats[kind, 1]
     return accepted / tried
 
 
 @njit(cache=True, nogil=True)
-def _pack_grafts(found: FoundArrays, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[S] nodes of each draft to be told, and those as rows of int32 words, see `GRAFTED`. A draft
-    whose kept nodes all came from the worker is left out."""
-    tokens, parents, survival, kind, counts = found
-    told = np.zeros(len(counts), np.int32)
+def _pack_external_nodes(found: FoundArrays, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Select and pack the external nodes to send: of each draft its first kept nodes that are
+    likely enough, unless all of them came from the worker.
+
+    Returns:
+        [S] number of nodes of each draft, and the nodes as [N, 3] int32 words of `EXTERNAL_NODE`.
+    """
+    tokens, parents, path_probs, kind, counts = found
+    num_sent = np.zeros(len(counts), np.int32)
     total = 0
     for row in range(len(counts)):
-        worth = 0
-        while worth < min(kept[row], counts[row]) and survival[row, worth] >= _LEAST_TOLD:
-            worth += 1
-        for node in range(worth):
+        likely = 0
+        while likely < min(kept[row], counts[row]) and path_probs[row, likely] >= _MIN_SENT_PROB:
+            likely += 1
+        for node in range(likely):
             if kind[row, node] >= 0:
-                told[row] = worth
-        total += told[row]
+                num_sent[row] = likely
+        total += num_sent[row]
     words = np.empty((total, 3), np.int32)
-    chances = words.view(np.float32)
+    floats = words.view(np.float32)
     at = 0
     for row in range(len(counts)):
-        for node in range(told[row]):
+        for node in range(num_sent[row]):
             words[at, 0], words[at, 1] = tokens[row, node], parents[row, node]
-            chances[at, 2] = survival[row, node]
+            floats[at, 2] = path_probs[row, node]
             at += 1
-    return told, words
+    return num_sent, words

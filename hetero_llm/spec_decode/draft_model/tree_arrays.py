@@ -1,8 +1,9 @@
-"""Trees in rows of arrays: what the worker's forest and the engine's mirror of it have in common.
+"""Compiled functions on draft trees in arrays, for the worker's tree pool and the engine's replica.
 
-A tree is [capacity, columns] int32, a node a row, of which the first `count` are in use: ids
-ascend, so parents come before their children, and the columns below are the first ones. The root,
-the last token of a text, is no row: -1 stands for it.
+A tree is an int32 array [capacity, columns] with one row for each node, of which the first `count`
+are in use. Rows are sorted by node id, and a parent has a lower id than its children, so it comes
+before them. The first columns are those below. The root, the last token of the sequence, has no
+row; -1 stands for it.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ from numpy.typing import NDArray
 from hetero_llm.spec_decode.acceptance_stats import MEMORY
 from hetero_llm.spec_decode.lookahead.suffix_trie import BORROWING
 
-ID, PARENT, TOKEN, KIND = range(4)
-"""Columns of a node; PARENT is its row."""
+ID, PARENT, TOKEN, BUCKET = range(4)
+"""Columns of a node; PARENT is the row of its parent."""
 
 BOOL, INT32, FLOAT32, FLOAT64 = (
-    np.dtype(kind) for kind in (np.bool_, np.int32, np.float32, np.float64)
+    np.dtype(scalar) for scalar in (np.bool_, np.int32, np.float32, np.float64)
 )
 _ONE = np.float32(1.0)
 
 
 def fit(values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """An array as compiled code knows it: any other type, also a read-only one, would compile every
-    function once more."""
+    """The values as a writable contiguous array of `dtype`: any other array type would make numba
+    compile another version of each function it is passed to."""
     if type(values) is np.ndarray and values.dtype is dtype and values.flags.carray:
         return values
     return np.array(values, dtype)
 
 
 @njit(**BORROWING)
-def find(nodes: np.ndarray, count: int, wanted: int) -> int:
-    """Row of the node with this id, -1 if there is none."""
+def find_node(nodes: np.ndarray, count: int, wanted: int) -> int:
+    """Row of the node with this id (binary search); -1 if there is none."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2
@@ -47,8 +48,8 @@ def find(nodes: np.ndarray, count: int, wanted: int) -> int:
 
 
 @njit(**BORROWING)
-def child(nodes: np.ndarray, count: int, parent: int, token: int) -> int:
-    """Row of a node's child, the last one with this token; -1 if there is none."""
+def find_child(nodes: np.ndarray, count: int, parent: int, token: int) -> int:
+    """Row of the last child of `parent` with this token; -1 if there is none."""
     found = -1
     for node in range(parent + 1, count):
         if nodes[node, PARENT] == parent and nodes[node, TOKEN] == token:
@@ -60,15 +61,15 @@ def child(nodes: np.ndarray, count: int, parent: int, token: int) -> int:
 def follow(
     nodes: np.ndarray, count: int, tokens: np.ndarray, begin: int, end: int, table: np.ndarray
 ) -> tuple[int, int]:
-    """Walks down a tree along tokens begin .. end-1, and enters into `table` what came of it.
+    """Walk down a tree along tokens[begin:end] and update the acceptance statistics.
 
-    Children of every node that was reached count, whether or not they were drafts.
+    All children of every reached node count as tried, whether or not they were proposed.
 
     Args:
-        table: [kinds, 2] float32, see `Record`; kinds beyond it are left out.
+        table: [buckets, 2] float32 of a `BucketStats`; buckets beyond its length are skipped.
 
     Returns:
-        the last node reached, -1 for the root, and how many tokens led there.
+        The last node reached, -1 for the root, and the number of tokens that led there.
     """
     node = -1
     for position in range(begin, end):
@@ -80,14 +81,14 @@ def follow(
             hit = nodes[other, TOKEN] == token
             if hit:
                 followed = other
-            kind = nodes[other, KIND]
-            if kind >= len(table):
+            bucket = nodes[other, BUCKET]
+            if bucket >= len(table):
                 continue
-            if table[kind, 1] >= MEMORY:
-                table[kind, 0] *= np.float32(0.5)
-                table[kind, 1] *= np.float32(0.5)
-            table[kind, 0] += _ONE if hit else np.float32(0.0)
-            table[kind, 1] += _ONE
+            if table[bucket, 1] >= MEMORY:
+                table[bucket, 0] *= np.float32(0.5)
+                table[bucket, 1] *= np.float32(0.5)
+            table[bucket, 0] += _ONE if hit else np.float32(0.0)
+            table[bucket, 1] += _ONE
         if followed < 0:
             return node, position - begin
         node = followed
@@ -95,14 +96,14 @@ def follow(
 
 
 @njit(**BORROWING)
-def below(nodes: np.ndarray, count: int, root: int, places: np.ndarray) -> int:
-    """Numbers what is left of a tree when `root` becomes its root.
+def renumber_subtree(nodes: np.ndarray, count: int, root: int, places: np.ndarray) -> int:
+    """Number the nodes of the subtree below `root`, in order.
 
     Args:
-        places: [count] int32, written: row of each node then, -1 for those that are left out.
+        places: [count] int64, written: new row of each node; -1 outside the subtree.
 
     Returns:
-        how many are left.
+        Number of nodes in the subtree.
     """
     kept = 0
     for node in range(count):
@@ -115,47 +116,69 @@ def below(nodes: np.ndarray, count: int, root: int, places: np.ndarray) -> int:
 
 
 @njit(**BORROWING)
-def chances_of(
-    nodes: np.ndarray,
-    count: int,
-    table: np.ndarray,
-    given: np.ndarray,
-    chances: np.ndarray,
-    left: np.ndarray,
-) -> None:
-    """Chances that a text goes through the nodes.
-
-    A node is as likely as its parent times the rate of its kind, and siblings together are no
-    likelier than their parent, the first ones come first. A node is no less likely than `given`,
-    whatever its siblings are: somebody knows more about it.
+def move_node(nodes: np.ndarray, node: int, root: int, places: np.ndarray, columns: int) -> None:
+    """Move a node to its new row `places[node]` and translate its parent; a parent up to `root`
+    becomes the root, -1. Call it in ascending order of nodes: new rows are not above old ones.
 
     Args:
-        table: see `Record`.
-        given, chances: [capacity] float32; `chances` is written, that of the root is 1.
-        left: [capacity + 1] float32, written: of each parent's chance, the part that its children
-            have not taken; the root's comes first.
+        places: [count] int64 new row of each node.
+        columns: number of columns, a constant for the compiler.
     """
-    left[0] = _ONE
-    for node in range(count):
-        parent, kind = nodes[node, PARENT], nodes[node, KIND]
-        rate = (table[kind, 0] + _ONE) / (table[kind, 1] + np.float32(2.0))
-        rate = max(min(rate, left[parent + 1]), given[node])
-        left[parent + 1] = max(left[parent + 1] - rate, np.float32(0.0))
-        left[node + 1] = _ONE
-        chances[node] = rate * (chances[parent] if parent >= 0 else _ONE)
-
-
-# -- the likeliest of many: keys of chance and number, in a heap with the least at the top ------
+    place, parent = places[node], nodes[node, PARENT]
+    for column in range(columns):
+        nodes[place, column] = nodes[node, column]
+    nodes[place, PARENT] = places[parent] if parent > root else -1
 
 
 @njit(**BORROWING)
-def key_of(chance: float, number: int) -> Any:
-    """A key that is larger for a larger chance, or for a lower number at the same chance.
+def acceptance_rate(table: np.ndarray, bucket: int) -> float:
+    """float32 rate of one bucket, as `acceptance_stats.rates_of` estimates it."""
+    return (table[bucket, 0] + _ONE) / (table[bucket, 1] + np.float32(2.0))
+
+
+@njit(**BORROWING)
+def compute_path_probs(
+    nodes: np.ndarray,
+    count: int,
+    table: np.ndarray,
+    min_probs: np.ndarray,
+    path_probs: np.ndarray,
+    left: np.ndarray,
+) -> None:
+    """Compute the probability that the sequence goes through each node.
+
+    A node's path probability is its parent's times its own conditional probability: the rate of its
+    bucket, limited by what its earlier siblings leave of 1, but at least `min_probs`, where another
+    proposer gave a higher probability.
 
     Args:
-        chance: float32, not negative. number: 0 .. 2^32 - 1.
+        table: [buckets, 2] float32 of a `BucketStats`.
+        min_probs: [capacity] float32 lower bounds, each given the node's parent.
+        path_probs: [capacity] float32, written. The root has probability 1.
+        left: [capacity + 1] float32, written: conditional probability that each parent's children
+            leave; entry 0 is the root's.
     """
-    bits = np.uint64(np.float32(chance).view(np.uint32))
+    left[0] = _ONE
+    for node in range(count):
+        parent, bucket = nodes[node, PARENT], nodes[node, BUCKET]
+        rate = max(min(acceptance_rate(table, bucket), left[parent + 1]), min_probs[node])
+        left[parent + 1] = max(left[parent + 1] - rate, np.float32(0.0))
+        left[node + 1] = _ONE
+        path_probs[node] = rate * (path_probs[parent] if parent >= 0 else _ONE)
+
+
+# -- the k most likely of many: keys of probability and number, in a min-heap -------------------
+
+
+@njit(**BORROWING)
+def key_of(path_prob: float, number: int) -> Any:
+    """uint64 key that orders by probability, then by descending number.
+
+    Args:
+        path_prob: float32, not negative.
+        number: 0 .. 2^32 - 1.
+    """
+    bits = np.uint64(np.float32(path_prob).view(np.uint32))
     return (bits << np.uint64(32)) | np.uint64(0xFFFFFFFF - number)
 
 
@@ -165,13 +188,13 @@ def number_of(key: Any) -> Any:
 
 
 @njit(**BORROWING)
-def chance_of(key: Any) -> Any:
+def prob_of_key(key: Any) -> Any:
     return np.uint32(key >> np.uint64(32)).view(np.float32)
 
 
 @njit(**BORROWING)
-def offer(heap: np.ndarray, size: int, most: int, key: Any) -> int:
-    """Puts a key into a heap of the `most` largest. Returns its new size."""
+def push_largest(heap: np.ndarray, size: int, most: int, key: Any) -> int:
+    """Insert a key into a min-heap that keeps the `most` largest keys. Returns its new size."""
     if size < most:
         place = size
         while place > 0 and heap[(place - 1) // 2] > key:
@@ -180,22 +203,22 @@ def offer(heap: np.ndarray, size: int, most: int, key: Any) -> int:
         heap[place] = key
         return size + 1
     if most > 0 and key > heap[0]:
-        _sink(heap, size, key)
+        _replace_smallest(heap, size, key)
     return size
 
 
 @njit(**BORROWING)
-def sort_down(heap: np.ndarray, size: int) -> None:
-    """A heap becomes an array, the largest key first."""
+def sort_descending(heap: np.ndarray, size: int) -> None:
+    """Turn the heap into an array in descending order."""
     for last in range(size - 1, 0, -1):
         key = heap[last]
         heap[last] = heap[0]
-        _sink(heap, last, key)
+        _replace_smallest(heap, last, key)
 
 
 @njit(**BORROWING)
-def _sink(heap: np.ndarray, size: int, key: Any) -> None:
-    """Replaces the least key."""
+def _replace_smallest(heap: np.ndarray, size: int, key: Any) -> None:
+    """Replace the smallest key of the heap."""
     place = 0
     while True:
         lower = 2 * place + 1

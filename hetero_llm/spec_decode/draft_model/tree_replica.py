@@ -1,18 +1,18 @@
-"""The engine's copy of the worker's trees: drafts without asking.
+"""The engine's replica of the worker's draft trees, so that a proposal needs no round trip.
 
-The worker tells nodes as it makes them. When tokens have come, `commit` walks them down the tree:
-what stands below is the draft. The worker may be ahead of the engine in its trees and behind it in
-the text, and any record may be late, lost, told twice or nonsense; a draft is still a part of a
-tree that the worker made for exactly this text.
+The worker sends nodes as it creates them. `commit` walks new tokens down the replica; the nodes
+below the last one are the next draft. The worker's trees may be ahead of the engine's and its
+sequences behind, and a message may be late, lost, duplicated or garbage; a draft is still always
+part of a tree that the worker made for exactly this sequence.
 
-Each tree hangs from an anchor: a place P in the text, and the node that stands for the token before
-it, if the worker made one. At P = L, the text's length, what is stored are the anchor's
-descendants. At P < L nothing is stored, for all that is known is wrong: nodes that come from the
-worker move the anchor as far as they follow the text, and a node that says it is a child of
-position L0 > P takes the anchor there.
+Each tree hangs from an anchor: a position P of the sequence, and the node of the token before P, if
+the worker made one. If P is the sequence's length L, the stored nodes are the anchor's descendants.
+If P < L, no node is stored, since all known ones left the sequence: nodes from the worker then move
+the anchor forward as far as they follow the sequence, and a node whose parent is the last token of
+a sequence of P0 > P tokens moves the anchor to P0.
 
-Arrays are int32 unless said otherwise; what `caught_up` returns is overwritten by its next call.
-One thread at a time.
+Arrays are int32 unless said otherwise; `slot` is a request slot. The result of `caught_up` is
+overwritten by its next call. One thread at a time.
 """
 
 from __future__ import annotations
@@ -30,89 +30,95 @@ from hetero_llm.bridge.ipc.messages import (
     NODE_WORDS,
     SLOT,
     WORDS,
-    Kind,
-    Records,
+    MessageKind,
+    Messages,
 )
 from hetero_llm.spec_decode.array_table import Bound, cube, matrix, vector
-from hetero_llm.spec_decode.draft_model.node_buckets import NUM_KINDS, Record
+from hetero_llm.spec_decode.draft_model.node_buckets import NUM_BUCKETS, BucketStats
 from hetero_llm.spec_decode.draft_model.tree_arrays import (
+    BUCKET,
     ID,
     INT32,
-    KIND,
     PARENT,
     TOKEN,
-    below,
-    chances_of,
-    find,
+    compute_path_probs,
+    find_node,
     fit,
     follow,
     key_of,
+    move_node,
     number_of,
-    offer,
-    sort_down,
+    push_largest,
+    renumber_subtree,
+    sort_descending,
 )
 from hetero_llm.spec_decode.lookahead.indexes import Proposals
 from hetero_llm.spec_decode.lookahead.sequence_state import FoundArrays
 from hetero_llm.spec_decode.lookahead.suffix_trie import BORROWING
 
 CAPACITY = 1024
-"""Nodes of a tree: children of all that the worker can have run, and what it has evicted."""
+"""Maximum nodes of a tree: children of all nodes that the worker can have run, and evicted ones."""
 TAIL = 64
-"""Tokens of a text behind its anchor that are known; beyond, the anchor lets go of its node."""
+"""Maximum tokens kept after an anchor; if there are more, the anchor moves and loses its node."""
 
 STALE, MALFORMED, FULL = range(3)
-"""Why nodes were dropped: for `Mirror.dropped`."""
+"""Reasons to drop nodes, see `TreeReplica.dropped`."""
 
-_LEAST_SURVIVAL = np.float32(0.01)  # of a node of a draft: what does not pay is cut off later
+_MIN_PATH_PROB = np.float32(0.01)  # of proposed nodes; the budget cuts more
 _NUM_COLUMNS = 4
-# State of a slot: its generation, -1 if it is closed; length of the text; id of the anchor's node,
-# 0 if nobody knows; size of the tail; nodes; last id that came; largest length for which the worker
-# has told the children of the last token. Then the tail: tokens of the text from the anchor on.
+# State of a slot: generation (-1: closed); length of the sequence; id of the anchor's node (0:
+# unknown); number of tokens after the anchor; number of nodes; last node id received; largest
+# length for which the worker has sent the children of the last token. After these, the tokens that
+# follow the anchor.
 _GENERATION, _LENGTH, _ANCHOR, _TAIL, _COUNT, _LAST, _SEEN = range(7)
 _NUM_NUMBERS = 7
 _CLOSED = -1
 _ONE = np.float32(1.0)
 
 
-class MirrorArrays(NamedTuple):
-    """A mirror as compiled functions see it.
+class ReplicaArrays(NamedTuple):
+    """The replica's arrays, for compiled functions.
 
     Attributes:
-        nodes: [slots, CAPACITY, 4] int32, see trees.py. state: [slots, columns] int64, see above.
-        learned: [kinds, 2] float32, the record for `commit_all`; maybe empty. table: the record.
-        heap, floats, places: memory to work in, since they allocate nothing.
+        nodes: [slots, CAPACITY, 4] int32, see `tree_arrays`.
+        state: [slots, columns] int64, see above.
+        updated_table: [buckets, 2] float32 statistics that `commit_all` updates; may be empty.
+        table: [buckets, 2] float32 statistics that estimate path probabilities.
+        heap, floats, places: working memory, since compiled functions allocate nothing.
     """
 
     nodes: np.ndarray
     state: np.ndarray
-    learned: np.ndarray
+    updated_table: np.ndarray
     table: np.ndarray
     heap: np.ndarray
     floats: np.ndarray
     places: np.ndarray
 
 
-class Mirror:
+class TreeReplica:
     """See the module.
 
     Args:
-        slots: places for sequences, as in the worker.
-        vocab_size: tokens of this or above are dropped.
-        record: what came of earlier nodes: the estimates of drafts.
-        learns: `commit` enters into the record what came of the nodes. Else somebody else does.
+        slots: number of request slots, as in the worker.
+        vocab_size: nodes with a token id of this or above are dropped.
+        stats: acceptance statistics, for path probabilities.
+        updates_stats: whether `commit` updates the statistics.
 
     Attributes:
-        arrays: its state, the same as long as it lives.
+        arrays: the state; the same objects for the replica's life.
     """
 
-    def __init__(self, slots: int, *, vocab_size: int, record: Record, learns: bool = True) -> None:
+    def __init__(
+        self, slots: int, *, vocab_size: int, stats: BucketStats, updates_stats: bool = True
+    ) -> None:
         assert slots > 0
         self._vocab_size = vocab_size
-        self.arrays = MirrorArrays(
+        self.arrays = ReplicaArrays(
             nodes=np.zeros((slots, CAPACITY, _NUM_COLUMNS), np.int32),
             state=np.zeros((slots, _NUM_NUMBERS + TAIL), np.int64),
-            learned=record.table if learns else record.table[:0],
-            table=record.table,
+            updated_table=stats.table if updates_stats else stats.table[:0],
+            table=stats.table,
             heap=np.zeros(CAPACITY, np.uint64),
             floats=np.zeros((3, CAPACITY + 1), np.float32),
             places=np.zeros((2, CAPACITY), np.int64),
@@ -126,22 +132,24 @@ class Mirror:
         self._caught_up = np.zeros(slots, np.bool_)
 
     def open(self, slot: int, generation: int, length: int) -> None:
-        """A new text of `length` > 0 tokens. generation >= 0: what the worker is told, too."""
+        """Open a slot for a sequence of `length` > 0 tokens; `generation` >= 0 as sent to the
+        worker."""
         assert length > 0 and generation >= 0
         self._state[slot, :_NUM_NUMBERS] = (generation, length, 0, 0, 0, 0, 0)
 
     def close(self, slot: int) -> None:
-        """The slot is free for another text; what comes for it is dropped."""
+        """Free the slot; nodes that still come for it are dropped."""
         self._state[slot, :_NUM_NUMBERS] = (_CLOSED, 0, 0, 0, 0, 0, 0)
 
     def num_nodes(self, slot: int) -> int:
-        """Nodes below a text."""
+        """Number of nodes below the sequence."""
         return int(self._state[slot, _COUNT])
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Nodes that were dropped. Stale: of an earlier text of the slot, told twice, or beside the
-        text; malformed: such as no worker sends; full: beyond the capacity."""
+        """Numbers of dropped nodes by reason. Stale: for an earlier sequence of the slot,
+        duplicate, or off the sequence; malformed: no worker sends such; full: beyond the
+        capacity."""
         counts = self._dropped
         return {
             "stale": int(counts[STALE]),
@@ -149,34 +157,36 @@ class Mirror:
             "full": int(counts[FULL]),
         }
 
-    def add(self, records: Records) -> bool:
-        """Takes in NODES records of the worker, whatever is in them.
+    def add(self, messages: Messages) -> bool:
+        """Add the nodes of NODES messages, whose content may be garbage.
 
-        `commit` must have told every text that the worker was told before: a record that knows more
-        than the engine is malformed.
+        Call `commit` for tokens before sending them to the worker: a message with a greater base
+        length than the engine's is malformed.
 
         Returns:
-            False, and nothing is changed, if one of them has no whole nodes.
+            False, without changes, if a body is not a multiple of `NODE_WORDS`.
         """
-        fine: bool = _add_bound(
-            self._bound.table, self._vocab_size, records.header_words, records.words
+        fine: bool = _add_messages(
+            self._bound.table, self._vocab_size, messages.header_words, messages.words
         )
         return fine
 
     def commit(
         self, slots: np.ndarray, bases: np.ndarray, tokens: np.ndarray, sizes: np.ndarray
     ) -> None:
-        """New tokens of texts.
+        """Append tokens to sequences.
 
         Args:
-            slots: [R] that are open. bases: [R] lengths of the texts so far.
-            tokens: what comes behind them, one text after the other. sizes: [R] of each.
+            slots: [R] open slots.
+            bases: [R] lengths of the sequences before.
+            tokens: new tokens, concatenated.
+            sizes: [R] new tokens of each.
         """
         fine = commit_all(
             self.arrays, fit(slots, INT32), fit(bases, INT32), fit(tokens, INT32),
             fit(sizes, INT32),
         )  # fmt: skip
-        assert fine, "a text does not go on where it ended"
+        assert fine, "a sequence does not go on where it ended"
 
     def proposals(
         self,
@@ -185,14 +195,14 @@ class Mirror:
         found: Proposals,
         depths: np.ndarray | None = None,
     ) -> None:
-        """Fills the rows of `found` with the likeliest nodes below the texts.
-
-        A negative slot has none, nor has a closed one. Kinds are those of `Record`; where `commit`
-        learns already, nobody else is to judge the draft by them.
+        """Fill the rows of `found` with the most likely nodes below the sequences. Negative and
+        closed slots get none. `found.kind` are the buckets of `BucketStats`.
 
         Args:
-            slots: [R]. limits: [R] most nodes. depths: [R] most tokens of a path; None: all.
-            found: R rows; the first len(slots) are overwritten.
+            slots: [R].
+            limits: [R] maximum number of nodes.
+            depths: [R] maximum depth; None: no limit.
+            found: at least R rows; the first R are overwritten.
         """
         if depths is None:
             if len(slots) > len(self._all_depths):
@@ -203,47 +213,49 @@ class Mirror:
         )
 
     def caught_up(self, slots: np.ndarray) -> np.ndarray:
-        """[R] bool: for this text nothing is worth waiting for. The worker has told children of the
-        last token, or that there are none; or the slot is negative or closed."""
+        """[R] bool: there is no first level to wait for: the worker has sent the children of the
+        last token, or that it has none; or the slot is negative or closed."""
         if len(slots) > len(self._caught_up):
             self._caught_up = np.zeros(2 * len(slots), np.bool_)
-        ask_all(self._state, fit(slots, INT32), self._caught_up)
+        caught_up_all(self._state, fit(slots, INT32), self._caught_up)
         return self._caught_up[: len(slots)]
 
     @staticmethod
     def compile() -> None:
-        """Goes once through everything that is compiled at its first use: seconds, the first time
-        on a machine."""
-        mirror = Mirror(1, vocab_size=2, record=Record())
-        mirror.open(0, 0, 1)
+        """Call every compiled function once, so that no step waits for the compiler: seconds, the
+        first time on a machine."""
+        replica = TreeReplica(1, vocab_size=2, stats=BucketStats())
+        replica.open(0, 0, 1)
         one = np.ones(1, np.int32)
-        header = np.array([(Kind.NODES, 0, 0, 1, NODE_WORDS, 0, 0)], HEADER)
-        mirror.add(Records(header, np.array([1, -1, 1, 1], np.int32)))
-        mirror.commit(0 * one, one, one, one)
-        mirror.proposals(0 * one, one, Proposals.empty(1))
-        mirror.caught_up(0 * one)
+        header = np.array([(MessageKind.NODES, 0, 0, 1, NODE_WORDS, 0, 0)], HEADER)
+        replica.add(Messages(header, np.array([1, -1, 1, 1], np.int32)))
+        replica.commit(0 * one, one, one, one)
+        replica.proposals(0 * one, one, Proposals.empty(1))
+        replica.caught_up(0 * one)
 
 
 # -- compiled -------------------------------------------------------------------------------
 
 
 @njit(**BORROWING)
-def _cut_tail(state: np.ndarray, tokens: int) -> None:
-    """The anchor is so many tokens further on."""
+def _advance_anchor(state: np.ndarray, tokens: int) -> None:
+    """Move the anchor forward by `tokens` tokens."""
     state[_TAIL] -= tokens
     for place in range(_NUM_NUMBERS, _NUM_NUMBERS + state[_TAIL]):
         state[place] = state[place + tokens]
 
 
-@njit(cache=True)  # with the GIL: it takes less than getting that back may
-def _add_bound(table: np.ndarray, vocab_size: int, headers: np.ndarray, words: np.ndarray) -> bool:
-    """See `Mirror.add`."""
+@njit(cache=True)  # keeps the GIL: reacquiring it may take longer than the call
+def _add_messages(
+    table: np.ndarray, vocab_size: int, headers: np.ndarray, words: np.ndarray
+) -> bool:
+    """See `TreeReplica.add`."""
     nodes, state = cube(table, 0, np.int32), matrix(table, 1, np.int64)
-    return _add(nodes, state, vector(table, 2, np.int64), vocab_size, headers, words)
+    return _append_node(nodes, state, vector(table, 2, np.int64), vocab_size, headers, words)
 
 
 @njit(**BORROWING)
-def _add(
+def _append_node(
     nodes: np.ndarray,
     state: np.ndarray,
     dropped: np.ndarray,
@@ -251,7 +263,7 @@ def _add(
     headers: np.ndarray,
     words: np.ndarray,
 ) -> bool:
-    """The records are int32: what is beyond comes as negative numbers."""
+    """Add the nodes of messages; their unsigned words are read as int32."""
     total = 0
     for first in range(0, len(headers), HEADER_WORDS):
         size = headers[first + WORDS]
@@ -276,33 +288,33 @@ def _add(
             dropped[MALFORMED] += count
             continue
         for at in range(begin, end, NODE_WORDS):
-            identity, token, kind = words[at + ID], words[at + TOKEN], words[at + KIND]
-            if identity <= row[_LAST]:
-                dropped[STALE if identity > 0 else MALFORMED] += 1
+            node_id, token, bucket = words[at + ID], words[at + TOKEN], words[at + BUCKET]
+            if node_id <= row[_LAST]:
+                dropped[STALE if node_id > 0 else MALFORMED] += 1
                 continue
-            row[_LAST] = identity
-            if token < 0 or token >= vocab_size or kind < 0 or kind >= NUM_KINDS:
+            row[_LAST] = node_id
+            if token < 0 or token >= vocab_size or bucket < 0 or bucket >= NUM_BUCKETS:
                 dropped[MALFORMED] += 1
                 continue
-            _hang(nodes[slot], row, dropped, identity, words[at + PARENT], token, kind)
+            _attach(nodes[slot], row, dropped, node_id, words[at + PARENT], token, bucket)
         row[_SEEN] = max(row[_SEEN], np.int64(length))
     return True
 
 
 @njit(**BORROWING)
-def _hang(
+def _attach(
     nodes: np.ndarray,
     state: np.ndarray,
     dropped: np.ndarray,
-    identity: int,
+    node_id: int,
     above: int,
     token: int,
-    kind: int,
+    bucket: int,
 ) -> None:
-    """Puts a node where it belongs, or drops it."""
+    """Append a node to its tree, or move the anchor along it, or drop it."""
     position, parent = state[_LENGTH] - state[_TAIL], -1
     if above > 0 and above != state[_ANCHOR]:
-        parent = find(nodes, state[_COUNT], above)
+        parent = find_node(nodes, state[_COUNT], above)
         if parent < 0:
             dropped[STALE] += 1
             return
@@ -313,12 +325,12 @@ def _hang(
         if -above < position:
             dropped[STALE] += 1
             return
-        _cut_tail(state, -above - position)
+        _advance_anchor(state, -above - position)
         state[_ANCHOR] = 0
     if state[_TAIL] > 0:
         if token == state[_NUM_NUMBERS]:
-            _cut_tail(state, 1)
-            state[_ANCHOR] = identity
+            _advance_anchor(state, 1)
+            state[_ANCHOR] = node_id
         else:
             dropped[STALE] += 1
         return
@@ -326,25 +338,25 @@ def _hang(
     if node == CAPACITY:
         dropped[FULL] += 1
         return
-    nodes[node, ID], nodes[node, PARENT] = identity, parent
-    nodes[node, TOKEN], nodes[node, KIND] = token, kind
+    nodes[node, ID], nodes[node, PARENT] = node_id, parent
+    nodes[node, TOKEN], nodes[node, BUCKET] = token, bucket
     state[_COUNT] += 1
 
 
 @njit(**BORROWING)
 def commit_all(
-    mirror: MirrorArrays,
+    replica: ReplicaArrays,
     slots: np.ndarray,
     bases: np.ndarray,
     tokens: np.ndarray,
     sizes: np.ndarray,
 ) -> bool:
-    """See `Mirror.commit`; all arrays are int32. False if a base is wrong."""
-    table, places = mirror.learned, mirror.places
+    """See `TreeReplica.commit`; all arrays are int32. Returns False if a base is wrong."""
+    table, places = replica.updated_table, replica.places
     first = 0
     for i in range(len(slots)):
         slot, size = slots[i], sizes[i]
-        nodes, state = mirror.nodes[slot], mirror.state[slot]
+        nodes, state = replica.nodes[slot], replica.state[slot]
         if state[_GENERATION] < 0 or state[_LENGTH] != bases[i]:
             return False
         node, followed = follow(nodes, state[_COUNT], tokens, first, first + size, table)
@@ -352,20 +364,17 @@ def commit_all(
             state[_ANCHOR] = nodes[node, ID]
         kept = 0
         if followed == size:
-            kept = below(nodes, state[_COUNT], node, places[0])
+            kept = renumber_subtree(nodes, state[_COUNT], node, places[0])
             for old in range(state[_COUNT]):
-                new, parent = places[0, old], nodes[old, PARENT]
-                if new >= 0:
-                    for column in range(_NUM_COLUMNS):
-                        nodes[new, column] = nodes[old, column]
-                    nodes[new, PARENT] = places[0, parent] if parent > node else -1
+                if places[0, old] >= 0:
+                    move_node(nodes, old, node, places[0], _NUM_COLUMNS)
         state[_COUNT] = kept
         state[_LENGTH] += size
         rest = size - followed
         over = state[_TAIL] + rest - TAIL
         if over > 0:
             state[_ANCHOR] = 0
-            _cut_tail(state, min(over, state[_TAIL]))
+            _advance_anchor(state, min(over, state[_TAIL]))
             rest = min(rest, TAIL)
         for token in tokens[first + size - rest : first + size]:
             state[_NUM_NUMBERS + state[_TAIL]] = token
@@ -376,45 +385,45 @@ def commit_all(
 
 @njit(**BORROWING)
 def propose_all(
-    mirror: MirrorArrays,
+    replica: ReplicaArrays,
     slots: np.ndarray,
     limits: np.ndarray,
     depths: np.ndarray,
     found: FoundArrays,
 ) -> None:
-    """See `Mirror.proposals`; the other arrays are int32."""
-    heap, table = mirror.heap, mirror.table
-    chances, left, given = mirror.floats
-    order, levels = mirror.places
+    """See `TreeReplica.proposals`; the other arrays are int32."""
+    heap, table = replica.heap, replica.table
+    path_probs, left, min_probs = replica.floats
+    order, levels = replica.places
     for i in range(len(slots)):
         slot = slots[i]
         found.counts[i] = 0
         if slot < 0:
             continue
-        nodes, count = mirror.nodes[slot], mirror.state[slot, _COUNT]
-        chances_of(nodes, count, table, given, chances, left)
+        nodes, count = replica.nodes[slot], replica.state[slot, _COUNT]
+        compute_path_probs(nodes, count, table, min_probs, path_probs, left)
         most, size = min(np.int64(limits[i]), found.tokens.shape[1]), 0
         for node in range(count):
             parent = nodes[node, PARENT]
             depth = levels[parent] + 1 if parent >= 0 else 1
             levels[node] = depth
-            if depth <= depths[i] and chances[node] >= _LEAST_SURVIVAL:
-                size = offer(heap, size, most, key_of(chances[node], node))
-        sort_down(heap, size)
+            if depth <= depths[i] and path_probs[node] >= _MIN_PATH_PROB:
+                size = push_largest(heap, size, most, key_of(path_probs[node], node))
+        sort_descending(heap, size)
         for place in range(size):
             node = number_of(heap[place])
             parent = nodes[node, PARENT]
             order[node] = place
             found.tokens[i, place] = nodes[node, TOKEN]
             found.parents[i, place] = order[parent] if parent >= 0 else -1
-            found.survival[i, place] = chances[node]
-            found.kind[i, place] = nodes[node, KIND]
+            found.survival[i, place] = path_probs[node]
+            found.kind[i, place] = nodes[node, BUCKET]
         found.counts[i] = size
 
 
 @njit(**BORROWING)
-def ask_all(state: np.ndarray, slots: np.ndarray, out: np.ndarray) -> None:
-    """See `Mirror.caught_up`; slots is int32, out bool."""
+def caught_up_all(state: np.ndarray, slots: np.ndarray, out: np.ndarray) -> None:
+    """See `TreeReplica.caught_up`; slots is int32, out bool."""
     for i in range(len(slots)):
         out[i] = True
         if slots[i] >= 0:

@@ -1,4 +1,4 @@
-"""What the draft worker's process is told at its start."""
+"""Settings of the draft worker's process."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import json
 from dataclasses import asdict, dataclass
 
 
+# large: one field for each option of the worker.
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """Everything that a worker needs; on its command line as JSON.
+    """Everything that a worker needs; passed as JSON on its command line.
 
     Attributes:
-        folder: of the draft model. load_format: "auto" or "dummy". allow_pickle: weights.
-        dtype: "bfloat16" or "float32". weight_format: of the executor, or "auto".
-        slots: sequences at a time.
-        max_model_len: tokens of the longest text that is drafted for.
-        window: tokens of a text that the draft model sees, besides its first ones.
-        max_depth: levels of a tree.
-        threads: that compute. cpus: a core for each; none: they may wander.
-        ahead: whether trees grow on while the engine verifies; else until `most_nodes` were run
-            since the last tokens came.
-        requests, answers: tickets of the rings.
-        parent: process whose end is the worker's, too; 0: whoever started it.
+        folder: folder of the draft model.
+        load_format: "auto" or "dummy".
+        dtype: "bfloat16" or "float32".
+        weight_format: weight format of the executor, or "auto".
+        slots: maximum number of concurrent requests.
+        max_model_len: longest sequence, in tokens, that the worker drafts for.
+        window: tokens at the end of a sequence that the draft model sees, besides its first block.
+        max_depth: maximum depth of a tree.
+        threads: compute threads.
+        cpus: one CPU for each thread; empty: threads are not pinned.
+        ahead: whether trees grow on while the engine verifies; else a tree stops growing once
+            `most_nodes` of its nodes were run since the last new token.
+        allow_pickle: whether pickled weight files may be read.
+        requests, answers: ring handles.
+        parent: the worker exits when this process has ended; 0: its parent process.
     """
 
     folder: str

@@ -1,4 +1,5 @@
-"""The other process of test_processes.py: `python -m tests.bridge.ipc.peer ROLE SEED TICKET...`."""
+"""The other process of test_rings_processes.py: `python -m tests.bridge.ipc.peer ROLE SEED
+HANDLE...`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import random
 import sys
 import time
 
-from hetero_llm.bridge.ipc.messages import Kind, Outbox
+from hetero_llm.bridge.ipc.messages import MessageKind, Outbox
 from hetero_llm.bridge.ipc.rings import Consumer, Producer, RingStatus, attach_ring
 from tests.bridge.ipc.tools import numbers_of, put_numbered
 
@@ -14,7 +15,7 @@ LONGEST_BODY = 150
 
 
 def length_of(number: int) -> int:
-    """Of the body of a numbered record: short ones are the most common."""
+    """Of the body of a numbered message: short ones are the most common."""
     return random.Random(number).choice([0, 2, 4, 7, 21, LONGEST_BODY])
 
 
@@ -28,10 +29,10 @@ def dawdle(rng: random.Random) -> None:
             pass
 
 
-def produce(rng: random.Random, ticket: str, count: int | None = None) -> None:
-    """Numbered records, `count` of them or for ever."""
+def produce(rng: random.Random, handle: str, count: int | None = None) -> None:
+    """Numbered messages, `count` of them or for ever."""
     outbox, made = Outbox(), 0
-    with attach_ring(ticket) as ring, Producer(ring) as producer:
+    with attach_ring(handle) as ring, Producer(ring) as producer:
         while made != count or len(outbox):
             for _ in range(rng.randrange(6)):
                 if made != count and len(outbox) < 100:
@@ -41,30 +42,30 @@ def produce(rng: random.Random, ticket: str, count: int | None = None) -> None:
             dawdle(rng)
 
 
-def consume(rng: random.Random, ticket: str, count: int | None = None) -> None:
-    """Takes numbered records, in order; ends after `count`."""
+def consume(rng: random.Random, handle: str, count: int | None = None) -> None:
+    """Takes numbered messages, in order; ends after `count`."""
     expected = 0
     spin_us = rng.choice([0, 20])
-    with attach_ring(ticket) as ring, Consumer(ring, spin_us=spin_us) as consumer:
+    with attach_ring(handle) as ring, Consumer(ring, spin_us=spin_us) as consumer:
         while expected != count:
-            status, records = consumer.pop(timeout_us=rng.choice([0, 100, 100_000]))
+            status, messages = consumer.pop(timeout_us=rng.choice([0, 100, 100_000]))
             assert status != RingStatus.CORRUPT
-            numbers = numbers_of(records)
+            numbers = numbers_of(messages)
             assert numbers == list(range(expected, expected + len(numbers)))
             expected += len(numbers)
             dawdle(rng)
 
 
-def echo(rng: random.Random, tickets: list[str]) -> None:
+def echo(rng: random.Random, handles: list[str]) -> None:
     """Sends back what it gets, until STOP."""
     outbox = Outbox()
-    rings = [attach_ring(ticket) for ticket in tickets]
+    rings = [attach_ring(handle) for handle in handles]
     with Consumer(rings[0], spin_us=rng.choice([0, 20])) as consumer, Producer(rings[1]) as back:
         while True:
-            records = consumer.pop(timeout_us=1_000_000).records
-            if Kind.STOP in records.headers["kind"]:
+            messages = consumer.pop(timeout_us=1_000_000).messages
+            if MessageKind.STOP in messages.headers["kind"]:
                 return
-            for number in numbers_of(records):
+            for number in numbers_of(messages):
                 put_numbered(outbox, number, length_of(number))
             while back.push(outbox) == RingStatus.FULL:
                 dawdle(rng)

@@ -1,5 +1,5 @@
 // Two threads on one ring, for ThreadSanitizer and AddressSanitizer: `ring_stress RECORDS SPIN_US`.
-// Exits with 0 if every record arrived as it was pushed, in order.
+// Exits with 0 if every message arrived as it was pushed, in order.
 
 #include "ring.h"
 
@@ -34,14 +34,14 @@ void dawdle(uint32_t number) {
     nanosleep(&wait, nullptr);
 }
 
-void push_all(void* base, uint32_t records) {
+void push_all(void* base, uint32_t messages) {
     void* end = hetero_ring_open(base, kProducer);
-    std::vector<RecordHeader> headers;
+    std::vector<MessageHeader> headers;
     std::vector<uint32_t> words;
-    for (uint32_t next = 0; next < records;) {
+    for (uint32_t next = 0; next < messages;) {
         headers.clear();
         words.clear();
-        for (uint32_t number = next; number < records && number < next + kBatch; ++number) {
+        for (uint32_t number = next; number < messages && number < next + kBatch; ++number) {
             headers.push_back({3, 0, number, 0, length_of(number), 0, 0});
             for (uint32_t i = 0; i < length_of(number); ++i) words.push_back(number + i);
         }
@@ -52,17 +52,17 @@ void push_all(void* base, uint32_t records) {
     hetero_ring_close(end);
 }
 
-uint32_t pop_all(void* base, uint32_t records, int64_t spin_ns) {
+uint32_t pop_all(void* base, uint32_t messages, int64_t spin_ns) {
     void* end = hetero_ring_open(base, kConsumer);
-    std::vector<RecordHeader> headers(8);
+    std::vector<MessageHeader> headers(8);
     std::vector<uint32_t> words(kMaxWords);
     hetero_ring_buffers(end, headers.data(), words.data(), 8, kMaxWords);
     uint32_t next = 0, wrong = 0;
-    while (next < records) {
+    while (next < messages) {
         const int64_t told = hetero_ring_wait(end, now_ns() + 60'000'000'000, spin_ns);
-        const int64_t popped = told >> kRecordsBit & kMostRecords;
+        const int64_t popped = told >> kMessagesBit & kMaxMessages;
         if (told % (1 << kKindBit) != kOk) {
-            fprintf(stderr, "told %llx at record %u\n", (long long)told, next);
+            fprintf(stderr, "told %llx at message %u\n", (long long)told, next);
             return wrong + 1;
         }
         const uint32_t* body = words.data();
@@ -83,18 +83,18 @@ uint32_t pop_all(void* base, uint32_t records, int64_t spin_ns) {
 }  // namespace
 
 int main(int, char** arguments) {
-    const uint32_t records = (uint32_t)atoi(arguments[1]);
+    const uint32_t messages = (uint32_t)atoi(arguments[1]);
     const int64_t spin_ns = atoll(arguments[2]) * 1000;
     const size_t bytes = (size_t)hetero_ring_bytes(kSlots);
     void* base = aligned_alloc(128, (bytes + 127) / 128 * 128);
     hetero_ring_format(base, kSlots, kStamp, 0xFFFFFF00u);
     if (hetero_ring_refusal(base, (int64_t)bytes, kSlots, kStamp) != kFine) return 2;
     uint32_t wrong = 0;
-    std::thread consumer([&] { wrong = pop_all(base, records, spin_ns); });
-    std::thread producer([&] { push_all(base, records); });
+    std::thread consumer([&] { wrong = pop_all(base, messages, spin_ns); });
+    std::thread producer([&] { push_all(base, messages); });
     producer.join();
     consumer.join();
     free(base);
-    printf("%u records, %u wrong\n", records, wrong);
+    printf("%u messages, %u wrong\n", messages, wrong);
     return wrong != 0;
 }

@@ -1,4 +1,4 @@
-"""Records through a ring: as they were put, in pieces where long; nodes that are none."""
+"""Messages through a ring: unchanged, prompts in pieces; malformed nodes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hetero_llm.bridge.ipc.messages import (
     PROMPT_CHUNK,
     PROTOCOL,
     Hello,
-    Kind,
+    MessageKind,
+    Messages,
     OpenRequest,
     Outbox,
-    Records,
     Refusal,
     Stamps,
-    put_beat,
     put_close,
     put_commits,
+    put_heartbeat,
     put_hello,
     put_nodes,
     put_open,
@@ -41,7 +41,7 @@ MOST_NODES = MAX_WORDS // NODE_WORDS
 INT32 = np.iinfo(np.int32)
 
 
-def through_a_ring(outbox: Outbox) -> Records:
+def through_a_ring(outbox: Outbox) -> Messages:
     """What comes out of a large ring; the outbox must be empty then."""
     with (
         create_ring(1 << 14) as ring,
@@ -49,9 +49,9 @@ def through_a_ring(outbox: Outbox) -> Records:
         Consumer(ring, max_words=1 << 18) as consumer,
     ):
         assert producer.push(outbox) == RingStatus.OK
-        status, records = consumer.pop()
+        status, messages = consumer.pop()
         assert status == RingStatus.OK
-        copied = records.copy()
+        copied = messages.copy()
         assert consumer.pop().status == RingStatus.EMPTY
         return copied
 
@@ -61,13 +61,13 @@ def stamps(count: int, *, first: int = 0) -> Stamps:
     return Stamps(slots, slots + 100, slots * 11)
 
 
-def assert_stamped(records: Records, expected: Stamps) -> None:
+def assert_stamped(messages: Messages, expected: Stamps) -> None:
     for name, values in (
         ("slot", expected.slots),
         ("generation", expected.generations),
         ("base_length", expected.base_lengths),
     ):
-        np.testing.assert_array_equal(records.headers[name], values)
+        np.testing.assert_array_equal(messages.headers[name], values)
 
 
 def test_commits_of_many_requests() -> None:
@@ -76,27 +76,27 @@ def test_commits_of_many_requests() -> None:
     outbox = Outbox()
     put_commits(outbox, stamps(128), counts, tokens)
     ((kind, commits),) = through_a_ring(outbox).runs()
-    assert kind == Kind.COMMIT and len(commits) == 128
+    assert kind == MessageKind.COMMIT and len(commits) == 128
     assert_stamped(commits, stamps(128))
     np.testing.assert_array_equal(commits.headers["words"], counts)
     np.testing.assert_array_equal(commits.words, tokens)
 
 
-def same(records: Records, other: Records) -> bool:
-    return (records.headers == other.headers).all() and bool((records.words == other.words).all())
+def same(messages: Messages, other: Messages) -> bool:
+    return (messages.headers == other.headers).all() and bool((messages.words == other.words).all())
 
 
 @given(st.lists(st.integers(0, 40), max_size=20), st.integers(0, 5))
-def test_records_put_together_are_those_put_one_by_one(sizes: list[int], before: int) -> None:
+def test_messages_put_together_are_those_put_one_by_one(sizes: list[int], before: int) -> None:
     """Whatever lay there before, and however much waits already."""
     together, one_by_one, at_once = Outbox(), Outbox(), Outbox()
     tokens = np.arange(sum(sizes), dtype=np.int32)
     for outbox in (together, one_by_one, at_once):
         for _ in range(30):
-            outbox.append(Kind.REFUSED, -tokens, slot=9, generation=9, depth=9, value=9)
+            outbox.append(MessageKind.REFUSED, -tokens, slot=9, generation=9, depth=9, value=9)
         outbox.clear()
         for number in range(before):
-            put_beat(outbox, number)
+            put_heartbeat(outbox, number)
     count, end = len(sizes), 0
     whose = stamps(count, first=3)
     put_commits(at_once, whose, np.array(sizes, np.int64), tokens)
@@ -106,10 +106,12 @@ def test_records_put_together_are_those_put_one_by_one(sizes: list[int], before:
         end += size
         put_commits(together, part, np.array([size], np.int32), body)
         slot, generation, base = (int(column[0]) for column in part)
-        one_by_one.append(Kind.COMMIT, body, slot=slot, generation=generation, base_length=base)
+        one_by_one.append(
+            MessageKind.COMMIT, body, slot=slot, generation=generation, base_length=base
+        )
     assert len(at_once) == before + count
-    assert same(together.records(), one_by_one.records())
-    assert same(at_once.records(), one_by_one.records())
+    assert same(together.messages(), one_by_one.messages())
+    assert same(at_once.messages(), one_by_one.messages())
 
 
 def test_kinds_come_in_the_order_they_were_put() -> None:
@@ -119,33 +121,33 @@ def test_kinds_come_in_the_order_they_were_put() -> None:
     put_commits(outbox, stamps(1), np.array([3]), np.array([7, 8, 9], np.int32))
     put_close(outbox, 4, 10)
     put_refused(outbox, 5, 11, Refusal.NO_ROOM)
-    put_beat(outbox, 2**32 + 6)
+    put_heartbeat(outbox, 2**32 + 6)
     put_stop(outbox)
     runs = list(through_a_ring(outbox).runs())
-    assert [(Kind(kind).name, len(records)) for kind, records in runs] == [
+    assert [(MessageKind(kind).name, len(messages)) for kind, messages in runs] == [
         ("CLOSE", 1),
         ("COMMIT", 3),
         ("CLOSE", 1),
         ("REFUSED", 1),
-        ("BEAT", 1),
+        ("HEARTBEAT", 1),
         ("STOP", 1),
     ]
     assert runs[1][1].words.tolist() == [*range(10), 7, 8, 9]
-    assert [len(records.words) for _, records in runs] == [0, 13, 0, 0, 0, 0]
+    assert [len(messages.words) for _, messages in runs] == [0, 13, 0, 0, 0, 0]
     refused, beat = runs[3][1].headers[0], runs[4][1].headers[0]
     assert (refused["slot"], refused["generation"], refused["value"]) == (5, 11, Refusal.NO_ROOM)
     assert beat["value"] == 6
-    assert list(Records(runs[0][1].headers[:0], runs[0][1].words).runs()) == []
+    assert list(Messages(runs[0][1].headers[:0], runs[0][1].words).runs()) == []
 
 
 def test_hello() -> None:
-    told = Hello(32000)
+    result = Hello(32000)
     outbox = Outbox()
     put_hello(outbox, Hello(1))
-    put_hello(outbox, told)
-    records = through_a_ring(outbox)
-    assert read_hello(records) == told and told.protocol == PROTOCOL
-    outbox.append(Kind.HELLO, np.zeros(4, np.int32), value=PROTOCOL)
+    put_hello(outbox, result)
+    messages = through_a_ring(outbox)
+    assert read_hello(messages) == result and result.protocol == PROTOCOL
+    outbox.append(MessageKind.HELLO, np.zeros(4, np.int32), value=PROTOCOL)
     assert read_hello(through_a_ring(outbox)) is None
     put_hello(outbox, Hello(1, protocol=PROTOCOL + 1))
     assert read_hello(through_a_ring(outbox)) is None
@@ -167,12 +169,12 @@ def test_nodes_come_as_they_were_put(sizes: list[int], seed: int, dtype: type) -
     whose = Stamps(*(column.astype(dtype) for column in stamps(len(sizes), first=seed)))
     nodes = random_nodes(seed, sum(sizes))
     put_nodes(outbox, whose, counts, nodes)
-    ((kind, records),) = through_a_ring(outbox).runs()
-    assert kind == Kind.NODES
-    assert_stamped(records, whose)
-    np.testing.assert_array_equal(records.headers["words"], counts * NODE_WORDS)
-    np.testing.assert_array_equal(records.words.reshape(-1, NODE_WORDS), nodes)
-    assert records.words.flags.carray and records.headers.flags.carray
+    ((kind, messages),) = through_a_ring(outbox).runs()
+    assert kind == MessageKind.NODES
+    assert_stamped(messages, whose)
+    np.testing.assert_array_equal(messages.headers["words"], counts * NODE_WORDS)
+    np.testing.assert_array_equal(messages.words.reshape(-1, NODE_WORDS), nodes)
+    assert messages.words.flags.carray and messages.headers.flags.carray
 
 
 def request(slot: int, length: int, *, generation: int = 1) -> OpenRequest:
@@ -194,19 +196,19 @@ def test_a_prompt_of_any_length_passes_a_small_ring(length: int) -> None:
         while len(outbox) or rounds == 0:
             assert (ends.producer.push(outbox) == RingStatus.OK) == (len(outbox) == 0)
             rounds += 1
-            for kind, run in ends.consumer.pop().records.copy().runs():
+            for kind, run in ends.consumer.pop().messages.copy().runs():
                 ends_at = np.cumsum(run.headers["words"]).tolist()
                 for header, end in zip(run.headers, ends_at, strict=True):
                     one = texts[int(header["slot"])]
                     body = run.words[end - int(header["words"]) : end]
                     assert header["generation"] == one.generation
-                    if kind == Kind.OPEN:
-                        told = body.view(OPENING).tolist()
+                    if kind == MessageKind.OPEN:
+                        result = body.view(OPENING).tolist()
                         temperature = float(np.float32(one.temperature))
-                        assert told == [(one.seed, one.sample_index, temperature)]
+                        assert result == [(one.seed, one.sample_index, temperature)]
                         assert (header["base_length"], header["depth"]) == (len(one.prompt), 6)
                     else:
-                        assert kind == Kind.PROMPT and len(body) <= PROMPT_CHUNK
+                        assert kind == MessageKind.PROMPT and len(body) <= PROMPT_CHUNK
                         assert header["base_length"] == sum(map(len, pieces[one.slot]))
                         pieces[one.slot].append(body)
     assert rounds == 1 or length > PROMPT_CHUNK
@@ -216,25 +218,27 @@ def test_a_prompt_of_any_length_passes_a_small_ring(length: int) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 5)), max_size=60))
 def test_an_outbox_is_a_queue_of_any_length(steps: list[tuple[int, int]]) -> None:
-    """Each step appends a record and drops some of the oldest."""
+    """Each step appends a message and drops some of the oldest."""
     outbox, waiting = Outbox(), []
     for number, (length, drop) in enumerate(steps):
-        outbox.append(Kind.COMMIT, np.full(length, number, np.int32), generation=number)
+        outbox.append(MessageKind.COMMIT, np.full(length, number, np.int32), generation=number)
         waiting.append((number, length))
         dropped = min(drop, len(waiting))
         outbox.drop(dropped)
         del waiting[:dropped]
         assert len(outbox) == len(waiting)
         assert outbox.num_words == sum(length for _, length in waiting)
-    records = outbox.records()
-    assert records.headers["generation"].tolist() == [number for number, _ in waiting]
+    messages = outbox.messages()
+    assert messages.headers["generation"].tolist() == [number for number, _ in waiting]
     expected = [np.full(length, number, np.int32) for number, length in waiting]
-    np.testing.assert_array_equal(records.words, np.concatenate([np.zeros(0, np.int32), *expected]))
+    np.testing.assert_array_equal(
+        messages.words, np.concatenate([np.zeros(0, np.int32), *expected])
+    )
 
 
 def test_a_body_beyond_the_longest_is_our_own_bug() -> None:
     with pytest.raises(AssertionError):
-        Outbox().append(Kind.COMMIT, np.zeros(MAX_WORDS + 1, np.int32))
+        Outbox().append(MessageKind.COMMIT, np.zeros(MAX_WORDS + 1, np.int32))
 
 
 @pytest.mark.parametrize(
@@ -247,9 +251,9 @@ def test_bodies_that_are_not_as_their_counts_say_are_our_own_bug(
     """They are found when they are pushed; what was pushed before is not touched."""
     outbox = Outbox()
     with both_ends(1024) as ends:
-        put_beat(outbox, 3)
-        assert len(outbox.records()) == 1
-        put_beat(outbox, 4)
+        put_heartbeat(outbox, 3)
+        assert len(outbox.messages()) == 1
+        put_heartbeat(outbox, 4)
         put_commits(outbox, stamps(len(counts)), np.array(counts), np.zeros(words, np.int32))
         with pytest.raises(AssertionError, match="as long as their counts say"):
             ends.producer.push(outbox)
@@ -257,7 +261,7 @@ def test_bodies_that_are_not_as_their_counts_say_are_our_own_bug(
         assert outbox._library.hetero_outbox_words(outbox._handle) == 0
         outbox._fresh.clear()
         ends.producer.push(outbox)
-        assert ends.consumer.pop().records.headers["value"].tolist() == [3]
+        assert ends.consumer.pop().messages.headers["value"].tolist() == [3]
 
 
 def test_narrow_stamps_are_our_own_bug() -> None:
@@ -265,7 +269,7 @@ def test_narrow_stamps_are_our_own_bug() -> None:
     narrow = Stamps(*(column.astype(np.int16) for column in stamps(2)))
     put_commits(outbox, narrow, np.ones(2, np.int32), np.zeros(2, np.int32))
     with pytest.raises(AssertionError):
-        outbox.records()
+        outbox.messages()
 
 
 @given(
@@ -280,20 +284,20 @@ def test_stamps_of_either_width(dtypes: list[type], sizes: list[int]) -> None:
     )
     tokens = np.arange(sum(sizes), dtype=np.int32)
     put_commits(outbox, Stamps(*columns), counts, tokens)
-    records = outbox.records()
-    assert_stamped(records, whose)
-    assert records.headers["words"].tolist() == sizes
-    np.testing.assert_array_equal(records.words, tokens)
+    messages = outbox.messages()
+    assert_stamped(messages, whose)
+    assert messages.headers["words"].tolist() == sizes
+    np.testing.assert_array_equal(messages.words, tokens)
 
 
 @given(st.lists(st.sampled_from([0, 1, 3, 255, 256, 2**32 - 1]), min_size=1, max_size=6))
-def test_the_kind_of_all_records_is_known_where_a_byte_holds_it(kinds: list[int]) -> None:
+def test_the_kind_of_all_messages_is_known_where_a_byte_holds_it(kinds: list[int]) -> None:
     outbox = Outbox()
     for number, kind in enumerate(kinds):
         outbox.append(kind, np.full(number, number, np.int32))  # type: ignore[arg-type]
-    records = through_a_ring(outbox)
+    messages = through_a_ring(outbox)
     is_one = len(set(kinds)) == 1 and 0 < kinds[0] < 256
-    assert records.kind == (kinds[0] if is_one else None)
-    found = [(kind, n) for kind, run in records.runs() for n in run.headers["words"].tolist()]
+    assert messages.kind == (kinds[0] if is_one else None)
+    found = [(kind, n) for kind, run in messages.runs() for n in run.headers["words"].tolist()]
     assert found == [(kind, number) for number, kind in enumerate(kinds)]
-    assert all(len(run.words) == run.headers["words"].sum() for _, run in records.runs())
+    assert all(len(run.words) == run.headers["words"].sum() for _, run in messages.runs())

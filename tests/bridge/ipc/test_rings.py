@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from hetero_llm.bridge import build
 from hetero_llm.bridge.ipc import ring_library, rings
-from hetero_llm.bridge.ipc.messages import HEADER, MAX_WORDS, Kind, Outbox
+from hetero_llm.bridge.ipc.messages import HEADER, MAX_WORDS, MessageKind, Outbox
 from hetero_llm.bridge.ipc.rings import (
     Consumer,
     Producer,
@@ -52,23 +52,23 @@ NEAR_THE_END = 2**32 - 40
 @given(
     slots=st.sampled_from([8, 16, 64]),
     start=st.sampled_from([0, 5, NEAR_THE_END]),
-    max_records=st.sampled_from([1, 3, 256]),
+    max_messages=st.sampled_from([1, 3, 256]),
     steps=st.lists(st.lists(st.integers(0, 90), max_size=12) | st.none(), min_size=1, max_size=60),
 )
 def test_a_ring_is_a_queue_of_bounded_length(
-    slots: int, start: int, max_records: int, steps: list[list[int] | None]
+    slots: int, start: int, max_messages: int, steps: list[list[int] | None]
 ) -> None:
-    """A step pushes records of these lengths after those that had no room, or pops."""
+    """A step pushes messages of these lengths after those that had no room, or pops."""
     waiting: deque[tuple[int, int]] = deque()  # not pushed yet: number and slots
     inside: deque[tuple[int, int]] = deque()
     outbox, made = Outbox(), 0
-    with both_ends(slots, start=start, max_records=max_records) as ends:
+    with both_ends(slots, start=start, max_messages=max_messages) as ends:
         for lengths in [*steps, *[None] * 200]:
             if lengths is None:
-                expected = [inside.popleft()[0] for _ in range(min(max_records, len(inside)))]
-                status, records = ends.consumer.pop()
+                expected = [inside.popleft()[0] for _ in range(min(max_messages, len(inside)))]
+                status, messages = ends.consumer.pop()
                 assert status == (RingStatus.OK if expected else RingStatus.EMPTY)
-                assert numbers_of(records) == expected
+                assert numbers_of(messages) == expected
                 continue
             for length in lengths:
                 put_numbered(outbox, made, length)
@@ -81,7 +81,7 @@ def test_a_ring_is_a_queue_of_bounded_length(
             assert len(outbox) == len(waiting)
         assert not inside
         pushed, popped = ends.producer.counters(), ends.consumer.counters()
-        assert pushed.records == popped.records == made - len(waiting)
+        assert pushed.messages == popped.messages == made - len(waiting)
         assert pushed.slots == popped.slots
         assert (popped.corrupt_slots, popped.dropped_slots, popped.bad_positions) == (0, 0, 0)
 
@@ -93,7 +93,7 @@ def test_bodies_of_every_length_arrive() -> None:
         for number, length in enumerate(lengths):
             put_numbered(outbox, number, length)
             assert ends.producer.push(outbox) == RingStatus.OK
-            assert numbers_of(ends.consumer.pop().records) == [number]
+            assert numbers_of(ends.consumer.pop().messages) == [number]
             assert ends.producer.counters().slots == sum(map(slots_of, lengths[: number + 1]))
 
 
@@ -107,9 +107,9 @@ def test_nothing_is_overwritten_in_a_full_ring() -> None:
         for _ in range(3):
             assert ends.producer.push(outbox) == RingStatus.FULL and len(outbox) == 1
         assert ends.memory.tobytes() == before and ends.producer.counters().full == 4
-        assert numbers_of(ends.consumer.pop().records) == list(range(8))
+        assert numbers_of(ends.consumer.pop().messages) == list(range(8))
         assert ends.producer.push(outbox) == RingStatus.OK and len(outbox) == 0
-        assert numbers_of(ends.consumer.pop().records) == [8]
+        assert numbers_of(ends.consumer.pop().messages) == [8]
         del before
 
 
@@ -119,7 +119,7 @@ def test_pops_are_as_large_as_the_buffers() -> None:
     with (
         create_ring(4096) as ring,
         Producer(ring) as producer,
-        Consumer(ring, max_records=5, max_words=MAX_WORDS) as consumer,
+        Consumer(ring, max_messages=5, max_words=MAX_WORDS) as consumer,
     ):
         for number in range(8):
             put_numbered(outbox, number, MAX_WORDS // 3)
@@ -128,7 +128,7 @@ def test_pops_are_as_large_as_the_buffers() -> None:
         assert producer.push(outbox) == RingStatus.OK
         sizes = []
         while (popped := consumer.pop()).status == RingStatus.OK:
-            sizes.append(numbers_of(popped.records))
+            sizes.append(numbers_of(popped.messages))
         assert sizes == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13, 14]]
 
 
@@ -137,11 +137,11 @@ def test_a_copy_outlives_the_next_pop() -> None:
     with both_ends() as ends:
         put_numbered(outbox, 1, 30)
         ends.producer.push(outbox)
-        popped = ends.consumer.pop().records
+        popped = ends.consumer.pop().messages
         first = popped.copy()
         put_numbered(outbox, 2, 40)
         ends.producer.push(outbox)
-        assert numbers_of(ends.consumer.pop().records) == [2]
+        assert numbers_of(ends.consumer.pop().messages) == [2]
         assert numbers_of(first) == [1]
         # Nothing is copied without being asked for.
         assert popped.headers["generation"].tolist() == [2]
@@ -149,13 +149,13 @@ def test_a_copy_outlives_the_next_pop() -> None:
 
 def test_views_of_any_number_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the same shape are the same ones; a few are kept."""
-    monkeypatch.setattr(rings, "_MOST_SHAPES", 8)
+    monkeypatch.setattr(rings, "_MAX_SHAPES", 8)
     outbox = Outbox()
     with both_ends(512) as ends:
         for number in range(100):
             put_numbered(outbox, number, number * number % 11)
             ends.producer.push(outbox)
-            assert numbers_of(ends.consumer.pop().records) == [number]
+            assert numbers_of(ends.consumer.pop().messages) == [number]
             assert len(ends.consumer._popped) <= 8
             assert ends.consumer.pop().status == RingStatus.EMPTY
         seen = []
@@ -163,7 +163,7 @@ def test_views_of_any_number_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
             put_numbered(outbox, number, 5)
             ends.producer.push(outbox)
             seen.append(ends.consumer.pop())
-            assert numbers_of(seen[-1].records) == [number]
+            assert numbers_of(seen[-1].messages) == [number]
         assert seen[0] is seen[1]
 
 
@@ -198,7 +198,7 @@ def test_a_waiting_consumer_is_woken(spin_us: int) -> None:
         assert ends.producer.push(outbox) == RingStatus.OK
         waiter.join(30)
         assert not waiter.is_alive()
-        assert popped[0].status == RingStatus.OK and numbers_of(popped[0].records) == [3]
+        assert popped[0].status == RingStatus.OK and numbers_of(popped[0].messages) == [3]
         assert ends.producer.counters().wakes == (spin_us == 0)
         put_numbered(outbox, 4, 3)  # nobody sleeps: nobody is woken
         ends.producer.push(outbox)
@@ -218,7 +218,7 @@ def test_a_sleeper_whose_flag_is_gone_looks_for_itself() -> None:
         put_numbered(outbox, 3, 3)
         ends.producer.push(outbox)
         waiter.join(30)
-        assert not waiter.is_alive() and numbers_of(popped[0].records) == [3]
+        assert not waiter.is_alive() and numbers_of(popped[0].messages) == [3]
         assert ends.consumer.counters().missed_wakes == 1
 
 
@@ -280,14 +280,14 @@ def test_an_end_goes_on_where_the_last_one_stopped() -> None:
             with Producer(ring) as producer:
                 assert producer.push(outbox) == RingStatus.OK
             with Consumer(ring) as consumer:
-                assert numbers_of(consumer.pop().records) == [number]
+                assert numbers_of(consumer.pop().messages) == [number]
 
 
-def test_what_is_not_the_tickets_ring_is_refused() -> None:
+def test_what_is_not_the_handles_ring_is_refused() -> None:
     with create_ring(16) as ring, create_ring(16) as other, create_ring(32) as larger:
         with attach_ring(f"{os.dup(ring.fd)}:16:{ring.stamp:x}") as again:
             assert (again.slots, again.stamp) == (ring.slots, ring.stamp)
-        for ticket, why in (
+        for handle, why in (
             (f"{other.fd}:16:{ring.stamp:x}", "another ring"),
             (f"{larger.fd}:16:{larger.stamp:x}", "size"),
             ("16:16", "no memory"),
@@ -296,7 +296,7 @@ def test_what_is_not_the_tickets_ring_is_refused() -> None:
             (f"987654:16:{ring.stamp:x}", "Bad file descriptor"),
         ):
             with pytest.raises(RingError, match=why):
-                attach_ring(ticket)
+                attach_ring(handle)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_a_damaged_or_foreign_header_is_refused(offset: int, value: int, why: st
     with create_ring(16) as ring:
         np.frombuffer(ring.memory, np.uint8)[offset] = value
         with pytest.raises(RingError, match=why):
-            attach_ring(ring.ticket)
+            attach_ring(ring.handle)
 
 
 def test_an_empty_or_short_file_is_refused(tmp_path: Path) -> None:
@@ -356,11 +356,11 @@ def test_without_memfd_a_file_without_a_name_serves(
     monkeypatch.setattr(os, "memfd_create", without_memfd)
     outbox = Outbox()
     with caplog.at_level(logging.WARNING), both_ends() as ends:
-        assert len(caplog.records) == 1 and "no memfd (Function not implemented)" in caplog.text
+        assert len(caplog.messages) == 1 and "no memfd (Function not implemented)" in caplog.text
         assert os.readlink(f"/proc/self/fd/{ends.ring.fd}").endswith("(deleted)")
         put_numbered(outbox, 5, 50)
         ends.producer.push(outbox)
-        assert numbers_of(ends.consumer.pop().records) == [5]
+        assert numbers_of(ends.consumer.pop().messages) == [5]
         other = attach_ring(f"{os.dup(ends.ring.fd)}:{ends.ring.slots}:{ends.ring.stamp:x}")
         other.close()
 
@@ -393,8 +393,8 @@ def test_without_a_compiler_there_are_no_rings(
             with pytest.raises(RingError, match="no C\\+\\+ compiler found"):
                 Outbox()
             assert build.main([]) == 1
-            told = capsys.readouterr().err
-            assert told == "the library of the rings cannot be built: no C++ compiler found\n"
+            result = capsys.readouterr().err
+            assert result == "the library of the rings cannot be built: no C++ compiler found\n"
             patch.setenv("HETERO_LLM_NATIVE", "0")
             with pytest.raises(RingError, match="HETERO_LLM_NATIVE=0"):
                 create_ring(16)
@@ -428,7 +428,7 @@ def test_both_checksums_are_crc32c(data: bytes, seed: int) -> None:
 def test_a_body_that_is_not_as_its_header_says_is_our_own_bug() -> None:
     push = ring_library.load().quick.hetero_ring_push
     headers = np.zeros(2, HEADER)
-    headers["kind"], headers["words"] = (Kind.BEAT, Kind.NODES), (0, 9)
+    headers["kind"], headers["words"] = (MessageKind.HEARTBEAT, MessageKind.NODES), (0, 9)
     words = np.arange(9, dtype=np.uint32)
     with both_ends() as ends:
         for sizes, total in (((0, 8), 9), ((1, 9), 9), ((0, MAX_WORDS + 1), MAX_WORDS + 1)):
@@ -437,6 +437,6 @@ def test_a_body_that_is_not_as_its_header_says_is_our_own_bug() -> None:
         assert ends.consumer.pop().status == RingStatus.EMPTY
         headers["words"] = 0, 9
         assert push(ends.producer._handle, headers.ctypes.data, words.ctypes.data, 2, 9) == 2
-        popped = ends.consumer.pop().records
+        popped = ends.consumer.pop().messages
         assert popped.headers.tolist() == headers.tolist()
         assert popped.words.tolist() == words.tolist()

@@ -37,11 +37,11 @@ slot_flips = st.lists(
 
 
 class Model:
-    """Which records are where, and which of them were written to."""
+    """Which messages are where, and which of them were written to."""
 
     def __init__(self, start: int) -> None:
         self.position = start
-        self.places: dict[int, set[int]] = {}  # of records in the ring: slots, modulo their number
+        self.places: dict[int, set[int]] = {}  # of messages in the ring: slots, modulo their number
         self.touched: set[int] = set()
         self.outside: list[tuple[int, int]] = []
 
@@ -70,7 +70,7 @@ class Model:
 def test_only_what_was_pushed_comes_out_and_all_that_was_not_touched(
     start: int, steps: list[list[int] | list[tuple[int, int]] | None]
 ) -> None:
-    """A step pops, pushes records of these lengths, or flips bits of these bytes."""
+    """A step pops, pushes messages of these lengths, or flips bits of these bytes."""
     outbox, model, made, popped = Outbox(), Model(start), 0, []
 
     def push(ends: Ends) -> None:
@@ -79,7 +79,7 @@ def test_only_what_was_pushed_comes_out_and_all_that_was_not_touched(
         model.pushed(waiting - len(outbox))
 
     def pop(ends: Ends) -> None:
-        numbers = numbers_of(ends.consumer.pop().records)
+        numbers = numbers_of(ends.consumer.pop().messages)
         popped.extend(numbers)
         for number in [number for number in model.places if numbers and number <= numbers[-1]]:
             del model.places[number]
@@ -108,11 +108,11 @@ def test_only_what_was_pushed_comes_out_and_all_that_was_not_touched(
         lost = made - len(popped)
         counters = ends.consumer.counters()
         assert (lost > 0) <= (counters.corrupt_slots > 0)
-        assert counters.records == len(popped)
+        assert counters.messages == len(popped)
         put_numbered(outbox, made, 30)
         assert ends.producer.push(outbox) == RingStatus.OK
-        status, records = ends.consumer.pop()
-        assert status == RingStatus.OK and numbers_of(records) == [made]
+        status, messages = ends.consumer.pop()
+        assert status == RingStatus.OK and numbers_of(messages) == [made]
 
 
 @pytest.mark.parametrize("byte", range(SLOT_BYTES))
@@ -123,14 +123,14 @@ def test_every_bit_of_a_slot_counts(byte: int) -> None:
             put_numbered(outbox, number, 5)
         ends.producer.push(outbox)
         ends.memory[SLOTS_AT + SLOT_BYTES + byte] ^= 1 << (byte % 8)
-        status, records = ends.consumer.pop()
-        assert status == RingStatus.CORRUPT and numbers_of(records) == [0, 2]
+        status, messages = ends.consumer.pop()
+        assert status == RingStatus.CORRUPT and numbers_of(messages) == [0, 2]
         assert ends.consumer.counters().corrupt_slots == 1
         assert ends.consumer.pop().status == RingStatus.EMPTY
 
 
 @pytest.mark.parametrize("damaged", range(5))
-def test_a_record_with_one_damaged_slot_is_lost_whole(damaged: int) -> None:
+def test_a_message_with_one_damaged_slot_is_lost_whole(damaged: int) -> None:
     outbox = Outbox()
     with both_ends(SLOTS, start=NEAR_THE_END) as ends:
         first = NEAR_THE_END % SLOTS
@@ -139,8 +139,8 @@ def test_a_record_with_one_damaged_slot_is_lost_whole(damaged: int) -> None:
         ends.producer.push(outbox)
         slot = (first + 1 + damaged) % SLOTS
         ends.memory[SLOTS_AT + slot * SLOT_BYTES + 30] ^= 4
-        status, records = ends.consumer.pop()
-        assert status == RingStatus.CORRUPT and numbers_of(records) == [0, 2]
+        status, messages = ends.consumer.pop()
+        assert status == RingStatus.CORRUPT and numbers_of(messages) == [0, 2]
         counters = ends.consumer.counters()
         assert (counters.corrupt_slots, counters.dropped_slots) == (1, 4)
 
@@ -159,10 +159,10 @@ def test_a_slot_of_an_earlier_lap_is_stale() -> None:
             assert ends.producer.push(outbox) == RingStatus.OK
             if lap == 0:
                 earlier = slots_in(ends).copy()
-                assert len(ends.consumer.pop().records) == SLOTS
+                assert len(ends.consumer.pop().messages) == SLOTS
         slots_in(ends)[:] = earlier
-        status, records = ends.consumer.pop()
-        assert status == RingStatus.CORRUPT and len(records) == 0
+        status, messages = ends.consumer.pop()
+        assert status == RingStatus.CORRUPT and len(messages) == 0
         assert ends.consumer.counters().corrupt_slots == SLOTS
 
 
@@ -173,8 +173,8 @@ def test_a_repeated_slot_is_not_delivered_twice() -> None:
             put_numbered(outbox, number, 4)
         ends.producer.push(outbox)
         slots_in(ends)[2] = slots_in(ends)[1]
-        status, records = ends.consumer.pop()
-        assert status == RingStatus.CORRUPT and numbers_of(records) == [0, 1, 3]
+        status, messages = ends.consumer.pop()
+        assert status == RingStatus.CORRUPT and numbers_of(messages) == [0, 1, 3]
 
 
 def test_a_torn_slot_is_not_delivered() -> None:
@@ -196,7 +196,7 @@ def test_another_rings_slots_are_not_taken_for_ours() -> None:
             pair.producer.push(outbox)
         slots_in(ends)[0] = slots_in(other)[0]
         assert ends.consumer.pop().status == RingStatus.CORRUPT
-        assert numbers_of(other.consumer.pop().records) == [5]
+        assert numbers_of(other.consumer.pop().messages) == [5]
 
 
 def test_an_old_head_repeats_nothing_and_the_next_push_mends_it() -> None:
@@ -207,14 +207,14 @@ def test_an_old_head_repeats_nothing_and_the_next_push_mends_it() -> None:
             put_numbered(outbox, number, 4)
             ends.producer.push(outbox)
             heads.append(ends.memory[HEAD : HEAD + 8].copy())
-        assert numbers_of(ends.consumer.pop().records) == [0, 1, 2]
+        assert numbers_of(ends.consumer.pop().messages) == [0, 1, 2]
         ends.memory[HEAD : HEAD + 8] = heads[0]
         for _ in range(3):
             assert ends.consumer.pop().status == RingStatus.EMPTY
         assert ends.consumer.counters().bad_positions == 1
         put_numbered(outbox, 3, 4)
         ends.producer.push(outbox)
-        assert numbers_of(ends.consumer.pop().records) == [3]
+        assert numbers_of(ends.consumer.pop().messages) == [3]
 
 
 def test_an_old_tail_makes_no_room() -> None:
@@ -227,12 +227,12 @@ def test_an_old_tail_makes_no_room() -> None:
             assert ends.producer.push(outbox) == RingStatus.OK
             if lap == 2:
                 break
-            assert len(ends.consumer.pop().records) == 8
+            assert len(ends.consumer.pop().messages) == 8
         ends.memory[TAIL : TAIL + 8] = before
         put_numbered(outbox, 24, 1)
         assert ends.producer.push(outbox) == RingStatus.FULL
         assert ends.producer.counters().bad_positions == 1
-        assert numbers_of(ends.consumer.pop().records) == list(range(16, 24))
+        assert numbers_of(ends.consumer.pop().messages) == list(range(16, 24))
         assert ends.producer.push(outbox) == RingStatus.OK
 
 
@@ -244,11 +244,11 @@ def test_a_ring_of_nothing_but_noise_recovers() -> None:
             put_numbered(outbox, number, 40)
             ends.producer.push(outbox)
             ends.memory[HEAD:] = rng.integers(0, 256, BYTES - HEAD, np.uint8)
-            status, records = ends.consumer.pop()
-            assert len(records) == 0 and status in (RingStatus.EMPTY, RingStatus.CORRUPT)
+            status, messages = ends.consumer.pop()
+            assert len(messages) == 0 and status in (RingStatus.EMPTY, RingStatus.CORRUPT)
         ends.producer.push(outbox)
         ends.consumer.pop()
         outbox.clear()
         put_numbered(outbox, 999, 40)
         assert ends.producer.push(outbox) == RingStatus.OK
-        assert numbers_of(ends.consumer.pop().records) == [999]
+        assert numbers_of(ends.consumer.pop().messages) == [999]

@@ -1,4 +1,4 @@
-"""Two processes: records arrive in order whatever the timing; either side may be killed."""
+"""Two processes: messages arrive in order whatever the timing; either side may be killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def peer(
     role: str, seed: int, *rings: Ring, count: int | None = None
 ) -> Iterator[subprocess.Popen]:
     command = [sys.executable, "-m", "tests.bridge.ipc.peer", role, str(seed)]
-    command += [ring.ticket for ring in rings] + ([] if count is None else [str(count)])
+    command += [ring.handle for ring in rings] + ([] if count is None else [str(count)])
     process = subprocess.Popen(command, pass_fds=[ring.fd for ring in rings], cwd=ROOT)
     try:
         yield process
@@ -44,7 +44,7 @@ def peer(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_records_of_another_process_arrive_in_order(seed: int) -> None:
+def test_messages_of_another_process_arrive_in_order(seed: int) -> None:
     rng, count, popped = random.Random(seed), 3000, 0
     with (
         create_ring(64, start=2**32 - 500) as ring,
@@ -52,9 +52,9 @@ def test_records_of_another_process_arrive_in_order(seed: int) -> None:
         Consumer(ring, spin_us=rng.choice([0, 30])) as consumer,
     ):
         while popped < count:
-            status, records = consumer.pop(timeout_us=rng.choice([0, 50, LONG_US]))
+            status, messages = consumer.pop(timeout_us=rng.choice([0, 50, LONG_US]))
             assert status in (RingStatus.OK, RingStatus.EMPTY, RingStatus.TIMEOUT)
-            numbers = numbers_of(records)
+            numbers = numbers_of(messages)
             assert numbers == list(range(popped, popped + len(numbers)))
             popped += len(numbers)
         assert consumer.pop().status == RingStatus.EMPTY
@@ -62,7 +62,7 @@ def test_records_of_another_process_arrive_in_order(seed: int) -> None:
         assert counters.corrupt_slots == counters.bad_positions == 0
 
 
-def test_another_process_gets_records_in_order() -> None:
+def test_another_process_gets_messages_in_order() -> None:
     outbox, count = Outbox(), 3000
     with (
         create_ring(64) as ring,
@@ -79,7 +79,7 @@ def test_another_process_gets_records_in_order() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_both_directions(seed: int) -> None:
-    """One record at a time, so that each side meets the other one asleep again and again."""
+    """One message at a time, so that each side meets the other one asleep again and again."""
     outbox = Outbox()
     with (
         create_ring(64) as there,
@@ -91,9 +91,9 @@ def test_both_directions(seed: int) -> None:
         for number in range(500):
             put_numbered(outbox, number, length_of(number))
             producer.push(outbox)
-            status, records = consumer.pop(timeout_us=LONG_US)
-            assert status == RingStatus.OK and numbers_of(records) == [number]
-        # One or two may be a busy machine's: the nap ended by itself, then the record came.
+            status, messages = consumer.pop(timeout_us=LONG_US)
+            assert status == RingStatus.OK and numbers_of(messages) == [number]
+        # One or two may be a busy machine's: the nap ended by itself, then the message came.
         assert consumer.counters().missed_wakes < 5
         put_stop(outbox)
         producer.push(outbox)
@@ -101,7 +101,7 @@ def test_both_directions(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_killed_producer_leaves_whole_records(seed: int) -> None:
+def test_a_killed_producer_leaves_whole_messages(seed: int) -> None:
     popped, stop = 0, random.Random(seed).randrange(1, 400)
     with (
         create_ring(64) as ring,
@@ -109,15 +109,15 @@ def test_a_killed_producer_leaves_whole_records(seed: int) -> None:
         Consumer(ring, spin_us=0) as consumer,
     ):
         while popped < stop:
-            status, records = consumer.pop(timeout_us=LONG_US)
+            status, messages = consumer.pop(timeout_us=LONG_US)
             assert status == RingStatus.OK
-            numbers = numbers_of(records)
+            numbers = numbers_of(messages)
             assert numbers == list(range(popped, popped + len(numbers)))
             popped += len(numbers)
         process.kill()
         process.wait()
         while (left := consumer.pop(timeout_us=1000)).status == RingStatus.OK:
-            numbers = numbers_of(left.records)
+            numbers = numbers_of(left.messages)
             assert numbers == list(range(popped, popped + len(numbers)))
             popped += len(numbers)
         assert left.status == RingStatus.TIMEOUT
@@ -168,17 +168,17 @@ def test_a_stopped_producer_is_waited_for_no_longer_than_asked() -> None:
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
         while (left := consumer.pop(timeout_us=2000)).status == RingStatus.OK:
-            popped += len(left.records)
+            popped += len(left.messages)
         assert left.status == RingStatus.TIMEOUT
         process.send_signal(signal.SIGCONT)
-        status, records = consumer.pop(timeout_us=LONG_US)
-        assert status == RingStatus.OK and len(numbers_of(records)) > 0
+        status, messages = consumer.pop(timeout_us=LONG_US)
+        assert status == RingStatus.OK and len(numbers_of(messages)) > 0
 
 
-def test_a_ticket_of_another_ring_is_refused_over_there() -> None:
+def test_a_handle_of_another_ring_is_refused_over_there() -> None:
     with create_ring(16) as ring, create_ring(16) as other:
         forged = Ring(ring.fd, ring.slots, other.stamp, ring.memory)
-        command = [sys.executable, "-m", "tests.bridge.ipc.peer", "produce", "0", forged.ticket]
+        command = [sys.executable, "-m", "tests.bridge.ipc.peer", "produce", "0", forged.handle]
         done = subprocess.run(command, pass_fds=[ring.fd], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 1
-        assert "RingError" in done.stderr and "another ring than the ticket's" in done.stderr
+        assert "RingError" in done.stderr and "another ring than the handle's" in done.stderr

@@ -64,11 +64,11 @@ def test_two_threads(build: Callable[..., Path], sanitizer: str) -> None:
     program = build(sanitizer)
     for spin_us in (0, 50):
         done = run(program, spin_us)
-        assert (done.returncode, done.stdout) == (0, f"{RECORDS} records, 0 wrong\n"), done.stderr
+        assert (done.returncode, done.stdout) == (0, f"{RECORDS} messages, 0 wrong\n"), done.stderr
         assert done.stderr == ""
 
 
-def test_the_thread_sanitizer_would_tell(build: Callable[..., Path]) -> None:
+def test_the_thread_sanitizer_would_find_it(build: Callable[..., Path]) -> None:
     """Without the order that the atomics give, it reports races."""
     program = build(
         "thread", lambda text: re.sub(r"memory_order_\w+", "memory_order_relaxed", text)

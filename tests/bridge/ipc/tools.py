@@ -1,4 +1,4 @@
-"""What tests of rings share: numbered records, and a ring with both ends in this process."""
+"""What tests of rings share: numbered messages, and a ring with both ends in this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_llm.bridge.ipc.messages import Kind, Outbox, Records
+from hetero_llm.bridge.ipc.messages import MessageKind, Messages, Outbox
 from hetero_llm.bridge.ipc.rings import Consumer, Producer, Ring, create_ring
 
 SLOTS_AT = 1024
@@ -34,49 +34,49 @@ class Ends:
 
 @contextmanager
 def both_ends(
-    slots: int = 64, *, start: int = 0, max_records: int = 256, spin_us: int = 0
+    slots: int = 64, *, start: int = 0, max_messages: int = 256, spin_us: int = 0
 ) -> Iterator[Ends]:
     with (
         create_ring(slots, start=start) as ring,
         Producer(ring) as producer,
-        Consumer(ring, max_records=max_records, spin_us=spin_us) as consumer,
+        Consumer(ring, max_messages=max_messages, spin_us=spin_us) as consumer,
     ):
         yield Ends(ring, producer, consumer)
 
 
 def slots_of(words: int) -> int:
-    """Slots of a record with so long a body."""
+    """Slots of a message with so long a body."""
     return 1 + max(0, -(-(words - FIRST_WORDS) // SLOT_WORDS))
 
 
 def body_of(number: int, words: int) -> np.ndarray:
-    """A body that tells its record's number in every word."""
+    """A body that tells its message's number in every word."""
     return (np.arange(words, dtype=np.uint32) * 2654435761 + number).view(np.int32)
 
 
-def kind_of(number: int) -> Kind:
+def kind_of(number: int) -> MessageKind:
     """To a ring they are all the same."""
-    return Kind.NODES if number % 2 else Kind.COMMIT
+    return MessageKind.NODES if number % 2 else MessageKind.COMMIT
 
 
 def put_numbered(outbox: Outbox, number: int, words: int) -> None:
-    """A record that `numbers_of` recognises."""
+    """A message that `numbers_of` recognises."""
     whose = {"slot": number % 7, "generation": number, "base_length": words}
     body, value = body_of(number, words), number ^ 0xFFFF
     outbox.append(kind_of(number), body, **whose, depth=3, value=value)
 
 
-def numbers_of(records: Records) -> list[int]:
-    """The records' numbers; each must be exactly as it was put."""
+def numbers_of(messages: Messages) -> list[int]:
+    """The messages' numbers; each must be exactly as it was put."""
     numbers, end = [], 0
-    for header in records.headers:
+    for header in messages.headers:
         number, words = int(header["generation"]), int(header["words"])
         assert header.tolist() == (
             *(kind_of(number), number % 7, number, words),
             *(words, 3, number ^ 0xFFFF),
         )
-        np.testing.assert_array_equal(records.words[end : end + words], body_of(number, words))
+        np.testing.assert_array_equal(messages.words[end : end + words], body_of(number, words))
         numbers.append(number)
         end += words
-    assert end == len(records.words)
+    assert end == len(messages.words)
     return numbers

@@ -65,8 +65,8 @@ class _Attend:
 
 
 @dataclass
-class TextTwin:
-    """One sequence. trunk: ids of the committed rows that are still seen, oldest first; tree: id
+class SequenceReference:
+    """One sequence. prefix: ids of the committed rows that are still seen, oldest first; tree: id
     of the row at each place of the tree window."""
 
     memory: Memory
@@ -77,7 +77,7 @@ class TextTwin:
     seed: int = 0
     sample_index: int = 0
     done: int = 0
-    trunk: list[int] = field(default_factory=list)
+    prefix: list[int] = field(default_factory=list)
     tree: dict[int, int] = field(default_factory=dict)
 
     def positions_to_run(self) -> list[int]:
@@ -92,13 +92,13 @@ class TextTwin:
         chosen = todo[:count]
         assert len(chosen) == count and not self.tree
         if self.done >= SINK and todo[0] > self.done:
-            del self.trunk[SINK:]
-        while len(self.trunk) + count > self.capacity:
-            del self.trunk[SINK : 2 * SINK]
+            del self.prefix[SINK:]
+        while len(self.prefix) + count > self.capacity:
+            del self.prefix[SINK : 2 * SINK]
         first = self.memory.num_rows
-        sees = [[*self.trunk, *range(first, first + i + 1)] for i in range(count)]
+        sees = [[*self.prefix, *range(first, first + i + 1)] for i in range(count)]
         logits = self.memory.run([self.text[p] for p in chosen], chosen, sees)
-        self.trunk += range(first, first + count)
+        self.prefix += range(first, first + count)
         self.done = chosen[-1] + 1
         return self.scores(logits[-1], len(self.text)) if chosen == todo else None
 
@@ -109,7 +109,7 @@ class TextTwin:
         first = self.memory.num_rows
         self.tree.update({place: first + i for i, place in enumerate(places)})
         sees = [
-            [*self.trunk, *(self.tree[place] for place in range(64) if bits >> place & 1)]
+            [*self.prefix, *(self.tree[place] for place in range(64) if bits >> place & 1)]
             for bits in ancestors
         ]
         positions = [len(self.text) - 1 + depth for depth in depths]
@@ -119,11 +119,11 @@ class TextTwin:
     def keep(self, sources: list[int], targets: list[int], num_path: int) -> None:
         """Of the tree only the sources stay."""
         moved = {to: self.tree[at] for at, to in zip(sources, targets, strict=True)}
-        self.trunk += [moved.pop(place) for place in range(num_path)]
+        self.prefix += [moved.pop(place) for place in range(num_path)]
         self.tree = {place - num_path: row for place, row in moved.items()}
         self.done += num_path
-        while len(self.trunk) > self.capacity:
-            del self.trunk[SINK : 2 * SINK]
+        while len(self.prefix) > self.capacity:
+            del self.prefix[SINK : 2 * SINK]
 
     def scores(self, logits: torch.Tensor, position: int) -> torch.Tensor:
         """[vocab] log-probabilities of logits, noisy ones with a temperature."""

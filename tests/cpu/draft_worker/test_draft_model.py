@@ -1,5 +1,5 @@
-"""The draft model against a slow twin, a fresh model and transformers: prompts in chunks, trees
-grown over steps, commits that keep parts of them, windows that drop blocks."""
+"""The draft model against a slow reference, a fresh model and transformers: prompts in chunks,
+trees grown over steps, commits that keep parts of them, windows that drop blocks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from hetero_llm.core.errors import ConfigError, ModelLoadError, PromptError
 from hetero_llm.cpu import native
 from hetero_llm.cpu.draft_worker import draft_model as draft_model
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel, DraftSizes, Found, best_format
-from hetero_llm.cpu.draft_worker.kv_layout import Branches, Trunk, no_branches
+from hetero_llm.cpu.draft_worker.kv_layout import PrefixTokens, TreeNodes, no_tree_nodes
 from hetero_llm.cpu.draft_worker.torch_path import likeliest
 from hetero_llm.cpu.draft_worker.tree_ops import WINDOW
-from hetero_llm.cpu.draft_worker.tree_pool import Forest
+from hetero_llm.cpu.draft_worker.tree_pool import TreePool
 from hetero_llm.demo_models import demo_folder, heldout_prompts
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
-from hetero_llm.spec_decode.draft_model.node_buckets import Record
-from tests.cpu.draft_worker.draft_reference import Memory, TextTwin
+from hetero_llm.spec_decode.draft_model.node_buckets import BucketStats
+from tests.cpu.draft_worker.draft_reference import Memory, SequenceReference
 from tests.spec_decode.draft_model.played import Played, keep, numbers, play
 
 VOCAB, POSITIONS, SLOTS = 203, 320, 5
 SIZES = DraftSizes(SLOTS, POSITIONS, window=POSITIONS // 16 * 16, most_rows=96, candidates=5)
 SMALL = DraftSizes(SLOTS, POSITIONS, window=16, most_rows=96, candidates=5)
 BACKENDS = ("native", "torch", "torch with our attention")
-NO_TRUNK = Trunk(np.zeros(0, np.int32), np.zeros(0, np.int32))
+NO_TRUNK = PrefixTokens(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 Load = Callable[..., DraftModel]
 
@@ -101,30 +101,34 @@ def tokens_of(seed: int, length: int) -> list[int]:
 def run_pending(model: DraftModel, most_rows: int = 96) -> list[Found]:
     """Steps without branches until nothing waits; copies."""
     found = []
-    while len((trunk := model.plan_trunk(most_rows)).slots):
-        step = model.step(trunk, no_branches())
+    while len((prefix := model.kv_layout.plan_prefix(most_rows)).slots):
+        step = model.step(prefix, no_tree_nodes())
         found.append(Found(*(values.copy() for values in step)))
     return found
 
 
 def num_turned(model: DraftModel) -> int:
     """Slots whose blocks are not in the order that they had at first."""
-    tables = model.pages.tables
+    tables = model.kv_layout.block_tables
     return int((tables[:, 1:] != np.sort(tables[:, 1:])).any(axis=1).sum())
 
 
 @pytest.mark.parametrize("sizes", [SIZES, SMALL], ids=["all is seen", "blocks are dropped"])
-def test_trees_and_commits_as_the_twin(checkpoint: Path, load: Load, sizes: DraftSizes) -> None:
+def test_trees_and_commits_as_the_reference(
+    checkpoint: Path, load: Load, sizes: DraftSizes
+) -> None:
     model = load(checkpoint, sizes)
     memory = Memory(_plain_model(checkpoint))
     rng = random.Random(5)
     played = []
     draws = [(0.0, 0, 0), (0.7, 2**63 + 11, 0), (1.4, 3, 2), (0.0, 0, 0), (0.0, 0, 0)]
     for slot, (length, draw) in enumerate(zip((150, 3, 40, 16, 77), draws, strict=True)):
-        twin = TextTwin(memory, sizes.window, model.pages.capacity, tokens_of(slot, length), *draw)
-        assert model.pages.capacity >= min(16 + sizes.window, POSITIONS)
-        played.append(Played(model, slot, twin))
-        assert model.pending(slot) == len(twin.positions_to_run())
+        reference = SequenceReference(
+            memory, sizes.window, model.kv_layout.capacity, tokens_of(slot, length), *draw
+        )
+        assert model.kv_layout.capacity >= min(16 + sizes.window, POSITIONS)
+        played.append(Played(model, slot, reference))
+        assert model.kv_layout.pending(slot) == len(reference.positions_to_run())
     for _ in range(40):
         play(model, played, rng)
     assert sum(one.num_kept for one in played) > 10
@@ -138,10 +142,12 @@ def test_full_windows(checkpoint: Path, load: Load) -> None:
     rng = random.Random(3)
     played = []
     for slot in range(2):
-        twin = TextTwin(memory, 16, model.pages.capacity, tokens_of(slot, 60 + 9 * slot))
-        played.append(Played(model, slot, twin))
+        reference = SequenceReference(
+            memory, 16, model.kv_layout.capacity, tokens_of(slot, 60 + 9 * slot)
+        )
+        played.append(Played(model, slot, reference))
         played[slot].until, played[slot].most = WINDOW, 0
-    while any(model.pending(slot) for slot in range(2)):
+    while any(model.kv_layout.pending(slot) for slot in range(2)):
         play(model, played, rng)
     for one in played:
         one.go_on(tokens_of(9, 15))  # to the brim
@@ -149,15 +155,15 @@ def test_full_windows(checkpoint: Path, load: Load) -> None:
     last = set()
     for _ in range(40):
         play(model, played, rng)
-        last |= {len(one.twin.trunk) + len(one.nodes) for one in played}
+        last |= {len(one.reference.prefix) + len(one.nodes) for one in played}
     assert num_turned(model) == 2
-    assert max(last) > model.pages.capacity + WINDOW - 16, "the last block was used"
+    assert max(last) > model.kv_layout.capacity + WINDOW - 16, "the last block was used"
 
 
 def test_a_played_model_equals_a_fresh_one(checkpoint: Path, load: Load) -> None:
     model = load(checkpoint, SIZES)
     text = tokens_of(1, 60)
-    model.open(2, numbers(text))
+    model.kv_layout.open(2, numbers(text))
     run_pending(model, 17)
     chain = tokens_of(2, 6)
     for place, token in enumerate(chain):  # a chain at every second place, a leaf beside each node
@@ -165,7 +171,7 @@ def test_a_played_model_equals_a_fresh_one(checkpoint: Path, load: Load) -> None
         above = sum(1 << 2 * i for i in range(place + 1))
         found = model.step(
             NO_TRUNK,
-            Branches(
+            TreeNodes(
                 numbers([2]),
                 numbers([2]),
                 numbers([token, 5]),
@@ -175,14 +181,14 @@ def test_a_played_model_equals_a_fresh_one(checkpoint: Path, load: Load) -> None
             ),
         )
     last = found.tokens[0].copy(), found.log_probs[0].copy()
-    model.append(2, numbers([*chain, 9, 8]))
+    model.kv_layout.append(2, numbers([*chain, 9, 8]))
     keep(model, 2, [0, 2, 4, 6, 8, 10], list(range(6)), 6)
-    assert model.pending(2) == 2
+    assert model.kv_layout.pending(2) == 2
     after = run_pending(model)[-1]
 
     fresh = load(checkpoint, SIZES)
-    fresh.open(0, numbers([*text, *chain]))
-    fresh.open(1, numbers([*text, *chain, 9, 8]))
+    fresh.kv_layout.open(0, numbers([*text, *chain]))
+    fresh.kv_layout.open(1, numbers([*text, *chain, 9, 8]))
     by_slot = {
         int(slot): (found.tokens[i], found.log_probs[i])
         for found in run_pending(fresh, 33)
@@ -196,35 +202,39 @@ def test_a_played_model_equals_a_fresh_one(checkpoint: Path, load: Load) -> None
 def test_long_texts_are_run_in_part(checkpoint: Path, load: Load) -> None:
     """Of a prompt the sink and the last tokens; of a commit beyond the window the last ones."""
     model = load(checkpoint, SMALL)
-    model.open(0, numbers(tokens_of(0, 300)))
-    assert model.pending(0) == 16 + 16 and model.pages.length(0) == 300 and model.room(0) == 20
+    model.kv_layout.open(0, numbers(tokens_of(0, 300)))
+    assert (
+        model.kv_layout.pending(0) == 16 + 16
+        and len(model.kv_layout.token_ids(0)) == 300
+        and model.kv_layout.room(0) == 20
+    )
     run_pending(model)
-    assert model.pending(0) == 0
-    model.open(1, numbers(tokens_of(1, 20)))
+    assert model.kv_layout.pending(0) == 0
+    model.kv_layout.open(1, numbers(tokens_of(1, 20)))
     run_pending(model)
-    model.append(1, numbers(tokens_of(2, 15)))
-    assert model.pending(1) == 15
-    model.append(1, numbers(tokens_of(3, 15)))
-    assert model.pending(1) == 16
+    model.kv_layout.append(1, numbers(tokens_of(2, 15)))
+    assert model.kv_layout.pending(1) == 15
+    model.kv_layout.append(1, numbers(tokens_of(3, 15)))
+    assert model.kv_layout.pending(1) == 16
 
 
 def test_short_texts_go_first(checkpoint: Path) -> None:
     model = any_way(checkpoint, SIZES)
     for slot, length in enumerate((90, 3, 200, 40)):
-        model.open(slot, numbers(tokens_of(slot, length)))
+        model.kv_layout.open(slot, numbers(tokens_of(slot, length)))
 
     def plan(most_rows: int) -> list[tuple[int, int]]:
-        trunk = model.plan_trunk(most_rows)
-        return list(zip(trunk.slots.tolist(), trunk.counts.tolist(), strict=True))
+        prefix = model.kv_layout.plan_prefix(most_rows)
+        return list(zip(prefix.slots.tolist(), prefix.counts.tolist(), strict=True))
 
     assert plan(50) == [(1, 3), (3, 40), (0, 7)]
     assert plan(3) == [(1, 3)]
     assert plan(0) == []
     assert plan(1000) == [(1, 3), (3, 40), (0, 90), (2, 200)]
-    found = model.step(model.plan_trunk(50), no_branches())
+    found = model.step(model.kv_layout.plan_prefix(50), no_tree_nodes())
     assert found.ready.tolist() == [1, 3] and found.tokens.shape == (2, SIZES.candidates)
     assert plan(96) == [(0, 83), (2, 13)]
-    model.close(0)
+    model.kv_layout.close(0)
     assert plan(96) == [(2, 96)]
     run_pending(model)
     assert plan(96) == []
@@ -233,12 +243,12 @@ def test_short_texts_go_first(checkpoint: Path) -> None:
 def test_a_slot_is_used_again(checkpoint: Path, load: Load) -> None:
     model = load(checkpoint, SIZES)
     text = numbers(tokens_of(7, 50))
-    model.open(0, text)
+    model.kv_layout.open(0, text)
     first = run_pending(model)[-1]
-    model.close(0)
-    model.open(0, numbers(tokens_of(8, 120)), temperature=0.5, seed=1)
+    model.kv_layout.close(0)
+    model.kv_layout.open(0, numbers(tokens_of(8, 120)), temperature=0.5, seed=1)
     run_pending(model)
-    model.open(0, text)
+    model.kv_layout.open(0, text)
     again = run_pending(model)[-1]
     assert first.tokens.tolist() == again.tokens.tolist()
     np.testing.assert_array_equal(first.log_probs, again.log_probs)
@@ -246,33 +256,33 @@ def test_a_slot_is_used_again(checkpoint: Path, load: Load) -> None:
 
 def test_texts_that_it_cannot_take(checkpoint: Path) -> None:
     model = any_way(checkpoint, SIZES)
-    model.open(0, numbers([1, 2]))
+    model.kv_layout.open(0, numbers([1, 2]))
     for wrong in (VOCAB, -1):
         with pytest.raises(PromptError, match=rf"tokens={wrong}: .*vocabulary has {VOCAB}"):
-            model.append(0, numbers([4, wrong, 5]))
+            model.kv_layout.append(0, numbers([4, wrong, 5]))
     with pytest.raises(PromptError, match=rf"tokens={POSITIONS + 1}: .*context has {POSITIONS}"):
-        model.append(0, numbers([3] * (POSITIONS - 1)))
-    assert model.pages.length(0) == model.pending(0) == 2
-    model.append(0, numbers([3] * (POSITIONS - 2)))
-    assert model.room(0) == 0
+        model.kv_layout.append(0, numbers([3] * (POSITIONS - 1)))
+    assert len(model.kv_layout.token_ids(0)) == model.kv_layout.pending(0) == 2
+    model.kv_layout.append(0, numbers([3] * (POSITIONS - 2)))
+    assert model.kv_layout.room(0) == 0
     with pytest.raises(PromptError):
-        model.open(1, numbers([VOCAB]))
-    assert model.pending(1) == 0
+        model.kv_layout.open(1, numbers([VOCAB]))
+    assert model.kv_layout.pending(1) == 0
 
 
-def test_misuse_is_told(checkpoint: Path) -> None:
+def test_misuse_is_an_error(checkpoint: Path) -> None:
     model = any_way(checkpoint, SIZES)
-    model.open(0, numbers(tokens_of(0, 30)))
+    model.kv_layout.open(0, numbers(tokens_of(0, 30)))
 
-    def node(slot: int, depth: int = 1, place: int = 0) -> Branches:
+    def node(slot: int, depth: int = 1, place: int = 0) -> TreeNodes:
         bits = np.array([1 << place % WINDOW], np.uint64)
-        return Branches(*(numbers([v]) for v in (slot, 1, 3, depth, place)), bits)
+        return TreeNodes(*(numbers([v]) for v in (slot, 1, 3, depth, place)), bits)
 
     for slot in (0, 1):
         with pytest.raises(AssertionError, match="root was not run"):
             model.step(NO_TRUNK, node(slot))
     with pytest.raises(AssertionError, match="fewer pending"):
-        model.step(Trunk(numbers([0]), numbers([31])), no_branches())
+        model.step(PrefixTokens(numbers([0]), numbers([31])), no_tree_nodes())
     run_pending(model)
     with pytest.raises(AssertionError, match="follow each other"):
         model.step(NO_TRUNK, node(0, place=WINDOW))
@@ -280,7 +290,7 @@ def test_misuse_is_told(checkpoint: Path) -> None:
         model.step(NO_TRUNK, node(0, depth=POSITIONS - 30 + 1))
     with pytest.raises(AssertionError, match="outside the window"):
         keep(model, 0, [0], [1], 0)
-    with pytest.raises(AssertionError, match="beyond the text"):
+    with pytest.raises(AssertionError, match="beyond the sequence"):
         keep(model, 0, [0], [0], 1)
     assert len(model.step(NO_TRUNK, node(0, depth=POSITIONS - 30)).tokens) == 1
 
@@ -336,7 +346,7 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
 def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known before, or found out while loading: how many bytes it takes is told."""
     model = any_way(checkpoint, SIZES)
-    kv = model.pages.cache.data.nbytes
+    kv = model.kv_layout.cache.data.nbytes
     weights = sum(p.numel() * 4 for p in _plain_model(checkpoint).parameters())
     needed = f"{weights} bytes of weights, {kv} bytes of KV cache for {SLOTS} sequences"
     monkeypatch.setattr(draft_model, "usable_memory_bytes", lambda: weights + kv - 1)
@@ -367,7 +377,7 @@ def _plain_model(folder: Path) -> Any:
 
 def test_random_weights(checkpoint: Path) -> None:
     model = any_way(checkpoint, SIZES, load_format="dummy")
-    model.open(0, numbers([1]))
+    model.kv_layout.open(0, numbers([1]))
     assert run_pending(model)[0].tokens.shape == (1, SIZES.candidates)
 
 
@@ -380,7 +390,7 @@ def test_pickled_weights(checkpoint: Path, tmp_path: Path) -> None:
         any_way(folder, SIZES)
     found = []
     for model in (any_way(folder, SIZES, allow_pickle=True), any_way(checkpoint, SIZES)):
-        model.open(0, numbers([1]))
+        model.kv_layout.open(0, numbers([1]))
         found.append(run_pending(model)[0].tokens)
     assert np.array_equal(*found)
 
@@ -400,17 +410,17 @@ def real_candidates(model: DraftModel, prompts: np.ndarray) -> list[np.ndarray]:
     """The best candidate after each prompt's end and after 20 more tokens of it, as branches."""
     best = []
     for slot, prompt in enumerate(prompts):
-        model.open(slot, prompt[:-20].astype(np.int32))
+        model.kv_layout.open(slot, prompt[:-20].astype(np.int32))
     chosen = {}
     for found in run_pending(model):
         chosen.update(zip(found.ready.tolist(), found.tokens[:, 0].tolist(), strict=True))
     chain = np.arange(20, dtype=np.int32)
     for slot, prompt in enumerate(prompts):
         bits = (np.uint64(2) << chain.astype(np.uint64)) - np.uint64(1)
-        branches = Branches(
+        nodes = TreeNodes(
             numbers([slot]), numbers([20]), prompt[-20:].astype(np.int32), chain + 1, chain, bits
         )  # fmt: skip
-        found = model.step(NO_TRUNK, branches)
+        found = model.step(NO_TRUNK, nodes)
         best.append(np.array([chosen[slot], *found.tokens[:, 0]]))
     return best
 
@@ -433,16 +443,16 @@ def test_the_demo_draft_agrees_with_transformers() -> None:
         assert (best == expected.numpy()).mean() > 0.9, weight_format
 
 
-class Told:
-    """Paths of a forest's nodes, from what it tells."""
+class Sent:
+    """Paths of a tree pool's nodes, from what it tells."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[int, int], tuple[int, int]] = {}  # (slot, id): parent, token
 
-    def hear(self, forest: Forest) -> None:
-        told = forest.unsent()
-        owners = np.repeat(told.slots, told.counts).tolist()
-        for slot, (node, parent, token, _) in zip(owners, told.nodes.tolist(), strict=True):
+    def receive(self, pool: TreePool) -> None:
+        sent = pool.unsent()
+        owners = np.repeat(sent.slots, sent.counts).tolist()
+        for slot, (node, parent, token, _) in zip(owners, sent.nodes.tolist(), strict=True):
             self._nodes[slot, node] = parent, token
 
     def text_to(self, slot: int, node: int, text: list[int]) -> list[int]:
@@ -455,47 +465,48 @@ class Told:
 
 
 @pytest.mark.parametrize("window", [2048, 64])
-def test_a_forest_grows_by_it(load: Load, window: int) -> None:
-    """What the forest has run says what the model says of that text, as far as it is all seen."""
+def test_a_tree_pool_grows_by_it(load: Load, window: int) -> None:
+    """What the tree pool has run says what the model says of that text, as far as it is all
+    seen."""
     folder = demo_folder("demo-draft")
     sizes = DraftSizes(3, 2048, window=window, most_rows=128, candidates=4)
     model = load(folder, sizes)
-    forest = Forest(
+    pool = TreePool(
         3, max_depth=6, max_positions=model.max_positions, vocab_size=model.vocab_size,
-        record=Record(),
+        stats=BucketStats(),
     )  # fmt: skip
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompts = heldout_prompts().prompts[:3].astype(np.int32)
     texts = [prompts[slot, : 40 + 20 * slot].tolist() for slot in range(3)]
-    told = Told()
+    sent = Sent()
     for slot, text in enumerate(texts):
-        model.open(slot, numbers(text))
-        forest.open(slot, len(text), noisy=False)
+        model.kv_layout.open(slot, numbers(text))
+        pool.open(slot, len(text), noisy=False)
     right = rows = kept = 0
     for turn in range(24):
-        chosen = forest.choose(np.arange(3, 12) / 3.0)
-        found = model.step(model.plan_trunk(64), Branches(*chosen[:6]))
+        chosen = pool.choose(np.arange(3, 12) / 3.0)
+        found = model.step(model.kv_layout.plan_prefix(64), TreeNodes(*chosen[:6]))
         best = found.tokens[:, 0].tolist()
         paths = [texts[slot] for slot in found.ready]
         for slot, node in zip(chosen.owners.tolist(), chosen.ids.tolist(), strict=True):
-            paths.append(told.text_to(slot, node, texts[slot]))
+            paths.append(sent.text_to(slot, node, texts[slot]))
         for path, token in zip(paths, best, strict=True):
             with torch.inference_mode():
                 logits = reference(torch.tensor([path])).logits[0, -1]
             right += token == int(logits.argmax())
             rows += 1
-        forest.grow(found.ready, chosen, found.tokens, found.log_probs)
-        told.hear(forest)
+        pool.expand(found.ready, chosen, found.tokens, found.log_probs)
+        sent.receive(pool)
         if turn % 3 == 2:  # the texts go on as they really do
             slots = np.arange(3, dtype=np.int32)
             lengths = numbers([len(text) for text in texts])
             new = [prompts[slot, len(text) : len(text) + 3] for slot, text in enumerate(texts)]
             for slot in range(3):
-                model.append(slot, new[slot])
+                model.kv_layout.append(slot, new[slot])
                 texts[slot] += new[slot].tolist()
-            moves = forest.commit(slots, lengths, np.concatenate(new), numbers([3] * 3))
-            model.keep(slots, moves)
+            moves = pool.commit(slots, lengths, np.concatenate(new), numbers([3] * 3))
+            model.kv_layout.keep(slots, moves)
             kept += len(moves.sources)
-            assert [model.pending(slot) == 0 for slot in range(3)] == moves.ready.tolist()
+            assert [model.kv_layout.pending(slot) == 0 for slot in range(3)] == moves.ready.tolist()
     assert rows > 60 and kept > 5
     assert right == rows if window == 2048 else right > 0.8 * rows, (right, rows)

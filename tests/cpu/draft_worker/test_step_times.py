@@ -53,5 +53,5 @@ def test_a_model_is_measured_and_left_without_texts(slots: int, longest: int) ->
     times = measure(model, slots, 20)
     found = times.beside(0, SIZES[-1])
     assert (found > 0).all() and (np.diff(found) >= 0).all()
-    assert not len(model.plan_trunk(512).slots)
-    assert all(model.room(slot) == longest for slot in range(slots))
+    assert not len(model.kv_layout.plan_prefix(512).slots)
+    assert all(model.kv_layout.room(slot) == longest for slot in range(slots))

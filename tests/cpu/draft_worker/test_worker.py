@@ -1,5 +1,5 @@
-"""The draft worker's loop, both ends of its rings in this process: what it is told, what it finds,
-and records that were lost, came twice, make no sense or are no records at all."""
+"""The draft worker's loop with both ends of its rings in this process: drafts, commits, refusals,
+and messages that are lost, duplicate or garbage."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import torch
 import transformers
 
 from hetero_llm.bridge.ipc.messages import (
-    GRAFTED,
+    EXTERNAL_NODE,
     NODE_WORDS,
     OPENING,
-    Kind,
+    MessageKind,
+    Messages,
     OpenRequest,
-    Records,
     Refusal,
     Stamps,
     put_close,
     put_commits,
-    put_grafts,
+    put_external_nodes,
     put_open,
     put_stop,
 )
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel
-from hetero_llm.cpu.draft_worker.kv_layout import no_branches
+from hetero_llm.cpu.draft_worker.kv_layout import no_tree_nodes
 from hetero_llm.spec_decode.draft_model.worker_settings import WorkerSettings
 from tests.spec_decode.draft_model.local_worker import Bed, Setting, load_model
 
@@ -83,7 +83,7 @@ def text_of(seed: int, length: int) -> np.ndarray:
 
 def open_text(bed: Bed, slot: int, text: np.ndarray, generation: int = 1, **more: float) -> None:
     put_open(bed.outbox, OpenRequest(slot, generation, text, **more))  # type: ignore[arg-type]
-    bed.tell()
+    bed.send()
 
 
 def commit(bed: Bed, slot: int, base: int, tokens: list[int], generation: int = 1) -> None:
@@ -91,23 +91,23 @@ def commit(bed: Bed, slot: int, base: int, tokens: list[int], generation: int = 
     put_commits(bed.outbox, stamps, np.array([len(tokens)]), np.array(tokens, np.int32))
 
 
-def refusals(records: Records) -> list[tuple[int, int, int]]:
+def refusals(messages: Messages) -> list[tuple[int, int, int]]:
     """Slot, generation and reason of each."""
-    headers = records.headers[records.headers["kind"] == Kind.REFUSED]
+    headers = messages.headers[messages.headers["kind"] == MessageKind.REFUSED]
     return [tuple(int(h[name]) for name in ("slot", "generation", "value")) for h in headers]
 
 
-class Told:
-    """Trees as the records tell them: by slot and generation, tokens of every node's path."""
+class Sent:
+    """Trees as the messages tell them: by slot and generation, tokens of every node's path."""
 
     def __init__(self) -> None:
         self.ids: dict[tuple[int, int], list[int]] = {}
         self.paths: dict[tuple[int, int], dict[int, tuple[int, tuple[int, ...]]]] = {}
 
-    def hear(self, bed: Bed) -> Records:
+    def receive(self, bed: Bed) -> Messages:
         """Takes in what there is, and checks its form; returns all of it."""
-        heard = bed.hear()
-        nodes = heard.only(heard.headers["kind"] == Kind.NODES)
+        heard = bed.receive()
+        nodes = heard.only(heard.headers["kind"] == MessageKind.NODES)
         counts, rest = np.divmod(nodes.headers["words"], NODE_WORDS)
         assert not rest.any()
         rows = nodes.words.reshape(-1, NODE_WORDS).tolist()
@@ -134,25 +134,25 @@ class Told:
 
 
 def greedy(model: DraftModel, text: list[int], count: int) -> list[int]:
-    """The likeliest tokens one after the other, by a slot of its own."""
+    """The most likely tokens one after the other, by a slot of its own."""
     slot, found = SLOTS - 1, []
     for step in range(count):
         if step == 0:
-            model.open(slot, np.array(text, np.int32))
+            model.kv_layout.open(slot, np.array(text, np.int32))
         else:
-            model.append(slot, np.array(found[-1:], np.int32))
-        while len((trunk := model.plan_trunk(512)).slots):
-            assert trunk.slots.tolist() == [slot]
-            tokens = model.step(trunk, no_branches()).tokens
+            model.kv_layout.append(slot, np.array(found[-1:], np.int32))
+        while len((prefix := model.kv_layout.plan_prefix(512)).slots):
+            assert prefix.slots.tolist() == [slot]
+            tokens = model.step(prefix, no_tree_nodes()).tokens
         found.append(int(tokens[0, 0]))
-    model.close(slot)
+    model.kv_layout.close(slot)
     return found
 
 
 def has_chain(
-    told: Told, slot: int, text: list[int], coming: list[int], generation: int = 1
+    sent: Sent, slot: int, text: list[int], coming: list[int], generation: int = 1
 ) -> bool:
-    return tuple(coming) in told.continuations(slot, text, generation)
+    return tuple(coming) in sent.continuations(slot, text, generation)
 
 
 # -- drafting -----------------------------------------------------------------------------------
@@ -161,59 +161,61 @@ def has_chain(
 def test_a_text_from_its_opening_to_its_end(model: DraftModel, bed: Bed) -> None:
     text = text_of(0, 30).tolist()
     coming = greedy(model, text, 9)
-    told = Told()
+    sent = Sent()
     open_text(bed, 2, np.array(text, np.int32))
     bed.turns(20)
-    told.hear(bed)
-    assert has_chain(told, 2, text, coming[:4])
+    sent.receive(bed)
+    assert has_chain(sent, 2, text, coming[:4])
     commit(bed, 2, 30, coming[:3])
-    bed.tell()
+    bed.send()
     bed.turns(20)
-    told.hear(bed)
-    assert has_chain(told, 2, text + coming[:3], coming[3:6])
+    sent.receive(bed)
+    assert has_chain(sent, 2, text + coming[:3], coming[3:6])
     other = (coming[3] + 1) % VOCAB
     commit(bed, 2, 33, [other])  # maybe not in the tree
-    bed.tell()
+    bed.send()
     bed.turns(20)
-    told.hear(bed)
+    sent.receive(bed)
     text = [*text, *coming[:3], other]
-    assert has_chain(told, 2, text, greedy_again(bed, model, 2, text))
+    assert has_chain(sent, 2, text, greedy_again(bed, model, 2, text))
     put_close(bed.outbox, 2, 1)
-    bed.tell()
+    bed.send()
     bed.turns(5)
-    bed.hear()
+    bed.receive()
     bed.turns(5)
-    assert len(bed.hear()) == 0
+    assert len(bed.receive()) == 0
 
 
 def greedy_again(bed: Bed, model: DraftModel, slot: int, text: list[int]) -> list[int]:
     """`greedy` beside a text that has nothing pending."""
-    assert model.pending(slot) == 0
+    assert model.kv_layout.pending(slot) == 0
     return greedy(model, text, 3)
 
 
 def test_prompts_in_pieces_and_several_texts(model: DraftModel, bed: Bed) -> None:
     texts = [text_of(seed, 100 + seed).tolist() for seed in range(3)]
     coming = [greedy(model, text, 3) for text in texts]
-    told = Told()
+    sent = Sent()
     for slot, text in enumerate(texts):
         put_open(bed.outbox, OpenRequest(slot, 5 + slot, np.array(text, np.int32)))
-    opened = bed.outbox.records()
+    opened = bed.outbox.messages()
     bed.outbox.clear()
     for kind, run in opened.runs():  # as if a piece were of 7 tokens
         (header,) = run.headers
         whose = {"slot": int(header["slot"]), "generation": int(header["generation"])}
-        if kind == Kind.OPEN:
-            bed.outbox.append(Kind.OPEN, run.words, base_length=int(header["base_length"]), **whose)
+        if kind == MessageKind.OPEN:
+            bed.outbox.append(
+                MessageKind.OPEN, run.words, base_length=int(header["base_length"]), **whose
+            )
             continue
         for start in range(0, len(run.words), 7):
             piece = run.words[start : start + 7]
-            bed.outbox.append(Kind.PROMPT, piece, base_length=start, **whose)
-    bed.tell()
+            bed.outbox.append(MessageKind.PROMPT, piece, base_length=start, **whose)
+    bed.send()
     bed.turns(40)
-    assert refusals(told.hear(bed)) == []
+    assert refusals(sent.receive(bed)) == []
     for slot, text in enumerate(texts):
-        assert has_chain(told, slot, text, coming[slot], 5 + slot)
+        assert has_chain(sent, slot, text, coming[slot], 5 + slot)
 
 
 def test_noise_is_that_of_the_draw(model: DraftModel, make: Make) -> None:
@@ -221,13 +223,13 @@ def test_noise_is_that_of_the_draw(model: DraftModel, make: Make) -> None:
     text = text_of(3, 20)
     firsts = set()
     for seed, index in ((1, 0), (1, 1), (2, 0), (3, 0), (4, 0)):
-        bed, told = make(), Told()
+        bed, sent = make(), Sent()
         open_text(bed, 0, text, temperature=5.0, seed=seed, sample_index=index)
         bed.turns(3)
-        told.hear(bed)
-        model.open(1, text, temperature=5.0, seed=seed, sample_index=index)
-        first = int(model.step(model.plan_trunk(64), no_branches()).tokens[0, 0])
-        assert (first,) in told.continuations(0, text.tolist())
+        sent.receive(bed)
+        model.kv_layout.open(1, text, temperature=5.0, seed=seed, sample_index=index)
+        first = int(model.step(model.kv_layout.plan_prefix(64), no_tree_nodes()).tokens[0, 0])
+        assert (first,) in sent.continuations(0, text.tolist())
         firsts.add(first)
         bed.close()
     assert len(firsts) > 1
@@ -239,42 +241,42 @@ def test_without_growing_ahead_it_stops(make: Make) -> None:
         bed = make(Setting(slots=SLOTS, max_model_len=POSITIONS, ahead=False, most_nodes=most))
         open_text(bed, 0, text_of(0, 20))
         bed.turns(50)
-        forest = bed.worker._forest
-        sizes.append(forest.num_run(0))
+        pool = bed.worker.tree_pool
+        sizes.append(pool.num_run(0))
         assert most <= sizes[-1] < most + 64
         commit(bed, 0, 20, [1])
-        bed.tell()
+        bed.send()
         bed.turns(50)
-        assert forest.num_run(0) >= most  # new tokens, new nodes
+        assert pool.num_run(0) >= most  # new tokens, new nodes
         bed.close()
     ahead = make()
     open_text(ahead, 0, text_of(0, 20))
     ahead.turns(50)
-    assert ahead.worker._forest.num_run(0) >= max(sizes)
+    assert ahead.worker.tree_pool.num_run(0) >= max(sizes)
 
 
 def test_a_full_ring_of_answers_loses_nothing(make: Make) -> None:
     bed = make(Setting(slots=SLOTS, max_model_len=POSITIONS, ring_slots=1024))
-    told, texts = Told(), [text_of(seed, 40) for seed in range(3)]
+    sent, texts = Sent(), [text_of(seed, 40) for seed in range(3)]
     for round_ in range(300):
         for slot, text in enumerate(texts):
             put_open(bed.outbox, OpenRequest(slot, round_ + 1, text))
-        bed.tell()
+        bed.send()
         bed.turns(2)
-        if len(bed.worker._outbox) > 300:
+        if bed.worker.num_unsent > 300:
             break
-    assert len(bed.worker._outbox) > 300
+    assert bed.worker.num_unsent > 300
     bed.turns(10)
-    while len(told.hear(bed)):  # checks that no parent is missing
+    while len(sent.receive(bed)):  # checks that no parent is missing
         bed.turns(1)
-    assert not len(bed.worker._outbox)
-    assert all(told.continuations(slot, texts[slot].tolist(), round_ + 1) for slot in range(3))
+    assert bed.worker.num_unsent == 0
+    assert all(sent.continuations(slot, texts[slot].tolist(), round_ + 1) for slot in range(3))
 
 
 # -- lost, double, wrong ------------------------------------------------------------------------
 
 
-def test_lost_records_are_noticed_and_the_text_may_be_opened_again(
+def test_lost_messages_are_noticed_and_the_text_may_be_opened_again(
     model: DraftModel, bed: Bed
 ) -> None:
     text = text_of(7, 60)
@@ -283,14 +285,14 @@ def test_lost_records_are_noticed_and_the_text_may_be_opened_again(
     def opening(generation: int) -> None:
         whose = {"slot": 1, "generation": generation}
         header = np.array([(0, 0, 0.0)], OPENING)
-        bed.outbox.append(Kind.OPEN, header, base_length=60, **whose)
+        bed.outbox.append(MessageKind.OPEN, header, base_length=60, **whose)
 
     def piece(generation: int, start: int, end: int) -> None:
         bed.outbox.append(
-            Kind.PROMPT, text[start:end], slot=1, generation=generation, base_length=start
+            MessageKind.PROMPT, text[start:end], slot=1, generation=generation, base_length=start
         )
 
-    lost = (1, Refusal.LOST_RECORD)
+    lost = (1, Refusal.LOST_MESSAGE)
     opening(1)  # the middle piece is lost
     piece(1, 0, 20)
     piece(1, 40, 60)
@@ -304,16 +306,16 @@ def test_lost_records_are_noticed_and_the_text_may_be_opened_again(
     commit(bed, 1, 61, [5], generation=4)  # a commit is
     opening(5)  # nothing of the prompt came, and a commit of a new text
     commit(bed, 1, 0, [5], generation=5)
-    bed.tell()
+    bed.send()
     bed.turns(5)
-    assert refusals(bed.hear()) == [(lost[0], generation, lost[1]) for generation in range(1, 6)]
+    assert refusals(bed.receive()) == [(lost[0], generation, lost[1]) for generation in range(1, 6)]
     opening(6)
     piece(6, 0, 60)
-    bed.tell()
+    bed.send()
     bed.turns(10)
-    told = Told()
-    assert refusals(told.hear(bed)) == []
-    assert has_chain(told, 1, text.tolist(), coming, 6)
+    sent = Sent()
+    assert refusals(sent.receive(bed)) == []
+    assert has_chain(sent, 1, text.tolist(), coming, 6)
 
 
 def test_a_slot_is_there_several_times_in_a_pop(model: DraftModel, bed: Bed) -> None:
@@ -324,13 +326,13 @@ def test_a_slot_is_there_several_times_in_a_pop(model: DraftModel, bed: Bed) -> 
     for at in range(3):
         for slot in (0, 1, 2) if at < 2 else (2, 0):
             commit(bed, slot, 20 + at, coming[slot][at : at + 1])
-    bed.tell()
+    bed.send()
     bed.turns(30)
-    told = Told()
-    assert refusals(told.hear(bed)) == []
+    sent = Sent()
+    assert refusals(sent.receive(bed)) == []
     for slot, length in ((0, 3), (1, 2), (2, 3)):
         text = texts[slot] + coming[slot][:length]
-        assert has_chain(told, slot, text, coming[slot][length:5])
+        assert has_chain(sent, slot, text, coming[slot][length:5])
 
 
 @pytest.mark.parametrize(("refused", "why"), [(0, "token"), (1, "base"), (2, "token")])
@@ -341,29 +343,29 @@ def test_one_commit_of_several_is_refused(
     coming = [greedy(model, text, 6) for text in texts]
     for slot, text in enumerate(texts):
         put_open(bed.outbox, OpenRequest(slot, 1, np.array(text, np.int32)))
-    bed.tell()
+    bed.send()
     bed.turns(5)
     for slot in range(3):
         is_bad = slot == refused
         tokens = [VOCAB, VOCAB] if is_bad and why == "token" else coming[slot][: 1 + slot]
         commit(bed, slot, 19 if is_bad and why == "base" else 20, tokens)
-    bed.tell()
+    bed.send()
     bed.turns(30)
-    told = Told()
-    reason = Refusal.BAD_TOKEN if why == "token" else Refusal.LOST_RECORD
-    assert refusals(told.hear(bed)) == [(refused, 1, reason)]
+    sent = Sent()
+    reason = Refusal.BAD_TOKEN if why == "token" else Refusal.LOST_MESSAGE
+    assert refusals(sent.receive(bed)) == [(refused, 1, reason)]
     for slot in {0, 1, 2} - {refused}:
         text = texts[slot] + coming[slot][: 1 + slot]
-        assert has_chain(told, slot, text, coming[slot][1 + slot : 5])
+        assert has_chain(sent, slot, text, coming[slot][1 + slot : 5])
 
 
 def test_a_commit_that_came_twice_is_refused(bed: Bed) -> None:
     open_text(bed, 0, text_of(0, 20))
     commit(bed, 0, 20, [3])
     commit(bed, 0, 20, [3])
-    bed.tell()
+    bed.send()
     bed.turns(3)
-    assert refusals(bed.hear()) == [(0, 1, Refusal.LOST_RECORD)]
+    assert refusals(bed.receive()) == [(0, 1, Refusal.LOST_MESSAGE)]
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, -(2**31), 2**31 - 1])
@@ -376,12 +378,12 @@ def test_tokens_that_are_none(bed: Bed, token: int) -> None:
     commit(bed, 1, 20, [4, token], generation=2)
     open_text(bed, 2, text, generation=3)
     commit(bed, 2, 20, [4, 5], generation=3)
-    bed.tell()
+    bed.send()
     bed.turns(10)
-    told = Told()
-    refused = refusals(told.hear(bed))
+    sent = Sent()
+    refused = refusals(sent.receive(bed))
     assert refused == [(0, 1, Refusal.BAD_TOKEN), (1, 2, Refusal.BAD_TOKEN)]
-    assert told.continuations(2, [*text.tolist(), 4, 5], 3)
+    assert sent.continuations(2, [*text.tolist(), 4, 5], 3)
 
 
 def test_too_long(bed: Bed) -> None:
@@ -390,9 +392,9 @@ def test_too_long(bed: Bed) -> None:
     commit(bed, 1, POSITIONS, [1], generation=2)
     open_text(bed, 2, text_of(0, POSITIONS - 2), generation=3)
     commit(bed, 2, POSITIONS - 2, [1, 2], generation=3)
-    bed.tell()
+    bed.send()
     bed.turns(10)
-    assert refusals(bed.hear()) == [(0, 1, Refusal.TOO_LONG), (1, 2, Refusal.TOO_LONG)]
+    assert refusals(bed.receive()) == [(0, 1, Refusal.TOO_LONG), (1, 2, Refusal.TOO_LONG)]
 
 
 def test_what_is_about_nothing_it_knows(bed: Bed) -> None:
@@ -403,11 +405,11 @@ def test_what_is_about_nothing_it_knows(bed: Bed) -> None:
         put_close(bed.outbox, slot, 1)
     put_close(bed.outbox, 0, 1)  # of the slot's former text
     put_close(bed.outbox, 3, 0xFFFFFFFF)
-    bed.tell()
+    bed.send()
     bed.turns(10)
-    told = Told()
-    assert refusals(told.hear(bed)) == []
-    assert told.continuations(0, text_of(0, 20).tolist(), 2)
+    sent = Sent()
+    assert refusals(sent.receive(bed)) == []
+    assert sent.continuations(0, text_of(0, 20).tolist(), 2)
 
 
 @pytest.mark.parametrize(
@@ -429,16 +431,16 @@ def test_openings_that_nobody_sends(model: DraftModel, bed: Bed, changes: dict[s
     open_text(bed, 0, text, **changes)
     open_text(bed, 1, text, generation=2)
     bed.turns(20)
-    told = Told()
-    assert refusals(told.hear(bed)) == []
-    assert has_chain(told, 1, text.tolist(), coming, 2)
+    sent = Sent()
+    assert refusals(sent.receive(bed)) == []
+    assert has_chain(sent, 1, text.tolist(), coming, 2)
 
 
-KINDS = [*Kind, 0, 99, 65535]
+KINDS = [*MessageKind, 0, 99, 65535]
 
 
 def put_garbage(bed: Bed, rng: random.Random) -> None:
-    """A record of any kind, about slots and texts that there are or nearly."""
+    """A message of any kind, about slots and texts that there are or nearly."""
     slot = rng.choice([*range(SLOTS + 1), 2**32 - 1])
     lengths = [0, 1, 5, 20, 21, 22, POSITIONS, POSITIONS + 1, 2**31, 2**32 - 1]
     small = rng.random() < 0.7
@@ -465,9 +467,9 @@ def test_garbage_never_ends_it(model: DraftModel, bed: Bed, seed: int) -> None:
         for _ in range(rng.randrange(12)):
             put_garbage(bed, rng)
         bed.outbox.drop(int(rng.random() < 0.3 and len(bed.outbox) > 0))
-        while any(bed.outbox.records().headers["kind"] == Kind.STOP):
+        while any(bed.outbox.messages().headers["kind"] == MessageKind.STOP):
             bed.outbox.clear()  # that one would end it
-        bed.tell()
+        bed.send()
         if rng.random() < 0.3:
             memory = np.frombuffer(bed.rings[0].memory, np.uint8)
             start = rng.randrange(1024, len(memory))
@@ -475,21 +477,21 @@ def test_garbage_never_ends_it(model: DraftModel, bed: Bed, seed: int) -> None:
             memory[start : start + size] = rng.randrange(256)
             del memory
         assert bed.turns(rng.randrange(1, 4)), round_
-        bed.hear()
+        bed.receive()
     bed.turns(60)
     for slot in range(SLOTS):
         open_text(bed, slot, text, generation=50 + slot)
         put_close(bed.outbox, slot, 50 + slot)
-    bed.tell()
+    bed.send()
     bed.turns(10)
-    bed.hear()
+    bed.receive()
     coming = greedy(model, text.tolist(), 4)
-    told = Told()
+    sent = Sent()
     for attempt in range(100, 130):  # damaged slots may still lie ahead
         open_text(bed, 0, text, generation=attempt)
         bed.turns(20)
-        told.hear(bed)
-        if has_chain(told, 0, text.tolist(), coming, attempt):
+        sent.receive(bed)
+        if has_chain(sent, 0, text.tolist(), coming, attempt):
             break
     else:
         raise AssertionError("it drafts no more")
@@ -499,11 +501,11 @@ def test_garbage_never_ends_it(model: DraftModel, bed: Bed, seed: int) -> None:
 
 
 def beats(bed: Bed) -> list[int]:
-    headers = bed.answers.pop().records.headers
-    return headers[headers["kind"] == Kind.BEAT]["value"].tolist()
+    headers = bed.answers.pop().messages.headers
+    return headers[headers["kind"] == MessageKind.HEARTBEAT]["value"].tolist()
 
 
-def test_beats(make: Make) -> None:
+def test_heartbeats(make: Make) -> None:
     bed = make(Setting(slots=SLOTS, max_model_len=POSITIONS, ring_slots=1024))
     bed.turns(3)
     assert beats(bed) == [1]
@@ -513,7 +515,7 @@ def test_beats(make: Make) -> None:
     for _ in range(5000):  # an idle engine
         bed.now += 0.06
         bed.turns(1)
-    assert len(bed.worker._outbox) <= 1
+    assert bed.worker.num_unsent <= 1
     assert len(beats(bed)) > 900
     bed.turns(2)
     assert len(beats(bed)) >= 1
@@ -523,9 +525,9 @@ def test_stop(bed: Bed) -> None:
     open_text(bed, 0, text_of(0, 20))
     assert bed.turns(3)
     put_stop(bed.outbox)
-    bed.tell()
+    bed.send()
     bed.worker.run()
-    assert not bed.worker.turn(0)
+    assert not bed.worker.run_once(0)
 
 
 def test_stop_behind_much_else(bed: Bed) -> None:
@@ -534,18 +536,18 @@ def test_stop_behind_much_else(bed: Bed) -> None:
     for number in range(1000):
         commit(bed, number % SLOTS, 20 + number // SLOTS, [1])
     put_stop(bed.outbox)
-    bed.tell()
+    bed.send()
     bed.worker.run()
 
 
 def test_it_ends_with_the_engine(make: Make) -> None:
     """Whose process is another one than its parent now: init, or whoever adopts."""
     bed = make(parent=os.getpid())
-    assert not bed.worker.turn(0)
+    assert not bed.worker.run_once(0)
     bed = make(parent=os.getpid())
     open_text(bed, 0, text_of(0, 20))
     bed.worker.run()  # not before its trees are as large as they may be
-    assert bed.worker._forest.num_run(0) > 0
+    assert bed.worker.tree_pool.num_run(0) > 0
     bed = make(parent=os.getppid())
     assert bed.turns(3)
 
@@ -559,33 +561,37 @@ def test_settings_come_through_the_command_line() -> None:
     assert WorkerSettings.from_json(settings.to_json()) == settings
 
 
-def graft(bed: Bed, slot: int, base: int, nodes: list[tuple[int, int, float]], at: int = 1) -> None:
+def add_external_nodes(
+    bed: Bed, slot: int, base: int, nodes: list[tuple[int, int, float]], at: int = 1
+) -> None:
     stamps = Stamps(*(np.array([value]) for value in (slot, at, base)))
-    put_grafts(bed.outbox, stamps, np.array([len(nodes)]), np.array(nodes, GRAFTED))
-    bed.tell()
+    put_external_nodes(bed.outbox, stamps, np.array([len(nodes)]), np.array(nodes, EXTERNAL_NODE))
+    bed.send()
 
 
-def test_grafts(model: DraftModel, bed: Bed) -> None:
+def test_external_nodes(model: DraftModel, bed: Bed) -> None:
     text = text_of(3, 12)
     open_text(bed, 0, text)
     assert bed.turns(3)
     other = (greedy(model, text.tolist(), 1)[0] + 1) % VOCAB
-    graft(bed, 0, 11, [(other, -1, 0.9)])  # of an earlier text
-    graft(bed, 0, 12, [(other, -1, 0.9)], at=2)  # of another request
-    graft(bed, 1, 12, [(other, -1, 0.9)])  # of nobody
-    graft(bed, SLOTS, 12, [(other, -1, 0.9)])
-    graft(bed, 0, 12, [(VOCAB, -1, 0.9), (other, 5, 0.9), (other, -1, float("nan"))])
-    bed.outbox.append(Kind.GRAFT, np.zeros(4, np.int32), slot=0, generation=1, base_length=12)
-    bed.tell()
-    told = Told()
+    add_external_nodes(bed, 0, 11, [(other, -1, 0.9)])  # of an earlier text
+    add_external_nodes(bed, 0, 12, [(other, -1, 0.9)], at=2)  # of another request
+    add_external_nodes(bed, 1, 12, [(other, -1, 0.9)])  # of nobody
+    add_external_nodes(bed, SLOTS, 12, [(other, -1, 0.9)])
+    add_external_nodes(bed, 0, 12, [(VOCAB, -1, 0.9), (other, 5, 0.9), (other, -1, float("nan"))])
+    bed.outbox.append(
+        MessageKind.EXTERNAL_NODES, np.zeros(4, np.int32), slot=0, generation=1, base_length=12
+    )
+    bed.send()
+    sent = Sent()
     assert bed.turns(6)
-    told.hear(bed)
-    assert (other,) not in told.continuations(0, text.tolist())
+    sent.receive(bed)
+    assert (other,) not in sent.continuations(0, text.tolist())
     # Of another text, whose window is not full yet.
     open_text(bed, 2, text, generation=5)
     assert bed.turns(1)
-    graft(bed, 2, 12, [(other, -1, 0.9)], at=5)
+    add_external_nodes(bed, 2, 12, [(other, -1, 0.9)], at=5)
     assert bed.turns(3)
-    told.hear(bed)
+    sent.receive(bed)
     after = greedy(model, [*text.tolist(), other], 1)
-    assert (other, *after) in told.continuations(2, text.tolist(), 5)
+    assert (other, *after) in sent.continuations(2, text.tolist(), 5)

@@ -1,4 +1,4 @@
-"""The worker's trees as plain objects, and a model to grow them, for the tests of this package."""
+"""A slow reference of `TreePool` with plain objects, and a fake draft model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hetero_llm.cpu.draft_worker.tree_ops import CAPACITY, WINDOW
-from hetero_llm.spec_decode.draft_model.node_buckets import Record, grafted_kind, kind_of
+from hetero_llm.spec_decode.draft_model.node_buckets import BucketStats, bucket_of, external_bucket
 
 F = np.float32
 ROOM, LEAST, LEAST_RUN, BESIDE = 64, F(0.01), F(0.002), 1.05
@@ -26,7 +26,7 @@ class Node:
     position: int
     place: int = -1
     given: np.float32 = F(0)
-    chance: np.float32 = F(0)
+    path_prob: np.float32 = F(0)
 
     def path(self) -> Path:
         return (*(self.parent.path() if self.parent else ()), self.token)
@@ -46,9 +46,9 @@ class Tree:
     nodes: list[Node] = field(default_factory=list)
     ready: bool = False
     next_id: int = 1
-    told: int = 0
-    told_length: int = 0
-    has_grafts: bool = False
+    sent: int = 0
+    sent_length: int = 0
+    has_external: bool = False
 
     @property
     def run(self) -> list[Node]:
@@ -59,18 +59,18 @@ class Tree:
         return [node for node in self.nodes if node.parent is parent]
 
 
-def rate_of(record: Record, kind: int) -> np.float32:
-    accepted, tried = record.table[kind]
+def rate_of(stats: BucketStats, kind: int) -> np.float32:
+    accepted, tried = stats.table[kind]
     return F((accepted + F(1)) / (tried + F(2)))
 
 
-class Twin:
-    """`Forest`, slowly."""
+class PoolReference:
+    """`TreePool` with plain objects."""
 
     def __init__(self, max_depth: int, max_positions: int, vocab_size: int) -> None:
         self.max_depth, self.max_positions = max_depth, max_positions
         self.vocab_size = vocab_size
-        self.record = Record()
+        self.stats = BucketStats()
         self.trees: dict[int, Tree] = {}
 
     def open(self, slot: int, text: list[int], noisy: bool, depth: int) -> None:
@@ -106,7 +106,7 @@ class Twin:
         for place, node in enumerate(tree.run):
             moves.append((node.place, len(run) + place))
             node.place = place
-        tree.has_grafts = tree.has_grafts and bool(kept)
+        tree.has_external = tree.has_external and bool(kept)
         if len(path) == len(tokens):
             self._rate(tree)
         return moves, len(run), tree.ready
@@ -128,7 +128,7 @@ class Twin:
                 if (urgent is not None and urgent[slot]) != wanted or not weight > 0:
                     continue
                 own = [
-                    (-float(F(node.chance * weight)), slot, tree.nodes.index(node), node)
+                    (-float(F(node.path_prob * weight)), slot, tree.nodes.index(node), node)
                     for node in self._frontier(tree)
                 ]
                 keys += sorted(own, key=lambda key: key[:3])[: WINDOW - len(tree.run)]
@@ -163,10 +163,10 @@ class Twin:
             and (node.parent is None or node.parent.place >= 0)
             and node.position - length + 1 < tree.depth
             and node.position < self.max_positions
-            and node.chance >= LEAST_RUN
+            and node.path_prob >= LEAST_RUN
         ]
 
-    def grow(
+    def expand(
         self,
         ready: list[int],
         rows: list[tuple[int, Node, int, int]],
@@ -187,40 +187,42 @@ class Twin:
         if len(tree.nodes) + len(tokens) > CAPACITY:
             self._evict(tree)
         left = F(1)
-        grafts = tree.children(parent)
+        external = tree.children(parent)
         for rank, (token, log_prob) in enumerate(zip(tokens, log_probs)):
-            kind = kind_of(float(log_prob), rank, tree.noisy)
+            kind = bucket_of(float(log_prob), rank, tree.noisy)
             if kind < 0:
                 continue
-            rate = min(rate_of(self.record, kind), left)
-            same = [node for node in grafts if node.token == token]
+            rate = min(rate_of(self.stats, kind), left)
+            same = [node for node in external if node.token == token]
             if same:
                 same[-1].kind = kind
             elif rank == 0 or rate >= LEAST:
-                chance = F((parent.chance if parent else F(1)) * rate)
-                self._add(tree, parent, token, kind).chance = chance
+                path_prob = F((parent.path_prob if parent else F(1)) * rate)
+                self._add(tree, parent, token, kind).path_prob = path_prob
             else:
                 continue
             left = F(left - rate)
-        if tree.has_grafts:
+        if tree.has_external:
             self._rate(tree)
 
-    def graft(self, slot: int, length: int, nodes: list[tuple[int, int, np.float32]]) -> int:
-        """Nodes: parent, token, chance."""
+    def add_external_nodes(
+        self, slot: int, length: int, nodes: list[tuple[int, int, np.float32]]
+    ) -> int:
+        """Nodes: parent, token, path probability."""
         tree = self.trees.get(slot)
         if tree is None or length != len(tree.text):
             return 0
         places: list[Node | None] = []
         taken = 0
-        for i, (above, token, chance) in enumerate(nodes):
+        for i, (above, token, path_prob) in enumerate(nodes):
             places.append(None)
             if above < -1 or above >= i or not 0 <= token < self.vocab_size:
                 continue
             whole = nodes[above][2] if above >= 0 else F(1)
             if not whole > 0:
                 continue
-            share = F(chance / whole)
-            kind = grafted_kind(min(float(share), 1.0))
+            share = F(path_prob / whole)
+            kind = external_bucket(min(float(share), 1.0))
             parent = places[above] if above >= 0 else None
             if len(tree.nodes) == CAPACITY:
                 self._rate(tree)
@@ -232,24 +234,24 @@ class Twin:
             node.given = max(node.given, min(share, F(1)))
             places[i] = node
             taken += 1
-        tree.has_grafts = True
+        tree.has_external = True
         self._rate(tree)
         return taken
 
     def unsent(self) -> list[tuple[int, int, list[tuple[int, int, int, int]]]]:
-        """Slot, length and nodes: id, parent, token and kind."""
-        records = []
+        """Slot, length and nodes: id, parent, token and bucket."""
+        messages = []
         for slot, tree in sorted(self.trees.items()):
-            new = [node for node in tree.nodes if node.id > tree.told]
+            new = [node for node in tree.nodes if node.id > tree.sent]
             length = len(tree.text) if tree.ready else 0
-            if not new and (tree.nodes or tree.told_length >= length):
+            if not new and (tree.nodes or tree.sent_length >= length):
                 continue
             root = -len(tree.text)
             nodes = [(n.id, n.parent.id if n.parent else root, n.token, n.kind) for n in new]
-            records.append((slot, length, nodes))
-            tree.told = max([tree.told, *(node.id for node in new)])
-            tree.told_length = length
-        return records
+            messages.append((slot, length, nodes))
+            tree.sent = max([tree.sent, *(node.id for node in new)])
+            tree.sent_length = length
+        return messages
 
     def _add(self, tree: Tree, parent: Node | None, token: int, kind: int) -> Node:
         position = parent.position + 1 if parent else len(tree.text)
@@ -260,7 +262,7 @@ class Twin:
 
     def _evict(self, tree: Tree) -> None:
         waiting = [node for node in tree.nodes if node.place < 0]
-        waiting.sort(key=lambda node: (-node.chance, node.id))
+        waiting.sort(key=lambda node: (-node.path_prob, node.id))
         lost = set(waiting[CAPACITY - ROOM - len(tree.run) :])
         tree.nodes = [node for node in tree.nodes if node not in lost]
 
@@ -268,30 +270,30 @@ class Twin:
         left: dict[Node | None, np.float32] = {}
         for node in tree.nodes:
             before = left.get(node.parent, F(1))
-            rate = max(min(rate_of(self.record, node.kind), before), node.given)
+            rate = max(min(rate_of(self.stats, node.kind), before), node.given)
             left[node.parent] = max(F(before - rate), F(0))
-            node.chance = F(rate * (node.parent.chance if node.parent else F(1)))
+            node.path_prob = F(rate * (node.parent.path_prob if node.parent else F(1)))
 
     def _judge(self, kind: int, hit: bool) -> None:
-        cell = self.record.table[kind]
+        cell = self.stats.table[kind]
         if cell[1] >= 512:
             cell *= F(0.5)
         cell += F(hit), F(1)
 
 
 class Oracle:
-    """A draft model: what follows a text, and how likely, depends on all of it and nothing else."""
+    """A fake draft model: its candidates depend on the whole sequence and nothing else."""
 
     def __init__(self, seed: int, vocab_size: int, candidates: int) -> None:
         self.seed, self.vocab_size, self.candidates = seed, vocab_size, candidates
 
     def after(self, text: Path) -> tuple[np.ndarray, np.ndarray]:
-        """[K] tokens and their logarithmic probabilities, float32, the likeliest first."""
+        """[K] tokens and their logarithmic probabilities, float32, the most likely first."""
         rng = np.random.default_rng([self.seed, *text])
         tokens = rng.permutation(self.vocab_size)[: self.candidates].astype(np.int32)
-        chances = np.sort(rng.dirichlet(np.full(self.candidates + 1, 0.4)))[::-1]
+        path_probs = np.sort(rng.dirichlet(np.full(self.candidates + 1, 0.4)))[::-1]
         with np.errstate(divide="ignore"):
-            log_probs = np.log(chances[: self.candidates]).astype(np.float32)
+            log_probs = np.log(path_probs[: self.candidates]).astype(np.float32)
         if rng.random() < 0.05:
             log_probs[-1] = -math.inf
         return tokens, log_probs

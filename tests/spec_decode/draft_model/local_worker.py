@@ -1,7 +1,8 @@
-"""A draft worker in this process: both ends of its rings, and a loop that runs when a test says so.
+"""A draft worker inside the test process.
 
-`LocalWorker` has the face of `DraftWorker`, for a `DraftSource` and whole engines: its worker runs
-a few rounds whenever it is asked for news, so that what it drafts depends on nothing but the calls.
+`Bed` holds a `Worker`, both ends of its rings, and runs the loop on demand. `LocalWorker` has the
+interface of `DraftWorkerClient`: its worker runs a few rounds at each `poll`, so that its drafts
+depend on nothing but the calls.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetero_llm.bridge.ipc.messages import Kind, Outbox, Records
+from hetero_llm.bridge.ipc.messages import MessageKind, Messages, Outbox, Refusal, put_refused
 from hetero_llm.bridge.ipc.rings import Consumer, Producer, create_ring
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel, DraftSizes
 from hetero_llm.cpu.draft_worker.step_times import StepTimes
 from hetero_llm.cpu.draft_worker.tree_ops import WINDOW
-from hetero_llm.cpu.draft_worker.tree_pool import Forest
+from hetero_llm.cpu.draft_worker.tree_pool import TreePool
 from hetero_llm.cpu.draft_worker.worker import Worker
-from hetero_llm.spec_decode.draft_model.node_buckets import Record
+from hetero_llm.spec_decode.draft_model.node_buckets import BucketStats
 from hetero_llm.spec_decode.draft_model.worker_client import WorkerCounters
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Of workers: see `WorkerSettings`; ring_slots: of the answers."""
+    """Settings of a worker, see `WorkerSettings`; ring_slots: slots of the ring to the engine."""
 
     slots: int = 8
     max_model_len: int = 112
@@ -40,7 +41,7 @@ class Setting:
 
 
 def load_model(folder: Path, setting: Setting) -> DraftModel:
-    """In float32, on one thread."""
+    """The draft model in float32 on one thread."""
     sizes = DraftSizes(setting.slots, setting.max_model_len, window=setting.window)
     return DraftModel.load(
         folder, sizes, dtype=torch.float32, weight_format="float", threads=1, load_format="auto"
@@ -55,7 +56,7 @@ class Bed:
 
     Attributes:
         now: time of the worker's clock.
-        outbox: what it is to be told: see `tell`.
+        outbox: what it is to be told: see `send`.
     """
 
     def __init__(self, model: DraftModel, setting: Setting, *, parent: int = 0) -> None:
@@ -66,45 +67,52 @@ class Bed:
             requests = stack.enter_context(create_ring())
             answers = stack.enter_context(create_ring(setting.ring_slots))
             self.requests = stack.enter_context(Producer(requests))
-            self.answers = stack.enter_context(Consumer(answers, max_records=1024))
+            self.answers = stack.enter_context(Consumer(answers, max_messages=1024))
             self.rings = requests, answers
+            self.worker_end = stack.enter_context(Producer(answers))
             self.worker = Worker(
                 model,
-                Forest(
-                    setting.slots, max_depth=setting.max_depth, record=Record(),
+                TreePool(
+                    setting.slots, max_depth=setting.max_depth, stats=BucketStats(),
                     max_positions=model.max_positions, vocab_size=model.vocab_size,
                 ),
                 StepTimes([1], [1.0], 8 * WINDOW),  # steps cost the same: they are full
                 stack.enter_context(Consumer(requests)),
-                stack.enter_context(Producer(answers)),
+                self.worker_end,
                 slots=setting.slots, ahead=setting.ahead, most_nodes=setting.most_nodes,
                 parent=parent, clock=lambda: self.now,
             )  # fmt: skip
             self._stack = stack.pop_all()
 
-    def tell(self) -> None:
+    def send(self) -> None:
         """Pushes what is in the outbox."""
         self.requests.push(self.outbox)
         assert not len(self.outbox)
 
-    def turns(self, count: int) -> bool:
-        """So many rounds, none of which waits; False if the worker has ended."""
-        return all(self.worker.turn(0) for _ in range(count))
+    def refuse(self, slot: int, generation: int, refusal: Refusal) -> None:
+        """Sends a refusal in the worker's name."""
+        outbox = Outbox()
+        put_refused(outbox, slot, generation, refusal)
+        self.worker_end.push(outbox)
 
-    def hear(self) -> Records:
-        """All that it has said and not been heard yet, without beats."""
-        heard = [self.answers.pop().records.copy()]
+    def turns(self, count: int) -> bool:
+        """Run the loop `count` times without waiting; False if the worker has ended."""
+        return all(self.worker.run_once(0) for _ in range(count))
+
+    def receive(self) -> Messages:
+        """All messages of the worker not received yet, without heartbeats."""
+        heard = [self.answers.pop().messages.copy()]
         while len(heard[-1]):
-            heard.append(self.answers.pop().records.copy())
-        parts = zip(*((records.headers, records.words) for records in heard))
-        records = Records(*map(np.concatenate, parts))
-        return records.only(records.headers["kind"] != Kind.BEAT)
+            heard.append(self.answers.pop().messages.copy())
+        parts = zip(*((messages.headers, messages.words) for messages in heard))
+        messages = Messages(*map(np.concatenate, parts))
+        return messages.only(messages.headers["kind"] != MessageKind.HEARTBEAT)
 
     def close(self) -> None:
-        """The model is free for another one then."""
+        """Close the rings and free all slots of the model."""
         self._stack.close()
         for slot in range(self._setting.slots):
-            self._model.close(slot)
+            self._model.kv_layout.close(slot)
 
 
 class LocalWorker:
@@ -124,7 +132,7 @@ class LocalWorker:
         before_poll: Callable[[LocalWorker], None] = lambda _: None,
     ) -> None:
         self._model, self._setting = model, setting
-        self._turns, self._before_poll = turns, before_poll
+        self.turns, self._before_poll = turns, before_poll
         self._bed: Bed | None = Bed(model, setting)
         self._back_in = 0
         self._generation = 0
@@ -140,7 +148,7 @@ class LocalWorker:
         return self._bed
 
     def crash(self, looks: int = 3) -> None:
-        """It is gone, with all it knew; another one is there after so many looks."""
+        """End the worker; a new one starts after `looks` health checks."""
         if self._bed is not None:
             self._bed.close()
             self._bed, self.is_up = None, False
@@ -153,13 +161,13 @@ class LocalWorker:
         self._generation += 1
         return self._generation
 
-    def poll(self, timeout_us: int = 0) -> Records | None:
+    def poll(self, timeout_us: int = 0) -> Messages | None:
         self._before_poll(self)
         if self._bed is None:
             return None
         if not self.stands_still:
-            self._bed.turns(self._turns)
-        heard = self._bed.hear()
+            self._bed.turns(self.turns)
+        heard = self._bed.receive()
         return heard if len(heard) else None
 
     def push(self) -> None:
@@ -168,7 +176,7 @@ class LocalWorker:
         else:
             self._bed.requests.push(self.outbox)
 
-    def look_after(self) -> None:
+    def check_health(self) -> None:
         if self._bed is None and self.why_off is None:
             self._back_in -= 1
             if self._back_in <= 0:
@@ -181,5 +189,5 @@ class LocalWorker:
 
 
 def as_any(worker: LocalWorker) -> Any:
-    """For who wants a `DraftWorker`."""
+    """The worker, for parameters of type `DraftWorkerClient`."""
     return worker

@@ -1,4 +1,4 @@
-"""Sequences whose trees and commits are drawn at random, in a draft model and in its twin."""
+"""Sequences with random trees and commits, run in a draft model and in its reference."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel
-from hetero_llm.cpu.draft_worker.kv_layout import Branches
+from hetero_llm.cpu.draft_worker.kv_layout import TreeNodes
 from hetero_llm.cpu.draft_worker.tree_ops import WINDOW, Moves
-from tests.cpu.draft_worker.draft_reference import TextTwin, check
+from tests.cpu.draft_worker.draft_reference import SequenceReference, check
 
 
 def numbers(values: list[int]) -> np.ndarray:
@@ -23,7 +23,7 @@ def keep(
 ) -> None:
     """The moves of one commit."""
     moves = (sources, targets, [len(sources)], [num_path])
-    model.keep(numbers([slot]), Moves(*map(numbers, moves), np.ones(1, np.bool_)))
+    model.kv_layout.keep(numbers([slot]), Moves(*map(numbers, moves), np.ones(1, np.bool_)))
 
 
 @dataclass
@@ -35,20 +35,20 @@ class Node:
 
 
 class Played:
-    """A sequence whose tree and commits are drawn at random, in the model and in the twin."""
+    """A sequence with a random tree and random commits, in the model and in the reference."""
 
-    def __init__(self, model: DraftModel, slot: int, twin: TextTwin) -> None:
-        self.model, self.slot, self.twin = model, slot, twin
+    def __init__(self, model: DraftModel, slot: int, reference: SequenceReference) -> None:
+        self.model, self.slot, self.reference = model, slot, reference
         self.nodes: list[Node] = []  # by place
         self.num_kept = 0  # of all commits
         self.most = 12  # new nodes at a time
         self.until = 0  # nodes without which its text does not go on
-        model.open(
-            slot, numbers(twin.text), temperature=twin.temperature, seed=twin.seed,
-            sample_index=twin.sample_index,
+        model.kv_layout.open(
+            slot, numbers(reference.text), temperature=reference.temperature, seed=reference.seed,
+            sample_index=reference.sample_index,
         )  # fmt: skip
 
-    def grow(self, rng: random.Random) -> list[Node]:
+    def expand(self, rng: random.Random) -> list[Node]:
         """New nodes; parents among those that were run before."""
         old = len(self.nodes)
         new = []
@@ -61,12 +61,12 @@ class Played:
         return new
 
     def go_on(self, tokens: list[int]) -> None:
-        """More of the text."""
-        self.model.append(self.slot, numbers(tokens))
-        self.twin.text += tokens
+        """Append tokens."""
+        self.model.kv_layout.append(self.slot, numbers(tokens))
+        self.reference.text += tokens
 
     def commit(self, rng: random.Random) -> None:
-        """Down the tree to one of its first nodes or nowhere, then maybe some tokens off it."""
+        """Commit a path to one of the first nodes or none, then maybe tokens off the tree."""
         path: list[int] = []
         at = rng.randint(-1, min(4, len(self.nodes) - 1))
         while at >= 0:
@@ -84,7 +84,7 @@ class Played:
         sources = path + staying
         targets = list(range(len(sources)))
         keep(self.model, self.slot, sources, targets, len(path))
-        self.twin.keep(sources, targets, len(path))
+        self.reference.keep(sources, targets, len(path))
         place_of = {p: i for i, p in enumerate(staying)}
         kept = []
         for p in staying:
@@ -104,16 +104,20 @@ class Played:
 
 
 def play(model: DraftModel, played: list[Played], rng: random.Random) -> None:
-    """One step of everybody, checked; then commits of some."""
-    trunk = model.plan_trunk(rng.choice((7, 20, 48)))
-    waiting = set(trunk.slots.tolist())
+    """Run and check one step of all sequences, then commit to some."""
+    prefix = model.kv_layout.plan_prefix(rng.choice((7, 20, 48)))
+    waiting = set(prefix.slots.tolist())
     rows: list[tuple[Played, list[Node]]] = []
     for one in played:
-        if one.slot not in waiting and model.pending(one.slot) == 0 and (new := one.grow(rng)):
+        if (
+            one.slot not in waiting
+            and model.kv_layout.pending(one.slot) == 0
+            and (new := one.expand(rng))
+        ):
             rows.append((one, new))
     flat = [(one, node, len(one.nodes) - len(new) + i) for one, new in rows
             for i, node in enumerate(new)]  # fmt: skip
-    branches = Branches(
+    nodes = TreeNodes(
         numbers([one.slot for one, _ in rows]),
         numbers([len(new) for _, new in rows]),
         numbers([node.token for _, node, _ in flat]),
@@ -121,28 +125,28 @@ def play(model: DraftModel, played: list[Played], rng: random.Random) -> None:
         numbers([place for _, _, place in flat]),
         np.array([node.bits for _, node, _ in flat], np.uint64),
     )
-    counts = trunk.counts.tolist()
-    slots = trunk.slots.tolist()
-    found = model.step(trunk, branches)
+    counts = prefix.counts.tolist()
+    slots = prefix.slots.tolist()
+    found = model.step(prefix, nodes)
     by_slot = {one.slot: one for one in played}
     expected: list[torch.Tensor] = []
     ready = []
     for slot, count in zip(slots, counts, strict=True):
-        scores = by_slot[slot].twin.run_trunk(count)
+        scores = by_slot[slot].reference.run_trunk(count)
         if scores is not None:
             ready.append(slot)
             expected.append(scores)
     assert found.ready.tolist() == ready
     for one, new in rows:
         places = list(range(len(one.nodes) - len(new), len(one.nodes)))
-        expected += one.twin.run_nodes(
+        expected += one.reference.run_nodes(
             [n.token for n in new], [n.depth for n in new], places, [n.bits for n in new]
         )
     assert len(found.tokens) == len(found.log_probs) == len(expected)
     for tokens, log_probs, scores in zip(found.tokens, found.log_probs, expected, strict=True):
         check(tokens, log_probs, scores, 1e-4)
     for one in played:  # texts go on while their prompts are still being run, too
-        chance = 0.4 if model.pending(one.slot) == 0 else 0.05
+        path_prob = 0.4 if model.kv_layout.pending(one.slot) == 0 else 0.05
         grown = len(one.nodes) >= one.until
-        if grown and rng.random() < chance and model.room(one.slot) > 80:
+        if grown and rng.random() < path_prob and model.kv_layout.room(one.slot) > 80:
             one.commit(rng)

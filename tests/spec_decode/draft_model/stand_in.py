@@ -15,11 +15,11 @@ import numpy as np
 
 from hetero_llm.bridge.ipc.messages import (
     Hello,
-    Kind,
+    MessageKind,
+    Messages,
     Outbox,
-    Records,
     Refusal,
-    put_beat,
+    put_heartbeat,
     put_hello,
     put_refused,
 )
@@ -30,16 +30,16 @@ MANNERS = ("good", "other vocabulary", "no hello", "deaf", "stubborn", "nonsense
 LAST_WORDS = "ModelLoadError: /no/such: it is a test"
 
 
-def answer(outbox: Outbox, records: Records) -> bool:
-    """Sends every COMMIT back as a refusal; whether there was a STOP."""
-    for header in records.headers[records.headers["kind"] == Kind.COMMIT]:
+def answer(outbox: Outbox, messages: Messages) -> bool:
+    """Answer every COMMIT with a refusal. Returns whether there was a STOP."""
+    for header in messages.headers[messages.headers["kind"] == MessageKind.COMMIT]:
         put_refused(outbox, int(header["slot"]), int(header["generation"]), Refusal.NO_ROOM)
-    return bool((records.headers["kind"] == Kind.STOP).any())
+    return bool((messages.headers["kind"] == MessageKind.STOP).any())
 
 
 def rave(outbox: Outbox, rng: np.random.Generator) -> None:
-    """Records of any kind and content, hellos of other models among them."""
-    kinds = [*Kind, 99]
+    """Send messages of any kind and content, hellos of other models among them."""
+    kinds = [*MessageKind, 99]
     for _ in range(int(rng.integers(30))):
         body = rng.integers(-(2**31), 2**31, int(rng.integers(20)), np.int32)
         slot, generation, base, depth, value = rng.integers(0, 2**32, 5).tolist()
@@ -66,11 +66,11 @@ def main() -> None:
         while os.getppid() == settings["parent"]:
             if manner == "deaf":
                 time.sleep(0.02)
-            elif answer(outbox, inbox.pop(20_000).records) and manner != "stubborn":
+            elif answer(outbox, inbox.pop(20_000).messages) and manner != "stubborn":
                 return
             if manner != "no hello":
                 beats += 1
-                put_beat(outbox, beats)
+                put_heartbeat(outbox, beats)
             if manner == "nonsense":
                 rave(outbox, rng)
             producer.push(outbox)

@@ -118,9 +118,8 @@ class Pair:
 
     def check_idle(self) -> None:
         """Every block of the draft model is free again."""
-        blocks = self.drafter._blocks
-        blocks.check_integrity()
-        assert blocks.num_free == blocks.num_blocks and not self.drafter._texts
+        self.drafter.check_integrity()
+        assert self.drafter.num_sequences == 0
 
 
 def run_prepared(scheduler: Scheduler, runner: FakeRunner, drafter: ChainDrafter) -> None:
@@ -135,7 +134,7 @@ def run_prepared(scheduler: Scheduler, runner: FakeRunner, drafter: ChainDrafter
         scheduler.update(step, runner.finish(number))
         scheduler.run_deferred()
         scheduler.check_integrity()
-        drafter._blocks.check_integrity()
+        drafter.check_integrity()
     raise AssertionError("no end in sight")
 
 
@@ -257,7 +256,7 @@ def test_no_blocks_no_draft() -> None:
     pair.check_idle()
 
 
-def test_run_without_being_told_of_prompts() -> None:
+def test_run_without_being_sent_of_prompts() -> None:
     pair = Pair()
     request = make_request("a", prompts_of(1)[0], GREEDY)
     pair.scheduler.add_request(request)
@@ -319,8 +318,8 @@ def test_any_traffic_is_served_as_without_drafts(
     assert metrics["spec_decode_num_accepted_tokens"] > least * metrics["generation_tokens"]
     assert batch == 1 or metrics["num_preemptions"] > 0
     drafter: Any = engine._scheduler._drafter
-    drafter._blocks.check_integrity()
-    assert drafter._texts == {}
+    drafter.check_integrity()
+    assert drafter.num_sequences == 0
 
 
 def test_a_draft_model_like_the_target_draws_alike(target: Path) -> None:
@@ -351,11 +350,11 @@ def start(target: Path, draft: Path | str, **more: Any) -> Any:
 class TestStart:
     def test_sizes(self, target: Path, draft: Path) -> None:
         drafter = start(target, draft, speculative_max_model_len=50)
-        assert drafter._limits == SchedulerConfig(4, 1024, 50, True, 8)
-        assert drafter._blocks.num_blocks == 4 * 7
+        assert drafter.limits == SchedulerConfig(4, 1024, 50, True, 8)
+        assert drafter.num_blocks == 4 * 7
         small = start(target, draft, max_num_batched_tokens=4, num_gpu_blocks_override=20)
-        assert small._limits == SchedulerConfig(4, 8, MAX_LEN, True, 8)
-        assert small._blocks.num_blocks == 20
+        assert small.limits == SchedulerConfig(4, 8, MAX_LEN, True, 8)
+        assert small.num_blocks == 20
 
     def test_another_vocabulary(self, target: Path, tmp_path: Path) -> None:
         other = make_tiny_checkpoint(tmp_path / "other", "llama")
@@ -381,7 +380,7 @@ class TestStart:
         for file in draft.iterdir():
             (short / file.name).write_bytes(file.read_bytes())
         rewrite_config(short, max_position_embeddings=64)
-        assert start(target, short)._limits.max_model_len == 64
+        assert start(target, short).limits.max_model_len == 64
 
     def test_both_caches_share_the_room(self, target: Path) -> None:
         given = {"model": str(target), "max_num_seqs": 4, "block_size": 8}

@@ -1,5 +1,5 @@
-"""What the engine asks of the worker and makes of its answers: texts told and told again, drafts
-that belong to the text as it is, waits, and a worker that comes and goes."""
+"""The proposer: messages to the worker, drafts that belong to the present sequence, waits,
+restarts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 import torch
 import transformers
 
-from hetero_llm.bridge.ipc.messages import Kind, Refusal, put_refused
+from hetero_llm.bridge.ipc.messages import MessageKind, Outbox, Refusal
 from hetero_llm.config.draft_model_config import DraftModelConfig
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel
-from hetero_llm.cpu.draft_worker.kv_layout import no_branches
-from hetero_llm.spec_decode.draft_model import proposer as source_module
-from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+from hetero_llm.cpu.draft_worker.kv_layout import no_tree_nodes
+from hetero_llm.spec_decode.draft_model import proposer as proposer_module
+from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 from hetero_llm.spec_decode.lookahead.indexes import Proposals
 from tests.cpu.draft_worker.test_worker import greedy
 from tests.spec_decode.draft_model.local_worker import LocalWorker, Setting, as_any, load_model
@@ -55,7 +55,7 @@ def model(folder: Path) -> DraftModel:
 
 
 @pytest.fixture(scope="module")
-def twin(folder: Path) -> DraftModel:
+def reference(folder: Path) -> DraftModel:
     """The same model, which no worker has."""
     return load_model(folder, SETTING)
 
@@ -69,7 +69,7 @@ class Texts:
             "weight_dtype": "auto", "overlap": "auto", "timeout": None, "optional": False,
         }  # fmt: skip
         self.worker = worker
-        self.source = DraftSource(
+        self.proposer = DraftModelProposer(
             as_any(worker), DraftModelConfig(**given | settings), slots=SLOTS, vocab_size=VOCAB,
             max_positions=POSITIONS,
         )  # fmt: skip
@@ -91,7 +91,7 @@ class Texts:
     def _commit(self, new: dict[int, list[int]]) -> None:
         fresh = [token for tokens in new.values() for token in tokens]
         sizes = [len(tokens) for tokens in new.values()]
-        self.source.commit(
+        self.proposer.commit(
             np.array(list(new), np.int64), fresh, sizes, [self.sequences[row] for row in new]
         )
 
@@ -101,7 +101,7 @@ class Texts:
         found = Proposals.empty(len(rows))
         found.counts[:] = 0
         limits = np.full(len(rows), most, np.int32)
-        own = self.source.propose(np.array(rows, np.int64), limits, STEP, found)
+        own = self.proposer.propose(np.array(rows, np.int64), limits, STEP, found)
         drafts = []
         for index in range(len(rows)):
             count = int(own.counts[index])
@@ -112,12 +112,12 @@ class Texts:
             drafts.append((tokens.tolist(), parents.tolist()))
         return drafts
 
-    def settle(self, count: int = 1) -> None:
+    def run_deferred(self, count: int = 1) -> None:
         for _ in range(count):
-            self.source.settle()
+            self.proposer.run_deferred()
 
     def metric(self, name: str) -> float:
-        return self.source.metrics()[name]
+        return self.proposer.metrics()[name]
 
 
 def paths(draft: tuple[list[int], list[int]]) -> set[tuple[int, ...]]:
@@ -146,7 +146,7 @@ def text_of(seed: int, length: int) -> list[int]:
 def wait_for_drafts(texts: Texts, rows: list[int]) -> list[tuple[list[int], list[int]]]:
     for _ in range(20):
         drafts = texts.propose(rows)
-        texts.settle()
+        texts.run_deferred()
     return drafts
 
 
@@ -171,26 +171,26 @@ def test_drafts_of_what_comes(model: DraftModel, texts: Texts) -> None:
     assert texts.metric("draft_hits") > 10 and texts.metric("draft_worker_up") == 1
 
 
-def may_follow(twin: DraftModel, text: list[int]) -> set[int]:
-    """The likeliest tokens behind a text that has not been seen before."""
-    twin.open(0, np.array(text, np.int32))
-    while len((trunk := twin.plan_trunk(512)).slots):
-        tokens = twin.step(trunk, no_branches()).tokens
-    twin.close(0)
+def may_follow(reference: DraftModel, text: list[int]) -> set[int]:
+    """The most likely tokens behind a text that has not been seen before."""
+    reference.kv_layout.open(0, np.array(text, np.int32))
+    while len((prefix := reference.kv_layout.plan_prefix(512)).slots):
+        tokens = reference.step(prefix, no_tree_nodes()).tokens
+    reference.kv_layout.close(0)
     return set(tokens[0].tolist())
 
 
 def test_a_draft_is_always_of_the_text_as_it_is(
-    model: DraftModel, twin: DraftModel, texts: Texts
+    model: DraftModel, reference: DraftModel, texts: Texts
 ) -> None:
-    """Whatever the worker has not heard yet, each node is one of the likeliest tokens behind the
+    """Whatever the worker has not heard yet, each node is one of the most likely tokens behind the
     text and the nodes above it."""
     rng = np.random.default_rng(0)
     for row in range(SLOTS):
         texts.open(row, text_of(row, 12))
     seen = 0
     for step in range(80):
-        texts.worker._turns = int(rng.integers(0, 4))
+        texts.worker.turns = int(rng.integers(0, 4))
         rows = sorted(rng.choice(SLOTS, int(rng.integers(1, SLOTS)), replace=False).tolist())
         for row, draft in zip(rows, texts.propose(rows)):
             known = paths(draft)
@@ -199,20 +199,19 @@ def test_a_draft_is_always_of_the_text_as_it_is(
             seen += 1
             path = list(known)[int(rng.integers(len(known)))]
             for depth, token in enumerate(path):
-                assert token in may_follow(twin, [*texts.text(row), *path[:depth]])
+                assert token in may_follow(reference, [*texts.text(row), *path[:depth]])
             tokens = path if rng.random() < 0.7 else ()
             texts.commit({row: [*tokens, int(rng.integers(VOCAB))]})
         if step % 7 == 0:
             row = int(rng.integers(SLOTS))
-            texts.source.close([row])
+            texts.proposer.close([row])
             texts.open(row, text_of(100 + step, int(rng.integers(5, 20))))
-        texts.settle()
+        texts.run_deferred()
     assert seen > 40
-    texts.worker._turns = 10
+    texts.worker.turns = 10
     for row in range(SLOTS):  # the worker's texts are the engine's
         texts.propose([row])
-        length = model.pages.length(row)
-        assert model.pages._text[row, :length].tolist() == texts.text(row)
+        assert model.kv_layout.token_ids(row).tolist() == texts.text(row)
 
 
 def test_limits(texts: Texts) -> None:
@@ -239,15 +238,15 @@ def test_rows_beyond_the_slots(texts: Texts) -> None:
     drafts = wait_for_drafts(texts, [SLOTS, 0, SLOTS + 50])
     assert drafts[0] == drafts[2] == ([], []) and drafts[1][0]
     texts.commit({SLOTS: [1], 0: [2], SLOTS + 50: [3, 4]})
-    texts.source.close([SLOTS, SLOTS + 50])
-    texts.source.close([1, 3])  # never opened
+    texts.proposer.close([SLOTS, SLOTS + 50])
+    texts.proposer.close([1, 3])  # never opened
     assert wait_for_drafts(texts, [0])[0][0]
 
 
 # -- told again ---------------------------------------------------------------------------------
 
 
-def test_a_lost_record_costs_some_steps_only(model: DraftModel, texts: Texts) -> None:
+def test_a_lost_message_costs_some_steps_only(model: DraftModel, texts: Texts) -> None:
     coming = greedy(model, [*text_of(0, 20), 7], 3)
     texts.open(0, text_of(0, 20))
     texts.worker.outbox.clear()
@@ -269,58 +268,58 @@ def test_refused_for_good(texts: Texts, reason: Refusal) -> None:
     texts.open(0, text_of(0, 20))
     texts.open(1, text_of(1, 20))
     wait_for_drafts(texts, [0, 1])
-    generation = int(texts.source._generations[0])
+    generation = int(texts.proposer._generations[0])
     bed = texts.worker.bed
-    put_refused(bed.worker._outbox, 0, generation, reason)
-    put_refused(bed.worker._outbox, 1, 12345, reason)  # of a former text
-    put_refused(bed.worker._outbox, SLOTS + 7, 1, reason)
+    bed.refuse(0, generation, reason)
+    bed.refuse(1, 12345, reason)  # of a former text
+    bed.refuse(SLOTS + 7, 1, reason)
     drafts = wait_for_drafts(texts, [0, 1])
     assert drafts[0] == ([], []) and drafts[1][0]
     texts.commit({0: [5]})
     assert wait_for_drafts(texts, [0]) == [([], [])]
-    texts.source.close([0])
+    texts.proposer.close([0])
     texts.open(0, text_of(3, 20))
     assert wait_for_drafts(texts, [0])[0][0]
 
 
-def test_a_worker_that_loses_a_text_over_and_over_is_told_it_a_few_times(texts: Texts) -> None:
+def test_a_worker_that_loses_a_text_over_and_over_is_sent_it_a_few_times(texts: Texts) -> None:
     texts.open(0, text_of(0, 20))
     texts.open(1, text_of(1, 20))
-    for _ in range(3 * source_module._MOST_TELLINGS):
-        generation = max(int(texts.source._generations[0]), 0)
-        put_refused(texts.worker.bed.worker._outbox, 0, generation, Refusal.LOST_RECORD)
+    for _ in range(3 * proposer_module._MAX_SENDS):
+        generation = max(int(texts.proposer._generations[0]), 0)
+        texts.worker.bed.refuse(0, generation, Refusal.LOST_MESSAGE)
         drafts = texts.propose([0, 1])
-        texts.settle()
-    assert texts.worker._generation == source_module._MOST_TELLINGS + 1
+        texts.run_deferred()
+    assert texts.worker._generation == proposer_module._MAX_SENDS + 1
     assert drafts[0] == ([], []) and drafts[1][0]
-    texts.source.close([0])
+    texts.proposer.close([0])
     texts.open(0, text_of(0, 20))
     assert wait_for_drafts(texts, [0])[0][0]  # another text may be told again
 
 
-def test_the_next_worker_is_told_what_the_last_one_refused(texts: Texts) -> None:
+def test_the_next_worker_is_sent_what_the_last_one_refused(texts: Texts) -> None:
     texts.open(0, text_of(0, 20))
-    put_refused(texts.worker.bed.worker._outbox, 0, 1, Refusal.NO_ROOM)
+    texts.worker.bed.refuse(0, 1, Refusal.NO_ROOM)
     assert wait_for_drafts(texts, [0]) == [([], [])]
     texts.worker.crash(looks=3)
     assert wait_for_drafts(texts, [0])[0][0]
 
 
-def test_a_worker_that_comes_back_is_told_everything(model: DraftModel, texts: Texts) -> None:
+def test_a_worker_that_comes_back_is_sent_everything(model: DraftModel, texts: Texts) -> None:
     for row in range(2):
         texts.open(row, text_of(row, 20))
     wait_for_drafts(texts, [0, 1])
     texts.worker.crash(looks=3)
     texts.commit({0: [3, 4], 1: [5]})
     drafts = texts.propose([0, 1])
-    texts.settle()
+    texts.run_deferred()
     assert texts.metric("draft_worker_up") == 0
     assert texts.propose([0, 1]) == [([], [])] * 2
     texts.open(2, text_of(2, 20))  # while nobody listens
-    texts.source.close([1])
+    texts.proposer.close([1])
     texts.commit({0: [6]})
     assert texts.propose([0, 2]) == [([], [])] * 2
-    texts.settle(3)
+    texts.run_deferred(3)
     drafts = wait_for_drafts(texts, [0, 2])
     assert texts.metric("draft_worker_up") == 1 and texts.metric("draft_restarts") == 1
     for row, draft in zip((0, 2), drafts):
@@ -337,17 +336,17 @@ def test_crashes_at_every_moment(model: DraftModel, texts: Texts) -> None:
         calls = [
             lambda: texts.commit({int(rng.integers(3)): [int(rng.integers(VOCAB))]}),
             lambda: texts.propose([0, 1, 2]),
-            texts.settle,
+            texts.run_deferred,
             lambda: texts.worker.crash(int(rng.integers(1, 3))),
         ]
         for index in rng.permutation(4).tolist():
             calls[index]()
         if len(texts.text(0)) + len(texts.text(1)) > 120:
             for row in range(3):
-                texts.source.close([row])
+                texts.proposer.close([row])
                 texts.open(row, text_of(row, 10))
     assert lives.starts > 20
-    texts.settle(4)
+    texts.run_deferred(4)
     drafts = wait_for_drafts(texts, [0, 1, 2])
     for row, draft in enumerate(drafts):
         assert tuple(greedy(model, texts.text(row), 1)) in paths(draft)
@@ -358,23 +357,25 @@ def test_garbage_from_the_worker(texts: Texts) -> None:
     texts.open(0, text_of(0, 20))
     texts.open(1, text_of(1, 20))
     wait_for_drafts(texts, [0, 1])
-    outbox = texts.worker.bed.worker._outbox
+    outbox = Outbox()
     rejected = texts.metric("draft_rejected_messages")
+    kinds = [kind for kind in MessageKind if kind != MessageKind.REFUSED]
     for _ in range(100):
         for _ in range(10):
             words = rng.integers(-3, VOCAB + 3, int(rng.choice([0, 3, 4, 8, 400])), np.int32)
             outbox.append(
-                Kind(int(rng.choice([kind for kind in Kind if kind != Kind.REFUSED]))), words,
+                MessageKind(int(rng.choice(kinds))), words,
                 slot=int(rng.choice([0, 1, 2, SLOTS, 2**32 - 1])),
                 generation=int(rng.integers(0, 5)), value=int(rng.integers(6)),
                 base_length=int(rng.choice([0, 19, 20, 21, 2**31, 2**32 - 1])),
             )  # fmt: skip
+        texts.worker.bed.worker_end.push(outbox)
         for tokens, parents in texts.propose([0, 1]):
             assert all(0 <= token < VOCAB for token in tokens)
             assert all(-1 <= parent < i for i, parent in enumerate(parents))
-        texts.settle()
+        texts.run_deferred()
     assert texts.metric("draft_rejected_messages") > rejected + 100
-    texts.source.close([0])
+    texts.proposer.close([0])
     texts.open(0, text_of(3, 20))
     assert wait_for_drafts(texts, [0])[0][0]
 
@@ -407,24 +408,24 @@ def test_enumerate_never_waits(worker: LocalWorker) -> None:
 def test_a_wait_ends_in_time(worker: LocalWorker) -> None:
     """Even if a worker says something all the time that is of no use."""
     now = [0.0]
-    asked: list[int] = []
+    query: list[int] = []
 
     class Chatterbox(LocalWorker):
         def poll(self, timeout_us: int = 0) -> Any:
-            asked.append(timeout_us)
+            query.append(timeout_us)
             now[0] += 1e-4
-            put_refused(self.bed.worker._outbox, 0, 99, Refusal.NO_ROOM)
+            self.bed.refuse(0, 99, Refusal.NO_ROOM)
             return super().poll(timeout_us)
 
     worker.__class__ = Chatterbox
     texts = Texts(worker, timeout=0.005)
-    texts.source._clock = lambda: now[0]
-    worker._turns = 0
+    texts.proposer._clock = lambda: now[0]
+    worker.turns = 0
     texts.open(0, text_of(0, 20))
     begin = now[0]
     texts.propose([0])
     assert now[0] - begin <= 0.006
-    assert max(asked) <= 5001
+    assert max(query) <= 5001
 
 
 def test_nobody_waits_for_what_no_draft_may_hold(worker: LocalWorker) -> None:
@@ -433,10 +434,10 @@ def test_nobody_waits_for_what_no_draft_may_hold(worker: LocalWorker) -> None:
     texts.open(0, text_of(0, 20))
     wait_for_drafts(texts, [0])
     worker.stands_still = True
-    before = texts.source._counts["waits"]
+    before = texts.proposer._counts["waits"]
     for _ in range(10):
         assert texts.propose([0])[0][0]
-    assert texts.source._counts["waits"] == before
+    assert texts.proposer._counts["waits"] == before
 
 
 def test_leaves_that_a_level_starts_from() -> None:
@@ -446,24 +447,26 @@ def test_leaves_that_a_level_starts_from() -> None:
     #    4
     parents = np.array([-1, -1, 0, 1, 2, 0, 1], np.int32)
     survival = np.array([0.5, 0.4, 0.3, 0.25, 0.2, 0.1, 0.05], np.float32)
-    leaves = source_module._open_leaves
+    leaves = proposer_module._open_leaves
     assert leaves(parents, survival, 7, 9) == pytest.approx(0.25 + 0.2 + 0.1 + 0.05)
     assert leaves(parents, survival, 7, 3) == pytest.approx(0.25 + 0.1 + 0.05)
     assert leaves(parents, survival, 7, 2) == 0.0
     assert leaves(parents, survival, 2, 2) == pytest.approx(0.5 + 0.4)
     assert leaves(parents, survival, 0, 9) == 0.0
     many = np.full(9, -1, np.int32), np.linspace(0.1, 0.02, 9, dtype=np.float32)
-    assert leaves(*many, 9, 2) == pytest.approx(many[1][: source_module._EXTENDED].sum())
+    assert leaves(*many, 9, 2) == pytest.approx(
+        many[1][: proposer_module._NUM_EXTENDED_LEAVES].sum()
+    )
 
 
 def test_the_rate_of_first_choices_is_what_came_of_them(texts: Texts) -> None:
     """What is expected of kinds that were never tried does not count."""
-    record = texts.source._record.table
+    stats = texts.proposer._stats.table
     assert texts.metric("draft_first_accepted") == 0.5
-    first = source_module._FIRST_CHOICES[9]
-    record[first] += 180.0, 200.0
+    first = proposer_module._FIRST_CHOICES[9]
+    stats[first] += 180.0, 200.0
     assert texts.metric("draft_first_accepted") == pytest.approx(0.9, abs=0.06)
-    record[first] += 1800.0, 2000.0
+    stats[first] += 1800.0, 2000.0
     assert texts.metric("draft_first_accepted") == pytest.approx(0.9, abs=0.01)
 
 
@@ -475,9 +478,9 @@ def verified(
 ) -> tuple[Proposals, np.ndarray]:
     """A proposal of one row with these nodes (token, parent, chance), all verified."""
     found = Proposals.empty(1)
-    for place, (token, parent, chance) in enumerate(nodes):
+    for place, (token, parent, path_prob) in enumerate(nodes):
         found.tokens[0, place], found.parents[0, place] = token, parent
-        found.survival[0, place], found.kind[0, place] = chance, -1 if ours else 3
+        found.survival[0, place], found.kind[0, place] = path_prob, -1 if ours else 3
     found.counts[0] = len(nodes)
     return found, np.array([len(nodes)], np.int32)
 
@@ -490,27 +493,27 @@ def test_what_follows_verified_nodes_is_drafted_ahead(model: DraftModel, texts: 
     texts.open(0, text)
     wait_for_drafts(texts, [0])
     found, kept = verified([(int(strange[0]), -1, 0.95), (int(strange[1]), 0, 0.9)])
-    texts.source.graft(np.array([0]), found, kept)
-    texts.settle(8)
+    texts.proposer.add_external_nodes(np.array([0]), found, kept)
+    texts.run_deferred(8)
     texts.commit({0: strange.tolist()})
     (draft,) = texts.propose([0])
     assert tuple(after[:1]) in paths(draft)  # there at once, though the text left the model's tree
 
 
-def test_only_what_the_worker_cannot_know_is_told(texts: Texts) -> None:
+def test_only_what_the_worker_cannot_know_is_sent(texts: Texts) -> None:
     texts.open(0, text_of(7, 20))
-    texts.settle()
+    texts.run_deferred()
     outbox = texts.worker.outbox
 
-    def told(nodes: list[tuple[int, int, float]], *, ours: bool = False, row: int = 0) -> int:
-        texts.source.graft(np.array([row]), *verified(nodes, ours=ours))
+    def commits(nodes: list[tuple[int, int, float]], *, ours: bool = False, row: int = 0) -> int:
+        texts.proposer.add_external_nodes(np.array([row]), *verified(nodes, ours=ours))
         words = outbox.num_words
         outbox.clear()
         return words // 3
 
-    assert told([(1, -1, 0.9), (2, 0, 0.5)]) == 2
-    assert told([(1, -1, 0.9), (2, 0, 0.5)], ours=True) == 0
-    assert told([(1, -1, 0.9), (2, 0, 0.01), (3, 1, 0.0)]) == 1  # hopeless ones are left out
-    assert told([(1, -1, 0.0)]) == 0
-    assert told([(1, -1, 0.9)], row=1) == 0  # a text that is not open
-    assert told([(1, -1, 0.9)], row=SLOTS) == 0
+    assert commits([(1, -1, 0.9), (2, 0, 0.5)]) == 2
+    assert commits([(1, -1, 0.9), (2, 0, 0.5)], ours=True) == 0
+    assert commits([(1, -1, 0.9), (2, 0, 0.01), (3, 1, 0.0)]) == 1  # hopeless ones are left out
+    assert commits([(1, -1, 0.0)]) == 0
+    assert commits([(1, -1, 0.9)], row=1) == 0  # a text that is not open
+    assert commits([(1, -1, 0.9)], row=SLOTS) == 0

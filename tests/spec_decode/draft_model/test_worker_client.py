@@ -1,4 +1,4 @@
-"""The engine's side of the worker's process: death, silence, nonsense, restarts, and the end.
+"""The client of the draft worker: death, silence, garbage, restarts, shutdown.
 
 Most processes here are stand_in.py, which is up at once; time is told by the tests.
 """
@@ -22,16 +22,16 @@ import numpy as np
 import psutil
 import pytest
 
-from hetero_llm.bridge.ipc.messages import Kind, Records, Stamps, put_commits
+from hetero_llm.bridge.ipc.messages import MessageKind, Messages, Stamps, put_commits
 from hetero_llm.bridge.ipc.rings import Consumer, Ring, RingStatus, create_ring
 from hetero_llm.core.errors import ConfigError, RingError
 from hetero_llm.demo_models import demo_folder
 from hetero_llm.spec_decode.draft_model import worker_client
 from hetero_llm.spec_decode.draft_model.worker_client import (
+    HANG_SECONDS,
     PROGRAM,
-    SILENCE,
     START_SECONDS,
-    DraftWorker,
+    DraftWorkerClient,
 )
 from hetero_llm.spec_decode.draft_model.worker_settings import WorkerSettings
 from tests.bridge.ipc.tools import HEAD, SLOTS_AT, TAIL
@@ -57,9 +57,9 @@ class Clock:
 
 
 @contextmanager
-def worker(manner: str, clock: Callable[[], float] = time.monotonic) -> Iterator[DraftWorker]:
+def worker(manner: str, clock: Callable[[], float] = time.monotonic) -> Iterator[DraftWorkerClient]:
     program = (sys.executable, SCRIPT, manner)
-    one = DraftWorker(SETTINGS, vocab_size=VOCAB, clock=clock, program=program)
+    one = DraftWorkerClient(SETTINGS, vocab_size=VOCAB, clock=clock, program=program)
     try:
         yield one
     finally:
@@ -74,19 +74,19 @@ def wait(is_so: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def wait_up(one: DraftWorker) -> None:
+def wait_up(one: DraftWorkerClient) -> None:
     """Without looking after it."""
     wait(lambda: one.poll(1000) is not None or one.is_up)
 
 
-def kill(one: DraftWorker) -> None:
+def kill(one: DraftWorkerClient) -> None:
     """Returns when it is dead, and nobody has noticed."""
     assert one.pid is not None
     os.kill(one.pid, signal.SIGKILL)
     os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
 
 
-def stop(one: DraftWorker) -> None:
+def stop(one: DraftWorkerClient) -> None:
     """Returns when it stands still, and what it said before was heard."""
     assert one.pid is not None
     os.kill(one.pid, signal.SIGSTOP)
@@ -95,7 +95,7 @@ def stop(one: DraftWorker) -> None:
         pass
 
 
-def tell(one: DraftWorker, count: int) -> None:
+def send(one: DraftWorkerClient, count: int) -> None:
     """COMMITs of so many slots, one after the other."""
     numbers = np.arange(count)
     tokens = np.arange(count, dtype=np.int32)
@@ -103,34 +103,34 @@ def tell(one: DraftWorker, count: int) -> None:
     one.push()
 
 
-def hear(one: DraftWorker, count: int) -> Records:
-    """The next so many records."""
-    heard: list[Records] = []
+def receive(one: DraftWorkerClient, count: int) -> Messages:
+    """The next so many messages."""
+    heard: list[Messages] = []
 
     def is_enough() -> bool:
-        records = one.poll(1000)
-        if records is not None:
-            heard.append(records)
+        messages = one.poll(1000)
+        if messages is not None:
+            heard.append(messages)
         return sum(map(len, heard)) >= count
 
     wait(is_enough)
-    parts = zip(*((records.headers, records.words) for records in heard))
-    return Records(*map(np.concatenate, parts))
+    parts = zip(*((messages.headers, messages.words) for messages in heard))
+    return Messages(*map(np.concatenate, parts))
 
 
-def ring_of_answers(one: DraftWorker) -> Consumer:
+def ring_of_answers(one: DraftWorkerClient) -> Consumer:
     assert one._process is not None
     return one._process.answers
 
 
-def num_pushed(one: DraftWorker) -> int:
+def num_pushed(one: DraftWorkerClient) -> int:
     """Slots that the worker has filled since it started."""
     assert one._process is not None
     (position,) = np.frombuffer(one._process.rings[1].memory, np.uint32, 1, HEAD)
     return int(position)
 
 
-def num_taken(one: DraftWorker) -> int:
+def num_taken(one: DraftWorkerClient) -> int:
     """Slots that the worker has taken since it started."""
     assert one._process is not None
     (position,) = np.frombuffer(one._process.rings[0].memory, np.uint32, 1, TAIL)
@@ -165,30 +165,30 @@ def test_up_and_heard(caplog: pytest.LogCaptureFixture) -> None:
         one.wait_ready()
         assert one.is_up and one.why_off is None and one.counters.starts == 1
         assert "a worker of the good kind" in caplog.text
-        tell(one, 3)
-        heard = hear(one, 3)
-        assert heard.headers["kind"].tolist() == [Kind.REFUSED] * 3
+        send(one, 3)
+        heard = receive(one, 3)
+        assert heard.headers["kind"].tolist() == [MessageKind.REFUSED] * 3
         assert heard.headers["slot"].tolist() == [0, 1, 2]
         assert heard.headers["generation"].tolist() == [1, 2, 3]
         pid = one.pid
-        one.look_after()
+        one.check_health()
         assert one.pid == pid and one.counters.deaths == 0
     assert not psutil.pid_exists(pid) and one.pid is None and not one.is_up
     assert one.why_off == "closed" and "end by itself" not in caplog.text
-    one.look_after()
+    one.check_health()
     one.push()
     one.close()
     assert one.pid is None and one.poll() is None
 
 
-def test_what_is_told_before_it_is_up_is_not_told() -> None:
+def test_what_is_sent_before_it_is_up_is_not_sent() -> None:
     """The source tells whole texts once it is."""
     with worker("good") as one:
-        tell(one, 2)
+        send(one, 2)
         assert len(one.outbox) == 0
         one.wait_ready()
-        tell(one, 1)
-        assert len(hear(one, 1)) == 1
+        send(one, 1)
+        assert len(receive(one, 1)) == 1
 
 
 def test_another_vocabulary() -> None:
@@ -204,7 +204,7 @@ def test_another_vocabulary_after_a_restart() -> None:
         wait(lambda: one.poll(1000) is not None or one.why_off is not None)
         assert one.why_off is not None and f"{VOCAB + 1} tokens" in one.why_off
         assert one.pid is None and not one.is_up
-        one.look_after()
+        one.check_health()
         assert one.pid is None
 
 
@@ -226,7 +226,7 @@ def test_not_ready_in_time() -> None:
 def test_no_program() -> None:
     program = ("/no/such/program",)
     with pytest.raises(ConfigError, match="cpu_draft_worker=True: cannot be started: "):
-        DraftWorker(SETTINGS, vocab_size=VOCAB, program=program)
+        DraftWorkerClient(SETTINGS, vocab_size=VOCAB, program=program)
 
 
 def test_rings_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_rings_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(worker_client, "create_ring", damaged)
     with pytest.raises(ConfigError, match="cpu_draft_worker=True: cannot be started: rings of "):
-        DraftWorker(SETTINGS, vocab_size=VOCAB, program=(sys.executable, SCRIPT, "good"))
+        DraftWorkerClient(SETTINGS, vocab_size=VOCAB, program=(sys.executable, SCRIPT, "good"))
     assert len(made) == 2
 
 
@@ -251,14 +251,14 @@ def test_a_restart_that_fails_is_the_end(monkeypatch: pytest.MonkeyPatch) -> Non
     with worker("good", clock) as one:
         wait_up(one)
         kill(one)
-        one.look_after()
+        one.check_health()
 
         def none(*_: int) -> Ring:
             raise RingError("no memory")
 
         monkeypatch.setattr(worker_client, "create_ring", none)
         clock.now += 2
-        one.look_after()
+        one.check_health()
         assert one.pid is None and one.why_off is not None and "no memory" in one.why_off
 
 
@@ -279,23 +279,23 @@ def test_back_off_and_the_end_of_patience() -> None:
         for deaths, seconds in enumerate((1.0, 2.0, 4.0, 8.0), 1):
             wait_up(one)
             kill(one)
-            one.look_after()
+            one.check_health()
             assert one.counters.deaths == deaths and one.pid is None and not one.is_up
             assert one.poll() is None
             clock.now += seconds - 0.01
-            one.look_after()
+            one.check_health()
             assert one.pid is None
             clock.now += 0.02
-            one.look_after()
+            one.check_health()
             assert one.pid is not None and one.counters.starts == deaths + 1
         wait_up(one)
-        tell(one, 2)
-        assert len(hear(one, 2)) == 2
+        send(one, 2)
+        assert len(receive(one, 2)) == 2
         kill(one)
-        one.look_after()
+        one.check_health()
         assert one.why_off == "died 5 times within 600 s"
         clock.now += 1e9
-        one.look_after()
+        one.check_health()
         assert one.pid is None and one.counters.starts == 5
 
 
@@ -305,9 +305,9 @@ def test_rare_deaths_are_forgiven() -> None:
         for deaths in range(1, 7):
             wait_up(one)
             kill(one)
-            one.look_after()
+            one.check_health()
             clock.now += 4.01  # three of them at a time lie within ten minutes
-            one.look_after()
+            one.check_health()
             assert one.pid is not None and one.counters.deaths == deaths
             clock.now += 200.0
         assert one.why_off is None
@@ -318,11 +318,11 @@ def test_silence() -> None:
     with worker("good", clock) as one:
         wait_up(one)
         stop(one)
-        clock.now += SILENCE
-        one.look_after()
+        clock.now += HANG_SECONDS
+        one.check_health()
         assert one.is_up
         clock.now += 0.01
-        one.look_after()
+        one.check_health()
         assert not one.is_up and one.pid is None
         assert (one.counters.hangs, one.counters.deaths) == (1, 1)
 
@@ -332,10 +332,10 @@ def test_a_long_step_of_the_engine_is_no_silence() -> None:
     clock = Clock()
     with worker("good", clock) as one:
         wait_up(one)
-        tell(one, 1)
+        send(one, 1)
         clock.now += 100.0
-        hear(one, 1)
-        one.look_after()
+        receive(one, 1)
+        one.check_health()
         assert one.is_up and one.counters.hangs == 0
 
 
@@ -343,11 +343,11 @@ def test_not_ready_after_a_restart() -> None:
     clock = Clock()
     with worker("no hello", clock) as one:
         clock.now += START_SECONDS + 0.01
-        one.look_after()
+        one.check_health()
         assert one.counters.deaths == 1 and one.counters.hangs == 0 and one.pid is None
 
 
-def test_beats_do_not_end_a_wait() -> None:
+def test_heartbeats_do_not_end_a_wait() -> None:
     with worker("good") as one:
         one.wait_ready()
         begin = time.monotonic()
@@ -355,12 +355,12 @@ def test_beats_do_not_end_a_wait() -> None:
         assert time.monotonic() - begin >= 0.2
 
 
-def test_answers_behind_many_beats_come_at_once() -> None:
+def test_answers_behind_many_heartbeats_come_at_once() -> None:
     """The engine was idle for a while."""
     with worker("good") as one:
         one.wait_ready()
         wait(lambda: ring_of_answers(one).pop(0).status is RingStatus.EMPTY)
-        tell(one, 1)
+        send(one, 1)
         before = num_pushed(one)
         wait(lambda: num_pushed(one) >= before + 8)
         assert len(one.poll() or ()) == 1
@@ -370,11 +370,11 @@ def test_deaf() -> None:
     clock = Clock()
     with worker("deaf", clock) as one:
         wait_up(one)
-        tell(one, 1 << 14)
+        send(one, 1 << 14)
         assert len(one.outbox) == 0
-        tell(one, 10)
+        send(one, 10)
         assert len(one.outbox) == 10  # the ring is full: they wait
-        clock.now += SILENCE
+        clock.now += HANG_SECONDS
         one.push()
         assert one.is_up and len(one.outbox) == 10
         clock.now += 0.01
@@ -388,15 +388,15 @@ def test_slow_is_not_deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     with worker("good") as one:
         one.wait_ready()
         count = 3 << 14
-        tell(one, count)
+        send(one, count)
         heard, slots = 0, []
         while heard < count:
             one.push()
-            records = one.poll(1000)
+            messages = one.poll(1000)
             assert one.is_up
-            if records is not None:
-                heard += len(records)
-                slots += records.headers["slot"].tolist()
+            if messages is not None:
+                heard += len(messages)
+                slots += messages.headers["slot"].tolist()
         assert slots == list(range(count))
 
 
@@ -406,25 +406,25 @@ def test_slow_for_longer_than_silence_is_not_deaf() -> None:
     with worker("good", clock) as one:
         wait_up(one)
         stop(one)
-        tell(one, 3 << 14)
+        send(one, 3 << 14)
         assert one.pid is not None
         taken = num_taken(one)
         os.kill(one.pid, signal.SIGCONT)
         wait(lambda: num_taken(one) > taken)
         stop(one)
-        clock.now += SILENCE + 0.01
+        clock.now += HANG_SECONDS + 0.01
         one.push()
         assert one.is_up and len(one.outbox) > 0
-        clock.now += SILENCE + 0.01
+        clock.now += HANG_SECONDS + 0.01
         one.push()
         assert one.pid is None
 
 
 def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_client, "_MOST_WAITING", 100)
+    monkeypatch.setattr(worker_client, "_MAX_WAITING", 100)
     with worker("deaf", Clock()) as one:
         wait_up(one)
-        tell(one, (1 << 14) + 101)
+        send(one, (1 << 14) + 101)
         assert one.pid is None and len(one.outbox) == 0
 
 
@@ -432,9 +432,9 @@ def test_nonsense() -> None:
     """Records of any content are handed on to those who know them; none ends the worker."""
     with worker("nonsense") as one:
         one.wait_ready()
-        heard = hear(one, 500)
-        assert not {Kind.HELLO, Kind.BEAT} & set(heard.headers["kind"].tolist())
-        one.look_after()
+        heard = receive(one, 500)
+        assert not {MessageKind.HELLO, MessageKind.HEARTBEAT} & set(heard.headers["kind"].tolist())
+        one.check_health()
         assert one.is_up and one.why_off is None
 
 
@@ -445,16 +445,16 @@ def test_garbage_in_the_ring_of_answers() -> None:
         one.wait_ready()
         for corrupt in range(10):
             before = num_pushed(one)
-            tell(one, 40)
+            send(one, 40)
             wait(lambda end=before + 40: num_pushed(one) >= end)
             assert one._process is not None
             slots = np.frombuffer(one._process.rings[1].memory, np.uint8)[SLOTS_AT:]
             slots[:] = rng.integers(0, 256, len(slots), np.uint8)
             assert one.poll() is None
             assert one.counters.corrupt > corrupt
-            tell(one, 1)
-            assert len(hear(one, 1)) == 1
-        one.look_after()
+            send(one, 1)
+            assert len(receive(one, 1)) == 1
+        one.check_health()
         assert one.is_up and one.counters.deaths == 0
         del slots
 
@@ -494,17 +494,17 @@ def test_twenty_restarts_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         files, rings, children = belongings()
         for number in range(20):
             kill(one) if number % 2 else stop(one)
-            clock.now += SILENCE + 0.01
-            one.look_after()
+            clock.now += HANG_SECONDS + 0.01
+            one.check_health()
             clock.now += 700.0
-            one.look_after()
+            one.check_health()
             wait_up(one)
             assert belongings()[:2] == (files, rings) and len(belongings()[2]) == len(children)
         assert one.counters.starts == 21 and one.counters.hangs == 10
 
 
 def test_a_forgotten_worker_ends() -> None:
-    one = DraftWorker(SETTINGS, vocab_size=VOCAB, program=(sys.executable, SCRIPT, "good"))
+    one = DraftWorkerClient(SETTINGS, vocab_size=VOCAB, program=(sys.executable, SCRIPT, "good"))
     pid = one.pid
     del one
     gc.collect()
@@ -513,11 +513,11 @@ def test_a_forgotten_worker_ends() -> None:
 
 STARTS_ONE = """
 import json, sys
-from hetero_llm.spec_decode.draft_model.worker_client import DraftWorker
+from hetero_llm.spec_decode.draft_model.worker_client import DraftWorkerClient
 from hetero_llm.spec_decode.draft_model.worker_settings import WorkerSettings
 settings = WorkerSettings.from_json(sys.argv[1])
 program = tuple(json.loads(sys.argv[2]))
-one = DraftWorker(settings, vocab_size=int(sys.argv[3]), program=program)
+one = DraftWorkerClient(settings, vocab_size=int(sys.argv[3]), program=program)
 print(one.pid, flush=True)
 sys.stdin.readline()
 """
@@ -566,12 +566,12 @@ def test_the_real_worker_ends_with_a_parent_killed_while_it_loads() -> None:
 def test_the_real_worker(caplog: pytest.LogCaptureFixture) -> None:
     """Up, told, stopped by itself, killed with its parent."""
     settings = replace(SETTINGS, folder=str(demo_folder("demo-draft")))
-    one = DraftWorker(settings, vocab_size=4096)
+    one = DraftWorkerClient(settings, vocab_size=4096)
     try:
         one.wait_ready()
-        tell(one, 2)  # of texts that it does not know
-        assert hear(one, 2).headers["kind"].tolist() == [Kind.REFUSED] * 2
-        one.look_after()
+        send(one, 2)  # of texts that it does not know
+        assert receive(one, 2).headers["kind"].tolist() == [MessageKind.REFUSED] * 2
+        one.check_health()
         assert one.is_up
     finally:
         one.close()
@@ -579,7 +579,7 @@ def test_the_real_worker(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_real_worker_says_why_it_cannot() -> None:
-    one = DraftWorker(SETTINGS, vocab_size=VOCAB)
+    one = DraftWorkerClient(SETTINGS, vocab_size=VOCAB)
     with pytest.raises(ConfigError) as caught:
         one.wait_ready()
     one.close()

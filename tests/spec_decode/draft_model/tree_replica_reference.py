@@ -1,4 +1,4 @@
-"""The engine's copy of the worker's trees as plain objects, for test_mirror.py."""
+"""A slow reference of `TreeReplica` with plain objects, for test_tree_replica.py."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hetero_llm.spec_decode.draft_model.node_buckets import NUM_KINDS, Record
+from hetero_llm.spec_decode.draft_model.node_buckets import NUM_BUCKETS, BucketStats
 from hetero_llm.spec_decode.draft_model.tree_replica import CAPACITY, TAIL
 from tests.cpu.draft_worker.tree_pool_reference import F, Path, rate_of
 
 LEAST_SURVIVAL = F(0.01)
-Record4 = tuple[int, int, int, int]
-"""Id, parent, token, kind."""
+NodeWords = tuple[int, int, int, int]
+"""Id, parent, token, bucket."""
 
 
 @dataclass
@@ -33,12 +33,12 @@ class Copy:
         return (*(self.path(above) if above else ()), token)
 
 
-class MirrorTwin:
-    """`Mirror`, slowly."""
+class ReplicaReference:
+    """`TreeReplica` with plain objects."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.record = Record()
+        self.stats = BucketStats()
         self.copies: dict[int, Copy] = {}
         self.dropped = {"stale": 0, "malformed": 0, "full": 0}
 
@@ -46,7 +46,7 @@ class MirrorTwin:
         self.copies[slot] = Copy(generation, list(text), len(text))
 
     def add(
-        self, slot: int, generation: int, length: int, nodes: list[Record4], slots: int
+        self, slot: int, generation: int, length: int, nodes: list[NodeWords], slots: int
     ) -> None:
         copy = self.copies.get(slot)
         if not 0 <= slot < slots:
@@ -66,7 +66,7 @@ class MirrorTwin:
         if number <= copy.last:
             return "stale" if number > 0 else "malformed"
         copy.last = number
-        if not 0 <= token < self.vocab_size or kind >= NUM_KINDS:
+        if not 0 <= token < self.vocab_size or kind >= NUM_BUCKETS:
             return "malformed"
         if above > 0 and above != copy.anchor and above not in copy.nodes:
             return "stale"
@@ -97,7 +97,7 @@ class MirrorTwin:
         for token in tokens:
             below = [number for number, node in copy.nodes.items() if node[0] == root]
             for number in below:
-                cell = self.record.table[copy.nodes[number][2]]
+                cell = self.stats.table[copy.nodes[number][2]]
                 if cell[1] >= 512:
                     cell *= F(0.5)
                 cell += F(copy.nodes[number][1] == token), F(1)
@@ -118,23 +118,23 @@ class MirrorTwin:
             copy.place, copy.anchor = len(copy.text) - TAIL, 0
 
     def proposal(self, slot: int, limit: int, depth: int) -> list[tuple[Path, np.float32, int]]:
-        """Path, survival and kind of each node."""
+        """Path, path probability and bucket of each node."""
         copy = self.copies.get(slot)
         if copy is None:
             return []
         left: dict[int, np.float32] = {}
-        chances: dict[int, np.float32] = {0: F(1)}
+        path_probs: dict[int, np.float32] = {0: F(1)}
         for number, (above, _, kind) in copy.nodes.items():
-            rate = min(rate_of(self.record, kind), left.get(above, F(1)))
+            rate = min(rate_of(self.stats, kind), left.get(above, F(1)))
             left[above] = F(left.get(above, F(1)) - rate)
-            chances[number] = F(rate * chances[above])
+            path_probs[number] = F(rate * path_probs[above])
         able = [
             number
             for number in copy.nodes
-            if chances[number] >= LEAST_SURVIVAL and len(copy.path(number)) <= depth
+            if path_probs[number] >= LEAST_SURVIVAL and len(copy.path(number)) <= depth
         ]
-        able.sort(key=lambda number: (-chances[number], number))
-        return [(copy.path(n), chances[n], copy.nodes[n][2]) for n in able[:limit]]
+        able.sort(key=lambda number: (-path_probs[number], number))
+        return [(copy.path(n), path_probs[n], copy.nodes[n][2]) for n in able[:limit]]
 
     def caught_up(self, slot: int) -> bool:
         copy = self.copies.get(slot)

@@ -1,4 +1,4 @@
-// CRC32C (Castagnoli): by the processor's instruction where it has one, else by a table.
+// CRC32C (Castagnoli) by the SSE4.2 instruction if the processor has it, else by a table.
 
 #pragma once
 
@@ -19,7 +19,7 @@ constexpr std::array<uint32_t, 256> make_crc32c_table() {
     return table;
 }
 
-// These take and give the register as it is: the caller inverts it before and after.
+// Both functions map register to register; the caller inverts it before and after.
 inline uint32_t crc32c_by_table(const unsigned char* bytes, size_t count, uint32_t crc) {
     static constexpr std::array<uint32_t, 256> kTable = make_crc32c_table();
     for (size_t i = 0; i < count; ++i) crc = kTable[(crc ^ bytes[i]) & 0xFF] ^ (crc >> 8);

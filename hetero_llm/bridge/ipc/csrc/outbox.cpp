@@ -10,7 +10,7 @@ namespace {
 
 constexpr size_t kWordBytes = sizeof(uint32_t);
 
-// Integers of 4 or 8 bytes, of which the lowest 4 count.
+// A column of integers of 4 or 8 bytes; operator[] returns the low 4.
 struct Column {
     const char* data;
     size_t item_bytes;
@@ -23,9 +23,10 @@ struct Column {
 };
 
 struct Outbox {
-    std::vector<RecordHeader> headers;
+    std::vector<MessageHeader> headers;
     std::vector<uint32_t> words;
-    // What waits begins here: records sent leave room at the front until all are gone.
+    // Index of the oldest waiting message and its first word; entries before them were sent and are
+    // erased later.
     size_t first = 0, first_word = 0;
 
     int64_t waiting() const { return (int64_t)(headers.size() - first); }
@@ -36,7 +37,7 @@ struct Outbox {
     void drop(int64_t count);
 };
 
-// Puts in the first run and returns its bytes, 0 if it is none.
+// Appends the first run in `data`. Returns its size in bytes, 0 if it is malformed.
 size_t Outbox::put_run(const char* data, size_t bytes) {
     RunHeader run;
     if (bytes < sizeof run) return 0;
@@ -69,11 +70,11 @@ size_t Outbox::put_run(const char* data, size_t bytes) {
 }
 
 bool Outbox::put(const char* data, size_t bytes) {
-    const size_t records = headers.size(), num_words = words.size();
+    const size_t messages = headers.size(), num_words = words.size();
     for (size_t at = 0; at < bytes;) {
         const size_t size = put_run(data + at, bytes - at);
         if (size == 0) {
-            headers.resize(records);
+            headers.resize(messages);
             words.resize(num_words);
             return false;
         }
@@ -84,7 +85,7 @@ bool Outbox::put(const char* data, size_t bytes) {
 
 void Outbox::drop(int64_t count) {
     for (; count > 0; --count) first_word += headers[first++].words;
-    // So each record is moved at most once for every other one that has gone.
+    // Erase when at least half was sent: amortized, each message is moved at most once.
     if (first < headers.size() / 2) return;
     headers.erase(headers.begin(), headers.begin() + (ptrdiff_t)first);
     words.erase(words.begin(), words.begin() + (ptrdiff_t)first_word);
@@ -116,7 +117,7 @@ int64_t hetero_outbox_words(const void* outbox) {
     return static_cast<const Outbox*>(outbox)->waiting_words();
 }
 
-void hetero_outbox_copy(const void* outbox, RecordHeader* headers, uint32_t* words) {
+void hetero_outbox_copy(const void* outbox, MessageHeader* headers, uint32_t* words) {
     const Outbox& box = *static_cast<const Outbox*>(outbox);
     std::copy(box.headers.begin() + (ptrdiff_t)box.first, box.headers.end(), headers);
     std::copy(box.words.begin() + (ptrdiff_t)box.first_word, box.words.end(), words);

@@ -19,23 +19,23 @@ namespace {
 constexpr uint64_t kMagicNumber = 0x474E49524F544548;  // "HETORING"
 constexpr uint32_t kLayout = 2;
 constexpr int kSpinsPerClock = 16;
-// A sleeper whose flag was overwritten is not woken, so it looks for itself now and then.
+// If the consumer's sleep flag is overwritten, no wake-up comes: naps are bounded.
 constexpr int64_t kLongestNapNs = 100'000'000;
 
-// What never changes once the ring is made.
+// Constant after hetero_ring_format.
 struct Constants {
     uint64_t magic, stamp;
     uint32_t layout, slot_bytes, slots, unused;
-    uint32_t check;  // CRC32C of all before
+    uint32_t check;  // CRC32C of the fields above
 };
 
-// Positions count slots modulo 2^32; each is published together with its checksum in one store.
+// Positions count slots modulo 2^32; each is published with its checksum in one 64-bit store.
 struct Shared {
     alignas(128) Constants constants;
-    alignas(128) std::atomic<uint64_t> head;  // the producer's position
-    alignas(128) std::atomic<uint64_t> tail;  // the consumer's
-    alignas(128) std::atomic<uint32_t> asleep;  // the consumer is, or is about to be; the futex
-    alignas(128) std::atomic<uint32_t> taken[2];  // whether each role has its process
+    alignas(128) std::atomic<uint64_t> head;  // position of the producer
+    alignas(128) std::atomic<uint64_t> tail;  // position of the consumer
+    alignas(128) std::atomic<uint32_t> asleep;  // futex: 1 if the consumer sleeps or is about to
+    alignas(128) std::atomic<uint32_t> taken[2];  // by role: 1 while a process has that end open
 };
 constexpr size_t kSlotsAt = 1024;
 static_assert(sizeof(Shared) <= kSlotsAt);
@@ -45,13 +45,13 @@ static_assert(sizeof(std::atomic<uint32_t>) == 4);
 struct alignas(kSlotBytes) Slot {
     uint32_t check;  // CRC32C of all that follows
     uint32_t position;
-    uint16_t count, index;  // slots of the record, and which of them this is
+    uint16_t count, index;  // number of slots of the message; index of this one
     uint32_t payload[kSlotWords];
 };
 static_assert(sizeof(Slot) == kSlotBytes);
 constexpr size_t kChecked = kSlotBytes - sizeof(uint32_t);
 
-uint32_t slots_for(uint32_t words) {
+uint32_t slots_of(uint32_t words) {
     return words <= kFirstWords ? 1 : 1 + (words - kFirstWords + kSlotWords - 1) / kSlotWords;
 }
 
@@ -69,7 +69,7 @@ void pause_briefly() {
 #endif
 }
 
-// Not the private kind: the other side is another process.
+// Without FUTEX_PRIVATE_FLAG: the other side is another process.
 long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* longest) {
     return syscall(SYS_futex, word, operation, value, longest, nullptr, 0);
 }
@@ -93,14 +93,14 @@ struct End {
     Slot* slots;
     Role role;
     uint32_t capacity, slot_salt, own_salt, other_salt;
-    uint32_t position;  // our own: next slot to write or to read
-    uint32_t other;     // the other side's, as far as we know
+    uint32_t position;  // our own: the next slot to write or read
+    uint32_t other;     // last plausible position of the other side
     uint64_t last_bad = 0;
     Counters counters{};
-    // The consumer's.
-    RecordHeader* headers = nullptr;
+    // Consumer only: the buffers of pops.
+    MessageHeader* headers = nullptr;
     uint32_t* words = nullptr;
-    int64_t max_records = 0, max_words = 0;
+    int64_t max_messages = 0, max_words = 0;
 
     std::atomic<uint64_t>& own_word() { return role == kProducer ? shared->head : shared->tail; }
     std::atomic<uint64_t>& other_word() { return role == kProducer ? shared->tail : shared->head; }
@@ -113,21 +113,21 @@ struct End {
     bool sound(const Slot& slot, uint32_t at) const;
     uint32_t waiting() const { return role == kProducer ? position - other : other - position; }
     uint32_t room() const { return capacity - waiting(); }
-    void write(const RecordHeader& header, const uint32_t* body);
+    void write(const MessageHeader& header, const uint32_t* body);
     void wake();
-    bool read(RecordHeader& header, uint32_t* body, uint32_t max_words, bool& lost);
+    bool read(MessageHeader& header, uint32_t* body, uint32_t max_words, bool& lost);
     int64_t take();
     Status await(int64_t deadline_ns, int64_t spin_ns);
 };
 
 void End::publish() { own_word().store(sealed(position, own_salt), std::memory_order_seq_cst); }
 
-// Our own word may have been overwritten; writing it anew is what lets the other side recover.
+// Publishes our position again if its word was overwritten, so that the other side can recover.
 void End::repair() {
     if (own_word().load(std::memory_order_relaxed) != sealed(position, own_salt)) publish();
 }
 
-// Learns the other side's position. It only moves forward, and never past what there is.
+// Reads the other side's position. It can only move forward, at most to the end of what is there.
 void End::look() {
     const uint64_t word = other_word().load(std::memory_order_seq_cst);
     const uint32_t there = (uint32_t)word;
@@ -144,8 +144,8 @@ bool End::sound(const Slot& slot, uint32_t at) const {
     return slot.check == seal(slot) && slot.position == at;
 }
 
-void End::write(const RecordHeader& header, const uint32_t* body) {
-    const uint32_t count = slots_for(header.words);
+void End::write(const MessageHeader& header, const uint32_t* body) {
+    const uint32_t count = slots_of(header.words);
     uint32_t left = header.words;
     for (uint32_t index = 0; index < count; ++index) {
         Slot made{};
@@ -166,28 +166,28 @@ void End::write(const RecordHeader& header, const uint32_t* body) {
         ++position;
     }
     counters.slots += count;
-    ++counters.records;
+    ++counters.messages;
 }
 
 void End::wake() {
-    // The consumer sets the flag before it looks at the head for the last time: either we see the
-    // flag here or it sees the head there.
+    // The consumer sets the flag before its last look at the head: either we see the flag here, or
+    // the consumer sees the new head there.
     if (shared->asleep.load(std::memory_order_seq_cst) == 0) return;
     if (shared->asleep.exchange(0, std::memory_order_seq_cst) == 0) return;
     futex(&shared->asleep, FUTEX_WAKE, 1, nullptr);
     ++counters.wakes;
 }
 
-// Reads one record, or moves past one slot that begins none, which sets `lost`. Returns false, and
-// moves nowhere, if the body has more than `max_words`.
-bool End::read(RecordHeader& header, uint32_t* body, uint32_t max_words, bool& lost) {
+// Reads one message. If the next slot does not begin a sound one, skips it and sets `lost`. Returns
+// false and does not advance if the body has more than `max_words` words.
+bool End::read(MessageHeader& header, uint32_t* body, uint32_t max_words, bool& lost) {
     Slot seen;
     memcpy(&seen, &slot(position), sizeof seen);
     const bool is_sound = sound(seen, position);
     memcpy(&header, seen.payload, sizeof header);
-    // Records become visible whole, so one that reaches beyond the head is none.
+    // Messages become visible as a whole: one that reaches beyond the head is damaged.
     if (!is_sound || seen.index != 0 || header.words > kMaxWords ||
-        seen.count != slots_for(header.words) || seen.count > waiting()) {
+        seen.count != slots_of(header.words) || seen.count > waiting()) {
         ++(is_sound ? counters.dropped_slots : counters.corrupt_slots);
         ++position;
         return lost = true;
@@ -199,7 +199,8 @@ bool End::read(RecordHeader& header, uint32_t* body, uint32_t max_words, bool& l
     for (uint32_t index = 1; index < count; ++index) {
         memcpy(&seen, &slot(position + index), sizeof seen);
         if (!sound(seen, position + index) || seen.index != index || seen.count != count) {
-            // The next slots are looked at one by one: the next record is found wherever it begins.
+            // The caller continues with the bad slot, so the next message is found wherever it
+            // begins.
             counters.dropped_slots += index;
             position += index;
             return lost = true;
@@ -210,34 +211,34 @@ bool End::read(RecordHeader& header, uint32_t* body, uint32_t max_words, bool& l
     }
     position += count;
     counters.slots += count;
-    ++counters.records;
+    ++counters.messages;
     return true;
 }
 
-// Reads what waits, as far as the buffers have room, and tells what it was.
+// Reads waiting messages until the buffers are full. Returns the packed result of a pop.
 int64_t End::take() {
     Status status = kOk;
-    int64_t records = 0, num_words = 0;
+    int64_t messages = 0, num_words = 0;
     uint32_t kind = 0;
-    while (records < max_records && waiting() > 0) {
+    while (messages < max_messages && waiting() > 0) {
         const uint32_t room = (uint32_t)std::min<int64_t>(max_words - num_words, kMaxWords);
-        RecordHeader& header = headers[records];
+        MessageHeader& header = headers[messages];
         bool lost = false;
         if (!read(header, words + num_words, room, lost)) break;
         if (lost) {
             status = kCorrupt;
             continue;
         }
-        const bool is_same = records == 0 || header.kind == kind;
-        kind = is_same && header.kind <= kMostKind ? header.kind : 0;
+        const bool is_same = messages == 0 || header.kind == kind;
+        kind = is_same && header.kind <= kMaxKind ? header.kind : 0;
         num_words += header.words;
-        ++records;
+        ++messages;
     }
     publish();
-    return num_words << kWordsBit | records << kRecordsBit | (int64_t)kind << kKindBit | status;
+    return num_words << kWordsBit | messages << kMessagesBit | (int64_t)kind << kKindBit | status;
 }
 
-// Until something waits to be read.
+// Waits until there is something to read.
 Status End::await(int64_t deadline_ns, int64_t spin_ns) {
     int64_t now = now_ns();
     const int64_t spin_until = std::min(now + spin_ns, deadline_ns);
@@ -316,7 +317,7 @@ void* hetero_ring_open(void* base, int64_t role) {
     end->slot_salt = (uint32_t)stamp;
     end->own_salt = salt_of(stamp, end->role);
     end->other_salt = salt_of(stamp, end->role == kProducer ? kConsumer : kProducer);
-    // Ours stands still from here on, so the distance is right whatever the other side does.
+    // Our position no longer moves, so the distance stays valid whatever the other side does.
     const uint64_t own = end->own_word().load(std::memory_order_acquire);
     const uint64_t other = end->other_word().load(std::memory_order_acquire);
     end->position = (uint32_t)own;
@@ -335,7 +336,7 @@ void hetero_ring_close(void* handle) {
     delete end;
 }
 
-int64_t hetero_ring_push(void* handle, const RecordHeader* headers, const uint32_t* words,
+int64_t hetero_ring_push(void* handle, const MessageHeader* headers, const uint32_t* words,
                          int64_t count, int64_t num_words) {
     End& end = *static_cast<End*>(handle);
     for (int64_t i = 0; i < count; ++i) {
@@ -346,8 +347,8 @@ int64_t hetero_ring_push(void* handle, const RecordHeader* headers, const uint32
     end.repair();
     int64_t pushed = 0;
     for (; pushed < count; ++pushed) {
-        const RecordHeader& header = headers[pushed];
-        const uint32_t needed = slots_for(header.words);
+        const MessageHeader& header = headers[pushed];
+        const uint32_t needed = slots_of(header.words);
         if (needed > end.room()) end.look();
         if (needed > end.room()) break;
         end.write(header, words);
@@ -359,12 +360,12 @@ int64_t hetero_ring_push(void* handle, const RecordHeader* headers, const uint32
     return pushed;
 }
 
-void hetero_ring_buffers(void* handle, RecordHeader* headers, uint32_t* words, int64_t max_records,
-                         int64_t max_words) {
+void hetero_ring_buffers(void* handle, MessageHeader* headers, uint32_t* words,
+                         int64_t max_messages, int64_t max_words) {
     End& end = *static_cast<End*>(handle);
     end.headers = headers;
     end.words = words;
-    end.max_records = max_records;
+    end.max_messages = max_messages;
     end.max_words = max_words;
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_llm.core.errors import ConfigError
-from hetero_llm.cpu.core_plan import CorePlan, deal_cores, deal_to_engine
+from hetero_llm.engine.core_plan import CorePlan, deal_cores, deal_to_engine
 
 
 def deal(count: int, **given: Any) -> CorePlan:
