@@ -30,7 +30,7 @@ import torch
 from bench.common import RESULTS, bench_parser, print_table, write_results
 from bench.speculation.arms import SPAN, batches_of, repeats
 from bench.speculation.replay_drafts import Clock, accepted_depth, halves, record, sequence_of
-from hetero_llm.bridge.ipc.messages import MessageKind, Outbox, Messages
+from hetero_llm.bridge.ipc.messages import MessageKind, Messages, Outbox
 from hetero_llm.bridge.ipc.rings import Consumer, Producer, create_ring
 from hetero_llm.config.draft_model_config import DraftModelConfig
 from hetero_llm.config.lookahead_config import LookaheadConfig

@@ -28,9 +28,9 @@ from bench.common import bench_parser, print_table, write_results
 from hetero_llm.bridge.ipc.messages import (
     HEADER,
     NODE_WORDS,
-    Kind,
-    Outbox,
+    MessageKind,
     Messages,
+    Outbox,
     Stamps,
     put_commits,
     put_nodes,
