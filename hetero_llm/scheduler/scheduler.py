@@ -301,7 +301,7 @@ class Scheduler:
         self._blocks.launched()
         newcomers, self._newcomers = self._newcomers, []
         if newcomers and isinstance(self._drafter, PromptObserver):
-            self._drafter.begin(newcomers)
+            self._drafter.prompts_started(newcomers)
 
     def run_deferred(self) -> None:
         """Upkeep that no step waits for: to be called while the device works."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
 from hetero_llm.spec_decode import budget
-from hetero_llm.spec_decode.array_table import Bound, matrix, vector
+from hetero_llm.spec_decode.array_table import ArrayTable, matrix, vector
 from hetero_llm.spec_decode.budget import MOST_ROWS, StepCosts
 from hetero_llm.spec_decode.lookahead import ngram_index, sequence_state, trie_proposer
 from hetero_llm.spec_decode.lookahead.global_cache import History
@@ -25,7 +25,6 @@ from hetero_llm.spec_decode.lookahead.indexes import (
     MOST_TURBO_NODES,
     RAW,
     TURBO,
-    Proposals,
     RawSource,
     TurboSource,
     raw_params,
@@ -34,7 +33,6 @@ from hetero_llm.spec_decode.lookahead.indexes import (
 from hetero_llm.spec_decode.lookahead.ngram_index import RawArrays, RawParams
 from hetero_llm.spec_decode.lookahead.sequence_state import (
     HITS,
-    FoundArrays,
     Fresh,
     Live,
     LiveArrays,
@@ -42,6 +40,7 @@ from hetero_llm.spec_decode.lookahead.sequence_state import (
 from hetero_llm.spec_decode.lookahead.suffix_trie import TrieArrays
 from hetero_llm.spec_decode.lookahead.trie_proposer import TurboParams
 from hetero_llm.spec_decode.merge_trees import merge
+from hetero_llm.spec_decode.proposals import Proposals
 
 _NO_SOURCE = -1
 _TURBO_KINDS, _RAW_KINDS = TurboSource.NUM_KINDS, RawSource.NUM_KINDS
@@ -88,7 +87,7 @@ class Desk:
         self._now = 0  # which of the two sets of drafts is that of the last proposal
         self._asked = 0  # number of it
         self._count = 0  # its sequences
-        self._bound = Bound(_NUM_PLACES)
+        self._bound = ArrayTable(_NUM_PLACES)
         bound = self._bound
         bound.put(_ENDS, np.array(config.eos_token_id, np.int32))
         bound.put(_RECORD, record)
@@ -98,7 +97,7 @@ class Desk:
         self._make_room(_FIRST_SIZE)
         self._found = [Proposals.empty(_FIRST_SIZE) for _ in range(2)]
         for which, found in enumerate(self._found):
-            bound.put_all(_FOUND + 5 * which, found.found)
+            bound.put_all(_FOUND + 5 * which, found)
 
     def _make_room(self, size: int) -> None:
         """For proposals for so many sequences."""
@@ -112,7 +111,7 @@ class Desk:
         )
         self._bound.put_all(_WHERE, self._buffers)
         self._more = Proposals.empty(size)
-        self._bound.put_all(_MORE, self._more.found)
+        self._bound.put_all(_MORE, self._more)
 
     # -- one proposal -----------------------------------------------------------------------
 
@@ -136,7 +135,7 @@ class Desk:
         self._now = 1 - self._now
         if len(self._found[self._now].counts) < count:  # the other one may still be judged
             self._found[self._now] = Proposals.empty(len(self._buffers.most))
-            bound.put_all(_FOUND + 5 * self._now, self._found[self._now].found)
+            bound.put_all(_FOUND + 5 * self._now, self._found[self._now])
 
     def bind(self, turbo: TurboSource | None, raw: RawSource | None, history: History) -> None:
         """What is looked up next is looked up in these, as they are now."""
@@ -181,7 +180,7 @@ class Desk:
         """
         if drafts is not self._theirs:
             self._theirs = drafts
-            self._bound.put_all(_THEIRS, drafts.found)
+            self._bound.put_all(_THEIRS, drafts)
         _merge(self._bound.table, _FOUND + 5 * self._now, _THEIRS, 0, self._count)
 
     def choose(self, costs: StepCosts, num_rows: int, turn: float) -> tuple[DraftBatch, bool]:
@@ -222,9 +221,9 @@ def _live_at(table: np.ndarray) -> LiveArrays:
 
 
 @njit(cache=True, nogil=True)
-def _found_at(table: np.ndarray, place: int, first: int, last: int) -> FoundArrays:
+def _found_at(table: np.ndarray, place: int, first: int, last: int) -> Proposals:
     """Some rows of a set of drafts."""
-    return FoundArrays(
+    return Proposals(
         matrix(table, place, np.int32)[first:last],
         matrix(table, place + 1, np.int32)[first:last],
         matrix(table, place + 2, np.float32)[first:last],
@@ -310,14 +309,14 @@ def _merge(table: np.ndarray, place: int, other: int, first: int, last: int) -> 
     """Adds one set's drafts for some of the sequences to another's."""
     found, more = _found_at(table, place, first, last), _found_at(table, other, first, last)
     merge(
-        found.tokens, found.parents, found.survival, found.kind, found.counts, more.tokens,
-        more.parents, more.survival, more.kind, more.counts,
+        found.tokens, found.parents, found.path_probs, found.buckets, found.counts, more.tokens,
+        more.parents, more.path_probs, more.buckets, more.counts,
         vector(table, _MOST, np.int32)[first:last],
     )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
-def _ask_turbo(table: np.ndarray, found: FoundArrays, first: int, last: int) -> None:
+def _ask_turbo(table: np.ndarray, found: Proposals, first: int, last: int) -> None:
     """Turbo's drafts."""
     params, record = _turbo_params_at(table), matrix(table, _RECORD, np.float32)
     work = trie_proposer.new_work(params, record[:_TURBO_KINDS], MAX_NODES)
@@ -333,12 +332,13 @@ def _ask_turbo(table: np.ndarray, found: FoundArrays, first: int, last: int) -> 
             (_trie_at(table, _OLD), vector(table, _OLD + _TEXT, np.int32)),
             (_trie_at(table, _STATIC), vector(table, _STATIC + _TEXT, np.int32)),
         ),
-        params, work, most, found.tokens, found.parents, found.survival, found.kind, found.counts,
+        params, work, most, found.tokens, found.parents, found.path_probs, found.buckets,
+        found.counts,
     )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
-def _ask_raw(table: np.ndarray, found: FoundArrays, first: int, last: int) -> None:
+def _ask_raw(table: np.ndarray, found: Proposals, first: int, last: int) -> None:
     """Raw's drafts for sequences that have none."""
     params, record = _raw_params_at(table), matrix(table, _RECORD, np.float32)
     first_kind = len(record) - _RAW_KINDS
@@ -357,13 +357,13 @@ def _ask_raw(table: np.ndarray, found: FoundArrays, first: int, last: int) -> No
         if found.counts[i] > 0:
             continue
         salt, space, begin = where[0, first + i], where[1, first + i], where[2, first + i]
-        row = found.tokens[i], found.parents[i], found.survival[i], found.kind[i]
+        row = found.tokens[i], found.parents[i], found.path_probs[i], found.buckets[i]
         count = ngram_index.propose_one(
             local, tokens, begin, where[4, first + i], salt, space, generations, params, path,
             most[first + i], rates, row,
         )  # fmt: skip
         for node in range(count):
-            found.kind[i, node] += first_kind
+            found.buckets[i, node] += first_kind
         found.counts[i] = count
 
 
@@ -385,7 +385,7 @@ def _choose(
     kept = vector(table, _KEPT, np.int32)[:count]
     kept[:] = 0
     budget.choose(
-        found.survival, found.counts, trust, vector(table, _COSTS, np.float64),
+        found.path_probs, found.counts, trust, vector(table, _COSTS, np.float64),
         vector(table, _EDGES, np.int64), num_rows, turn, most_rows, kept,
     )  # fmt: skip
     rows = matrix(table, _WHERE, np.int64)[5, :count]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from hetero_llm.spec_decode.array_table import Bound, cube, matrix, vector
+from hetero_llm.spec_decode.array_table import ArrayTable, cube, matrix, vector
 
 
 @njit
@@ -27,7 +27,7 @@ def _write(table: np.ndarray, place: int) -> tuple[int, int, int]:
 
 
 def test_compiled_functions_see_the_arrays_themselves() -> None:
-    bound = Bound(4)
+    bound = ArrayTable(4)
     values, weights = np.arange(5, dtype=np.int32), np.ones((2, 3), np.float32)
     bound.put_all(1, (values, weights))
     assert _read(bound.table, 1) == (5, 10, 6.0)
@@ -39,7 +39,7 @@ def test_compiled_functions_see_the_arrays_themselves() -> None:
 
 
 def test_a_cut_lasts_until_the_array_is_replaced() -> None:
-    bound, weights = Bound(2), np.zeros((0, 3), np.float32)
+    bound, weights = ArrayTable(2), np.zeros((0, 3), np.float32)
     bound.put(1, weights)
     values = np.arange(5, dtype=np.int32)
     bound.put(0, values)
@@ -52,7 +52,7 @@ def test_a_cut_lasts_until_the_array_is_replaced() -> None:
 
 def test_it_keeps_what_it_has_entered() -> None:
     """Nobody else has to: compiled functions never meet memory that was given back."""
-    bound = Bound(2)
+    bound = ArrayTable(2)
     bound.put_all(0, (np.full(1 << 16, 3, np.int32), np.zeros((1, 1), np.float32)))
     gc.collect()
     others = [np.zeros(1 << 16, np.int32) for _ in range(4)]
@@ -69,7 +69,7 @@ def test_it_keeps_what_it_has_entered() -> None:
     ],
 )
 def test_an_array_that_compiled_code_would_misread_is_our_bug(array: Any) -> None:
-    bound = Bound(1)
+    bound = ArrayTable(1)
     with pytest.raises(AssertionError):
         bound.put(0, array)
     assert not bound.table.any()

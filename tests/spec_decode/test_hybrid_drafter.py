@@ -19,10 +19,10 @@ from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.kv_cache.prefix_cache import root_key
 from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
 from hetero_llm.spec_decode.lookahead.global_cache import History
-from hetero_llm.spec_decode.lookahead.indexes import Proposals
 from hetero_llm.spec_decode.lookahead.sequence_state import HITS, SPACE
 from hetero_llm.spec_decode.lookahead.token_buffer import Texts
 from hetero_llm.spec_decode.ngram.drafter import PromptLookupDrafter
+from hetero_llm.spec_decode.proposals import Proposals
 
 RAW = LookaheadConfig(cache_mode=0, eos_token_id=(2,), max_seq_len=4096, voc_size=1000)
 PHRASE = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49]
@@ -54,7 +54,7 @@ def make_sequence(name: str, prompt: list[int], salt: str | None = None, **param
 def ask(drafter: Any, *sequences: Sequence, limit: int = 20) -> list[list[int]]:
     """Drafts for sequences as the scheduler asks, in order."""
     batch: DraftBatch = drafter.propose(list(sequences), [limit] * len(sequences), len(sequences))
-    drafter.settle()
+    drafter.run_deferred()
     assert batch.counts.sum() == len(batch.token_ids) == len(batch.parents)
     parts = np.split(batch.token_ids, np.cumsum(batch.counts)[:-1])
     return [part.tolist() for part in parts]
@@ -499,7 +499,7 @@ class Stepwise:
             left = max(self._drafted.get(row, -_LEVELS) + _LEVELS - known, 0)
             self.drafts.tokens[index, :left] = known + np.arange(left)
             self.drafts.parents[index, :left] = np.arange(left) - 1
-            self.drafts.survival[index, :left], self.drafts.kind[index, :left] = 0.9, -1
+            self.drafts.path_probs[index, :left], self.drafts.buckets[index, :left] = 0.9, -1
             self.drafts.counts[index] = left
         return self.drafts.some(slice(len(rows)))
 

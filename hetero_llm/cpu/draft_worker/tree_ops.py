@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from hetero_llm.spec_decode.array_table import BORROWING
 from hetero_llm.spec_decode.draft_model.node_buckets import grafted_kind, kind_of
 from hetero_llm.spec_decode.draft_model.tree_arrays import (
     ID,
@@ -24,7 +25,6 @@ from hetero_llm.spec_decode.draft_model.tree_arrays import (
     offer,
     sort_down,
 )
-from hetero_llm.spec_decode.lookahead.suffix_trie import BORROWING
 
 WINDOW = 64
 """KV places of a slot: as many nodes of a tree have been run at most."""

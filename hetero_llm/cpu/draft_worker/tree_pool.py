@@ -210,7 +210,7 @@ class Forest:
 
         Args:
             parents, tokens: [n] as in `DraftTree`.
-            chances: [n] float32 that the text goes through a node, as in `Proposals.survival`.
+            chances: [n] float32 that the text goes through a node, as in `Proposals.path_probs`.
 
         Returns:
             how many of them are in the tree now.

@@ -31,7 +31,7 @@ from hetero_llm.bridge.ipc.messages import (
 from hetero_llm.config.draft_model_config import DraftModelConfig
 from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.core.request import Sequence
-from hetero_llm.spec_decode.array_table import Bound, cube, matrix, vector
+from hetero_llm.spec_decode.array_table import ArrayTable, cube, matrix, vector
 from hetero_llm.spec_decode.draft_model.node_buckets import (
     NUM_BUCKETS,
     NUM_RANKS,
@@ -46,8 +46,7 @@ from hetero_llm.spec_decode.draft_model.tree_replica import (
     propose_all,
 )
 from hetero_llm.spec_decode.draft_model.worker_client import DraftWorker
-from hetero_llm.spec_decode.lookahead.indexes import Proposals
-from hetero_llm.spec_decode.lookahead.sequence_state import FoundArrays
+from hetero_llm.spec_decode.proposals import Proposals
 
 _CLOSED, _REFUSED = -1, -2  # instead of a generation
 _LONGEST_WAIT = 2e-3  # seconds, unless the user says otherwise
@@ -118,7 +117,7 @@ class DraftSource:
         self._was_up = True
         self._level = _FIRST_LEVEL
         self._vain = 0
-        self._bound = Bound(_NUM_PLACES)
+        self._bound = ArrayTable(_NUM_PLACES)
         self._bound.put_all(_MIRROR, self._mirror.arrays)
         self._bound.put(_LENGTHS, self._lengths)
         self._bound.put(_GENERATIONS, self._generations)
@@ -130,9 +129,9 @@ class DraftSource:
         nothing = np.zeros(0, np.int64)
         _go_on(self._bound.table, nothing, nothing, nothing)
         self._ask(nothing, np.zeros(0, np.int32))
-        grafts = _pack_grafts(self.drafts.found, np.zeros(_FIRST_SIZE, np.int32))
+        grafts = _pack_grafts(self.drafts, np.zeros(_FIRST_SIZE, np.int32))
         assert not len(grafts[1])
-        _weigh(self._bound.table, 0, self.drafts.survival, self.drafts.counts)
+        _weigh(self._bound.table, 0, self.drafts.path_probs, self.drafts.counts)
 
     def _make_room(self, rows: int, tokens: int) -> None:
         """For so many texts, and new tokens of them."""
@@ -144,7 +143,7 @@ class DraftSource:
         )
         self._bound.put_all(_TOLD, self._buffers)
         self.drafts = Proposals.empty(rows)
-        self._bound.put_all(_OWN, self.drafts.found)
+        self._bound.put_all(_OWN, self.drafts)
 
     # -- texts ------------------------------------------------------------------------------
 
@@ -288,7 +287,7 @@ class DraftSource:
         """
         used = rows < self._slots
         is_open = used & (self._generations[np.where(used, rows, 0)] >= 0)
-        counts, nodes = _pack_grafts(found.found, np.where(is_open, kept, 0).astype(np.int32))
+        counts, nodes = _pack_grafts(found, np.where(is_open, kept, 0).astype(np.int32))
         some = counts > 0
         if not some.any():
             return
@@ -309,7 +308,7 @@ class DraftSource:
             limit = min(2 * max(self._level, _FIRST_LEVEL) * self._config.num_tokens, _LONGEST_WAIT)
         begin = now = self._clock()
         while True:
-            gain = _weigh(self._bound.table, len(rows), found.survival, found.counts)
+            gain = _weigh(self._bound.table, len(rows), found.path_probs, found.counts)
             # Tokens a second, with one more level and without.
             if gain * (seconds + now - begin) <= len(rows) * self._yield * self._level:
                 break
@@ -393,8 +392,8 @@ def _mirror_at(table: np.ndarray) -> MirrorArrays:
 
 
 @njit(cache=True, nogil=True)
-def _own_at(table: np.ndarray, count: int) -> FoundArrays:
-    return FoundArrays(
+def _own_at(table: np.ndarray, count: int) -> Proposals:
+    return Proposals(
         matrix(table, _OWN, np.int32)[:count],
         matrix(table, _OWN + 1, np.int32)[:count],
         matrix(table, _OWN + 2, np.float32)[:count],
@@ -464,7 +463,7 @@ def _ask(
     for i in range(count):
         num_missing -= caught_up[i]
         for node in range(own.counts[i]):
-            own.kind[i, node] = -1  # the mirror keeps the record of these
+            own.buckets[i, node] = -1  # the mirror keeps the record of these
     return num_asked, num_missing
 
 
@@ -481,7 +480,7 @@ def _weigh(table: np.ndarray, count: int, survival: np.ndarray, counts: np.ndarr
     for i in range(count):
         start = 0.0 if caught_up[i] else 1.0
         if own.counts[i] > 0:
-            start = _open_leaves(own.parents[i], own.survival[i], own.counts[i], deepest[i])
+            start = _open_leaves(own.parents[i], own.path_probs[i], own.counts[i], deepest[i])
         other = float(survival[i, 0]) if counts[i] > 0 else 0.0
         gain += (1.0 - other) * start
     return gain * _first_rate(matrix(table, _MIRROR + 3, np.float32))
@@ -519,7 +518,7 @@ def _first_rate(record: np.ndarray) -> float:
 
 
 @njit(cache=True, nogil=True)
-def _pack_grafts(found: FoundArrays, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _pack_grafts(found: Proposals, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[S] nodes of each draft to be told, and those as rows of int32 words, see `GRAFTED`. A draft
     whose kept nodes all came from the worker is left out."""
     tokens, parents, survival, kind, counts = found

@@ -33,7 +33,7 @@ from hetero_llm.bridge.ipc.messages import (
     Kind,
     Records,
 )
-from hetero_llm.spec_decode.array_table import Bound, cube, matrix, vector
+from hetero_llm.spec_decode.array_table import BORROWING, ArrayTable, cube, matrix, vector
 from hetero_llm.spec_decode.draft_model.node_buckets import NUM_KINDS, Record
 from hetero_llm.spec_decode.draft_model.tree_arrays import (
     ID,
@@ -51,9 +51,7 @@ from hetero_llm.spec_decode.draft_model.tree_arrays import (
     offer,
     sort_down,
 )
-from hetero_llm.spec_decode.lookahead.indexes import Proposals
-from hetero_llm.spec_decode.lookahead.sequence_state import FoundArrays
-from hetero_llm.spec_decode.lookahead.suffix_trie import BORROWING
+from hetero_llm.spec_decode.proposals import Proposals
 
 CAPACITY = 1024
 """Nodes of a tree: children of all that the worker can have run, and what it has evicted."""
@@ -120,7 +118,7 @@ class Mirror:
         self._state = self.arrays.state
         self._state[:, _GENERATION] = _CLOSED
         self._dropped = np.zeros(3, np.int64)
-        self._bound = Bound(3)
+        self._bound = ArrayTable(3)
         self._bound.put_all(0, (self.arrays.nodes, self._state, self._dropped))
         self._all_depths = np.full(slots, CAPACITY, np.int32)
         self._caught_up = np.zeros(slots, np.bool_)
@@ -198,9 +196,7 @@ class Mirror:
             if len(slots) > len(self._all_depths):
                 self._all_depths = np.full(2 * len(slots), CAPACITY, np.int32)
             depths = self._all_depths
-        propose_all(
-            self.arrays, fit(slots, INT32), fit(limits, INT32), fit(depths, INT32), found.found
-        )
+        propose_all(self.arrays, fit(slots, INT32), fit(limits, INT32), fit(depths, INT32), found)
 
     def caught_up(self, slots: np.ndarray) -> np.ndarray:
         """[R] bool: for this text nothing is worth waiting for. The worker has told children of the
@@ -380,7 +376,7 @@ def propose_all(
     slots: np.ndarray,
     limits: np.ndarray,
     depths: np.ndarray,
-    found: FoundArrays,
+    found: Proposals,
 ) -> None:
     """See `Mirror.proposals`; the other arrays are int32."""
     heap, table = mirror.heap, mirror.table
@@ -407,8 +403,8 @@ def propose_all(
             order[node] = place
             found.tokens[i, place] = nodes[node, TOKEN]
             found.parents[i, place] = order[parent] if parent >= 0 else -1
-            found.survival[i, place] = chances[node]
-            found.kind[i, place] = nodes[node, KIND]
+            found.path_probs[i, place] = chances[node]
+            found.buckets[i, place] = nodes[node, KIND]
         found.counts[i] = size
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_llm.config.lookahead_config import LookaheadConfig
-from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
+from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.spec_decode.acceptance_stats import table_of
 from hetero_llm.spec_decode.lookahead import ngram_index, suffix_trie, trie_buckets
 from hetero_llm.spec_decode.lookahead.ngram_index import RawIndex, RawParams
-from hetero_llm.spec_decode.lookahead.sequence_state import FoundArrays
 from hetero_llm.spec_decode.lookahead.suffix_trie import Trie, TrieParams, new_active
 from hetero_llm.spec_decode.lookahead.trie_proposer import TurboParams
 
@@ -41,65 +39,6 @@ class Rows:
     begins: NDArray[np.int64]
     ends: NDArray[np.int64]
     places: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Proposals:
-    """Drafts of S sequences: the first counts[i] columns of row i.
-
-    Attributes:
-        tokens, parents: [S, MAX_NODES] int32, as in `DraftTree`.
-        survival: [S, MAX_NODES] float32 estimated probability that a node is accepted.
-        kind: [S, MAX_NODES] int32 calibration cell of the estimate; -1 for none.
-        counts: [S] int32.
-    """
-
-    tokens: NDArray[np.int32]
-    parents: NDArray[np.int32]
-    survival: NDArray[np.float32]
-    kind: NDArray[np.int32]
-    counts: NDArray[np.int32]
-
-    @staticmethod
-    def empty(size: int) -> Proposals:
-        shape = (size, MAX_NODES)
-        return Proposals(
-            np.empty(shape, np.int32),
-            np.empty(shape, np.int32),
-            np.zeros(shape, np.float32),
-            np.empty(shape, np.int32),
-            np.zeros(size, np.int32),
-        )
-
-    def some(self, piece: slice) -> Proposals:
-        """Some rows, sharing memory."""
-        return Proposals(
-            self.tokens[piece],
-            self.parents[piece],
-            self.survival[piece],
-            self.kind[piece],
-            self.counts[piece],
-        )
-
-    def rows(self, count: int) -> Proposals:
-        """The first rows, sharing memory, with nothing proposed."""
-        some = self.some(slice(count))
-        some.counts[:] = 0
-        return some
-
-    @property
-    def arrays(self) -> tuple[NDArray[Any], ...]:
-        return self.tokens, self.parents, self.survival, self.kind, self.counts
-
-    @property
-    def found(self) -> FoundArrays:
-        """As compiled functions take them."""
-        return FoundArrays(self.tokens, self.parents, self.survival, self.kind, self.counts)
-
-    def batch(self) -> DraftBatch:
-        """Their nodes one after the other."""
-        held = np.arange(MAX_NODES) < self.counts[:, None]
-        return DraftBatch(self.counts.copy(), self.tokens[held], self.parents[held])
 
 
 def raw_params(config: LookaheadConfig) -> RawParams:

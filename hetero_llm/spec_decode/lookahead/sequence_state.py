@@ -16,6 +16,7 @@ from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.spec_decode.acceptance_stats import judge
 from hetero_llm.spec_decode.lookahead.token_buffer import HEADER, SEPARATOR, Text, Texts, namespace
+from hetero_llm.spec_decode.proposals import Proposals
 
 FIRST, END, INDEXED, TOLD, HEAD, SALT, SPACE, MOST, FOREIGN, CLOSED = range(10)
 _ASKED, _PLACE, _ASKED_END, _KEPT = range(10, 14)
@@ -74,16 +75,6 @@ class Fresh(NamedTuple):
     def tokens(self) -> NDArray[np.int64]:
         """[sum of sizes]."""
         return self.batch[3 * self.num_rows :]
-
-
-class FoundArrays(NamedTuple):
-    """Drafts: see `Proposals`."""
-
-    tokens: np.ndarray
-    parents: np.ndarray
-    survival: np.ndarray
-    kind: np.ndarray
-    counts: np.ndarray
 
 
 class Live:
@@ -227,7 +218,7 @@ def catch_up(
     vocabulary: int,
     longest: int,
     asked: int,
-    found: FoundArrays,
+    found: Proposals,
     record: np.ndarray,
     where: np.ndarray,
     most: np.ndarray,
@@ -263,7 +254,7 @@ def catch_up(
         if number[_ASKED] == asked:
             accepted = judge(
                 tokens, number[_ASKED_END], number[END], number[_PLACE], found.tokens,
-                found.parents, found.kind, found.counts, number[_KEPT], record,
+                found.parents, found.buckets, found.counts, number[_KEPT], record,
             )  # fmt: skip
             if number[_KEPT] > 0:
                 average[HITS] += (1 - _MEMORY) * (accepted - average[HITS])
@@ -283,7 +274,7 @@ def hand_over(
     live: LiveArrays,
     rows: np.ndarray,
     asked: int,
-    found: FoundArrays,
+    found: Proposals,
     kept: np.ndarray,
     tokens: np.ndarray,
     parents: np.ndarray,
@@ -301,7 +292,7 @@ def hand_over(
         expected = 0.0
         for node in range(kept[i]):
             tokens[at], parents[at] = found.tokens[i, node], found.parents[i, node]
-            expected += found.survival[i, node]
+            expected += found.path_probs[i, node]
             at += 1
         averages[rows[i], _PROPOSED] = expected
         number[_ASKED], number[_PLACE] = asked, i

@@ -14,16 +14,13 @@ nobody reads meanwhile; any number may read at once.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
+from hetero_llm.spec_decode.array_table import BORROWING
 from hetero_llm.spec_decode.lookahead.ngram_index import find_slot, hash_tokens
-
-BORROWING: dict[str, Any] = {"cache": True, "nogil": True, "_nrt": False}
-"""For compiled functions that allocate nothing: arrays belong to the caller, and references to them
-need no counting, which took four fifths of a lookup's time and is contended between threads."""
 
 MAX_CELL = 256
 """Largest `cell_max_size`."""

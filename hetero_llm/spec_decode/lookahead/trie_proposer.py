@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
+from hetero_llm.spec_decode.array_table import BORROWING
 from hetero_llm.spec_decode.lookahead.suffix_trie import (
-    BORROWING,
     CHILD,
     FREQ,
     LAST,

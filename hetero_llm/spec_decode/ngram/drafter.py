@@ -6,9 +6,9 @@ import numpy as np
 
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
 from hetero_llm.core.request import Request, Sequence
-from hetero_llm.spec_decode.lookahead.indexes import Proposals
 from hetero_llm.spec_decode.lookahead.token_buffer import Text, Texts
 from hetero_llm.spec_decode.ngram.prompt_lookup import propose_ngrams
+from hetero_llm.spec_decode.proposals import Proposals
 
 _REST = 8  # steps after one with too many sequences
 
@@ -51,7 +51,7 @@ class PromptLookupDrafter:
         texts = [self._follow(sequence) for sequence in sequences]
         if len(self._proposals.counts) < len(texts):
             self._proposals = Proposals.empty(len(texts))
-        found = self._proposals.rows(len(texts))
+        found = self._proposals.some(slice(len(texts)))
         most = [
             limit if asked is None else min(limit, asked)
             for limit, asked in (
@@ -66,11 +66,7 @@ class PromptLookupDrafter:
             np.array(most, np.int32),
             *self._ngrams,
             self._num_tokens,
-            found.tokens,
-            found.parents,
-            found.survival,
-            found.kind,
-            found.counts,
+            *found,
         )
         return found.batch()
 
