@@ -233,7 +233,7 @@ class Served:
         """
         self.engine.step()  # there may be a stray one that nobody waits for
         deadline = time.perf_counter() + _PATIENCE
-        while self.engine.tend():
+        while self.engine.poll_host_memory():
             if time.perf_counter() > deadline:
                 raise WrongTier("stores do not end")
 

@@ -46,9 +46,9 @@ from hetero_llm.cpu.draft_worker.tree_pool import Forest
 from hetero_llm.cpu.draft_worker.worker import Worker
 from hetero_llm.demo_models import demo_folder, heldout_prompts
 from hetero_llm.spec_decode.draft_model.node_buckets import Record
-from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 from hetero_llm.spec_decode.draft_model.worker_client import WorkerCounters
-from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 
 VOCAB, END_ID = 4096, 0
 SEES = 512  # tokens of a long text that the draft model looks at, as in an engine
@@ -224,7 +224,7 @@ class Player:
         self._clock = Clock(_pairs(args.verify), args.gap)
         self._record = Record()
 
-    def _prepare(self) -> tuple[PlayedWorker, DraftSource, LookaheadDrafter]:
+    def _prepare(self) -> tuple[PlayedWorker, DraftModelProposer, HybridDrafter]:
         args = self._args
         worker = PlayedWorker(
             self._model, self._times, self._record, ahead=args.overlap != "off",
@@ -234,11 +234,11 @@ class Player:
         config = DraftModelConfig(
             "demo-draft", None, args.draft_tokens, None, None, "auto", args.overlap, None, False
         )
-        source = DraftSource(
+        source = DraftModelProposer(
             cast(Any, worker), config, slots=1, vocab_size=VOCAB,
             max_positions=self._model.max_positions, clock=lambda: worker.now,
         )  # fmt: skip
-        drafter = LookaheadDrafter(
+        drafter = HybridDrafter(
             LookaheadConfig(eos_token_id=(END_ID,), max_seq_len=self._width, voc_size=VOCAB),
             width=self._width, capacity=0, uses_cache=False, model=source,
             clock=lambda: worker.now,

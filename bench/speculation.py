@@ -49,8 +49,8 @@ from hetero_llm.kv_cache.prefix_cache import root_key
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.spec_decode.budget import StepCosts
 from hetero_llm.spec_decode.draft_model.on_device import ChainDrafter
-from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
-from hetero_llm.spec_decode.lookahead.token_buffer import namespace
+from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
+from hetero_llm.spec_decode.lookahead.sequence_state import namespace_salt
 
 LOOKAHEAD = {"method": "lookahead", "cache_size": 4 << 20, "token_paths_top_k": 2}
 GPU_DRAFT = "gpu draft"
@@ -121,7 +121,7 @@ class SwitchedDrafter:
 
     def prompts_started(self, sequences: list[Sequence]) -> None:
         if isinstance(self.inner, PromptObserver):
-            self.inner.begin(sequences)
+            self.inner.prompts_started(sequences)
 
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         assert self.inner is not None
@@ -238,21 +238,21 @@ class Bench:
         drafter, _ = make_drafter(
             speculation, self._model, self._given["max_model_len"], source=source
         )
-        if isinstance(drafter, LookaheadDrafter):
+        if isinstance(drafter, HybridDrafter):
             if self._switch.profile:
                 drafter.set_step_times(self._switch.profile)
-            drafter._costs, drafter._turn = self._known.get(arm, (drafter._costs, 0.0))
-            self._known[arm] = drafter._costs, drafter._turn
+            drafter.costs, drafter._turn = self._known.get(arm, (drafter.costs, 0.0))
+            self._known[arm] = drafter.costs, drafter._turn
             if arm == "warm":
                 for tick, text in enumerate(other_text(self._sizes)):
-                    drafter.history.add(text, 0, namespace(root_key()), tick)
+                    drafter.global_cache.add(text, 0, namespace_salt(root_key()), tick)
         self._switch.inner = drafter
 
     def _remember(self) -> None:
         inner = self._switch.inner
-        if isinstance(inner, LookaheadDrafter):
+        if isinstance(inner, HybridDrafter):
             for arm, (costs, _) in self._known.items():
-                if costs is inner._costs:
+                if costs is inner.costs:
                     self._known[arm] = costs, inner._turn
 
     def run(
@@ -272,7 +272,7 @@ class Bench:
             found, seconds, half = self._generate(prompts, self._tokens + 1)
             counted += self._figures() - before
             inner = self._switch.inner
-            self.told = inner.metrics() if isinstance(inner, LookaheadDrafter) else {}
+            self.told = inner.metrics() if isinstance(inner, HybridDrafter) else {}
             if "draft_first_accepted" in self.told:
                 firsts.append(self.told["draft_first_accepted"])
             outputs += found

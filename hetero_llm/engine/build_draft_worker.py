@@ -21,7 +21,7 @@ from hetero_llm.models.read_config import load_model_config
 
 if TYPE_CHECKING:
     from hetero_llm.cpu.core_plan import CorePlan
-    from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+    from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
     from hetero_llm.spec_decode.draft_model.worker_client import DraftWorker
 
 logger = logging.getLogger(__name__)
@@ -42,13 +42,13 @@ class DraftModel:
     vocab_size: int
     max_positions: int
 
-    def source(self) -> DraftSource | None:
+    def source(self) -> DraftModelProposer | None:
         """The worker's drafts, once it is ready; None if it is not and need not be.
 
         Raises:
             ConfigError: it cannot serve this target, or could not load its model.
         """
-        from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+        from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 
         try:
             self.worker.wait_ready()
@@ -58,7 +58,7 @@ class DraftModel:
                 raise
             logger.warning("serving without the draft model: %s", error)
             return None
-        return DraftSource(
+        return DraftModelProposer(
             self.worker, self.config, slots=self.slots, vocab_size=self.vocab_size,
             max_positions=self.max_positions,
         )  # fmt: skip

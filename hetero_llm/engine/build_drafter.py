@@ -16,8 +16,8 @@ from hetero_llm.kv_cache.prefix_cache import root_key
 from hetero_llm.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from hetero_llm.spec_decode.draft_model.proposer import DraftSource
-    from hetero_llm.spec_decode.lookahead.snapshot import Place
+    from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
+    from hetero_llm.spec_decode.lookahead.snapshot import SnapshotRequirements
     from hetero_llm.spec_decode.lookahead.store import Store
 
 BYTES_PER_TOKEN = 110
@@ -31,7 +31,7 @@ def make_drafter(
     model: ModelConfig,
     max_model_len: int,
     tokenizer: Tokenizer | None = None,
-    source: DraftSource | None = None,
+    source: DraftModelProposer | None = None,
 ) -> tuple[Drafter | None, Store | None]:
     """None without speculation; a store with the lookahead cache only, whose warm-up has begun.
 
@@ -73,11 +73,11 @@ def fit_to_model(
     )
 
 
-def place_for(
+def requirements_for(
     config: LookaheadConfig, memory_utilization: float, tokenizer: Tokenizer | None
-) -> Place:
+) -> SnapshotRequirements:
     """What the global cache of a configuration from `fit_to_model` may learn, and how much."""
-    from hetero_llm.spec_decode.lookahead.snapshot import Place
+    from hetero_llm.spec_decode.lookahead.snapshot import SnapshotRequirements
 
     capacity = 0
     if config.global_cache_switch:
@@ -85,7 +85,7 @@ def place_for(
         capacity = config.cache_size or min(int(share), MOST_TOKENS)
     assert config.eos_token_id is not None
     fingerprint = _no_tokenizer if tokenizer is None else tokenizer.fingerprint
-    return Place(fingerprint, config.voc_size, config.eos_token_id, capacity)
+    return SnapshotRequirements(fingerprint, config.voc_size, config.eos_token_id, capacity)
 
 
 def _no_tokenizer() -> str:
@@ -97,24 +97,26 @@ def _lookahead(
     model: ModelConfig,
     max_model_len: int,
     tokenizer: Tokenizer | None,
-    source: DraftSource | None,
+    source: DraftModelProposer | None,
 ) -> tuple[Drafter, Store]:
-    from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+    from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
+    from hetero_llm.spec_decode.lookahead.sequence_state import namespace_salt
     from hetero_llm.spec_decode.lookahead.store import Store
-    from hetero_llm.spec_decode.lookahead.token_buffer import namespace
 
     assert speculation.lookahead is not None
     config = fit_to_model(speculation.lookahead, model, max_model_len)
-    place = place_for(config, speculation.memory_utilization, tokenizer)
-    drafter = LookaheadDrafter(
-        config, width=max_model_len, capacity=place.capacity, model=source,
+    requirements = requirements_for(config, speculation.memory_utilization, tokenizer)
+    drafter = HybridDrafter(
+        config, width=max_model_len, capacity=requirements.capacity, model=source,
         most_sequences=speculation.most_sequences,
     )  # fmt: skip
-    store = Store(drafter.history, place)
+    store = Store(drafter.global_cache, requirements)
     if config.warmup_file is not None:
         try:
             store.warm_up(
-                config.warmup_file, space=namespace(root_key()), ignore_prompt=config.ignore_prompt
+                config.warmup_file,
+                namespace=namespace_salt(root_key()),
+                ignore_prompt=config.ignore_prompt,
             )
         except (SnapshotError, ValueError) as error:
             reason = getattr(error, "reason", str(error))
@@ -123,12 +125,15 @@ def _lookahead(
 
 
 def _model_alone(
-    speculation: SpeculationConfig, model: ModelConfig, max_model_len: int, source: DraftSource
+    speculation: SpeculationConfig,
+    model: ModelConfig,
+    max_model_len: int,
+    source: DraftModelProposer,
 ) -> Drafter:
     """Drafts of the model without any cache."""
-    from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+    from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 
-    return LookaheadDrafter(
+    return HybridDrafter(
         fit_to_model(lookahead_config({}), model, max_model_len),
         width=max_model_len,
         capacity=0,

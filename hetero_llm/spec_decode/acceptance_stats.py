@@ -1,4 +1,4 @@
-"""What came of earlier drafts: how often a node of each kind was accepted.
+"""What came of earlier drafts: how often a node of each buckets was accepted.
 
 Counts and shares of a cache do not say how likely a token is; the record of drafts does. A node
 counts only if its parent was accepted, for the others nobody knows. It counts whether it was
@@ -12,7 +12,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 MEMORY = 512.0
-"""Trials of a kind after which older ones begin to fade."""
+"""Trials of a buckets after which older ones begin to fade."""
 
 
 def table_of(rates: NDArray[np.floating], trials: float) -> NDArray[np.float32]:
@@ -27,14 +27,14 @@ def rates_of(table: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 @njit(cache=True, nogil=True)
-def judge(
+def record_outcome(
     text: np.ndarray,
     begin: int,
     end: int,
     row: int,
     tokens: np.ndarray,
     parents: np.ndarray,
-    kind: np.ndarray,
+    buckets: np.ndarray,
     counts: np.ndarray,
     kept: int,
     table: np.ndarray,
@@ -44,7 +44,7 @@ def judge(
     Args:
         text: int32; positions begin .. end-1 came since the draft was made.
         row: where the draft is in the following arrays, as it was proposed.
-        tokens, parents, kind: [R, 63]. counts: [R].
+        tokens, parents, buckets: [R, 63]. counts: [R].
         kept: its first nodes that were verified.
         table: [cells, 2] float32, see `table_of`; kinds are its rows, negative ones are left out.
 
@@ -62,7 +62,7 @@ def judge(
             hit = tokens[row, child] == token
             if hit and followed < 0:
                 followed = child
-            cell = kind[row, child]
+            cell = buckets[row, child]
             if cell < 0:
                 continue
             if table[cell, 1] >= MEMORY:

@@ -1,7 +1,7 @@
 """How many draft nodes a step should hold: as many as make tokens come fastest.
 
 Goodput as in SmartSpec (Liu et al., arXiv 2406.14066) and vLLM's adaptive verification: with B
-sequences and nodes of survival s_1 >= s_2 >= ..., a step with the first b nodes yields B + s_1 +
+sequences and nodes of path_probs s_1 >= s_2 >= ..., a step with the first b nodes yields B + s_1 +
 ... + s_b tokens and takes T(rows + b) seconds, which is learned from the steps that ran.
 """
 
@@ -124,9 +124,9 @@ class StepCosts:
 
     def choose(
         self,
-        survival: NDArray[np.float32],
+        path_probs: NDArray[np.float32],
         counts: NDArray[np.int32],
-        trust: NDArray[np.float32],
+        scales: NDArray[np.float32],
         num_rows: int,
         turn: float,
         most_rows: int = MOST_ROWS,
@@ -135,17 +135,17 @@ class StepCosts:
         step yields tokens faster. Nodes that padding has room for are free.
 
         Args:
-            survival: [S, most] estimates of each draft's nodes. Scaled in place, and so that no
+            path_probs: [S, most] estimates of each draft's nodes. Scaled in place, and so that no
                 node is likelier than those before it.
             counts: [S] nodes of each draft.
-            trust: [S] what to scale the odds of the estimates by.
+            scales: [S] what to scale the odds of the estimates by.
             num_rows: of the step without drafts; each sequence yields a token without them, too.
             turn: seconds that the device waits for a proposal.
             most_rows: of the step with drafts.
         """
         kept = np.zeros(len(counts), np.int32)
         choose(
-            survival, counts, trust, self.table(), self.edges, num_rows, turn, most_rows, kept
+            path_probs, counts, scales, self.table(), self.edges, num_rows, turn, most_rows, kept
         )  # fmt: skip
         return kept
 
@@ -190,9 +190,9 @@ def _table(seconds: np.ndarray, fresh: np.ndarray, edges: np.ndarray) -> np.ndar
 
 @njit(cache=True, nogil=True)
 def choose(
-    survival: np.ndarray,
+    path_probs: np.ndarray,
     counts: np.ndarray,
-    trust: np.ndarray,
+    scales: np.ndarray,
     table: np.ndarray,
     edges: np.ndarray,
     num_rows: int,
@@ -207,10 +207,10 @@ def choose(
         least = np.float32(1.0)
         for node in range(counts[row]):
             # Odds are scaled rather than chances, which would have to be cut off at 1.
-            chance = survival[row, node]
-            chance *= trust[row] / (np.float32(1.0) + chance * (trust[row] - np.float32(1.0)))
-            least = min(least, chance)
-            survival[row, node] = least
+            prob = path_probs[row, node]
+            prob *= scales[row] / (np.float32(1.0) + prob * (scales[row] - np.float32(1.0)))
+            least = min(least, prob)
+            path_probs[row, node] = least
             likeliest[size] = least
             size += 1
     likeliest.sort()
@@ -237,9 +237,9 @@ def choose(
     ties = total - np.sum(likeliest[:total] > least)
     for row in range(len(counts)):
         for node in range(counts[row]):
-            if survival[row, node] > least:
+            if path_probs[row, node] > least:
                 kept[row] += 1
-            elif survival[row, node] == least and ties > 0:
+            elif path_probs[row, node] == least and ties > 0:
                 kept[row] += 1
                 ties -= 1
             else:

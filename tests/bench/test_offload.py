@@ -116,7 +116,7 @@ def test_a_watch_passes_everything_on() -> None:
             return f"finished {pending}"
 
     def step(chunks: bool, loads: tuple[int, ...]) -> Any:
-        return SimpleNamespace(name="s", has_chunks=chunks, loads=loads)
+        return SimpleNamespace(name="s", has_chunks=chunks, kv_loads=loads)
 
     watch = StepWatch(Runner())
     assert watch.kind == "fake"

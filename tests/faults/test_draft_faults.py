@@ -30,9 +30,9 @@ from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.spec_decode.budget import StepCosts
 from hetero_llm.spec_decode.draft_model import worker_client
-from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 from hetero_llm.spec_decode.draft_model.worker_client import DraftWorker
-from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 from tests.bridge.ipc.tools import HEAD, SLOT_BYTES, SLOTS_AT, TAIL
 from tests.helpers.draft_traffic import (
     EVERYTHING,
@@ -75,9 +75,9 @@ class Broken:
         return self.engine.step()
 
     @property
-    def source(self) -> DraftSource:
+    def source(self) -> DraftModelProposer:
         drafter = self.engine._attended
-        assert isinstance(drafter, LookaheadDrafter) and drafter._model is not None
+        assert isinstance(drafter, HybridDrafter) and drafter._model is not None
         return drafter._model
 
     @property
@@ -102,10 +102,10 @@ class Broken:
         """As an engine that goes on stepping, but without steps."""
         until = time.monotonic() + PATIENCE
         while not self.metric("draft_worker_up"):
-            self.source.settle()
+            self.source.run_deferred()
             self.worker.poll(5000)
             assert time.monotonic() < until
-        self.source.settle()
+        self.source.run_deferred()
 
     def wait_for_drafts(self) -> None:
         """Until the worker has drafted for all texts, on a machine with something to do a while."""
@@ -119,7 +119,7 @@ class Broken:
         return self.engine.metrics()[name]
 
     def check_nothing_is_held(self) -> None:
-        self.source.settle()
+        self.source.run_deferred()
         assert self.metric("num_requests_running") == self.metric("num_requests_waiting") == 0
         assert self.metric("kv_cache_usage_perc") == 0
         assert not self.source._sequences and (self.source._generations == -1).all()

@@ -38,12 +38,14 @@ class Link:
     def seconds_ahead(self, slot: int) -> float:
         return self.seconds_left(slot) - sum(self.seconds[t] for t in self.pending(slot))
 
-    def grow(self, slot: int, computed: int, end: int) -> bool:
+    def allocate(self, slot: int, computed: int, end: int) -> bool:
         return True
 
 
 def step_of(rows: int) -> Any:
-    return SimpleNamespace(counts=np.array([rows]), starts=np.array([0]), loads=())
+    return SimpleNamespace(
+        num_scheduled_tokens=np.array([rows]), num_computed_tokens=np.array([0]), kv_loads=()
+    )
 
 
 def make(link: Link, rows: dict[int, int], waiting: dict[int, set[int]]) -> KVLoadQueue:

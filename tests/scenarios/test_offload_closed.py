@@ -29,7 +29,10 @@ from tests.helpers.traffic import TRAFFIC, serve_on
 from tests.scenarios.test_offload_engine import LONGEST, MODES, build, request_of
 from tests.scenarios.test_offload_scheduling import make_served, settle
 
-CALLS = ("open", "load", "grow", "commit", "fork", "close", "poll", "offload", "reset_prefix_cache")
+CALLS = (
+    "match_prefix", "load", "allocate", "cache_blocks", "fork", "free", "poll", "offload",
+    "reset_prefix_cache",
+)  # fmt: skip
 """Of the block manager: all that publishes, evicts or copies anything."""
 
 

@@ -60,7 +60,7 @@ def make_served(
 def settle(served: Served) -> None:
     """Until nothing moves any more."""
     for _ in range(1000):
-        if not served.engine.tend():
+        if not served.engine.poll_host_memory():
             return
     raise AssertionError("something moves for ever")
 

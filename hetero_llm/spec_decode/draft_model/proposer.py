@@ -1,4 +1,4 @@
-"""Drafts of the draft model's worker, as one of the sources of a `LookaheadDrafter`.
+"""Drafts of the draft model's worker, as one of the sources of a `HybridDrafter`.
 
 What the engine knows of the worker is a mirror of its trees (mirror.py). A proposal takes in what
 has come, walks the new tokens down the mirror and returns what stands below, mostly without any
@@ -31,7 +31,14 @@ from hetero_llm.bridge.ipc.messages import (
 from hetero_llm.config.draft_model_config import DraftModelConfig
 from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.core.request import Sequence
-from hetero_llm.spec_decode.array_table import ArrayTable, cube, matrix, vector
+from hetero_llm.spec_decode.array_table import (
+    ArrayTable,
+    BoolVector,
+    Int32Matrix,
+    Int32Vector,
+    Int64Vector,
+    reader_of,
+)
 from hetero_llm.spec_decode.draft_model.node_buckets import (
     NUM_BUCKETS,
     NUM_RANKS,
@@ -46,7 +53,7 @@ from hetero_llm.spec_decode.draft_model.tree_replica import (
     propose_all,
 )
 from hetero_llm.spec_decode.draft_model.worker_client import DraftWorker
-from hetero_llm.spec_decode.proposals import Proposals
+from hetero_llm.spec_decode.proposals import Proposals, rows_of
 
 _CLOSED, _REFUSED = -1, -2  # instead of a generation
 _LONGEST_WAIT = 2e-3  # seconds, unless the user says otherwise
@@ -60,14 +67,9 @@ _LEAST_TOLD = np.float32(0.02)  # chance of a node that the worker is told of
 _EXTENDED = 4  # leaves of a draft that the worker's next step goes on from, about
 _FIRST_SIZE = 16
 
-# Places of `DraftSource._bound`.
-_MIRROR, _LENGTHS, _GENERATIONS, _OWN = 0, 7, 8, 9
-_TOLD, _FRESH, _ASKED, _CAUGHT_UP = range(14, 18)
-_NUM_PLACES = 18
-
 
 class _Buffers(NamedTuple):
-    """What compiled functions write, in the order of the places.
+    """What compiled functions write.
 
     Attributes:
         told: [4, S] int32: slots, generations, lengths so far and new tokens of texts that the
@@ -76,13 +78,26 @@ class _Buffers(NamedTuple):
         caught_up: [S] bool, see `Mirror.caught_up`.
     """
 
-    told: NDArray[np.int32]
-    fresh: NDArray[np.int32]
-    asked: NDArray[np.int32]
-    caught_up: NDArray[np.bool_]
+    told: Int32Matrix
+    fresh: Int32Vector
+    asked: Int32Matrix
+    caught_up: BoolVector
 
 
-class DraftSource:
+class _Arrays:
+    """What compiled functions find by name."""
+
+    mirror: MirrorArrays
+    lengths: Int64Vector
+    generations: Int64Vector
+    drafts: Proposals
+    buffers: _Buffers
+
+
+_read = reader_of(_Arrays)
+
+
+class DraftModelProposer:
     """One thread at a time. Rows of live sequences are the worker's slots.
 
     Args:
@@ -117,10 +132,10 @@ class DraftSource:
         self._was_up = True
         self._level = _FIRST_LEVEL
         self._vain = 0
-        self._bound = ArrayTable(_NUM_PLACES)
-        self._bound.put_all(_MIRROR, self._mirror.arrays)
-        self._bound.put(_LENGTHS, self._lengths)
-        self._bound.put(_GENERATIONS, self._generations)
+        self._bound = ArrayTable(_Arrays)
+        self._bound.put("mirror", self._mirror.arrays)
+        self._bound.put("lengths", self._lengths)
+        self._bound.put("generations", self._generations)
         self._make_room(_FIRST_SIZE, _FIRST_SIZE)
         self._counts = dict.fromkeys(("hits", "misses", "waits", "timeouts", "rejected"), 0)
         self._waited = 0.0
@@ -141,9 +156,9 @@ class DraftSource:
             asked=np.empty((3, rows), np.int32),
             caught_up=np.empty(rows, np.bool_),
         )
-        self._bound.put_all(_TOLD, self._buffers)
+        self._bound.put("buffers", self._buffers)
         self.drafts = Proposals.empty(rows)
-        self._bound.put_all(_OWN, self.drafts)
+        self._bound.put("drafts", self.drafts)
 
     # -- texts ------------------------------------------------------------------------------
 
@@ -190,7 +205,7 @@ class DraftSource:
             self._generations[row], self._lengths[row] = _CLOSED, 0
             self._sequences.pop(row, None)
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         """While the device works: looks after the worker, and tells it what it does not know."""
         worker = self._worker
         self._take_in()
@@ -277,7 +292,9 @@ class DraftSource:
         )
         return counts
 
-    def graft(self, rows: NDArray[np.int64], found: Proposals, kept: NDArray[np.int32]) -> None:
+    def add_external_nodes(
+        self, rows: NDArray[np.int64], found: Proposals, kept: NDArray[np.int32]
+    ) -> None:
         """Tells the worker of nodes that are verified and not its own, while the device works: what
         may follow them is worth drafting, too.
 
@@ -379,30 +396,6 @@ class DraftSource:
 
 
 @njit(cache=True, nogil=True)
-def _mirror_at(table: np.ndarray) -> MirrorArrays:
-    return MirrorArrays(
-        cube(table, _MIRROR, np.int32),
-        matrix(table, _MIRROR + 1, np.int64),
-        matrix(table, _MIRROR + 2, np.float32),
-        matrix(table, _MIRROR + 3, np.float32),
-        vector(table, _MIRROR + 4, np.uint64),
-        matrix(table, _MIRROR + 5, np.float32),
-        matrix(table, _MIRROR + 6, np.int64),
-    )
-
-
-@njit(cache=True, nogil=True)
-def _own_at(table: np.ndarray, count: int) -> Proposals:
-    return Proposals(
-        matrix(table, _OWN, np.int32)[:count],
-        matrix(table, _OWN + 1, np.int32)[:count],
-        matrix(table, _OWN + 2, np.float32)[:count],
-        matrix(table, _OWN + 3, np.int32)[:count],
-        vector(table, _OWN + 4, np.int32)[:count],
-    )
-
-
-@njit(cache=True, nogil=True)
 def _go_on(
     table: np.ndarray, rows: np.ndarray, sizes: np.ndarray, tokens: np.ndarray
 ) -> tuple[int, int, int]:
@@ -412,8 +405,8 @@ def _go_on(
         texts that it is to be told of, -1 if the mirror knows other ones; their new tokens; texts
         that have just begun, which are left alone.
     """
-    lengths, generations = vector(table, _LENGTHS, np.int64), vector(table, _GENERATIONS, np.int64)
-    told, fresh = matrix(table, _TOLD, np.int32), vector(table, _FRESH, np.int32)
+    lengths, generations = _read(table, "lengths"), _read(table, "generations")
+    told, fresh, _, _ = _read(table, "buffers")
     first = count = size = num_new = 0
     for i in range(len(rows)):
         row, new = rows[i], tokens[first : first + sizes[i]]
@@ -431,7 +424,7 @@ def _go_on(
             size += len(new)
         lengths[row] += len(new)
     fine = commit_all(
-        _mirror_at(table), told[0, :count], told[2, :count], fresh[:size], told[3, :count]
+        _read(table, "mirror"), told[0, :count], told[2, :count], fresh[:size], told[3, :count]
     )
     return count if fine else -1, size, num_new
 
@@ -440,14 +433,14 @@ def _go_on(
 def _ask(
     table: np.ndarray, rows: np.ndarray, most: np.ndarray, depth: int, longest: int
 ) -> tuple[int, int]:
-    """See `DraftSource._ask`.
+    """See `DraftModelProposer._ask`.
 
     Args:
         depth: most tokens of a path. longest: positions of the draft model.
     """
     count = len(rows)
-    lengths, generations = vector(table, _LENGTHS, np.int64), vector(table, _GENERATIONS, np.int64)
-    asked = matrix(table, _ASKED, np.int32)
+    lengths, generations = _read(table, "lengths"), _read(table, "generations")
+    _, _, asked, caught_up = _read(table, "buffers")
     num_asked = 0
     for i in range(count):
         row = rows[i]
@@ -455,8 +448,7 @@ def _ask(
         if row < len(lengths) and generations[row] >= 0 and lengths[row] < longest:
             asked[0, i], asked[2, i] = row, min(longest - lengths[row], depth)
             num_asked += 1
-    mirror, own = _mirror_at(table), _own_at(table, count)
-    caught_up = vector(table, _CAUGHT_UP, np.bool_)
+    mirror, own = _read(table, "mirror"), rows_of(_read(table, "drafts"), 0, count)
     ask_all(mirror.state, asked[0, :count], caught_up)
     propose_all(mirror, asked[0, :count], asked[1, :count], asked[2, :count], own)
     num_missing = count
@@ -474,8 +466,8 @@ def _weigh(table: np.ndarray, count: int, survival: np.ndarray, counts: np.ndarr
     Args:
         count: S. survival, counts: [S] what others propose: there it pays less to wait.
     """
-    own, caught_up = _own_at(table, count), vector(table, _CAUGHT_UP, np.bool_)
-    deepest = matrix(table, _ASKED, np.int32)[2]
+    own, (_, _, asked, caught_up) = _read(table, "drafts"), _read(table, "buffers")
+    deepest = asked[2]
     gain = 0.0
     for i in range(count):
         start = 0.0 if caught_up[i] else 1.0
@@ -483,7 +475,7 @@ def _weigh(table: np.ndarray, count: int, survival: np.ndarray, counts: np.ndarr
             start = _open_leaves(own.parents[i], own.path_probs[i], own.counts[i], deepest[i])
         other = float(survival[i, 0]) if counts[i] > 0 else 0.0
         gain += (1.0 - other) * start
-    return gain * _first_rate(matrix(table, _MIRROR + 3, np.float32))
+    return gain * _first_rate(_read(table, "mirror").table)
 
 
 @njit(cache=True, nogil=True)

@@ -33,7 +33,16 @@ from hetero_llm.bridge.ipc.messages import (
     Kind,
     Records,
 )
-from hetero_llm.spec_decode.array_table import BORROWING, ArrayTable, cube, matrix, vector
+from hetero_llm.spec_decode.array_table import (
+    BORROWING,
+    ArrayTable,
+    Float32Matrix,
+    Int32Cube,
+    Int64Matrix,
+    Int64Vector,
+    UInt64Vector,
+    reader_of,
+)
 from hetero_llm.spec_decode.draft_model.node_buckets import NUM_KINDS, Record
 from hetero_llm.spec_decode.draft_model.tree_arrays import (
     ID,
@@ -81,13 +90,24 @@ class MirrorArrays(NamedTuple):
         heap, floats, places: memory to work in, since they allocate nothing.
     """
 
-    nodes: np.ndarray
-    state: np.ndarray
-    learned: np.ndarray
-    table: np.ndarray
-    heap: np.ndarray
-    floats: np.ndarray
-    places: np.ndarray
+    nodes: Int32Cube
+    state: Int64Matrix
+    learned: Float32Matrix
+    table: Float32Matrix
+    heap: UInt64Vector
+    floats: Float32Matrix
+    places: Int64Matrix
+
+
+class _Arrays:
+    """What `add` finds by name."""
+
+    nodes: Int32Cube
+    state: Int64Matrix
+    dropped: Int64Vector
+
+
+_read = reader_of(_Arrays)
 
 
 class Mirror:
@@ -118,8 +138,10 @@ class Mirror:
         self._state = self.arrays.state
         self._state[:, _GENERATION] = _CLOSED
         self._dropped = np.zeros(3, np.int64)
-        self._bound = ArrayTable(3)
-        self._bound.put_all(0, (self.arrays.nodes, self._state, self._dropped))
+        self._bound = ArrayTable(_Arrays)
+        self._bound.put("nodes", self.arrays.nodes)
+        self._bound.put("state", self._state)
+        self._bound.put("dropped", self._dropped)
         self._all_depths = np.full(slots, CAPACITY, np.int32)
         self._caught_up = np.zeros(slots, np.bool_)
 
@@ -234,8 +256,8 @@ def _cut_tail(state: np.ndarray, tokens: int) -> None:
 @njit(cache=True)  # with the GIL: it takes less than getting that back may
 def _add_bound(table: np.ndarray, vocab_size: int, headers: np.ndarray, words: np.ndarray) -> bool:
     """See `Mirror.add`."""
-    nodes, state = cube(table, 0, np.int32), matrix(table, 1, np.int64)
-    return _add(nodes, state, vector(table, 2, np.int64), vocab_size, headers, words)
+    nodes, state, dropped = _read(table, "nodes"), _read(table, "state"), _read(table, "dropped")
+    return _add(nodes, state, dropped, vocab_size, headers, words)
 
 
 @njit(**BORROWING)

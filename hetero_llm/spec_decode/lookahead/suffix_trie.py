@@ -8,7 +8,7 @@ cell, a few tokens with frequencies that decay, leads on.
 
 The suffix tree of SuffixDecoding (Oliaro et al., arXiv 2411.04975) made lazy and its depth capped,
 with the cells of TACO-LLM's lookahead cache. One trie serves many texts: salts keep them apart.
-Everything lies in flat arrays; only `Trie.reserve` allocates. One thread writes at a time and
+Everything lies in flat arrays; only `SuffixTrie.reserve` allocates. One thread writes at a time and
 nobody reads meanwhile; any number may read at once.
 """
 
@@ -19,7 +19,13 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from hetero_llm.spec_decode.array_table import BORROWING
+from hetero_llm.spec_decode.array_table import (
+    BORROWING,
+    Float32Matrix,
+    Int32Matrix,
+    Int64Matrix,
+    Int64Vector,
+)
 from hetero_llm.spec_decode.lookahead.ngram_index import find_slot, hash_tokens
 
 MAX_CELL = 256
@@ -35,7 +41,7 @@ TOKEN, CHILD, FREQ, LAST = 0, 1, 2, 3  # columns of `entries`
 _NUM_KEYS, _NUM_NODES, _NODES_USED, _FREE_NODE, _ENTRIES_USED, _EPOCH = range(6)  # of `state`
 _FREE = 6
 _NUM_CLASSES = 9  # blocks of 1, 2, 4 .. MAX_CELL entries
-_LIVE = _FREE + _NUM_CLASSES
+_BLOCKS_IN_USE = _FREE + _NUM_CLASSES
 _RUN, _LONGEST, _CONTEXTS = 0, 1, 2  # places in `active`; its last one holds the epoch
 _EPOCH_MASK = 0x7FFFFFFF
 _MIN_SLOTS = 64
@@ -74,14 +80,14 @@ class TrieArrays(NamedTuple):
         state: int64 counters and heads of free lists.
     """
 
-    slots: np.ndarray
-    nodes: np.ndarray
-    entries: np.ndarray
-    freqs: np.ndarray
-    state: np.ndarray
+    slots: Int64Matrix
+    nodes: Int32Matrix
+    entries: Int32Matrix
+    freqs: Float32Matrix
+    state: Int64Vector
 
 
-class Trie:
+class SuffixTrie:
     """Owner of a trie's arrays.
 
     Args:
@@ -90,6 +96,7 @@ class Trie:
             system grants the memory as it fills.
 
     Attributes:
+        params: as given.
         arrays: to be read anew after `reserve` and `clear`. Arrays read before stay as they were,
             for readers that still hold them.
     """
@@ -97,6 +104,7 @@ class Trie:
     def __init__(self, params: TrieParams, tokens: int = 0) -> None:
         assert 1 <= params.key_length < params.max_depth, params
         assert 1 <= params.cell_max_size <= MAX_CELL, params
+        self.params = params
         self._levels = params.max_depth - params.key_length
         self._largest_class = (params.cell_max_size - 1).bit_length()
         # Source code takes 1.7 to 2.3 nodes and as many entries a token.
@@ -119,7 +127,7 @@ class Trie:
     @property
     def num_entries(self) -> int:
         """Entries in use, the unused rest of their blocks included."""
-        live = self.arrays.state[_LIVE : _LIVE + _NUM_CLASSES]
+        live = self.arrays.state[_BLOCKS_IN_USE : _BLOCKS_IN_USE + _NUM_CLASSES]
         return int((live << np.arange(_NUM_CLASSES)).sum())
 
     def reserve(self, tokens: int) -> None:
@@ -138,7 +146,7 @@ class Trie:
         # that exists already may double at its first new entry.
         entries = state[_ENTRIES_USED] + 4 * added
         for size_class in range(self._largest_class):
-            entries += min(added, state[_LIVE + size_class]) << (size_class + 1)
+            entries += min(added, state[_BLOCKS_IN_USE + size_class]) << (size_class + 1)
         nodes = state[_NODES_USED] + added + tokens
         slots = _num_slots(state[_NUM_KEYS] + tokens)
         held = [len(arrays.slots), len(arrays.nodes), len(arrays.entries)]
@@ -179,9 +187,9 @@ def _num_slots(keys: int) -> int:
 def _new_arrays(num_slots: int, num_nodes: int, num_entries: int) -> TrieArrays:
     """Empty arrays: pages come from the system when they are first written."""
     entries = np.zeros((num_entries, 4), np.int32)
-    state = np.zeros(_LIVE + _NUM_CLASSES, np.int64)
+    state = np.zeros(_BLOCKS_IN_USE + _NUM_CLASSES, np.int64)
     state[_FREE_NODE] = -1
-    state[_FREE:_LIVE] = -1
+    state[_FREE:_BLOCKS_IN_USE] = -1
     slots = np.zeros((num_slots, 2), np.int64)
     nodes = np.zeros((num_nodes, 2), np.int32)
     return TrieArrays(slots, nodes, entries, entries.view(np.float32), state)
@@ -234,7 +242,7 @@ def _take_block(arrays: TrieArrays, size_class: int) -> int:
         block = state[_ENTRIES_USED]
         state[_ENTRIES_USED] = block + (1 << size_class)
         assert state[_ENTRIES_USED] <= len(arrays.entries)  # reserve comes before insert
-    state[_LIVE + size_class] += 1
+    state[_BLOCKS_IN_USE + size_class] += 1
     return block
 
 
@@ -244,7 +252,7 @@ def _give_block(arrays: TrieArrays, block: int, count: int) -> None:
     size_class = _size_class(count)
     arrays.entries[block, TOKEN] = arrays.state[_FREE + size_class]
     arrays.state[_FREE + size_class] = block
-    arrays.state[_LIVE + size_class] -= 1
+    arrays.state[_BLOCKS_IN_USE + size_class] -= 1
 
 
 @njit(**BORROWING)
@@ -488,7 +496,7 @@ def insert(
     it once more. Positions tell what is newer: of one salt, later inserts have higher ones.
 
     Args:
-        arrays: with room for end - begin tokens, see `Trie.reserve`.
+        arrays: with room for end - begin tokens, see `SuffixTrie.reserve`.
         text: int32. No context reaches across a separator (-1). Behind the tokens inserted of a
             text stands a separator, the text's next token, or the end of the array.
         begin, end: positions, below 2^31 - 1.

@@ -54,7 +54,7 @@ _SECOND_PRIOR = np.array(
 _PRIOR_TRIALS = 32.0
 
 
-def initial_calibration() -> np.ndarray:
+def initial_acceptance() -> np.ndarray:
     """[2, NUM_LENGTHS, NUM_BUCKETS, 2] float32: what to expect before anything was drafted.
 
     The last axis holds accepted and tried nodes, in the weight of `_PRIOR_TRIALS` tries.

@@ -46,18 +46,18 @@ _OWN, _BOTH = 1, 3  # which tries to ask, by bits; 2: the global ones
 _NOWHERE = -1  # places: a node, or -2 - position in the trie's text
 
 _TOKEN, _LAST, _CELL, _PLACES = 0, 1, 2, 3  # columns of `_Work.found`
-_SUM, _CHANCE = 2, 3  # columns of `_Work.weights`
+_SUM, _RATE = 2, 3  # columns of `_Work.weights`
 _PARENT, _NEXT, _CONTEXT, _RATED, _WHERE = 0, 1, 2, 3, 4  # columns of `_Work.candidates`
 
 # As numbers of a plain type: each literal would compile the function it is passed to once more.
 _ZERO: Any = np.int64(0)
 _ROOT: Any = np.int64(-1)
 _BY_SUM: Any = np.int64(_SUM)
-_BY_CHANCE: Any = np.int64(_CHANCE)
+_BY_RATE: Any = np.int64(_RATE)
 _TRIES = np.arange(_NUM_TRIES)
 
 
-class TurboParams(NamedTuple):
+class TrieProposalParams(NamedTuple):
     """Of exactly these types: another type in any field compiles every function once more.
 
     Attributes:
@@ -101,12 +101,12 @@ class _Work(NamedTuple):
     """Memory of one call.
 
     Attributes:
-        found: [F, 3 + 4] int32, what may follow a context: token, last position, calibration cell,
+        found: [F, 3 + 4] int32, what may follow a context: token, last position, acceptance bucket,
             and the place where each trie goes on with it.
-        weights: [F, 5] float32: times seen locally and globally, sum of frequencies, chance of
+        weights: [F, 5] float32: times seen locally and globally, sum of frequencies, path_prob of
             being accepted, and by how much the share scales the cell's rate in that.
         candidates: [C, 4 + 4] int32: parent, token, length of the context, cell and places.
-        chances: [C, 2] float32: survival, factor as in `weights`.
+        path_probs: [C, 2] float32: path_probs, factor as in `weights`.
         heap: [C] int32 candidates, the best one first.
         depths: [nodes] int32.
         places: [4] int32.
@@ -116,7 +116,7 @@ class _Work(NamedTuple):
     found: np.ndarray
     weights: np.ndarray
     candidates: np.ndarray
-    chances: np.ndarray
+    path_probs: np.ndarray
     heap: np.ndarray
     depths: np.ndarray
     places: np.ndarray
@@ -196,7 +196,7 @@ def _swap(work: _Work, one: int, other: int) -> None:
         number = work.found[one, column]
         work.found[one, column] = work.found[other, column]
         work.found[other, column] = number
-    for column in range(_CHANCE + 1):
+    for column in range(_RATE + 1):
         weight = work.weights[one, column]
         work.weights[one, column] = work.weights[other, column]
         work.weights[other, column] = weight
@@ -204,14 +204,14 @@ def _swap(work: _Work, one: int, other: int) -> None:
 
 @njit(**BORROWING)
 def _estimate(work: _Work, count: int, context: int) -> None:
-    """Fills in chance, factor and cell of all that may follow a context of so many tokens: those
+    """Fills in path_prob, factor and cell of all that may follow a context of so many tokens: those
     of the source that makes it likelier."""
     found, weights = work.found, work.weights
     length = 0
     while length + 1 < NUM_LENGTHS and LENGTHS[length + 1] <= context:
         length += 1
     for index in range(count):
-        weights[index, _CHANCE] = -1.0
+        weights[index, _RATE] = -1.0
     for source in (LOCAL, GLOBAL):
         total = 0.0
         for index in range(count):
@@ -227,16 +227,16 @@ def _estimate(work: _Work, count: int, context: int) -> None:
                 while bucket < len(SHARES) and SHARES[bucket] * total <= times:
                     bucket += 1
             cell = (source * NUM_LENGTHS + length) * NUM_BUCKETS + bucket
-            if work.rates[cell] > weights[index, _CHANCE]:
-                weights[index, _CHANCE] = work.rates[cell]
+            if work.rates[cell] > weights[index, _RATE]:
+                weights[index, _RATE] = work.rates[cell]
                 found[index, _CELL] = cell
 
 
 @njit(**BORROWING)
 def _is_better(work: _Work, one: np.int32, other: np.int32) -> bool:
-    """Of candidates: by survival, then by age."""
-    if work.chances[one] != work.chances[other]:
-        return bool(work.chances[one] > work.chances[other])
+    """Of candidates: by path_probs, then by age."""
+    if work.path_probs[one] != work.path_probs[other]:
+        return bool(work.path_probs[one] > work.path_probs[other])
     return bool(one < other)
 
 
@@ -271,11 +271,11 @@ def _pop(work: _Work, size: int) -> np.int32:
 @njit(**BORROWING)
 def _expand(
     tries: _Tries,
-    params: TurboParams,
+    params: TrieProposalParams,
     work: _Work,
     context: int,
     parent: int,
-    survival: np.float32,
+    path_probs: np.float32,
     held: int,
     size: int,
 ) -> tuple[int, int]:
@@ -284,7 +284,7 @@ def _expand(
     No context can contribute more children than a node may have, so no more become candidates.
 
     Args:
-        parent, survival: the node that they would be children of.
+        parent, path_probs: the node that they would be children of.
         held, size: candidates so far, and those in the heap.
 
     Returns:
@@ -304,11 +304,11 @@ def _expand(
             _swap(work, index, _best(work, index, count, _BY_SUM))
         count = params.top_k_in_cell
     for index in range(min(count, params.token_paths_top_k)):
-        best = _best(work, index, count, _BY_CHANCE)
-        chance = work.weights[best, _CHANCE] * survival
-        if chance < params.p_min:
+        best = _best(work, index, count, _BY_RATE)
+        path_prob = work.weights[best, _RATE] * path_probs
+        if path_prob < params.p_min:
             break
-        work.chances[held] = chance
+        work.path_probs[held] = path_prob
         work.candidates[held, _PARENT] = parent
         work.candidates[held, _NEXT] = work.found[best, _TOKEN]
         work.candidates[held, _CONTEXT] = context
@@ -342,12 +342,12 @@ def _anchor(
 @njit(**BORROWING)
 def _start(
     tries: _Tries,
-    params: TurboParams,
+    params: TrieProposalParams,
     work: _Work,
     asked: int,
     first: int,
     salt: int,
-    space: int,
+    namespace: int,
 ) -> int:
     """Looks the end of the sequence up: its longest contexts that lead anywhere. Returns the number
     of candidates."""
@@ -360,11 +360,11 @@ def _start(
         places[:] = _NOWHERE
         if asked != _OWN:
             one, arena = tries.young, tries.young_text
-            places[1] = _anchor(one, arena, shortest, text, space, end, length)
+            places[1] = _anchor(one, arena, shortest, text, namespace, end, length)
             one, arena = tries.old, tries.old_text
-            places[2] = _anchor(one, arena, shortest, text, space, end, length)
+            places[2] = _anchor(one, arena, shortest, text, namespace, end, length)
             one, arena = tries.static, tries.static_text
-            places[3] = _anchor(one, arena, shortest, text, space, end, length)
+            places[3] = _anchor(one, arena, shortest, text, namespace, end, length)
         if asked & _OWN:
             places[0] = _anchor(tries.local, text, shortest, text, salt, end, length)
         context = length
@@ -417,36 +417,36 @@ def _go_round(tries: _Tries, place: int, depth: int) -> int:
 @njit(**BORROWING)
 def _grow(
     tries: _Tries,
-    params: TurboParams,
+    params: TrieProposalParams,
     work: _Work,
     held: int,
     limit: int,
     tokens: np.ndarray,
     parents: np.ndarray,
-    survival: np.ndarray,
-    kind: np.ndarray,
+    path_probs: np.ndarray,
+    buckets: np.ndarray,
 ) -> int:
     """Turns the `held` candidates and what follows them into nodes, the likeliest first.
 
-    Candidates leave the heap with ever smaller chances, so one whose node is there already cannot
-    make it likelier. What a shorter context goes on with below it is left out: it would bring one
-    accepted token more in three hundred, and takes several times as long.
+    Candidates leave the heap with falling path probabilities, so one whose node is there already
+    cannot make it likelier. What a shorter context goes on with below it is left out: it would
+    bring one accepted token more in three hundred, and takes several times as long.
 
     Returns:
         The number of nodes.
     """
-    candidates, chances, depths = work.candidates, work.chances, work.depths
+    candidates, path_probs, depths = work.candidates, work.path_probs, work.depths
     size, count = held, 0
     while size > 0 and count < limit:
         best = _pop(work, size)
         size -= 1
         parent, token = np.int64(candidates[best, _PARENT]), candidates[best, _NEXT]
-        above = np.float32(1.0) if parent < 0 else survival[parent]
+        above = np.float32(1.0) if parent < 0 else path_probs[parent]
         node, siblings, left = parent + 1, 0, above
         while node < count and (parents[node] != parent or tokens[node] != token):
             if parents[node] == parent:
                 siblings += 1
-                left -= survival[node]
+                left -= path_probs[node]
             node += 1
         if node < count or siblings == params.token_paths_top_k:
             continue
@@ -455,28 +455,28 @@ def _grow(
             # It can be right only where its better siblings are wrong.
             cell += SECOND
             lower = min(above * work.rates[cell], left)
-            if lower < chances[best]:
-                chances[best] = lower
+            if lower < path_probs[best]:
+                path_probs[best] = lower
                 if lower >= params.p_min:
                     _push(work, size, best)
                     size += 1
                 continue
         tokens[count], parents[count] = token, parent
-        survival[count], kind[count] = chances[best], cell
+        path_probs[count], buckets[count] = path_probs[best], cell
         depth = 1 if parent < 0 else depths[parent] + 1
         depths[count] = depth
         count += 1
-        if depth < (params.sure_length if survival[node] > _SURE else params.copy_length):
+        if depth < (params.sure_length if path_probs[node] > _SURE else params.copy_length):
             for trie in range(_NUM_TRIES):
                 work.places[trie] = candidates[best, _WHERE + trie]
             work.places[0] = _go_round(tries, work.places[0], depth)
             context = np.int64(candidates[best, _CONTEXT]) + 1
-            held, size = _expand(tries, params, work, context, node, survival[node], held, size)
+            held, size = _expand(tries, params, work, context, node, path_probs[node], held, size)
     return count
 
 
 @njit(cache=True, nogil=True)
-def new_work(params: TurboParams, table: np.ndarray, width: int) -> _Work:
+def new_work(params: TrieProposalParams, table: np.ndarray, width: int) -> _Work:
     """Memory for trees of at most `width` nodes.
 
     Args:
@@ -487,9 +487,9 @@ def new_work(params: TurboParams, table: np.ndarray, width: int) -> _Work:
     room = lengths * (width + 1) * min(params.token_paths_top_k, params.top_k_in_cell)
     return _Work(
         found=np.empty((_NUM_TRIES * MAX_CELL, _PLACES + _NUM_TRIES), np.int32),
-        weights=np.empty((_NUM_TRIES * MAX_CELL, _CHANCE + 1), np.float32),
+        weights=np.empty((_NUM_TRIES * MAX_CELL, _RATE + 1), np.float32),
         candidates=np.empty((room, _WHERE + _NUM_TRIES), np.int32),
-        chances=np.empty(room, np.float32),
+        path_probs=np.empty(room, np.float32),
         heap=np.empty(room, np.int32),
         depths=np.empty(width, np.int32),
         places=np.empty(_NUM_TRIES, np.int32),
@@ -504,15 +504,15 @@ def propose_all(
     salts: np.ndarray,
     firsts: np.ndarray,
     ends: np.ndarray,
-    spaces: np.ndarray,
+    namespaces: np.ndarray,
     globals_: tuple[tuple[TrieArrays, np.ndarray], ...],
-    params: TurboParams,
+    params: TrieProposalParams,
     work: _Work,
     limits: np.ndarray,
     tokens: np.ndarray,
     parents: np.ndarray,
-    survival: np.ndarray,
-    kind: np.ndarray,
+    path_probs: np.ndarray,
+    buckets: np.ndarray,
     counts: np.ndarray,
 ) -> None:
     """`propose` with memory to work in."""
@@ -521,11 +521,11 @@ def propose_all(
     for i in range(len(ends)):
         tries = _Tries(local, text, ends[i], *young, *old, *static)
         limit = min(limits[i], tokens.shape[1])
-        row = tokens[i], parents[i], survival[i], kind[i]
+        row = tokens[i], parents[i], path_probs[i], buckets[i]
         count = 0
         for asked in range(_OWN if own_first else _BOTH, _BOTH if own_first else _BOTH + 1):
             if count == 0 and limit > 0:
-                held = _start(tries, params, work, asked, firsts[i], salts[i], spaces[i])
+                held = _start(tries, params, work, asked, firsts[i], salts[i], namespaces[i])
                 count = _grow(tries, params, work, held, limit, *row)
         counts[i] = count
 
@@ -537,20 +537,20 @@ def propose(
     salts: np.ndarray,
     firsts: np.ndarray,
     ends: np.ndarray,
-    spaces: np.ndarray,
+    namespaces: np.ndarray,
     globals_: tuple[tuple[TrieArrays, np.ndarray], ...],
-    params: TurboParams,
-    calibration: np.ndarray,
+    params: TrieProposalParams,
+    accepted: np.ndarray,
     limits: np.ndarray,
     tokens: np.ndarray,
     parents: np.ndarray,
-    survival: np.ndarray,
-    kind: np.ndarray,
+    path_probs: np.ndarray,
+    buckets: np.ndarray,
     counts: np.ndarray,
 ) -> None:
     """Drafts a tree of what followed the last tokens of each sequence before.
 
-    A node's chance once its parent is accepted is the rate of its calibration cell, scaled by
+    A node's path_prob once its parent is accepted is the rate of its acceptance bucket, scaled by
     (1 + share) / 2; for all but the first of siblings at most what the better ones leave. The
     context of a deeper node is longer by its path.
 
@@ -558,19 +558,19 @@ def propose(
         local, text: trie and int32 text of the live sequences.
         salts: [S] int64, of each one's own entries.
         firsts, ends: [S] int64, where each one lies in `text`, all of it inserted.
-        spaces: [S] int64, each one's salt in the global tries.
+        namespaces: [S] int64, each one's salt in the global tries.
         globals_: three times (trie, its text: int32, cut after the last token that is known).
-        calibration: [2, NUM_LENGTHS, NUM_BUCKETS, 2] float32, accepted and tried nodes; see
+        accepted: [2, NUM_LENGTHS, NUM_BUCKETS, 2] float32, accepted and tried nodes; see
             `initial_calibration`.
         limits: [S] int32, most nodes of each draft.
         tokens, parents: [S, 63] int32, written.
-        survival: [S, 63] float32, written: siblings together do not exceed their parent.
-        kind: [S, 63] int32, written: the calibration's cell, of [2 * NUM_LENGTHS * NUM_BUCKETS],
+        path_probs: [S, 63] float32, written: siblings together do not exceed their parent.
+        buckets: [S, 63] int32, written: the accepted's cell, of [2 * NUM_LENGTHS * NUM_BUCKETS],
             that learns whether the node was accepted if its parent was.
         counts: [S] int32, written: nodes of each draft.
     """
-    work = new_work(params, calibration.reshape((-1, 2)), tokens.shape[1])
+    work = new_work(params, accepted.reshape((-1, 2)), tokens.shape[1])
     propose_all(
-        local, text, salts, firsts, ends, spaces, globals_, params, work, limits, tokens, parents,
-        survival, kind, counts,
+        local, text, salts, firsts, ends, namespaces, globals_, params, work, limits, tokens,
+        parents, path_probs, buckets, counts,
     )  # fmt: skip

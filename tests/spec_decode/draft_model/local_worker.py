@@ -1,7 +1,8 @@
 """A draft worker in this process: both ends of its rings, and a loop that runs when a test says so.
 
-`LocalWorker` has the face of `DraftWorker`, for a `DraftSource` and whole engines: its worker runs
-a few rounds whenever it is asked for news, so that what it drafts depends on nothing but the calls.
+`LocalWorker` has the face of `DraftWorker`, for a `DraftModelProposer` and whole engines: its
+worker runs a few rounds whenever it is asked for news, so that what it drafts depends on nothing
+but the calls.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from hetero_llm.config.draft_model_config import DraftModelConfig
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel
 from hetero_llm.cpu.draft_worker.kv_layout import no_branches
 from hetero_llm.spec_decode.draft_model import proposer as source_module
-from hetero_llm.spec_decode.draft_model.proposer import DraftSource
+from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 from hetero_llm.spec_decode.proposals import Proposals
 from tests.cpu.draft_worker.test_worker import greedy
 from tests.spec_decode.draft_model.local_worker import LocalWorker, Setting, as_any, load_model
@@ -69,7 +69,7 @@ class Texts:
             "weight_dtype": "auto", "overlap": "auto", "timeout": None, "optional": False,
         }  # fmt: skip
         self.worker = worker
-        self.source = DraftSource(
+        self.source = DraftModelProposer(
             as_any(worker), DraftModelConfig(**given | settings), slots=SLOTS, vocab_size=VOCAB,
             max_positions=POSITIONS,
         )  # fmt: skip
@@ -114,7 +114,7 @@ class Texts:
 
     def settle(self, count: int = 1) -> None:
         for _ in range(count):
-            self.source.settle()
+            self.source.run_deferred()
 
     def metric(self, name: str) -> float:
         return self.source.metrics()[name]
@@ -490,7 +490,7 @@ def test_what_follows_verified_nodes_is_drafted_ahead(model: DraftModel, texts: 
     texts.open(0, text)
     wait_for_drafts(texts, [0])
     found, kept = verified([(int(strange[0]), -1, 0.95), (int(strange[1]), 0, 0.9)])
-    texts.source.graft(np.array([0]), found, kept)
+    texts.source.add_external_nodes(np.array([0]), found, kept)
     texts.settle(8)
     texts.commit({0: strange.tolist()})
     (draft,) = texts.propose([0])
@@ -503,7 +503,7 @@ def test_only_what_the_worker_cannot_know_is_told(texts: Texts) -> None:
     outbox = texts.worker.outbox
 
     def told(nodes: list[tuple[int, int, float]], *, ours: bool = False, row: int = 0) -> int:
-        texts.source.graft(np.array([row]), *verified(nodes, ours=ours))
+        texts.source.add_external_nodes(np.array([row]), *verified(nodes, ours=ours))
         words = outbox.num_words
         outbox.clear()
         return words // 3
