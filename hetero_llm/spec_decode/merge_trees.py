@@ -1,4 +1,4 @@
-"""Two drafts of one sequence become one tree."""
+"""Merges two drafts of one sequence into one tree."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def merge(
     more_counts: np.ndarray,
     limits: np.ndarray,
 ) -> None:
-    """Adds the nodes of other drafts to drafts and sorts each by path_probs, parents first.
+    """Adds the nodes of other drafts to drafts and sorts each by path probability, parents first.
 
-    A token that stands under the same parent already stays as it is. A new one survives as its own
-    estimate says, but siblings together no more often than their parent.
+    A node that is there already stays as it is. A new one keeps its path probability, lowered so
+    that siblings together do not exceed their parent.
 
     Args:
-        tokens, parents, path_probs, buckets: [S, 63], counts: [S]; as in `Proposals`, changed.
+        tokens, parents, path_probs, buckets, counts: as in `Proposals`; changed.
         more_tokens, more_parents, more_path_probs, more_buckets, more_counts: the other drafts.
-        limits: [S] int32, most nodes; what is least likely is left out.
+        limits: [S] int32, most nodes of each draft; the least likely are left out.
     """
     width = tokens.shape[1]
     places = np.empty(width, np.int64)

@@ -118,6 +118,7 @@ class _Indexes(NamedTuple):
     text: Int32Vector
 
 
+# large: one name for each array that compiled functions find.
 class _Arrays:
     """What compiled functions find by name. Arrays of an index that the configuration does not use
     are never entered nor looked at.

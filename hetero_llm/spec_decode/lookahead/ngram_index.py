@@ -1,13 +1,13 @@
-"""The Raw cache: what followed an n-gram before is drafted after it again.
+"""TACO-LLM's Raw cache: what followed an n-gram before is drafted after it again.
 
-A hash table leads from an n-gram to its cell, a few phrases that followed it. A phrase is a place
-in the text and a signature of its first tokens; its tokens are read from the text when drafted, as
-in LLMA (Yang et al., "Inference with Reference", arXiv 2304.04487). Cells keep frequencies and
-forget by threshold and decay, much like the draft tables of Ant's Flood.
+A hash table leads from an n-gram to its cell, a few phrases that followed it. A phrase is a
+position in the text and a signature of its first tokens; its tokens are read from the text when
+drafted, as in LLMA (Yang et al., "Inference with Reference", arXiv 2304.04487). Cells keep
+frequencies and forget by threshold and decay, much like the draft tables of Ant's Flood.
 
 One index serves many texts: a salt, part of every key, keeps them apart. Everything lies in flat
-arrays; only `NgramIndex.reserve` allocates. One thread writes at a time and nobody reads meanwhile;
-any number of threads may propose at once, each into rows of its own.
+arrays; only `NgramIndex.reserve` allocates. One thread writes at a time, without readers; any
+number of threads may propose at once, each into rows of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hetero_llm.spec_decode.array_table import (
 )
 
 SIGNATURE_TOKENS = 4
-"""Phrases of one cell that agree in so many first tokens are the same phrase."""
+"""Phrases of one cell are the same if their first `SIGNATURE_TOKENS` tokens are."""
 
 _MAX_NODES = 63
 _ONE_TOKEN_DEPTH = 2
@@ -41,7 +41,7 @@ _MIN_SLOTS = 64
 _MAX_ENTRIES = 2**31 - 1
 
 NUM_LEVELS, NUM_DEPTHS = 5, 8
-"""Nodes are told apart by tokens matched, up to 4, and by depth, up to 8: their buckets is
+"""Acceptance buckets by tokens matched, up to 4, and by depth, up to 8: the bucket of a node is
 min(matched, 4) * NUM_DEPTHS + min(depth, 8) - 1."""
 FIRST_RATES = np.array([0.0, 0.15, 0.5, 0.55, 0.6])
 FURTHER_RATES = np.array([0.0, 0.5, 0.6, 0.7, 0.75])
@@ -133,8 +133,41 @@ class NgramIndex:
         """N-grams that it knows."""
         return int(self.arrays.state[_NUM_KEYS])
 
+    @property
+    def num_blocks(self) -> list[int]:
+        """Blocks in use of 1, 2, 4, ... entries."""
+        return self.arrays.state[_BLOCKS_IN_USE:].tolist()  # type: ignore[no-any-return]
+
+    @property
+    def num_entries(self) -> int:
+        """Entries ever handed out, those of free blocks included."""
+        return int(self.arrays.state[_NUM_USED])
+
+    def check_integrity(self) -> None:
+        """Asserts that keys and blocks are counted, and that each entry ever handed out is in one
+        block, free or of a cell."""
+        slots, entries, state = self.arrays.slots, self.arrays.entries, self.arrays.state
+        cells = slots[slots[:, _KEY] != 0, _CELL].tolist()
+        assert len(cells) == self.num_keys <= len(slots) // 2
+        blocks = [(cell >> _COUNT_BITS, ((cell & _COUNT_MASK) - 1).bit_length()) for cell in cells]
+        num_blocks = [0] * _NUM_CLASSES
+        for _, size_class in blocks:
+            num_blocks[size_class] += 1
+        assert num_blocks == self.num_blocks
+        for size_class in range(_NUM_CLASSES):
+            block = int(state[_FREE + size_class])
+            while block >= 0:
+                blocks.append((block, size_class))
+                block = int(entries[block, _POS])
+        taken = sorted(
+            entry
+            for block, size_class in blocks
+            for entry in range(block, block + (1 << size_class))
+        )
+        assert taken == list(range(self.num_entries))
+
     def reserve(self, tokens: int) -> None:
-        """Makes room, so that inserting so many more tokens cannot run out of it.
+        """Makes room for inserting `tokens` more tokens.
 
         Raises:
             MemoryError: there is none; the index stays as it was.
@@ -243,7 +276,7 @@ def _give_block(arrays: NgramArrays, block: int, size_class: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _size_class(count: int) -> int:
-    """Of the block for so many entries."""
+    """Of the block for `count` entries."""
     size_class = 0
     while (1 << size_class) < count:
         size_class += 1
@@ -333,8 +366,8 @@ def insert(
 
     A phrase is complete once its first min(copy_length, 4) tokens are known. So a text may come in
     pieces of any size, each beginning where the last ended, and the last three positions of a text
-    begin no phrase. A text that goes on elsewhere (in a chunk of another arena, say) loses nothing
-    if its last match_length + 3 tokens are repeated there between `first` and `begin`.
+    begin no phrase. A text that is continued elsewhere (in a chunk of another arena, say) loses
+    nothing if its last match_length + 3 tokens are repeated there between `first` and `begin`.
 
     Args:
         arrays: with room for end - begin tokens, see `NgramIndex.reserve`.
@@ -441,7 +474,7 @@ def _draft(
     known: int,
     key: int,
     size: int,
-    goes_on: bool,
+    wraps: bool,
     path: np.ndarray,
     params: NgramParams,
     limit: int,
@@ -456,7 +489,7 @@ def _draft(
     Args:
         arena, known: the index's text; its tokens before `known` may be drafted.
         size: tokens of the n-gram.
-        goes_on: the draft follows at `known`, so that a phrase which reaches it goes on with the
+        wraps: the draft follows at `known`, so that a phrase which reaches it continues with the
             draft's own tokens: a loop shorter than a draft is drafted as often as it fits.
         path: [63] int32, scratch.
         limit: most nodes, at most 63.
@@ -486,7 +519,7 @@ def _draft(
         node = -1
         path_prob = share
         share *= _RANK_SHARE
-        last = begin + depth if goes_on else min(begin + depth, known)
+        last = begin + depth if wraps else min(begin + depth, known)
         for position in range(begin, last):
             token = arena[position] if position < known else path[position - known]
             if token < 0:
@@ -575,10 +608,10 @@ def propose(
     equal ones the newest, are merged into a tree. A match of a single token drafts at most two.
 
     Args:
-        local, text: index and int32 text of the live sequences.
+        local, text: index and int32 tokens of the running sequences.
         salts: [S] int64, of each sequence's own entries.
         firsts, ends: [S] int64, where each one lies in `text`; all of it may be drafted, and a
-            phrase that reaches the end goes on with what was drafted.
+            phrase that reaches the end continues with what was drafted.
         namespaces: [S] int64, each one's salt in the global indices.
         globals_: three times (index, its text: int32, cut after the last token that is known).
         limits: [S] int32, most nodes of each draft.

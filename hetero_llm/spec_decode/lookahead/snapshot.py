@@ -4,8 +4,8 @@ A safetensors file with the text and the documents of each generation; its metad
 format, the tokenizer and a checksum of everything. Indexes are not stored, they are built again: so
 a snapshot suits any configuration and outlives changes of the caches' layout.
 
-Namespaces are told apart by hashes of their salts, but texts are there for everyone who can read
-the file: it is made readable to its owner alone.
+Namespaces appear as hashes of their salts, but texts can be read by everyone who can read the file:
+it is made readable to its owner alone.
 """
 
 from __future__ import annotations
@@ -76,19 +76,19 @@ class Header:
 
     @property
     def needed(self) -> int:
-        """Least capacity of a history that can become what this one was."""
+        """Least capacity of a global cache that can load it."""
         return max(self.static, 2 * self.old, 2 * self.young)
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequirements:
-    """Where a snapshot, or another file of token ids, is to be learned.
+    """What a snapshot, or another file of token ids, must fit to be learned here.
 
     Attributes:
         tokenizer: gives the fingerprint of the one in use; called when it is needed.
         voc_size: token ids are below it.
         stop_tokens: separators take their requirements.
-        capacity: tokens of the history, see `GlobalCache`.
+        capacity: tokens of the global cache, see `GlobalCache`.
     """
 
     tokenizer: Callable[[], str]

@@ -1,4 +1,4 @@
-"""What users do with the global cache of a running engine: warm it up, save it, load it, look."""
+"""What users do with the global cache of a running engine: warm up, save, load, read metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Store:
-    """See above. To be called by whoever steps the engine, between two steps.
+    """See the module. To be called by the thread that steps the engine, between two steps.
 
     Args:
         requirements: what may be learned here; its capacity is the cache's.
@@ -55,8 +55,7 @@ class Store:
         write_snapshot(path, self._cache.content(), self._requirements.tokenizer())
 
     def load(self, path: str) -> Header:
-        """The global cache becomes what it was when the snapshot was saved. A warm-up that is not
-        over is given up.
+        """Replaces the global cache by a snapshot. A warm-up that is still running is stopped.
 
         Raises:
             SnapshotError: the snapshot is damaged or does not belong here; nothing has changed.
@@ -71,7 +70,7 @@ class Store:
         return header
 
     def metrics(self) -> dict[str, float]:
-        """Present state of the global cache, and what came of the warm-up file."""
+        """Sizes of the global cache, and progress of the warm-up."""
         cache, warmup = self._cache, self._warmup
         figures = {
             "lookahead_cache_tokens": cache.num_tokens,

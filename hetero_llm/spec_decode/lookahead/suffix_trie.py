@@ -1,15 +1,15 @@
 """A suffix trie with lazy leaves: what followed each context of up to `max_depth` tokens.
 
-A context that occurred once is a leaf that remembers where in the text it went on. Only when it
-occurs again does the remembered token move into a cell of its own, and the memory one node down: so
-the work of an insert is proportional to what repeats, and a text that never repeats costs one node
-a token. Contexts start from a hash table of `key_length` tokens and a salt; from there each node's
+A context that occurred once is a leaf that holds the position of the token that followed. Only when
+the context occurs again does that token move into a cell, and the position one node down: so the
+work of an insert is proportional to what repeats, and a text that never repeats costs one node a
+token. Contexts start from a hash table of `key_length` tokens and a salt; from there each node's
 cell, a few tokens with frequencies that decay, leads on.
 
 The suffix tree of SuffixDecoding (Oliaro et al., arXiv 2411.04975) made lazy and its depth capped,
 with the cells of TACO-LLM's lookahead cache. One trie serves many texts: salts keep them apart.
-Everything lies in flat arrays; only `SuffixTrie.reserve` allocates. One thread writes at a time and
-nobody reads meanwhile; any number may read at once.
+Everything lies in flat arrays; only `SuffixTrie.reserve` allocates. One thread writes at a time,
+without readers; any number may read at once.
 """
 
 from __future__ import annotations
@@ -127,11 +127,11 @@ class SuffixTrie:
     @property
     def num_entries(self) -> int:
         """Entries in use, the unused rest of their blocks included."""
-        live = self.arrays.state[_BLOCKS_IN_USE : _BLOCKS_IN_USE + _NUM_CLASSES]
-        return int((live << np.arange(_NUM_CLASSES)).sum())
+        blocks = self.arrays.state[_BLOCKS_IN_USE : _BLOCKS_IN_USE + _NUM_CLASSES]
+        return int((blocks << np.arange(_NUM_CLASSES)).sum())
 
     def reserve(self, tokens: int) -> None:
-        """Makes room, so that inserting so many more tokens in one call cannot run out of it.
+        """Makes room for inserting `tokens` more tokens in one call.
 
         Raises:
             MemoryError: there is none; the trie stays as it was.
@@ -140,7 +140,7 @@ class SuffixTrie:
         state: list[int] = arrays.state.tolist()
         # A token adds an entry to a context in two ways. A leaf's remembered token moves down: at
         # most once at every level. Or the context did not know the token: then its run of
-        # repetitions is over, and a token starts but one of those.
+        # repetitions ends, and a token starts only one run.
         added = tokens * (self._levels + 1) + self._levels
         # Blocks that a cell moves through on its way to n entries have fewer than 4 n; a cell
         # that exists already may double at its first new entry.
@@ -224,7 +224,7 @@ def _take_leaf(arrays: TrieArrays, position: int) -> int:
 
 @njit(**BORROWING)
 def _size_class(count: int) -> int:
-    """Of the block for so many entries."""
+    """Of the block for `count` entries."""
     size_class = 0
     while (1 << size_class) < count:
         size_class += 1
@@ -330,7 +330,7 @@ def _add(
     freq: float,
     active: np.ndarray,
 ) -> None:
-    """A node's context went on with a token that its cell does not hold.
+    """Enters a token that followed a node's context and that its cell does not hold.
 
     Args:
         position: of the token; a leaf if the cell is to hold its first entry.
@@ -373,7 +373,7 @@ def _follow(
     freq: float,
     active: np.ndarray,
 ) -> int:
-    """A context is followed by the token at `position`: for the second time at least.
+    """Enters the token at `position` behind a context that occurred before.
 
     Returns:
         The node of the context with the token if that is a repetition too, else -1.
@@ -468,7 +468,7 @@ def _resume(
     active[_LONGEST] = 0
     for length in range(params.key_length, min(active[_RUN], params.max_depth - 1) + 1):
         node, offset = find(arrays, params.key_length, text, text, salt, begin, length)
-        # A leaf that goes on at `begin` stands for this very occurrence.
+        # A leaf that points to `begin` stands for this very occurrence.
         repeats = (
             node >= 0
             and offset == 0
@@ -493,7 +493,7 @@ def insert(
     """Appends the tokens at begin .. end-1 to a text.
 
     Every context of key_length to max_depth - 1 tokens that ends before one of them is followed by
-    it once more. Positions tell what is newer: of one salt, later inserts have higher ones.
+    it once more. Higher positions are newer: of one salt, later inserts have higher ones.
 
     Args:
         arrays: with room for end - begin tokens, see `SuffixTrie.reserve`.
@@ -577,7 +577,7 @@ def remove(
     """
     slots = arrays.slots
     mask = len(slots) - 1
-    nobody = text[:0]
+    no_active = text[:0]
     for last in range(begin + params.key_length, end + 1):
         key = hash_tokens(text, last - params.key_length, last, salt)
         if key == 0:
@@ -585,7 +585,7 @@ def remove(
         hole = find_slot(slots, key)
         if slots[hole, KEY] == 0:
             continue
-        _give_nodes(arrays, slots[hole, ROOT], nobody)
+        _give_nodes(arrays, slots[hole, ROOT], no_active)
         slot = (hole + 1) & mask
         while slots[slot, KEY] != 0:
             if ((slot - slots[slot, KEY]) & mask) >= ((slot - hole) & mask):

@@ -1,9 +1,9 @@
-"""The Turbo cache's drafts: a tree of what followed a sequence's last tokens before.
+"""Drafts of TACO-LLM's Turbo cache: a tree of what followed a sequence's last tokens before.
 
-Contexts of min_match_length .. turbo_match_length tokens are looked up, in the sequence's own trie
-and in the global ones, and grow one tree best first: the likeliest node comes next, whichever
-context it is from. A count does not tell how likely a token is, so what came of earlier drafts is
-kept by source, length of the context and the token's share of its cell. After SuffixDecoding
+Contexts of min_match_length .. turbo_match_length tokens are looked up, in the local trie and in
+the global ones, and grow one tree best first: the node with the highest path probability comes
+next, whichever context it is from. A count does not say how likely a token is: that is estimated
+from the outcome of earlier drafts, by acceptance buckets (trie_buckets.py). After SuffixDecoding
 (Oliaro et al., arXiv 2411.04975) and EAGLE-2's choice of nodes by path probability (arXiv
 2406.16858).
 """
@@ -41,15 +41,15 @@ from hetero_llm.spec_decode.lookahead.trie_buckets import (
 _LONGEST = int(LENGTHS[-1])
 _SURE = np.float32(0.5)
 _MOST_ANCHORS = 2  # all six would bring half a percent more tokens in twice the time
-_NUM_TRIES = 4  # the sequence's own; young, old, static
-_OWN, _BOTH = 1, 3  # which tries to ask, by bits; 2: the global ones
+_NUM_TRIES = 4  # local, young, old, static
+_OWN, _BOTH = 1, 3  # which tries to look up, by bits; 2: the global ones
 _NOWHERE = -1  # places: a node, or -2 - position in the trie's text
 
-_TOKEN, _LAST, _CELL, _PLACES = 0, 1, 2, 3  # columns of `_Work.found`
+_TOKEN, _LAST, _BUCKET, _PLACES = 0, 1, 2, 3  # columns of `_Work.found`
 _SUM, _RATE = 2, 3  # columns of `_Work.weights`
-_PARENT, _NEXT, _CONTEXT, _RATED, _WHERE = 0, 1, 2, 3, 4  # columns of `_Work.candidates`
+_PARENT, _NEXT, _CONTEXT, _RATED_BY, _WHERE = 0, 1, 2, 3, 4  # columns of `_Work.candidates`
 
-# As numbers of a plain type: each literal would compile the function it is passed to once more.
+# Of a plain type: each literal would compile the function it is passed to once more.
 _ZERO: Any = np.int64(0)
 _ROOT: Any = np.int64(-1)
 _BY_SUM: Any = np.int64(_SUM)
@@ -67,8 +67,8 @@ class TrieProposalParams(NamedTuple):
             than not.
         top_k_in_cell: continuations of a context that are considered: the most frequent, local and
             global frequencies added up; of equal ones the newest.
-        token_paths_top_k: most children of a node. With 1 the global tries are asked only where the
-            sequence's own has nothing to offer.
+        token_paths_top_k: most children of a node. With 1 the global tries are looked up only where
+            the local one has nothing.
         start_freq: of a new entry of the local trie.
         p_min: nodes less likely to be accepted are left out.
     """
@@ -84,7 +84,8 @@ class TrieProposalParams(NamedTuple):
 
 
 class _Tries(NamedTuple):
-    """What one sequence is looked up in. `end`: the sequence's, in `text`."""
+    """The tries of one sequence, each with the text that its positions refer to. `end`: of the
+    sequence in `text`."""
 
     local: TrieArrays
     text: np.ndarray
@@ -102,21 +103,21 @@ class _Work(NamedTuple):
 
     Attributes:
         found: [F, 3 + 4] int32, what may follow a context: token, last position, acceptance bucket,
-            and the place where each trie goes on with it.
-        weights: [F, 5] float32: times seen locally and globally, sum of frequencies, path_prob of
-            being accepted, and by how much the share scales the cell's rate in that.
-        candidates: [C, 4 + 4] int32: parent, token, length of the context, cell and places.
-        path_probs: [C, 2] float32: path_probs, factor as in `weights`.
+            and its place in each trie.
+        weights: [F, 4] float32: times seen locally and globally, sum of frequencies, and the
+            acceptance rate of the bucket.
+        candidates: [C, 4 + 4] int32: parent, token, length of the context, bucket and places.
+        probs: [C] float32 path probability of each candidate.
         heap: [C] int32 candidates, the best one first.
-        depths: [nodes] int32.
-        places: [4] int32.
-        rates: [cells] float32 rates of acceptance.
+        depths: [nodes] int32 of the tree.
+        places: [4] int32 of the context that is expanded, one in each trie.
+        rates: [buckets] float32 acceptance rates, given that the parent is accepted.
     """
 
     found: np.ndarray
     weights: np.ndarray
     candidates: np.ndarray
-    path_probs: np.ndarray
+    probs: np.ndarray
     heap: np.ndarray
     depths: np.ndarray
     places: np.ndarray
@@ -204,8 +205,8 @@ def _swap(work: _Work, one: int, other: int) -> None:
 
 @njit(**BORROWING)
 def _estimate(work: _Work, count: int, context: int) -> None:
-    """Fills in path_prob, factor and cell of all that may follow a context of so many tokens: those
-    of the source that makes it likelier."""
+    """Fills in bucket and rate of all that may follow a context of `context` tokens: those of the
+    source, local or global, that makes it likelier."""
     found, weights = work.found, work.weights
     length = 0
     while length + 1 < NUM_LENGTHS and LENGTHS[length + 1] <= context:
@@ -220,23 +221,23 @@ def _estimate(work: _Work, count: int, context: int) -> None:
             times = weights[index, source]
             if times == 0.0:
                 continue
-            bucket = 0
+            share = 0
             if times == total and total <= 1.0:
-                bucket = ONCE
+                share = ONCE
             else:
-                while bucket < len(SHARES) and SHARES[bucket] * total <= times:
-                    bucket += 1
-            cell = (source * NUM_LENGTHS + length) * NUM_BUCKETS + bucket
-            if work.rates[cell] > weights[index, _RATE]:
-                weights[index, _RATE] = work.rates[cell]
-                found[index, _CELL] = cell
+                while share < len(SHARES) and SHARES[share] * total <= times:
+                    share += 1
+            bucket = (source * NUM_LENGTHS + length) * NUM_BUCKETS + share
+            if work.rates[bucket] > weights[index, _RATE]:
+                weights[index, _RATE] = work.rates[bucket]
+                found[index, _BUCKET] = bucket
 
 
 @njit(**BORROWING)
 def _is_better(work: _Work, one: np.int32, other: np.int32) -> bool:
-    """Of candidates: by path_probs, then by age."""
-    if work.path_probs[one] != work.path_probs[other]:
-        return bool(work.path_probs[one] > work.path_probs[other])
+    """Whether a candidate has a higher path probability, or the same and is older."""
+    if work.probs[one] != work.probs[other]:
+        return bool(work.probs[one] > work.probs[other])
     return bool(one < other)
 
 
@@ -275,16 +276,16 @@ def _expand(
     work: _Work,
     context: int,
     parent: int,
-    path_probs: np.float32,
+    parent_prob: np.float32,
     held: int,
     size: int,
 ) -> tuple[int, int]:
-    """Makes candidates of what follows a context of so many tokens, found at `work.places`.
+    """Makes candidates of what follows a context of `context` tokens, found at `work.places`.
 
     No context can contribute more children than a node may have, so no more become candidates.
 
     Args:
-        parent, path_probs: the node that they would be children of.
+        parent, parent_prob: the node that they would be children of, and its path probability.
         held, size: candidates so far, and those in the heap.
 
     Returns:
@@ -305,14 +306,14 @@ def _expand(
         count = params.top_k_in_cell
     for index in range(min(count, params.token_paths_top_k)):
         best = _best(work, index, count, _BY_RATE)
-        path_prob = work.weights[best, _RATE] * path_probs
+        path_prob = work.weights[best, _RATE] * parent_prob
         if path_prob < params.p_min:
             break
-        work.path_probs[held] = path_prob
+        work.probs[held] = path_prob
         work.candidates[held, _PARENT] = parent
         work.candidates[held, _NEXT] = work.found[best, _TOKEN]
         work.candidates[held, _CONTEXT] = context
-        work.candidates[held, _RATED] = work.found[best, _CELL]
+        work.candidates[held, _RATED_BY] = work.found[best, _BUCKET]
         for trie in range(_NUM_TRIES):
             work.candidates[held, _WHERE + trie] = work.found[best, _PLACES + trie]
         _push(work, size, np.int32(held))
@@ -349,8 +350,8 @@ def _start(
     salt: int,
     namespace: int,
 ) -> int:
-    """Looks the end of the sequence up: its longest contexts that lead anywhere. Returns the number
-    of candidates."""
+    """Looks up the contexts at the end of the sequence, longest first, until two of them have given
+    candidates. Returns the number of candidates."""
     text, end, shortest, places = tries.text, tries.end, params.key_length, work.places
     run = 0
     while run < min(params.match_length, end - first) and text[end - 1 - run] >= 0:
@@ -380,8 +381,9 @@ def _start(
 
 @njit(**BORROWING)
 def _true_length(tries: _Tries, place: int, first: int, length: int) -> int:
-    """How many tokens before the newest occurrence of a context in the sequence's own text are
-    those at its end, up to the most that make a difference; `length` of them are known to be."""
+    """How many of the tokens before the newest occurrence of a context in the sequence itself are
+    those at its end; `length` of them are known to be. Counts up to `_LONGEST`: beyond, estimates
+    are the same."""
     nodes, entries = tries.local.nodes, tries.local.entries
     if place == _NOWHERE:
         return length
@@ -406,8 +408,8 @@ def _true_length(tries: _Tries, place: int, first: int, length: int) -> int:
 
 @njit(**BORROWING)
 def _go_round(tries: _Tries, place: int, depth: int) -> int:
-    """The place after a path of `depth` tokens; one at the end of the text becomes the place where
-    the path began: a copy that gets there has gone round a loop, and goes on."""
+    """The place after a path of `depth` tokens. One at the end of the sequence becomes the place
+    where the path began: a copy that reaches the end has gone round a loop, which it repeats."""
     nodes = tries.local.nodes
     if place >= 0 and nodes[place, SIZE] == 0 and nodes[place, REF] == tries.end:
         place = -2 - tries.end
@@ -435,7 +437,7 @@ def _grow(
     Returns:
         The number of nodes.
     """
-    candidates, path_probs, depths = work.candidates, work.path_probs, work.depths
+    candidates, probs, depths = work.candidates, work.probs, work.depths
     size, count = held, 0
     while size > 0 and count < limit:
         best = _pop(work, size)
@@ -450,19 +452,19 @@ def _grow(
             node += 1
         if node < count or siblings == params.token_paths_top_k:
             continue
-        cell = candidates[best, _RATED]
+        bucket = candidates[best, _RATED_BY]
         if siblings > 0:
             # It can be right only where its better siblings are wrong.
-            cell += SECOND
-            lower = min(above * work.rates[cell], left)
-            if lower < path_probs[best]:
-                path_probs[best] = lower
+            bucket += SECOND
+            lower = min(above * work.rates[bucket], left)
+            if lower < probs[best]:
+                probs[best] = lower
                 if lower >= params.p_min:
                     _push(work, size, best)
                     size += 1
                 continue
         tokens[count], parents[count] = token, parent
-        path_probs[count], buckets[count] = path_probs[best], cell
+        path_probs[count], buckets[count] = probs[best], bucket
         depth = 1 if parent < 0 else depths[parent] + 1
         depths[count] = depth
         count += 1
@@ -480,7 +482,7 @@ def new_work(params: TrieProposalParams, table: np.ndarray, width: int) -> _Work
     """Memory for trees of at most `width` nodes.
 
     Args:
-        table: [cells, 2] float32, accepted and tried nodes of each cell.
+        table: [buckets, 2] float32, accepted and tried nodes of each acceptance bucket.
     """
     # A node is expanded at most once for each length of the context that leads to it.
     lengths = params.match_length - params.key_length + 1
@@ -489,7 +491,7 @@ def new_work(params: TrieProposalParams, table: np.ndarray, width: int) -> _Work
         found=np.empty((_NUM_TRIES * MAX_CELL, _PLACES + _NUM_TRIES), np.int32),
         weights=np.empty((_NUM_TRIES * MAX_CELL, _RATE + 1), np.float32),
         candidates=np.empty((room, _WHERE + _NUM_TRIES), np.int32),
-        path_probs=np.empty(room, np.float32),
+        probs=np.empty(room, np.float32),
         heap=np.empty(room, np.int32),
         depths=np.empty(width, np.int32),
         places=np.empty(_NUM_TRIES, np.int32),
@@ -515,7 +517,7 @@ def propose_all(
     buckets: np.ndarray,
     counts: np.ndarray,
 ) -> None:
-    """`propose` with memory to work in."""
+    """As `propose`, in the memory of `work`."""
     young, old, static = globals_
     own_first = params.token_paths_top_k == 1
     for i in range(len(ends)):
@@ -550,12 +552,12 @@ def propose(
 ) -> None:
     """Drafts a tree of what followed the last tokens of each sequence before.
 
-    A node's path_prob once its parent is accepted is the rate of its acceptance bucket, scaled by
-    (1 + share) / 2; for all but the first of siblings at most what the better ones leave. The
-    context of a deeper node is longer by its path.
+    A node is accepted after its parent at the rate of its acceptance bucket; of siblings all but
+    the first at most as often as the better ones are wrong. A deeper node's context is longer by
+    its path.
 
     Args:
-        local, text: trie and int32 text of the live sequences.
+        local, text: trie and int32 tokens of the running sequences.
         salts: [S] int64, of each one's own entries.
         firsts, ends: [S] int64, where each one lies in `text`, all of it inserted.
         namespaces: [S] int64, each one's salt in the global tries.
@@ -565,8 +567,8 @@ def propose(
         limits: [S] int32, most nodes of each draft.
         tokens, parents: [S, 63] int32, written.
         path_probs: [S, 63] float32, written: siblings together do not exceed their parent.
-        buckets: [S, 63] int32, written: the accepted's cell, of [2 * NUM_LENGTHS * NUM_BUCKETS],
-            that learns whether the node was accepted if its parent was.
+        buckets: [S, 63] int32, written: index in `accepted`, as [2 * NUM_LENGTHS * NUM_BUCKETS],
+            of the bucket that learns whether the node was accepted if its parent was.
         counts: [S] int32, written: nodes of each draft.
     """
     work = new_work(params, accepted.reshape((-1, 2)), tokens.shape[1])

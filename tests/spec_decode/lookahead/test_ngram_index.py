@@ -119,30 +119,12 @@ def check_same(index: NgramIndex, twin: Twin) -> None:
 
 def check_memory(index: NgramIndex, sizes: dict) -> None:
     """No key but these, and each entry ever handed out in one block, free or in use."""
-    arrays = index.arrays
-    assert np.count_nonzero(arrays.slots[:, 0]) == len(sizes) <= len(arrays.slots) // 2
-    state = arrays.state.tolist()
-    assert state[ngram_index._NUM_KEYS] == len(sizes)
-    live = [0] * ngram_index._NUM_CLASSES
+    index.check_integrity()
+    assert index.num_keys == len(sizes)
+    num_blocks = [0] * len(index.num_blocks)
     for count in sizes.values():
-        live[(count - 1).bit_length()] += 1
-    assert state[ngram_index._LIVE :] == live
-    taken = [False] * state[ngram_index._NUM_USED]
-    blocks = [
-        (int(cell) >> 16, ((int(cell) & 0xFFFF) - 1).bit_length())
-        for key, cell in arrays.slots
-        if key
-    ]
-    for size_class in range(ngram_index._NUM_CLASSES):
-        block = state[ngram_index._FREE + size_class]
-        while block >= 0:
-            blocks.append((block, size_class))
-            block = int(arrays.entries[block, 0])
-    for block, size_class in blocks:
-        for row in range(block, block + (1 << size_class)):
-            assert not taken[row]
-            taken[row] = True
-    assert all(taken)
+        num_blocks[(count - 1).bit_length()] += 1
+    assert index.num_blocks == num_blocks
 
 
 RATES = np.linspace(
@@ -436,7 +418,7 @@ def test_reserved_room_is_enough_for_a_cell_that_doubles():
     text = np.array([token for phrase in range(9) for token in (1, 10 + phrase, -1)], np.int32)
     index = NgramIndex(params, 30)
     ngram_index.insert(index.arrays, params, text, 1, 0, 0, 24, 1.0, 0)
-    used = int(index.arrays.state[ngram_index._NUM_USED])
+    used = index.num_entries
     assert used == 1 + 2 + 4 + 8
     entries = index.arrays.entries[:used].copy()
     index.arrays = index.arrays._replace(entries=entries, freqs=entries.view(np.float32))

@@ -23,7 +23,7 @@ from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 from hetero_llm.spec_decode.lookahead import warmup
 from hetero_llm.spec_decode.lookahead.snapshot import write_snapshot
 from hetero_llm.spec_decode.lookahead.store import Store
-from hetero_llm.spec_decode.lookahead.warmup import Record, Warmup, read_records
+from hetero_llm.spec_decode.lookahead.warmup import Warmup, WarmupRecord, read_records
 from tests.spec_decode.lookahead.global_cache_cases import (
     OTHER_ROOT,
     OTHER_SPACE,
@@ -120,7 +120,7 @@ def test_a_snapshot(tmp_path: Path) -> None:
     source.add(as_tokens([*range(60, 80)]), 0, SPACE, 5)
     source.add(as_tokens([*range(90, 110)]), 0, OTHER_SPACE, 6)
     source.add(as_tokens([106, 107, 108, 109, 1]), 4, OTHER_SPACE, 7)
-    write_snapshot(path, source.parts(), TOKENIZER)
+    write_snapshot(path, source.content(), TOKENIZER)
     drafter, warm = warmed(path)
     assert (warm.num_records, warm.num_left_out, warm.num_tokens) == (4, 0, 51)
     assert chain_of(drafter, [9, 40, 41]) == PHRASE[2:9]
@@ -248,7 +248,7 @@ def test_a_damaged_snapshot_is_not_learned(
 ) -> None:
     path, source = str(tmp_path / "a"), make_drafter().global_cache
     source.add(as_tokens(PHRASE), 0, SPACE, 0)
-    write_snapshot(path, source.parts(), TOKENIZER)
+    write_snapshot(path, source.content(), TOKENIZER)
     good = Path(path).read_bytes()
     for bad, reason in (
         (good[:-1] + b"\1", "is damaged: its checksum is wrong"),
@@ -268,10 +268,10 @@ def test_a_damaged_snapshot_is_not_learned(
 def test_a_snapshot_of_others_is_refused_at_once(tmp_path: Path) -> None:
     path, source = str(tmp_path / "a"), make_drafter(60).global_cache
     source.add(as_tokens(PHRASE), 0, SPACE, 0)
-    write_snapshot(path, source.parts(), "e" * 64)
+    write_snapshot(path, source.content(), "e" * 64)
     with pytest.raises(SnapshotError, match="is of another tokenizer"):
         warmed(path)
-    write_snapshot(path, source.parts(), TOKENIZER)
+    write_snapshot(path, source.content(), TOKENIZER)
     with pytest.raises(SnapshotError, match="needs a cache_size of at least 11; it is 10"):
         warmed(path, capacity=10)
 
@@ -296,9 +296,9 @@ def test_drafts_are_those_without_or_those_with_the_file(tmp_path: Path) -> None
     assert warm.num_records == 3001 and warm.problem is None
 
 
-def _endless(_: Any) -> Iterator[Record]:
+def _endless(_: Any) -> Iterator[WarmupRecord]:
     while True:
-        yield Record(1, GOOD)
+        yield WarmupRecord(1, GOOD)
 
 
 def test_a_load_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,10 +306,10 @@ def test_a_load_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     drafter, path = make_drafter(), str(tmp_path / "a")
     store = Store(drafter.global_cache, make_place())
     store.warm_up(write(tmp_path, [GOOD]), namespace=SPACE, ignore_prompt=False)
-    assert store.metrics()["lookahead_warmup_is_finished"] == 0
+    assert store.metrics()["lookahead_warmup_is_over"] == 0
     store.save(path)
     store.load(path)
-    assert store.metrics()["lookahead_warmup_is_finished"] == 1
+    assert store.metrics()["lookahead_warmup_is_over"] == 1
     assert drafter.global_cache.num_tokens == 0
 
 
@@ -337,8 +337,8 @@ def test_it_ends_with_the_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_our_own_mistakes_do_not_reach_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def wrong(_: Any) -> Iterator[Record]:
-        yield Record(1, GOOD)
+    def wrong(_: Any) -> Iterator[WarmupRecord]:
+        yield WarmupRecord(1, GOOD)
         raise ZeroDivisionError
 
     monkeypatch.setattr(warmup, "read_records", wrong)
@@ -372,7 +372,7 @@ def test_records_do_not_depend_on_the_chunks(
         assert [(value, problem) for _, value, problem in records] == [(v, None) for v in values]
         lines = "\n".join(json.dumps(value) for value in values)
         assert list(read_records(io.StringIO(lines))) == [
-            Record(line, value) for line, value in enumerate(values, 1)
+            WarmupRecord(line, value) for line, value in enumerate(values, 1)
         ]
     if indented and values:
         rows = text.split("\n")
