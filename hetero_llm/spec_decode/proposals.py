@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numba import njit
@@ -127,33 +127,20 @@ class DraftModel(Protocol):
 
 
 class NoDraftModel:
-    """In the place of a draft model where there is none."""
+    """In the place of a draft model where there is none: does nothing."""
 
-    def commit(
-        self,
-        rows: NDArray[np.int64],
-        fresh: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        sequences: list[Sequence],
-    ) -> None:
-        pass
+    def commit(self, *_: Any) -> None: ...
 
-    def add_external_nodes(
-        self, rows: NDArray[np.int64], found: Proposals, kept: NDArray[np.int32]
-    ) -> None:
-        pass
+    def add_external_nodes(self, *_: Any) -> None: ...
 
-    def close(self, rows: list[int]) -> None:
-        pass
+    def close(self, rows: list[int]) -> None: ...
 
-    def run_deferred(self) -> None:
-        pass
+    def run_deferred(self) -> None: ...
 
     def metrics(self) -> dict[str, float]:
         return {}
 
-    def shut_down(self) -> None:
-        pass
+    def shut_down(self) -> None: ...
 
 
 @njit(cache=True, nogil=True)

@@ -3,8 +3,6 @@ generation of the global cache."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -79,34 +77,6 @@ def _key_length(config: LookaheadConfig) -> int:
     if Raw may."""
     merged = config.cache_mode == MERGED and config.is_hybrid
     return 1 if merged else int(config.min_match_length)
-
-
-class LocalIndex(Protocol):
-    """An index of running sequences."""
-
-    name: str
-    """Its field in the arrays of `ProposalStep`."""
-
-    @property
-    def arrays(self) -> Any:
-        """What compiled functions look up in; to be read anew after `learn`."""
-        ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    @property
-    def num_entries(self) -> int:
-        """Entries and what leads to them: 0 if all sequences are forgotten."""
-        ...
-
-    def learn(self, tokens: NDArray[np.int32], spans: SequenceRows, tick: int) -> None:
-        """Enters the tokens from `indexed` to `ends`. tick: time, never less than before."""
-        ...
-
-    def forget(self, tokens: NDArray[np.int32], spans: SequenceRows) -> None:
-        """Removes sequences, of which the tokens before `indexed` were entered."""
-        ...
 
 
 class LocalNgramIndex:
@@ -205,50 +175,10 @@ class LocalSuffixTrie:
                 self._actives[row] = new_active(self._params)
 
 
-class GlobalIndex(Protocol):
-    """An index of one generation of the global cache, to which documents are only added.
-
-    Positions refer to the generation's text: a document begins at `start`, its new tokens at
-    `begin`; before that stands what another document holds.
-    """
-
-    name: str
-    """Its field in the arrays of `ProposalStep`."""
-
-    @property
-    def arrays(self) -> Any:
-        """What compiled functions look up in; to be read anew after anything was added."""
-        ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    @property
-    def num_keys(self) -> int:
-        """Different shortest contexts."""
-        ...
-
-    def clear(self) -> None:
-        """Forgets everything and keeps the room."""
-        ...
-
-    def add(
-        self, text: NDArray[np.int32], namespace: int, start: int, begin: int, end: int, tick: int
-    ) -> None:
-        """Enters a document of any length."""
-        ...
-
-    def add_many(
-        self,
-        text: NDArray[np.int32],
-        namespaces: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        begins: NDArray[np.int64],
-        ends: NDArray[np.int64],
-        tick: int,
-    ) -> None:
-        """Enters [D] short documents in one compiled call, which holds no lock."""
-        ...
+LocalIndex = LocalNgramIndex | LocalSuffixTrie
+"""An index of running sequences. `name` is its field in the arrays of `ProposalStep`; `arrays` are
+to be read anew after `learn`; `num_entries` is 0 if all sequences are forgotten. `learn` enters the
+tokens from `indexed` to `ends`, `forget` removes those before `indexed`."""
 
 
 class GlobalNgramIndex(NgramIndex):
@@ -314,3 +244,10 @@ class GlobalSuffixTrie(SuffixTrie):
         suffix_trie.insert_all(
             self.arrays, self.params, text, namespaces, begins, ends, actives, _GLOBAL_FREQ
         )
+
+
+GlobalIndex = GlobalNgramIndex | GlobalSuffixTrie
+"""An index of one generation of the global cache. Positions refer to the generation's text: a
+document begins at `start`, its new tokens at `begin`; before that stands what another document
+holds. `add` enters a document of any length, `add_many` short ones in one compiled call, which
+holds no lock."""
