@@ -31,8 +31,8 @@ from hetero_llm.kv_cache.prefix_cache import hash_root
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.spec_decode.budget import StepCosts
 from hetero_llm.spec_decode.draft_model.on_device import ChainDrafter
-from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
-from hetero_llm.spec_decode.lookahead.token_buffer import namespace
+from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
+from hetero_llm.spec_decode.lookahead.sequence_state import namespace_salt
 
 LOOKAHEAD = {"method": "lookahead", "cache_size": 4 << 20, "token_paths_top_k": 2}
 GPU_DRAFT = "gpu draft"
@@ -237,21 +237,21 @@ class Bench:
         drafter, _ = make_drafter(
             speculation, self._model, self._given["max_model_len"], proposer=source
         )
-        if isinstance(drafter, LookaheadDrafter):
+        if isinstance(drafter, HybridDrafter):
             if self.switch.profile:
                 drafter.set_step_times(self.switch.profile)
-            drafter._costs, drafter._turn = self._known.get(arm, (drafter._costs, 0.0))
-            self._known[arm] = drafter._costs, drafter._turn
+            drafter.costs, drafter._turn = self._known.get(arm, (drafter.costs, 0.0))
+            self._known[arm] = drafter.costs, drafter._turn
             if arm == "warm":
                 for tick, text in enumerate(other_text(self._sizes)):
-                    drafter.history.add(text, 0, namespace(hash_root()), tick)
+                    drafter.global_cache.add(text, 0, namespace_salt(hash_root()), tick)
         self.switch.inner = drafter
 
     def _remember(self) -> None:
         inner = self.switch.inner
-        if isinstance(inner, LookaheadDrafter):
+        if isinstance(inner, HybridDrafter):
             for arm, (costs, _) in self._known.items():
-                if costs is inner._costs:
+                if costs is inner.costs:
                     self._known[arm] = costs, inner._turn
 
     def run(
@@ -271,7 +271,7 @@ class Bench:
             found, seconds, half = self._generate(prompts, self._tokens + 1)
             counted += self._figures() - before
             inner = self.switch.inner
-            self.drafter_metrics = inner.metrics() if isinstance(inner, LookaheadDrafter) else {}
+            self.drafter_metrics = inner.metrics() if isinstance(inner, HybridDrafter) else {}
             if "draft_first_accepted" in self.drafter_metrics:
                 firsts.append(self.drafter_metrics["draft_first_accepted"])
             outputs += found

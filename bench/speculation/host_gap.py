@@ -32,19 +32,19 @@ from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.scheduler.scheduler import Scheduler
 from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
-from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
-from hetero_llm.spec_decode.lookahead.sequence_state import Live
-from hetero_llm.spec_decode.proposal_step import Desk
+from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
+from hetero_llm.spec_decode.lookahead.sequence_state import SequenceStates
+from hetero_llm.spec_decode.proposal_step import ProposalStep
 
 _PARTS: list[tuple[type, str, str]] = [
     (Scheduler, "update", "update"),
     (Scheduler, "schedule", "schedule"),
-    (LookaheadDrafter, "propose", "propose"),
-    (Live, "follow", "follow"),
-    (Desk, "catch_up", "catch up"),
-    (LookaheadDrafter, "_look_up", "look up"),
-    (Desk, "merge", "merge"),
-    (Desk, "choose", "choose"),
+    (HybridDrafter, "propose", "propose"),
+    (SequenceStates, "follow", "follow"),
+    (ProposalStep, "take_in", "catch up"),
+    (ProposalStep, "look_up", "look up"),
+    (ProposalStep, "merge", "merge"),
+    (ProposalStep, "choose", "choose"),
     (DraftModelProposer, "commit", "commit"),
     (DraftModelProposer, "propose", "mirror"),
     (DraftModelProposer, "_wait", "wait"),

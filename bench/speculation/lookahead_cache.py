@@ -21,8 +21,8 @@ from bench.speculation.replay_drafts import ARMS, END_ID, VOCAB, sequence_of
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.request import Sequence
 from hetero_llm.demo_models import heldout_prompts
-from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
-from hetero_llm.spec_decode.lookahead.sequence_state import SPACE
+from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
+from hetero_llm.spec_decode.lookahead.sequence_state import NAMESPACE
 
 PROMPT, NEW = 512, 3
 WIDTH = 2048
@@ -34,11 +34,11 @@ def source_code() -> np.ndarray:
     return np.concatenate([held.prompts, held.continuations], axis=1).astype(np.int64)
 
 
-def fill(drafter: LookaheadDrafter, count: int, seed: int) -> None:
+def fill(drafter: HybridDrafter, count: int, seed: int) -> None:
     """Enters `count` tokens of documents: shuffled spans of the held-out text, so that most of it
     recurs somewhere and much of it does not."""
     text, rng = source_code(), np.random.default_rng(seed)
-    space = int(drafter._live.arrays.numbers[0, SPACE])  # that of the running sequences
+    space = int(drafter.states.arrays.numbers[0, NAMESPACE])  # that of the running sequences
     held = 0
     while held < count:
         spans = []
@@ -47,7 +47,7 @@ def fill(drafter: LookaheadDrafter, count: int, seed: int) -> None:
             begin = rng.integers(text.shape[1] - size)
             spans.append(text[row, begin : begin + size])
         document = np.concatenate(spans).astype(np.int32)
-        drafter.history.add(document, 0, space, 0)
+        drafter.global_cache.add(document, 0, space, 0)
         held += len(document)
 
 
@@ -58,7 +58,7 @@ def median_us(times: list[float]) -> float:
 def measure(settings: dict[str, Any], batch: int, args: argparse.Namespace) -> dict[str, float]:
     config = LookaheadConfig(eos_token_id=(END_ID,), max_seq_len=WIDTH, voc_size=VOCAB)
     config = dataclasses.replace(config, num_threads=args.threads, **settings)
-    drafter = LookaheadDrafter(config, width=WIDTH, capacity=4 * args.tokens)
+    drafter = HybridDrafter(config, width=WIDTH, capacity=4 * args.tokens)
     text = source_code()[:batch]
     sequences: list[Sequence] = [
         sequence_of(str(i), row[:PROMPT].tolist(), 800) for i, row in enumerate(text)
@@ -78,7 +78,7 @@ def measure(settings: dict[str, Any], batch: int, args: argparse.Namespace) -> d
         drafter.propose(sequences, limits, batch)
         proposed.append(time.perf_counter() - begin)
         begin = time.perf_counter()
-        drafter._look_up(batch)
+        drafter._step.look_up(batch)
         looked.append(time.perf_counter() - begin)
         begin = time.perf_counter()
         drafter.run_deferred()

@@ -35,7 +35,7 @@ from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.demo_models import heldout_prompts
 from hetero_llm.gpu.graph_set import row_buckets
-from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 from hetero_llm.spec_decode.ngram.drafter import PromptLookupDrafter
 
 END_ID, VOCAB = 0, 4096
@@ -144,8 +144,8 @@ def drafter_of(settings: dict[str, Any] | None, clock: Clock | None) -> Drafter:
     config = LookaheadConfig(eos_token_id=(END_ID,), max_seq_len=WIDTH, voc_size=VOCAB)
     config = dataclasses.replace(config, num_threads=1, **settings)
     if clock is None:
-        return LookaheadDrafter(config, width=WIDTH, capacity=CAPACITY)
-    drafter = LookaheadDrafter(config, width=WIDTH, capacity=CAPACITY, clock=lambda: clock.now)
+        return HybridDrafter(config, width=WIDTH, capacity=CAPACITY)
+    drafter = HybridDrafter(config, width=WIDTH, capacity=CAPACITY, clock=lambda: clock.now)
     drafter.set_step_times(clock.profile())
     return drafter
 

@@ -41,10 +41,10 @@ from hetero_llm.cpu.draft_worker.tree_ops import WINDOW
 from hetero_llm.cpu.draft_worker.tree_pool import TreePool
 from hetero_llm.cpu.draft_worker.worker import Worker
 from hetero_llm.demo_models import demo_folder, heldout_prompts
-from hetero_llm.spec_decode.draft_model.node_buckets import Record
+from hetero_llm.spec_decode.draft_model.node_buckets import BucketStats
 from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 from hetero_llm.spec_decode.draft_model.worker_client import WorkerCounters
-from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 
 VOCAB, END_ID = 4096, 0
 SEES = 512  # tokens of a long text that the draft model looks at, as in an engine
@@ -76,7 +76,7 @@ class PlayedWorker:
         self,
         model: DraftModel,
         times: StepTimes,
-        record: Record,
+        stats: BucketStats,
         *,
         ahead: bool,
         max_depth: int,
@@ -99,7 +99,7 @@ class PlayedWorker:
             self._worker = Worker(
                 model,
                 TreePool(
-                    1, max_depth=max_depth, stats=record, max_positions=model.max_positions,
+                    1, max_depth=max_depth, stats=stats, max_positions=model.max_positions,
                     vocab_size=model.vocab_size,
                 ),
                 times,
@@ -115,7 +115,7 @@ class PlayedWorker:
         trace = self._worker._trace
         assert trace is not None
         before = len(trace)
-        self._worker.turn(0)
+        self._worker.run_once(0)
         self._is_idle = len(trace) == before
         if not self._is_idle:
             rows = trace[-1][2]
@@ -166,7 +166,7 @@ class PlayedWorker:
 
     def close(self) -> None:
         self._stack.close()
-        self._model.close(0)
+        self._model.kv_layout.close(0)
 
 
 class Player:
@@ -183,12 +183,12 @@ class Player:
         sizes, seconds = zip(*_pairs(args.draft_steps), strict=True)
         self._times = FixedTimes(list(sizes), [ms * 1e-3 for ms in seconds], 8 * WINDOW)
         self._clock = Clock(_pairs(args.verify), args.gap)
-        self._record = Record()
+        self._stats = BucketStats()
 
-    def _prepare(self) -> tuple[PlayedWorker, DraftModelProposer, LookaheadDrafter]:
+    def _prepare(self) -> tuple[PlayedWorker, DraftModelProposer, HybridDrafter]:
         args = self._args
         worker = PlayedWorker(
-            self._model, self._times, self._record, ahead=args.overlap != "off",
+            self._model, self._times, self._stats, ahead=args.overlap != "off",
             max_depth=min(2 * args.draft_tokens + 2, MAX_NODES),
             most_nodes=min(4 * args.draft_tokens, MAX_NODES),
         )  # fmt: skip
@@ -199,7 +199,7 @@ class Player:
             cast(Any, worker), config, slots=1, vocab_size=VOCAB,
             max_positions=self._model.max_positions, clock=lambda: worker.now,
         )  # fmt: skip
-        drafter = LookaheadDrafter(
+        drafter = HybridDrafter(
             LookaheadConfig(eos_token_id=(END_ID,), max_seq_len=self._width, voc_size=VOCAB),
             width=self._width, capacity=0, uses_cache=False, model=source,
             clock=lambda: worker.now,

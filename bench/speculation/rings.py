@@ -37,7 +37,7 @@ from hetero_llm.bridge.ipc.messages import (
     put_stop,
 )
 from hetero_llm.bridge.ipc.rings import Consumer, Producer, RingStatus, attach_ring, create_ring
-from hetero_llm.spec_decode.draft_model.node_buckets import Record
+from hetero_llm.spec_decode.draft_model.node_buckets import BucketStats
 from hetero_llm.spec_decode.draft_model.tree_replica import TreeReplica
 
 NEW_TOKENS, NODES = 2, 8
@@ -64,7 +64,7 @@ def nodes_of(stamps: Stamps) -> np.ndarray:
     return nodes.reshape(-1, NODE_WORDS)
 
 
-def next_run(consumer: Consumer, kind: Kind) -> Messages | None:
+def next_run(consumer: Consumer, kind: MessageKind) -> Messages | None:
     """What comes next, which must be of one kind, and of this one; None for STOP."""
     status, records = consumer.pop(timeout_us=LONG_US)
     assert status == RingStatus.OK, status.name
@@ -118,7 +118,7 @@ def through_rings(mode: str, batch: int, rounds: int, cpus: tuple[int, int]) -> 
     counts, tokens = np.full(batch, NEW_TOKENS), np.arange(batch * NEW_TOKENS, dtype=np.int32)
     sent, received, looks = [], [], []
     TreeReplica.compile()
-    replica = TreeReplica(batch, vocab_size=1000, stats=Record())
+    replica = TreeReplica(batch, vocab_size=1000, stats=BucketStats())
     with (
         there,
         back,

@@ -39,7 +39,7 @@ from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.request import Sequence
 from hetero_llm.gpu.model_runner import GpuModelRunner
 from hetero_llm.spec_decode.draft_model.tree_arrays import ID, PARENT, TOKEN
-from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 
 _SHOWN = 0.03  # seconds in the picture
 
@@ -146,7 +146,7 @@ class Watched:
     def _noting(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         drafts = self._propose(sequences, limits, num_rows)
         inner = self._switch.inner
-        if isinstance(inner, LookaheadDrafter) and inner._model is not None:
+        if isinstance(inner, HybridDrafter) and inner._model is not None:
             replica = inner._model._replica
             nodes = replica.arrays.nodes[0, : replica.num_nodes(0)].copy()
             self.notes.append((int(inner._model._generations[0]), nodes, drafts))

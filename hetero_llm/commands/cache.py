@@ -25,7 +25,7 @@ from hetero_llm.core.errors import ConfigError, SnapshotError
 
 if TYPE_CHECKING:
     from hetero_llm.engine.tokenizer import Tokenizer
-    from hetero_llm.spec_decode.lookahead.snapshot import Place
+    from hetero_llm.spec_decode.lookahead.snapshot import SnapshotRequirements
 
 _MODEL_FLAGS = (
     "model", "tokenizer", "tokenizer_mode", "trust_remote_code", "revision", "tokenizer_revision",
@@ -48,29 +48,30 @@ def save(options: argparse.Namespace) -> str:
         ConfigError: a text cannot be read, or the texts do not fit the configuration.
         SnapshotError: the snapshot cannot be written.
     """
-    place, tokenizer = _open(options)
+    requirements, tokenizer = _open(options)
     import numpy as np
 
     from hetero_llm.kv_cache.prefix_cache import hash_root
-    from hetero_llm.spec_decode.lookahead.global_cache import Generation, IndexParams, Parts
+    from hetero_llm.spec_decode.lookahead.global_cache import CacheContent, Generation
+    from hetero_llm.spec_decode.lookahead.sequence_state import namespace_salt, with_separators
     from hetero_llm.spec_decode.lookahead.snapshot import write_snapshot
-    from hetero_llm.spec_decode.lookahead.token_buffer import namespace, parted
 
-    bare = IndexParams(None, None)
-    documents, nothing = Generation(bare), Generation(bare).part()
+    documents, nothing = Generation(), Generation().content()
     for name in options.texts:
         # Not verbose: a text may be longer than any context.
         ids = tokenizer.hf.encode(_text(name), add_special_tokens=False, verbose=False)
         tokens = np.array(ids, np.int32)
-        if len(tokens) and tokens.max() >= place.voc_size:
+        if len(tokens) and tokens.max() >= requirements.voc_size:
             reason = f"{name} holds token id {tokens.max()}"
-            raise ConfigError("voc_size", place.voc_size, reason)
-        documents.add(parted(tokens, place.ends), 0, namespace(hash_root()), 0)
-    if documents.end > place.capacity:
+            raise ConfigError("voc_size", requirements.voc_size, reason)
+        documents.add(
+            with_separators(tokens, requirements.stop_tokens), 0, namespace_salt(hash_root()), 0
+        )
+    if documents.end > requirements.capacity:
         reason = f"the texts need {documents.end}, one token between two of them included"
-        raise ConfigError("cache_size", place.capacity, reason)
-    parts = Parts(static=documents.part(), old=nothing, young=nothing)
-    size = write_snapshot(options.out, parts, tokenizer.fingerprint())
+        raise ConfigError("cache_size", requirements.capacity, reason)
+    content = CacheContent(static=documents.content(), old=nothing, young=nothing)
+    size = write_snapshot(options.out, content, tokenizer.fingerprint())
     tokens_held = documents.end - documents.num_documents
     return f"{options.out}: {len(options.texts)} texts, {tokens_held} tokens, {size} bytes\n"
 
@@ -87,14 +88,14 @@ def load(options: argparse.Namespace) -> str:
         ConfigError: model or configuration are wrong.
         SnapshotError: it could not.
     """
-    place, _ = _open(options)
-    from hetero_llm.spec_decode.lookahead.snapshot import read_parts
+    requirements, _ = _open(options)
+    from hetero_llm.spec_decode.lookahead.snapshot import read_snapshot
 
-    header, _ = read_parts(options.file, place)
+    header, _ = read_snapshot(options.file, requirements)
     return (
         f"{options.file} fits: {header.num_tokens - header.num_documents} tokens in "
         f"{header.num_documents} documents; needs a cache_size of {header.needed}, "
-        f"there is room for {place.capacity}\n"
+        f"there is room for {requirements.capacity}\n"
     )
 
 
@@ -110,21 +111,21 @@ def stats(options: argparse.Namespace) -> str:
         SnapshotError: it cannot be read or is damaged.
     """
     from hetero_llm.config.lookahead_config import LookaheadConfig
-    from hetero_llm.spec_decode.lookahead.global_cache import SPACE, History
-    from hetero_llm.spec_decode.lookahead.snapshot import read_parts
+    from hetero_llm.spec_decode.lookahead.global_cache import SPACE, GlobalCache
+    from hetero_llm.spec_decode.lookahead.snapshot import read_snapshot
 
-    header, parts = read_parts(options.file)
-    history = History(LookaheadConfig(), header.needed, uses_raw=True, uses_trie=True)
-    history.restore(parts)
-    generations = (parts.static, parts.old, parts.young)
+    header, content = read_snapshot(options.file)
+    cache = GlobalCache(LookaheadConfig(), header.needed, uses_ngrams=True, uses_trie=True)
+    cache.restore(content)
+    generations = (content.static, content.old, content.young)
     report: dict[str, Any] = {
         "tokens": header.num_tokens - header.num_documents,
         "documents": header.num_documents,
         "namespaces": len({s for part in generations for s in part.documents[:, SPACE].tolist()}),
-        "bigrams": history.num_bigrams,
+        "bigrams": cache.num_bigrams,
         "cache_size": header.needed,
         "file_bytes": Path(options.file).stat().st_size,
-        "memory_bytes": history.num_bytes,
+        "memory_bytes": cache.num_bytes,
         "tokenizer": header.tokenizer,
     }
     if options.json:
@@ -180,18 +181,18 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
             add_flags(group, spec)
 
 
-def _open(options: argparse.Namespace) -> tuple[Place, Tokenizer]:
+def _open(options: argparse.Namespace) -> tuple[SnapshotRequirements, Tokenizer]:
     """What the cache of an engine with these flags may hold, and its tokenizer."""
     given = {"model": DEMO_MODEL, "use_lookahead": True, **engine_args_from_namespace(options)}
     config = EngineConfig.from_args(resolve_engine_args(given))
-    from hetero_llm.engine.build_drafter import fit_to_model, place_for
+    from hetero_llm.engine.build_drafter import fit_to_model, requirements_for
     from hetero_llm.engine.factory import open_model
 
     model, max_model_len, tokenizer, _ = open_model(config)
     speculation = config.speculation
     assert speculation is not None and speculation.lookahead is not None and tokenizer is not None
     settings = fit_to_model(speculation.lookahead, model, max_model_len)
-    return place_for(settings, speculation.memory_utilization, tokenizer), tokenizer
+    return requirements_for(settings, speculation.memory_utilization, tokenizer), tokenizer
 
 
 def _text(name: str) -> str:

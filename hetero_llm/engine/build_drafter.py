@@ -17,11 +17,11 @@ from hetero_llm.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
-    from hetero_llm.spec_decode.lookahead.snapshot import Place
+    from hetero_llm.spec_decode.lookahead.snapshot import SnapshotRequirements
     from hetero_llm.spec_decode.lookahead.store import Store
 
 BYTES_PER_TOKEN = 110
-"""Of the global cache: 4 of text, about 70 of trie and 10 to 32 of n-grams on source code."""
+"""Of the global cache: 4 of text, about 70 of trie and 10 to 32 of n-grams on proposer code."""
 MOST_TOKENS = 64 << 20
 """Of a cache sized by memory: more would be hash walks through slow memory for no more hits."""
 
@@ -36,7 +36,7 @@ def make_drafter(
     """None without speculation; a store with the lookahead cache only, whose warm-up has begun.
 
     Args:
-        source: of a draft model whose worker is up.
+        proposer: of a draft model whose worker is up.
 
     Raises:
         ConfigError: something that is not available yet, or a warm-up file that does not belong
@@ -75,11 +75,11 @@ def fit_to_model(
     )
 
 
-def place_for(
+def requirements_for(
     config: LookaheadConfig, memory_utilization: float, tokenizer: Tokenizer | None
-) -> Place:
+) -> SnapshotRequirements:
     """What the global cache of a configuration from `fit_to_model` may learn, and how much."""
-    from hetero_llm.spec_decode.lookahead.snapshot import Place
+    from hetero_llm.spec_decode.lookahead.snapshot import SnapshotRequirements
 
     capacity = 0
     if config.global_cache_switch:
@@ -87,7 +87,7 @@ def place_for(
         capacity = config.cache_size or min(int(share), MOST_TOKENS)
     assert config.eos_token_id is not None
     fingerprint = _no_tokenizer if tokenizer is None else tokenizer.fingerprint
-    return Place(fingerprint, config.voc_size, config.eos_token_id, capacity)
+    return SnapshotRequirements(fingerprint, config.voc_size, config.eos_token_id, capacity)
 
 
 def _no_tokenizer() -> str:
@@ -101,22 +101,24 @@ def _lookahead(
     tokenizer: Tokenizer | None,
     proposer: DraftModelProposer | None,
 ) -> tuple[Drafter, Store]:
-    from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+    from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
+    from hetero_llm.spec_decode.lookahead.sequence_state import namespace_salt
     from hetero_llm.spec_decode.lookahead.store import Store
-    from hetero_llm.spec_decode.lookahead.token_buffer import namespace
 
     assert speculation.lookahead is not None
     config = fit_to_model(speculation.lookahead, model, max_model_len)
-    place = place_for(config, speculation.memory_utilization, tokenizer)
-    drafter = LookaheadDrafter(
-        config, width=max_model_len, capacity=place.capacity, model=proposer,
+    requirements = requirements_for(config, speculation.memory_utilization, tokenizer)
+    drafter = HybridDrafter(
+        config, width=max_model_len, capacity=requirements.capacity, model=proposer,
         most_sequences=speculation.most_sequences,
     )  # fmt: skip
-    store = Store(drafter.history, place)
+    store = Store(drafter.global_cache, requirements)
     if config.warmup_file is not None:
         try:
             store.warm_up(
-                config.warmup_file, space=namespace(hash_root()), ignore_prompt=config.ignore_prompt
+                config.warmup_file,
+                namespace=namespace_salt(hash_root()),
+                ignore_prompt=config.ignore_prompt,
             )
         except (SnapshotError, ValueError) as error:
             reason = getattr(error, "reason", str(error))
@@ -131,9 +133,9 @@ def _model_alone(
     proposer: DraftModelProposer,
 ) -> Drafter:
     """Drafts of the model without any cache."""
-    from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+    from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 
-    return LookaheadDrafter(
+    return HybridDrafter(
         fit_to_model(lookahead_config({}), model, max_model_len),
         width=max_model_len,
         capacity=0,

@@ -1,8 +1,8 @@
-"""What came of earlier drafts: how often a node of each kind was accepted.
+"""How often the drafted nodes of each acceptance bucket were accepted.
 
-Counts and shares of a cache do not say how likely a token is; the record of drafts does. A node
-counts only if its parent was accepted, for the others nobody knows. It counts whether it was
-verified or not: the tokens that came tell.
+Counts and shares in an index do not say how likely a token is; the outcome of earlier drafts does.
+A node counts only if its parent was accepted: nothing is known about the others. It counts whether
+it was verified or not, since the tokens that followed show what it was worth.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from numba import njit
 from numpy.typing import NDArray
 
 MEMORY = 512.0
-"""Trials of a kind after which older ones begin to fade."""
+"""Tried nodes of a bucket after which older ones begin to fade."""
 
 
 def table_of(rates: NDArray[np.floating], trials: float) -> NDArray[np.float32]:
-    """A record of `trials` trials for each rate. Returns [*rates.shape, 2]: accepted, tried."""
+    """[*rates.shape, 2] accepted and tried nodes of buckets with these rates, in the weight of
+    `trials` tried nodes each."""
     return np.stack([rates * trials, np.full(rates.shape, trials)], axis=-1).astype(np.float32)
 
 
@@ -27,29 +28,29 @@ def rates_of(table: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 @njit(cache=True, nogil=True)
-def judge(
+def record_outcome(
     text: np.ndarray,
     begin: int,
     end: int,
     row: int,
     tokens: np.ndarray,
     parents: np.ndarray,
-    kind: np.ndarray,
+    buckets: np.ndarray,
     counts: np.ndarray,
     kept: int,
     table: np.ndarray,
 ) -> int:
-    """Enters into `table` what came of a draft.
+    """Enters into `table` which nodes of a draft were accepted.
 
     Args:
-        text: int32; positions begin .. end-1 came since the draft was made.
-        row: where the draft is in the following arrays, as it was proposed.
-        tokens, parents, kind: [R, 63]. counts: [R].
-        kept: its first nodes that were verified.
-        table: [cells, 2] float32, see `table_of`; kinds are its rows, negative ones are left out.
+        text: int32; the tokens at begin .. end-1 came since the draft was made.
+        row: of the draft in the following arrays.
+        tokens, parents, buckets: [R, 63]. counts: [R].
+        kept: number of nodes that were verified, the first ones.
+        table: [buckets, 2] float32, see `table_of`. Nodes of negative buckets are left out.
 
     Returns:
-        How many verified nodes the text followed.
+        Number of verified nodes that were accepted.
     """
     node = -1
     accepted = 0
@@ -62,14 +63,14 @@ def judge(
             hit = tokens[row, child] == token
             if hit and followed < 0:
                 followed = child
-            cell = kind[row, child]
-            if cell < 0:
+            bucket = buckets[row, child]
+            if bucket < 0:
                 continue
-            if table[cell, 1] >= MEMORY:
-                table[cell, 0] *= 0.5
-                table[cell, 1] *= 0.5
-            table[cell, 0] += 1.0 if hit else 0.0
-            table[cell, 1] += 1.0
+            if table[bucket, 1] >= MEMORY:
+                table[bucket, 0] *= 0.5
+                table[bucket, 1] *= 0.5
+            table[bucket, 0] += 1.0 if hit else 0.0
+            table[bucket, 1] += 1.0
         if followed < 0:
             break
         node = followed

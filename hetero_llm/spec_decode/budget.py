@@ -1,8 +1,8 @@
 """How many draft nodes a step should hold: as many as make tokens come fastest.
 
 Goodput as in SmartSpec (Liu et al., arXiv 2406.14066) and vLLM's adaptive verification: with B
-sequences and nodes of survival s_1 >= s_2 >= ..., a step with the first b nodes yields B + s_1 +
-... + s_b tokens and takes T(rows + b) seconds, which is learned from the steps that ran.
+sequences and nodes of path probabilities p_1 >= p_2 >= ..., a step with the first b nodes yields
+B + p_1 + ... + p_b tokens and takes T(rows + b) seconds, which is learned from the steps that ran.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _FASTER, _SLOWER = 0.3, 0.1  # weight of a new time below and above the known on
 _OUTLIER = 4.0  # times the known one: something else happened
 _UNKNOWN_SLOPE = 0.004  # per row, of a step larger than any seen: cheap, so that it is tried
 _COMMON, _OWN = 0.1, 0.4  # of an error: the parts that all sizes and the step's own one take on
-_SETTLED = 0.01  # of a size's own correction, which others take on whenever it runs
+_SETTLED = 0.01  # of a size's own correction: the part that all sizes take on whenever it runs
 _KEPT = 0.995  # of the other sizes' own corrections, at every step
 _KNOWN = 0.1  # how fresh a size's time must be to bound those of its neighbours
 _LEAST = 0.5  # of the profile, whatever was observed
-_MEMORY = 1000
-"""Steps after which the time of a size that did not run again is forgotten, so that what was dear
-once is tried anew."""
+MEMORY = 1000
+"""Steps after which the time of a size that did not run again is forgotten, so that a size that was
+slow once is tried again."""
 MOST_ROWS = 8192
 """Larger steps are neither observed nor planned."""
 _EDGES = np.array(
@@ -33,7 +33,8 @@ long as the larger one."""
 
 
 class StepCosts:
-    """Seconds of steps by their rows: as lately observed, or as measured at start and corrected.
+    """Seconds of steps by their rows (tokens): as lately observed, or as measured at start and
+    corrected by what is observed.
 
     A step's time depends on its contexts, too, and these change slowly. So a step that ran says
     something about all sizes: what it took beyond the profile is for one part common to all, and
@@ -51,7 +52,7 @@ class StepCosts:
     def _forget(self) -> None:
         self._seconds = np.zeros(len(self.edges))
         self._seen = np.zeros(len(self.edges), np.int64)  # number of the last step of each size
-        self._steps = _MEMORY
+        self._steps = MEMORY
         self._common = 0.0  # seconds beyond the profile
         self._corrections = 0
         self._own = np.zeros(len(self.edges))
@@ -59,8 +60,8 @@ class StepCosts:
         self._table: NDArray[np.float64] | None = None  # of what is known now
 
     def price(self, profile: list[tuple[int, float]]) -> None:
-        """Rows and seconds of every size that steps are padded to, ascending. What was observed
-        before is forgotten."""
+        """Sets rows and seconds of every size that steps are padded to, ascending. Forgets what was
+        observed before."""
         sizes, seconds = (np.array(column) for column in zip(*profile, strict=True))
         largest = sizes[-1]
         beyond = _EDGES[np.searchsorted(_EDGES, largest, "right") :]
@@ -72,7 +73,7 @@ class StepCosts:
         self._forget()
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """A step of so many rows, none of them a prompt's, took so long."""
+        """Report a finished step: its rows, none of a prompt, and its duration in seconds."""
         if num_rows > MOST_ROWS:
             return
         self._table = None
@@ -82,7 +83,7 @@ class StepCosts:
             return
         self._steps += 1
         before = self._seconds[at]
-        if self._steps - self._seen[at] >= _MEMORY:
+        if self._steps - self._seen[at] >= MEMORY:
             self._seconds[at] = seconds
         elif seconds < _OUTLIER * before:
             weight = _FASTER if seconds < before else _SLOWER
@@ -100,7 +101,7 @@ class StepCosts:
         common = max(_COMMON, 1.0 / (1 + self._corrections))
         self._corrections += 1
         own = self._own[at] + (1.0 - common) * _OWN * error
-        settled = _SETTLED * own  # what only this size tells may be true of all
+        settled = _SETTLED * own  # what one size shows may be true of all
         own -= settled
         self._common += common * error + settled
         self._own *= _KEPT
@@ -114,19 +115,19 @@ class StepCosts:
             if self._profile[0] > 0.0:
                 self._table = _corrected(self._profile, self._common, self._own, self._fresh)
             else:
-                known = self._steps - self._seen < _MEMORY
+                known = self._steps - self._seen < MEMORY
                 self._table = _table(self._seconds, known, self.edges)
         return self._table
 
     def of(self, *rows: int) -> list[float]:
-        """Seconds of steps of so many rows."""
+        """Seconds of steps of these numbers of rows."""
         return self.table()[np.searchsorted(self.edges, rows)].tolist()
 
     def choose(
         self,
-        survival: NDArray[np.float32],
+        path_probs: NDArray[np.float32],
         counts: NDArray[np.int32],
-        trust: NDArray[np.float32],
+        scales: NDArray[np.float32],
         num_rows: int,
         turn: float,
         most_rows: int = MOST_ROWS,
@@ -135,17 +136,17 @@ class StepCosts:
         step yields tokens faster. Nodes that padding has room for are free.
 
         Args:
-            survival: [S, most] estimates of each draft's nodes. Scaled in place, and so that no
-                node is likelier than those before it.
+            path_probs: [S, most] path probabilities of each draft's nodes. Scaled in place, and
+                lowered so that no node is likelier than those before it.
             counts: [S] nodes of each draft.
-            trust: [S] what to scale the odds of the estimates by.
+            scales: [S] acceptance scale: what to scale the odds of the estimates by.
             num_rows: of the step without drafts; each sequence yields a token without them, too.
             turn: seconds that the device waits for a proposal.
             most_rows: of the step with drafts.
         """
         kept = np.zeros(len(counts), np.int32)
         choose(
-            survival, counts, trust, self.table(), self.edges, num_rows, turn, most_rows, kept
+            path_probs, counts, scales, self.table(), self.edges, num_rows, turn, most_rows, kept
         )  # fmt: skip
         return kept
 
@@ -190,9 +191,9 @@ def _table(seconds: np.ndarray, fresh: np.ndarray, edges: np.ndarray) -> np.ndar
 
 @njit(cache=True, nogil=True)
 def choose(
-    survival: np.ndarray,
+    path_probs: np.ndarray,
     counts: np.ndarray,
-    trust: np.ndarray,
+    scales: np.ndarray,
     table: np.ndarray,
     edges: np.ndarray,
     num_rows: int,
@@ -206,11 +207,11 @@ def choose(
     for row in range(len(counts)):
         least = np.float32(1.0)
         for node in range(counts[row]):
-            # Odds are scaled rather than chances, which would have to be cut off at 1.
-            chance = survival[row, node]
-            chance *= trust[row] / (np.float32(1.0) + chance * (trust[row] - np.float32(1.0)))
-            least = min(least, chance)
-            survival[row, node] = least
+            # Odds are scaled rather than probabilities, which would have to be cut off at 1.
+            prob = path_probs[row, node]
+            prob *= scales[row] / (np.float32(1.0) + prob * (scales[row] - np.float32(1.0)))
+            least = min(least, prob)
+            path_probs[row, node] = least
             likeliest[size] = least
             size += 1
     likeliest.sort()
@@ -237,9 +238,9 @@ def choose(
     ties = total - np.sum(likeliest[:total] > least)
     for row in range(len(counts)):
         for node in range(counts[row]):
-            if survival[row, node] > least:
+            if path_probs[row, node] > least:
                 kept[row] += 1
-            elif survival[row, node] == least and ties > 0:
+            elif path_probs[row, node] == least and ties > 0:
                 kept[row] += 1
                 ties -= 1
             else:

@@ -1,12 +1,13 @@
-"""Where proposals are worked out: compiled functions over arrays that stay.
+"""One proposal of the `HybridDrafter`: compiled functions over arrays that stay.
 
-All of it stands between two steps of the device. So the arrays of texts, indexes and drafts are
-bound once (bound.py), and what is left of a proposal are three calls with numbers and the one array
-of new tokens: `catch_up`, `look_up`, `choose`.
+The device waits meanwhile. So the arrays of tokens, indexes and drafts are entered into a table
+once (array_table.py), and what is left of a proposal are three compiled calls with numbers and the
+one array of new tokens: `take_in`, `look_up`, `choose`.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -16,194 +17,298 @@ from numpy.typing import NDArray
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
 from hetero_llm.spec_decode import budget
-from hetero_llm.spec_decode.array_table import Bound, matrix, vector
+from hetero_llm.spec_decode.acceptance_stats import record_outcome
+from hetero_llm.spec_decode.array_table import (
+    ArrayTable,
+    Float32Matrix,
+    Float32Vector,
+    Float64Vector,
+    Int32Vector,
+    Int64Vector,
+    reader_of,
+)
 from hetero_llm.spec_decode.budget import MOST_ROWS, StepCosts
-from hetero_llm.spec_decode.lookahead import ngram_index, sequence_state, trie_proposer
-from hetero_llm.spec_decode.lookahead.global_cache import History
+from hetero_llm.spec_decode.lookahead import ngram_index, trie_proposer
+from hetero_llm.spec_decode.lookahead.global_cache import GlobalCache
 from hetero_llm.spec_decode.lookahead.indexes import (
+    MAX_TRIE_NODES,
     MERGED,
-    MOST_TURBO_NODES,
     RAW,
     TURBO,
-    Proposals,
-    RawSource,
-    TurboSource,
-    raw_params,
-    turbo_params,
+    LocalIndex,
+    LocalNgramIndex,
+    LocalSuffixTrie,
+    ngram_params,
+    trie_proposal_params,
 )
-from hetero_llm.spec_decode.lookahead.ngram_index import RawArrays, RawParams
+from hetero_llm.spec_decode.lookahead.ngram_index import NgramArrays, NgramParams
 from hetero_llm.spec_decode.lookahead.sequence_state import (
+    END,
+    EXPECTED_HITS,
     HITS,
-    FoundArrays,
-    Fresh,
-    Live,
-    LiveArrays,
+    MEAN_EXPECTED_HITS,
+    MEAN_HITS,
+    NAMESPACE,
+    NODE_LIMIT,
+    NUM_OUT_OF_VOCAB,
+    NUM_VERIFIED,
+    OUT_OF_VOCAB,
+    PLACE,
+    PROPOSAL,
+    PROPOSAL_END,
+    PROPOSED_HITS,
+    SALT,
+    SEPARATOR,
+    START,
+    NewTokens,
+    SequenceArrays,
+    SequenceStates,
 )
 from hetero_llm.spec_decode.lookahead.suffix_trie import TrieArrays
-from hetero_llm.spec_decode.lookahead.trie_proposer import TurboParams
+from hetero_llm.spec_decode.lookahead.trie_proposer import TrieProposalParams
 from hetero_llm.spec_decode.merge_trees import merge
+from hetero_llm.spec_decode.proposals import DraftModel, Proposals, rows_of
 
-_NO_SOURCE = -1
-_TURBO_KINDS, _RAW_KINDS = TurboSource.NUM_KINDS, RawSource.NUM_KINDS
-_FIRST_SIZE = 16
-
-# Places of `Desk._bound`.
-_TOKENS, _LIVE, _ENDS, _RECORD, _COSTS, _EDGES, _TURBO, _RAW = 0, 1, 4, 5, 6, 7, 8, 9
-# Sets of drafts: that of this proposal and the one before, in turn; Raw's; somebody else's.
-_FOUND, _MORE, _THEIRS = 10, 20, 25
-_WHERE, _MOST, _TRUST, _KEPT, _TOKENS_OUT, _PARENTS_OUT = range(30, 36)
-_LOCAL, _YOUNG, _OLD, _STATIC = 36, 46, 56, 66  # a trie, a Raw index, their text
-_NUM_PLACES = 76
-_RAW_INDEX, _TEXT = 5, 9  # places behind the trie's
+_NO_INDEX = -1  # instead of a cache mode
+_NO_PROPOSAL = -2  # a number that no proposal has
+_TRIE_BUCKETS, _NGRAM_BUCKETS = LocalSuffixTrie.NUM_BUCKETS, LocalNgramIndex.NUM_BUCKETS
+_INITIAL_SIZE = 16
+_SEQUENCES_PER_THREAD = 16  # for which a further thread pays
+_KEPT_SHARE = 0.8  # of the moving averages of hits, kept at each step
+_MIN_SCALE, _MAX_SCALE = 0.1, 2.0  # of a sequence's acceptance scale
 
 
 class _Buffers(NamedTuple):
-    """What compiled functions write for [S] sequences, in the order of the places."""
+    """What compiled functions write for the S sequences of a proposal.
 
-    where: NDArray[np.int64]
-    most: NDArray[np.int32]
-    trust: NDArray[np.float32]
-    kept: NDArray[np.int32]
-    tokens: NDArray[np.int32]
-    parents: NDArray[np.int32]
+    Attributes:
+        rows: [S] of the sequence states.
+        salts, namespaces: [S] of their entries in the local indexes and in the global cache.
+        starts, ends: [S] positions in the token buffer.
+        limits: [S] nodes that each draft may have.
+        scales: [S] acceptance scale: what to scale the odds of a draft's path probabilities by.
+        kept: [S] nodes of each draft to be verified, its first ones.
+        token_ids, parents: these nodes, one draft after the other.
+    """
+
+    rows: Int64Vector
+    salts: Int64Vector
+    namespaces: Int64Vector
+    starts: Int64Vector
+    ends: Int64Vector
+    limits: Int32Vector
+    scales: Float32Vector
+    kept: Int32Vector
+    token_ids: Int32Vector
+    parents: Int32Vector
 
 
-class Desk:
-    """See above. One thread at a time, but for `look_up` of different sequences.
+class _LocalIndexes(NamedTuple):
+    """Of the running sequences; positions refer to `_Arrays.tokens`."""
+
+    trie: TrieArrays
+    ngrams: NgramArrays
+
+
+class _Indexes(NamedTuple):
+    """Of a generation of the global cache; positions refer to `text`."""
+
+    trie: TrieArrays
+    ngrams: NgramArrays
+    text: Int32Vector
+
+
+# large: one name for each array that compiled functions find.
+class _Arrays:
+    """What compiled functions find by name. Arrays of an index that the configuration does not use
+    are never entered nor looked at.
+
+    The first 2 * NUM_LENGTHS * NUM_BUCKETS rows of `accepted` belong to the trie, the others to the
+    n-gram index. `more`: drafts of the n-gram index that are to be merged with the trie's.
+    """
+
+    tokens: Int32Vector
+    states: SequenceArrays
+    stop_tokens: Int32Vector
+    accepted: Float32Matrix
+    step_seconds: Float64Vector
+    step_sizes: Int64Vector
+    trie_params: TrieProposalParams
+    ngram_params: NgramParams
+    buffers: _Buffers
+    found: Proposals
+    more: Proposals
+    of_model: Proposals
+    local: _LocalIndexes
+    young: _Indexes
+    old: _Indexes
+    static: _Indexes
+
+
+_read = reader_of(_Arrays)
+
+
+class ProposalStep:
+    """See the module. One thread at a time.
 
     Args:
-        record: [kinds, 2] float32, what came of drafts; Turbo's kinds come first, then Raw's.
-        uses_cache: whether anything is looked up.
+        states: the sequences to draft for.
+        indexes: their local indexes; without any, nothing is looked up.
+        cache: the global cache.
+        accepted: [buckets, 2] float32, accepted and tried nodes of each acceptance bucket: those of
+            the trie, then those of the n-gram index.
+        num_threads: that share large batches.
     """
 
     def __init__(
-        self, config: LookaheadConfig, record: NDArray[np.float32], *, uses_cache: bool
+        self,
+        config: LookaheadConfig,
+        states: SequenceStates,
+        indexes: list[LocalIndex],
+        cache: GlobalCache,
+        accepted: NDArray[np.float32],
+        *,
+        num_threads: int,
     ) -> None:
         assert config.max_seq_len is not None and config.eos_token_id is not None
-        self._mode = config.cache_mode if uses_cache else _NO_SOURCE
+        self._states, self._indexes, self._cache = states, indexes, cache
+        self._mode = config.cache_mode if indexes else _NO_INDEX
         self._limits = config.voc_size, config.max_seq_len
         self._target = config.target_parallelism if config.cache_mode == RAW else 0
-        self._most_rows = MOST_ROWS if config.cache_mode == RAW else config.target_parallelism
+        self._max_tokens = MOST_ROWS if config.cache_mode == RAW else config.target_parallelism
         self._depth = config.copy_length
-        self._now = 0  # which of the two sets of drafts is that of the last proposal
-        self._asked = 0  # number of it
+        self._number = 0  # of the last proposal
         self._count = 0  # its sequences
-        self._bound = Bound(_NUM_PLACES)
-        bound = self._bound
-        bound.put(_ENDS, np.array(config.eos_token_id, np.int32))
-        bound.put(_RECORD, record)
-        bound.put(_TURBO, np.array(turbo_params(config), np.float64))
-        bound.put(_RAW, np.array(raw_params(config), np.float64))
-        self._theirs: Proposals | None = None
-        self._make_room(_FIRST_SIZE)
-        self._found = [Proposals.empty(_FIRST_SIZE) for _ in range(2)]
-        for which, found in enumerate(self._found):
-            bound.put_all(_FOUND + 5 * which, found.found)
+        self._num_threads = num_threads
+        self._pool = ThreadPoolExecutor(max(num_threads - 1, 1), "hetero-lookahead")
+        self._arrays = ArrayTable(_Arrays)
+        self._arrays.put("stop_tokens", np.array(config.eos_token_id, np.int32))
+        self._arrays.put("accepted", accepted)
+        self._arrays.put("trie_params", trie_proposal_params(config))
+        self._arrays.put("ngram_params", ngram_params(config))
+        self._make_room(_INITIAL_SIZE)
+        self._found = Proposals.empty(_INITIAL_SIZE)
+        self._arrays.put("found", self._found)
 
     def _make_room(self, size: int) -> None:
-        """For proposals for so many sequences."""
+        """Replaces the buffers by those for proposals for `size` sequences."""
         self._buffers = _Buffers(
-            where=np.empty((6, size), np.int64),
-            most=np.empty(size, np.int32),
-            trust=np.empty(size, np.float32),
+            rows=np.empty(size, np.int64),
+            salts=np.empty(size, np.int64),
+            namespaces=np.empty(size, np.int64),
+            starts=np.empty(size, np.int64),
+            ends=np.empty(size, np.int64),
+            limits=np.empty(size, np.int32),
+            scales=np.empty(size, np.float32),
             kept=np.empty(size, np.int32),
-            tokens=np.empty(size * MAX_NODES, np.int32),
+            token_ids=np.empty(size * MAX_NODES, np.int32),
             parents=np.empty(size * MAX_NODES, np.int32),
         )
-        self._bound.put_all(_WHERE, self._buffers)
-        self._more = Proposals.empty(size)
-        self._bound.put_all(_MORE, self._more.found)
-
-    # -- one proposal -----------------------------------------------------------------------
-
-    def catch_up(self, live_rows: Live, fresh: Fresh, *, proposes: bool) -> None:
-        """Takes in new tokens.
-
-        Args:
-            proposes: they are the beginning of a proposal: drafts of the last one are judged by
-                them, and `most` and `trust` of each sequence are worked out.
-        """
-        bound, count = self._bound, fresh.num_rows
-        if count > len(self._buffers.most):
-            self._make_room(2 * count)
-        bound.put(_TOKENS, live_rows.texts.tokens)
-        bound.put_all(_LIVE, live_rows.arrays)
-        asked = self._asked if proposes else sequence_state.NO_PROPOSAL
-        _catch_up(bound.table, fresh.batch, count, asked, *self._limits, _FOUND + 5 * self._now)
-        if not proposes:
-            return
-        self._count = count
-        self._now = 1 - self._now
-        if len(self._found[self._now].counts) < count:  # the other one may still be judged
-            self._found[self._now] = Proposals.empty(len(self._buffers.most))
-            bound.put_all(_FOUND + 5 * self._now, self._found[self._now].found)
-
-    def bind(self, turbo: TurboSource | None, raw: RawSource | None, history: History) -> None:
-        """What is looked up next is looked up in these, as they are now."""
-        bound = self._bound
-        history.changed = False  # before it is looked at: another thread may set it meanwhile
-        if turbo is not None:
-            bound.put_all(_LOCAL, turbo.local.arrays)
-        if raw is not None:
-            bound.put_all(_LOCAL + _RAW_INDEX, raw.local.arrays)
-        for place, part in zip((_YOUNG, _OLD, _STATIC), history.generations, strict=True):
-            if part.trie is not None:
-                bound.put_all(place, part.trie.arrays)
-            if part.raw is not None:
-                bound.put_all(place + _RAW_INDEX, part.raw.arrays)
-            bound.put(place + _TEXT, part.text)
-            bound.cut(place + _TEXT, part.end)
-
-    def price(self, costs: StepCosts) -> None:
-        """Steps take so long from now on."""
-        self._bound.put(_COSTS, costs.table())
-        self._bound.put(_EDGES, costs.edges)
-
-    def look_up(self, first: int, last: int) -> None:
-        """The caches' drafts for some of the sequences."""
-        _look_up(self._bound.table, self._mode, _FOUND + 5 * self._now, first, last)
-
-    @property
-    def most(self) -> NDArray[np.int32]:
-        """[S] nodes that each draft of this proposal may have."""
-        return self._buffers.most[: self._count]
+        self._arrays.put("buffers", self._buffers)
+        self._arrays.put("more", Proposals.empty(size))
 
     @property
     def found(self) -> Proposals:
-        """What was looked up, or nothing if nobody did."""
-        return self._found[self._now].some(slice(self._count))
+        """[S] drafts of the last proposal, whether verified or not."""
+        return self._found.some(slice(self._count))
 
-    def merge(self, drafts: Proposals) -> None:
-        """Adds drafts of somebody else, who keeps them in the same arrays from call to call.
+    def set_step_times(self, costs: StepCosts) -> None:
+        """Enters what steps take from now on."""
+        self._arrays.put("step_seconds", costs.table())
+        self._arrays.put("step_sizes", costs.edges)
+
+    def refresh_indexes(self) -> None:
+        """Enters the indexes as they are now. Needed after anything was learned or forgotten."""
+        put = self._arrays.put
+        self._cache.changed = False  # before it is looked at: another thread may set it meanwhile
+        for index in self._indexes:
+            put("local." + index.name, index.arrays)
+        for name, part in zip(("young.", "old.", "static."), self._cache.generations, strict=True):
+            for learned in part.indexes:
+                put(name + learned.name, learned.arrays)
+            put(name + "text", part.text)
+            self._arrays.cut(name + "text", part.end)
+
+    def propose(
+        self, new: NewTokens, costs: StepCosts, num_rows: int, turn: float, model: DraftModel | None
+    ) -> tuple[DraftBatch, bool]:
+        """Drafts for sequences.
 
         Args:
-            drafts: [S or more].
-        """
-        if drafts is not self._theirs:
-            self._theirs = drafts
-            self._bound.put_all(_THEIRS, drafts.found)
-        _merge(self._bound.table, _FOUND + 5 * self._now, _THEIRS, 0, self._count)
-
-    def choose(self, costs: StepCosts, num_rows: int, turn: float) -> tuple[DraftBatch, bool]:
-        """Chooses the nodes that make tokens come fastest and notes who got which.
-
-        Args:
-            num_rows: of the step without drafts.
+            new: the sequences and their new tokens.
+            costs: seconds of steps by their tokens.
+            num_rows: tokens of the step without drafts.
             turn: seconds that the device waits for a proposal.
+            model: a draft model, which has got the new tokens already; its drafts are added.
 
         Returns:
             the drafts, and whether there are nodes that pay.
         """
+        self.take_in(new, proposes=True)
+        self.look_up(self._count)
+        if model is not None:
+            (seconds,) = costs.of(num_rows)
+            model.propose(new.rows, self._buffers.limits[: self._count], seconds, self.found)
+            self.merge(model.drafts)
+        return self.choose(costs, num_rows, turn)
+
+    def take_in(self, new: NewTokens, *, proposes: bool) -> None:
+        """Appends new tokens to their sequences.
+
+        Args:
+            proposes: a proposal begins: what came of the last one's drafts is recorded, and limit
+                and acceptance scale of each sequence are worked out.
+        """
+        arrays, count = self._arrays, new.num_sequences
+        if count > len(self._buffers.limits):
+            self._make_room(2 * count)
+        arrays.put("tokens", self._states.buffer.tokens)
+        arrays.put("states", self._states.arrays)
+        number = self._number if proposes else _NO_PROPOSAL
+        _take_in(arrays.table, new.batch, count, number, *self._limits)
+        if not proposes:
+            return
+        self._count = count
+        if len(self._found.counts) < count:  # the last drafts are not needed any more
+            self._found = Proposals.empty(len(self._buffers.limits))
+            arrays.put("found", self._found)
+
+    def look_up(self, count: int) -> None:
+        """Drafts for the first `count` sequences from the indexes; threads share large batches."""
+        if self._cache.changed:
+            self.refresh_indexes()
+        table, mode = self._arrays.table, self._mode
+        num_parts = min(self._num_threads, -(-count // _SEQUENCES_PER_THREAD))
+        if num_parts <= 1:
+            _look_up(table, mode, 0, count)
+            return
+        edges = [count * part // num_parts for part in range(num_parts + 1)]
+        calls = [
+            self._pool.submit(_look_up, table, mode, first, last)
+            for first, last in zip(edges[1:], edges[2:], strict=False)
+        ]
+        _look_up(table, mode, 0, edges[1])
+        for call in calls:
+            call.result()
+
+    def merge(self, drafts: Proposals) -> None:
+        """Adds the draft model's drafts for the sequences of this proposal."""
+        self._arrays.put("of_model", drafts)
+        _merge_model(self._arrays.table, self._count)
+
+    def choose(self, costs: StepCosts, num_rows: int, turn: float) -> tuple[DraftBatch, bool]:
+        """Chooses the nodes that make tokens come fastest and notes which sequence got which; see
+        `propose`."""
         count, buffers = self._count, self._buffers
-        self.price(costs)
-        self._asked += 1
+        self.set_step_times(costs)
+        self._number += 1
         pays, size = _choose(
-            self._bound.table, _FOUND + 5 * self._now, count, self._asked, num_rows, turn,
-            self._most_rows, self._target, self._depth,
+            self._arrays.table, count, self._number, num_rows, turn, self._max_tokens, self._target,
+            self._depth,
         )  # fmt: skip
         batch = DraftBatch(
             buffers.kept[:count].copy(),
-            buffers.tokens[:size].copy(),
+            buffers.token_ids[:size].copy(),
             buffers.parents[:size].copy(),
         )
         return batch, pays
@@ -213,190 +318,179 @@ class Desk:
 
 
 @njit(cache=True, nogil=True)
-def _live_at(table: np.ndarray) -> LiveArrays:
-    return LiveArrays(
-        matrix(table, _LIVE, np.int64),
-        matrix(table, _LIVE + 1, np.float64),
-        vector(table, _LIVE + 2, np.float64),
-    )
-
-
-@njit(cache=True, nogil=True)
-def _found_at(table: np.ndarray, place: int, first: int, last: int) -> FoundArrays:
-    """Some rows of a set of drafts."""
-    return FoundArrays(
-        matrix(table, place, np.int32)[first:last],
-        matrix(table, place + 1, np.int32)[first:last],
-        matrix(table, place + 2, np.float32)[first:last],
-        matrix(table, place + 3, np.int32)[first:last],
-        vector(table, place + 4, np.int32)[first:last],
-    )
-
-
-@njit(cache=True, nogil=True)
-def _trie_at(table: np.ndarray, place: int) -> TrieArrays:
-    return TrieArrays(
-        matrix(table, place, np.int64),
-        matrix(table, place + 1, np.int32),
-        matrix(table, place + 2, np.int32),
-        matrix(table, place + 3, np.float32),
-        vector(table, place + 4, np.int64),
-    )
-
-
-@njit(cache=True, nogil=True)
-def _raw_at(table: np.ndarray, place: int) -> RawArrays:
-    place += _RAW_INDEX
-    return RawArrays(
-        matrix(table, place, np.int64),
-        matrix(table, place + 1, np.int32),
-        matrix(table, place + 2, np.float32),
-        vector(table, place + 3, np.int64),
-    )
-
-
-@njit(cache=True, nogil=True)
-def _turbo_params_at(table: np.ndarray) -> TurboParams:
-    n = vector(table, _TURBO, np.float64)
-    return TurboParams(int(n[0]), int(n[1]), int(n[2]), int(n[3]), int(n[4]), int(n[5]), n[6], n[7])
-
-
-@njit(cache=True, nogil=True)
-def _raw_params_at(table: np.ndarray) -> RawParams:
-    n = vector(table, _RAW, np.float64)
-    return RawParams(int(n[0]), n[1] != 0.0, int(n[2]), int(n[3]), int(n[4]), n[5], n[6])
-
-
-@njit(cache=True, nogil=True)
-def _catch_up(
-    table: np.ndarray,
-    batch: np.ndarray,
-    count: int,
-    asked: int,
-    vocabulary: int,
-    longest: int,
-    judged: int,
+def _take_in(
+    table: np.ndarray, batch: np.ndarray, count: int, number: int, voc_size: int, max_seq_len: int
 ) -> None:
-    """See `live.catch_up`; `judged` is the place of the drafts."""
-    found = _found_at(table, judged, 0, table[judged, 1])
-    sequence_state.catch_up(
-        vector(table, _TOKENS, np.int32), _live_at(table), batch, count,
-        vector(table, _ENDS, np.int32), vocabulary, longest, asked, found,
-        matrix(table, _RECORD, np.float32), matrix(table, _WHERE, np.int64),
-        vector(table, _MOST, np.int32), vector(table, _TRUST, np.float32),
-    )  # fmt: skip
+    """Appends new tokens and records what came of the drafts of proposal `number`.
+
+    Args:
+        batch, count: of `NewTokens`.
+        voc_size: a sequence with a token of this or above gets no drafts.
+        max_seq_len: tokens beyond which nothing is drafted.
+    """
+    tokens, stop_tokens = _read(table, "tokens"), _read(table, "stop_tokens")
+    buffers, found = _read(table, "buffers"), _read(table, "found")
+    numbers, averages, totals = _read(table, "states")
+    first = 3 * count
+    for i in range(count):
+        row, limit, size = batch[i], batch[count + i], batch[2 * count + i]
+        state, average = numbers[row], averages[row]
+        new = batch[first : first + size]
+        first += size
+        if state[OUT_OF_VOCAB] == 0 and len(new) > 0:
+            if _append(tokens, new, state[END], stop_tokens, voc_size):
+                state[END] += len(new)
+            else:
+                tokens[state[END]] = SEPARATOR
+                state[OUT_OF_VOCAB] = 1
+                totals[NUM_OUT_OF_VOCAB] += 1
+        if state[PROPOSAL] == number:
+            accepted = record_outcome(
+                tokens, state[PROPOSAL_END], state[END], state[PLACE], found.tokens, found.parents,
+                found.buckets, found.counts, state[NUM_VERIFIED], _read(table, "accepted"),
+            )  # fmt: skip
+            if state[NUM_VERIFIED] > 0:
+                weight, proposed = 1 - _KEPT_SHARE, average[PROPOSED_HITS]
+                average[HITS] += weight * (accepted - average[HITS])
+                average[EXPECTED_HITS] += weight * (proposed - average[EXPECTED_HITS])
+                weight /= 8
+                totals[MEAN_HITS] += weight * (accepted - totals[MEAN_HITS])
+                totals[MEAN_EXPECTED_HITS] += weight * (proposed - totals[MEAN_EXPECTED_HITS])
+        buffers.rows[i], buffers.salts[i] = row, state[SALT]
+        buffers.namespaces[i] = state[NAMESPACE]
+        buffers.starts[i], buffers.ends[i] = state[START], state[END]
+        left = max_seq_len - (state[END] - state[START])
+        limit = max(min(limit, state[NODE_LIMIT], left), 0)
+        buffers.limits[i] = limit if state[OUT_OF_VOCAB] == 0 else 0
+        scale = average[HITS] / max(average[EXPECTED_HITS], 1e-6)
+        buffers.scales[i] = min(max(scale, _MIN_SCALE), _MAX_SCALE)
 
 
 @njit(cache=True, nogil=True)
-def _look_up(table: np.ndarray, mode: int, place: int, first: int, last: int) -> None:
+def _append(
+    tokens: np.ndarray, new: np.ndarray, end: int, stop_tokens: np.ndarray, voc_size: int
+) -> bool:
+    """Writes new tokens from `end` on, separators in the place of stop tokens. False if one is
+    beyond the vocabulary."""
+    for index in range(len(new)):
+        token = new[index]
+        if token >= voc_size:
+            return False
+        for stop in stop_tokens:
+            if token == stop:
+                token = SEPARATOR
+        tokens[end + index] = token
+    tokens[end + len(new)] = SEPARATOR
+    return True
+
+
+@njit(cache=True, nogil=True)
+def _look_up(table: np.ndarray, mode: int, first: int, last: int) -> None:
     """Drafts for sequences first .. last-1."""
-    found = _found_at(table, place, first, last)
+    found = rows_of(_read(table, "found"), first, last)
     found.counts[:] = 0
-    if mode == _NO_SOURCE:
+    if mode == _NO_INDEX:
         return
     if mode != RAW:
-        _ask_turbo(table, found, first, last)
+        _draft_from_tries(table, found, first, last)
     if mode == MERGED:
-        more = _found_at(table, _MORE, first, last)
+        more = rows_of(_read(table, "more"), first, last)
         more.counts[:] = 0
-        _ask_raw(table, more, first, last)
-        _merge(table, place, _MORE, first, last)
+        _draft_from_ngrams(table, more, first, last)
+        _merge(found, more, _read(table, "buffers").limits[first:last])
     elif mode != TURBO:
-        _ask_raw(table, found, first, last)
+        _draft_from_ngrams(table, found, first, last)
 
 
 @njit(cache=True, nogil=True)
-def _merge(table: np.ndarray, place: int, other: int, first: int, last: int) -> None:
-    """Adds one set's drafts for some of the sequences to another's."""
-    found, more = _found_at(table, place, first, last), _found_at(table, other, first, last)
+def _merge_model(table: np.ndarray, count: int) -> None:
+    """Adds the draft model's drafts for the first sequences."""
+    found = rows_of(_read(table, "found"), 0, count)
+    more = rows_of(_read(table, "of_model"), 0, count)
+    _merge(found, more, _read(table, "buffers").limits[:count])
+
+
+@njit(cache=True, nogil=True)
+def _merge(found: Proposals, more: Proposals, limits: np.ndarray) -> None:
     merge(
-        found.tokens, found.parents, found.survival, found.kind, found.counts, more.tokens,
-        more.parents, more.survival, more.kind, more.counts,
-        vector(table, _MOST, np.int32)[first:last],
+        found.tokens, found.parents, found.path_probs, found.buckets, found.counts, more.tokens,
+        more.parents, more.path_probs, more.buckets, more.counts, limits,
     )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
-def _ask_turbo(table: np.ndarray, found: FoundArrays, first: int, last: int) -> None:
-    """Turbo's drafts."""
-    params, record = _turbo_params_at(table), matrix(table, _RECORD, np.float32)
-    work = trie_proposer.new_work(params, record[:_TURBO_KINDS], MAX_NODES)
-    where = matrix(table, _WHERE, np.int64)
-    most = vector(table, _MOST, np.int32)[first:last].copy()
-    for i in range(len(most)):
-        most[i] = min(most[i], MOST_TURBO_NODES)
+def _draft_from_tries(table: np.ndarray, found: Proposals, first: int, last: int) -> None:
+    """Turbo's drafts for sequences first .. last-1."""
+    params, buffers = _read(table, "trie_params"), _read(table, "buffers")
+    work = trie_proposer.new_work(params, _read(table, "accepted")[:_TRIE_BUCKETS], MAX_NODES)
+    limits = buffers.limits[first:last].copy()
+    for i in range(len(limits)):
+        limits[i] = min(limits[i], MAX_TRIE_NODES)
+    young, old, static = _read(table, "young"), _read(table, "old"), _read(table, "static")
     trie_proposer.propose_all(
-        _trie_at(table, _LOCAL), vector(table, _TOKENS, np.int32), where[0, first:last],
-        where[2, first:last], where[4, first:last], where[1, first:last],
-        (
-            (_trie_at(table, _YOUNG), vector(table, _YOUNG + _TEXT, np.int32)),
-            (_trie_at(table, _OLD), vector(table, _OLD + _TEXT, np.int32)),
-            (_trie_at(table, _STATIC), vector(table, _STATIC + _TEXT, np.int32)),
-        ),
-        params, work, most, found.tokens, found.parents, found.survival, found.kind, found.counts,
+        _read(table, "local").trie, _read(table, "tokens"), buffers.salts[first:last],
+        buffers.starts[first:last], buffers.ends[first:last], buffers.namespaces[first:last],
+        ((young.trie, young.text), (old.trie, old.text), (static.trie, static.text)),
+        params, work, limits, found.tokens, found.parents, found.path_probs, found.buckets,
+        found.counts,
     )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
-def _ask_raw(table: np.ndarray, found: FoundArrays, first: int, last: int) -> None:
-    """Raw's drafts for sequences that have none."""
-    params, record = _raw_params_at(table), matrix(table, _RECORD, np.float32)
-    first_kind = len(record) - _RAW_KINDS
-    own = record[first_kind:]
+def _draft_from_ngrams(table: np.ndarray, found: Proposals, first: int, last: int) -> None:
+    """Raw's drafts for those of sequences first .. last-1 that have none."""
+    params, buffers = _read(table, "ngram_params"), _read(table, "buffers")
+    accepted = _read(table, "accepted")
+    first_bucket = len(accepted) - _NGRAM_BUCKETS
+    own = accepted[first_bucket:]
     rates = (own[:, 0] + np.float32(1.0)) / (own[:, 1] + np.float32(2.0))
     rates = rates.reshape((ngram_index.NUM_LEVELS, ngram_index.NUM_DEPTHS))
-    local, tokens = _raw_at(table, _LOCAL), vector(table, _TOKENS, np.int32)
+    young, old, static = _read(table, "young"), _read(table, "old"), _read(table, "static")
+    local, tokens = _read(table, "local").ngrams, _read(table, "tokens")
     generations = (
-        (_raw_at(table, _YOUNG), vector(table, _YOUNG + _TEXT, np.int32)),
-        (_raw_at(table, _OLD), vector(table, _OLD + _TEXT, np.int32)),
-        (_raw_at(table, _STATIC), vector(table, _STATIC + _TEXT, np.int32)),
-    )
-    where, most = matrix(table, _WHERE, np.int64), vector(table, _MOST, np.int32)
+        (young.ngrams, young.text), (old.ngrams, old.text), (static.ngrams, static.text),
+    )  # fmt: skip
     path = np.empty(MAX_NODES, np.int32)
     for i in range(last - first):
         if found.counts[i] > 0:
             continue
-        salt, space, begin = where[0, first + i], where[1, first + i], where[2, first + i]
-        row = found.tokens[i], found.parents[i], found.survival[i], found.kind[i]
+        at = first + i
+        draft = found.tokens[i], found.parents[i], found.path_probs[i], found.buckets[i]
         count = ngram_index.propose_one(
-            local, tokens, begin, where[4, first + i], salt, space, generations, params, path,
-            most[first + i], rates, row,
+            local, tokens, buffers.starts[at], buffers.ends[at], buffers.salts[at],
+            buffers.namespaces[at], generations, params, path, buffers.limits[at], rates, draft,
         )  # fmt: skip
         for node in range(count):
-            found.kind[i, node] += first_kind
+            found.buckets[i, node] += first_bucket
         found.counts[i] = count
 
 
 @njit(cache=True, nogil=True)
 def _choose(
     table: np.ndarray,
-    place: int,
     count: int,
-    asked: int,
+    number: int,
     num_rows: int,
     turn: float,
-    most_rows: int,
+    max_tokens: int,
     target: int,
     depth: int,
 ) -> tuple[bool, int]:
-    """Chooses nodes and notes who got which; whether there are nodes that pay, and how many run."""
-    found, live_arrays = _found_at(table, place, 0, count), _live_at(table)
-    trust = vector(table, _TRUST, np.float32)[:count]
-    kept = vector(table, _KEPT, np.int32)[:count]
+    """Chooses nodes and notes which sequence got which. Returns whether there are nodes that pay,
+    and how many are to be verified."""
+    found, buffers = rows_of(_read(table, "found"), 0, count), _read(table, "buffers")
+    states = _read(table, "states")
+    rows, kept = buffers.rows[:count], buffers.kept[:count]
     kept[:] = 0
     budget.choose(
-        found.survival, found.counts, trust, vector(table, _COSTS, np.float64),
-        vector(table, _EDGES, np.int64), num_rows, turn, most_rows, kept,
+        found.path_probs, found.counts, buffers.scales[:count], _read(table, "step_seconds"),
+        _read(table, "step_sizes"), num_rows, turn, max_tokens, kept,
     )  # fmt: skip
-    rows = matrix(table, _WHERE, np.int64)[5, :count]
     pays = kept.sum() > 0
     if target > 0:
-        _keep_to_target(target, depth, live_arrays.averages, rows, kept)
+        _keep_to_target(target, depth, states.averages, rows, kept)
     size = kept.sum()
-    sequence_state.hand_over(
-        live_arrays, rows, asked, found, kept, vector(table, _TOKENS_OUT, np.int32),
-        vector(table, _PARENTS_OUT, np.int32),
-    )  # fmt: skip
+    _hand_over(states, rows, number, found, kept, buffers.token_ids, buffers.parents)
     return pays, size
 
 
@@ -404,19 +498,49 @@ def _choose(
 def _keep_to_target(
     target: int, depth: int, averages: np.ndarray, rows: np.ndarray, kept: np.ndarray
 ) -> None:
-    """TACO's target_parallelism: beyond so many rows in a step, drafts shrink with their hits.
+    """TACO's target_parallelism: in a step of more than `target` tokens drafts shrink with their
+    hits.
 
     Parents come before their children, so the first nodes of a draft are a draft.
     """
     if len(rows) + kept.sum() <= target:
         return
-    best, num_rows = 0.0, len(rows)
+    best, num_tokens = 0.0, len(rows)
     for row in rows:
         best = max(best, averages[row, HITS])
     for i in range(len(rows)):
         share = averages[rows[i], HITS] / best if best > 0.0 else 1.0
         kept[i] = min(kept[i], min(max(int(depth * share), 1), depth))
-        num_rows += kept[i]
-    if num_rows > target:
+        num_tokens += kept[i]
+    if num_tokens > target:
         for i in range(len(rows)):
-            kept[i] = max(int((kept[i] + 1) * (target / num_rows)) - 1, 0)
+            kept[i] = max(int((kept[i] + 1) * (target / num_tokens)) - 1, 0)
+
+
+@njit(cache=True, nogil=True)
+def _hand_over(
+    states: SequenceArrays,
+    rows: np.ndarray,
+    number: int,
+    found: Proposals,
+    kept: np.ndarray,
+    token_ids: np.ndarray,
+    parents: np.ndarray,
+) -> None:
+    """Notes the drafts of proposal `number` and writes their nodes one after the other.
+
+    Args:
+        kept: [S] first nodes of each draft that are verified.
+        token_ids, parents: [sum of kept] int32, written.
+    """
+    at = 0
+    for i in range(len(rows)):
+        state = states.numbers[rows[i]]
+        expected = 0.0
+        for node in range(kept[i]):
+            token_ids[at], parents[at] = found.tokens[i, node], found.parents[i, node]
+            expected += found.path_probs[i, node]
+            at += 1
+        states.averages[rows[i], PROPOSED_HITS] = expected
+        state[PROPOSAL], state[PLACE] = number, i
+        state[PROPOSAL_END], state[NUM_VERIFIED] = state[END], kept[i]

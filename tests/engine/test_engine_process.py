@@ -38,7 +38,7 @@ from hetero_llm.engine.input_processor import InputProcessor
 from hetero_llm.engine.message_socket import MessageSocket
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.kv_cache.block_manager import BlockManager
-from hetero_llm.kv_cache.prefix_cache import PrefixCache, root_key, token_bytes
+from hetero_llm.kv_cache.prefix_cache import PrefixCache, hash_root, token_bytes
 from hetero_llm.scheduler.scheduler import Scheduler
 
 DELTA = RequestOutputKind.DELTA
@@ -82,7 +82,7 @@ class Other:
         params = messages.params_to_wire(self.params, DELTA) | fields
         limit = params.get("max_tokens")
         most = CONTEXT if limit is None else len(token_ids) + limit
-        packed, root = token_bytes(token_ids), root_key(())
+        packed, root = token_bytes(token_ids), hash_root(())
         self.post(messages.AddRequest(key, packed, params, 0, most, root))
 
     def messages(self) -> Iterator[messages.Message]:
@@ -263,7 +263,7 @@ def test_messages_of_any_size_arrive_whole() -> None:
 )
 def test_parameters_travel(params: SamplingParams) -> None:
     fields = messages.params_to_wire(params, params.output_kind)
-    sent = messages.AddRequest("1", token_bytes([2]), fields, 0, 3, root_key(()))
+    sent = messages.AddRequest("1", token_bytes([2]), fields, 0, 3, hash_root(()))
     received = messages.decode_to_engine(messages.encode(sent))
     assert isinstance(received, messages.AddRequest)
     assert messages.params_from_wire(received.params) == params

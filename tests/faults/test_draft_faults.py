@@ -32,7 +32,7 @@ from hetero_llm.spec_decode.budget import StepCosts
 from hetero_llm.spec_decode.draft_model import worker_client
 from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 from hetero_llm.spec_decode.draft_model.worker_client import DraftWorkerClient
-from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 from tests.bridge.ipc.tools import HEAD, SLOT_BYTES, SLOTS_AT, TAIL
 from tests.helpers.draft_traffic import (
     EVERYTHING,
@@ -77,7 +77,7 @@ class Broken:
     @property
     def proposer(self) -> DraftModelProposer:
         drafter = self.engine._attended
-        assert isinstance(drafter, LookaheadDrafter) and drafter._model is not None
+        assert isinstance(drafter, HybridDrafter) and drafter._model is not None
         return drafter._model
 
     @property

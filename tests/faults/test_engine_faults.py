@@ -212,7 +212,7 @@ PARENT = """
 import sys, threading, time
 from hetero_llm.engine.engine_launcher import launch
 from hetero_llm.engine import messages
-from hetero_llm.kv_cache.prefix_cache import root_key, token_bytes
+from hetero_llm.kv_cache.prefix_cache import hash_root, token_bytes
 
 def start():
     global process
@@ -228,7 +228,7 @@ else:
     process.wait_until_ready()
 params = {{"max_tokens": None, "ignore_eos": True, "detokenize": False, "output_kind": 1}}
 for i in range(200):
-    request = messages.AddRequest(str(i), token_bytes([5]), params, 0, 64, root_key(()))
+    request = messages.AddRequest(str(i), token_bytes([5]), params, 0, 64, hash_root(()))
     process.socket.send(messages.encode(request))
 time.sleep(0.5)
 assert process.popen.poll() is None

@@ -30,7 +30,7 @@ from hetero_llm.engine.tokenizer import load_tokenizer
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.spec_decode.budget import StepCosts
 from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
-from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 from tests.helpers.draft_traffic import (
     EVERYTHING,
     FAST,
@@ -107,7 +107,7 @@ def benches(target: Path) -> Callable[[str], Bench]:
     return bench_of
 
 
-def drafter_of(worker: LocalWorker, *, uses_cache: bool, **settings: Any) -> LookaheadDrafter:
+def drafter_of(worker: LocalWorker, *, uses_cache: bool, **settings: Any) -> HybridDrafter:
     """What the factory makes of a worker."""
     values = {name: getattr(CONFIG, name) for name in CONFIG.__slots__} | settings
     proposer = DraftModelProposer(
@@ -118,7 +118,7 @@ def drafter_of(worker: LocalWorker, *, uses_cache: bool, **settings: Any) -> Loo
         cache_mode=3, voc_size=VOCAB, max_seq_len=MAX_LEN, eos_token_id=(2,), token_paths_top_k=3,
         num_threads=1,
     )  # fmt: skip
-    return LookaheadDrafter(
+    return HybridDrafter(
         config, width=MAX_LEN, capacity=1 << 14 if uses_cache else 0, uses_cache=uses_cache,
         model=proposer,
     )  # fmt: skip

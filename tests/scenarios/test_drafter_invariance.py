@@ -16,7 +16,7 @@ from hetero_llm.core.drafter import Drafter
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.cpu import native
 from hetero_llm.spec_decode.budget import StepCosts
-from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 from tests.helpers.draft_traffic import EVERYTHING, FAST, MAX_LEN, VOCAB, Bench, make_model
 from tests.helpers.drafters import Garbage, Oracle, Siblings
 
@@ -43,7 +43,7 @@ def lookahead(mode: int) -> Callable[[Bench], Drafter]:
         token_paths_top_k=3,
         num_threads=2,
     )
-    return lambda _: LookaheadDrafter(config, width=MAX_LEN, capacity=1 << 16)
+    return lambda _: HybridDrafter(config, width=MAX_LEN, capacity=1 << 16)
 
 
 DRAFTERS: dict[str, Callable[[Bench], Drafter | None]] = {

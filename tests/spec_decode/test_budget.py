@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_llm.spec_decode.budget import _MEMORY, StepCosts
+from hetero_llm.spec_decode.budget import MEMORY, StepCosts
 
 CHANCES = st.floats(0.0078125, 1.0, width=32)
 
@@ -59,7 +59,7 @@ def test_times_follow_the_machine_but_not_an_outlier() -> None:
 
 def test_times_of_sizes_that_do_not_run_are_forgotten() -> None:
     costs = costs_of((1, 1.0), (4, 9.0))
-    for _ in range(_MEMORY - 1):
+    for _ in range(MEMORY - 1):
         costs.observe(1, 1.0)
     assert seconds(costs, 4) == [9.0]
     costs.observe(1, 1.0)

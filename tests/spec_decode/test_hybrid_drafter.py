@@ -17,20 +17,19 @@ from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.kv_cache.prefix_cache import hash_root
-from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
-from hetero_llm.spec_decode.lookahead.global_cache import History
-from hetero_llm.spec_decode.lookahead.indexes import Proposals
-from hetero_llm.spec_decode.lookahead.sequence_state import HITS, SPACE
-from hetero_llm.spec_decode.lookahead.token_buffer import Texts
+from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
+from hetero_llm.spec_decode.lookahead.global_cache import GlobalCache
+from hetero_llm.spec_decode.lookahead.sequence_state import HITS, NAMESPACE, TokenBuffer
 from hetero_llm.spec_decode.ngram.drafter import PromptLookupDrafter
+from hetero_llm.spec_decode.proposals import Proposals
 
 RAW = LookaheadConfig(cache_mode=0, eos_token_id=(2,), max_seq_len=4096, voc_size=1000)
 PHRASE = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49]
 
 
-def make_drafter(capacity: int = 1 << 14, **changes: Any) -> LookaheadDrafter:
+def make_drafter(capacity: int = 1 << 14, **changes: Any) -> HybridDrafter:
     config = dataclasses.replace(RAW, **changes)
-    return LookaheadDrafter(config, width=4096, capacity=capacity)
+    return HybridDrafter(config, width=4096, capacity=capacity)
 
 
 def make_sequence(name: str, prompt: list[int], salt: str | None = None, **params: Any) -> Sequence:
@@ -60,7 +59,7 @@ def ask(drafter: Any, *sequences: Sequence, limit: int = 20) -> list[list[int]]:
     return [part.tolist() for part in parts]
 
 
-def finish(drafter: LookaheadDrafter, sequence: Sequence) -> None:
+def finish(drafter: HybridDrafter, sequence: Sequence) -> None:
     drafter.close(sequence.request)
     drafter.run_deferred()
 
@@ -156,7 +155,7 @@ def test_tokens_beyond_the_vocabulary_leave_a_sequence_alone() -> None:
     good.token_ids.extend([40, 41])
     bad.token_ids.extend([40, 41])
     assert ask(drafter, good, bad) == [[42, 43, 44, 45, 46, 47, 48], []]
-    assert drafter.num_foreign == 1
+    assert drafter.num_out_of_vocab == 1
     finish(drafter, bad)
 
 
@@ -201,11 +200,10 @@ def test_target_parallelism_favours_those_that_hit() -> None:
     assert sum(map(len, ask(drafter, *everyone))) == 0
 
 
-def assert_forgotten(drafter: LookaheadDrafter) -> None:
-    live = drafter._live
-    assert live.num_rows == 0 and not live._row_of and not live._of_request
-    assert not drafter._unlearned and not drafter._ended
-    assert len(live.texts._free) == live.texts._rows
+def assert_forgotten(drafter: HybridDrafter) -> None:
+    """No row is in use and nothing is in the local indexes."""
+    drafter.check_integrity()
+    assert not drafter.states.sequences
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2, 3])
@@ -222,11 +220,6 @@ def test_nothing_is_left_of_ended_requests(mode: int) -> None:
                 sequence.token_ids.extend(rng.integers(2, 30, int(rng.integers(1, 5))).tolist())
         for sequence in sequences:
             finish(drafter, sequence)
-    if drafter._raw is not None:
-        assert drafter._raw.local.arrays.state[0] == 0, "keys of ended sequences"
-    if drafter._turbo is not None:
-        trie = drafter._turbo.local
-        assert trie.num_keys == trie.num_nodes == trie.num_entries == 0
     assert_forgotten(drafter)
 
 
@@ -259,28 +252,28 @@ def test_prompt_lookup() -> None:
     sequence.token_ids.extend([9])
     assert ask(drafter, other, sequence) == [[3], []]
     drafter.close(other.request)
-    assert len(drafter._known) == 1
+    assert drafter.num_requests == 1
 
 
 # -- texts and history --------------------------------------------------------------------------
 
 
 def test_rows_are_used_again_and_grow_in_number() -> None:
-    texts = Texts(8)
-    rows = [texts.open(0) for _ in range(40)]
+    texts = TokenBuffer(8)
+    rows = [texts.open() for _ in range(40)]
     for i, text in enumerate(rows):
         texts.extend(text, [i] * 8)
-    assert all((texts.tokens[t.first : t.end] == i).all() for i, t in enumerate(rows))
+    assert all((texts.tokens[t.start : t.end] == i).all() for i, t in enumerate(rows))
     assert len({t.salt for t in rows}) == 40
-    texts.close(rows[7])
-    again = texts.open(0)
-    assert again.first == rows[7].first and again.salt not in {t.salt for t in rows}
+    texts.close(rows[7].row)
+    again = texts.open()
+    assert again.start == rows[7].start and again.salt not in {t.salt for t in rows}
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(0, 100))
 def test_the_history_keeps_to_its_capacity(sizes: list[int], capacity: int) -> None:
-    history = History(RAW, capacity, uses_raw=True, uses_trie=True)
+    history = GlobalCache(RAW, capacity, uses_ngrams=True, uses_trie=True)
     for tick, size in enumerate(sizes):
         history.add(np.arange(size, dtype=np.int32), 0, 5, tick)
         texts = [part.text[: part.end] for part in history.generations]
@@ -298,7 +291,7 @@ def test_turbo_drafts_from_both(mode: int) -> None:
     assert ask(drafter, first) == [PHRASE[2:9]]
     first.token_ids.extend([50, 51, 52, 53, 54, 55, 56, 57, 58, 59])
     finish(drafter, first)
-    assert drafter._turbo.local.num_nodes == drafter._turbo.local.num_keys == 0
+    assert_forgotten(drafter)
     second = make_sequence("b", [9, 9, 50, 51])
     assert ask(drafter, second) == [[52, 53, 54, 55, 56, 57, 58]]
     assert ask(drafter, make_sequence("c", [9, 50, 51], salt="other")) == [[]]
@@ -325,9 +318,9 @@ def test_a_merged_tree_holds_drafts_of_both() -> None:
     assert set(first) == {5, 7, 9}
     drafter.run_deferred()
     sequence.token_ids.extend([9])
-    before = drafter._record.copy()
+    before = drafter.acceptance.copy()
     ask(drafter, sequence)
-    assert (drafter._record != before).any(), "what came of it is learned"
+    assert (drafter.acceptance != before).any(), "what came of it is learned"
 
 
 @pytest.mark.parametrize("hybrid", [True, False])
@@ -352,7 +345,7 @@ def test_loops_are_gone_round_as_often_as_is_likely() -> None:
 def test_the_wait_between_steps_is_measured_from_their_end() -> None:
     now = [5.0]
     config = dataclasses.replace(RAW, cache_mode=2)
-    drafter = LookaheadDrafter(config, width=4096, capacity=0, clock=lambda: now[0])
+    drafter = HybridDrafter(config, width=4096, capacity=0, clock=lambda: now[0])
     sequence = make_sequence("a", [*PHRASE, 1, 40])
     drafter.set_step_times([(1, 1.0), (64, 1.01)])
     for _ in range(80):
@@ -377,7 +370,7 @@ def test_threads_share_large_batches_without_changing_drafts(mode: int) -> None:
     drafts = []
     for threads in (1, 8):
         drafter = make_drafter(cache_mode=mode, num_threads=threads)
-        drafter._threads = threads  # more than this machine may have
+        drafter._step._num_threads = threads  # more than this machine may have
         rng = np.random.default_rng(0)
         sequences = [make_sequence(str(i), rng.integers(3, 20, 60).tolist()) for i in range(70)]
         ask(drafter, *sequences)
@@ -389,14 +382,14 @@ def test_threads_share_large_batches_without_changing_drafts(mode: int) -> None:
 
 def test_the_record_learns_what_comes_of_drafts() -> None:
     drafter = make_drafter(cache_mode=0, capacity=0)
-    before = drafter._record.copy()
+    before = drafter.acceptance.copy()
     sequence = make_sequence("a", [*PHRASE, 7, 8, 9])
     ask(drafter, sequence)
     sequence.token_ids.extend([40, 41])
     ask(drafter, sequence)
     sequence.token_ids.extend([42, 43, 99])
     ask(drafter, sequence)
-    changed = drafter._record - before
+    changed = drafter.acceptance - before
     assert changed[:, 1].sum() == 3 and changed[:, 0].sum() == 2
 
 
@@ -407,7 +400,7 @@ def test_steps_without_drafts_do_not_count_as_hits() -> None:
     sequence.token_ids.extend([40, 41])
     (draft,) = ask(drafter, sequence)
     assert draft[:2] == [42, 43]
-    averages = drafter._live.arrays.averages[drafter._live._row_of[sequence]]
+    averages = drafter.states.arrays.averages[drafter.states.row_of(sequence)]
     hits = averages[HITS]
     sequence.token_ids.extend([42, 99, *range(200, 230)])
     ask(drafter, sequence)
@@ -427,7 +420,7 @@ def test_a_request_that_ends_before_anything_is_learned_leaves_nothing(mode: int
 
 @pytest.mark.parametrize("capacity", [0, 64])
 def test_a_document_larger_than_a_generation_is_left_out(capacity: int) -> None:
-    history = History(RAW, capacity, uses_raw=True, uses_trie=True)
+    history = GlobalCache(RAW, capacity, uses_ngrams=True, uses_trie=True)
     history.add(np.arange(capacity // 2, dtype=np.int32), 0, 5, 0)
     assert all(part.end == 0 for part in history.generations)
 
@@ -439,10 +432,10 @@ def test_drafts_are_judged_although_the_next_batch_is_much_larger() -> None:
     ask(drafter, sequence)
     sequence.token_ids.extend([40, 41])
     (draft,) = ask(drafter, sequence)
-    before = drafter._record.copy()
+    before = drafter.acceptance.copy()
     sequence.token_ids.extend(draft[:3])
     ask(drafter, *others, sequence)
-    changed = drafter._record - before
+    changed = drafter.acceptance - before
     assert changed[:, 0].sum() == changed[:, 1].sum() == 3
 
 
@@ -453,13 +446,13 @@ def test_what_changes_between_two_steps_is_looked_up_at_once(mode: int) -> None:
     sequence = make_sequence("a", [900, 901])
     sequence.token_ids.extend([40])
     ask(drafter, sequence)
-    space = drafter._live.arrays.numbers[drafter._live._row_of[sequence], SPACE]
-    static = drafter.history.new_static()
+    space = drafter.states.arrays.numbers[drafter.states.row_of(sequence), NAMESPACE]
+    static = drafter.global_cache.new_static()
     static.add(np.arange(300, 800, dtype=np.int32), 0, int(space), 0)
-    drafter.history.use(static)
+    drafter.global_cache.use(static)
     sequence.token_ids.extend([600, 601])
     assert ask(drafter, sequence)[0][:2] == [602, 603]
-    drafter.history.add(np.arange(100, 200, dtype=np.int32), 0, int(space), 0)
+    drafter.global_cache.add(np.arange(100, 200, dtype=np.int32), 0, int(space), 0)
     sequence.token_ids.extend([150, 151])
     assert ask(drafter, sequence)[0][:2] == [152, 153]
 
@@ -470,11 +463,11 @@ _LEVELS = 3  # of the trees of `Stepwise`
 
 
 class Stepwise:
-    """Stands in for a `DraftModelProposer` that never waits. Its worker drafts while a step runs,
-    for texts as they were told before; it is always right: texts count up.
+    """In the place of a `DraftModelProposer` that never waits. Its worker drafts while a step runs,
+    for sequences as they were sent before; it is always right: sequences count up.
 
     Attributes:
-        stands: nothing is drafted. tellings: how often there was something new.
+        stands: nothing is drafted. tellings: how often new tokens were sent.
     """
 
     def __init__(self) -> None:
@@ -499,7 +492,7 @@ class Stepwise:
             left = max(self._drafted.get(row, -_LEVELS) + _LEVELS - known, 0)
             self.drafts.tokens[index, :left] = known + np.arange(left)
             self.drafts.parents[index, :left] = np.arange(left) - 1
-            self.drafts.survival[index, :left], self.drafts.kind[index, :left] = 0.9, -1
+            self.drafts.path_probs[index, :left], self.drafts.buckets[index, :left] = 0.9, -1
             self.drafts.counts[index] = left
         return self.drafts.some(slice(len(rows)))
 
@@ -516,7 +509,7 @@ class Stepping:
     def __init__(self, *, asynchronous: bool, **settings: Any) -> None:
         self.source = Stepwise()
         config = dataclasses.replace(RAW, cache_mode=0)
-        self.drafter = LookaheadDrafter(
+        self.drafter = HybridDrafter(
             config, width=4096, capacity=0, uses_cache=False, model=self.source, **settings
         )  # type: ignore[arg-type]
         self.sequence = make_sequence("a", [*range(5)])

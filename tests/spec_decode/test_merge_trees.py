@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_llm.spec_decode.lookahead.indexes import Proposals
 from hetero_llm.spec_decode.merge_trees import merge
+from hetero_llm.spec_decode.proposals import Proposals
 
 Path = tuple[int, ...]
 
@@ -30,8 +30,8 @@ def random_drafts(rng: np.random.Generator, size: int, most: int, first_kind: in
             left[parent + 1] -= chance
             left.append(float(chance))
             drafts.tokens[row, count], drafts.parents[row, count] = token, parent
-            drafts.survival[row, count] = chance
-            drafts.kind[row, count] = first_kind + count
+            drafts.path_probs[row, count] = chance
+            drafts.buckets[row, count] = first_kind + count
             drafts.counts[row] += 1
     return drafts
 
@@ -47,7 +47,7 @@ def paths(drafts: Proposals, row: int) -> list[Path]:
 
 
 def facts(drafts: Proposals, row: int) -> dict[Path, tuple[float, int]]:
-    columns = drafts.survival[row].tolist(), drafts.kind[row].tolist()
+    columns = drafts.path_probs[row].tolist(), drafts.buckets[row].tolist()
     return dict(zip(paths(drafts, row), zip(*columns, strict=True), strict=False))
 
 
@@ -58,12 +58,12 @@ def test_trees_hold_the_paths_of_both(seed: int, most: int, limit: int) -> None:
     drafts, others = random_drafts(rng, 3, most, 0), random_drafts(rng, 3, most, 1000)
     before = [facts(drafts, row) for row in range(3)]
     more = [facts(others, row) for row in range(3)]
-    merge(*drafts.arrays, *others.arrays, np.full(3, limit, np.int32))
+    merge(*drafts, *others, np.full(3, limit, np.int32))
     for row in range(3):
         merged = facts(drafts, row)
         every = paths(drafts, row)
         assert len(set(every)) == len(every) == min(len({*before[row], *more[row]}), limit)
-        survival = drafts.survival[row, : len(every)]
+        survival = drafts.path_probs[row, : len(every)]
         assert (np.diff(survival) <= 0).all(), "the likeliest come first"
         for path, (chance, kind) in merged.items():
             if path in before[row]:

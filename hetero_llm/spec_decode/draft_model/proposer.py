@@ -1,4 +1,4 @@
-"""Proposes drafts of the draft worker; one of the proposers of a `LookaheadDrafter`.
+"""Proposes drafts of the draft worker; one of the proposers of a `HybridDrafter`.
 
 The engine holds a replica of the worker's trees (tree_replica.py). A proposal receives new nodes,
 walks the new tokens down the replica and returns the nodes below them, mostly without waiting: the
@@ -31,7 +31,14 @@ from hetero_llm.bridge.ipc.messages import (
 from hetero_llm.config.draft_model_config import DraftModelConfig
 from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.core.request import Sequence
-from hetero_llm.spec_decode.array_table import Bound, cube, matrix, vector
+from hetero_llm.spec_decode.array_table import (
+    ArrayTable,
+    BoolVector,
+    Int32Matrix,
+    Int32Vector,
+    Int64Vector,
+    reader_of,
+)
 from hetero_llm.spec_decode.draft_model.node_buckets import (
     NUM_ODDS,
     NUM_RANKS,
@@ -46,8 +53,7 @@ from hetero_llm.spec_decode.draft_model.tree_replica import (
     propose_all,
 )
 from hetero_llm.spec_decode.draft_model.worker_client import DraftWorkerClient
-from hetero_llm.spec_decode.lookahead.indexes import Proposals
-from hetero_llm.spec_decode.lookahead.sequence_state import FoundArrays
+from hetero_llm.spec_decode.proposals import Proposals, rows_of
 
 _CLOSED, _REFUSED = -1, -2  # instead of a generation
 _MAX_WAIT_SECONDS = 2e-3  # unless configured
@@ -61,14 +67,9 @@ _MIN_SENT_PROB = np.float32(0.02)  # path probability of external nodes sent to 
 _NUM_EXTENDED_LEAVES = 4  # leaves of a draft that one step of the worker extends, about
 _INITIAL_ROOM = 16
 
-# Places of `DraftModelProposer._arrays`, the array table of the compiled functions.
-_REPLICA, _LENGTHS, _GENERATIONS, _OWN = 0, 7, 8, 9
-_COMMITS, _FRESH, _QUERY, _CAUGHT_UP = range(14, 18)
-_NUM_PLACES = 18
-
 
 class _Buffers(NamedTuple):
-    """Arrays that compiled functions write, in the order of their places.
+    """Arrays that compiled functions write.
 
     Attributes:
         commits: [4, S] int32: slots, generations, lengths before and numbers of new tokens, of
@@ -78,10 +79,23 @@ class _Buffers(NamedTuple):
         caught_up: [S] bool, see `TreeReplica.caught_up`.
     """
 
-    commits: NDArray[np.int32]
-    fresh: NDArray[np.int32]
-    query: NDArray[np.int32]
-    caught_up: NDArray[np.bool_]
+    commits: Int32Matrix
+    fresh: Int32Vector
+    query: Int32Matrix
+    caught_up: BoolVector
+
+
+class _Arrays:
+    """What compiled functions find by name."""
+
+    replica: ReplicaArrays
+    lengths: Int64Vector
+    generations: Int64Vector
+    drafts: Proposals
+    buffers: _Buffers
+
+
+_read = reader_of(_Arrays)
 
 
 # large: state of every sequence in the worker, the array table, and the estimate of waiting.
@@ -123,10 +137,10 @@ class DraftModelProposer:
         self._worker_was_up = True
         self._level_seconds = _INITIAL_LEVEL_SECONDS
         self._num_timed_out = 0
-        self._arrays = Bound(_NUM_PLACES)
-        self._arrays.put_all(_REPLICA, self._replica.arrays)
-        self._arrays.put(_LENGTHS, self._lengths)
-        self._arrays.put(_GENERATIONS, self._generations)
+        self._arrays = ArrayTable(_Arrays)
+        self._arrays.put("replica", self._replica.arrays)
+        self._arrays.put("lengths", self._lengths)
+        self._arrays.put("generations", self._generations)
         self._make_room(_INITIAL_ROOM, _INITIAL_ROOM)
         self._counts = dict.fromkeys(("hits", "misses", "waits", "timeouts", "rejected"), 0)
         self._waited = 0.0
@@ -135,9 +149,9 @@ class DraftModelProposer:
         nothing = np.zeros(0, np.int64)
         _observe_tokens(self._arrays.table, nothing, nothing, nothing)
         self._fill_drafts(nothing, np.zeros(0, np.int32))
-        external = _pack_external_nodes(self.drafts.found, np.zeros(_INITIAL_ROOM, np.int32))
+        external = _pack_external_nodes(self.drafts, np.zeros(_INITIAL_ROOM, np.int32))
         assert not len(external[1])
-        _expected_gain(self._arrays.table, 0, self.drafts.survival, self.drafts.counts)
+        _expected_gain(self._arrays.table, 0, self.drafts.path_probs, self.drafts.counts)
 
     def _make_room(self, rows: int, tokens: int) -> None:
         """Allocate buffers for `rows` sequences and `tokens` new tokens."""
@@ -147,9 +161,9 @@ class DraftModelProposer:
             query=np.empty((3, rows), np.int32),
             caught_up=np.empty(rows, np.bool_),
         )
-        self._arrays.put_all(_COMMITS, self._buffers)
+        self._arrays.put("buffers", self._buffers)
         self.drafts = Proposals.empty(rows)
-        self._arrays.put_all(_OWN, self.drafts.found)
+        self._arrays.put("drafts", self.drafts)
 
     # -- sequences --------------------------------------------------------------------------
 
@@ -313,9 +327,7 @@ class DraftModelProposer:
         """
         used = rows < self._slots
         is_open = used & (self._generations[np.where(used, rows, 0)] >= 0)
-        counts, nodes = _pack_external_nodes(
-            found.found, np.where(is_open, kept, 0).astype(np.int32)
-        )
+        counts, nodes = _pack_external_nodes(found, np.where(is_open, kept, 0).astype(np.int32))
         some = counts > 0
         if not some.any():
             return
@@ -339,7 +351,7 @@ class DraftModelProposer:
             limit = min(2 * level * self._config.num_tokens, _MAX_WAIT_SECONDS)
         begin = now = self._clock()
         while True:
-            gain = _expected_gain(self._arrays.table, len(rows), found.survival, found.counts)
+            gain = _expected_gain(self._arrays.table, len(rows), found.path_probs, found.counts)
             # Stop if one more level does not increase the tokens per second.
             tokens = len(rows) * self._tokens_per_step
             if gain * (seconds + now - begin) <= tokens * self._level_seconds:
@@ -411,30 +423,6 @@ class DraftModelProposer:
 
 
 @njit(cache=True, nogil=True)
-def _replica_at(table: np.ndarray) -> ReplicaArrays:
-    return ReplicaArrays(
-        cube(table, _REPLICA, np.int32),
-        matrix(table, _REPLICA + 1, np.int64),
-        matrix(table, _REPLICA + 2, np.float32),
-        matrix(table, _REPLICA + 3, np.float32),
-        vector(table, _REPLICA + 4, np.uint64),
-        matrix(table, _REPLICA + 5, np.float32),
-        matrix(table, _REPLICA + 6, np.int64),
-    )
-
-
-@njit(cache=True, nogil=True)
-def _own_at(table: np.ndarray, count: int) -> FoundArrays:
-    return FoundArrays(
-        matrix(table, _OWN, np.int32)[:count],
-        matrix(table, _OWN + 1, np.int32)[:count],
-        matrix(table, _OWN + 2, np.float32)[:count],
-        matrix(table, _OWN + 3, np.int32)[:count],
-        vector(table, _OWN + 4, np.int32)[:count],
-    )
-
-
-@njit(cache=True, nogil=True)
 def _observe_tokens(
     table: np.ndarray, rows: np.ndarray, sizes: np.ndarray, tokens: np.ndarray
 ) -> tuple[int, int, int]:
@@ -444,8 +432,8 @@ def _observe_tokens(
         The number of commits, -1 if the replica has another length for one of them; their total
         number of tokens; the number of new sequences, which are skipped.
     """
-    lengths, generations = vector(table, _LENGTHS, np.int64), vector(table, _GENERATIONS, np.int64)
-    commits, fresh = matrix(table, _COMMITS, np.int32), vector(table, _FRESH, np.int32)
+    lengths, generations = _read(table, "lengths"), _read(table, "generations")
+    commits, fresh, _, _ = _read(table, "buffers")
     first = count = size = num_new = 0
     for i in range(len(rows)):
         row, new = rows[i], tokens[first : first + sizes[i]]
@@ -463,8 +451,9 @@ def _observe_tokens(
             size += len(new)
         lengths[row] += len(new)
     fine = commit_all(
-        _replica_at(table), commits[0, :count], commits[2, :count], fresh[:size], commits[3, :count]
-    )
+        _read(table, "replica"), commits[0, :count], commits[2, :count], fresh[:size],
+        commits[3, :count],
+    )  # fmt: skip
     return count if fine else -1, size, num_new
 
 
@@ -479,8 +468,8 @@ def _fill_drafts(
         max_positions: positions of the draft model.
     """
     count = len(rows)
-    lengths, generations = vector(table, _LENGTHS, np.int64), vector(table, _GENERATIONS, np.int64)
-    query = matrix(table, _QUERY, np.int32)
+    lengths, generations = _read(table, "lengths"), _read(table, "generations")
+    _, _, query, caught_up = _read(table, "buffers")
     num_queried = 0
     for i in range(count):
         row = rows[i]
@@ -488,15 +477,14 @@ def _fill_drafts(
         if row < len(lengths) and generations[row] >= 0 and lengths[row] < max_positions:
             query[0, i], query[2, i] = row, min(max_positions - lengths[row], depth)
             num_queried += 1
-    replica, own = _replica_at(table), _own_at(table, count)
-    caught_up = vector(table, _CAUGHT_UP, np.bool_)
+    replica, own = _read(table, "replica"), rows_of(_read(table, "drafts"), 0, count)
     caught_up_all(replica.state, query[0, :count], caught_up)
     propose_all(replica, query[0, :count], query[1, :count], query[2, :count], own)
     num_missing = count
     for i in range(count):
         num_missing -= caught_up[i]
         for node in range(own.counts[i]):
-            own.kind[i, node] = -1  # the replica updates the statistics of these
+            own.buckets[i, node] = -1  # the replica updates the statistics of these
     return num_queried, num_missing
 
 
@@ -510,16 +498,16 @@ def _expected_gain(
         count: number of sequences, S.
         path_probs, counts: [S, MAX_NODES], [S] path probabilities and sizes of other proposals.
     """
-    own, caught_up = _own_at(table, count), vector(table, _CAUGHT_UP, np.bool_)
-    deepest = matrix(table, _QUERY, np.int32)[2]
+    own, (_, _, query, caught_up) = _read(table, "drafts"), _read(table, "buffers")
+    deepest = query[2]
     gain = 0.0
     for i in range(count):
         start = 0.0 if caught_up[i] else 1.0
         if own.counts[i] > 0:
-            start = _open_leaves(own.parents[i], own.survival[i], own.counts[i], deepest[i])
+            start = _open_leaves(own.parents[i], own.path_probs[i], own.counts[i], deepest[i])
         other = float(path_probs[i, 0]) if counts[i] > 0 else 0.0
         gain += (1.0 - other) * start
-    return gain * _first_choice_rate(matrix(table, _REPLICA + 3, np.float32))
+    return gain * _first_choice_rate(_read(table, "replica").table)
 
 
 @njit(cache=True, nogil=True)
@@ -555,7 +543,7 @@ def _first_choice_rate(stats: np.ndarray) -> float:
 
 
 @njit(cache=True, nogil=True)
-def _pack_external_nodes(found: FoundArrays, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _pack_external_nodes(found: Proposals, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Select and pack the external nodes to send: of each draft its first kept nodes that are
     likely enough, unless all of them came from the worker.
 

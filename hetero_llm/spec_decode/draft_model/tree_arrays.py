@@ -15,7 +15,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from hetero_llm.spec_decode.acceptance_stats import MEMORY
-from hetero_llm.spec_decode.lookahead.suffix_trie import BORROWING
+from hetero_llm.spec_decode.array_table import BORROWING
 
 ID, PARENT, TOKEN, BUCKET = range(4)
 """Columns of a node; PARENT is the row of its parent."""

@@ -33,7 +33,16 @@ from hetero_llm.bridge.ipc.messages import (
     MessageKind,
     Messages,
 )
-from hetero_llm.spec_decode.array_table import Bound, cube, matrix, vector
+from hetero_llm.spec_decode.array_table import (
+    BORROWING,
+    ArrayTable,
+    Float32Matrix,
+    Int32Cube,
+    Int64Matrix,
+    Int64Vector,
+    UInt64Vector,
+    reader_of,
+)
 from hetero_llm.spec_decode.draft_model.node_buckets import NUM_BUCKETS, BucketStats
 from hetero_llm.spec_decode.draft_model.tree_arrays import (
     BUCKET,
@@ -52,9 +61,7 @@ from hetero_llm.spec_decode.draft_model.tree_arrays import (
     renumber_subtree,
     sort_descending,
 )
-from hetero_llm.spec_decode.lookahead.indexes import Proposals
-from hetero_llm.spec_decode.lookahead.sequence_state import FoundArrays
-from hetero_llm.spec_decode.lookahead.suffix_trie import BORROWING
+from hetero_llm.spec_decode.proposals import Proposals
 
 CAPACITY = 1024
 """Maximum nodes of a tree: children of all nodes that the worker can have run, and evicted ones."""
@@ -87,13 +94,24 @@ class ReplicaArrays(NamedTuple):
         heap, floats, places: working memory, since compiled functions allocate nothing.
     """
 
-    nodes: np.ndarray
-    state: np.ndarray
-    updated_table: np.ndarray
-    table: np.ndarray
-    heap: np.ndarray
-    floats: np.ndarray
-    places: np.ndarray
+    nodes: Int32Cube
+    state: Int64Matrix
+    updated_table: Float32Matrix
+    table: Float32Matrix
+    heap: UInt64Vector
+    floats: Float32Matrix
+    places: Int64Matrix
+
+
+class _Arrays:
+    """What `add` finds by name in compiled code."""
+
+    nodes: Int32Cube
+    state: Int64Matrix
+    dropped: Int64Vector
+
+
+_read = reader_of(_Arrays)
 
 
 class TreeReplica:
@@ -126,8 +144,10 @@ class TreeReplica:
         self._state = self.arrays.state
         self._state[:, _GENERATION] = _CLOSED
         self._dropped = np.zeros(3, np.int64)
-        self._bound = Bound(3)
-        self._bound.put_all(0, (self.arrays.nodes, self._state, self._dropped))
+        self._table = ArrayTable(_Arrays)
+        self._table.put("nodes", self.arrays.nodes)
+        self._table.put("state", self._state)
+        self._table.put("dropped", self._dropped)
         self._all_depths = np.full(slots, CAPACITY, np.int32)
         self._caught_up = np.zeros(slots, np.bool_)
 
@@ -167,7 +187,7 @@ class TreeReplica:
             False, without changes, if a body is not a multiple of `NODE_WORDS`.
         """
         fine: bool = _add_messages(
-            self._bound.table, self._vocab_size, messages.header_words, messages.words
+            self._table.table, self._vocab_size, messages.header_words, messages.words
         )
         return fine
 
@@ -196,7 +216,7 @@ class TreeReplica:
         depths: np.ndarray | None = None,
     ) -> None:
         """Fill the rows of `found` with the most likely nodes below the sequences. Negative and
-        closed slots get none. `found.kind` are the buckets of `BucketStats`.
+        closed slots get none. `found.buckets` are the buckets of `BucketStats`.
 
         Args:
             slots: [R].
@@ -208,9 +228,7 @@ class TreeReplica:
             if len(slots) > len(self._all_depths):
                 self._all_depths = np.full(2 * len(slots), CAPACITY, np.int32)
             depths = self._all_depths
-        propose_all(
-            self.arrays, fit(slots, INT32), fit(limits, INT32), fit(depths, INT32), found.found
-        )
+        propose_all(self.arrays, fit(slots, INT32), fit(limits, INT32), fit(depths, INT32), found)
 
     def caught_up(self, slots: np.ndarray) -> np.ndarray:
         """[R] bool: there is no first level to wait for: the worker has sent the children of the
@@ -250,8 +268,8 @@ def _add_messages(
     table: np.ndarray, vocab_size: int, headers: np.ndarray, words: np.ndarray
 ) -> bool:
     """See `TreeReplica.add`."""
-    nodes, state = cube(table, 0, np.int32), matrix(table, 1, np.int64)
-    return _append_node(nodes, state, vector(table, 2, np.int64), vocab_size, headers, words)
+    nodes, state, dropped = _read(table, "nodes"), _read(table, "state"), _read(table, "dropped")
+    return _append_node(nodes, state, dropped, vocab_size, headers, words)
 
 
 @njit(**BORROWING)
@@ -389,7 +407,7 @@ def propose_all(
     slots: np.ndarray,
     limits: np.ndarray,
     depths: np.ndarray,
-    found: FoundArrays,
+    found: Proposals,
 ) -> None:
     """See `TreeReplica.proposals`; the other arrays are int32."""
     heap, table = replica.heap, replica.table
@@ -416,8 +434,8 @@ def propose_all(
             order[node] = place
             found.tokens[i, place] = nodes[node, TOKEN]
             found.parents[i, place] = order[parent] if parent >= 0 else -1
-            found.survival[i, place] = path_probs[node]
-            found.kind[i, place] = nodes[node, BUCKET]
+            found.path_probs[i, place] = path_probs[node]
+            found.buckets[i, place] = nodes[node, BUCKET]
         found.counts[i] = size
 
 

@@ -1,110 +1,41 @@
-"""One face for both caches: arrays in, proposals out."""
+"""The two indexes over tokens, as the configuration asks for them: of running sequences, and of a
+generation of the global cache."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_llm.config.lookahead_config import LookaheadConfig
-from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
+from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.spec_decode.acceptance_stats import table_of
 from hetero_llm.spec_decode.lookahead import ngram_index, suffix_trie, trie_buckets
-from hetero_llm.spec_decode.lookahead.ngram_index import RawIndex, RawParams
-from hetero_llm.spec_decode.lookahead.sequence_state import FoundArrays
-from hetero_llm.spec_decode.lookahead.suffix_trie import Trie, TrieParams, new_active
-from hetero_llm.spec_decode.lookahead.trie_proposer import TurboParams
+from hetero_llm.spec_decode.lookahead.ngram_index import NgramIndex, NgramParams
+from hetero_llm.spec_decode.lookahead.sequence_state import SequenceRows
+from hetero_llm.spec_decode.lookahead.suffix_trie import (
+    CONTINUED,
+    SuffixTrie,
+    TrieParams,
+    new_active,
+)
+from hetero_llm.spec_decode.lookahead.trie_proposer import TrieProposalParams
 
 RAW, TURBO, MERGED = 0, 1, 3
 """Values of `LookaheadConfig.cache_mode`. 2 is Raw where Turbo has nothing; merged: the drafts of
 both become one tree."""
 
-_PRIOR_TRIALS = 8.0
-_LEAST_SURVIVAL = 0.01  # of a node of a tree: what does not pay is cut off later
-MOST_TURBO_NODES = 32
-"""Of Turbo's tree."""
+MAX_TRIE_NODES = 32
+"""Of the trie's draft."""
 
-GLOBAL_FREQ = 1.0
-"""Frequency that an entry of the history begins with; a local one begins with start_freq."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows:
-    """Where texts lie in an array of tokens; all [S] int64. salts, spaces: of their own entries and
-    of their namespaces' in the history. begins: where new tokens are. places: the texts' rows."""
-
-    salts: NDArray[np.int64]
-    spaces: NDArray[np.int64]
-    firsts: NDArray[np.int64]
-    begins: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    places: NDArray[np.int64]
+_PRIOR_TRIALS = 8.0  # weight of the n-gram index's prior
+_MIN_PATH_PROB = 0.01  # of a node of the trie's draft; the budget cuts off what does not pay
+_GLOBAL_FREQ = 1.0  # of a new entry of the global cache; a local one begins with start_freq
+_SLICE = 4096  # tokens entered at once: indexes reserve room for the worst that these could need
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Proposals:
-    """Drafts of S sequences: the first counts[i] columns of row i.
-
-    Attributes:
-        tokens, parents: [S, MAX_NODES] int32, as in `DraftTree`.
-        survival: [S, MAX_NODES] float32 estimated probability that a node is accepted.
-        kind: [S, MAX_NODES] int32 calibration cell of the estimate; -1 for none.
-        counts: [S] int32.
-    """
-
-    tokens: NDArray[np.int32]
-    parents: NDArray[np.int32]
-    survival: NDArray[np.float32]
-    kind: NDArray[np.int32]
-    counts: NDArray[np.int32]
-
-    @staticmethod
-    def empty(size: int) -> Proposals:
-        shape = (size, MAX_NODES)
-        return Proposals(
-            np.empty(shape, np.int32),
-            np.empty(shape, np.int32),
-            np.zeros(shape, np.float32),
-            np.empty(shape, np.int32),
-            np.zeros(size, np.int32),
-        )
-
-    def some(self, piece: slice) -> Proposals:
-        """Some rows, sharing memory."""
-        return Proposals(
-            self.tokens[piece],
-            self.parents[piece],
-            self.survival[piece],
-            self.kind[piece],
-            self.counts[piece],
-        )
-
-    def rows(self, count: int) -> Proposals:
-        """The first rows, sharing memory, with nothing proposed."""
-        some = self.some(slice(count))
-        some.counts[:] = 0
-        return some
-
-    @property
-    def arrays(self) -> tuple[NDArray[Any], ...]:
-        return self.tokens, self.parents, self.survival, self.kind, self.counts
-
-    @property
-    def found(self) -> FoundArrays:
-        """As compiled functions take them."""
-        return FoundArrays(self.tokens, self.parents, self.survival, self.kind, self.counts)
-
-    def batch(self) -> DraftBatch:
-        """Their nodes one after the other."""
-        held = np.arange(MAX_NODES) < self.counts[:, None]
-        return DraftBatch(self.counts.copy(), self.tokens[held], self.parents[held])
-
-
-def raw_params(config: LookaheadConfig) -> RawParams:
+def ngram_params(config: LookaheadConfig) -> NgramParams:
     """Of exactly the types that the compiled functions know."""
-    return RawParams(
+    return NgramParams(
         match_length=int(config.match_length),
         is_hybrid=bool(config.is_hybrid),
         copy_length=int(config.copy_length),
@@ -118,7 +49,7 @@ def raw_params(config: LookaheadConfig) -> RawParams:
 def trie_params(config: LookaheadConfig) -> TrieParams:
     """Of exactly the types that the compiled functions know."""
     return TrieParams(
-        key_length=_shortest(config),
+        key_length=_key_length(config),
         max_depth=int(config.turbo_match_length + config.copy_length),
         cell_max_size=int(config.cell_max_size),
         threshold=float(config.threshold),
@@ -126,109 +57,197 @@ def trie_params(config: LookaheadConfig) -> TrieParams:
     )
 
 
-def turbo_params(config: LookaheadConfig) -> TurboParams:
+def trie_proposal_params(config: LookaheadConfig) -> TrieProposalParams:
     """Of exactly the types that the compiled functions know."""
     children = config.token_paths_top_k * (2 if config.cache_mode == MERGED else 1)
-    return TurboParams(
-        key_length=_shortest(config),
+    return TrieProposalParams(
+        key_length=_key_length(config),
         match_length=int(config.turbo_match_length),
         copy_length=int(config.copy_length),
         sure_length=min(2 * int(config.copy_length) + 1, MAX_NODES),
         top_k_in_cell=int(config.top_k_in_cell),
         token_paths_top_k=min(int(children), MAX_NODES),
         start_freq=float(config.start_freq),
-        p_min=_LEAST_SURVIVAL,
+        p_min=_MIN_PATH_PROB,
     )
 
 
-def _shortest(config: LookaheadConfig) -> int:
+def _key_length(config: LookaheadConfig) -> int:
     """Tokens of the trie's shortest context. A merged tree looks single tokens up in the trie, too,
     if Raw may."""
     merged = config.cache_mode == MERGED and config.is_hybrid
     return 1 if merged else int(config.min_match_length)
 
 
-class RawSource:
-    """The n-gram cache of live sequences; it drafts from the history, too.
+class LocalNgramIndex:
+    """Raw's index of running sequences.
 
     Args:
-        record: [NUM_KINDS, 2] view of what came of its drafts; see `calibration`.
-
-    Attributes:
-        local: their index. To be read only.
+        accepted: [NUM_BUCKETS, 2] float32 view, filled in: what to expect of drafts from local and
+            global indexes before anything was drafted.
     """
 
-    NUM_KINDS = ngram_index.NUM_LEVELS * ngram_index.NUM_DEPTHS
+    NUM_BUCKETS = ngram_index.NUM_LEVELS * ngram_index.NUM_DEPTHS
+    name = "ngrams"
 
-    def __init__(self, config: LookaheadConfig, record: NDArray[np.float32]) -> None:
-        self._params = raw_params(config)
+    def __init__(self, config: LookaheadConfig, accepted: NDArray[np.float32]) -> None:
+        self._params = ngram_params(config)
         self._freq = float(config.start_freq)
-        self.local = RawIndex(self._params)
+        self._index = NgramIndex(self._params)
         rates = np.repeat(ngram_index.FURTHER_RATES[:, None], ngram_index.NUM_DEPTHS, axis=1)
         rates[:, 0] = ngram_index.FIRST_RATES
-        record[:] = table_of(rates, _PRIOR_TRIALS).reshape(-1, 2)
+        accepted[:] = table_of(rates, _PRIOR_TRIALS).reshape(-1, 2)
+
+    @property
+    def arrays(self) -> ngram_index.NgramArrays:
+        return self._index.arrays
 
     @property
     def num_bytes(self) -> int:
-        return self.local.num_bytes
+        return self._index.num_bytes
 
-    def learn(self, tokens: NDArray[np.int32], rows: Rows, tick: int) -> None:
-        """Enters what is new of live sequences."""
-        self.local.reserve(int((rows.ends - rows.begins).sum()))
+    @property
+    def num_entries(self) -> int:
+        return self._index.num_keys
+
+    def learn(self, tokens: NDArray[np.int32], spans: SequenceRows, tick: int) -> None:
+        self._index.reserve(int((spans.ends - spans.indexed).sum()))
         ngram_index.insert_all(
-            self.local.arrays, self._params, tokens, rows.salts, rows.firsts, rows.begins,
-            rows.ends, self._freq, tick,
+            self._index.arrays, self._params, tokens, spans.salts, spans.starts, spans.indexed,
+            spans.ends, self._freq, tick,
         )  # fmt: skip
 
-    def forget(self, tokens: NDArray[np.int32], rows: Rows) -> None:
-        """Takes ended sequences out again."""
+    def forget(self, tokens: NDArray[np.int32], spans: SequenceRows) -> None:
         ngram_index.remove_all(
-            self.local.arrays, self._params, tokens, rows.salts, rows.firsts, rows.begins
+            self._index.arrays, self._params, tokens, spans.salts, spans.starts, spans.indexed
         )
 
 
-class TurboSource:
-    """The suffix trie of live sequences; it drafts from the history, too.
+class LocalSuffixTrie:
+    """Turbo's index of running sequences.
 
     Args:
-        record: [NUM_KINDS, 2] view of what came of its drafts, whose kinds are the first.
-
-    Attributes:
-        local: their trie. To be read only.
+        accepted: [NUM_BUCKETS, 2] float32 view, filled in: what to expect of drafts from local and
+            global tries before anything was drafted.
     """
 
-    NUM_KINDS = 2 * trie_buckets.NUM_LENGTHS * trie_buckets.NUM_BUCKETS
+    NUM_BUCKETS = 2 * trie_buckets.NUM_LENGTHS * trie_buckets.NUM_BUCKETS
+    name = "trie"
 
-    def __init__(self, config: LookaheadConfig, record: NDArray[np.float32]) -> None:
+    def __init__(self, config: LookaheadConfig, accepted: NDArray[np.float32]) -> None:
         self._params = trie_params(config)
-        self._turbo = turbo_params(config)
-        self.local = Trie(self._params)
-        self._actives = np.empty((0, len(new_active(self._params))), np.int32)
-        record[:] = trie_buckets.initial_calibration().reshape(-1, 2)
+        self._freq = float(config.start_freq)
+        self._trie = SuffixTrie(self._params)
+        self._actives = np.empty((0, len(new_active(self._params))), np.int32)  # by row
+        accepted[:] = trie_buckets.initial_acceptance().reshape(-1, 2)
+
+    @property
+    def arrays(self) -> suffix_trie.TrieArrays:
+        return self._trie.arrays
 
     @property
     def num_bytes(self) -> int:
-        return self.local.num_bytes
+        return self._trie.num_bytes
 
-    def learn(self, tokens: NDArray[np.int32], rows: Rows, _: int) -> None:
-        """Enters what is new of live sequences."""
-        last = int(rows.places.max())
+    @property
+    def num_entries(self) -> int:
+        return self._trie.num_keys + self._trie.num_nodes + self._trie.num_entries
+
+    def learn(self, tokens: NDArray[np.int32], spans: SequenceRows, tick: int) -> None:
+        last = int(spans.rows.max())
         if last >= len(self._actives):
             more = np.tile(new_active(self._params), (2 * last + 1 - len(self._actives), 1))
             self._actives = np.concatenate([self._actives, more])
-        self.local.reserve(int((rows.ends - rows.begins).sum()))
-        actives = self._actives[rows.places]
+        self._trie.reserve(int((spans.ends - spans.indexed).sum()))
+        actives = self._actives[spans.rows]
         suffix_trie.insert_all(
-            self.local.arrays, self._params, tokens, rows.salts, rows.begins, rows.ends, actives,
-            self._turbo.start_freq,
+            self._trie.arrays, self._params, tokens, spans.salts, spans.indexed, spans.ends,
+            actives, self._freq,
         )  # fmt: skip
-        self._actives[rows.places] = actives
+        self._actives[spans.rows] = actives
 
-    def forget(self, tokens: NDArray[np.int32], rows: Rows) -> None:
-        """Takes ended sequences out again."""
-        for salt, first, end, place in zip(
-            rows.salts, rows.firsts, rows.begins, rows.places, strict=True
+    def forget(self, tokens: NDArray[np.int32], spans: SequenceRows) -> None:
+        for row, salt, start, indexed in zip(
+            spans.rows, spans.salts, spans.starts, spans.indexed, strict=True
         ):
-            suffix_trie.remove(self.local.arrays, self._params, tokens, salt, first, end)
-            if place < len(self._actives):
-                self._actives[place] = new_active(self._params)
+            suffix_trie.remove(self._trie.arrays, self._params, tokens, salt, start, indexed)
+            if row < len(self._actives):
+                self._actives[row] = new_active(self._params)
+
+
+LocalIndex = LocalNgramIndex | LocalSuffixTrie
+"""An index of running sequences. `name` is its field in the arrays of `ProposalStep`; `arrays` are
+to be read anew after `learn`; `num_entries` is 0 if all sequences are forgotten. `learn` enters the
+tokens from `indexed` to `ends`, `forget` removes those before `indexed`."""
+
+
+class GlobalNgramIndex(NgramIndex):
+    """Raw's index of a generation; see `GlobalIndex`."""
+
+    name = "ngrams"
+
+    def add(
+        self, text: NDArray[np.int32], namespace: int, start: int, begin: int, end: int, tick: int
+    ) -> None:
+        for first in range(begin, end, _SLICE):
+            last = min(first + _SLICE, end)
+            self.reserve(last - first)
+            ngram_index.insert(
+                self.arrays, self.params, text, namespace, start, first, last, _GLOBAL_FREQ, tick
+            )
+
+    def add_many(
+        self,
+        text: NDArray[np.int32],
+        namespaces: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        begins: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        tick: int,
+    ) -> None:
+        self.reserve(int((ends - begins).sum()))
+        ngram_index.insert_all(
+            self.arrays, self.params, text, namespaces, starts, begins, ends, _GLOBAL_FREQ, tick
+        )
+
+
+class GlobalSuffixTrie(SuffixTrie):
+    """Turbo's index of a generation; see `GlobalIndex`."""
+
+    name = "trie"
+
+    def add(
+        self, text: NDArray[np.int32], namespace: int, start: int, begin: int, end: int, tick: int
+    ) -> None:
+        active = new_active(self.params)
+        if begin > start:
+            active[0] = CONTINUED
+        for first in range(begin, end, _SLICE):
+            last = min(first + _SLICE, end)
+            self.reserve(last - first)
+            suffix_trie.insert(
+                self.arrays, self.params, text, namespace, first, last, active, _GLOBAL_FREQ
+            )
+
+    def add_many(
+        self,
+        text: NDArray[np.int32],
+        namespaces: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        begins: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        tick: int,
+    ) -> None:
+        self.reserve(int((ends - begins).sum()))
+        actives = np.tile(new_active(self.params), (len(ends), 1))
+        actives[begins > starts, 0] = CONTINUED
+        suffix_trie.insert_all(
+            self.arrays, self.params, text, namespaces, begins, ends, actives, _GLOBAL_FREQ
+        )
+
+
+GlobalIndex = GlobalNgramIndex | GlobalSuffixTrie
+"""An index of one generation of the global cache. Positions refer to the generation's text: a
+document begins at `start`, its new tokens at `begin`; before that stands what another document
+holds. `add` enters a document of any length, `add_many` short ones in one compiled call, which
+holds no lock."""

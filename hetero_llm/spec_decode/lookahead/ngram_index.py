@@ -1,13 +1,13 @@
-"""The Raw cache: what followed an n-gram before is drafted after it again.
+"""TACO-LLM's Raw cache: what followed an n-gram before is drafted after it again.
 
-A hash table leads from an n-gram to its cell, a few phrases that followed it. A phrase is a place
-in the text and a signature of its first tokens; its tokens are read from the text when drafted, as
-in LLMA (Yang et al., "Inference with Reference", arXiv 2304.04487). Cells keep frequencies and
-forget by threshold and decay, much like the draft tables of Ant's Flood.
+A hash table leads from an n-gram to its cell, a few phrases that followed it. A phrase is a
+position in the text and a signature of its first tokens; its tokens are read from the text when
+drafted, as in LLMA (Yang et al., "Inference with Reference", arXiv 2304.04487). Cells keep
+frequencies and forget by threshold and decay, much like the draft tables of Ant's Flood.
 
 One index serves many texts: a salt, part of every key, keeps them apart. Everything lies in flat
-arrays; only `RawIndex.reserve` allocates. One thread writes at a time and nobody reads meanwhile;
-any number of threads may propose at once, each into rows of its own.
+arrays; only `NgramIndex.reserve` allocates. One thread writes at a time, without readers; any
+number of threads may propose at once, each into rows of its own.
 """
 
 from __future__ import annotations
@@ -17,8 +17,15 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from hetero_llm.spec_decode.array_table import (
+    Float32Matrix,
+    Int32Matrix,
+    Int64Matrix,
+    Int64Vector,
+)
+
 SIGNATURE_TOKENS = 4
-"""Phrases of one cell that agree in so many first tokens are the same phrase."""
+"""Phrases of one cell are the same if their first `SIGNATURE_TOKENS` tokens are."""
 
 _MAX_NODES = 63
 _ONE_TOKEN_DEPTH = 2
@@ -29,26 +36,26 @@ _COUNT_BITS = 16  # a cell is its first entry's index and, in the lowest bits, i
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
 _NUM_KEYS, _NUM_USED, _FREE = 0, 1, 2  # places in `state`
 _NUM_CLASSES = _COUNT_BITS + 1
-_LIVE = _FREE + _NUM_CLASSES
+_BLOCKS_IN_USE = _FREE + _NUM_CLASSES
 _MIN_SLOTS = 64
 _MAX_ENTRIES = 2**31 - 1
 
 NUM_LEVELS, NUM_DEPTHS = 5, 8
-"""Nodes are told apart by tokens matched, up to 4, and by depth, up to 8: their kind is
+"""Acceptance buckets by tokens matched, up to 4, and by depth, up to 8: the bucket of a node is
 min(matched, 4) * NUM_DEPTHS + min(depth, 8) - 1."""
 FIRST_RATES = np.array([0.0, 0.15, 0.5, 0.55, 0.6])
 FURTHER_RATES = np.array([0.0, 0.5, 0.6, 0.7, 0.75])
 """By tokens matched: rate of acceptance of the first drafted token, and of each further one if the
 one before was accepted. Rough figures from chains of 7 on source code, where a match of two tokens
 was followed by an accepted token in half of all steps, and by 2.4 of them then."""
-_RANK_SURVIVAL = np.float32(0.5)
+_RANK_SHARE = np.float32(0.5)
 """Each phrase of a cell counts half as much as the one ranked before it: only one can be right."""
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _FOLD = np.uint64(32)
 
 
-class RawParams(NamedTuple):
+class NgramParams(NamedTuple):
     """Parameters under the names of lookahead_cache_config.json.
 
     Of exactly these types: another type in any field compiles every function once more.
@@ -72,7 +79,7 @@ class RawParams(NamedTuple):
     decay: float
 
 
-class RawArrays(NamedTuple):
+class NgramArrays(NamedTuple):
     """An index as the compiled functions see it.
 
     Attributes:
@@ -86,13 +93,13 @@ class RawArrays(NamedTuple):
             first free block or -1; for each block size the number of blocks in use.
     """
 
-    slots: np.ndarray
-    entries: np.ndarray
-    freqs: np.ndarray
-    state: np.ndarray
+    slots: Int64Matrix
+    entries: Int32Matrix
+    freqs: Float32Matrix
+    state: Int64Vector
 
 
-class RawIndex:
+class NgramIndex:
     """Owner of an index's arrays.
 
     Args:
@@ -100,14 +107,16 @@ class RawIndex:
         tokens: room to begin with, as in `reserve`.
 
     Attributes:
+        params: as given.
         arrays: to be read anew after `reserve` and `clear`. Arrays read before stay as they were,
             for readers that still hold them.
     """
 
-    def __init__(self, params: RawParams, tokens: int = 0) -> None:
+    def __init__(self, params: NgramParams, tokens: int = 0) -> None:
         assert params.match_length >= 1 and params.top_k >= 1, params
         assert 1 <= params.copy_length <= _MAX_NODES, params
         assert 1 <= params.cell_max_size <= _COUNT_MASK, params
+        self.params = params
         self._keys_per_token = params.match_length if params.is_hybrid else 1
         self._largest_class = (params.cell_max_size - 1).bit_length()
         self.arrays = _new_arrays(_MIN_SLOTS, 0)
@@ -119,8 +128,46 @@ class RawIndex:
         arrays = self.arrays
         return arrays.slots.nbytes + arrays.entries.nbytes + arrays.state.nbytes
 
+    @property
+    def num_keys(self) -> int:
+        """N-grams that it knows."""
+        return int(self.arrays.state[_NUM_KEYS])
+
+    @property
+    def num_blocks(self) -> list[int]:
+        """Blocks in use of 1, 2, 4, ... entries."""
+        return self.arrays.state[_BLOCKS_IN_USE:].tolist()  # type: ignore[no-any-return]
+
+    @property
+    def num_entries(self) -> int:
+        """Entries ever handed out, those of free blocks included."""
+        return int(self.arrays.state[_NUM_USED])
+
+    def check_integrity(self) -> None:
+        """Asserts that keys and blocks are counted, and that each entry ever handed out is in one
+        block, free or of a cell."""
+        slots, entries, state = self.arrays.slots, self.arrays.entries, self.arrays.state
+        cells = slots[slots[:, _KEY] != 0, _CELL].tolist()
+        assert len(cells) == self.num_keys <= len(slots) // 2
+        blocks = [(cell >> _COUNT_BITS, ((cell & _COUNT_MASK) - 1).bit_length()) for cell in cells]
+        num_blocks = [0] * _NUM_CLASSES
+        for _, size_class in blocks:
+            num_blocks[size_class] += 1
+        assert num_blocks == self.num_blocks
+        for size_class in range(_NUM_CLASSES):
+            block = int(state[_FREE + size_class])
+            while block >= 0:
+                blocks.append((block, size_class))
+                block = int(entries[block, _POS])
+        taken = sorted(
+            entry
+            for block, size_class in blocks
+            for entry in range(block, block + (1 << size_class))
+        )
+        assert taken == list(range(self.num_entries))
+
     def reserve(self, tokens: int) -> None:
-        """Makes room, so that inserting so many more tokens cannot run out of it.
+        """Makes room for inserting `tokens` more tokens.
 
         Raises:
             MemoryError: there is none; the index stays as it was.
@@ -132,7 +179,7 @@ class RawIndex:
         # that exists already may double at its first new entry.
         entries = state[_NUM_USED] + 4 * new
         for size_class in range(self._largest_class):
-            entries += min(new, state[_LIVE + size_class]) << (size_class + 1)
+            entries += min(new, state[_BLOCKS_IN_USE + size_class]) << (size_class + 1)
         slots = 2 * (state[_NUM_KEYS] + new)
         held_slots, held_entries = len(arrays.slots), len(arrays.entries)
         if slots <= held_slots and entries <= held_entries:
@@ -158,12 +205,12 @@ class RawIndex:
         self.arrays = _new_arrays(len(self.arrays.slots), len(self.arrays.entries))
 
 
-def _new_arrays(num_slots: int, num_entries: int) -> RawArrays:
+def _new_arrays(num_slots: int, num_entries: int) -> NgramArrays:
     """Empty arrays: pages come from the system when they are first written."""
     entries = np.zeros((num_entries, 4), np.int32)
-    state = np.zeros(_LIVE + _NUM_CLASSES, np.int64)
-    state[_FREE:_LIVE] = -1
-    return RawArrays(np.zeros((num_slots, 2), np.int64), entries, entries.view(np.float32), state)
+    state = np.zeros(_BLOCKS_IN_USE + _NUM_CLASSES, np.int64)
+    state[_FREE:_BLOCKS_IN_USE] = -1
+    return NgramArrays(np.zeros((num_slots, 2), np.int64), entries, entries.view(np.float32), state)
 
 
 @njit(cache=True, nogil=True)
@@ -206,7 +253,7 @@ def _rehash(old: np.ndarray, new: np.ndarray) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _take_block(arrays: RawArrays, size_class: int) -> int:
+def _take_block(arrays: NgramArrays, size_class: int) -> int:
     """A block of 2^size_class entries, of any content."""
     state = arrays.state
     block = state[_FREE + size_class]
@@ -216,20 +263,20 @@ def _take_block(arrays: RawArrays, size_class: int) -> int:
         block = state[_NUM_USED]
         state[_NUM_USED] = block + (1 << size_class)
         assert state[_NUM_USED] <= len(arrays.entries)  # reserve comes before insert
-    state[_LIVE + size_class] += 1
+    state[_BLOCKS_IN_USE + size_class] += 1
     return block
 
 
 @njit(cache=True, nogil=True)
-def _give_block(arrays: RawArrays, block: int, size_class: int) -> None:
+def _give_block(arrays: NgramArrays, block: int, size_class: int) -> None:
     arrays.entries[block, _POS] = arrays.state[_FREE + size_class]
     arrays.state[_FREE + size_class] = block
-    arrays.state[_LIVE + size_class] -= 1
+    arrays.state[_BLOCKS_IN_USE + size_class] -= 1
 
 
 @njit(cache=True, nogil=True)
 def _size_class(count: int) -> int:
-    """Of the block for so many entries."""
+    """Of the block for `count` entries."""
     size_class = 0
     while (1 << size_class) < count:
         size_class += 1
@@ -245,7 +292,7 @@ def _is_older(entries: np.ndarray, row: int, other: int) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def _is_weaker(arrays: RawArrays, row: int, other: int) -> bool:
+def _is_weaker(arrays: NgramArrays, row: int, other: int) -> bool:
     """By frequency, then by age."""
     if arrays.freqs[row, _FREQ] != arrays.freqs[other, _FREQ]:
         return arrays.freqs[row, _FREQ] < arrays.freqs[other, _FREQ]
@@ -253,7 +300,7 @@ def _is_weaker(arrays: RawArrays, row: int, other: int) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def _evict(arrays: RawArrays, params: RawParams, block: int, count: int) -> int:
+def _evict(arrays: NgramArrays, params: NgramParams, block: int, count: int) -> int:
     """The entry of a full cell that makes room for a new one."""
     freqs = arrays.freqs
     victim = -1
@@ -274,7 +321,7 @@ def _evict(arrays: RawArrays, params: RawParams, block: int, count: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _place(arrays: RawArrays, params: RawParams, key: int, signature: int) -> tuple[int, bool]:
+def _place(arrays: NgramArrays, params: NgramParams, key: int, signature: int) -> tuple[int, bool]:
     """The entry of the key's cell for this phrase, and whether it was there before."""
     slots, entries = arrays.slots, arrays.entries
     slot = find_slot(slots, key)
@@ -305,8 +352,8 @@ def _place(arrays: RawArrays, params: RawParams, key: int, signature: int) -> tu
 
 @njit(cache=True, nogil=True)
 def insert(
-    arrays: RawArrays,
-    params: RawParams,
+    arrays: NgramArrays,
+    params: NgramParams,
     text: np.ndarray,
     salt: int,
     first: int,
@@ -319,11 +366,11 @@ def insert(
 
     A phrase is complete once its first min(copy_length, 4) tokens are known. So a text may come in
     pieces of any size, each beginning where the last ended, and the last three positions of a text
-    begin no phrase. A text that goes on elsewhere (in a chunk of another arena, say) loses nothing
-    if its last match_length + 3 tokens are repeated there between `first` and `begin`.
+    begin no phrase. A text that is continued elsewhere (in a chunk of another arena, say) loses
+    nothing if its last match_length + 3 tokens are repeated there between `first` and `begin`.
 
     Args:
-        arrays: with room for end - begin tokens, see `RawIndex.reserve`.
+        arrays: with room for end - begin tokens, see `NgramIndex.reserve`.
         text: int32; no phrase has a separator (-1) in its n-gram or in its first tokens.
         salt: of the text.
         first: no n-gram begins before it.
@@ -357,7 +404,7 @@ def insert(
 
 @njit(cache=True, nogil=True)
 def remove(
-    arrays: RawArrays, params: RawParams, text: np.ndarray, salt: int, first: int, end: int
+    arrays: NgramArrays, params: NgramParams, text: np.ndarray, salt: int, first: int, end: int
 ) -> None:
     """Forgets a salt whose text was inserted from `first` on and never beyond `end`.
 
@@ -391,8 +438,8 @@ def remove(
 
 @njit(cache=True, nogil=True)
 def insert_all(
-    arrays: RawArrays,
-    params: RawParams,
+    arrays: NgramArrays,
+    params: NgramParams,
     text: np.ndarray,
     salts: np.ndarray,
     firsts: np.ndarray,
@@ -408,8 +455,8 @@ def insert_all(
 
 @njit(cache=True, nogil=True)
 def remove_all(
-    arrays: RawArrays,
-    params: RawParams,
+    arrays: NgramArrays,
+    params: NgramParams,
     text: np.ndarray,
     salts: np.ndarray,
     firsts: np.ndarray,
@@ -422,31 +469,31 @@ def remove_all(
 
 @njit(cache=True, nogil=True)
 def _draft(
-    arrays: RawArrays,
+    arrays: NgramArrays,
     arena: np.ndarray,
     known: int,
     key: int,
     size: int,
-    goes_on: bool,
+    wraps: bool,
     path: np.ndarray,
-    params: RawParams,
+    params: NgramParams,
     limit: int,
     rates: np.ndarray,
     tokens: np.ndarray,
     parents: np.ndarray,
-    survival: np.ndarray,
-    kind: np.ndarray,
+    path_probs: np.ndarray,
+    buckets: np.ndarray,
 ) -> int:
     """Drafts the best phrases of a key's cell as a tree; returns the number of nodes.
 
     Args:
         arena, known: the index's text; its tokens before `known` may be drafted.
         size: tokens of the n-gram.
-        goes_on: the draft follows at `known`, so that a phrase which reaches it goes on with the
+        wraps: the draft follows at `known`, so that a phrase which reaches it continues with the
             draft's own tokens: a loop shorter than a draft is drafted as often as it fits.
         path: [63] int32, scratch.
         limit: most nodes, at most 63.
-        tokens, parents, survival, kind: rows of the caller's arrays.
+        tokens, parents, path_probs, buckets: rows of the caller's arrays.
     """
     slot = find_slot(arrays.slots, key)
     if arrays.slots[slot, _KEY] == 0:
@@ -470,16 +517,16 @@ def _draft(
         taken = best
         begin = np.int64(arrays.entries[best, _POS])
         node = -1
-        chance = share
-        share *= _RANK_SURVIVAL
-        last = begin + depth if goes_on else min(begin + depth, known)
+        path_prob = share
+        share *= _RANK_SHARE
+        last = begin + depth if wraps else min(begin + depth, known)
         for position in range(begin, last):
             token = arena[position] if position < known else path[position - known]
             if token < 0:
                 break
             path[position - begin] = token
             step = min(position - begin, NUM_DEPTHS - 1)
-            chance *= rates[level, step]
+            path_prob *= rates[level, step]
             child = node + 1
             while child < count and (parents[child] != node or tokens[child] != token):
                 child += 1
@@ -488,8 +535,8 @@ def _draft(
                     return count
                 tokens[count] = token
                 parents[count] = node
-                survival[count] = chance
-                kind[count] = level * NUM_DEPTHS + step
+                path_probs[count] = path_prob
+                buckets[count] = level * NUM_DEPTHS + step
                 count += 1
             node = child
     return count
@@ -497,14 +544,14 @@ def _draft(
 
 @njit(cache=True, nogil=True)
 def propose_one(
-    local: RawArrays,
+    local: NgramArrays,
     text: np.ndarray,
     first: int,
     end: int,
     salt: int,
-    space: int,
-    globals_: tuple[tuple[RawArrays, np.ndarray], ...],
-    params: RawParams,
+    namespace: int,
+    globals_: tuple[tuple[NgramArrays, np.ndarray], ...],
+    params: NgramParams,
     path: np.ndarray,
     limit: int,
     rates: np.ndarray,
@@ -514,7 +561,7 @@ def propose_one(
 
     Args:
         path: [63] int32, scratch.
-        row: of tokens, parents, survival and kind.
+        row: of tokens, parents, path_probs and buckets.
     """
     shortest = 1 if params.is_hybrid else params.match_length
     limit = min(limit, _MAX_NODES)
@@ -526,7 +573,7 @@ def propose_one(
         if key == 0:
             continue
         count = _draft(local, text, end, key, size, True, path, params, limit, rates, *row)
-        key = hash_tokens(text, end - size, end, space)
+        key = hash_tokens(text, end - size, end, namespace)
         for arrays, arena in globals_:
             if count == 0:
                 known = len(arena)
@@ -538,20 +585,20 @@ def propose_one(
 
 @njit(cache=True, nogil=True)
 def propose(
-    local: RawArrays,
+    local: NgramArrays,
     text: np.ndarray,
     salts: np.ndarray,
     firsts: np.ndarray,
     ends: np.ndarray,
-    spaces: np.ndarray,
-    globals_: tuple[tuple[RawArrays, np.ndarray], ...],
-    params: RawParams,
+    namespaces: np.ndarray,
+    globals_: tuple[tuple[NgramArrays, np.ndarray], ...],
+    params: NgramParams,
     limits: np.ndarray,
     rates: np.ndarray,
     tokens: np.ndarray,
     parents: np.ndarray,
-    survival: np.ndarray,
-    kind: np.ndarray,
+    path_probs: np.ndarray,
+    buckets: np.ndarray,
     counts: np.ndarray,
 ) -> None:
     """Drafts what followed the longest known n-gram that ends each sequence.
@@ -561,22 +608,23 @@ def propose(
     equal ones the newest, are merged into a tree. A match of a single token drafts at most two.
 
     Args:
-        local, text: index and int32 text of the live sequences.
+        local, text: index and int32 tokens of the running sequences.
         salts: [S] int64, of each sequence's own entries.
         firsts, ends: [S] int64, where each one lies in `text`; all of it may be drafted, and a
-            phrase that reaches the end goes on with what was drafted.
-        spaces: [S] int64, each one's salt in the global indices.
+            phrase that reaches the end continues with what was drafted.
+        namespaces: [S] int64, each one's salt in the global indices.
         globals_: three times (index, its text: int32, cut after the last token that is known).
         limits: [S] int32, most nodes of each draft.
         rates: [NUM_LEVELS, NUM_DEPTHS] float32 rates of acceptance, given the parent's.
-        tokens, parents, kind: [S, 63] int32, written.
-        survival: [S, 63] float32, written: products of rates, halved for each phrase ranked before.
+        tokens, parents, buckets: [S, 63] int32, written.
+        path_probs: [S, 63] float32, written: products of rates, halved for each phrase ranked
+            before.
         counts: [S] int32, written: nodes of each draft.
     """
     path = np.empty(_MAX_NODES, np.int32)
     for i in range(len(ends)):
-        row = tokens[i], parents[i], survival[i], kind[i]
+        row = tokens[i], parents[i], path_probs[i], buckets[i]
         counts[i] = propose_one(
-            local, text, firsts[i], ends[i], salts[i], spaces[i], globals_, params, path,
+            local, text, firsts[i], ends[i], salts[i], namespaces[i], globals_, params, path,
             limits[i], rates, row,
         )  # fmt: skip

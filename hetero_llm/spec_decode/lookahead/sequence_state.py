@@ -1,308 +1,310 @@
-"""What the lookahead cache remembers of live sequences, in arrays that compiled code works on.
+"""What the lookahead cache holds of running sequences: their tokens and what came of their drafts.
 
-A step's bookkeeping is compiled: `catch_up` takes in the sequences' new tokens and judges their
-last drafts by them, `hand_over` notes what they got this time.
+Both lie in arrays that compiled code works on. A sequence has one row in each of them from its
+first step to the end of its request, whatever happens to its KV: what was learned of its tokens
+survives a preemption.
 """
 
 from __future__ import annotations
 
+import collections.abc
+from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.core.request import Request, Sequence
-from hetero_llm.spec_decode.acceptance_stats import judge
-from hetero_llm.spec_decode.lookahead.token_buffer import HEADER, SEPARATOR, Text, Texts, namespace
+from hetero_llm.spec_decode.array_table import Float64Matrix, Float64Vector, Int64Matrix
 
-FIRST, END, INDEXED, TOLD, HEAD, SALT, SPACE, MOST, FOREIGN, CLOSED = range(10)
-_ASKED, _PLACE, _ASKED_END, _KEPT = range(10, 14)
-_NUM_NUMBERS = 14
-HITS, _EXPECTED, _PROPOSED = range(3)
-_MEAN_HITS, _MEAN_EXPECTED, _NUM_FOREIGN = range(3)
+SEPARATOR = -1
+"""Stands between documents and at stop tokens: nothing is matched or drafted across it."""
 
-NO_PROPOSAL = -2  # a number that no proposal has
-_MEMORY = 0.8  # of the moving averages of hits, kept at each step
-_FLOOR, _CEILING = 0.1, 2.0  # of what hits make of the estimated survival
+PROMPT_TAIL = 3
+"""Last tokens of a prompt, which show what kind of output follows: shared with the output."""
 
+_INITIAL_ROWS = 16
 
-class LiveArrays(NamedTuple):
-    """State of all rows, see `Texts`, as compiled functions see it.
-
-    Attributes:
-        numbers: [rows, 14] int64. Positions in the texts' array: FIRST and END of the text; what is
-            before INDEXED is in the local indexes; what is before TOLD is in the history, or never
-            will be; what is before HEAD never is. SALT of the row and of its namespace (SPACE);
-            MOST nodes that its request wants; FOREIGN: it has a token beyond the vocabulary, so it
-            is left alone; CLOSED: its request has ended. Number of the proposal that it was in
-            last, its place there, the end of its text then, and nodes that it got.
-        averages: [rows, 3] float64: moving averages of accepted nodes per draft (HITS) and of their
-            estimate; estimate for what it got last.
-        totals: [3] float64: the averages over all; how many were found foreign.
-    """
-
-    numbers: np.ndarray
-    averages: np.ndarray
-    totals: np.ndarray
+START, END, INDEXED, SHARED, SHARED_START, SALT, NAMESPACE = range(7)
+NODE_LIMIT, OUT_OF_VOCAB, CLOSED = range(7, 10)
+PROPOSAL, PLACE, PROPOSAL_END, NUM_VERIFIED = range(10, 14)
+_NUM_COLUMNS = 14
+HITS, EXPECTED_HITS, PROPOSED_HITS = range(3)
+MEAN_HITS, MEAN_EXPECTED_HITS, NUM_OUT_OF_VOCAB = range(3)
 
 
-class Fresh(NamedTuple):
-    """New tokens of sequences: see `Live.follow`.
+def namespace_salt(root_hash: bytes) -> int:
+    """The salt in the global cache of requests with this root hash, which depends on their
+    cache_salt. One bit keeps it apart from the sequences' own salts, which are small."""
+    return int.from_bytes(root_hash[:7], "little") | 1 << 60
+
+
+def with_separators(
+    tokens: NDArray[np.int32], stop_tokens: collections.abc.Sequence[int]
+) -> NDArray[np.int32]:
+    """The tokens with a separator in the place of each stop token."""
+    return np.where(np.isin(tokens, stop_tokens), SEPARATOR, tokens).astype(np.int32, copy=False)
+
+
+@dataclass(slots=True, eq=False)
+class TokenSpan:
+    """The tokens of one sequence.
 
     Attributes:
-        num_rows: S, one for each sequence.
-        batch: [3 * S + tokens] int64: their rows, most nodes of each one's draft, how many tokens
-            each one has got; then these, one sequence after the other.
+        row: of the buffer.
+        salt: belongs to this sequence alone; never used again.
+        start, end: positions in `TokenBuffer.tokens`.
     """
 
-    num_rows: int
+    row: int
+    salt: int
+    start: int
+    end: int
+
+
+class TokenBuffer:
+    """The tokens of running sequences in one flat array: a row of `width` tokens and a separator
+    for each.
+
+    Attributes:
+        tokens: [rows * (width + 1)] int32; a separator stands behind each sequence. Replaced by a
+            larger one when rows run out: take it anew after each `open`; positions stay.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width + 1  # a separator follows
+        self._free = list(range(_INITIAL_ROWS))  # a heap: low rows first, so that rows stay few
+        self._num_rows = _INITIAL_ROWS
+        self._next_salt = 1
+        self.tokens: NDArray[np.int32] = np.empty(_INITIAL_ROWS * self._width, np.int32)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory reserved; the system grants it as rows fill."""
+        return self.tokens.nbytes
+
+    @property
+    def num_open(self) -> int:
+        """Rows in use."""
+        return self._num_rows - len(self._free)
+
+    def open(self) -> TokenSpan:
+        """Takes a row, which has no tokens yet."""
+        if not self._free:
+            self._free = list(range(self._num_rows, 2 * self._num_rows))
+            self._num_rows *= 2
+            larger = np.empty(self._num_rows * self._width, np.int32)
+            larger[: len(self.tokens)] = self.tokens
+            self.tokens = larger
+        row = heappop(self._free)
+        start = row * self._width
+        span = TokenSpan(row, self._next_salt, start, start)
+        self._next_salt += 1
+        return span
+
+    def extend(self, span: TokenSpan, new: list[int] | NDArray[np.int32]) -> None:
+        """Appends tokens to a sequence."""
+        end = span.end + len(new)
+        assert end - span.start < self._width, (end - span.start, self._width)
+        if len(new) == 1:
+            self.tokens[span.end] = new[0]
+        else:
+            self.tokens[span.end : end] = new
+        self.tokens[end] = SEPARATOR
+        span.end = end
+
+    def close(self, row: int) -> None:
+        """Frees a row for another sequence."""
+        heappush(self._free, row)
+
+
+class SequenceArrays(NamedTuple):
+    """State of all rows as compiled functions see it.
+
+    Attributes:
+        numbers: [rows, 14] int64.
+            START and END: positions of the sequence in `TokenBuffer.tokens`.
+            INDEXED: positions before it are in the local indexes.
+            SHARED: positions before it are in the global cache; those before SHARED_START never
+            will be.
+            SALT and NAMESPACE: salts of its entries in the local indexes and in the global cache.
+            NODE_LIMIT: most nodes of a draft that its request wants.
+            OUT_OF_VOCAB: 1 if it has a token beyond the vocabulary; it gets no drafts then.
+            CLOSED: 1 if its request has ended.
+            PROPOSAL: number of the last proposal that it was in; PLACE: its index there;
+            PROPOSAL_END: its END then; NUM_VERIFIED: nodes of its draft that were verified.
+        averages: [rows, 3] float64. Moving averages of accepted nodes per draft (HITS) and of their
+            estimate (EXPECTED_HITS); the estimate for its last draft (PROPOSED_HITS).
+        totals: [3] float64. MEAN_HITS and MEAN_EXPECTED_HITS: the averages over all sequences;
+            NUM_OUT_OF_VOCAB: sequences found with a token beyond the vocabulary.
+    """
+
+    numbers: Int64Matrix
+    averages: Float64Matrix
+    totals: Float64Vector
+
+
+class NewTokens(NamedTuple):
+    """New tokens of S sequences: see `SequenceStates.follow`.
+
+    Attributes:
+        num_sequences: S.
+        batch: [3 * S + tokens] int64: the sequences' rows, the most nodes of each one's draft, the
+            number of each one's new tokens; then these tokens, one sequence after the other.
+    """
+
+    num_sequences: int
     batch: NDArray[np.int64]
 
     @property
     def rows(self) -> NDArray[np.int64]:
         """[S]."""
-        return self.batch[: self.num_rows]
+        return self.batch[: self.num_sequences]
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """[S] new tokens of each."""
-        return self.batch[2 * self.num_rows : 3 * self.num_rows]
+        """[S] number of new tokens of each sequence."""
+        return self.batch[2 * self.num_sequences : 3 * self.num_sequences]
 
     @property
     def tokens(self) -> NDArray[np.int64]:
         """[sum of sizes]."""
-        return self.batch[3 * self.num_rows :]
+        return self.batch[3 * self.num_sequences :]
 
 
-class FoundArrays(NamedTuple):
-    """Drafts: see `Proposals`."""
+class SequenceRows(NamedTuple):
+    """S sequences in `TokenBuffer.tokens`, as the local indexes take them.
 
-    tokens: np.ndarray
-    parents: np.ndarray
-    survival: np.ndarray
-    kind: np.ndarray
-    counts: np.ndarray
+    Attributes:
+        rows: [S] int64.
+        salts: [S] int64 of their entries.
+        starts, indexed, ends: [S] int64 positions: the first token, the first one that is not
+            in the indexes, and the end.
+    """
+
+    rows: NDArray[np.int64]
+    salts: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    indexed: NDArray[np.int64]
+    ends: NDArray[np.int64]
 
 
-class Live:
-    """Rows of live sequences. One thread at a time.
+class SequenceStates:
+    """Rows of running sequences. One thread at a time.
 
     Args:
         width: tokens of the longest sequence.
 
     Attributes:
-        texts: their tokens.
-        arrays: replaced by larger ones by `follow`.
+        buffer: their tokens.
+        arrays: their state; replaced by larger ones by `follow`.
     """
 
     def __init__(self, width: int) -> None:
-        self.texts = Texts(width)
-        self.arrays = LiveArrays(
-            np.zeros((0, _NUM_NUMBERS), np.int64), np.zeros((0, 3)), np.array([1.0, 1.0, 0.0])
+        self.buffer = TokenBuffer(width)
+        self.arrays = SequenceArrays(
+            np.zeros((0, _NUM_COLUMNS), np.int64), np.zeros((0, 3)), np.array([1.0, 1.0, 0.0])
         )
         self._row_of: dict[Sequence, int] = {}
         self._of_request: dict[str, list[Sequence]] = {}
-        self._copied: list[int] = []  # tokens of each row's sequence that were taken in
-        self._text_of: dict[int, Text] = {}
+        self._num_followed: list[int] = []  # by row: tokens that `follow` has returned
 
     @property
-    def num_foreign(self) -> int:
-        """Sequences left alone for a token beyond the vocabulary."""
-        return int(self.arrays.totals[_NUM_FOREIGN])
-
-    @property
-    def num_rows(self) -> int:
-        """Of sequences that are not forgotten."""
-        return len(self._text_of)
+    def num_out_of_vocab(self) -> int:
+        """Sequences that got no drafts for a token beyond the vocabulary."""
+        return int(self.arrays.totals[NUM_OUT_OF_VOCAB])
 
     @property
     def sequences(self) -> list[Sequence]:
         """Those that are followed."""
         return list(self._row_of)
 
-    def follow(self, sequences: list[Sequence], limits: list[int], learn_from: int | None) -> Fresh:
-        """Finds out what sequences have got; those that have no row get one.
+    def row_of(self, sequence: Sequence) -> int:
+        """The row of a sequence that is followed."""
+        return self._row_of[sequence]
+
+    def follow(
+        self, sequences: list[Sequence], limits: list[int], index_from: int | None
+    ) -> NewTokens:
+        """Returns the tokens that sequences have got since the last call; opens rows for new ones.
 
         Args:
             limits: [S] most nodes of each one's draft.
-            learn_from: first token of an output that is to be indexed, counted from its prompt's
-                end; None for the first token of the prompt.
+            index_from: first token to be indexed, counted from the end of the prompt; None for the
+                first token of the prompt.
         """
         rows: list[int] = []
-        fresh: list[int] = []
+        new: list[int] = []
         sizes: list[int] = []
-        copied, row_of = self._copied, self._row_of
+        num_followed, row_of = self._num_followed, self._row_of
         for sequence in sequences:
             row = row_of.get(sequence)
             if row is None:
-                row = self._open(sequence, learn_from)
+                row = self._open(sequence, index_from)
             tokens = sequence.token_ids
-            before, known = copied[row], len(tokens)
+            before, known = num_followed[row], len(tokens)
             rows.append(row)
             sizes.append(max(known - before, 0))  # a stop string may have taken some back
             if known - before == 1:
-                fresh.append(tokens[before])
+                new.append(tokens[before])
             else:
-                fresh += tokens[before:]
-            copied[row] = known
-        return Fresh(len(rows), np.array(rows + limits + sizes + fresh, np.int64))
+                new += tokens[before:]
+            num_followed[row] = known
+        return NewTokens(len(rows), np.array(rows + limits + sizes + new, np.int64))
 
-    def where(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[6, S] for `Rows`."""
-        numbers = self.arrays.numbers[rows]
-        return np.stack([*numbers[:, [SALT, SPACE, FIRST, INDEXED, END]].T, rows])
+    def spans(self, rows: NDArray[np.int64]) -> SequenceRows:
+        """Where the sequences of these rows lie."""
+        columns = self.arrays.numbers[rows][:, [SALT, START, INDEXED, END]].T
+        return SequenceRows(rows, *np.ascontiguousarray(columns))
 
-    def close(self, request: Request) -> list[Sequence]:
-        """The sequences of an ended request, for `last`."""
+    def end_request(self, request: Request) -> list[Sequence]:
+        """The sequences of an ended request, to be passed to `follow_last`."""
         return self._of_request.pop(request.request_id, [])
 
-    def last(self, sequences: list[Sequence]) -> Fresh:
-        """The last tokens of sequences, of which no more are followed. Their rows are still to be
-        forgotten."""
-        fresh = self.follow(sequences, [0] * len(sequences), None)
+    def follow_last(self, sequences: list[Sequence]) -> NewTokens:
+        """The last new tokens of sequences, which are not followed any more. Their rows stay in use
+        until `close`."""
+        new = self.follow(sequences, [0] * len(sequences), None)
         for sequence in sequences:
             del self._row_of[sequence]
-        return fresh
+        return new
 
-    def forget(self, row: int) -> None:
-        """The row is free for another sequence."""
-        self.texts.close(self._text_of.pop(row))
+    def close(self, row: int) -> None:
+        """Frees a row for another sequence."""
+        self.buffer.close(row)
 
-    def _open(self, sequence: Sequence, learn_from: int | None) -> int:
+    def check_integrity(self) -> None:
+        """Asserts that sequences, requests and rows agree; not for the time between `follow_last`
+        and `close`."""
+        assert self.buffer.num_open == len(self._row_of)
+        of_requests = [one for sequences in self._of_request.values() for one in sequences]
+        assert set(of_requests) == set(self._row_of)
+
+    def _open(self, sequence: Sequence, index_from: int | None) -> int:
         request = sequence.request
-        text = self.texts.open(namespace(request.root_hash))
-        row = text.row
-        if row >= len(self._copied):
-            more = 2 * row + 1 - len(self._copied)
-            self._copied += [0] * more
+        span = self.buffer.open()
+        row, start = span.row, span.start
+        if row >= len(self._num_followed):
+            more = 2 * row + 1 - len(self._num_followed)
+            self._num_followed += [0] * more
             numbers, averages, totals = self.arrays
-            numbers = np.concatenate([numbers, np.zeros((more, _NUM_NUMBERS), np.int64)])
+            numbers = np.concatenate([numbers, np.zeros((more, _NUM_COLUMNS), np.int64)])
             averages = np.concatenate([averages, np.zeros((more, 3))])
-            self.arrays = LiveArrays(numbers, averages, totals)
-        begin = text.first
-        head = begin + max(sequence.num_prompt_tokens - HEADER, 0)
-        indexed = begin if learn_from is None else begin + sequence.num_prompt_tokens + learn_from
-        asked = request.params.num_speculative_tokens
-        most = MAX_NODES if asked is None else min(asked, MAX_NODES)
+            self.arrays = SequenceArrays(numbers, averages, totals)
+        prompt_end = start + sequence.num_prompt_tokens
+        shared_start = max(prompt_end - PROMPT_TAIL, start)
+        indexed = start if index_from is None else prompt_end + index_from
+        wanted = request.params.num_speculative_tokens
+        limit = MAX_NODES if wanted is None else min(wanted, MAX_NODES)
         numbers, averages, totals = self.arrays
-        numbers[row, :_ASKED] = (
-            begin, begin, indexed, head, head, text.salt, text.space, most, 0, 0
+        numbers[row] = (
+            start, start, indexed, shared_start, shared_start, span.salt,
+            namespace_salt(request.root_hash), limit, 0, 0, -1, 0, 0, 0,
         )  # fmt: skip
-        numbers[row, _ASKED:] = (-1, 0, 0, 0)
-        averages[row] = totals[_MEAN_HITS], totals[_MEAN_EXPECTED], 0.0
-        self._copied[row] = 0
-        self._text_of[row] = text
+        averages[row] = totals[MEAN_HITS], totals[MEAN_EXPECTED_HITS], 0.0
+        self._num_followed[row] = 0
         self._row_of[sequence] = row
         self._of_request.setdefault(request.request_id, []).append(sequence)
         return row
-
-
-@njit(cache=True, nogil=True)
-def _take_in(
-    tokens: np.ndarray, new: np.ndarray, end: int, ends: np.ndarray, vocabulary: int
-) -> bool:
-    """Writes new tokens from `end` on, and separators for those at which a text ends. False if one
-    is beyond the vocabulary."""
-    for index in range(len(new)):
-        token = new[index]
-        if token >= vocabulary:
-            return False
-        for last in ends:
-            if token == last:
-                token = SEPARATOR
-        tokens[end + index] = token
-    tokens[end + len(new)] = SEPARATOR
-    return True
-
-
-@njit(cache=True, nogil=True)
-def catch_up(
-    tokens: np.ndarray,
-    live: LiveArrays,
-    batch: np.ndarray,
-    count: int,
-    ends: np.ndarray,
-    vocabulary: int,
-    longest: int,
-    asked: int,
-    found: FoundArrays,
-    record: np.ndarray,
-    where: np.ndarray,
-    most: np.ndarray,
-    trust: np.ndarray,
-) -> None:
-    """Takes in new tokens and judges the drafts of proposal `asked` by them.
-
-    Args:
-        tokens: of all texts.
-        batch, count: of a `Fresh`.
-        ends: tokens at which a text ends.
-        vocabulary: a sequence with a token of this or above is left alone.
-        longest: tokens beyond which nothing is drafted.
-        found, record: that proposal, and the record of its kinds.
-        where: [6, S] int64, written, for `sources.Rows`.
-        most: [S] int32, written: nodes that each draft may have.
-        trust: [S] float32, written: what to scale the odds of its estimates by.
-    """
-    numbers, averages, totals = live
-    first = 3 * count
-    for i in range(count):
-        row, limit, size = batch[i], batch[count + i], batch[2 * count + i]
-        number, average = numbers[row], averages[row]
-        new = batch[first : first + size]
-        first += size
-        if number[FOREIGN] == 0 and len(new) > 0:
-            if _take_in(tokens, new, number[END], ends, vocabulary):
-                number[END] += len(new)
-            else:
-                tokens[number[END]] = SEPARATOR
-                number[FOREIGN] = 1
-                totals[_NUM_FOREIGN] += 1
-        if number[_ASKED] == asked:
-            accepted = judge(
-                tokens, number[_ASKED_END], number[END], number[_PLACE], found.tokens,
-                found.parents, found.kind, found.counts, number[_KEPT], record,
-            )  # fmt: skip
-            if number[_KEPT] > 0:
-                average[HITS] += (1 - _MEMORY) * (accepted - average[HITS])
-                average[_EXPECTED] += (1 - _MEMORY) * (average[_PROPOSED] - average[_EXPECTED])
-                step = (1 - _MEMORY) / 8
-                totals[_MEAN_HITS] += step * (accepted - totals[_MEAN_HITS])
-                totals[_MEAN_EXPECTED] += step * (average[_PROPOSED] - totals[_MEAN_EXPECTED])
-        where[0, i], where[1, i], where[2, i] = number[SALT], number[SPACE], number[FIRST]
-        where[3, i], where[4, i], where[5, i] = number[INDEXED], number[END], row
-        left = longest - (number[END] - number[FIRST])
-        most[i] = max(min(limit, number[MOST], left), 0) if number[FOREIGN] == 0 else 0
-        trust[i] = min(max(average[HITS] / max(average[_EXPECTED], 1e-6), _FLOOR), _CEILING)
-
-
-@njit(cache=True, nogil=True)
-def hand_over(
-    live: LiveArrays,
-    rows: np.ndarray,
-    asked: int,
-    found: FoundArrays,
-    kept: np.ndarray,
-    tokens: np.ndarray,
-    parents: np.ndarray,
-) -> None:
-    """Notes the drafts of proposal `asked` and writes their nodes one after the other.
-
-    Args:
-        kept: [S] first nodes of each draft that are verified.
-        tokens, parents: [sum of kept] int32, written.
-    """
-    numbers, averages, _ = live
-    at = 0
-    for i in range(len(rows)):
-        number = numbers[rows[i]]
-        expected = 0.0
-        for node in range(kept[i]):
-            tokens[at], parents[at] = found.tokens[i, node], found.parents[i, node]
-            expected += found.survival[i, node]
-            at += 1
-        averages[rows[i], _PROPOSED] = expected
-        number[_ASKED], number[_PLACE] = asked, i
-        number[_ASKED_END], number[_KEPT] = number[END], kept[i]

@@ -4,8 +4,8 @@ A safetensors file with the text and the documents of each generation; its metad
 format, the tokenizer and a checksum of everything. Indexes are not stored, they are built again: so
 a snapshot suits any configuration and outlives changes of the caches' layout.
 
-Namespaces are told apart by hashes of their salts, but texts are there for everyone who can read
-the file: it is made readable to its owner alone.
+Namespaces appear as hashes of their salts, but texts can be read by everyone who can read the file:
+it is made readable to its owner alone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,15 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from hetero_llm.core.errors import SnapshotError
-from hetero_llm.spec_decode.lookahead.global_cache import BEGIN, NEW, SPACE, TICK, Part, Parts
-from hetero_llm.spec_decode.lookahead.token_buffer import SEPARATOR, parted
+from hetero_llm.spec_decode.lookahead.global_cache import (
+    BEGIN,
+    NEW,
+    SPACE,
+    TICK,
+    CacheContent,
+    GenerationContent,
+)
+from hetero_llm.spec_decode.lookahead.sequence_state import SEPARATOR, with_separators
 
 FORMAT = "hetero_llm lookahead cache"
 VERSION = "1"
@@ -69,24 +76,24 @@ class Header:
 
     @property
     def needed(self) -> int:
-        """Least capacity of a history that can become what this one was."""
+        """Least capacity of a global cache that can load it."""
         return max(self.static, 2 * self.old, 2 * self.young)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a snapshot, or another file of token ids, is to be learned.
+class SnapshotRequirements:
+    """What a snapshot, or another file of token ids, must fit to be learned here.
 
     Attributes:
         tokenizer: gives the fingerprint of the one in use; called when it is needed.
         voc_size: token ids are below it.
-        ends: tokens at which a text ends.
-        capacity: tokens of the history, see `History`.
+        stop_tokens: separators take their requirements.
+        capacity: tokens of the global cache, see `GlobalCache`.
     """
 
     tokenizer: Callable[[], str]
     voc_size: int
-    ends: tuple[int, ...]
+    stop_tokens: tuple[int, ...]
     capacity: int
 
     def check(self, path: str, header: Header, *, as_static: bool) -> None:
@@ -109,7 +116,7 @@ class Place:
             raise SnapshotError(path, f"needs a cache_size of at least {needed}; {have}")
 
 
-def write_snapshot(path: str, parts: Parts, tokenizer: str) -> int:
+def write_snapshot(path: str, content: CacheContent, tokenizer: str) -> int:
     """Writes a file beside `path` and gives it that name when it is whole; returns its bytes.
 
     Raises:
@@ -118,14 +125,14 @@ def write_snapshot(path: str, parts: Parts, tokenizer: str) -> int:
     target = os.path.realpath(path)
     if os.path.exists(target) and not os.path.isfile(target):
         raise SnapshotError(path, "is not a regular file")
-    tensors = _tensors_of(parts)
+    tensors = _tensors_of(content)
     about = {_FORMAT: FORMAT, _VERSION: VERSION, _TOKENIZER: tokenizer}
-    content = save(tensors, {**about, _CHECKSUM: _checksum(about, tensors)})
+    data = save(tensors, {**about, _CHECKSUM: _checksum(about, tensors)})
     try:
-        _replace(target, content)
+        _replace(target, data)
     except OSError as error:
         raise SnapshotError(path, f"cannot be written: {error.strerror or error}") from None
-    return len(content)
+    return len(data)
 
 
 def read_header(path: str) -> Header:
@@ -142,59 +149,64 @@ def read_header(path: str) -> Header:
     return _parse_header(path, start)[0]
 
 
-def read_parts(
-    path: str, place: Place | None = None, *, as_static: bool = False
-) -> tuple[Header, Parts]:
+def read_snapshot(
+    path: str, requirements: SnapshotRequirements | None = None, *, as_static: bool = False
+) -> tuple[Header, CacheContent]:
     """Reads a snapshot and verifies that it is as it was written and belongs here.
 
     The file is read, not mapped: a disk error is an exception then, and not a signal.
 
     Args:
-        place: None for anywhere.
-        as_static: as in `Place.check`.
+        requirements: None for anywhere.
+        as_static: as in `SnapshotRequirements.check`.
 
     Raises:
-        SnapshotError: as `read_header` and `Place.check`; it is damaged; a token is beyond the
-            vocabulary.
+        SnapshotError: as `read_header` and `SnapshotRequirements.check`; it is damaged; a token is
+            beyond the vocabulary.
     """
     try:
-        content = Path(path).read_bytes()
+        data = Path(path).read_bytes()
     except OSError as error:
         raise SnapshotError(path, f"cannot be read: {error.strerror or error}") from None
-    header, about = _parse_header(path, content)
-    if place is not None:
-        place.check(path, header, as_static=as_static)
+    header, about = _parse_header(path, data)
+    if requirements is not None:
+        requirements.check(path, header, as_static=as_static)
     try:
         tensors = {
             name: np.frombuffer(one["data"], _DTYPES[one["dtype"]]).reshape(one["shape"])
-            for name, one in deserialize(content)
+            for name, one in deserialize(data)
         }
     except SafetensorError as error:
         raise SnapshotError(path, f"is damaged: {error}") from None
     if _checksum(about, tensors) != about.get(_CHECKSUM):
         raise SnapshotError(path, "is damaged: its checksum is wrong")
-    parts = [_part(path, tensors, name, place) for name in _GENERATIONS]
-    return header, Parts(*parts)
+    content = [_part(path, tensors, name, requirements) for name in _GENERATIONS]
+    return header, CacheContent(*content)
 
 
-def _part(path: str, tensors: dict[str, NDArray[Any]], name: str, place: Place | None) -> Part:
-    part = Part(tensors[f"{name}.text"], tensors[f"{name}.documents"])
+def _part(
+    path: str,
+    tensors: dict[str, NDArray[Any]],
+    name: str,
+    requirements: SnapshotRequirements | None,
+) -> GenerationContent:
+    part = GenerationContent(tensors[f"{name}.text"], tensors[f"{name}.documents"])
     problem = _inconsistency(part)
     if problem is not None:
         raise SnapshotError(path, f"is damaged: {problem}")
-    if place is None or not len(part.text):
+    if requirements is None or not len(part.text):
         return part
     largest = int(part.text.max())
-    if largest >= place.voc_size:
-        reason = f"holds token id {largest}, beyond the vocabulary ({place.voc_size})"
+    if largest >= requirements.voc_size:
+        reason = f"holds token id {largest}, beyond the vocabulary ({requirements.voc_size})"
         raise SnapshotError(path, reason)
-    return Part(parted(part.text, place.ends), part.documents)
+    return GenerationContent(with_separators(part.text, requirements.stop_tokens), part.documents)
 
 
-def _tensors_of(parts: Parts) -> dict[str, NDArray[Any]]:
+def _tensors_of(content: CacheContent) -> dict[str, NDArray[Any]]:
     tensors: dict[str, NDArray[Any]] = {}
     for name in _GENERATIONS:
-        part = getattr(parts, name)
+        part = getattr(content, name)
         tensors[f"{name}.text"] = np.ascontiguousarray(part.text, _DTYPES["I32"])
         tensors[f"{name}.documents"] = np.ascontiguousarray(part.documents, _DTYPES["I64"])
     return tensors
@@ -271,7 +283,7 @@ def _is_known(content: Any) -> bool:
     return True
 
 
-def _inconsistency(part: Part) -> str | None:
+def _inconsistency(part: GenerationContent) -> str | None:
     """What compiled code could not cope with: it does not check where it reads."""
     text, documents = part.text, part.documents
     begins, news = documents[:, BEGIN], documents[:, NEW]

@@ -1,29 +1,32 @@
 """A suffix trie with lazy leaves: what followed each context of up to `max_depth` tokens.
 
-A context that occurred once is a leaf that remembers where in the text it went on. Only when it
-occurs again does the remembered token move into a cell of its own, and the memory one node down: so
-the work of an insert is proportional to what repeats, and a text that never repeats costs one node
-a token. Contexts start from a hash table of `key_length` tokens and a salt; from there each node's
+A context that occurred once is a leaf that holds the position of the token that followed. Only when
+the context occurs again does that token move into a cell, and the position one node down: so the
+work of an insert is proportional to what repeats, and a text that never repeats costs one node a
+token. Contexts start from a hash table of `key_length` tokens and a salt; from there each node's
 cell, a few tokens with frequencies that decay, leads on.
 
 The suffix tree of SuffixDecoding (Oliaro et al., arXiv 2411.04975) made lazy and its depth capped,
 with the cells of TACO-LLM's lookahead cache. One trie serves many texts: salts keep them apart.
-Everything lies in flat arrays; only `Trie.reserve` allocates. One thread writes at a time and
-nobody reads meanwhile; any number may read at once.
+Everything lies in flat arrays; only `SuffixTrie.reserve` allocates. One thread writes at a time,
+without readers; any number may read at once.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
+from hetero_llm.spec_decode.array_table import (
+    BORROWING,
+    Float32Matrix,
+    Int32Matrix,
+    Int64Matrix,
+    Int64Vector,
+)
 from hetero_llm.spec_decode.lookahead.ngram_index import find_slot, hash_tokens
-
-BORROWING: dict[str, Any] = {"cache": True, "nogil": True, "_nrt": False}
-"""For compiled functions that allocate nothing: arrays belong to the caller, and references to them
-need no counting, which took four fifths of a lookup's time and is contended between threads."""
 
 MAX_CELL = 256
 """Largest `cell_max_size`."""
@@ -38,7 +41,7 @@ TOKEN, CHILD, FREQ, LAST = 0, 1, 2, 3  # columns of `entries`
 _NUM_KEYS, _NUM_NODES, _NODES_USED, _FREE_NODE, _ENTRIES_USED, _EPOCH = range(6)  # of `state`
 _FREE = 6
 _NUM_CLASSES = 9  # blocks of 1, 2, 4 .. MAX_CELL entries
-_LIVE = _FREE + _NUM_CLASSES
+_BLOCKS_IN_USE = _FREE + _NUM_CLASSES
 _RUN, _LONGEST, _CONTEXTS = 0, 1, 2  # places in `active`; its last one holds the epoch
 _EPOCH_MASK = 0x7FFFFFFF
 _MIN_SLOTS = 64
@@ -77,14 +80,14 @@ class TrieArrays(NamedTuple):
         state: int64 counters and heads of free lists.
     """
 
-    slots: np.ndarray
-    nodes: np.ndarray
-    entries: np.ndarray
-    freqs: np.ndarray
-    state: np.ndarray
+    slots: Int64Matrix
+    nodes: Int32Matrix
+    entries: Int32Matrix
+    freqs: Float32Matrix
+    state: Int64Vector
 
 
-class Trie:
+class SuffixTrie:
     """Owner of a trie's arrays.
 
     Args:
@@ -93,6 +96,7 @@ class Trie:
             system grants the memory as it fills.
 
     Attributes:
+        params: as given.
         arrays: to be read anew after `reserve` and `clear`. Arrays read before stay as they were,
             for readers that still hold them.
     """
@@ -100,6 +104,7 @@ class Trie:
     def __init__(self, params: TrieParams, tokens: int = 0) -> None:
         assert 1 <= params.key_length < params.max_depth, params
         assert 1 <= params.cell_max_size <= MAX_CELL, params
+        self.params = params
         self._levels = params.max_depth - params.key_length
         self._largest_class = (params.cell_max_size - 1).bit_length()
         # Source code takes 1.7 to 2.3 nodes and as many entries a token.
@@ -122,11 +127,11 @@ class Trie:
     @property
     def num_entries(self) -> int:
         """Entries in use, the unused rest of their blocks included."""
-        live = self.arrays.state[_LIVE : _LIVE + _NUM_CLASSES]
-        return int((live << np.arange(_NUM_CLASSES)).sum())
+        blocks = self.arrays.state[_BLOCKS_IN_USE : _BLOCKS_IN_USE + _NUM_CLASSES]
+        return int((blocks << np.arange(_NUM_CLASSES)).sum())
 
     def reserve(self, tokens: int) -> None:
-        """Makes room, so that inserting so many more tokens in one call cannot run out of it.
+        """Makes room for inserting `tokens` more tokens in one call.
 
         Raises:
             MemoryError: there is none; the trie stays as it was.
@@ -135,13 +140,13 @@ class Trie:
         state: list[int] = arrays.state.tolist()
         # A token adds an entry to a context in two ways. A leaf's remembered token moves down: at
         # most once at every level. Or the context did not know the token: then its run of
-        # repetitions is over, and a token starts but one of those.
+        # repetitions ends, and a token starts only one run.
         added = tokens * (self._levels + 1) + self._levels
         # Blocks that a cell moves through on its way to n entries have fewer than 4 n; a cell
         # that exists already may double at its first new entry.
         entries = state[_ENTRIES_USED] + 4 * added
         for size_class in range(self._largest_class):
-            entries += min(added, state[_LIVE + size_class]) << (size_class + 1)
+            entries += min(added, state[_BLOCKS_IN_USE + size_class]) << (size_class + 1)
         nodes = state[_NODES_USED] + added + tokens
         slots = _num_slots(state[_NUM_KEYS] + tokens)
         held = [len(arrays.slots), len(arrays.nodes), len(arrays.entries)]
@@ -182,9 +187,9 @@ def _num_slots(keys: int) -> int:
 def _new_arrays(num_slots: int, num_nodes: int, num_entries: int) -> TrieArrays:
     """Empty arrays: pages come from the system when they are first written."""
     entries = np.zeros((num_entries, 4), np.int32)
-    state = np.zeros(_LIVE + _NUM_CLASSES, np.int64)
+    state = np.zeros(_BLOCKS_IN_USE + _NUM_CLASSES, np.int64)
     state[_FREE_NODE] = -1
-    state[_FREE:_LIVE] = -1
+    state[_FREE:_BLOCKS_IN_USE] = -1
     slots = np.zeros((num_slots, 2), np.int64)
     nodes = np.zeros((num_nodes, 2), np.int32)
     return TrieArrays(slots, nodes, entries, entries.view(np.float32), state)
@@ -219,7 +224,7 @@ def _take_leaf(arrays: TrieArrays, position: int) -> int:
 
 @njit(**BORROWING)
 def _size_class(count: int) -> int:
-    """Of the block for so many entries."""
+    """Of the block for `count` entries."""
     size_class = 0
     while (1 << size_class) < count:
         size_class += 1
@@ -237,7 +242,7 @@ def _take_block(arrays: TrieArrays, size_class: int) -> int:
         block = state[_ENTRIES_USED]
         state[_ENTRIES_USED] = block + (1 << size_class)
         assert state[_ENTRIES_USED] <= len(arrays.entries)  # reserve comes before insert
-    state[_LIVE + size_class] += 1
+    state[_BLOCKS_IN_USE + size_class] += 1
     return block
 
 
@@ -247,7 +252,7 @@ def _give_block(arrays: TrieArrays, block: int, count: int) -> None:
     size_class = _size_class(count)
     arrays.entries[block, TOKEN] = arrays.state[_FREE + size_class]
     arrays.state[_FREE + size_class] = block
-    arrays.state[_LIVE + size_class] -= 1
+    arrays.state[_BLOCKS_IN_USE + size_class] -= 1
 
 
 @njit(**BORROWING)
@@ -325,7 +330,7 @@ def _add(
     freq: float,
     active: np.ndarray,
 ) -> None:
-    """A node's context went on with a token that its cell does not hold.
+    """Enters a token that followed a node's context and that its cell does not hold.
 
     Args:
         position: of the token; a leaf if the cell is to hold its first entry.
@@ -368,7 +373,7 @@ def _follow(
     freq: float,
     active: np.ndarray,
 ) -> int:
-    """A context is followed by the token at `position`: for the second time at least.
+    """Enters the token at `position` behind a context that occurred before.
 
     Returns:
         The node of the context with the token if that is a repetition too, else -1.
@@ -463,7 +468,7 @@ def _resume(
     active[_LONGEST] = 0
     for length in range(params.key_length, min(active[_RUN], params.max_depth - 1) + 1):
         node, offset = find(arrays, params.key_length, text, text, salt, begin, length)
-        # A leaf that goes on at `begin` stands for this very occurrence.
+        # A leaf that points to `begin` stands for this very occurrence.
         repeats = (
             node >= 0
             and offset == 0
@@ -488,10 +493,10 @@ def insert(
     """Appends the tokens at begin .. end-1 to a text.
 
     Every context of key_length to max_depth - 1 tokens that ends before one of them is followed by
-    it once more. Positions tell what is newer: of one salt, later inserts have higher ones.
+    it once more. Higher positions are newer: of one salt, later inserts have higher ones.
 
     Args:
-        arrays: with room for end - begin tokens, see `Trie.reserve`.
+        arrays: with room for end - begin tokens, see `SuffixTrie.reserve`.
         text: int32. No context reaches across a separator (-1). Behind the tokens inserted of a
             text stands a separator, the text's next token, or the end of the array.
         begin, end: positions, below 2^31 - 1.
@@ -572,7 +577,7 @@ def remove(
     """
     slots = arrays.slots
     mask = len(slots) - 1
-    nobody = text[:0]
+    no_active = text[:0]
     for last in range(begin + params.key_length, end + 1):
         key = hash_tokens(text, last - params.key_length, last, salt)
         if key == 0:
@@ -580,7 +585,7 @@ def remove(
         hole = find_slot(slots, key)
         if slots[hole, KEY] == 0:
             continue
-        _give_nodes(arrays, slots[hole, ROOT], nobody)
+        _give_nodes(arrays, slots[hole, ROOT], no_active)
         slot = (hole + 1) & mask
         while slots[slot, KEY] != 0:
             if ((slot - slots[slot, KEY]) & mask) >= ((slot - hole) & mask):

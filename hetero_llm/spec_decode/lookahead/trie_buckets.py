@@ -1,8 +1,8 @@
-"""Kinds of nodes of Turbo's trees: what tells likely nodes from unlikely ones.
+"""Acceptance buckets of the trie's nodes: what separates likely nodes from unlikely ones.
 
-A count does not say how likely a token is. So nodes are told apart by source, by how much of the
-context is known and by the token's share of what followed it, and the record of earlier drafts says
-how often nodes of a kind were accepted.
+A count does not say how likely a token is. So nodes are sorted into buckets by source, by the
+length of the known context and by the token's share of what followed it; the rate of a bucket is
+that of the earlier nodes in it.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import numpy as np
 
 LOCAL, GLOBAL = 0, 1
-"""Sources: the sequence's own trie; the other three together."""
+"""Sources: the local trie; the three global ones together."""
 LENGTHS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 12, 20])
-"""Contexts are told apart by the largest of these that they have tokens."""
+"""Contexts are sorted by the largest of these lengths that they reach."""
 NUM_LENGTHS = len(LENGTHS)
 SHARES = np.array([0.1, 0.2, 0.34, 0.5, 0.75, 0.9])
-"""Tokens of a cell are told apart by where their share lies between these."""
+"""Tokens of a cell are sorted by where their share lies between these."""
 ONCE = len(SHARES) + 1
 """Bucket of a token whose context was seen once."""
 SECOND = ONCE + 1
-"""First of the buckets of a token that is not the first child of its parent: its other bucket at
-the same share counts for nothing then."""
+"""First of the buckets of tokens that are not the first child of their parent, in the order of the
+others."""
 NUM_BUCKETS = 2 * SECOND
 
 _PRIOR = np.array(
@@ -55,7 +55,7 @@ _SECOND_PRIOR = np.array(
 _PRIOR_TRIALS = 32.0
 
 
-def initial_calibration() -> np.ndarray:
+def initial_acceptance() -> np.ndarray:
     """[2, NUM_LENGTHS, NUM_BUCKETS, 2] float32: what to expect before anything was drafted.
 
     The last axis holds accepted and tried nodes, in the weight of `_PRIOR_TRIALS` tries.

@@ -1,9 +1,9 @@
-"""The Turbo cache's drafts: a tree of what followed a sequence's last tokens before.
+"""Drafts of TACO-LLM's Turbo cache: a tree of what followed a sequence's last tokens before.
 
-Contexts of min_match_length .. turbo_match_length tokens are looked up, in the sequence's own trie
-and in the global ones, and grow one tree best first: the likeliest node comes next, whichever
-context it is from. A count does not tell how likely a token is, so what came of earlier drafts is
-kept by source, length of the context and the token's share of its cell. After SuffixDecoding
+Contexts of min_match_length .. turbo_match_length tokens are looked up, in the local trie and in
+the global ones, and grow one tree best first: the node with the highest path probability comes
+next, whichever context it is from. A count does not say how likely a token is: that is estimated
+from the outcome of earlier drafts, by acceptance buckets (trie_buckets.py). After SuffixDecoding
 (Oliaro et al., arXiv 2411.04975) and EAGLE-2's choice of nodes by path probability (arXiv
 2406.16858).
 """
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
+from hetero_llm.spec_decode.array_table import BORROWING
 from hetero_llm.spec_decode.lookahead.suffix_trie import (
-    BORROWING,
     CHILD,
     FREQ,
     LAST,
@@ -41,23 +41,23 @@ from hetero_llm.spec_decode.lookahead.trie_buckets import (
 _LONGEST = int(LENGTHS[-1])
 _SURE = np.float32(0.5)
 _MOST_ANCHORS = 2  # all six would bring half a percent more tokens in twice the time
-_NUM_TRIES = 4  # the sequence's own; young, old, static
-_OWN, _BOTH = 1, 3  # which tries to ask, by bits; 2: the global ones
+_NUM_TRIES = 4  # local, young, old, static
+_OWN, _BOTH = 1, 3  # which tries to look up, by bits; 2: the global ones
 _NOWHERE = -1  # places: a node, or -2 - position in the trie's text
 
-_TOKEN, _LAST, _CELL, _PLACES = 0, 1, 2, 3  # columns of `_Work.found`
-_SUM, _CHANCE = 2, 3  # columns of `_Work.weights`
-_PARENT, _NEXT, _CONTEXT, _RATED, _WHERE = 0, 1, 2, 3, 4  # columns of `_Work.candidates`
+_TOKEN, _LAST, _BUCKET, _PLACES = 0, 1, 2, 3  # columns of `_Work.found`
+_SUM, _RATE = 2, 3  # columns of `_Work.weights`
+_PARENT, _NEXT, _CONTEXT, _RATED_BY, _WHERE = 0, 1, 2, 3, 4  # columns of `_Work.candidates`
 
-# As numbers of a plain type: each literal would compile the function it is passed to once more.
+# Of a plain type: each literal would compile the function it is passed to once more.
 _ZERO: Any = np.int64(0)
 _ROOT: Any = np.int64(-1)
 _BY_SUM: Any = np.int64(_SUM)
-_BY_CHANCE: Any = np.int64(_CHANCE)
+_BY_RATE: Any = np.int64(_RATE)
 _TRIES = np.arange(_NUM_TRIES)
 
 
-class TurboParams(NamedTuple):
+class TrieProposalParams(NamedTuple):
     """Of exactly these types: another type in any field compiles every function once more.
 
     Attributes:
@@ -67,8 +67,8 @@ class TurboParams(NamedTuple):
             than not.
         top_k_in_cell: continuations of a context that are considered: the most frequent, local and
             global frequencies added up; of equal ones the newest.
-        token_paths_top_k: most children of a node. With 1 the global tries are asked only where the
-            sequence's own has nothing to offer.
+        token_paths_top_k: most children of a node. With 1 the global tries are looked up only where
+            the local one has nothing.
         start_freq: of a new entry of the local trie.
         p_min: nodes less likely to be accepted are left out.
     """
@@ -84,7 +84,8 @@ class TurboParams(NamedTuple):
 
 
 class _Tries(NamedTuple):
-    """What one sequence is looked up in. `end`: the sequence's, in `text`."""
+    """The tries of one sequence, each with the text that its positions refer to. `end`: of the
+    sequence in `text`."""
 
     local: TrieArrays
     text: np.ndarray
@@ -101,22 +102,22 @@ class _Work(NamedTuple):
     """Memory of one call.
 
     Attributes:
-        found: [F, 3 + 4] int32, what may follow a context: token, last position, calibration cell,
-            and the place where each trie goes on with it.
-        weights: [F, 5] float32: times seen locally and globally, sum of frequencies, chance of
-            being accepted, and by how much the share scales the cell's rate in that.
-        candidates: [C, 4 + 4] int32: parent, token, length of the context, cell and places.
-        chances: [C, 2] float32: survival, factor as in `weights`.
+        found: [F, 3 + 4] int32, what may follow a context: token, last position, acceptance bucket,
+            and its place in each trie.
+        weights: [F, 4] float32: times seen locally and globally, sum of frequencies, and the
+            acceptance rate of the bucket.
+        candidates: [C, 4 + 4] int32: parent, token, length of the context, bucket and places.
+        probs: [C] float32 path probability of each candidate.
         heap: [C] int32 candidates, the best one first.
-        depths: [nodes] int32.
-        places: [4] int32.
-        rates: [cells] float32 rates of acceptance.
+        depths: [nodes] int32 of the tree.
+        places: [4] int32 of the context that is expanded, one in each trie.
+        rates: [buckets] float32 acceptance rates, given that the parent is accepted.
     """
 
     found: np.ndarray
     weights: np.ndarray
     candidates: np.ndarray
-    chances: np.ndarray
+    probs: np.ndarray
     heap: np.ndarray
     depths: np.ndarray
     places: np.ndarray
@@ -196,7 +197,7 @@ def _swap(work: _Work, one: int, other: int) -> None:
         number = work.found[one, column]
         work.found[one, column] = work.found[other, column]
         work.found[other, column] = number
-    for column in range(_CHANCE + 1):
+    for column in range(_RATE + 1):
         weight = work.weights[one, column]
         work.weights[one, column] = work.weights[other, column]
         work.weights[other, column] = weight
@@ -204,14 +205,14 @@ def _swap(work: _Work, one: int, other: int) -> None:
 
 @njit(**BORROWING)
 def _estimate(work: _Work, count: int, context: int) -> None:
-    """Fills in chance, factor and cell of all that may follow a context of so many tokens: those
-    of the source that makes it likelier."""
+    """Fills in bucket and rate of all that may follow a context of `context` tokens: those of the
+    source, local or global, that makes it likelier."""
     found, weights = work.found, work.weights
     length = 0
     while length + 1 < NUM_LENGTHS and LENGTHS[length + 1] <= context:
         length += 1
     for index in range(count):
-        weights[index, _CHANCE] = -1.0
+        weights[index, _RATE] = -1.0
     for source in (LOCAL, GLOBAL):
         total = 0.0
         for index in range(count):
@@ -220,23 +221,23 @@ def _estimate(work: _Work, count: int, context: int) -> None:
             times = weights[index, source]
             if times == 0.0:
                 continue
-            bucket = 0
+            share = 0
             if times == total and total <= 1.0:
-                bucket = ONCE
+                share = ONCE
             else:
-                while bucket < len(SHARES) and SHARES[bucket] * total <= times:
-                    bucket += 1
-            cell = (source * NUM_LENGTHS + length) * NUM_BUCKETS + bucket
-            if work.rates[cell] > weights[index, _CHANCE]:
-                weights[index, _CHANCE] = work.rates[cell]
-                found[index, _CELL] = cell
+                while share < len(SHARES) and SHARES[share] * total <= times:
+                    share += 1
+            bucket = (source * NUM_LENGTHS + length) * NUM_BUCKETS + share
+            if work.rates[bucket] > weights[index, _RATE]:
+                weights[index, _RATE] = work.rates[bucket]
+                found[index, _BUCKET] = bucket
 
 
 @njit(**BORROWING)
 def _is_better(work: _Work, one: np.int32, other: np.int32) -> bool:
-    """Of candidates: by survival, then by age."""
-    if work.chances[one] != work.chances[other]:
-        return bool(work.chances[one] > work.chances[other])
+    """Whether a candidate has a higher path probability, or the same and is older."""
+    if work.probs[one] != work.probs[other]:
+        return bool(work.probs[one] > work.probs[other])
     return bool(one < other)
 
 
@@ -271,20 +272,20 @@ def _pop(work: _Work, size: int) -> np.int32:
 @njit(**BORROWING)
 def _expand(
     tries: _Tries,
-    params: TurboParams,
+    params: TrieProposalParams,
     work: _Work,
     context: int,
     parent: int,
-    survival: np.float32,
+    parent_prob: np.float32,
     held: int,
     size: int,
 ) -> tuple[int, int]:
-    """Makes candidates of what follows a context of so many tokens, found at `work.places`.
+    """Makes candidates of what follows a context of `context` tokens, found at `work.places`.
 
     No context can contribute more children than a node may have, so no more become candidates.
 
     Args:
-        parent, survival: the node that they would be children of.
+        parent, parent_prob: the node that they would be children of, and its path probability.
         held, size: candidates so far, and those in the heap.
 
     Returns:
@@ -304,15 +305,15 @@ def _expand(
             _swap(work, index, _best(work, index, count, _BY_SUM))
         count = params.top_k_in_cell
     for index in range(min(count, params.token_paths_top_k)):
-        best = _best(work, index, count, _BY_CHANCE)
-        chance = work.weights[best, _CHANCE] * survival
-        if chance < params.p_min:
+        best = _best(work, index, count, _BY_RATE)
+        path_prob = work.weights[best, _RATE] * parent_prob
+        if path_prob < params.p_min:
             break
-        work.chances[held] = chance
+        work.probs[held] = path_prob
         work.candidates[held, _PARENT] = parent
         work.candidates[held, _NEXT] = work.found[best, _TOKEN]
         work.candidates[held, _CONTEXT] = context
-        work.candidates[held, _RATED] = work.found[best, _CELL]
+        work.candidates[held, _RATED_BY] = work.found[best, _BUCKET]
         for trie in range(_NUM_TRIES):
             work.candidates[held, _WHERE + trie] = work.found[best, _PLACES + trie]
         _push(work, size, np.int32(held))
@@ -342,15 +343,15 @@ def _anchor(
 @njit(**BORROWING)
 def _start(
     tries: _Tries,
-    params: TurboParams,
+    params: TrieProposalParams,
     work: _Work,
     asked: int,
     first: int,
     salt: int,
-    space: int,
+    namespace: int,
 ) -> int:
-    """Looks the end of the sequence up: its longest contexts that lead anywhere. Returns the number
-    of candidates."""
+    """Looks up the contexts at the end of the sequence, longest first, until two of them have given
+    candidates. Returns the number of candidates."""
     text, end, shortest, places = tries.text, tries.end, params.key_length, work.places
     run = 0
     while run < min(params.match_length, end - first) and text[end - 1 - run] >= 0:
@@ -360,11 +361,11 @@ def _start(
         places[:] = _NOWHERE
         if asked != _OWN:
             one, arena = tries.young, tries.young_text
-            places[1] = _anchor(one, arena, shortest, text, space, end, length)
+            places[1] = _anchor(one, arena, shortest, text, namespace, end, length)
             one, arena = tries.old, tries.old_text
-            places[2] = _anchor(one, arena, shortest, text, space, end, length)
+            places[2] = _anchor(one, arena, shortest, text, namespace, end, length)
             one, arena = tries.static, tries.static_text
-            places[3] = _anchor(one, arena, shortest, text, space, end, length)
+            places[3] = _anchor(one, arena, shortest, text, namespace, end, length)
         if asked & _OWN:
             places[0] = _anchor(tries.local, text, shortest, text, salt, end, length)
         context = length
@@ -380,8 +381,9 @@ def _start(
 
 @njit(**BORROWING)
 def _true_length(tries: _Tries, place: int, first: int, length: int) -> int:
-    """How many tokens before the newest occurrence of a context in the sequence's own text are
-    those at its end, up to the most that make a difference; `length` of them are known to be."""
+    """How many of the tokens before the newest occurrence of a context in the sequence itself are
+    those at its end; `length` of them are known to be. Counts up to `_LONGEST`: beyond, estimates
+    are the same."""
     nodes, entries = tries.local.nodes, tries.local.entries
     if place == _NOWHERE:
         return length
@@ -406,8 +408,8 @@ def _true_length(tries: _Tries, place: int, first: int, length: int) -> int:
 
 @njit(**BORROWING)
 def _go_round(tries: _Tries, place: int, depth: int) -> int:
-    """The place after a path of `depth` tokens; one at the end of the text becomes the place where
-    the path began: a copy that gets there has gone round a loop, and goes on."""
+    """The place after a path of `depth` tokens. One at the end of the sequence becomes the place
+    where the path began: a copy that reaches the end has gone round a loop, which it repeats."""
     nodes = tries.local.nodes
     if place >= 0 and nodes[place, SIZE] == 0 and nodes[place, REF] == tries.end:
         place = -2 - tries.end
@@ -417,79 +419,79 @@ def _go_round(tries: _Tries, place: int, depth: int) -> int:
 @njit(**BORROWING)
 def _grow(
     tries: _Tries,
-    params: TurboParams,
+    params: TrieProposalParams,
     work: _Work,
     held: int,
     limit: int,
     tokens: np.ndarray,
     parents: np.ndarray,
-    survival: np.ndarray,
-    kind: np.ndarray,
+    path_probs: np.ndarray,
+    buckets: np.ndarray,
 ) -> int:
     """Turns the `held` candidates and what follows them into nodes, the likeliest first.
 
-    Candidates leave the heap with ever smaller chances, so one whose node is there already cannot
-    make it likelier. What a shorter context goes on with below it is left out: it would bring one
-    accepted token more in three hundred, and takes several times as long.
+    Candidates leave the heap with falling path probabilities, so one whose node is there already
+    cannot make it likelier. What a shorter context goes on with below it is left out: it would
+    bring one accepted token more in three hundred, and takes several times as long.
 
     Returns:
         The number of nodes.
     """
-    candidates, chances, depths = work.candidates, work.chances, work.depths
+    candidates, probs, depths = work.candidates, work.probs, work.depths
     size, count = held, 0
     while size > 0 and count < limit:
         best = _pop(work, size)
         size -= 1
         parent, token = np.int64(candidates[best, _PARENT]), candidates[best, _NEXT]
-        above = np.float32(1.0) if parent < 0 else survival[parent]
+        above = np.float32(1.0) if parent < 0 else path_probs[parent]
         node, siblings, left = parent + 1, 0, above
         while node < count and (parents[node] != parent or tokens[node] != token):
             if parents[node] == parent:
                 siblings += 1
-                left -= survival[node]
+                left -= path_probs[node]
             node += 1
         if node < count or siblings == params.token_paths_top_k:
             continue
-        cell = candidates[best, _RATED]
+        bucket = candidates[best, _RATED_BY]
         if siblings > 0:
             # It can be right only where its better siblings are wrong.
-            cell += SECOND
-            lower = min(above * work.rates[cell], left)
-            if lower < chances[best]:
-                chances[best] = lower
+            bucket += SECOND
+            lower = min(above * work.rates[bucket], left)
+            if lower < probs[best]:
+                probs[best] = lower
                 if lower >= params.p_min:
                     _push(work, size, best)
                     size += 1
                 continue
         tokens[count], parents[count] = token, parent
-        survival[count], kind[count] = chances[best], cell
+        path_probs[count], buckets[count] = probs[best], bucket
         depth = 1 if parent < 0 else depths[parent] + 1
         depths[count] = depth
         count += 1
-        if depth < (params.sure_length if survival[node] > _SURE else params.copy_length):
+        if depth < (params.sure_length if path_probs[node] > _SURE else params.copy_length):
             for trie in range(_NUM_TRIES):
                 work.places[trie] = candidates[best, _WHERE + trie]
             work.places[0] = _go_round(tries, work.places[0], depth)
             context = np.int64(candidates[best, _CONTEXT]) + 1
-            held, size = _expand(tries, params, work, context, node, survival[node], held, size)
+            held, size = _expand(tries, params, work, context, node, path_probs[node], held, size)
     return count
 
 
 @njit(cache=True, nogil=True)
-def new_work(params: TurboParams, table: np.ndarray, width: int) -> _Work:
+def new_work(params: TrieProposalParams, table: np.ndarray, width: int) -> _Work:
     """Memory for trees of at most `width` nodes.
 
     Args:
-        table: [cells, 2] float32, accepted and tried nodes of each cell.
+        table: [buckets, 2] float32, accepted and tried nodes of each acceptance bucket.
     """
     # A node is expanded at most once for each length of the context that leads to it.
     lengths = params.match_length - params.key_length + 1
     room = lengths * (width + 1) * min(params.token_paths_top_k, params.top_k_in_cell)
     return _Work(
         found=np.empty((_NUM_TRIES * MAX_CELL, _PLACES + _NUM_TRIES), np.int32),
-        weights=np.empty((_NUM_TRIES * MAX_CELL, _CHANCE + 1), np.float32),
+        weights=np.empty((_NUM_TRIES * MAX_CELL, _RATE + 1), np.float32),
         candidates=np.empty((room, _WHERE + _NUM_TRIES), np.int32),
-        chances=np.empty(room, np.float32),
+        probs=np.empty(room, np.float32),
         heap=np.empty(room, np.int32),
         depths=np.empty(width, np.int32),
         places=np.empty(_NUM_TRIES, np.int32),
@@ -504,28 +506,28 @@ def propose_all(
     salts: np.ndarray,
     firsts: np.ndarray,
     ends: np.ndarray,
-    spaces: np.ndarray,
+    namespaces: np.ndarray,
     globals_: tuple[tuple[TrieArrays, np.ndarray], ...],
-    params: TurboParams,
+    params: TrieProposalParams,
     work: _Work,
     limits: np.ndarray,
     tokens: np.ndarray,
     parents: np.ndarray,
-    survival: np.ndarray,
-    kind: np.ndarray,
+    path_probs: np.ndarray,
+    buckets: np.ndarray,
     counts: np.ndarray,
 ) -> None:
-    """`propose` with memory to work in."""
+    """As `propose`, in the memory of `work`."""
     young, old, static = globals_
     own_first = params.token_paths_top_k == 1
     for i in range(len(ends)):
         tries = _Tries(local, text, ends[i], *young, *old, *static)
         limit = min(limits[i], tokens.shape[1])
-        row = tokens[i], parents[i], survival[i], kind[i]
+        row = tokens[i], parents[i], path_probs[i], buckets[i]
         count = 0
         for asked in range(_OWN if own_first else _BOTH, _BOTH if own_first else _BOTH + 1):
             if count == 0 and limit > 0:
-                held = _start(tries, params, work, asked, firsts[i], salts[i], spaces[i])
+                held = _start(tries, params, work, asked, firsts[i], salts[i], namespaces[i])
                 count = _grow(tries, params, work, held, limit, *row)
         counts[i] = count
 
@@ -537,40 +539,40 @@ def propose(
     salts: np.ndarray,
     firsts: np.ndarray,
     ends: np.ndarray,
-    spaces: np.ndarray,
+    namespaces: np.ndarray,
     globals_: tuple[tuple[TrieArrays, np.ndarray], ...],
-    params: TurboParams,
-    calibration: np.ndarray,
+    params: TrieProposalParams,
+    accepted: np.ndarray,
     limits: np.ndarray,
     tokens: np.ndarray,
     parents: np.ndarray,
-    survival: np.ndarray,
-    kind: np.ndarray,
+    path_probs: np.ndarray,
+    buckets: np.ndarray,
     counts: np.ndarray,
 ) -> None:
     """Drafts a tree of what followed the last tokens of each sequence before.
 
-    A node's chance once its parent is accepted is the rate of its calibration cell, scaled by
-    (1 + share) / 2; for all but the first of siblings at most what the better ones leave. The
-    context of a deeper node is longer by its path.
+    A node is accepted after its parent at the rate of its acceptance bucket; of siblings all but
+    the first at most as often as the better ones are wrong. A deeper node's context is longer by
+    its path.
 
     Args:
-        local, text: trie and int32 text of the live sequences.
+        local, text: trie and int32 tokens of the running sequences.
         salts: [S] int64, of each one's own entries.
         firsts, ends: [S] int64, where each one lies in `text`, all of it inserted.
-        spaces: [S] int64, each one's salt in the global tries.
+        namespaces: [S] int64, each one's salt in the global tries.
         globals_: three times (trie, its text: int32, cut after the last token that is known).
-        calibration: [2, NUM_LENGTHS, NUM_BUCKETS, 2] float32, accepted and tried nodes; see
+        accepted: [2, NUM_LENGTHS, NUM_BUCKETS, 2] float32, accepted and tried nodes; see
             `initial_calibration`.
         limits: [S] int32, most nodes of each draft.
         tokens, parents: [S, 63] int32, written.
-        survival: [S, 63] float32, written: siblings together do not exceed their parent.
-        kind: [S, 63] int32, written: the calibration's cell, of [2 * NUM_LENGTHS * NUM_BUCKETS],
-            that learns whether the node was accepted if its parent was.
+        path_probs: [S, 63] float32, written: siblings together do not exceed their parent.
+        buckets: [S, 63] int32, written: index in `accepted`, as [2 * NUM_LENGTHS * NUM_BUCKETS],
+            of the bucket that learns whether the node was accepted if its parent was.
         counts: [S] int32, written: nodes of each draft.
     """
-    work = new_work(params, calibration.reshape((-1, 2)), tokens.shape[1])
+    work = new_work(params, accepted.reshape((-1, 2)), tokens.shape[1])
     propose_all(
-        local, text, salts, firsts, ends, spaces, globals_, params, work, limits, tokens, parents,
-        survival, kind, counts,
+        local, text, salts, firsts, ends, namespaces, globals_, params, work, limits, tokens,
+        parents, path_probs, buckets, counts,
     )  # fmt: skip

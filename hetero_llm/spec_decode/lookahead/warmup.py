@@ -1,12 +1,12 @@
-"""Warm-up: a file of texts enters the history while requests are served already.
+"""Warm-up: reads a file of token ids into the global cache while requests are served already.
 
 Two kinds of file. TACO-LLM's, JSON: `[{"prompt": [ids], "output": [ids]}, ...]`, for which the same
 objects one a line (JSON Lines) will do as well; its texts belong to no cache_salt. Or a snapshot.
 
-A thread of its own builds the static generation, which takes its place when it is whole; until then
+A thread of its own builds the static generation and puts it in place when it is whole; until then
 drafts come without it. Compiled code holds no lock, and the thread works a fifth of the time, in
-short bursts, so that the step loop hardly waits for it. What cannot be read is left out, counted,
-and told in one line of the log.
+short bursts, so that the step loop hardly waits for it. Records that cannot be used are skipped and
+counted, and one line of the log names the first reason.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ from numpy.typing import NDArray
 
 from hetero_llm.config.lookahead_config import is_snapshot
 from hetero_llm.core.errors import SnapshotError
-from hetero_llm.spec_decode.lookahead.global_cache import Generation, History
-from hetero_llm.spec_decode.lookahead.snapshot import Place, read_header, read_parts
-from hetero_llm.spec_decode.lookahead.token_buffer import HEADER, parted
+from hetero_llm.spec_decode.lookahead.global_cache import Generation, GlobalCache
+from hetero_llm.spec_decode.lookahead.sequence_state import PROMPT_TAIL, with_separators
+from hetero_llm.spec_decode.lookahead.snapshot import (
+    SnapshotRequirements,
+    read_header,
+    read_snapshot,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +45,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _decode = json.JSONDecoder().raw_decode
 
 
-class Record(NamedTuple):
+class WarmupRecord(NamedTuple):
     """A JSON value of a warm-up file and the line where it begins; or why there is none."""
 
     line: int
@@ -50,10 +54,10 @@ class Record(NamedTuple):
 
 
 class Warmup:
-    """A warm-up file on its way into a history, from the moment of its construction.
+    """Reads a warm-up file into a global cache, from its construction on.
 
     Args:
-        space: the salt in the history of requests without a cache_salt.
+        namespace: the salt in the cache of requests without a cache_salt.
         ignore_prompt: learn outputs only.
 
     Attributes:
@@ -66,27 +70,33 @@ class Warmup:
     """
 
     def __init__(
-        self, history: History, path: str, place: Place, *, space: int, ignore_prompt: bool
+        self,
+        cache: GlobalCache,
+        path: str,
+        requirements: SnapshotRequirements,
+        *,
+        namespace: int,
+        ignore_prompt: bool,
     ) -> None:
         self._path = path
-        self._place = place
-        self._space = space
+        self._requirements = requirements
+        self._namespace = namespace
         self._ignore_prompt = ignore_prompt
         self._is_snapshot = is_snapshot(path)
         if self._is_snapshot:
-            place.check(path, read_header(path), as_static=True)
+            requirements.check(path, read_header(path), as_static=True)
         self.num_records = self.num_left_out = self.num_tokens = 0
         self.problem: str | None = None
         self._stop = Event()
         self._busy_since = 0.0
-        goal = weakref.ref(history), history.new_static()
+        goal = weakref.ref(cache), cache.new_static()
         self._thread = Thread(target=self._run, args=goal, name="hetero-warmup", daemon=True)
         # Neither a closed engine nor the end of the process waits for the rest of the file.
-        weakref.finalize(history, _end, self._stop, self._thread)
+        weakref.finalize(cache, _end, self._stop, self._thread)
         self._thread.start()
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         return not self._thread.is_alive()
 
     def join(self) -> None:
@@ -94,12 +104,12 @@ class Warmup:
         self._thread.join()
 
     def stop(self) -> None:
-        """Gives up: nothing gets into the history any more."""
+        """Stops reading; the cache stays as it is."""
         _end(self._stop, self._thread)
 
     # -- in the thread ----------------------------------------------------------------------
 
-    def _run(self, history: weakref.ref[History], static: Generation) -> None:
+    def _run(self, cache: weakref.ref[GlobalCache], static: Generation) -> None:
         begin = self._busy_since = perf_counter()
         try:
             self._learn_snapshot(static) if self._is_snapshot else self._learn_records(static)
@@ -109,7 +119,7 @@ class Warmup:
             self._leave_out(f"the rest cannot be read: {error or type(error).__name__}")
         except Exception:
             logger.exception("warm-up file %s: the rest is left out", self._path)
-        known = history()
+        known = cache()
         if known is None or self._stop.is_set():
             return
         known.use(static)
@@ -123,14 +133,14 @@ class Warmup:
         )  # fmt: skip
 
     def _learn_snapshot(self, static: Generation) -> None:
-        _, parts = read_parts(self._path, self._place, as_static=True)
+        _, content = read_snapshot(self._path, self._requirements, as_static=True)
         batch = _Batch(static)
-        for part in (parts.static, parts.old, parts.young):
-            for tokens, told, space, _ in part.each():
+        for part in (content.static, content.old, content.young):
+            for tokens, num_known, namespace, _ in part.each():
                 self.num_records += 1
-                self.num_tokens += len(tokens) - told
-                batch.add(tokens, told, space)
-                if not self._goes_on():
+                self.num_tokens += len(tokens) - num_known
+                batch.add(tokens, num_known, namespace)
+                if not self._may_continue():
                     return
         batch.learn()
 
@@ -141,14 +151,14 @@ class Warmup:
                 self.num_records += 1
                 try:
                     tokens = self._document(value, problem)
-                    if batch.end + len(tokens) + 1 > self._place.capacity:
-                        raise ValueError(f"cache_size ({self._place.capacity}) is full")
+                    if batch.end + len(tokens) + 1 > self._requirements.capacity:
+                        raise ValueError(f"cache_size ({self._requirements.capacity}) is full")
                 except ValueError as error:
                     self._leave_out(f"line {line}: {error}")
                 else:
                     self.num_tokens += len(tokens)
-                    batch.add(tokens, 0, self._space)
-                if not self._goes_on():
+                    batch.add(tokens, 0, self._namespace)
+                if not self._may_continue():
                     return
         batch.learn()
 
@@ -162,19 +172,21 @@ class Warmup:
             ids = value[key]
             if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
                 raise ValueError(f"{key!r} must be a list of token ids")
-            most = self._place.voc_size
+            most = self._requirements.voc_size
             if ids and (min(ids) < 0 or max(ids) >= most):
                 wrong = next(token for token in ids if not 0 <= token < most)
                 raise ValueError(f"token id {wrong} in {key!r} is beyond the vocabulary ({most})")
-        prompt = value["prompt"][-HEADER:] if self._ignore_prompt else value["prompt"]
-        return parted(np.array(prompt + value["output"], np.int32), self._place.ends)
+        prompt = value["prompt"][-PROMPT_TAIL:] if self._ignore_prompt else value["prompt"]
+        return with_separators(
+            np.array(prompt + value["output"], np.int32), self._requirements.stop_tokens
+        )
 
     def _leave_out(self, problem: str) -> None:
         self.num_left_out += 1
         if self.problem is None:
             self.problem = problem
 
-    def _goes_on(self) -> bool:
+    def _may_continue(self) -> bool:
         busy = perf_counter() - self._busy_since
         if busy < _BURST:
             return True
@@ -196,12 +208,12 @@ class _Batch:
         """Of the generation's text when it has learned all."""
         return self._generation.end + self._size
 
-    def add(self, tokens: NDArray[np.int32], told: int, space: int) -> None:
+    def add(self, tokens: NDArray[np.int32], num_known: int, namespace: int) -> None:
         if len(tokens) >= _BATCH:
             self.learn()
-            self._generation.add(tokens, told, space, 0)
+            self._generation.add(tokens, num_known, namespace, 0)
             return
-        self._waiting.append((tokens, told, space))
+        self._waiting.append((tokens, num_known, namespace))
         self._size += len(tokens) + 1
         if self._size >= _BATCH:
             self.learn()
@@ -218,7 +230,7 @@ def _end(stop: Event, thread: Thread) -> None:
         thread.join()
 
 
-def read_records(file: TextIO) -> Iterator[Record]:
+def read_records(file: TextIO) -> Iterator[WarmupRecord]:
     """The values of a JSON list, or of each line if it begins otherwise.
 
     A line that is no JSON is a record with a problem. So is the last one where a list, or a file,
@@ -228,23 +240,25 @@ def read_records(file: TextIO) -> Iterator[Record]:
     try:
         yield from _of_list(source) if source.peek() == "[" else _of_lines(source)
     except RecursionError:
-        yield Record(source.line, None, "is nested too deeply; the rest cannot be read")
+        yield WarmupRecord(source.line, None, "is nested too deeply; the rest cannot be read")
     except json.JSONDecodeError as error:
-        yield Record(source.line, None, f"{error.msg}; the rest cannot be read")
+        yield WarmupRecord(source.line, None, f"{error.msg}; the rest cannot be read")
     except UnicodeDecodeError as error:
-        yield Record(source.line, None, f"is not UTF-8 ({error.reason}); the rest cannot be read")
+        yield WarmupRecord(
+            source.line, None, f"is not UTF-8 ({error.reason}); the rest cannot be read"
+        )
     except (OSError, ValueError) as error:
-        yield Record(source.line, None, f"{error}; the rest cannot be read")
+        yield WarmupRecord(source.line, None, f"{error}; the rest cannot be read")
 
 
-def _of_list(source: _Source) -> Iterator[Record]:
+def _of_list(source: _Source) -> Iterator[WarmupRecord]:
     source.skip(1)
     following = source.peek()
     if following == "]":
         source.skip(1)
     while following != "]":
         source.peek()
-        yield Record(source.line, source.value())
+        yield WarmupRecord(source.line, source.value())
         following = source.peek()
         if not following:
             raise ValueError("the list does not end")
@@ -255,16 +269,16 @@ def _of_list(source: _Source) -> Iterator[Record]:
         raise ValueError("something follows the list")
 
 
-def _of_lines(source: _Source) -> Iterator[Record]:
+def _of_lines(source: _Source) -> Iterator[WarmupRecord]:
     while source.peek():
         line = source.line
         text = source.rest_of_line()
         try:
-            record = Record(line, json.loads(text))
+            record = WarmupRecord(line, json.loads(text))
         except json.JSONDecodeError as error:
-            record = Record(line, None, error.msg)
+            record = WarmupRecord(line, None, error.msg)
         except (ValueError, RecursionError) as error:  # a number too long, or nesting too deep
-            record = Record(line, None, str(error))
+            record = WarmupRecord(line, None, str(error))
         yield record
 
 
@@ -287,7 +301,7 @@ class _Source:
         self._at = end
 
     def peek(self) -> str:
-        """The next character that is no white space, which is skipped; "" at the end."""
+        """Skips white space and returns the next character; "" at the end."""
         while True:
             space = _SPACE.match(self._text, self._at)
             assert space is not None

@@ -1,4 +1,4 @@
-"""vLLM's "[ngram]" as the scheduler sees it: each sequence drafts from its own tokens."""
+"""The drafter of vLLM's "[ngram]": each sequence drafts from its own tokens."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import numpy as np
 
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
 from hetero_llm.core.request import Request, Sequence
-from hetero_llm.spec_decode.lookahead.indexes import Proposals
-from hetero_llm.spec_decode.lookahead.token_buffer import Text, Texts
+from hetero_llm.spec_decode.lookahead.sequence_state import TokenBuffer, TokenSpan
 from hetero_llm.spec_decode.ngram.prompt_lookup import propose_ngrams
+from hetero_llm.spec_decode.proposals import Proposals
 
-_REST = 8  # steps after one with too many sequences
+_PAUSE = 8  # steps after one with too many sequences
 
 
 class PromptLookupDrafter:
-    """See `scheduler.draft_admission.Drafter`. One thread at a time.
+    """A `core.drafter.Drafter`. One thread at a time.
 
     Args:
         width: tokens of the longest sequence.
         smallest, largest: tokens of an n-gram that must have occurred before.
         num_tokens: most tokens of a draft.
-        most_sequences: larger steps get no drafts.
+        most_sequences: larger steps get no drafts; None: no limit.
     """
 
     def __init__(
@@ -33,61 +33,61 @@ class PromptLookupDrafter:
         most_sequences: int | None = None,
     ) -> None:
         self._most_sequences = most_sequences
-        self._resting = 0  # steps
-        self._texts = Texts(width)
-        self._known: dict[str, dict[int, Text]] = {}
+        self._paused_for = 0  # steps
+        self._buffer = TokenBuffer(width)
+        self._spans: dict[str, dict[int, TokenSpan]] = {}  # by request and index of the sequence
         self._ngrams = smallest, largest
         self._num_tokens = min(num_tokens, MAX_NODES)
         self._proposals = Proposals.empty(1)
 
     @property
     def idle(self) -> bool:
-        return self._resting > 0
+        return self._paused_for > 0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of which tokens are held."""
+        return len(self._spans)
 
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         if self._most_sequences is not None and len(sequences) > self._most_sequences:
-            self._resting = _REST
+            self._paused_for = _PAUSE
             return Proposals.empty(len(sequences)).batch()
-        texts = [self._follow(sequence) for sequence in sequences]
-        if len(self._proposals.counts) < len(texts):
-            self._proposals = Proposals.empty(len(texts))
-        found = self._proposals.rows(len(texts))
+        spans = [self._follow(sequence) for sequence in sequences]
+        if len(self._proposals.counts) < len(spans):
+            self._proposals = Proposals.empty(len(spans))
+        found = self._proposals.some(slice(len(spans)))
+        wanted = [sequence.request.params.num_speculative_tokens for sequence in sequences]
         most = [
-            limit if asked is None else min(limit, asked)
-            for limit, asked in (
-                (limit, sequence.request.params.num_speculative_tokens)
-                for sequence, limit in zip(sequences, limits, strict=True)
-            )
+            limit if own is None else min(limit, own)
+            for limit, own in zip(limits, wanted, strict=True)
         ]
         propose_ngrams(
-            self._texts.tokens,
-            np.array([text.first for text in texts], np.int64),
-            np.array([text.end for text in texts], np.int64),
+            self._buffer.tokens,
+            np.array([span.start for span in spans], np.int64),
+            np.array([span.end for span in spans], np.int64),
             np.array(most, np.int32),
             *self._ngrams,
             self._num_tokens,
-            found.tokens,
-            found.parents,
-            found.survival,
-            found.kind,
-            found.counts,
+            *found,
         )
         return found.batch()
 
     def close(self, request: Request) -> None:
-        for text in self._known.pop(request.request_id, {}).values():
-            self._texts.close(text)
+        for span in self._spans.pop(request.request_id, {}).values():
+            self._buffer.close(span.row)
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
         pass
 
     def run_deferred(self) -> None:
-        self._resting = max(self._resting - 1, 0)
+        self._paused_for = max(self._paused_for - 1, 0)
 
-    def _follow(self, sequence: Sequence) -> Text:
-        of_request = self._known.setdefault(sequence.request.request_id, {})
-        text = of_request.get(sequence.index)
-        if text is None:
-            text = of_request[sequence.index] = self._texts.open(space=0)
-        self._texts.extend(text, sequence.token_ids[text.end - text.first :].tolist())
-        return text
+    def _follow(self, sequence: Sequence) -> TokenSpan:
+        """Appends what the sequence has got since the last call."""
+        of_request = self._spans.setdefault(sequence.request.request_id, {})
+        span = of_request.get(sequence.index)
+        if span is None:
+            span = of_request[sequence.index] = self._buffer.open()
+        self._buffer.extend(span, sequence.token_ids[span.end - span.start :].tolist())
+        return span

@@ -10,8 +10,8 @@ import numpy as np
 from numba import njit
 
 _MAX_NODES = 63
-_FIRST_SURVIVAL = np.array([0.0, 0.15, 0.45, 0.5, 0.6], np.float32)
-_NEXT_SURVIVAL = np.array([0.0, 0.5, 0.6, 0.7, 0.75], np.float32)
+_FIRST_RATES = np.array([0.0, 0.15, 0.45, 0.5, 0.6], np.float32)
+_FURTHER_RATES = np.array([0.0, 0.5, 0.6, 0.7, 0.75], np.float32)
 """By tokens matched (at most 4): probability that the first drafted token is accepted, and each
 further one if the one before was. Rough figures from source code."""
 
@@ -73,8 +73,8 @@ def propose_ngrams(
     num_tokens: int,
     tokens: np.ndarray,
     parents: np.ndarray,
-    survival: np.ndarray,
-    kind: np.ndarray,
+    path_probs: np.ndarray,
+    buckets: np.ndarray,
     counts: np.ndarray,
 ) -> None:
     """Drafts, as a chain, what followed the longest n-gram that ends each sequence and recurs.
@@ -86,8 +86,8 @@ def propose_ngrams(
         limits: [S] int32, most nodes of each draft.
         smallest, largest: sizes of the n-grams, 1 <= smallest <= largest.
         num_tokens: most nodes of any draft.
-        tokens, parents, kind: [S, 63] int32, written.
-        survival: [S, 63] float32, written: fixed estimates (see above), and so `kind` is -1.
+        tokens, parents, buckets: [S, 63] int32, written.
+        path_probs: [S, 63] float32, written: fixed estimates (see above), and so `buckets` is -1.
         counts: [S] int32, written: nodes of each draft.
     """
     assert 1 <= smallest <= largest
@@ -101,15 +101,15 @@ def propose_ngrams(
         size, position = _newest_match(text, firsts[index], end, largest, borders)
         if size < smallest:
             continue
-        level = min(size, len(_FIRST_SURVIVAL) - 1)
-        chance = _FIRST_SURVIVAL[level]
+        level = min(size, len(_FIRST_RATES) - 1)
+        path_prob = _FIRST_RATES[level]
         count = 0
         while count < limit and position < end and text[position] >= 0:
             tokens[index, count] = text[position]
             parents[index, count] = count - 1
-            survival[index, count] = chance
-            kind[index, count] = -1
-            chance *= _NEXT_SURVIVAL[level]
+            path_probs[index, count] = path_prob
+            buckets[index, count] = -1
+            path_prob *= _FURTHER_RATES[level]
             position += 1
             count += 1
         counts[index] = count

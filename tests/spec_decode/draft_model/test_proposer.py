@@ -19,7 +19,7 @@ from hetero_llm.cpu.draft_worker.draft_model import DraftModel
 from hetero_llm.cpu.draft_worker.kv_layout import no_tree_nodes
 from hetero_llm.spec_decode.draft_model import proposer as proposer_module
 from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
-from hetero_llm.spec_decode.lookahead.indexes import Proposals
+from hetero_llm.spec_decode.proposals import Proposals
 from tests.cpu.draft_worker.test_worker import greedy
 from tests.spec_decode.draft_model.local_worker import LocalWorker, Setting, as_any, load_model
 
@@ -105,7 +105,7 @@ class Texts:
         drafts = []
         for index in range(len(rows)):
             count = int(own.counts[index])
-            survival = own.survival[index, :count]
+            survival = own.path_probs[index, :count]
             assert count <= most and (np.diff(survival) <= 1e-6).all() and (survival <= 1).all()
             tokens, parents = own.tokens[index, :count], own.parents[index, :count]
             assert (parents < np.arange(count)).all()
@@ -480,7 +480,7 @@ def verified(
     found = Proposals.empty(1)
     for place, (token, parent, path_prob) in enumerate(nodes):
         found.tokens[0, place], found.parents[0, place] = token, parent
-        found.survival[0, place], found.kind[0, place] = path_prob, -1 if ours else 3
+        found.path_probs[0, place], found.buckets[0, place] = path_prob, -1 if ours else 3
     found.counts[0] = len(nodes)
     return found, np.array([len(nodes)], np.int32)
 

@@ -24,7 +24,7 @@ from hetero_llm.cpu.draft_worker.tree_pool import TreePool
 from hetero_llm.spec_decode.draft_model import tree_replica as replica_module
 from hetero_llm.spec_decode.draft_model.node_buckets import NUM_BUCKETS, BucketStats
 from hetero_llm.spec_decode.draft_model.tree_replica import CAPACITY, TAIL, TreeReplica
-from hetero_llm.spec_decode.lookahead.indexes import Proposals
+from hetero_llm.spec_decode.proposals import Proposals
 from tests.cpu.draft_worker.tree_pool_reference import Oracle, Path
 from tests.spec_decode.draft_model.tree_replica_reference import NodeWords, ReplicaReference
 
@@ -55,7 +55,7 @@ def drafts(found: Proposals, row: int) -> list[tuple[Path, np.float32, int]]:
         parent = int(found.parents[row, node])
         assert -1 <= parent < node
         paths.append((*(paths[parent] if parent >= 0 else ()), int(found.tokens[row, node])))
-    columns = found.survival[row].tolist(), found.kind[row].tolist()
+    columns = found.path_probs[row].tolist(), found.buckets[row].tolist()
     return list(zip(paths, *columns))
 
 

@@ -14,29 +14,29 @@ from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.kv_cache.prefix_cache import hash_root
-from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
-from hetero_llm.spec_decode.lookahead.global_cache import History
-from hetero_llm.spec_decode.lookahead.snapshot import Place
-from hetero_llm.spec_decode.lookahead.token_buffer import namespace
+from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
+from hetero_llm.spec_decode.lookahead.global_cache import GlobalCache
+from hetero_llm.spec_decode.lookahead.sequence_state import namespace_salt
+from hetero_llm.spec_decode.lookahead.snapshot import SnapshotRequirements
 
 CONFIG = LookaheadConfig(cache_mode=0, eos_token_id=(2,), max_seq_len=4096, voc_size=1000)
 ROOT, OTHER_ROOT = hash_root(), hash_root(("salt", "other"))
-SPACE, OTHER_SPACE = namespace(ROOT), namespace(OTHER_ROOT)
+SPACE, OTHER_SPACE = namespace_salt(ROOT), namespace_salt(OTHER_ROOT)
 TOKENIZER = "f" * 64
 
 _names = count()
 
 
-def make_drafter(capacity: int = 4096, **changes: Any) -> LookaheadDrafter:
-    return LookaheadDrafter(replace(CONFIG, **changes), width=64, capacity=capacity)
+def make_drafter(capacity: int = 4096, **changes: Any) -> HybridDrafter:
+    return HybridDrafter(replace(CONFIG, **changes), width=64, capacity=capacity)
 
 
-def make_history(capacity: int = 4096) -> History:
-    return History(CONFIG, capacity, uses_raw=True, uses_trie=True)
+def make_history(capacity: int = 4096) -> GlobalCache:
+    return GlobalCache(CONFIG, capacity, uses_ngrams=True, uses_trie=True)
 
 
-def make_place(capacity: int = 4096, **changes: Any) -> Place:
-    return replace(Place(lambda: TOKENIZER, 1000, (2,), capacity), **changes)
+def make_place(capacity: int = 4096, **changes: Any) -> SnapshotRequirements:
+    return replace(SnapshotRequirements(lambda: TOKENIZER, 1000, (2,), capacity), **changes)
 
 
 def as_tokens(ids: list[int]) -> np.ndarray:
@@ -44,7 +44,7 @@ def as_tokens(ids: list[int]) -> np.ndarray:
 
 
 def draft_of(
-    drafter: LookaheadDrafter, context: list[int], root: bytes = ROOT
+    drafter: HybridDrafter, context: list[int], root: bytes = ROOT
 ) -> tuple[list[int], list[int]]:
     """Tokens and parents of the draft for a new sequence; the drafter learns nothing from it."""
     request = Request(
@@ -65,5 +65,5 @@ def draft_of(
     return batch.token_ids.tolist(), batch.parents.tolist()
 
 
-def chain_of(drafter: LookaheadDrafter, context: list[int], root: bytes = ROOT) -> list[int]:
+def chain_of(drafter: HybridDrafter, context: list[int], root: bytes = ROOT) -> list[int]:
     return draft_of(drafter, context, root)[0]

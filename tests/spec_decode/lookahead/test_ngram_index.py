@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_llm.spec_decode.lookahead import ngram_index
-from hetero_llm.spec_decode.lookahead.ngram_index import RawIndex, RawParams
+from hetero_llm.spec_decode.lookahead.ngram_index import NgramIndex, NgramParams
 
 WIDTH = 200
 NUM_TEXTS = 3
-DEFAULTS = RawParams(2, True, 7, 1, 16, 2.0, 0.5)
+DEFAULTS = NgramParams(2, True, 7, 1, 16, 2.0, 0.5)
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Phrase:
 class Twin:
     """The index as a dict from (salt, n-gram) to the phrases of its cell."""
 
-    params: RawParams
+    params: NgramParams
     cells: dict[tuple[int, tuple[int, ...]], list[Phrase]] = field(default_factory=dict)
 
     def sizes(self) -> range:
@@ -98,7 +98,7 @@ class Twin:
         return [gram for gram in reversed(found) if -1 not in gram]
 
 
-def cell_of(index: RawIndex, salt: int, gram: tuple[int, ...]) -> list[tuple]:
+def cell_of(index: NgramIndex, salt: int, gram: tuple[int, ...]) -> list[tuple]:
     arrays = index.arrays
     key = ngram_index.hash_tokens(np.array(gram, np.int32), 0, len(gram), salt)
     slot = ngram_index.find_slot(arrays.slots, key)
@@ -110,39 +110,21 @@ def cell_of(index: RawIndex, salt: int, gram: tuple[int, ...]) -> list[tuple]:
     )
 
 
-def check_same(index: RawIndex, twin: Twin) -> None:
+def check_same(index: NgramIndex, twin: Twin) -> None:
     for (salt, gram), cell in twin.cells.items():
         expected = sorted((p.position, float(p.freq), p.tick) for p in cell)
         assert cell_of(index, salt, gram) == expected
     check_memory(index, {key: len(cell) for key, cell in twin.cells.items()})
 
 
-def check_memory(index: RawIndex, sizes: dict) -> None:
+def check_memory(index: NgramIndex, sizes: dict) -> None:
     """No key but these, and each entry ever handed out in one block, free or in use."""
-    arrays = index.arrays
-    assert np.count_nonzero(arrays.slots[:, 0]) == len(sizes) <= len(arrays.slots) // 2
-    state = arrays.state.tolist()
-    assert state[ngram_index._NUM_KEYS] == len(sizes)
-    live = [0] * ngram_index._NUM_CLASSES
+    index.check_integrity()
+    assert index.num_keys == len(sizes)
+    num_blocks = [0] * len(index.num_blocks)
     for count in sizes.values():
-        live[(count - 1).bit_length()] += 1
-    assert state[ngram_index._LIVE :] == live
-    taken = [False] * state[ngram_index._NUM_USED]
-    blocks = [
-        (int(cell) >> 16, ((int(cell) & 0xFFFF) - 1).bit_length())
-        for key, cell in arrays.slots
-        if key
-    ]
-    for size_class in range(ngram_index._NUM_CLASSES):
-        block = state[ngram_index._FREE + size_class]
-        while block >= 0:
-            blocks.append((block, size_class))
-            block = int(arrays.entries[block, 0])
-    for block, size_class in blocks:
-        for row in range(block, block + (1 << size_class)):
-            assert not taken[row]
-            taken[row] = True
-    assert all(taken)
+        num_blocks[(count - 1).bit_length()] += 1
+    assert index.num_blocks == num_blocks
 
 
 RATES = np.linspace(
@@ -196,18 +178,18 @@ def check_tree(nodes: list[tuple[int, int, float]]) -> None:
         assert 0 < survival <= (1.0 if parent < 0 else nodes[parent][2])
 
 
-def filled(params: RawParams, text: np.ndarray, salt: int = 1, freq: float = 1.0) -> RawIndex:
-    index = RawIndex(params, len(text))
+def filled(params: NgramParams, text: np.ndarray, salt: int = 1, freq: float = 1.0) -> NgramIndex:
+    index = NgramIndex(params, len(text))
     ngram_index.insert(index.arrays, params, text, salt, 0, 0, len(text), freq, 0)
     return index
 
 
-def empty_globals(params: RawParams) -> list[tuple[RawIndex, np.ndarray]]:
-    return [(RawIndex(params), np.zeros(0, np.int32)) for _ in range(3)]
+def empty_globals(params: NgramParams) -> list[tuple[NgramIndex, np.ndarray]]:
+    return [(NgramIndex(params), np.zeros(0, np.int32)) for _ in range(3)]
 
 
 PARAMS = st.builds(
-    RawParams,
+    NgramParams,
     match_length=st.integers(1, 4),
     is_hybrid=st.booleans(),
     copy_length=st.integers(1, 8),
@@ -235,7 +217,7 @@ FREQS = st.sampled_from([1.0, 10.0])
 @given(PARAMS, st.lists(st.tuples(st.integers(0, 2), TOKENS, st.booleans(), FREQS), max_size=14))
 def test_live_texts_come_grow_and_go_as_in_the_twin(params, steps):
     text = np.full(NUM_TEXTS * WIDTH, 1, np.int32)  # what is not of a sequence must not matter
-    index, twin = RawIndex(params), Twin(params)
+    index, twin = NgramIndex(params), Twin(params)
     salts = list(range(NUM_TEXTS))
     ends = [number * WIDTH for number in range(NUM_TEXTS)]
     for tick, (number, tokens, goes, freq) in enumerate(steps):
@@ -268,7 +250,7 @@ def test_live_texts_come_grow_and_go_as_in_the_twin(params, steps):
 )
 def test_proposals_are_the_twins(params, live, documents, asked):
     texts = np.full(NUM_TEXTS * WIDTH, 1, np.int32)
-    local, local_twin = RawIndex(params, NUM_TEXTS * WIDTH), Twin(params)
+    local, local_twin = NgramIndex(params, NUM_TEXTS * WIDTH), Twin(params)
     rows, limits = [], []
     for number, (tokens, (limit, space)) in enumerate(zip(live, asked)):
         first, end = number * WIDTH, number * WIDTH + len(tokens)
@@ -280,7 +262,7 @@ def test_proposals_are_the_twins(params, live, documents, asked):
     globals_, twins = [], []
     for generation in range(3):
         arena: list[int] = []
-        index, twin = RawIndex(params), Twin(params)
+        index, twin = NgramIndex(params), Twin(params)
         for tick, (tokens, space) in enumerate(documents[generation::3]):
             arena.append(-1)
             begin = len(arena)
@@ -314,7 +296,7 @@ def test_proposals_are_the_twins(params, live, documents, asked):
 @given(PARAMS, TOKENS, st.lists(st.integers(0, 40), max_size=6))
 def test_a_text_may_come_in_pieces(params, tokens, cuts):
     text = np.array(tokens, np.int32)
-    whole, pieces = filled(params, text), RawIndex(params, len(text))
+    whole, pieces = filled(params, text), NgramIndex(params, len(text))
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     for begin, end in pairwise(bounds):
         ngram_index.insert(pieces.arrays, params, text, 1, 0, begin, end, 1.0, 0)
@@ -328,7 +310,7 @@ def test_a_document_in_overlapping_chunks_loses_and_counts_nothing_twice():
     overlap = DEFAULTS.match_length + 3
     params = DEFAULTS._replace(cell_max_size=1000)
     whole = filled(params, document)
-    arena, index = np.zeros(0, np.int32), RawIndex(params, 200)
+    arena, index = np.zeros(0, np.int32), NgramIndex(params, 200)
     for begin in range(0, 200, 50):
         known = min(begin, overlap)
         chunk = document[begin - known : begin + 50]
@@ -362,7 +344,7 @@ def test_a_draft_goes_round_at_its_own_end_and_ends_at_a_separator_or_anothers_e
     arena = np.array([1, 2, 3, 4, 5, 6, -1, 7, 8], np.int32)
     globals_ = [(filled(DEFAULTS, arena, salt=0), arena), *empty_globals(DEFAULTS)[1:]]
     text = np.array([1, 2], np.int32)
-    (nodes,) = propose(RawIndex(DEFAULTS), text, [(1, 0, 2, 0)], globals_, DEFAULTS, [63])
+    (nodes,) = propose(NgramIndex(DEFAULTS), text, [(1, 0, 2, 0)], globals_, DEFAULTS, [63])
     assert [node[0] for node in nodes] == [3, 4, 5, 6]
 
 
@@ -383,7 +365,7 @@ def test_a_namespace_sees_its_own_history_only():
     text = np.array([1, 2, 1, 2], np.int32)
     globals_ = [*empty_globals(DEFAULTS)[1:], (index, arena)]
     rows = [(1, 0, 2, 5), (2, 2, 4, 6)]
-    mine, other = propose(RawIndex(DEFAULTS), text, rows, globals_, DEFAULTS, [3, 3])
+    mine, other = propose(NgramIndex(DEFAULTS), text, rows, globals_, DEFAULTS, [3, 3])
     assert [node[0] for node in mine] == [3, 4, 5]
     assert other == []
 
@@ -434,9 +416,9 @@ def test_clear_forgets_and_growing_keeps():
 def test_reserved_room_is_enough_for_a_cell_that_doubles():
     params = DEFAULTS._replace(match_length=1, copy_length=1)
     text = np.array([token for phrase in range(9) for token in (1, 10 + phrase, -1)], np.int32)
-    index = RawIndex(params, 30)
+    index = NgramIndex(params, 30)
     ngram_index.insert(index.arrays, params, text, 1, 0, 0, 24, 1.0, 0)
-    used = int(index.arrays.state[ngram_index._NUM_USED])
+    used = index.num_entries
     assert used == 1 + 2 + 4 + 8
     entries = index.arrays.entries[:used].copy()
     index.arrays = index.arrays._replace(entries=entries, freqs=entries.view(np.float32))
@@ -445,9 +427,9 @@ def test_reserved_room_is_enough_for_a_cell_that_doubles():
     assert len(cell_of(index, 1, (1,))) == 9
 
 
-def evicted(params: RawParams, rounds: list[tuple[int, int]]) -> list[tuple]:
+def evicted(params: NgramParams, rounds: list[tuple[int, int]]) -> list[tuple]:
     """The cell of token 1 as (token that followed, frequency) after rounds of (token, times)."""
-    text, index = np.zeros(0, np.int32), RawIndex(params, 300)
+    text, index = np.zeros(0, np.int32), NgramIndex(params, 300)
     for tick, (token, times) in enumerate(rounds):
         begin = len(text)
         text = np.concatenate([text, np.array([1, token, -1] * times, np.int32)])
@@ -465,7 +447,7 @@ def test_a_full_cell_gives_up_its_oldest_rare_phrase_else_decays():
 
 
 def test_too_much_to_reserve_leaves_the_index_as_it_was():
-    index = RawIndex(DEFAULTS, 10)
+    index = NgramIndex(DEFAULTS, 10)
     arrays = index.arrays
     with pytest.raises(MemoryError, match="lookahead cache"):
         index.reserve(2**31)

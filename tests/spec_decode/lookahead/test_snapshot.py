@@ -18,13 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_llm.core.errors import SnapshotError
-from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 from hetero_llm.spec_decode.lookahead import snapshot
-from hetero_llm.spec_decode.lookahead.global_cache import Generation, History, Part, Parts
+from hetero_llm.spec_decode.lookahead.global_cache import (
+    CacheContent,
+    Generation,
+    GenerationContent,
+    GlobalCache,
+)
 from hetero_llm.spec_decode.lookahead.snapshot import (
     Header,
     read_header,
-    read_parts,
+    read_snapshot,
     write_snapshot,
 )
 from hetero_llm.spec_decode.lookahead.store import Store
@@ -45,10 +50,10 @@ from tests.spec_decode.lookahead.global_cache_cases import (
 PHRASE = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49]
 
 
-def filled() -> LookaheadDrafter:
+def filled() -> HybridDrafter:
     """With documents in all three generations, of two namespaces."""
     drafter = make_drafter(60)
-    history = drafter.history
+    history = drafter.global_cache
     static = history.new_static()
     static.add(as_tokens(PHRASE), 0, SPACE, 0)
     history.use(static)
@@ -58,20 +63,20 @@ def filled() -> LookaheadDrafter:
     return drafter
 
 
-def saved(folder: Path, history: History | None = None) -> str:
+def saved(folder: Path, history: GlobalCache | None = None) -> str:
     path = str(folder / "cache.snapshot")
-    write_snapshot(path, (history or filled().history).parts(), TOKENIZER)
+    write_snapshot(path, (history or filled().global_cache).content(), TOKENIZER)
     return path
 
 
 def refusal(path: str, **changes: Any) -> str:
     with pytest.raises(SnapshotError) as caught:
-        read_parts(path, make_place(**{"capacity": 60, **changes}))
+        read_snapshot(path, make_place(**{"capacity": 60, **changes}))
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
     return caught.value.reason
 
 
-def contents(parts: Parts) -> list[list[Any]]:
+def contents(parts: CacheContent) -> list[list[Any]]:
     return [[p.text.tolist(), p.documents.tolist()] for p in (parts.static, parts.old, parts.young)]
 
 
@@ -105,26 +110,26 @@ def test_the_same_is_drafted_as_before(
     contexts: list[list[int]],
 ) -> None:
     first, second = (make_drafter(capacity, cell_max_size=cell, **mode) for _ in range(2))
-    static, tick = first.history.new_static(), 0
+    static, tick = first.global_cache.new_static(), 0
     for tokens, told, space, later, is_static in documents:
         tick += later
         told = min(told, len(tokens))
         if is_static and static.end + len(tokens) < capacity:
             static.add(as_tokens(tokens), told, space, 0)
         else:
-            first.history.add(as_tokens(tokens), told, space, tick)
-    first.history.use(static)
+            first.global_cache.add(as_tokens(tokens), told, space, tick)
+    first.global_cache.use(static)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "a")
-        write_snapshot(path, first.history.parts(), TOKENIZER)
-        Store(second.history, make_place(capacity)).load(path)
-    assert contents(second.history.parts()) == contents(first.history.parts())
+        write_snapshot(path, first.global_cache.content(), TOKENIZER)
+        Store(second.global_cache, make_place(capacity)).load(path)
+    assert contents(second.global_cache.content()) == contents(first.global_cache.content())
     for context in contexts:
         for root in (ROOT, OTHER_ROOT):
             assert draft_of(second, context, root) == draft_of(first, context, root)
     # What is learned afterwards is newer than all that was loaded.
     for drafter, now in ((first, tick + 1), (second, 0)):
-        drafter.history.add(as_tokens([3, 4, 5, 3, 4, 6]), 0, SPACE, now)
+        drafter.global_cache.add(as_tokens([3, 4, 5, 3, 4, 6]), 0, SPACE, now)
     for context in contexts:
         assert draft_of(second, context) == draft_of(first, context)
 
@@ -133,9 +138,9 @@ def test_the_same_is_drafted_as_before(
 def test_documents_as_long_as_several_slices(tmp_path: Path, mode: int) -> None:
     first, second = (make_drafter(1 << 16, cache_mode=mode) for _ in range(2))
     rng = np.random.default_rng(0)
-    first.history.add(rng.integers(3, 40, 20_000).astype(np.int32), 0, SPACE, 0)
-    write_snapshot(str(tmp_path / "a"), first.history.parts(), TOKENIZER)
-    Store(second.history, make_place(1 << 16)).load(str(tmp_path / "a"))
+    first.global_cache.add(rng.integers(3, 40, 20_000).astype(np.int32), 0, SPACE, 0)
+    write_snapshot(str(tmp_path / "a"), first.global_cache.content(), TOKENIZER)
+    Store(second.global_cache, make_place(1 << 16)).load(str(tmp_path / "a"))
     drafts = [draft_of(first, context) for context in rng.integers(3, 40, (50, 3)).tolist()]
     rng = np.random.default_rng(0)
     rng.integers(3, 40, 20_000)
@@ -152,14 +157,14 @@ def test_documents_learned_together_or_one_by_one(mode: int) -> None:
     ]
     one, other = (make_drafter(cache_mode=mode) for _ in range(2))
     for drafter, together in ((one, True), (other, False)):
-        static = drafter.history.new_static()
+        static = drafter.global_cache.new_static()
         if together:
             static.add_many(documents, 0)
         else:
             for tokens, told, space in documents:
                 static.add(tokens, told, space, 0)
-        drafter.history.use(static)
-    assert contents(one.history.parts()) == contents(other.history.parts())
+        drafter.global_cache.use(static)
+    assert contents(one.global_cache.content()) == contents(other.global_cache.content())
     for context in rng.integers(3, 12, (50, 3)).tolist():
         assert draft_of(one, context) == draft_of(other, context)
 
@@ -176,7 +181,7 @@ def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
 
 def test_an_empty_history(tmp_path: Path) -> None:
     path = saved(tmp_path, make_history(0))
-    history = filled().history
+    history = filled().global_cache
     Store(history, make_place(60)).load(path)
     assert history.num_tokens == history.num_documents == 0
 
@@ -188,14 +193,14 @@ def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
     """Or changes nothing, as a space between two words of the header does not."""
     path = saved(tmp_path)
     good = Path(path).read_bytes()
-    before = contents(read_parts(path)[1])
+    before = contents(read_snapshot(path)[1])
     unnoticed = 0
     for place in range(len(good)):
         bad = bytearray(good)
         bad[place] ^= 0x80 if place % 3 else 1
         Path(path).write_bytes(bad)
         try:
-            header, parts = read_parts(path, make_place(60))
+            header, parts = read_snapshot(path, make_place(60))
         except SnapshotError:
             continue
         unnoticed += 1
@@ -237,7 +242,7 @@ def test_reasons(tmp_path: Path) -> None:
 def test_a_history_that_becomes_one_generation_needs_room_for_all(tmp_path: Path) -> None:
     path = saved(tmp_path)
     with pytest.raises(SnapshotError, match="at least 61; it is 60"):
-        read_parts(path, make_place(60), as_static=True)
+        read_snapshot(path, make_place(60), as_static=True)
 
 
 @pytest.mark.parametrize(
@@ -262,9 +267,9 @@ def test_what_compiled_code_could_not_cope_with(
     tmp_path: Path, text: list[int], documents: list[list[int]], reason: str
 ) -> None:
     """A checksum does not tell who wrote the file."""
-    nothing = make_history(0).parts().old
-    part = Part(as_tokens(text), np.array(documents, np.int64).reshape(-1, 4))
-    write_snapshot(str(tmp_path / "a"), Parts(nothing, nothing, part), TOKENIZER)
+    nothing = make_history(0).content().old
+    part = GenerationContent(as_tokens(text), np.array(documents, np.int64).reshape(-1, 4))
+    write_snapshot(str(tmp_path / "a"), CacheContent(nothing, nothing, part), TOKENIZER)
     assert refusal(str(tmp_path / "a")).startswith(f"is damaged: {reason}")
 
 
@@ -300,7 +305,7 @@ def test_headers_of_other_files(tmp_path: Path, change: Any) -> None:
 
 def refuses_to_write(path: str) -> str:
     with pytest.raises(SnapshotError) as caught:
-        write_snapshot(path, filled().history.parts(), TOKENIZER)
+        write_snapshot(path, filled().global_cache.content(), TOKENIZER)
     return caught.value.reason
 
 
@@ -347,7 +352,7 @@ def test_an_interrupt_leaves_nothing_behind(
 
     monkeypatch.setattr(snapshot.os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write_snapshot(str(tmp_path / "a"), filled().history.parts(), TOKENIZER)
+        write_snapshot(str(tmp_path / "a"), filled().global_cache.content(), TOKENIZER)
     assert os.listdir(tmp_path) == []
 
 
@@ -363,7 +368,7 @@ def test_places_that_hold_no_file(tmp_path: Path) -> None:
 def test_a_link_stays_one(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "cache.snapshot")
-    write_snapshot(str(link), filled().history.parts(), TOKENIZER)
+    write_snapshot(str(link), filled().global_cache.content(), TOKENIZER)
     assert link.is_symlink() and read_header(str(tmp_path / "cache.snapshot"))
 
 
@@ -374,8 +379,8 @@ def test_a_refused_snapshot_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, drafter = saved(tmp_path), filled()
-    history = drafter.history
-    before = contents(history.parts())
+    history = drafter.global_cache
+    before = contents(history.content())
     for place in (make_place(60, voc_size=50), make_place(60, tokenizer=lambda: "x")):
         with pytest.raises(SnapshotError):
             Store(history, place).load(path)
@@ -389,21 +394,21 @@ def test_a_refused_snapshot_changes_nothing(
     monkeypatch.setattr(Generation, "add", without_memory)
     with pytest.raises(SnapshotError, match="not enough memory"):
         Store(history, make_place(60)).load(path)
-    assert contents(history.parts()) == before
+    assert contents(history.content()) == before
     assert chain_of(drafter, [7, 40, 41]) == PHRASE[2:9]
 
 
 def test_ends_of_this_model_part_a_loaded_text(tmp_path: Path) -> None:
     drafter = filled()
-    Store(drafter.history, replace(make_place(60), ends=(2, 46))).load(saved(tmp_path))
+    Store(drafter.global_cache, replace(make_place(60), stop_tokens=(2, 46))).load(saved(tmp_path))
     assert chain_of(drafter, [7, 40, 41]) == [42, 43, 44, 45]
 
 
 def test_a_smaller_cache_that_has_room(tmp_path: Path) -> None:
     drafter = make_drafter(58)
-    Store(drafter.history, make_place(58)).load(saved(tmp_path))
+    Store(drafter.global_cache, make_place(58)).load(saved(tmp_path))
     assert chain_of(drafter, [1, 60, 61]) == [*range(62, 69)]
-    drafter.history.add(as_tokens([*range(200, 220)]), 0, SPACE, 0)
+    drafter.global_cache.add(as_tokens([*range(200, 220)]), 0, SPACE, 0)
     assert chain_of(drafter, [1, 60, 61]) == [], "the older generation has gone"
     assert chain_of(drafter, [1, 105, 106], OTHER_ROOT) == [107, 108, 109, 1, 3]
     assert chain_of(drafter, [1, 40, 41]) == PHRASE[2:9], "the static one stays"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hetero_llm.spec_decode.lookahead.suffix_trie import (
     CONTINUED,
-    Trie,
+    SuffixTrie,
     TrieParams,
     find,
     insert,
@@ -52,7 +52,7 @@ def repetitive(rng: np.random.Generator, count: int, separators: bool = True) ->
     return np.array(tokens[:count], np.int32)
 
 
-def check(held: Trie, twin: DictTrie, params: TrieParams) -> None:
+def check(held: SuffixTrie, twin: DictTrie, params: TrieParams) -> None:
     assert contents(held, params, keys_of(twin.nodes, params)) == twin.nodes
 
 
@@ -60,7 +60,7 @@ def check(held: Trie, twin: DictTrie, params: TrieParams) -> None:
 @given(params_strategy, seeds, st.sampled_from([1.0, 10.0]))
 def test_holds_what_the_twin_holds(params: TrieParams, seed: int, freq: float) -> None:
     rng = np.random.default_rng(seed)
-    held, twin = Trie(params), DictTrie(params)
+    held, twin = SuffixTrie(params), DictTrie(params)
     text = np.empty(ROWS * WIDTH, np.int32)
     salts, ends = [0] * ROWS, [0] * ROWS
     actives = [new_active(params)] * ROWS
@@ -96,7 +96,7 @@ def test_documents_of_one_salt_and_texts_that_go_on_elsewhere(
 ) -> None:
     """Chunks of several texts in one arena, each behind a separator and what it goes on from."""
     rng = np.random.default_rng(seed)
-    held, twin = Trie(params), DictTrie(params)
+    held, twin = SuffixTrie(params), DictTrie(params)
     arena = np.full(1200, -1, np.int32)
     overlap = params.max_depth - 1
     texts = [repetitive(rng, 60) for _ in range(4)]
@@ -126,7 +126,7 @@ def test_documents_of_one_salt_and_texts_that_go_on_elsewhere(
 @given(params_strategy, seeds)
 def test_finds_what_the_twin_finds(params: TrieParams, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    held, twin = Trie(params), DictTrie(params)
+    held, twin = SuffixTrie(params), DictTrie(params)
     arena = repetitive(rng, 70)
     held.reserve(70)
     insert(held.arrays, params, arena, 3, 0, 70, new_active(params), 1.0)
@@ -151,7 +151,7 @@ def test_finds_what_the_twin_finds(params: TrieParams, seed: int) -> None:
 def test_texts_of_one_salt_may_take_turns(params: TrieParams, seed: int) -> None:
     """Small cells give up contexts that another text is in the middle of."""
     rng = np.random.default_rng(seed)
-    held = Trie(params)
+    held = SuffixTrie(params)
     text = np.concatenate([np.append(repetitive(rng, WIDTH - 1), -1) for _ in range(ROWS)])
     ends = [row * WIDTH for row in range(ROWS)]
     actives = np.stack([new_active(params)] * ROWS)
@@ -176,7 +176,7 @@ def test_several_texts_at_once() -> None:
     params = TrieParams(2, 9, 4, 2.0, 0.5)
     rng = np.random.default_rng(5)
     text = repetitive(rng, 200)
-    one, other = Trie(params), Trie(params)
+    one, other = SuffixTrie(params), SuffixTrie(params)
     begins, ends = np.array([0, 60, 130]), np.array([55, 130, 200])
     one.reserve(200)
     other.reserve(200)
@@ -194,7 +194,7 @@ def test_several_texts_at_once() -> None:
 def test_reserve_is_enough_and_bounded(period: int) -> None:
     """What repeats costs most; the kernel asserts that it has room."""
     params = TrieParams(2, 14, 16, 2.0, 0.5)
-    held = Trie(params)
+    held = SuffixTrie(params)
     text = np.tile(np.arange(period, dtype=np.int32), 4000 // period)
     active = new_active(params)
     for begin in range(0, 4000, 100):
@@ -208,7 +208,7 @@ def test_reserve_is_enough_and_bounded(period: int) -> None:
 
 def test_needs_room() -> None:
     params = TrieParams(2, 6, 4, 2.0, 0.5)
-    held = Trie(params)
+    held = SuffixTrie(params)
     text = np.arange(1000, dtype=np.int32)
     with pytest.raises(AssertionError):
         insert(held.arrays, params, text, 1, 0, 1000, new_active(params), 1.0)
@@ -217,7 +217,7 @@ def test_needs_room() -> None:
 def test_cells_of_the_configuration() -> None:
     """TACO's defaults: 10 falls to 5, 2.5 and 1.25, and only then can an entry be evicted."""
     params = TrieParams(1, 2, 2, 2.0, 0.5)
-    held = Trie(params)
+    held = SuffixTrie(params)
     held.reserve(100)
     pairs = [0, 1, -1, 0, 2, -1] + [0, 2, -1] * 3 + [0, 3, -1]
     text = np.array(pairs, np.int32)
@@ -229,7 +229,7 @@ def test_cells_of_the_configuration() -> None:
 
 def test_namespaces_are_apart() -> None:
     params = TrieParams(2, 9, 4, 2.0, 0.5)
-    held = Trie(params)
+    held = SuffixTrie(params)
     text = np.arange(20, dtype=np.int32)
     held.reserve(20)
     insert(held.arrays, params, text, 1, 0, 20, new_active(params), 1.0)

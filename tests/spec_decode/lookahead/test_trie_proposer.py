@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_llm.spec_decode.lookahead.suffix_trie import (
-    Trie,
+    SuffixTrie,
     TrieArrays,
     TrieParams,
     insert,
@@ -23,9 +23,9 @@ from hetero_llm.spec_decode.lookahead.trie_buckets import (
     ONCE,
     SECOND,
     SHARES,
-    initial_calibration,
+    initial_acceptance,
 )
-from hetero_llm.spec_decode.lookahead.trie_proposer import TurboParams, propose
+from hetero_llm.spec_decode.lookahead.trie_proposer import TrieProposalParams, propose
 from tests.spec_decode.lookahead.test_suffix_trie import repetitive
 from tests.spec_decode.lookahead.trie_reference import DictTrie, Place, no_trie
 
@@ -35,7 +35,7 @@ Node = tuple[int, int, np.float32, int]
 """Token, parent, survival, kind."""
 
 turbo_params = st.builds(
-    lambda key, longer, copy, in_cell, paths, start, p_min: TurboParams(
+    lambda key, longer, copy, in_cell, paths, start, p_min: TrieProposalParams(
         key, key + longer, copy, 2 * copy, in_cell, paths, start, p_min
     ),
     st.integers(1, 3),
@@ -53,7 +53,7 @@ seeds = st.integers(0, 2**31)
 class Source:
     """One trie with its twin, and its text."""
 
-    held: Trie
+    held: SuffixTrie
     twin: DictTrie
     text: np.ndarray
 
@@ -68,7 +68,7 @@ class Source:
 class World:
     """Three live sequences, and three generations with documents of two namespaces."""
 
-    params: TurboParams
+    params: TrieProposalParams
     rng: np.random.Generator
     local: Source = field(init=False)
     generations: list[Source] = field(init=False)
@@ -85,7 +85,7 @@ class World:
             0.5,
         )
         tokens = repetitive(rng, ROWS * WIDTH)
-        self.local = Source(Trie(shape), DictTrie(shape), tokens)
+        self.local = Source(SuffixTrie(shape), DictTrie(shape), tokens)
         self.ends = np.arange(ROWS) * WIDTH + rng.integers(1, WIDTH + 1, ROWS)
         for row in range(ROWS):
             self.local.learn(row + 1, row * WIDTH, int(self.ends[row]), params.start_freq)
@@ -93,7 +93,7 @@ class World:
         for number in range(3):
             # Positions that no other text has: ties are broken by them.
             arena = np.full(400 * (number + 1), -1, np.int32)
-            source = Source(Trie(shape), DictTrie(shape), arena)
+            source = Source(SuffixTrie(shape), DictTrie(shape), arena)
             end = len(arena) - 200
             for document in range(int(rng.integers(4))):
                 begin = end + 1
@@ -277,7 +277,7 @@ def twin_draft(world: World, row: int, calibration: np.ndarray, limit: int) -> l
 
 
 def random_calibration(rng: np.random.Generator) -> np.ndarray:
-    table = initial_calibration()
+    table = initial_acceptance()
     if rng.integers(2):
         table[..., 0] = rng.random(table.shape[:-1], np.float32) * table[..., 1]
     return table
@@ -285,7 +285,7 @@ def random_calibration(rng: np.random.Generator) -> np.ndarray:
 
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(turbo_params, seeds)
-def test_trees_are_those_of_the_twin(params: TurboParams, seed: int) -> None:
+def test_trees_are_those_of_the_twin(params: TrieProposalParams, seed: int) -> None:
     rng = np.random.default_rng(seed)
     world = World(params, rng)
     calibration = random_calibration(rng)
@@ -302,7 +302,7 @@ def test_trees_are_those_of_the_twin(params: TurboParams, seed: int) -> None:
 
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(turbo_params, seeds)
-def test_trees_are_valid(params: TurboParams, seed: int) -> None:
+def test_trees_are_valid(params: TrieProposalParams, seed: int) -> None:
     rng = np.random.default_rng(seed)
     world = World(params, rng)
     limits = rng.integers(0, 64, ROWS).tolist()
@@ -342,11 +342,13 @@ def _followers(world: World, row: int) -> set[tuple[tuple[int, ...], int]]:
     return found
 
 
-def draft_one(params: TurboParams, text: list[int], documents: list[list[int]]) -> list[Node]:
+def draft_one(
+    params: TrieProposalParams, text: list[int], documents: list[list[int]]
+) -> list[Node]:
     """One sequence, without its own text in any trie, after these documents."""
     shape = TrieParams(params.key_length, params.match_length + params.copy_length, 16, 2.0, 0.5)
     arena = np.array([token for document in documents for token in [-1, *document]], np.int32)
-    held = Trie(shape)
+    held = SuffixTrie(shape)
     held.reserve(len(arena))
     insert(held.arrays, shape, arena, 0, 0, len(arena), new_active(shape), 1.0)
     tokens, parents, kind = (np.zeros((1, 63), np.int32) for _ in range(3))
@@ -362,7 +364,7 @@ def draft_one(params: TurboParams, text: list[int], documents: list[list[int]]) 
         zero,
         _three([(held.arrays, arena), no_trie(shape), no_trie(shape)]),
         params,
-        initial_calibration(),
+        initial_acceptance(),
         np.full(1, 63, np.int32),
         tokens,
         parents,
@@ -374,7 +376,7 @@ def draft_one(params: TurboParams, text: list[int], documents: list[list[int]]) 
     return list(zip(*columns, strict=True))[: counts[0]]
 
 
-PLAIN = TurboParams(2, 7, 7, 7, 16, 2, 10.0, 0.02)
+PLAIN = TrieProposalParams(2, 7, 7, 7, 16, 2, 10.0, 0.02)
 
 
 def test_a_copy_ends_at_the_depth_the_document_or_a_separator() -> None:
@@ -395,8 +397,8 @@ def test_the_likelier_child_comes_first_and_the_other_gets_what_is_left() -> Non
     assert [n[3] % NUM_BUCKETS for n in nodes] == [4, SECOND + 1]
 
 
-def test_initial_calibration_gives_the_rates_of_its_table() -> None:
-    table = initial_calibration()
+def test_initial_acceptance_gives_the_rates_of_its_table() -> None:
+    table = initial_acceptance()
     assert table.shape == (2, NUM_LENGTHS, NUM_BUCKETS, 2)
     rates = (table[..., 0] + 1) / (table[..., 1] + 2)
     assert rates[0, 1, ONCE] == pytest.approx(0.6)

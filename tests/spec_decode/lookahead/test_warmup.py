@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_llm.core.errors import SnapshotError
-from hetero_llm.spec_decode.hybrid_drafter import LookaheadDrafter
+from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 from hetero_llm.spec_decode.lookahead import warmup
 from hetero_llm.spec_decode.lookahead.snapshot import write_snapshot
 from hetero_llm.spec_decode.lookahead.store import Store
-from hetero_llm.spec_decode.lookahead.warmup import Record, Warmup, read_records
+from hetero_llm.spec_decode.lookahead.warmup import Warmup, WarmupRecord, read_records
 from tests.spec_decode.lookahead.global_cache_cases import (
     OTHER_ROOT,
     OTHER_SPACE,
@@ -47,14 +47,16 @@ def write(folder: Path, content: Any) -> str:
     return str(path)
 
 
-def warmed(path: str, **options: Any) -> tuple[LookaheadDrafter, Warmup]:
+def warmed(path: str, **options: Any) -> tuple[HybridDrafter, Warmup]:
     """A drafter after the whole file was read."""
     drafter = make_drafter(options.pop("capacity", 4096))
-    options = {"space": SPACE, "ignore_prompt": False, **options}
-    place = replace(make_place(drafter.history.capacity), voc_size=options.pop("voc_size", 1000))
-    warm = Warmup(drafter.history, path, place, **options)
+    options = {"namespace": SPACE, "ignore_prompt": False, **options}
+    place = replace(
+        make_place(drafter.global_cache.capacity), voc_size=options.pop("voc_size", 1000)
+    )
+    warm = Warmup(drafter.global_cache, path, place, **options)
     warm.join()
-    assert warm.is_over
+    assert warm.is_finished
     return drafter, warm
 
 
@@ -96,7 +98,7 @@ def test_ends_part_texts(tmp_path: Path) -> None:
 def test_it_outlives_what_is_learned_later(tmp_path: Path) -> None:
     drafter, _ = warmed(write(tmp_path, [GOOD]), capacity=100)
     for tick in range(20):
-        drafter.history.add(as_tokens([*range(100, 140)]), 0, SPACE, tick)
+        drafter.global_cache.add(as_tokens([*range(100, 140)]), 0, SPACE, tick)
     assert chain_of(drafter, [9, 40, 41]) == PHRASE[2:9]
 
 
@@ -106,19 +108,19 @@ def test_documents_larger_than_a_batch(tmp_path: Path, monkeypatch: pytest.Monke
     drafter, warm = warmed(write(tmp_path, [short[0], GOOD, *short]))
     assert (warm.num_records, warm.num_tokens) == (7, 38)
     assert chain_of(drafter, [9, 40, 41]) == PHRASE[2:9]
-    assert drafter.history.num_documents == 7
+    assert drafter.global_cache.num_documents == 7
 
 
 def test_a_snapshot(tmp_path: Path) -> None:
     """Of a history with all three generations, and of several namespaces."""
-    source, path = make_drafter(60).history, str(tmp_path / "a")
+    source, path = make_drafter(60).global_cache, str(tmp_path / "a")
     static = source.new_static()
     static.add(as_tokens(PHRASE), 0, SPACE, 0)
     source.use(static)
     source.add(as_tokens([*range(60, 80)]), 0, SPACE, 5)
     source.add(as_tokens([*range(90, 110)]), 0, OTHER_SPACE, 6)
     source.add(as_tokens([106, 107, 108, 109, 1]), 4, OTHER_SPACE, 7)
-    write_snapshot(path, source.parts(), TOKENIZER)
+    write_snapshot(path, source.content(), TOKENIZER)
     drafter, warm = warmed(path)
     assert (warm.num_records, warm.num_left_out, warm.num_tokens) == (4, 0, 51)
     assert chain_of(drafter, [9, 40, 41]) == PHRASE[2:9]
@@ -202,7 +204,7 @@ def test_what_is_too_much_is_left_out(tmp_path: Path) -> None:
     large = {"prompt": [], "output": [*range(60, 80)]}
     drafter, warm = warmed(write(tmp_path, [GOOD, large, large, GOOD]), capacity=35)
     assert warm.problem == "line 1: cache_size (35) is full"
-    assert (warm.num_left_out, drafter.history.num_tokens) == (2, 30)
+    assert (warm.num_left_out, drafter.global_cache.num_tokens) == (2, 30)
     assert chain_of(drafter, [9, 40, 41]) == PHRASE[2:9]
 
 
@@ -238,15 +240,15 @@ def test_a_file_that_goes_away_meanwhile(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(warmup, "open", gone, raising=False)
     drafter, warm = warmed(path)
     assert warm.problem is not None and "No such file or directory" in warm.problem
-    assert drafter.history.num_tokens == 0
+    assert drafter.global_cache.num_tokens == 0
 
 
 def test_a_damaged_snapshot_is_not_learned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, source = str(tmp_path / "a"), make_drafter().history
+    path, source = str(tmp_path / "a"), make_drafter().global_cache
     source.add(as_tokens(PHRASE), 0, SPACE, 0)
-    write_snapshot(path, source.parts(), TOKENIZER)
+    write_snapshot(path, source.content(), TOKENIZER)
     good = Path(path).read_bytes()
     for bad, reason in (
         (good[:-1] + b"\1", "is damaged: its checksum is wrong"),
@@ -256,7 +258,7 @@ def test_a_damaged_snapshot_is_not_learned(
         Path(path).write_bytes(bad)
         drafter, warm = warmed(path)
         assert warm.problem is not None and warm.problem.startswith(reason)
-        assert drafter.history.num_tokens == 0
+        assert drafter.global_cache.num_tokens == 0
         assert len(caplog.records) == 1 and path in caplog.records[0].message
     Path(path).write_bytes(good)
     drafter, warm = warmed(path, voc_size=45)
@@ -264,12 +266,12 @@ def test_a_damaged_snapshot_is_not_learned(
 
 
 def test_a_snapshot_of_others_is_refused_at_once(tmp_path: Path) -> None:
-    path, source = str(tmp_path / "a"), make_drafter(60).history
+    path, source = str(tmp_path / "a"), make_drafter(60).global_cache
     source.add(as_tokens(PHRASE), 0, SPACE, 0)
-    write_snapshot(path, source.parts(), "e" * 64)
+    write_snapshot(path, source.content(), "e" * 64)
     with pytest.raises(SnapshotError, match="is of another tokenizer"):
         warmed(path)
-    write_snapshot(path, source.parts(), TOKENIZER)
+    write_snapshot(path, source.content(), TOKENIZER)
     with pytest.raises(SnapshotError, match="needs a cache_size of at least 11; it is 10"):
         warmed(path, capacity=10)
 
@@ -284,37 +286,39 @@ def test_drafts_are_those_without_or_those_with_the_file(tmp_path: Path) -> None
     ]
     path = write(tmp_path, [GOOD, *noise])
     drafter = make_drafter(1 << 16)
-    warm = Warmup(drafter.history, path, make_place(1 << 16), space=SPACE, ignore_prompt=False)
-    while not warm.is_over:
+    warm = Warmup(
+        drafter.global_cache, path, make_place(1 << 16), namespace=SPACE, ignore_prompt=False
+    )
+    while not warm.is_finished:
         assert chain_of(drafter, [9, 40, 41]) in ([], PHRASE[2:9])
-        drafter.history.add(as_tokens([7, 8, 9]), 0, SPACE, 0)
+        drafter.global_cache.add(as_tokens([7, 8, 9]), 0, SPACE, 0)
     assert chain_of(drafter, [9, 40, 41]) == PHRASE[2:9]
     assert warm.num_records == 3001 and warm.problem is None
 
 
-def _endless(_: Any) -> Iterator[Record]:
+def _endless(_: Any) -> Iterator[WarmupRecord]:
     while True:
-        yield Record(1, GOOD)
+        yield WarmupRecord(1, GOOD)
 
 
 def test_a_load_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "read_records", _endless)
     drafter, path = make_drafter(), str(tmp_path / "a")
-    store = Store(drafter.history, make_place())
-    store.warm_up(write(tmp_path, [GOOD]), space=SPACE, ignore_prompt=False)
+    store = Store(drafter.global_cache, make_place())
+    store.warm_up(write(tmp_path, [GOOD]), namespace=SPACE, ignore_prompt=False)
     assert store.metrics()["lookahead_warmup_is_over"] == 0
     store.save(path)
     store.load(path)
     assert store.metrics()["lookahead_warmup_is_over"] == 1
-    assert drafter.history.num_tokens == 0
+    assert drafter.global_cache.num_tokens == 0
 
 
 def test_a_save_before_its_end_says_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(warmup, "read_records", _endless)
-    store = Store(make_drafter().history, make_place())
-    store.warm_up(write(tmp_path, [GOOD]), space=SPACE, ignore_prompt=False)
+    store = Store(make_drafter().global_cache, make_place())
+    store.warm_up(write(tmp_path, [GOOD]), namespace=SPACE, ignore_prompt=False)
     store.save(str(tmp_path / "a"))
     assert "saved without the warm-up file" in caplog.text
 
@@ -322,19 +326,19 @@ def test_a_save_before_its_end_says_what_is_missing(
 def test_it_ends_with_the_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "read_records", _endless)
     drafter = make_drafter()
-    history = weakref.ref(drafter.history)
+    history = weakref.ref(drafter.global_cache)
     path, place = write(tmp_path, [GOOD]), make_place()
-    warm = Warmup(drafter.history, path, place, space=SPACE, ignore_prompt=False)
+    warm = Warmup(drafter.global_cache, path, place, namespace=SPACE, ignore_prompt=False)
     del drafter
     gc.collect()
-    assert history() is None and warm.is_over
+    assert history() is None and warm.is_finished
 
 
 def test_our_own_mistakes_do_not_reach_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def wrong(_: Any) -> Iterator[Record]:
-        yield Record(1, GOOD)
+    def wrong(_: Any) -> Iterator[WarmupRecord]:
+        yield WarmupRecord(1, GOOD)
         raise ZeroDivisionError
 
     monkeypatch.setattr(warmup, "read_records", wrong)
@@ -368,7 +372,7 @@ def test_records_do_not_depend_on_the_chunks(
         assert [(value, problem) for _, value, problem in records] == [(v, None) for v in values]
         lines = "\n".join(json.dumps(value) for value in values)
         assert list(read_records(io.StringIO(lines))) == [
-            Record(line, value) for line, value in enumerate(values, 1)
+            WarmupRecord(line, value) for line, value in enumerate(values, 1)
         ]
     if indented and values:
         rows = text.split("\n")

@@ -8,7 +8,7 @@ import numpy as np
 
 from hetero_llm.spec_decode.lookahead import suffix_trie
 from hetero_llm.spec_decode.lookahead.ngram_index import find_slot, hash_tokens
-from hetero_llm.spec_decode.lookahead.suffix_trie import Trie, TrieArrays, TrieParams
+from hetero_llm.spec_decode.lookahead.suffix_trie import SuffixTrie, TrieArrays, TrieParams
 
 Context = tuple[int, tuple[int, ...]]
 """Salt and tokens."""
@@ -114,7 +114,9 @@ def _context(text: np.ndarray, reach: int, end: int, length: int) -> tuple[int, 
     return None if min(tokens) < 0 else tokens
 
 
-def contents(held: Trie, params: TrieParams, keys: list[Context]) -> dict[Context, int | Cell]:
+def contents(
+    held: SuffixTrie, params: TrieParams, keys: list[Context]
+) -> dict[Context, int | Cell]:
     """All that a trie holds under these keys, after a check of its structure."""
     arrays = held.arrays
     nodes: dict[Context, int | Cell] = {}
@@ -156,4 +158,4 @@ def keys_of(nodes: dict[Context, int | Cell], params: TrieParams) -> list[Contex
 
 def no_trie(params: TrieParams) -> tuple[TrieArrays, np.ndarray]:
     """An empty trie and its text."""
-    return Trie(params).arrays, np.zeros(0, np.int32)
+    return SuffixTrie(params).arrays, np.zeros(0, np.int32)
