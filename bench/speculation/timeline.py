@@ -38,6 +38,7 @@ from bench.speculation.graph_clock import GraphClock
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.request import Sequence
 from hetero_llm.gpu.model_runner import GpuModelRunner
+from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 from hetero_llm.spec_decode.draft_model.tree_arrays import ID, PARENT, TOKEN
 from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 
@@ -146,7 +147,7 @@ class Watched:
     def _noting(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         drafts = self._propose(sequences, limits, num_rows)
         inner = self._switch.inner
-        if isinstance(inner, HybridDrafter) and inner._model is not None:
+        if isinstance(inner, HybridDrafter) and isinstance(inner._model, DraftModelProposer):
             replica = inner._model._replica
             nodes = replica.arrays.nodes[0, : replica.num_nodes(0)].copy()
             self.notes.append((int(inner._model._generations[0]), nodes, drafts))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hetero_llm.spec_decode.lookahead.store import Store
 
 BYTES_PER_TOKEN = 110
-"""Of the global cache: 4 of text, about 70 of trie and 10 to 32 of n-grams on proposer code."""
+"""Of the global cache: 4 of text, about 70 of trie and 10 to 32 of n-grams on source code."""
 MOST_TOKENS = 64 << 20
 """Of a cache sized by memory: more would be hash walks through slow memory for no more hits."""
 
@@ -58,9 +58,9 @@ def make_drafter(
         return drafter, None
     if speculation.lookahead is not None:
         return _lookahead(speculation, model, max_model_len, tokenizer, proposer)
-    return None if proposer is None else _model_alone(
-        speculation, model, max_model_len, proposer
-    ), None
+    if proposer is None:
+        return None, None
+    return _model_alone(speculation, model, max_model_len, proposer), None
 
 
 def fit_to_model(

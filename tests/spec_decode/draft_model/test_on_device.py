@@ -71,13 +71,13 @@ class DraftRunner(FakeRunner):
 
     def _feed(self, slot: int, position: int, token: int) -> None:
         fed = self._fed[slot]
-        known = self._drawn[slot] if token == LAST_SAMPLED else token
+        known = self._sampled[slot] if token == LAST_SAMPLED else token
         if position < len(fed) and known != fed[position]:
             del fed[position:]
         super()._feed(slot, position, token)
 
-    def _draw(self, slot: int, context: list[int], sample: int | None = None) -> int:
-        token = super()._draw(slot, context, sample)
+    def _sample(self, slot: int, context: list[int], sample: int | None = None) -> int:
+        token = super()._sample(slot, context, sample)
         return (token + 1) % VOCAB if self.wrong and sum(context) % self.wrong == 0 else token
 
 
