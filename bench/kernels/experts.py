@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 from bench.common import print_table, write_results
-from bench.kernels.small_linear import compile_all, graph_us
+from bench.kernels.skinny_gemm import compile_all, graph_us
 from hetero_llm.gpu.kernels import experts as op
 from hetero_llm.gpu.kernels.experts import GroupedConfig, Groups, VectorConfig
 from hetero_llm.gpu.kernels.routing import route_sparse_mixer, route_top_k

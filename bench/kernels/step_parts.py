@@ -17,8 +17,7 @@ import torch
 
 from bench.common import print_table, write_results
 from bench.gpu_timing import event_ms, graph_ms
-from hetero_llm.gpu.kernels.apply_step_inputs import apply_step_inputs
-from hetero_llm.gpu.kernels.exchange import fetch_packet, send_results
+from hetero_llm.gpu.kernels.exchange import apply_step_inputs, fetch_pinned, send_results
 from hetero_llm.gpu.kernels.join_parts import join_parts, join_parts_reference
 from hetero_llm.gpu.kernels.layer_ready import ARMED_WORDS, PLACES, wait_for_loads
 
@@ -53,9 +52,9 @@ def transfers(rows: int) -> list[dict[str, Any]]:
     out = on_device(rows)
     return [
         {
-            "kernel": "fetch_packet",
+            "kernel": "fetch_pinned",
             "rows": rows,
-            "ours_us": microseconds(lambda: fetch_packet(packets, turn, out=packet)),
+            "ours_us": microseconds(lambda: fetch_pinned(packets, turn, out=packet)),
             "copy_us": microseconds(lambda: packet.copy_(packets[0], non_blocking=True)),
         },
         {

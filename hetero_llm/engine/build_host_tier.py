@@ -38,7 +38,7 @@ _RESERVED_STEPS = 8
 
 
 class LoadGates(Protocol):
-    """`runner.layer_ready.Gates` over flags on the device.
+    """`runner.layer_ready.LayerReadyFlags` over flags on the device.
 
     Attributes:
         gate_of: of a load, None if it is over; set once there is somebody who loads.

@@ -3,7 +3,7 @@
 A *pair* is a row and one of its experts; pair p belongs to row p // k. Three paths:
 
 - one row: `vector_gate_up_kernel` and `vector_down_kernel` read the weights of the row's experts at
-  the speed of memory, as `small_linear.vector_product_kernel` does; the second adds up as well;
+  the speed of memory, as `skinny_gemm.vector_product_kernel` does; the second adds up as well;
 - a few rows: `align_kernel` sorts the pairs by expert into blocks of `block_m`, and
   `grouped_product_kernel`, a program per block and tile of features, reads weights as the left
   operand of the tensor cores ("swap AB"), so that rows are padded to 8 at least and not to 64;
@@ -288,7 +288,7 @@ def _row_products(
 ):  # fmt: skip
     """[BLOCK_N] fp32: weight rows (offsets in int32 pairs, where there are any) times the row x.
 
-    Every tile is loaded into registers before the one before it is summed; see `small_linear`.
+    Every tile is loaded into registers before the one before it is summed; see `skinny_gemm`.
     """
     sums = tl.zeros((BLOCK_N, PAIRS // 4), tl.float32)
     w = _load_rows(weight, rows, there, columns, k_pairs, EVEN_K)

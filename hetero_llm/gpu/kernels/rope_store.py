@@ -215,7 +215,7 @@ def _store(
 def rope_store(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    cache_rows: torch.Tensor,
+    slot_mapping: torch.Tensor,
     table: torch.Tensor,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
@@ -227,14 +227,14 @@ def rope_store(
     """Norms and rotates queries and keys, stores keys and values, returns the queries.
 
     Rounds where the torch path rounds (`QKNorm`, `apply_rotary`): every factor, product and sum.
-    `positions`, `cache_rows` and `table` are read before the kernel launched before this one has
+    `positions`, `slot_mapping` and `table` are read before the kernel launched before this one has
     ended, so that kernel must not write them.
 
     Args:
         qkv: [T, (H + 2 N) * D], queries, keys, values; float32, bfloat16 or float16; rows may be
             strided. D is at most `MAX_HEAD_DIM`.
         positions: [T] int32 or int64, each row's position, a row of `table`.
-        cache_rows: [T] int32 or int64, each row's slot, block * block size + offset; negative for
+        slot_mapping: [T] int32 or int64, each row's slot, block * block size + offset; negative for
             a padding row: nothing is stored, its queries mean nothing, its position may be any.
         table: [max_len, rotary_dim] float32 of `RotaryEmbedding`; the entries of a head behind
             rotary_dim pass through.
@@ -252,7 +252,7 @@ def rope_store(
     rotary_dim = table.shape[1]
     half, rest = rotary_dim // 2, dim - rotary_dim
     _check_cache(key_cache, value_cache, qkv.dtype)
-    _check_rows(num_rows, cache_rows, positions)
+    _check_rows(num_rows, slot_mapping, positions)
     assert qkv.stride(1) == 1 and width == (num_heads + 2 * kv_heads) * dim, (width, num_heads)
     assert table.dtype == torch.float32 and table.is_contiguous()
     assert rotary_dim % 2 == 0 and 0 < rotary_dim <= dim
@@ -267,7 +267,7 @@ def rope_store(
         q,
         qkv,
         positions,
-        cache_rows,
+        slot_mapping,
         table,
         qkv if q_weight is None else q_weight,
         qkv if k_weight is None else k_weight,
@@ -297,7 +297,7 @@ def rope_store(
 def store(
     k: torch.Tensor,
     v: torch.Tensor,
-    cache_rows: torch.Tensor,
+    slot_mapping: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
 ) -> None:
@@ -305,12 +305,12 @@ def store(
 
     Args:
         k, v: [T, N, D], last dim contiguous, rows and heads strided.
-        cache_rows, key_cache, value_cache: As `rope_store`.
+        slot_mapping, key_cache, value_cache: As `rope_store`.
     """
     num_rows, kv_heads, dim = k.shape
     block_size = key_cache.shape[1]
     _check_cache(key_cache, value_cache, k.dtype)
-    _check_rows(num_rows, cache_rows)
+    _check_rows(num_rows, slot_mapping)
     assert v.shape == k.shape and v.dtype == k.dtype and key_cache.shape[2:] == k.shape[1:]
     assert k.stride(2) == 1 and v.stride(2) == 1, (k.stride(), v.stride())
     if num_rows == 0:
@@ -320,7 +320,7 @@ def store(
     _store[_grid(num_rows * triton.cdiv(kv_heads, tile), k.device)](
         k,
         v,
-        cache_rows,
+        slot_mapping,
         key_cache,
         value_cache,
         num_rows,
@@ -366,7 +366,7 @@ def _check_rows(num_rows: int, *vectors: torch.Tensor) -> None:
 def rope_store_reference(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    cache_rows: torch.Tensor,
+    slot_mapping: torch.Tensor,
     table: torch.Tensor,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
@@ -383,25 +383,25 @@ def rope_store_reference(
         qk = F.rms_norm(qk, (dim,), None, eps)
         qk[:, :num_heads].mul_(q_weight)
         qk[:, num_heads:].mul_(k_weight)
-    known = torch.where(cache_rows < 0, 0, positions).long()
+    known = torch.where(slot_mapping < 0, 0, positions).long()
     cos, sin = table[known].to(qkv.dtype).unsqueeze(1).chunk(2, dim=-1)
     turned, rest = qk.split((table.shape[1], dim - table.shape[1]), dim=-1)
     turned = apply_rotary(turned, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
     q, k = torch.cat((turned, rest), -1).split((num_heads, kv_heads), dim=1)
-    store_reference(k, v, cache_rows, key_cache, value_cache)
+    store_reference(k, v, slot_mapping, key_cache, value_cache)
     return q.contiguous()
 
 
 def store_reference(
     k: torch.Tensor,
     v: torch.Tensor,
-    cache_rows: torch.Tensor,
+    slot_mapping: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
 ) -> None:
     """The same in plain torch; arguments as `store`."""
-    kept = cache_rows >= 0
-    slots = cache_rows[kept].long()
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept].long()
     block, offset = slots // key_cache.shape[1], slots % key_cache.shape[1]
     for cache, new in ((key_cache, k), (value_cache, v)):
         if cache.dtype == torch.float8_e4m3fn:

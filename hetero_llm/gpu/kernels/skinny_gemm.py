@@ -43,7 +43,7 @@ _GROUP = 8  # elements of 16 bits in one 16-byte load
 
 
 @dataclasses.dataclass(frozen=True)
-class SmallConfig:
+class SkinnyConfig:
     """How one product is launched. Sizes in elements.
 
     Attributes:
@@ -86,7 +86,7 @@ class SmallConfig:
         )
 
 
-def _steps_per_split(k: int, config: SmallConfig) -> int:
+def _steps_per_split(k: int, config: SkinnyConfig) -> int:
     return triton.cdiv(triton.cdiv(k, config.block_k), config.split_k)
 
 
@@ -340,9 +340,9 @@ class Launch:
 
 
 def plan_launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, y: Tensor, config: SmallConfig
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, y: Tensor, config: SkinnyConfig
 ) -> Launch:
-    """The launch that writes x @ weight^T + bias into `y`; see `small_linear` for the shapes."""
+    """The launch that writes x @ weight^T + bias into `y`; see `skinny_gemm` for the shapes."""
     (m, k), n = x.shape, weight.shape[0]
     assert config.fits(m, n, k), f"{config} does not fit m={m}, n={n}, k={k}"
     tiles = triton.cdiv(n, config.block_n)
@@ -379,8 +379,8 @@ def plan_launch(
     return Launch(matrix_product_kernel, (tiles, config.split_k), arguments, options)
 
 
-def small_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: SmallConfig | None = None
+def skinny_gemm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: SkinnyConfig | None = None
 ) -> Tensor:
     """x @ weight^T + bias with fp32 sums, for a few rows.
 
@@ -396,7 +396,7 @@ def small_linear(
     Returns:
         [M, N] in x's dtype.
     """
-    assert serves(x, weight, bias), "small_linear cannot serve these tensors"
+    assert serves(x, weight, bias), "skinny_gemm cannot serve these tensors"
     (m, k), n = x.shape, weight.shape[0]
     config = config or choose(m, n, k)
     assert config is not None, f"no configuration for m={m}, n={n}, k={k}"
@@ -405,14 +405,14 @@ def small_linear(
     return y
 
 
-def small_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`small_linear` in plain torch: fp32 products and sums, rounded once at the end."""
+def skinny_gemm_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`skinny_gemm` in plain torch: fp32 products and sums, rounded once at the end."""
     y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     return y.to(x.dtype)
 
 
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `small_linear` can compute this product: device, dtypes, strides and sizes."""
+    """Whether `skinny_gemm` can compute this product: device, dtypes, strides and sizes."""
     return (
         (x.is_cuda or INTERPRETED)
         and x.ndim == 2
@@ -445,7 +445,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if serves(x, weight, bias):
         config = choose(x.shape[0], weight.shape[0], x.shape[1])
         if config is not None:
-            return small_linear(x, weight, bias, config=config)
+            return skinny_gemm(x, weight, bias, config=config)
     return F.linear(x, weight, bias)
 
 
@@ -457,16 +457,16 @@ class _Row:
     max_m: int
     min_n: int
     max_n: int
-    configs: tuple[SmallConfig, ...]  # none: the library is faster
+    configs: tuple[SkinnyConfig, ...]  # none: the library is faster
 
 
 _ANY_N = 1 << 31
 _VECTOR = (
-    SmallConfig(1, 8, 1024, num_warps=4),
-    SmallConfig(1, 8, 512, num_warps=2),
-    SmallConfig(1, 8, 256, num_warps=1),
+    SkinnyConfig(1, 8, 1024, num_warps=4),
+    SkinnyConfig(1, 8, 512, num_warps=2),
+    SkinnyConfig(1, 8, 256, num_warps=1),
 )
-_VECTOR_NARROW = (SmallConfig(1, 4, 1024, num_warps=4), *_VECTOR)
+_VECTOR_NARROW = (SkinnyConfig(1, 4, 1024, num_warps=4), *_VECTOR)
 _MOST, _HEAD = 8192, 1 << 16
 """Features up to which a layer's product is narrow, and from which it can only be the head."""
 
@@ -476,19 +476,19 @@ _MOST, _HEAD = 8192, 1 << 16
 _TABLE = (
     _Row(1, 0, 4096, _VECTOR_NARROW),
     _Row(1, 0, _ANY_N, _VECTOR),
-    _Row(8, 0, 4096, (SmallConfig(8, 32, 256, num_stages=7),)),
-    _Row(8, 0, _MOST, (SmallConfig(8, 32, 256, num_stages=4),)),
-    _Row(8, _HEAD, _ANY_N, (SmallConfig(8, 32, 256, num_stages=6),)),
-    _Row(16, 0, 4096, (SmallConfig(16, 32, 256, num_stages=6),)),
-    _Row(16, 0, _MOST, (SmallConfig(16, 32, 256, num_stages=4),)),
-    _Row(16, _HEAD, _ANY_N, (SmallConfig(16, 32, 256, num_stages=6),)),
-    _Row(32, 0, 4096, (SmallConfig(32, 64, 128, split_k=2, num_stages=5),)),
-    _Row(32, _HEAD, _ANY_N, (SmallConfig(32, 64, 128, num_stages=4),)),
-    _Row(64, _HEAD, _ANY_N, (SmallConfig(64, 64, 128, num_stages=4),)),
+    _Row(8, 0, 4096, (SkinnyConfig(8, 32, 256, num_stages=7),)),
+    _Row(8, 0, _MOST, (SkinnyConfig(8, 32, 256, num_stages=4),)),
+    _Row(8, _HEAD, _ANY_N, (SkinnyConfig(8, 32, 256, num_stages=6),)),
+    _Row(16, 0, 4096, (SkinnyConfig(16, 32, 256, num_stages=6),)),
+    _Row(16, 0, _MOST, (SkinnyConfig(16, 32, 256, num_stages=4),)),
+    _Row(16, _HEAD, _ANY_N, (SkinnyConfig(16, 32, 256, num_stages=6),)),
+    _Row(32, 0, 4096, (SkinnyConfig(32, 64, 128, split_k=2, num_stages=5),)),
+    _Row(32, _HEAD, _ANY_N, (SkinnyConfig(32, 64, 128, num_stages=4),)),
+    _Row(64, _HEAD, _ANY_N, (SkinnyConfig(64, 64, 128, num_stages=4),)),
 )
 
 
-def choose(m: int, n: int, k: int) -> SmallConfig | None:
+def choose(m: int, n: int, k: int) -> SkinnyConfig | None:
     """The measured best launch of an [m, k] x [n, k] product; None where the library is faster."""
     for row in _TABLE:
         if m <= row.max_m and row.min_n <= n <= row.max_n:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hetero_llm.bridge.kv_offload.copier_protocol import Gate
-from hetero_llm.gpu.graph_set import gated_buckets, row_buckets
+from hetero_llm.gpu.graph_set import token_buckets, waiting_buckets
 from hetero_llm.gpu.kernels.layer_ready import (
     ARMED_WORDS,
     GAVE_UP,
@@ -20,7 +20,7 @@ from hetero_llm.gpu.kernels.layer_ready import (
     wait_for_loads,
     wait_for_loads_reference,
 )
-from hetero_llm.gpu.layer_ready import DeviceGates
+from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
 from hetero_llm.runner.model_runner import TimedGates
 
 LOOKS = 3
@@ -149,10 +149,10 @@ def test_it_waits_for_who_comes_late(device: torch.device) -> None:
 
 def test_gates_are_armed_with_what_is_under_way(device: torch.device) -> None:
     found = {11: Gate(4, 30), 12: None, 13: Gate(63, 2**31 + 5)}
-    gates = DeviceGates(device, found.__getitem__, most_looks=LOOKS)
-    gates._flags[4], gates._flags[63] = 30, 5 - 2**31
+    gates = DeviceLayerReadyFlags(device, found.__getitem__, most_looks=LOOKS)
+    gates.flags[4], gates.flags[63] = 30, 5 - 2**31
     assert isinstance(gates, TimedGates)
-    assert gates.flags_address == gates._flags.data_ptr()
+    assert gates.flags_address == gates.flags.data_ptr()
 
     def opens(tickets: tuple[int, ...], layer: int) -> bool:
         gates.arm(tickets)
@@ -166,12 +166,12 @@ def test_gates_are_armed_with_what_is_under_way(device: torch.device) -> None:
 
     assert opens((), 5) and opens((12,), 5)  # nothing to wait for, or over
     assert not opens((11,), 0)
-    write(gates._flags, 4, 32)
+    write(gates.flags, 4, 32)
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert opens((11,), 0) and opens((12, 11), 1) and not opens((11,), 2)
     assert not opens((11, 13), 0)
-    write(gates._flags, 63, 6 - 2**31)
+    write(gates.flags, 63, 6 - 2**31)
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert opens((11, 13), 0) and not opens((11, 13), 1)
@@ -180,8 +180,8 @@ def test_gates_are_armed_with_what_is_under_way(device: torch.device) -> None:
 
 def test_every_step_has_its_own_error(device: torch.device) -> None:
     """Steps are launched ahead of the results of those before."""
-    gates = DeviceGates(device, lambda ticket: Gate(ticket, 0), most_looks=LOOKS)
-    gates._flags[1] = 8
+    gates = DeviceLayerReadyFlags(device, lambda ticket: Gate(ticket, 0), most_looks=LOOKS)
+    gates.flags[1] = 8
     turns = []
     for tickets in ((1,), (2,), (1,), (1, 2), (1,)):
         gates.arm(tickets)
@@ -195,15 +195,15 @@ def test_every_step_has_its_own_error(device: torch.device) -> None:
 
 
 def test_a_place_belongs_to_one_load(device: torch.device) -> None:
-    gates = DeviceGates(device, lambda ticket: Gate(7, ticket), most_looks=LOOKS)
+    gates = DeviceLayerReadyFlags(device, lambda ticket: Gate(7, ticket), most_looks=LOOKS)
     with pytest.raises(AssertionError, match="two loads at one place"):
         gates.arm((1, 2))
 
 
 @pytest.mark.parametrize("limit", [1, 4, 5, 24, 100, 512, 8192])
 def test_every_step_that_is_captured_finds_a_gated_bucket(limit: int) -> None:
-    buckets = row_buckets(limit)
-    gated = gated_buckets(buckets)
+    buckets = token_buckets(limit)
+    gated = waiting_buckets(buckets)
     assert set(gated) <= set(buckets) and gated[-1] == buckets[-1] and len(gated) <= 12
     for rows in range(1, buckets[-1] + 1):
         bucket = next(b for b in gated if b >= rows)

@@ -22,6 +22,7 @@ from hetero_llm.gpu.kernels.paged_attention import (
 BLOCK = 16
 
 
+# large: every input of the kernel.
 @dataclass
 class Case:
     """Sequences as (keys in the cache, rows, parent of each row if they form a tree).

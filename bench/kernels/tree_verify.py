@@ -15,7 +15,7 @@ import torch
 
 from bench.common import print_table, write_results
 from bench.gpu_timing import graph_ms
-from hetero_llm.gpu.kernels.tree_verify import make_walk_result, walk_trees
+from hetero_llm.gpu.kernels.tree_verify import make_verified_trees, verify_trees
 
 CALLS = 100
 VOCAB = 128256
@@ -38,11 +38,11 @@ def walk_us(num_groups: int, rows: int, accepted: int, *, tree: bool) -> float:
     """
     rng = np.random.default_rng(0)
     total = num_groups * rows
-    drawn = rng.integers(0, VOCAB, (num_groups, rows))
+    sampled = rng.integers(0, VOCAB, (num_groups, rows))
     parents = np.tile(np.arange(-1, rows - 1), (num_groups, 1))
     if tree:
         parents = np.where(parents > 0, parents // 2 * 2, parents)
-    drafts = np.take_along_axis(drawn, np.maximum(parents, 0), axis=1)
+    drafts = np.take_along_axis(sampled, np.maximum(parents, 0), axis=1)
     depth = np.arange(rows)
     if tree:  # of the children 2k + 1 and 2k + 2 of row 2k the second one is right
         drafts[:, 1::2] = VOCAB
@@ -55,19 +55,19 @@ def walk_us(num_groups: int, rows: int, accepted: int, *, tree: bool) -> float:
     groups = np.stack(
         (np.arange(num_groups) * rows, np.full(num_groups, rows), np.arange(num_groups))
     )
-    out = make_walk_result(num_groups, total, DEVICE)
+    out = make_verified_trees(num_groups, total, DEVICE)
     arguments = (
-        upload(drawn, torch.int64),
+        upload(sampled, torch.int64),
         upload(drafts, torch.int32),
         upload(parents, torch.int32),
     )
     options = {
-        "cache_rows": upload(np.arange(total), torch.int32),
+        "slot_mapping": upload(np.arange(total), torch.int32),
         "groups": torch.from_numpy(groups).to(DEVICE, torch.int32),
         "last_tokens": torch.zeros(num_groups, dtype=torch.int64, device=DEVICE),
         "out": out,
     }
-    time = microseconds(lambda: walk_trees(*arguments, **options))
+    time = microseconds(lambda: verify_trees(*arguments, **options))
     assert (out.packed[:num_groups] == accepted + 1).all()
     assert bool((out.counts > 0).all()) == (tree and accepted > 0)
     return time
