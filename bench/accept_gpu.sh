@@ -39,9 +39,9 @@ run() { # a name, then a module with its arguments
 run suite bench.gpu_suite --parts decode,ttft,closed --sampling --out "$out"
 lines=52 run verify bench.verify --out "$out/verify.g.json"
 run attention bench.attention --out "$out/attention.g.json"
-run small_linear bench.kernels.small_linear --rows 1 4 8 32 \
+run skinny_gemm bench.kernels.skinny_gemm --rows 1 4 8 32 \
   --out "$out/kernels_small_linear.g.json"
 run elementwise bench.kernels.elementwise --out "$out/kernels_elementwise.g.json"
-run pick bench.kernels.pick --out "$out/kernels_pick.g.json"
+run sample bench.kernels.sample --out "$out/kernels_pick.g.json"
 run step_parts bench.kernels.step_parts --out "$out/kernels_step_parts.g.json"
 run ceilings bench.gpu_ceilings --out "$out/gpu_ceilings.g.json"

@@ -1,12 +1,12 @@
-"""Token picking on a CUDA device: two fused kernels against sorting in torch, and torch.argmax.
+"""Token sampling on a CUDA device: two fused kernels against sorting in torch, and torch.argmax.
 
-    python -m bench.kernels.pick [--vocab N] [--out FILE]
+    python -m bench.kernels.sample [--vocab N] [--out FILE]
 
 Microseconds of one call inside a captured graph of several, on bf16 logits that the L2 cache holds
 where it can, as the head leaves them. "over greedy" is what a decode step pays for sampling; the
 goal at 32 rows is 200. Logits are normal with spread 1 (flat: top-p alone keeps most of the
-vocabulary, the hard case) and 4. "same" counts the rows whose token equals the torch twin's; the
-rounding of sums and noise may decide a row differently now and then.
+vocabulary, the hard case) and 4. "same" counts the rows whose token equals the torch reference's;
+the rounding of sums and noise may decide a row differently now and then.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The small kernels around a captured step, on a CUDA device: packet in, inputs, results out, the
-join of two parts of a context, and the gates in front of attention.
+"""The small kernels around a captured step, on a CUDA device: input buffer in, inputs, results out,
+the join of two parts of a context, and the layer-ready flags in front of attention.
 
 Kernel-only figures: a call's share of a CUDA graph of 100. `copy_us` is what the transfers would
 take as memory copies captured in such a graph; for the join, torch doing the same by operators; for
-open gates, torch adding 1 to a number. Of gates `rows` is how many loads they look at. "a look" is
-one round of a gate that stays shut, by the time it takes to give up.
+flags that are ready, torch adding 1 to a number. Of flags `rows` is the number of loads. "a look"
+is one read of a flag that never gets ready, by the time until the kernel gives up.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def on_device(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 def transfers(rows: int) -> list[dict[str, Any]]:
-    """A verify step's packet and results."""
+    """A verify step's input buffer and results."""
     words, results = 200 + 40 * rows, 2 * rows
-    packets = torch.zeros(RING, words, dtype=torch.int32, pin_memory=True)
+    buffers = torch.zeros(RING, words, dtype=torch.int32, pin_memory=True)
     places = torch.zeros(RING, results, dtype=torch.int64, pin_memory=True)
-    packet, tokens, turn = on_device(words), on_device(results, dtype=torch.int64), on_device(1)
+    buffer, tokens, turn = on_device(words), on_device(results, dtype=torch.int64), on_device(1)
     writes, used = on_device(3, 2 * rows), torch.full((1,), rows // 4, device=DEVICE).int()
     writes[1] = torch.arange(2 * rows)
     last = on_device(512, dtype=torch.int64)
@@ -54,8 +54,8 @@ def transfers(rows: int) -> list[dict[str, Any]]:
         {
             "kernel": "fetch_pinned",
             "rows": rows,
-            "ours_us": microseconds(lambda: fetch_pinned(packets, turn, out=packet)),
-            "copy_us": microseconds(lambda: packet.copy_(packets[0], non_blocking=True)),
+            "ours_us": microseconds(lambda: fetch_pinned(buffers, turn, out=buffer)),
+            "copy_us": microseconds(lambda: buffer.copy_(buffers[0], non_blocking=True)),
         },
         {
             "kernel": "send_results",
@@ -86,7 +86,7 @@ def join(rows: int) -> dict[str, Any]:
     }
 
 
-def gates(count: int) -> dict[str, Any]:
+def ready_flags(count: int) -> dict[str, Any]:
     """`count` loads whose layer has landed."""
     flags, armed, number = on_device(PLACES), on_device(ARMED_WORDS), on_device(1)
     errors = torch.zeros(1, dtype=torch.int32, pin_memory=True)
@@ -103,14 +103,14 @@ def gates(count: int) -> dict[str, Any]:
 
 
 def look() -> dict[str, Any]:
-    """A gate that nobody opens."""
+    """A flag that never gets ready."""
     flags, armed = on_device(PLACES), on_device(ARMED_WORDS)
     errors = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    shut = torch.zeros(ARMED_WORDS, dtype=torch.int32, device=DEVICE)
-    shut[PLACES] = 1
+    waiting = torch.zeros(ARMED_WORDS, dtype=torch.int32, device=DEVICE)
+    waiting[PLACES] = 1
 
     def wait() -> None:
-        armed.copy_(shut)
+        armed.copy_(waiting)
         wait_for_loads(flags, armed, errors, layer=0, most_looks=LOOKS)
 
     wait()
@@ -125,7 +125,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = [row for count in (8, 64, 512) for row in transfers(count)]
     rows += [join(count) for count in (16, 1024, 16384)]
-    rows += [gates(count) for count in (0, 1, PLACES)]
+    rows += [ready_flags(count) for count in (0, 1, PLACES)]
     rows.append(look())
     print_table(rows)
     write_results("kernels_step_parts", {"rows": rows, "calls": CALLS}, args.out)

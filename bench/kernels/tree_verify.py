@@ -1,4 +1,4 @@
-"""The node walk on a CUDA device: what verifying trees adds behind the draw.
+"""Verification of draft trees on a CUDA device: its time behind sampling.
 
 Kernel-only figures: a call's share of a CUDA graph of 100. The rows were written just before, as in
 a step, so they lie in the L2 cache. `add_us` is torch adding 1 to one number in such a graph: what
@@ -30,7 +30,7 @@ def microseconds(body: Any) -> float:
     return graph_ms(calls) * 1e3 / CALLS
 
 
-def walk_us(num_groups: int, rows: int, accepted: int, *, tree: bool) -> float:
+def verify_us(num_groups: int, rows: int, accepted: int, *, tree: bool) -> float:
     """Groups of `rows` rows of which a path of `accepted` nodes is right.
 
     Args:
@@ -85,7 +85,7 @@ def main() -> None:
             "rows": width,
             "accepted": accepted,
             "moves": tree,
-            "ours_us": walk_us(groups, width, accepted, tree=tree),
+            "ours_us": verify_us(groups, width, accepted, tree=tree),
             "add_us": add_us,
         }
         for groups in (1, 8, 64, 256)

@@ -11,7 +11,7 @@ from hetero_llm.models.layers import CausalLM
 
 
 def speed_up_experts(model: CausalLM) -> None:
-    """Replaces what can be replaced, in place; part of `fused.speed_up`."""
+    """Replaces routers and experts by kernels, in place; part of `fused.speed_up`."""
     for module in model.modules():
         if isinstance(module, Experts) and serves(module.activation.name):
             module.function = partial(experts, activation=module.activation.name)

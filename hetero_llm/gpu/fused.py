@@ -29,8 +29,8 @@ from hetero_llm.models.layers import (
 
 
 def speed_up(model: CausalLM) -> None:
-    """Replaces what can be replaced, in place. Weights that wait in host memory keep their
-    product, which stages them, and rows too long for one program their norms."""
+    """Replaces functions of the model's layers by kernels, in place. Weights in host memory keep
+    their product, which stages them, and rows too long for one program keep their norms."""
     fused_norms = model.config.hidden_size <= MAX_NORM_SIZE
     for module in model.modules():
         if isinstance(module, RMSNorm) and fused_norms:
@@ -49,7 +49,7 @@ def speed_up(model: CausalLM) -> None:
 
 
 def _activation(x: Tensor, name: str, plain: Callable[[Tensor], Tensor]) -> Tensor:
-    """The kernel for what it serves, `plain` for anything else."""
+    """The kernel for tensors that it serves, `plain` for others."""
     if x.dim() == 2 and x.is_contiguous() and (x.is_cuda or INTERPRETED):
         return activation(x, name)
     return plain(x)

@@ -1,4 +1,8 @@
-"""Activations: plain, and activation(gate) * up of a fused projection's output."""
+"""Activations: plain, and activation(gate) * up of a fused projection's output.
+
+Wrappers `activation` and `gated_activation`, references `*_reference`; timed by
+`bench.kernels.elementwise`.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,9 @@ _KINDS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""What `_activate` calls the functions that config.json can name."""
+"""By the names of config.json: the names that `_activate` knows."""
 _ALL_KINDS = _KINDS | {"sigmoid": "sigmoid", "tanh": "tanh"}
-"""The same for all of `layers.Activation`."""
+"""By the names of `layers.Activation`."""
 
 _TILE = 1024
 _NUM_WARPS = 4
@@ -140,10 +144,10 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def gated_activation_reference(gate_up: torch.Tensor, name: str) -> torch.Tensor:
-    """The same as the torch path computes it."""
+    """`gated_activation` as the torch path computes it."""
     return GatedActivation(name).plain(gate_up)
 
 
 def activation_reference(x: torch.Tensor, name: str) -> torch.Tensor:
-    """The same as `activation`, as the torch path computes it."""
+    """`activation` as the torch path computes it."""
     return Activation(name)(x)

@@ -3,7 +3,7 @@
 A *pair* is a row and one of its experts; pair p belongs to row p // k. Three paths:
 
 - one row: `vector_gate_up_kernel` and `vector_down_kernel` read the weights of the row's experts at
-  the speed of memory, as `skinny_gemm.vector_product_kernel` does; the second adds up as well;
+  the speed of memory, as `skinny_gemm.vector_product_kernel` does; the second also adds up;
 - a few rows: `align_kernel` sorts the pairs by expert into blocks of `block_m`, and
   `grouped_product_kernel`, a program per block and tile of features, reads weights as the left
   operand of the tensor cores ("swap AB"), so that rows are padded to 8 at least and not to 64;
@@ -13,6 +13,8 @@ Grids depend on the number of pairs alone, so all of it can be captured in CUDA 
 many blocks as the worst routing takes, and those without pairs return at once. (Blocks of one
 expert: "MegaBlocks", Gale et al. 2022.) Sums are in fp32, in an order that is the same in every
 batch for one path and configuration; nothing is added up by atomics.
+
+Wrapper `experts`, reference `experts_reference`; timed by `bench.kernels.experts`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _ALL_BLOCKS = 1 << 16  # times the tiles of a product it still fits 32 bits
 
 @dataclass(frozen=True)
 class GroupedConfig:
-    """How one grouped product is launched. Sizes in elements.
+    """How one grouped product is launched; sizes in elements.
 
     Attributes:
         block_m: Pairs of a block, all of one expert.
@@ -94,7 +96,7 @@ class Groups:
 
 
 def most_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Blocks that the worst routing takes: a block more for each expert that is visited."""
+    """Blocks that the worst routing takes: each visited expert may have one that is not full."""
     visited = min(num_pairs, num_experts)
     return visited + (num_pairs - visited) // block_m
 

@@ -1,14 +1,14 @@
-"""How our kernels are launched: overlap with the kernel before, and the interpreter's limits.
+"""How our kernels are launched: overlap with the previous kernel, and the interpreter's limits.
 
 Programmatic dependent launch (Hopper, CUDA programming guide "Programmatic Dependent Launch and
-Synchronization"): a kernel may start while the one before it still runs, and waits for that one's
-results with `wait_for_inputs`. The rules here, which every kernel in this package follows:
+Synchronization"): a kernel may start while the previous one still runs, and waits for its results
+with `wait_for_inputs`. Every kernel in this package follows these rules:
 
-- before `wait_for_inputs` a kernel writes nothing, and reads only what neither the kernel before
-  it nor one that runs beside them writes: weights, and inputs of the step that are older;
-- every program calls `wait_for_inputs`, so a kernel ends only after the one before it;
-- `let_next_start` comes after `wait_for_inputs`, so all kernels but the last one have ended when a
-  kernel starts; the earlier it comes, the sooner the next one's programs may take room.
+- before `wait_for_inputs` a kernel writes nothing, and reads only what neither the previous kernel
+  nor one that runs beside the two writes: weights, and inputs of the step that are older;
+- every program calls `wait_for_inputs`, so a kernel ends only after the previous one;
+- `let_next_start` comes after `wait_for_inputs`, so when a kernel starts, all kernels but the
+  previous one have ended; the earlier it comes, the sooner the next kernel's programs get room.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Waits until the kernel before has ended and its writes are visible."""
+    """Waits until the previous kernel has ended and its writes are visible."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """Lets the next kernel start once every program of this one has come here or ended."""
+    """Lets the next kernel start once every program of this one has called this or ended."""
     if PDL:
         gdc_launch_dependents()
 

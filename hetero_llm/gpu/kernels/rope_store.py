@@ -3,6 +3,8 @@
 Work is cut into tiles of a few heads of one row, all of one kind (queries, keys or values), which
 the programs share in a fixed stride: one row spreads over its heads, many rows over the chip, and
 one compiled kernel serves both.
+
+Wrappers `rope_store` and `store`, references `*_reference`; timed by `bench.kernels.elementwise`.
 """
 
 from __future__ import annotations
@@ -65,9 +67,9 @@ def _place_and_angle(
     slot_ptr, position_ptr, table_ptr, index, num_rows, dims, dtype: tl.constexpr,
     TILES: tl.constexpr, TURNED_TILES: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Slot of a tile's row, cos and sin of its position (of no use in tiles of values).
+    """KV slot of a tile's row, cos and sin of its position (unused in tiles of values).
 
-    Loaded ahead of the tile: three loads that wait for each other.
+    Loaded ahead of the tile: three loads, each of which depends on the one before.
     """
     row = tl.cast(index // TILES, tl.int64)
     exists = row < num_rows
@@ -86,7 +88,7 @@ def _put_heads(
     ptrs, low, high, rest, valid,
     HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Stores tiles of heads that begin at `ptrs`: both rotated halves and what follows them."""
+    """Stores tiles of heads from `ptrs` on: both rotated halves and the entries behind them."""
     element_ty: tl.constexpr = ptrs.dtype.element_ty
     dims = tl.arange(0, HALF_PADDED)[None, :]
     mask = valid[:, None] & (dims < HALF)
@@ -110,7 +112,7 @@ def _rope_store(
     TILE: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
-    # Tiles [heads, dims] even of what all heads share: handing it around would cost a barrier.
+    # Tiles [heads, dims] even of values that all heads share: broadcasting would cost a barrier.
     heads = tl.arange(0, TILE)
     dims = (heads * 0)[:, None] + tl.arange(0, HALF_PADDED)[None, :]
     in_half = dims < HALF
@@ -234,8 +236,8 @@ def rope_store(
         qkv: [T, (H + 2 N) * D], queries, keys, values; float32, bfloat16 or float16; rows may be
             strided. D is at most `MAX_HEAD_DIM`.
         positions: [T] int32 or int64, each row's position, a row of `table`.
-        slot_mapping: [T] int32 or int64, each row's slot, block * block size + offset; negative for
-            a padding row: nothing is stored, its queries mean nothing, its position may be any.
+        slot_mapping: [T] int32 or int64 KV slots, block * block size + offset; negative for a
+            padding row: nothing is stored, its queries are undefined, its position may be any.
         table: [max_len, rotary_dim] float32 of `RotaryEmbedding`; the entries of a head behind
             rotary_dim pass through.
         q_weight, k_weight: [D], dtype of qkv: RMS norm of each head first; None: no norm.
@@ -305,7 +307,7 @@ def store(
 
     Args:
         k, v: [T, N, D], last dim contiguous, rows and heads strided.
-        slot_mapping, key_cache, value_cache: As `rope_store`.
+        slot_mapping, key_cache, value_cache: As of `rope_store`.
     """
     num_rows, kv_heads, dim = k.shape
     block_size = key_cache.shape[1]
@@ -375,7 +377,7 @@ def rope_store_reference(
     value_cache: torch.Tensor,
     num_heads: int,
 ) -> torch.Tensor:
-    """The same as the torch path computes it; arguments as `rope_store`."""
+    """`rope_store` as the torch path computes it."""
     kv_heads, dim = key_cache.shape[2:]
     heads = qkv.view(len(qkv), num_heads + 2 * kv_heads, dim)
     qk, v = heads.split((num_heads + kv_heads, kv_heads), dim=1)
@@ -399,7 +401,7 @@ def store_reference(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
 ) -> None:
-    """The same in plain torch; arguments as `store`."""
+    """`store` in plain torch."""
     kept = slot_mapping >= 0
     slots = slot_mapping[kept].long()
     block, offset = slots // key_cache.shape[1], slots % key_cache.shape[1]

@@ -6,17 +6,19 @@ Two kernels, both over tiles of `BLOCK_N` output features:
 - `vector_product_kernel`, one row: multiplies and sums in fp32 outside the tensor cores. A tile is
   loaded into registers as soon as the one before is summed, and many small programs per
   multiprocessor keep enough bytes in flight; the first tile is loaded before the wait for the
-  kernel before.
+  previous kernel.
 - `matrix_product_kernel`, up to 64 rows: the weight tile is the left operand of the tensor cores
-  and the few rows are the right one ("swap AB"), so that no more than the rows' padding to 8 is
-  wasted, with a software pipeline of asynchronous copies.
+  and the few rows are the right one ("swap AB"), so that only the rows' padding to 8 is wasted,
+  with a software pipeline of asynchronous copies.
 
 Both may split K among programs. Partial sums in fp32 go to memory, and the program that arrives
 last at a tile adds them up in the order of the splits, so a result does not depend on timing (the
 merge of "stream-K" products, Osama et al. 2023, with the last program instead of the first).
 
-Before the wait for the kernel before (see `launch`), programs may also ask for their first weights
-to be brought into L2. So that kernel must not be one that writes the weights.
+Before the wait for the previous kernel (see `launch`), programs may also prefetch their first
+weights into L2. So the previous kernel must not write the weights.
+
+Wrapper `skinny_gemm`, reference `skinny_gemm_reference`; timed by `bench.kernels.skinny_gemm`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from torch import Tensor
 from hetero_llm.gpu.kernels.launch import INTERPRETED, let_next_start, pdl_options, wait_for_inputs
 
 MAX_ROWS = 64
-"""More rows than this go to the library."""
+"""Products of more rows go to the library."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_TILES = 1 << 16  # tiles of a product with split K: the length of the counters
@@ -44,18 +46,18 @@ _GROUP = 8  # elements of 16 bits in one 16-byte load
 
 @dataclasses.dataclass(frozen=True)
 class SkinnyConfig:
-    """How one product is launched. Sizes in elements.
+    """How one product is launched; sizes in elements.
 
     Attributes:
-        block_m: Rows padded to this; 1 picks the vector kernel.
+        block_m: Rows padded to this; 1: the vector kernel.
         block_n: Output features of a program.
         block_k: Inputs read at a time.
         split_k: Programs that share one tile of features.
         num_warps: Warps of a program.
         num_stages: Depth of the pipeline through shared memory; the vector kernel holds its tiles
             in registers when it is 1.
-        prefetch: Weights of each feature that are asked for in L2 before the wait, after those
-            that are loaded there; 0 is none. A power of two from 64 on.
+        prefetch: Weights of each feature that are brought into L2 before the wait, behind those
+            that are loaded there; 0: none. A power of two from 64 on.
         evict_first: Weights are the first to leave L2.
     """
 
@@ -105,7 +107,7 @@ def _load_weight(
 
 @triton.jit
 def _prefetch_weight(weight, features, start, n, k, PIECES: tl.constexpr, PREFETCH: tl.constexpr):
-    """Asks for weight[features, start : start + PREFETCH] in L2, one request per thread."""
+    """Brings weight[features, start : start + PREFETCH] into L2, one request per thread."""
     BYTES: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     offsets = tl.minimum(features, n - 1).to(tl.int64)[:, None] * k + start
     pieces = tl.arange(0, PIECES) * (PREFETCH // PIECES)
@@ -145,7 +147,7 @@ def _finish(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Writes `sums` [BLOCK_N, BLOCK_M] out; of a split product, its last program merges first."""
+    """Writes `sums` [BLOCK_N, BLOCK_M] to y; in a split product, the last program merges first."""
     if SPLIT_K == 1:
         _store_output(y, sums, bias, features, rows, m, n, HAS_BIAS)
     else:
@@ -181,7 +183,7 @@ def _unpack(pairs, DTYPE: tl.constexpr):
 def _add_products(sums, w, x, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr, DTYPE: tl.constexpr):
     """sums [BLOCK_N, PAIRS / 4] + products of w [BLOCK_N, PAIRS] and x [PAIRS], summed by eight.
 
-    Eight neighbours lie in one thread; what is left is added across threads once, at the end.
+    Eight neighbours lie in one thread; sums are added across threads once, at the end.
     """
     w_even, w_odd = _unpack(w, DTYPE)
     x_even, x_odd = _unpack(x, DTYPE)
@@ -353,7 +355,7 @@ def plan_launch(
         counters = _counters(x.device)
     steps = _steps_per_split(k, config)
     overlap = pdl_options(x.device)
-    prefetch = config.prefetch if overlap["PDL"] else 0  # of use before a wait only, and sm_90
+    prefetch = config.prefetch if overlap["PDL"] else 0  # useful before a wait only; needs sm_90
     # One request of at least 128 bytes per thread.
     pieces = max(1, min(32 * config.num_warps // config.block_n, prefetch // 64))
     options = {

@@ -1,4 +1,5 @@
-"""The attention kernel against its twin: random rows, tables, trees, windows, head sizes, types."""
+"""The attention kernel against its reference: random rows, tables, trees, windows, head sizes,
+types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""sample_tokens against its twin, the twin against the Sampler, noise words bit by bit."""
+"""sample_tokens against its reference, the reference against the Sampler, noise words bit by
+bit."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def scaled_and_noise(logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
 
 
 def check(logits: torch.Tensor, rows: SampleRows, *, capacity: int = 2048) -> torch.Tensor:
-    """Ours equals the twin, but where rounding decides: two equal scores, a border of top-p."""
+    """Ours equals the reference, but where rounding decides: two equal scores, a border of
+    top-p."""
     workspace = make_sample_workspace(*logits.shape, logits.device, capacity=capacity)
     tokens = sample_tokens(logits, rows, workspace)
     expected = sample_tokens_reference(logits, rows)
@@ -347,11 +349,11 @@ def test_padding_slots_and_strides(device: torch.device) -> None:
     workspace = make_sample_workspace(count + 3, vocab, device)
     slots = torch.tensor([4, -1, 2, -1, 0, 1, 1, 1], dtype=torch.int32, device=device)
     last = torch.full((6,), -7, device=device)
-    twin = last.clone()
+    reference = last.clone()
     out = torch.empty(count, dtype=torch.int64, device=device)
     tokens = sample_tokens(logits, rows, workspace, slots=slots, last_tokens=last, out=out)
-    expected = sample_tokens_reference(logits, rows, slots=slots, last_tokens=twin)
-    assert tokens is out and torch.equal(tokens, expected) and torch.equal(last, twin)
+    expected = sample_tokens_reference(logits, rows, slots=slots, last_tokens=reference)
+    assert tokens is out and torch.equal(tokens, expected) and torch.equal(last, reference)
     assert tokens[2] == 0 and last[1] == -7 and last[4] == tokens[0] != 0
     assert last[2] == 0  # a padding row that names a slot writes its 0
 

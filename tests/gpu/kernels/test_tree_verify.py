@@ -1,4 +1,4 @@
-"""The node walk against its twin and against trees walked by hand."""
+"""The node walk against its reference and against trees walked by hand."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def test_matches_twin(seed: int, device: torch.device) -> None:
     rng = np.random.default_rng(seed)
     work = random_work(rng, 12, [0.5, 0.9, 1.0][seed % 3])
     ours, last = work.run(verify_trees, device)
-    twin, twin_last = work.run(verify_trees_reference, torch.device("cpu"))
-    assert work.tokens(ours) == work.tokens(twin)
+    reference, twin_last = work.run(verify_trees_reference, torch.device("cpu"))
+    assert work.tokens(ours) == work.tokens(reference)
     assert torch.equal(last, twin_last)
-    assert torch.equal(ours.counts, twin.counts)
-    for group, count in enumerate(twin.counts.tolist()):
-        assert torch.equal(ours.sources[group, :count], twin.sources[group, :count])
-        assert torch.equal(ours.destinations[group, :count], twin.destinations[group, :count])
+    assert torch.equal(ours.counts, reference.counts)
+    for group, count in enumerate(reference.counts.tolist()):
+        assert torch.equal(ours.sources[group, :count], reference.sources[group, :count])
+        assert torch.equal(ours.destinations[group, :count], reference.destinations[group, :count])
     unread = torch.ones(len(work.sampled), dtype=torch.bool)
     for first, count, _ in work.groups:
         unread[first : first + count] = False

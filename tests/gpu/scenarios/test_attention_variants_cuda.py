@@ -1,7 +1,8 @@
 """Attention beyond Llama's on a GPU: soft caps, ALiBi, alternating windows, odd heads and groups.
 
-The kernel with the tiles that the engine gives it against its twin in torch; then whole models,
-judged token by token by transformers' eager attention in float32, with prefix hits and draft trees.
+The kernel with the tiles that the engine gives it against its reference in torch; then whole
+models, judged token by token by transformers' eager attention in float32, with prefix hits and
+draft trees.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ def test_float32_tokens_are_right(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 12])
 def test_graphs_in_bfloat16(num_tokens: int) -> None:
-    """Long chains, with more steps under way than there are packets; a prompt in several chunks."""
+    """Long chains, with more steps running than there are input buffers; a prompt in several
+    chunks."""
     prompts = equal(9, 400)
     with start(
         dtype="bfloat16", **{**DRAFT, "num_speculative_tokens": num_tokens}, max_num_seqs=12

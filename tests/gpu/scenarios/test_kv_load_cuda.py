@@ -62,7 +62,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class StreamLoader(DeviceLayerReadyFlags):
-    """Gates whose loads run on a stream. Load `TICKET + r` is the r-th to use the place."""
+    """Flags whose loads run on a stream. Load `TICKET + r` is the r-th to use the place."""
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
@@ -96,7 +96,7 @@ class StreamLoader(DeviceLayerReadyFlags):
 
 
 class BlindLoader(StreamLoader):
-    """Its gates are always open."""
+    """Its flags are always ready."""
 
     def wait(self, layer: int) -> None:
         pass
@@ -249,7 +249,8 @@ def long_arm(loader: DeviceLayerReadyFlags | None) -> Setup:
     cache = PagedKVCache(shape, 80, DEVICE)
     runner = GpuModelRunner(
         model, config, cache,
-        max_num_seqs=2, max_model_len=1024, max_num_batched_tokens=640, graphs=True, gates=loader,
+        max_num_seqs=2, max_model_len=1024, max_num_batched_tokens=640, graphs=True,
+        layer_ready=loader,
     )  # fmt: skip
     return Setup(cache, runner)
 
