@@ -20,7 +20,8 @@ import triton
 from torch import Tensor
 
 from bench.common import print_table, write_results
-from hetero_llm.gpu.kernels.skinny_gemm import Launch, SkinnyConfig, choose, plan_launch
+from hetero_llm.gpu.kernels.launch import Launch
+from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig, choose, plan_launch
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 L2_BYTES = 60e6

@@ -12,13 +12,13 @@ import triton.language as tl
 
 from hetero_llm.gpu.kernels.launch import (
     let_next_start,
-    num_multiprocessors,
     pdl_options,
+    strided_grid,
     wait_for_inputs,
 )
 from hetero_llm.models.layers import Activation, GatedActivation
 
-_KINDS = {
+KINDS = {
     "silu": "silu",
     "relu": "relu",
     "relu2": "relu2",
@@ -27,8 +27,8 @@ _KINDS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""By the names of config.json: the names that `_activate` knows."""
-_ALL_KINDS = _KINDS | {"sigmoid": "sigmoid", "tanh": "tanh"}
+"""By the names of config.json: the names that `activate` knows."""
+_ALL_KINDS = KINDS | {"sigmoid": "sigmoid", "tanh": "tanh"}
 """By the names of `layers.Activation`."""
 
 _TILE = 1024
@@ -37,7 +37,7 @@ _PROGRAMS_PER_SM = 16
 
 
 @triton.jit
-def _activate(x, NAME: tl.constexpr):
+def activate(x, NAME: tl.constexpr):
     """A function of `_ALL_KINDS`, in float32."""
     if NAME == "silu":
         return x / (1.0 + tl.exp(-x))
@@ -79,7 +79,7 @@ def _activation(
         inside = columns < INNER
         gates = x_ptr + row * row_stride + columns
         gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
-        out = _activate(gate, NAME).to(dtype)  # rounded before the product, as the torch path does
+        out = activate(gate, NAME).to(dtype)  # rounded before the product, as the torch path does
         if GATED:
             up = tl.load(gates + INNER, mask=inside, other=0.0).to(tl.float32)
             out = (out.to(tl.float32) * up).to(dtype)
@@ -110,8 +110,8 @@ def gated_activation(gate_up: torch.Tensor, name: str) -> torch.Tensor:
     Returns:
         [T, inner], contiguous.
     """
-    assert name in _KINDS and gate_up.shape[1] % 2 == 0, (name, gate_up.shape)
-    return _launch(gate_up, _KINDS[name], gate_up.shape[1] // 2, gated=True)
+    assert name in KINDS and gate_up.shape[1] % 2 == 0, (name, gate_up.shape)
+    return _launch(gate_up, KINDS[name], gate_up.shape[1] // 2, gated=True)
 
 
 def _launch(x: torch.Tensor, kind: str, inner: int, *, gated: bool) -> torch.Tensor:
@@ -122,8 +122,7 @@ def _launch(x: torch.Tensor, kind: str, inner: int, *, gated: bool) -> torch.Ten
     if out.numel() == 0:
         return out
     tiles = num_rows * triton.cdiv(inner, _TILE)
-    grid = (min(tiles, _PROGRAMS_PER_SM * num_multiprocessors(x.device)),)
-    _activation[grid](
+    _activation[strided_grid(tiles, _PROGRAMS_PER_SM, x.device)](
         out,
         x,
         num_rows,

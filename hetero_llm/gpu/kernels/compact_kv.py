@@ -15,8 +15,8 @@ import triton.language as tl
 
 from hetero_llm.gpu.kernels.launch import (
     let_next_start,
-    num_multiprocessors,
     pdl_options,
+    strided_grid,
     wait_for_inputs,
 )
 
@@ -91,7 +91,7 @@ def compact_kv(
     padded_moves = triton.next_power_of_2(num_moves)
     padded = triton.next_power_of_2(dim)
     total = num_sequences * layers * 2 * kv_heads
-    _compact[(min(total, _PROGRAMS_PER_SM * num_multiprocessors(cache.device)),)](
+    _compact[strided_grid(total, _PROGRAMS_PER_SM, cache.device)](
         cache,
         sources,
         destinations,

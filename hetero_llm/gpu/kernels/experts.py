@@ -27,12 +27,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hetero_llm.gpu.kernels.activation import _KINDS, _activate
-from hetero_llm.gpu.kernels.launch import INTERPRETED, let_next_start, pdl_options, wait_for_inputs
-from hetero_llm.gpu.kernels.skinny_gemm import Launch, _add_products, _load_row
+from hetero_llm.gpu.kernels.activation import KINDS, activate
+from hetero_llm.gpu.kernels.launch import (
+    IN_INTERPRETER,
+    Launch,
+    let_next_start,
+    pdl_options,
+    wait_for_inputs,
+)
+from hetero_llm.gpu.kernels.skinny_gemm import add_products, load_row
 from hetero_llm.models.experts import Experts
 
-_INTERPRETED = tl.constexpr(INTERPRETED)  # there tl.dot takes the bits of bf16 for integers
 _CHUNK = 1024  # pairs that a program of the sort looks at together
 _COMBINE_TILE = 1024
 _ALL_BLOCKS = 1 << 16  # times the tiles of a product it still fits 32 bits
@@ -176,7 +181,7 @@ def _gated(sums, NAME: tl.constexpr, DTYPE: tl.constexpr):
         gate, up = tl.split(tl.permute(sums, (1, 2, 0)))
     else:
         gate, up = tl.split(tl.permute(sums, (1, 0)))
-    active = _activate(gate.to(DTYPE).to(tl.float32), NAME).to(DTYPE).to(tl.float32)
+    active = activate(gate.to(DTYPE).to(tl.float32), NAME).to(DTYPE).to(tl.float32)
     return active * up.to(DTYPE).to(tl.float32)
 
 
@@ -240,7 +245,7 @@ def grouped_product_kernel(
             w = tl.load(w_pointers, mask=w_mask, other=0.0, eviction_policy=EVICT)
         x_mask = _outer_and(there, inside, not SWAP)
         row = tl.load(_matrix(x, sources, inner, not SWAP), mask=x_mask, other=0.0)
-        if _INTERPRETED:
+        if IN_INTERPRETER:
             w, row = w.to(tl.float32), row.to(tl.float32)
         if SWAP:
             sums = tl.dot(w, row, sums, input_precision="ieee")
@@ -294,13 +299,13 @@ def _row_products(
     """
     sums = tl.zeros((BLOCK_N, PAIRS // 4), tl.float32)
     w = _load_rows(weight, rows, there, columns, k_pairs, EVEN_K)
-    row = _load_row(x, columns, k_pairs, EVEN_K)
+    row = load_row(x, columns, k_pairs, EVEN_K)
     for _ in tl.range(PAIRS, k_pairs, PAIRS, num_stages=1):
-        sums = _add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+        sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
         columns += PAIRS
         w = _load_rows(weight, rows, there, columns, k_pairs, EVEN_K)
-        row = _load_row(x, columns, k_pairs, EVEN_K)
-    return tl.sum(_add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE), axis=1)
+        row = load_row(x, columns, k_pairs, EVEN_K)
+    return tl.sum(add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE), axis=1)
 
 
 @triton.jit
@@ -419,7 +424,7 @@ def plan_grouped_product(
     pairs, experts, count = groups.pairs, groups.experts, groups.num_pairs
     options = {
         "PER_ROW": per_row,
-        "NAME": _KINDS[activation] if activation else "",
+        "NAME": KINDS[activation] if activation else "",
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
@@ -486,7 +491,7 @@ def vector_experts(
     middle = torch.empty((k, inner), dtype=x.dtype, device=x.device)
     vector_gate_up_kernel[(triton.cdiv(inner, first.block_n // 2), k)](
         x.view(torch.int32), gate_up.view(torch.int32), middle, ids, inner, hidden // 2,
-        NAME=_KINDS[activation], BLOCK_N=first.block_n, BLOCK_K=first.block_k,
+        NAME=KINDS[activation], BLOCK_N=first.block_n, BLOCK_K=first.block_k,
         EVEN_K=hidden % first.block_k == 0, num_warps=first.num_warps, **options,
     )  # fmt: skip
     y = torch.empty_like(x)
@@ -533,7 +538,7 @@ _BY_BLOCK = {
 
 def serves(activation: str) -> bool:
     """Whether `experts` can compute it."""
-    return activation in _KINDS
+    return activation in KINDS
 
 
 def experts(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run in Triton's interpreter, on CPU tensors: for tests."""
+
+IN_INTERPRETER = tl.constexpr(INTERPRETED)
+"""The same inside kernels: the interpreter's tl.dot takes the bits of bf16 for integers."""
 
 
 @triton.jit
@@ -54,3 +58,21 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def strided_grid(tiles: int, programs_per_sm: int, device: torch.device) -> tuple[int]:
+    """The grid of a kernel whose programs take tiles with a fixed stride."""
+    return (min(tiles, programs_per_sm * num_multiprocessors(device)),)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with everything it is launched with: `kernel[grid](*arguments, **options)`."""
+
+    kernel: Any
+    grid: tuple[int, int]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def __call__(self) -> None:
+        self.kernel[self.grid](*self.arguments, **self.options)

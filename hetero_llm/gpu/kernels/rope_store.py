@@ -17,8 +17,8 @@ import triton.language as tl
 from hetero_llm.gpu.kernels.launch import (
     INTERPRETED,
     let_next_start,
-    num_multiprocessors,
     pdl_options,
+    strided_grid,
     wait_for_inputs,
 )
 from hetero_llm.models.rotary import apply_rotary
@@ -265,7 +265,7 @@ def rope_store(
     half_padded = triton.next_power_of_2(half)
     tile = min(_TILE_HEADS, triton.next_power_of_2(num_heads))
     tiles = triton.cdiv(num_heads, tile) + 2 * triton.cdiv(kv_heads, tile)
-    _rope_store[_grid(num_rows * tiles, qkv.device)](
+    _rope_store[strided_grid(num_rows * tiles, _PROGRAMS_PER_SM, qkv.device)](
         q,
         qkv,
         positions,
@@ -319,7 +319,8 @@ def store(
         return
     padded = triton.next_power_of_2(dim)
     tile = min(_TILE_HEADS, triton.next_power_of_2(kv_heads))
-    _store[_grid(num_rows * triton.cdiv(kv_heads, tile), k.device)](
+    tiles = num_rows * triton.cdiv(kv_heads, tile)
+    _store[strided_grid(tiles, _PROGRAMS_PER_SM, k.device)](
         k,
         v,
         slot_mapping,
@@ -337,10 +338,6 @@ def store(
         num_warps=max(tile * padded // 256, 1),
         **pdl_options(k.device),
     )
-
-
-def _grid(tiles: int, device: torch.device) -> tuple[int]:
-    return (min(tiles, _PROGRAMS_PER_SM * num_multiprocessors(device)),)
 
 
 def _check_cache(key_cache: torch.Tensor, value_cache: torch.Tensor, dtype: torch.dtype) -> None:

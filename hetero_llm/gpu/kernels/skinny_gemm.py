@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,14 +32,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hetero_llm.gpu.kernels.launch import INTERPRETED, let_next_start, pdl_options, wait_for_inputs
+from hetero_llm.gpu.kernels.launch import (
+    IN_INTERPRETER,
+    INTERPRETED,
+    Launch,
+    let_next_start,
+    pdl_options,
+    wait_for_inputs,
+)
 
 MAX_ROWS = 64
 """Products of more rows go to the library."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_TILES = 1 << 16  # tiles of a product with split K: the length of the counters
-_INTERPRETED = tl.constexpr(INTERPRETED)  # there tl.dot takes the bits of bf16 for integers
 _GROUP = 8  # elements of 16 bits in one 16-byte load
 
 
@@ -180,7 +185,7 @@ def _unpack(pairs, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _add_products(sums, w, x, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr, DTYPE: tl.constexpr):
+def add_products(sums, w, x, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr, DTYPE: tl.constexpr):
     """sums [BLOCK_N, PAIRS / 4] + products of w [BLOCK_N, PAIRS] and x [PAIRS], summed by eight.
 
     Eight neighbours lie in one thread; sums are added across threads once, at the end.
@@ -192,7 +197,7 @@ def _add_products(sums, w, x, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr, DTYPE:
 
 
 @triton.jit
-def _load_row(x, columns, k, EVEN_K: tl.constexpr):
+def load_row(x, columns, k, EVEN_K: tl.constexpr):
     if EVEN_K:
         return tl.load(x + columns, eviction_policy="evict_last")
     else:
@@ -241,13 +246,13 @@ def vector_product_kernel(
             _prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
         wait_for_inputs(PDL)
         let_next_start(PDL)
-        row = _load_row(x, columns, k_pairs, EVEN_K)
+        row = load_row(x, columns, k_pairs, EVEN_K)
         for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
-            sums = _add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+            sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
             columns += PAIRS
             w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
-            row = _load_row(x, columns, k_pairs, EVEN_K)
-        sums = _add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+            row = load_row(x, columns, k_pairs, EVEN_K)
+        sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
     else:
         if PREFETCH > 0:
             _prefetch_weight(weight, features, start, n, k_pairs, PIECES, PREFETCH // 2)
@@ -256,8 +261,8 @@ def vector_product_kernel(
         for offset in tl.range(0, stop - start, PAIRS, num_stages=STAGES):
             inner = columns + offset
             w = _load_weight(weight, features, inner, n, k_pairs, EVEN_N, EVEN_K, EVICT)
-            row = _load_row(x, inner, k_pairs, EVEN_K)
-            sums = _add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+            row = load_row(x, inner, k_pairs, EVEN_K)
+            sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
     sums = tl.sum(sums, axis=1)[:, None]
     rows = tl.arange(0, 1)
     _finish(sums, y, bias, partials, counters, features, rows, 1, n, HAS_BIAS, SPLIT_K, BLOCK_N, 1)
@@ -309,7 +314,7 @@ def matrix_product_kernel(
         right = tl.load(
             row_pointers + inner[:, None], mask=inside, other=0.0, eviction_policy="evict_last"
         )
-        if _INTERPRETED:
+        if IN_INTERPRETER:
             w, right = w.to(tl.float32), right.to(tl.float32)
         sums = tl.dot(w, right, sums)
     # Not earlier: the next kernel's programs would take shared memory from this one's.
@@ -326,19 +331,6 @@ def _counters(device: torch.device) -> Tensor:
     if device.type == "cuda":
         assert not torch.cuda.is_current_stream_capturing(), "run a product once before capturing"
     return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """A kernel with everything it is launched with: `kernel[grid](*arguments, **options)`."""
-
-    kernel: Any
-    grid: tuple[int, int]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def __call__(self) -> None:
-        self.kernel[self.grid](*self.arguments, **self.options)
 
 
 def plan_launch(
