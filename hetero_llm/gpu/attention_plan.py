@@ -26,6 +26,8 @@ _SHARED_STEPS = 8
 """Fewest key steps that a group shares (512 keys where a step has 64). A row's piece, written and
 read, moves the bytes of two keys for each query head: the two pieces of a row in a group of 64
 matrix rows take 256 keys, and the tile more takes `_ITEM_COST`; two members have to save more."""
+_Sequences = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Request slots, computed and scheduled tokens, whether a tree, whether chosen: see `plan_into`."""
 _NO_BLOCK_TABLES = np.zeros((0, 0), np.int32)
 
 
@@ -85,45 +87,14 @@ def plan_into(
     key_step, max_pieces = limits.key_step, limits.max_pieces
     parallel, tile_rows = limits.parallel, limits.tile_rows
     shortest, cost = limits.min_keys // key_step, _ITEM_COST / key_step
+    sequences = request_slots, num_computed_tokens, num_scheduled_tokens, trees, chosen
     members = np.zeros(len(request_slots), np.int64)
     shared = np.zeros(len(request_slots), np.int64)
-    tiles = _tiles(
-        request_slots,
-        num_computed_tokens,
-        num_scheduled_tokens,
-        trees,
-        chosen,
-        window,
-        tile_rows,
-        key_step,
-        members,
-        shared,
-    )
+    tiles = _tiles(sequences, window, tile_rows, key_step, members, shared)
     pieces, time = _cut(tiles, key_step, parallel, max_pieces, shortest, cost)
     may_share = window == 0 and max_pieces > 0 and block_tables.size > 0
-    if may_share and _share(
-        request_slots,
-        num_computed_tokens,
-        num_scheduled_tokens,
-        chosen,
-        block_tables,
-        block_size,
-        limits,
-        members,
-        shared,
-    ):
-        joined = _tiles(
-            request_slots,
-            num_computed_tokens,
-            num_scheduled_tokens,
-            trees,
-            chosen,
-            window,
-            tile_rows,
-            key_step,
-            members,
-            shared,
-        )
+    if may_share and _share(sequences, block_tables, block_size, limits, members, shared):
+        joined = _tiles(sequences, window, tile_rows, key_step, members, shared)
         others, other_time = _cut(joined, key_step, parallel, max_pieces, shortest, cost)
         if other_time < time:  # else the chip has room to read them again, and less to merge
             tiles, pieces = joined, others
@@ -132,10 +103,7 @@ def plan_into(
 
 @njit(cache=True, nogil=True)
 def _share(
-    request_slots: np.ndarray,
-    num_computed_tokens: np.ndarray,
-    num_scheduled_tokens: np.ndarray,
-    chosen: np.ndarray,
+    sequences: _Sequences,
     block_tables: np.ndarray,
     block_size: int,
     limits: PlanLimits,
@@ -145,10 +113,11 @@ def _share(
     """Finds groups of sequences that read keys together. Returns whether there are any.
 
     Args:
-        request_slots .. limits: see `plan_into`.
+        sequences .. limits: see `plan_into`.
         members: [S] int64 zeros; written at a group's first sequence: its number of sequences.
         shared: [S] int64, written there too: the keys that they read together.
     """
+    request_slots = sequences[0]
     tile_rows, key_step, max_pieces = limits.tile_rows, limits.key_step, limits.max_pieces
     unit = key_step // math.gcd(key_step, block_size) * block_size
     least = max(_SHARED_STEPS * key_step, limits.min_keys)
@@ -158,16 +127,7 @@ def _share(
         size = 1
         if block_tables[request_slots[first], 0] == block_tables[request_slots[first + 1], 0]:
             size, keys = _neighbours(
-                first,
-                request_slots,
-                num_computed_tokens,
-                num_scheduled_tokens,
-                chosen,
-                block_tables,
-                block_size,
-                tile_rows,
-                unit,
-                least,
+                first, sequences, block_tables, block_size, tile_rows, unit, least
             )
             size = min(size, left - 1)
             if size > 1:
@@ -180,10 +140,7 @@ def _share(
 @njit(cache=True, nogil=True)
 def _neighbours(
     first: int,
-    request_slots: np.ndarray,
-    num_computed_tokens: np.ndarray,
-    num_scheduled_tokens: np.ndarray,
-    chosen: np.ndarray,
+    sequences: _Sequences,
     block_tables: np.ndarray,
     block_size: int,
     tile_rows: int,
@@ -195,6 +152,7 @@ def _neighbours(
     The tokens of all fit one tile and see every shared key. The shared keys end at a multiple of
     `unit`, before the own tokens of any member, and are at least `least`.
     """
+    request_slots, num_computed_tokens, num_scheduled_tokens, _, chosen = sequences
     size, keys, rows = 1, 0, num_scheduled_tokens[first]
     table, most = request_slots[first], num_computed_tokens[first] // block_size
     if not chosen[first]:
@@ -217,11 +175,7 @@ def _neighbours(
 
 @njit(cache=True, nogil=True)
 def _tiles(
-    request_slots: np.ndarray,
-    num_computed_tokens: np.ndarray,
-    num_scheduled_tokens: np.ndarray,
-    trees: np.ndarray,
-    chosen: np.ndarray,
+    sequences: _Sequences,
     window: int,
     tile_rows: int,
     key_step: int,
@@ -235,6 +189,7 @@ def _tiles(
     stride, and long ones that alternate with short ones could all fall to the same programs.
     `members` and `shared` are those of `_share`.
     """
+    request_slots, num_computed_tokens, num_scheduled_tokens, trees, chosen = sequences
     num_tiles = 0
     for sequence in range(len(request_slots)):
         if chosen[sequence]:
