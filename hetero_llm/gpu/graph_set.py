@@ -87,7 +87,7 @@ def waiting_buckets(buckets: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(b for b in buckets if b in few or b > few[-1] or b == buckets[-1])
 
 
-def is_short(contexts: np.ndarray, num_kv_heads: int, device: torch.device) -> bool:
+def is_short(contexts: np.ndarray, context: AttentionContext) -> bool:
     """Whether a step without prompt chunks needs no attention tile cut.
 
     Args:
@@ -96,7 +96,8 @@ def is_short(contexts: np.ndarray, num_kv_heads: int, device: torch.device) -> b
     longest = int(contexts.max())
     if longest <= _SHORT_CONTEXT:
         return True
-    fills_device = len(contexts) * num_kv_heads >= 3 * num_multiprocessors(device)
+    places = 3 * num_multiprocessors(context.block_tables.device)
+    fills_device = len(contexts) * context.config.num_kv_heads >= places
     return fills_device and longest * len(contexts) <= 2 * int(contexts.sum())
 
 
@@ -223,7 +224,7 @@ class StepGraphs:
         if single and plain and not step.kv_loads and bool((step.num_samples == 1).all()):
             bucket = _smallest(buckets.decode, num_tokens)
             if bucket is not None:
-                short = self._is_short(step.num_computed_tokens + 1)
+                short = is_short(step.num_computed_tokens + 1, self._context)
                 self._fill_and_replay(step, ("short decode" if short else "decode", bucket))
                 return "decode"
         kind = "waiting model" if step.kv_loads else "model"
@@ -253,7 +254,7 @@ class StepGraphs:
         bucket = _smallest(self._buckets.tokens, num_tokens)
         if bucket is None or num_samples > bucket:
             return None
-        short = self._is_short(step.num_computed_tokens + step.num_scheduled_tokens)
+        short = is_short(step.num_computed_tokens + step.num_scheduled_tokens, self._context)
         key = ("short verify" if short else "verify", bucket)
         self._fill_and_replay(step, key, withdraw=not plain)
         return self._filled[key].layout
@@ -266,10 +267,6 @@ class StepGraphs:
         if withdraw:
             self._filler.withdraw_trees(buffer.layout)
         self.captured.replay(key)
-
-    def _is_short(self, contexts: np.ndarray) -> bool:
-        context = self._context
-        return is_short(contexts, context.config.num_kv_heads, context.block_tables.device)
 
     @torch.inference_mode()
     def _capture(self, drafts: bool, layer_ready: LayerReadyFlags | None) -> None:

@@ -330,7 +330,7 @@ class GpuModelRunner:
                 step.num_scheduled_tokens,
                 self.filler.block_tables,
             )
-        short = single and self._is_short(step.num_computed_tokens + 1)
+        short = single and is_short(step.num_computed_tokens + 1, self._context)
         if single:  # as the graphs do
             tile = self._context.decode_tile(num_tokens, short=short)
         else:
@@ -359,7 +359,7 @@ class GpuModelRunner:
     ) -> torch.Tensor:
         """Issues the kernels of a step with drafts: [T, hidden]. If plain, it samples and writes
         `verified`, whose size is that of the step, too."""
-        short = self._is_short(step.num_computed_tokens + step.num_scheduled_tokens)
+        short = is_short(step.num_computed_tokens + step.num_scheduled_tokens, self._context)
         tile = self._context.tree_tile(int(step.num_scheduled_tokens.sum()), short=short)
         groups = len(verified.counts)
         samples = len(verified.packed) - groups
@@ -370,10 +370,6 @@ class GpuModelRunner:
         if plain:
             self._device_step.verify_trees(buffer.inputs, hidden, verified)
         return hidden
-
-    def _is_short(self, contexts: np.ndarray) -> bool:
-        context = self._context
-        return is_short(contexts, context.config.num_kv_heads, context.block_tables.device)
 
     # -- sampling by torch, and results -----------------------------------------------------
 
