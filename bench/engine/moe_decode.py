@@ -36,14 +36,14 @@ _COUNTED_STEPS = 16
 @contextmanager
 def _without_graphs(runner: Any) -> Iterator[None]:
     """Steps call the modules while it is open; the runner keeps its graphs for later."""
-    graphs = getattr(runner, "_graphs", None)
+    graphs = getattr(runner, "graphs", None)
     if graphs is not None:
-        runner._graphs = None
+        runner.graphs = None
     try:
         yield
     finally:
         if graphs is not None:
-            runner._graphs = graphs
+            runner.graphs = graphs
 
 
 def experts_touched(llm: LLM, prompts: Prompts, batch: int, steps: int = _COUNTED_STEPS) -> float:

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.common import bench_parser, print_table, write_results
 from bench.gpu_timing import copy_bandwidth, event_ms, graph_ms
+from hetero_llm.gpu.attention_context import AttentionContext
 from hetero_llm.gpu.attention_plan import PlanLimits, plan_work
 from hetero_llm.gpu.kernels.launch import num_multiprocessors
 from hetero_llm.gpu.kernels.paged_attention import (
@@ -30,7 +31,6 @@ from hetero_llm.gpu.kernels.paged_attention import (
     make_workspace,
     paged_attention,
 )
-from hetero_llm.gpu.paged_attention import AttentionContext
 
 HEADS, KV_HEADS, DIM, BLOCK, LAYERS = 32, 8, 128, 16, 6
 GROUP = HEADS // KV_HEADS
@@ -283,14 +283,14 @@ def variants(copy: float) -> list[dict[str, Any]]:
         cache = make_cache(LAYOUTS[0], 32 * 4096 // BLOCK, of=of)
         row: dict[str, Any] = {"heads": name}
         for batch in (1, 32):
-            ms = attention_ms(cache, batch, 4096, context.tile_for(batch, single=True), of=of)
+            ms = attention_ms(cache, batch, 4096, context.decode_tile(batch, short=False), of=of)
             row[f"{batch} x 4K us"] = ms * 1e3
             row[f"{batch} x 4K of copy"] = bandwidth(batch, 4096, ms, of) / copy
         for nodes in (8, 64):
             tile = context.tree_tile(nodes, short=False)
             ms = attention_ms(cache, 1, 4096, tile, nodes, tree=True, of=of)
             row[f"tree of {nodes} us"] = ms * 1e3
-        ms = attention_ms(cache, 1, 4096, context.tile_for(4096, single=False), 4096, of=of)
+        ms = attention_ms(cache, 1, 4096, context.chunk_tile(4096), 4096, of=of)
         row["4K prompt TFLOP/s"] = 2 * 4096 * 4097 * of.heads * of.dim / ms / 1e9
         rows.append(row)
         del cache

@@ -23,8 +23,8 @@ from bench.common import bench_parser, print_table, write_results
 from bench.kernels.skinny_gemm import compile_all, graph_us
 from hetero_llm.gpu.kernels import experts as op
 from hetero_llm.gpu.kernels.experts import GroupedConfig, Groups, VectorConfig
+from hetero_llm.gpu.kernels.launch import Launch
 from hetero_llm.gpu.kernels.routing import route_sparse_mixer, route_top_k
-from hetero_llm.gpu.kernels.skinny_gemm import Launch
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
 SHARED_BYTES = 227 << 10

@@ -19,11 +19,11 @@ import torch
 from bench.common import bench_parser, print_table, write_results
 from bench.gpu_timing import call_us, event_ms
 from hetero_llm.gpu.kernels.sample import (
-    PickRows,
-    make_pick_workspace,
+    SampleRows,
+    make_sample_workspace,
     pack_rows,
-    pick_tokens,
-    pick_tokens_reference,
+    sample_tokens,
+    sample_tokens_reference,
 )
 
 DEVICE = torch.device("cuda")
@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, float]] = {
 }
 
 
-def make_rows(count: int, vocab: int, kind: dict[str, float]) -> PickRows:
+def make_rows(count: int, vocab: int, kind: dict[str, float]) -> SampleRows:
     values = {"temperature": 1.0, "top_k": vocab, "top_p": 1.0, "min_p": 0.0} | kind
     columns = {name: np.full(count, value) for name, value in values.items()}
     packed = pack_rows(
@@ -52,25 +52,25 @@ def make_rows(count: int, vocab: int, kind: dict[str, float]) -> PickRows:
         sample_indices=np.zeros(count, np.int32),
         positions=np.full(count, 1000),
     )
-    return PickRows(torch.from_numpy(packed).to(DEVICE))
+    return SampleRows(torch.from_numpy(packed).to(DEVICE))
 
 
 def measure(count: int, vocab: int, spread: float) -> list[dict[str, Any]]:
     """A table row for each kind, at `count` rows of logits of that spread."""
     logits = torch.empty(count, vocab, dtype=torch.bfloat16, device=DEVICE).normal_(std=spread)
-    workspace = make_pick_workspace(count, vocab, DEVICE)
+    workspace = make_sample_workspace(count, vocab, DEVICE)
     out = torch.empty(count, dtype=torch.int64, device=DEVICE)
     table: list[dict[str, Any]] = []
     for name, kind in KINDS.items():
         rows = make_rows(count, vocab, kind)
-        us = call_us(lambda rows=rows: pick_tokens(logits, rows, workspace, out=out), CALLS)
+        us = call_us(lambda rows=rows: sample_tokens(logits, rows, workspace, out=out), CALLS)
         sorting: float | str = "-"
         if name == "k50 p.95" and count <= LARGEST_SORTED:
-            pick_tokens_reference(logits, rows)
-            ms = event_ms(lambda rows=rows: pick_tokens_reference(logits, rows), replays=3)
+            sample_tokens_reference(logits, rows)
+            ms = event_ms(lambda rows=rows: sample_tokens_reference(logits, rows), replays=3)
             sorting = ms * 1e3
         argmax = "-" if table else call_us(lambda: logits.argmax(dim=-1), CALLS)
-        same = int((out == pick_tokens_reference(logits, rows)).sum())
+        same = int((out == sample_tokens_reference(logits, rows)).sum())
         table.append(
             {
                 "rows": count,

@@ -19,7 +19,8 @@ import triton
 from torch import Tensor
 
 from bench.common import bench_parser, print_table, write_results
-from hetero_llm.gpu.kernels.skinny_gemm import Launch, SmallConfig, choose, plan_launch
+from hetero_llm.gpu.kernels.launch import Launch
+from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig, choose, plan_launch
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 L2_BYTES = 60e6
@@ -55,11 +56,11 @@ MODELS = {
 }
 
 
-def vector_candidates(k: int) -> list[SmallConfig]:
+def vector_candidates(k: int) -> list[SkinnyConfig]:
     """Configurations of the vector kernel; 256 inputs a warp."""
 
-    def of(block_n: int, warps: int, **more: Any) -> SmallConfig:
-        return SmallConfig(1, block_n, 256 * warps, num_warps=warps, **more)
+    def of(block_n: int, warps: int, **more: Any) -> SkinnyConfig:
+        return SkinnyConfig(1, block_n, 256 * warps, num_warps=warps, **more)
 
     wide = 4 if k % 1024 == 0 else 2
     return [
@@ -76,7 +77,7 @@ def vector_candidates(k: int) -> list[SmallConfig]:
     ]
 
 
-def matrix_candidates(m: int, n: int) -> list[SmallConfig]:
+def matrix_candidates(m: int, n: int) -> list[SkinnyConfig]:
     """Configurations of the tensor-core kernel, with splits that give each multiprocessor work."""
     block_m = next(size for size in (8, 16, 32, 64) if m <= size)
     # Features and inputs of a tile, stages, warps.
@@ -87,11 +88,11 @@ def matrix_candidates(m: int, n: int) -> list[SmallConfig]:
         tiles = triton.cdiv(n, block_n)
         splits = [split for split in (1, 2, 4, 8) if tiles * split >= 100][:2]
         for split in splits[:1] if tiles > 400 else splits:
-            configs.append(SmallConfig(block_m, block_n, block_k, split, warps, stages))
+            configs.append(SkinnyConfig(block_m, block_n, block_k, split, warps, stages))
     return [dataclasses.replace(configs[0], prefetch=1024), *configs]
 
 
-def candidates(m: int, n: int, k: int) -> list[SmallConfig]:
+def candidates(m: int, n: int, k: int) -> list[SkinnyConfig]:
     """Everything worth timing for one product, what `choose` says included."""
     configs = matrix_candidates(m, n)
     if m == 1:
@@ -140,7 +141,7 @@ def rows_like(shape: Shape, m: int) -> tuple[Tensor, Tensor]:
     return x, torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
 
 
-def time_cell(weights: list[Tensor], m: int, configs: list[SmallConfig]) -> dict[str, Any]:
+def time_cell(weights: list[Tensor], m: int, configs: list[SkinnyConfig]) -> dict[str, Any]:
     """One product: the library's time and error, and those of each configuration."""
     n, k = weights[0].shape
     x, y = rows_like((n, k), m)
@@ -197,7 +198,7 @@ class Stack:
         return [*steps, head]
 
     def calls(
-        self, configs: dict[Shape, SmallConfig | None], *, pdl: bool = True
+        self, configs: dict[Shape, SkinnyConfig | None], *, pdl: bool = True
     ) -> list[Callable[[], Any]]:
         """The step's calls, by shape with our kernel or, for None, the library's."""
         calls: list[Callable[[], Any]] = []
@@ -210,7 +211,7 @@ class Stack:
                 calls.append(launch if pdl else without_pdl(launch))
         return calls
 
-    def milliseconds(self, configs: dict[Shape, SmallConfig | None], *, pdl: bool = True) -> float:
+    def milliseconds(self, configs: dict[Shape, SkinnyConfig | None], *, pdl: bool = True) -> float:
         calls = self.calls(configs, pdl=pdl)
         return graph_us(lambda: [call() for call in calls]) / 1e3
 
@@ -243,7 +244,7 @@ def uniform_rows(stack: Stack) -> list[dict[str, Any]]:
     ]
 
 
-def best_of(cell: dict[str, Any]) -> SmallConfig:
+def best_of(cell: dict[str, Any]) -> SkinnyConfig:
     return min(cell["configs"], key=lambda config: cell["configs"][config]["us"])
 
 
@@ -251,7 +252,7 @@ def best_us(cell: dict[str, Any]) -> float:
     return cell["configs"][best_of(cell)]["us"]
 
 
-def label(config: SmallConfig | None) -> str:
+def label(config: SkinnyConfig | None) -> str:
     if config is None:
         return "library"
     parts = [
@@ -281,7 +282,7 @@ def cell_row(name: str, m: int, shape: Shape, cell: dict[str, Any]) -> dict[str,
 
 
 def plan_compilations(
-    cells: dict[Cell, list[SmallConfig]], weights: dict[Shape, Tensor]
+    cells: dict[Cell, list[SkinnyConfig]], weights: dict[Shape, Tensor]
 ) -> list[Launch]:
     """One launch for each product and configuration."""
     launches = []

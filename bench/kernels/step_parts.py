@@ -16,8 +16,7 @@ import torch
 
 from bench.common import bench_parser, print_table, write_results
 from bench.gpu_timing import CALLS, call_us, event_ms
-from hetero_llm.gpu.kernels.apply_step_inputs import apply_step_inputs
-from hetero_llm.gpu.kernels.exchange import fetch_packet, send_results
+from hetero_llm.gpu.kernels.exchange import apply_step_inputs, fetch_pinned, send_results
 from hetero_llm.gpu.kernels.join_parts import join_parts, join_parts_reference
 from hetero_llm.gpu.kernels.layer_ready import ARMED_WORDS, PLACES, wait_for_loads
 
@@ -43,9 +42,9 @@ def transfers(rows: int) -> list[dict[str, Any]]:
     out = on_device(rows)
     return [
         {
-            "kernel": "fetch_packet",
+            "kernel": "fetch_pinned",
             "rows": rows,
-            "ours_us": call_us(lambda: fetch_packet(buffers, turn, out=buffer)),
+            "ours_us": call_us(lambda: fetch_pinned(buffers, turn, out=buffer)),
             "copy_us": call_us(lambda: buffer.copy_(buffers[0], non_blocking=True)),
         },
         {
@@ -97,11 +96,11 @@ def look() -> dict[str, Any]:
     """A layer-ready flag that is never set."""
     flags, armed = on_device(PLACES), on_device(ARMED_WORDS)
     errors = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    shut = torch.zeros(ARMED_WORDS, dtype=torch.int32, device=DEVICE)
-    shut[PLACES] = 1
+    waiting = torch.zeros(ARMED_WORDS, dtype=torch.int32, device=DEVICE)
+    waiting[PLACES] = 1
 
     def wait() -> None:
-        armed.copy_(shut)
+        armed.copy_(waiting)
         wait_for_loads(flags, armed, errors, layer=0, most_looks=LOOKS)
 
     wait()

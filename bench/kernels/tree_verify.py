@@ -12,7 +12,7 @@ import torch
 
 from bench.common import bench_parser, print_table, write_results
 from bench.gpu_timing import CALLS, call_us
-from hetero_llm.gpu.kernels.tree_verify import make_walk_result, walk_trees
+from hetero_llm.gpu.kernels.tree_verify import make_verified_trees, verify_trees
 
 VOCAB = 128256
 DEVICE = torch.device("cuda")
@@ -43,19 +43,19 @@ def verify_us(num_groups: int, rows: int, accepted: int, *, tree: bool) -> float
     groups = np.stack(
         (np.arange(num_groups) * rows, np.full(num_groups, rows), np.arange(num_groups))
     )
-    out = make_walk_result(num_groups, total, DEVICE)
+    out = make_verified_trees(num_groups, total, DEVICE)
     arguments = (
         upload(sampled, torch.int64),
         upload(drafts, torch.int32),
         upload(parents, torch.int32),
     )
     options = {
-        "cache_rows": upload(np.arange(total), torch.int32),
+        "slot_mapping": upload(np.arange(total), torch.int32),
         "groups": torch.from_numpy(groups).to(DEVICE, torch.int32),
         "last_tokens": torch.zeros(num_groups, dtype=torch.int64, device=DEVICE),
         "out": out,
     }
-    time = call_us(lambda: walk_trees(*arguments, **options))
+    time = call_us(lambda: verify_trees(*arguments, **options))
     assert (out.packed[:num_groups] == accepted + 1).all()
     assert bool((out.counts > 0).all()) == (tree and accepted > 0)
     return time

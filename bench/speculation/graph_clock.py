@@ -9,24 +9,24 @@ import torch
 
 from hetero_llm.gpu.model_runner import GpuModelRunner
 
-_REPLAYS = 16  # a multiple of the lengths of the input and the result rings
+_REPLAYS = 16  # a multiple of the lengths of the input and the result ring
 
 
 class GraphClock:
     """Events around every replayed graph of a runner, until it is stopped.
 
     Args:
-        keeps: the input buffer of the last verify step, for `alone`. Costs microseconds a step.
+        keeps: the input buffer of the last verify step, for `alone`. Costs some microseconds a
+            step.
     """
 
     def __init__(self, runner: GpuModelRunner, *, keeps: bool = False) -> None:
-        graphs = runner._graphs
-        assert graphs is not None
+        assert runner.graphs is not None
+        graphs = runner.graphs.captured
         self._graphs = graphs
         self._replay = graphs.replay
-        self._packer, self._keeps = runner._packer, keeps
-        # A verify step's graph, and its step input buffer.
-        self._kept: tuple[tuple[str, int], np.ndarray] | None = None
+        self._filler, self._keeps = runner.filler, keeps
+        self._kept: tuple[tuple[str, int], np.ndarray] | None = None  # a verify step's input buffer
         self.events: list[tuple[tuple[str, int], torch.cuda.Event, torch.cuda.Event]] = []
         graphs.replay = self._timed  # type: ignore[method-assign]
 
@@ -35,9 +35,8 @@ class GraphClock:
 
     def _timed(self, key: tuple[str, int]) -> None:
         if self._keeps and "verify" in key[0] and (self._kept is None or self._kept[0] != key):
-            place = (self._packer._next - 1) % len(self._packer.ring)
             # Not torch's: its threads would wake up, on cores that others spin on.
-            self._kept = key, self._packer.ring[place].numpy().copy()
+            self._kept = key, self._filler.filled.copy()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         self._replay(key)
@@ -49,7 +48,7 @@ class GraphClock:
         assert self._kept is not None
         key, buffer = self._kept
         torch.cuda.synchronize()
-        self._packer.ring[:] = torch.from_numpy(buffer)
+        self._filler.ring[:] = torch.from_numpy(buffer)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._replay(key)
         begin.record()

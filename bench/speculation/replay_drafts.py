@@ -34,7 +34,7 @@ from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.demo_models import heldout_prompts
-from hetero_llm.gpu.graph_set import row_buckets
+from hetero_llm.gpu.graph_set import token_buckets
 from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 from hetero_llm.spec_decode.ngram.drafter import PromptLookupDrafter
 
@@ -130,12 +130,12 @@ class Clock:
         self.now = 1.0
 
     def seconds(self, rows: int) -> float:
-        bucket = next((b for b in row_buckets(self._rows[-1]) if b >= rows), rows)
+        bucket = next((b for b in token_buckets(self._rows[-1]) if b >= rows), rows)
         most = max(bucket / self._rows[-1], 1.0)  # beyond all graphs
         return float(np.interp(bucket, self._rows, self._times)) * most * 1e-3
 
     def profile(self) -> list[tuple[int, float]]:
-        return [(rows, self.seconds(rows)) for rows in row_buckets(self._rows[-1])]
+        return [(rows, self.seconds(rows)) for rows in token_buckets(self._rows[-1])]
 
 
 def drafter_of(settings: dict[str, Any] | None, clock: Clock | None) -> Drafter:

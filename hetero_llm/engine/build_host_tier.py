@@ -38,7 +38,7 @@ _RESERVED_STEPS = 8
 
 
 class LoadGates(Protocol):
-    """`runner.layer_ready.Gates` over flags on the device.
+    """`runner.layer_ready.LayerReadyFlags` over flags on the device.
 
     Attributes:
         gate_of: transfer id -> flag of a load, None if it has ended; set once there is a copier.

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from hetero_llm.core.acceptance import TypicalAcceptance
     from hetero_llm.cpu.backend import NativeBackend
     from hetero_llm.cpu.model_runner import NativeModelRunner
-    from hetero_llm.gpu.layer_ready import DeviceGates
+    from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
     from hetero_llm.models.config import ModelConfig
     from hetero_llm.models.layers import CausalLM
     from hetero_llm.runner.attention import RowKernel
     from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
-    from hetero_llm.runner.layer_ready import Gates
+    from hetero_llm.runner.layer_ready import LayerReadyFlags
     from hetero_llm.runner.model_runner import TorchModelRunner
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class RunnerInputs:
     drafts: bool
     native: NativeBackend | None
     typical: TypicalAcceptance | None
-    gates: Gates | None
+    gates: LayerReadyFlags | None
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -72,7 +72,7 @@ def build_runner(
     device: torch.device,
     drafts: bool,
     native: NativeBackend | None,
-    gates: Gates | None = None,
+    gates: LayerReadyFlags | None = None,
 ) -> BuiltRunner:
     """The runner with its KV cache.
 
@@ -179,7 +179,7 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
             max_num_batched_tokens=inputs.scheduler.max_num_batched_tokens,
             graphs=graphs,
             drafts=inputs.drafts,
-            gates=cast("DeviceGates | None", inputs.gates),
+            layer_ready=cast("DeviceLayerReadyFlags | None", inputs.gates),
         )
         runner.typical = inputs.typical
         return BuiltRunner(runner, cache)

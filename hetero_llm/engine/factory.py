@@ -368,14 +368,14 @@ def _platform(config: EngineConfig, device: torch.device) -> HostPlatform | None
     import torch
 
     from hetero_llm.engine.core_plan import plan_cores
-    from hetero_llm.gpu.layer_ready import DeviceGates
+    from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
     from hetero_llm.utils.numa import numa_node
 
     plan = plan_cores(config, target_on_cpu=False)
     return HostPlatform(
         libcuda="libcuda.so.1",
         current_stream=lambda: torch.cuda.current_stream(device).cuda_stream,
-        make_gates=lambda: DeviceGates(device, lambda ticket: None),
+        make_gates=lambda: DeviceLayerReadyFlags(device, lambda ticket: None),
         node=numa_node(device.index or 0),
         core=None if plan is None else plan.copy,
     )

@@ -1,1 +1,1 @@
-"""The CUDA side: a step's packet, captured graphs, attention, Triton kernels, memory."""
+"""The CUDA side: the step input buffer, captured graphs, attention, Triton kernels, memory."""

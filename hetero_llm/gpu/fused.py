@@ -1,4 +1,4 @@
-"""Fused kernels for a model on a CUDA device: norms, activations, products of few rows."""
+"""Fused kernels for a model on a CUDA device: norms, activations, products of few rows, experts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
-from hetero_llm.gpu.experts import speed_up_experts
 from hetero_llm.gpu.kernels.activation import activation, gated_activation
+from hetero_llm.gpu.kernels.experts import experts, serves
 from hetero_llm.gpu.kernels.launch import INTERPRETED
 from hetero_llm.gpu.kernels.norm import (
     MAX_NORM_SIZE,
@@ -16,7 +16,9 @@ from hetero_llm.gpu.kernels.norm import (
     add_layer_norm,
     add_rms_norm,
 )
+from hetero_llm.gpu.kernels.routing import route_sparse_mixer, route_top_k
 from hetero_llm.gpu.kernels.skinny_gemm import linear
+from hetero_llm.models.experts import Experts, SparseMixerRouter, TopKRouter
 from hetero_llm.models.layers import (
     Activation,
     AddLayerNorm,
@@ -29,8 +31,8 @@ from hetero_llm.models.layers import (
 
 
 def speed_up(model: CausalLM) -> None:
-    """Replaces what can be replaced, in place. Weights that wait in host memory keep their
-    product, which stages them, and rows too long for one program their norms."""
+    """Replaces functions of the model's layers by kernels, in place. Weights in host memory keep
+    their product, which stages them, and rows too long for one program keep their norms."""
     fused_norms = model.config.hidden_size <= MAX_NORM_SIZE
     for module in model.modules():
         if isinstance(module, RMSNorm) and fused_norms:
@@ -48,8 +50,24 @@ def speed_up(model: CausalLM) -> None:
     speed_up_experts(model)
 
 
+def speed_up_experts(model: CausalLM) -> None:
+    """Replaces routers and experts by kernels, in place."""
+    for module in model.modules():
+        if isinstance(module, Experts) and serves(module.activation.name):
+            module.function = partial(experts, activation=module.activation.name)
+        elif isinstance(module, TopKRouter):
+            module.function = partial(
+                route_top_k,
+                k=module.k,
+                renormalize=module.renormalize,
+                rounded=module.rounded,
+            )
+        elif isinstance(module, SparseMixerRouter):
+            module.function = partial(route_sparse_mixer, jitter=module.jitter)
+
+
 def _activation(x: Tensor, name: str, plain: Callable[[Tensor], Tensor]) -> Tensor:
-    """The kernel for what it serves, `plain` for anything else."""
+    """The kernel for tensors that it serves, `plain` for others."""
     if x.dim() == 2 and x.is_contiguous() and (x.is_cuda or INTERPRETED):
         return activation(x, name)
     return plain(x)

@@ -1,38 +1,104 @@
-"""Captured steps: one CUDA graph for each bucket of rows, replayed with new inputs."""
+"""CUDA graphs of steps: which are captured, which one a step replays, and what is not captured.
+
+Steps of at most 512 tokens replay graphs. A graph holds a number of tokens (its bucket), and a step
+is padded to the smallest bucket that holds it:
+
+- "decode": every sequence has one token and samples once; model, head, sampling and results.
+- "model" and then "head", each by its own bucket: any other step without draft trees. A step whose
+  sampling needs more than the kernels do (log-probabilities, penalties, users' processors) replays
+  "model" alone, and the torch sampler follows.
+- "waiting model": as "model", for steps that read KV still on its way from host memory. Attention
+  waits for each layer on the device. No other graph waits, so such a step does not replay "decode".
+- "verify": steps with draft trees; model, head, sampling, verification and results.
+- "short decode", "short verify": the same for contexts that need no attention tile cut.
+
+Larger steps, and with `enforce_eager` all steps, issue the same kernels uncaptured.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
+from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.gpu.attention_context import AttentionContext
+from hetero_llm.gpu.device_step import DeviceStep
+from hetero_llm.gpu.fill_step import StepFiller
+from hetero_llm.gpu.kernels.launch import num_multiprocessors
+from hetero_llm.gpu.paged_attention import StepAttention
+from hetero_llm.gpu.step_buffer import StepBuffer, StepBuffers, StepLayout
+from hetero_llm.models.layers import Attend
+from hetero_llm.runner.layer_ready import LayerReadyAttention, LayerReadyFlags
+
 K = TypeVar("K")
+GraphKey = tuple[str, int]
+"""Kind and bucket of a step's graph."""
 
-MAX_GRAPH_ROWS = 512
+MAX_GRAPH_TOKENS = 512
+_SHORT_CONTEXT = 384
+_REPLAYS = 3
 
 
-def row_buckets(limit: int) -> tuple[int, ...]:
-    """Row counts that are captured, ascending: padding wastes at most a quarter from 64 rows on.
-    448 is left out: cuBLAS computes 512 rows of a 7B or 8B shape in 9.8 ms, 448 in 13.8.
+class StepBuckets(NamedTuple):
+    """Numbers of tokens that are captured, ascending.
+
+    Attributes:
+        tokens: of "model" and "verify" graphs.
+        decode: of "decode" and "head" graphs, in which it is the number of sampled tokens.
+        waiting: of "waiting model" graphs.
+    """
+
+    tokens: tuple[int, ...]
+    decode: tuple[int, ...]
+    waiting: tuple[int, ...]
+
+
+def step_buckets(max_num_seqs: int, max_tokens: int) -> StepBuckets:
+    """The buckets of a runner whose steps have at most `max_tokens` tokens."""
+    tokens = token_buckets(min(MAX_GRAPH_TOKENS, max_tokens))
+    decode = token_buckets(min(MAX_GRAPH_TOKENS, max_num_seqs))
+    return StepBuckets(tokens, decode, waiting_buckets(tokens))
+
+
+def token_buckets(limit: int) -> tuple[int, ...]:
+    """Numbers of tokens, ascending: padding wastes at most a quarter from 64 tokens on. 448 is left
+    out: cuBLAS computes 512 rows of a 7B or 8B shape in 9.8 ms, 448 in 13.8.
 
     Args:
-        limit: most rows that a step can have; the last bucket holds it (or `MAX_GRAPH_ROWS`).
+        limit: most tokens of a step; the last bucket holds it (or is `MAX_GRAPH_TOKENS`).
     """
     buckets = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
-    buckets += [320, 384, MAX_GRAPH_ROWS]
+    buckets += [320, 384, MAX_GRAPH_TOKENS]
     enough = next((i for i, bucket in enumerate(buckets) if bucket >= limit), len(buckets) - 1)
     return tuple(buckets[: enough + 1])
 
 
-def gated_buckets(buckets: tuple[int, ...]) -> tuple[int, ...]:
-    """Those that steps with loads under way use. Up to 128 rows a step takes about as long as
-    reading the weights takes, and such a step seldom less than its load: a few sizes serve, and the
-    larger ones are kept, where padding would cost time. The last is always there."""
+def waiting_buckets(buckets: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of `buckets` that steps with unfinished loads use. Up to 128 tokens a step takes about
+    as long as reading the weights, and seldom less than its load, so a few sizes serve there. The
+    larger ones are all kept, where padding would cost time, and so is the last."""
     few = (8, 32, 64, 128)
     return tuple(b for b in buckets if b in few or b > few[-1] or b == buckets[-1])
+
+
+def is_short(contexts: np.ndarray, context: AttentionContext) -> bool:
+    """Whether a step without prompt chunks needs no attention tile cut.
+
+    Args:
+        contexts: [S] keys of each sequence, the step's own included.
+    """
+    longest = int(contexts.max())
+    if longest <= _SHORT_CONTEXT:
+        return True
+    places = 3 * num_multiprocessors(context.block_tables.device)
+    fills_device = len(contexts) * context.config.num_kv_heads >= places
+    return fills_device and longest * len(contexts) <= 2 * int(contexts.sum())
 
 
 @contextmanager
@@ -58,8 +124,8 @@ class GraphSet(Generic[K]):
     def capture(self, key: K, body: Callable[[], None]) -> None:
         """Runs `body` once so that its kernels are compiled and loaded, then captures it.
 
-        `body` must read its inputs and leave its results in tensors that live on. Other threads may
-        use the device meanwhile: host memory may still be being pinned.
+        `body` must read its inputs from tensors that live on and leave its results in such. Other
+        threads may use the device meanwhile: host memory may still be being pinned.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -85,13 +151,189 @@ class GraphSet(Generic[K]):
         return len(self._graphs)
 
 
+def replay_seconds(graphs: GraphSet[K], keys: Sequence[K]) -> list[float]:
+    """Seconds of each graph, with whatever is in its inputs. Waits for the device."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    seconds = []
+    for key in keys:
+        graphs.replay(key)  # the first replay loads the graph
+        times = []
+        for _ in range(_REPLAYS):
+            begin.record()
+            graphs.replay(key)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e-3)
+        seconds.append(min(times))  # one of two once took twice its time
+    return seconds
+
+
+class StepGraphs:
+    """The graphs of a runner's steps. Captured at construction, which takes seconds.
+
+    Args:
+        captured: an empty set for them.
+        drafts: there will be steps with draft trees.
+        layer_ready: what steps with loads wait at; None: there are no such steps.
+
+    Attributes:
+        captured: the graphs by kind and bucket.
+        profile: (tokens, seconds) of verify graphs and of one decoded token, ascending; empty
+            without drafts. Measured without any context: attention over long contexts adds to it,
+            which the times of real steps show.
+    """
+
+    def __init__(
+        self,
+        captured: GraphSet[GraphKey],
+        device_step: DeviceStep,
+        filler: StepFiller,
+        buffers: StepBuffers,
+        context: AttentionContext,
+        *,
+        buckets: StepBuckets,
+        drafts: bool,
+        layer_ready: LayerReadyFlags | None,
+    ) -> None:
+        self.captured = captured
+        self.profile: list[tuple[int, float]] = []
+        self._device_step = device_step
+        self._filler = filler
+        self._buffers = buffers
+        self._context = context
+        self._buckets = buckets
+        self._filled: dict[GraphKey, StepBuffer] = {}
+        self._capture(drafts, layer_ready)
+
+    def replay_step(self, step: SchedulerOutput, num_tokens: int, *, plain: bool) -> str | None:
+        """Fills the buffer of a step without drafts and replays its graphs.
+
+        Args:
+            plain: the kernels can sample for all of its sequences.
+
+        Returns:
+            None if no graph holds the step, else the kind replayed last, which says what there is:
+            "decode": results that the graph has sent; "head": `DeviceStep.tokens`; "model":
+            `DeviceStep.hidden` alone.
+        """
+        buckets = self._buckets
+        num_samples = int(step.num_samples.sum())
+        if num_tokens > buckets.tokens[-1] or num_samples > buckets.decode[-1]:
+            return None
+        single = len(step.request_slots) == num_tokens
+        if single and plain and not step.kv_loads and bool((step.num_samples == 1).all()):
+            bucket = _smallest(buckets.decode, num_tokens)
+            if bucket is not None:
+                short = is_short(step.num_computed_tokens + 1, self._context)
+                self._fill_and_replay(step, ("short decode" if short else "decode", bucket))
+                return "decode"
+        kind = "waiting model" if step.kv_loads else "model"
+        bucket = _smallest(buckets.waiting if step.kv_loads else buckets.tokens, num_tokens)
+        assert bucket is not None
+        self._fill_and_replay(step, (kind, bucket))
+        if not plain:
+            return "model"
+        if num_samples:
+            head = _smallest(buckets.decode, num_samples)
+            assert head is not None
+            self.captured.replay(("head", head))
+        return "head"
+
+    def replay_verify(
+        self, step: SchedulerOutput, num_tokens: int, num_samples: int, *, plain: bool
+    ) -> StepLayout | None:
+        """Fills the buffer of a step with drafts and replays its graph, which sends the results.
+
+        Args:
+            num_samples: tokens to sample, one after each token of a tree.
+            plain: else the graph runs the model, but verifies no tree.
+
+        Returns:
+            The buffer's layout; None if no graph holds the step.
+        """
+        bucket = _smallest(self._buckets.tokens, num_tokens)
+        if bucket is None or num_samples > bucket:
+            return None
+        short = is_short(step.num_computed_tokens + step.num_scheduled_tokens, self._context)
+        key = ("short verify" if short else "verify", bucket)
+        self._fill_and_replay(step, key, withdraw=not plain)
+        return self._filled[key].layout
+
+    def _fill_and_replay(
+        self, step: SchedulerOutput, key: GraphKey, *, withdraw: bool = False
+    ) -> None:
+        buffer = self._filled[key]
+        self._filler.fill(step, buffer)
+        if withdraw:
+            self._filler.withdraw_trees(buffer.layout)
+        self.captured.replay(key)
+
+    @torch.inference_mode()
+    def _capture(self, drafts: bool, layer_ready: LayerReadyFlags | None) -> None:
+        """Captures every bucket, the largest first so that smaller ones reuse its memory."""
+        buckets = self._buckets
+        for bucket in reversed(buckets.decode):
+            for kind, short in (("decode", False), ("short decode", True)):
+                tile = self._context.decode_tile(bucket, short=short)
+                buffer = self._buffers.decode(bucket, tile, cut=not short)
+                attention = StepAttention(self._context, buffer.inputs, tile, any_cut=not short)
+                self._capture_step((kind, bucket), buffer, attention, self._device_step.decode)
+        for bucket in reversed(buckets.tokens):
+            self._capture_model("model", bucket, None)
+        for bucket in reversed(buckets.waiting if layer_ready is not None else ()):
+            self._capture_model("waiting model", bucket, layer_ready)
+        inputs = self._filled["model", buckets.tokens[-1]].inputs  # whose part is the same in all
+        hidden = self._device_step.hidden
+        for bucket in reversed(buckets.decode):
+            body = partial(self._device_step.sample, inputs, hidden, bucket)
+            self.captured.capture(("head", bucket), body)
+        for bucket in reversed(buckets.tokens if drafts else ()):
+            for kind, short in (("verify", False), ("short verify", True)):
+                tile = self._context.tree_tile(bucket, short=short)
+                buffer = self._buffers.verify(bucket, tile, cut=not short)
+                attention = StepAttention(self._context, buffer.inputs, tile, any_cut=not short)
+                layout = buffer.layout
+                verified = self._device_step.verified.part(layout.groups, layout.samples)
+                body = partial(self._device_step.verify, verified=verified)
+                self._capture_step((kind, bucket), buffer, attention, body)
+        if drafts:
+            keys = [("decode", 1), *(("verify", b) for b in buckets.tokens if b > 1)]
+            seconds = replay_seconds(self.captured, keys)
+            self.profile = [(n, s) for (_, n), s in zip(keys, seconds, strict=True)]
+        self._device_step.reset_turns()
+        torch.cuda.synchronize()
+
+    def _capture_model(self, kind: str, bucket: int, layer_ready: LayerReadyFlags | None) -> None:
+        tile = self._context.chunk_tile(bucket)
+        buffer = self._buffers.model(bucket, tile)
+        attention: Attend = StepAttention(self._context, buffer.inputs, tile, any_cut=True)
+        if layer_ready is not None:
+            attention = LayerReadyAttention(attention, layer_ready)
+        self._capture_step((kind, bucket), buffer, attention, self._device_step.model)
+
+    def _capture_step(
+        self,
+        key: GraphKey,
+        buffer: StepBuffer,
+        attention: Attend,
+        body: Callable[[StepBuffer, Attend], None],
+    ) -> None:
+        self._filled[key] = buffer
+        self.captured.capture(key, partial(body, buffer, attention))
+
+
+def _smallest(buckets: tuple[int, ...], count: int) -> int | None:
+    """The smallest bucket that holds `count`."""
+    return next((bucket for bucket in buckets if bucket >= count), None)
+
+
 @torch.inference_mode()
 def why_not_captured(body: Callable[[], None]) -> str | None:
     """Why the current device cannot capture `body`; None if it can.
 
     A capture in which the host waits for the device breaks off in a state that is hard to leave,
-    so that is looked for before anything is captured. What `body` does must not matter: it runs
-    a few times.
+    so waiting is looked for before anything is captured. `body` must have no lasting effect: it
+    runs a few times.
 
     Raises:
         OutOfMemoryError: of torch.

@@ -1,8 +1,8 @@
-"""Gates on a device: steps wait there, layer by layer, for KV on its way from host memory.
+"""Layer-ready flags on a device: steps wait, layer by layer, for KV on its way from host memory.
 
 Arming is a kernel that reads page-locked memory, not a copy: small copies to the device would queue
-behind the loads that they are about. Waiting is a kernel, too, so a step, even one captured graph,
-is launched as a whole while its loads go on.
+behind the very loads that the step waits for. Waiting is a kernel, too, so a step, even one
+captured graph, is launched as a whole while its loads still run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hetero_llm.bridge.kv_offload.copier_protocol import LayerReadyFlag
-from hetero_llm.gpu.kernels.exchange import fetch_packet
+from hetero_llm.gpu.kernels.exchange import fetch_pinned
 from hetero_llm.gpu.kernels.layer_ready import (
     ARMED_WORDS,
     MOST_LOOKS,
@@ -22,20 +22,22 @@ from hetero_llm.gpu.kernels.layer_ready import (
 )
 
 _TURNS = 8
-"""Steps with loads that may be under way, and a few more."""
+"""More than the steps with loads that can run at once."""
 
 
-class DeviceGates:
-    """See `runner.model_runner.TimedGates`. One thread arms, waits and asks.
+class DeviceLayerReadyFlags:
+    """See `runner.model_runner.TimedGates`. One thread arms, waits and reads errors.
 
     Args:
-        device: where the flags live.
-        gate_of: the gate of a load, None if it is over (`Copier.gate` of `copier_protocol`).
+        device: of the flags.
+        gate_of: the flag of a load by its transfer id, None if it has finished (`Copier.gate` of
+            `copier_protocol`).
         most_looks: see `kernels.layer_ready.wait_for_loads`.
 
     Attributes:
-        gate_of: may be set later, before the first step with loads: whoever loads has to know
+        gate_of: may be set later, before the first step with loads: the copier has to know
             `flags_address` first.
+        flags: [PLACES] int32 on the device; loads write them.
         turn: names the step armed last.
     """
 
@@ -48,9 +50,9 @@ class DeviceGates:
     ) -> None:
         pin = device.type == "cuda"  # else Triton's interpreter: for tests
         self.gate_of = gate_of
+        self.flags = torch.zeros(PLACES, dtype=torch.int32, device=device)
         self.turn = 0
         self._most_looks = most_looks
-        self._flags = torch.zeros(PLACES, dtype=torch.int32, device=device)
         self._armed = torch.zeros(ARMED_WORDS, dtype=torch.int32, device=device)
         self._first = torch.zeros(1, dtype=torch.int32, device=device)
         self._ring = torch.zeros(_TURNS, ARMED_WORDS, dtype=torch.int32, pin_memory=pin)
@@ -62,28 +64,33 @@ class DeviceGates:
 
     @property
     def flags_address(self) -> int:
-        """Of the flags on the device, [PLACES] int32."""
-        return self._flags.data_ptr()
+        """Device address of `flags`."""
+        return self.flags.data_ptr()
 
-    def arm(self, tickets: Sequence[int]) -> None:
-        """See `runner.layer_ready.Gates`; begins a new turn."""
+    @property
+    def is_armed(self) -> bool:
+        """Whether the step armed last waits for any load. Waits for the device: for tests."""
+        return bool(self._armed[PLACES : 2 * PLACES].any())
+
+    def arm(self, transfer_ids: Sequence[int]) -> None:
+        """See `runner.layer_ready.LayerReadyFlags`; begins a new turn."""
         self.turn = turn = (self.turn + 1) % _TURNS
         row = self._rows[turn]
         row[:] = 0
         row[TURN] = turn
-        for ticket in tickets:
-            gate = self.gate_of(ticket)
-            if gate is not None:
-                assert not row[PLACES + gate.place], "two loads at one place"
-                row[gate.place] = (gate.base + 2**31) % 2**32 - 2**31
-                row[PLACES + gate.place] = 1
+        for transfer_id in transfer_ids:
+            flag = self.gate_of(transfer_id)
+            if flag is not None:
+                assert not row[PLACES + flag.place], "two loads at one place"
+                row[flag.place] = (flag.base + 2**31) % 2**32 - 2**31
+                row[PLACES + flag.place] = 1
         self._gave_up[turn] = 0
-        fetch_packet(self._ring[turn : turn + 1], self._first, out=self._armed)
+        fetch_pinned(self._ring[turn : turn + 1], self._first, out=self._armed)
 
     def wait(self, layer: int) -> None:
-        """See `runner.layer_ready.Gates`."""
+        """See `runner.layer_ready.LayerReadyFlags`."""
         wait_for_loads(
-            self._flags, self._armed, self._errors, layer=layer, most_looks=self._most_looks
+            self.flags, self._armed, self._errors, layer=layer, most_looks=self._most_looks
         )
 
     def take_error(self, turn: int) -> bool:

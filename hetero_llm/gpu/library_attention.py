@@ -5,9 +5,9 @@
   joined by their log-sum-exp.
 - Many chunks: FlashAttention-2, which takes sequences of any lengths in one call, windows included.
 
-torch's public calls return no log-sum-exp and take no ragged batch in all versions that we serve,
-so its operators are called by their own names. Each is tried once against plain torch, and where
-one fails our kernel serves.
+torch's public calls return no log-sum-exp and take no ragged batch in all versions that we support,
+so we call its operators by their own names. Each is tried once against plain torch; where one
+fails, our kernel serves.
 """
 
 from __future__ import annotations
@@ -26,8 +26,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ChunkKeys:
-    """Where a chunk's keys are: blocks [n] int64 of the whole context on the device, tokens before
-    the chunk, rows of the chunk."""
+    """The keys of one chunk.
+
+    Attributes:
+        blocks: [n] int64 block ids of the whole context, on the device.
+        start: tokens before the chunk.
+        count: tokens of the chunk.
+    """
 
     blocks: torch.Tensor
     start: int
@@ -62,9 +67,15 @@ def attend_chunk(
 
 @dataclass(frozen=True, slots=True)
 class RaggedKeys:
-    """Keys of several chunks: whole blocks [n] int64 of all contexts one after the other, where
-    each context's begin [S + 1] int32 (in tokens), its tokens in use [S] int32, where each chunk's
-    rows begin [S + 1] int32; longest chunk and longest context."""
+    """The keys of several chunks.
+
+    Attributes:
+        blocks: [n] int64 block ids of all contexts, one after the other, on the device.
+        starts: [S + 1] int32 token at which each context begins.
+        used: [S] int32 tokens in use of each context.
+        row_starts: [S + 1] int32 row at which each chunk begins.
+        max_rows, max_keys: longest chunk, longest context.
+    """
 
     blocks: torch.Tensor
     starts: torch.Tensor
@@ -83,8 +94,11 @@ def attend_ragged(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Attends several chunks whose own keys are already stored: arguments as `attend_chunk`, q of
-    all chunks' rows one after the other."""
+    """Attends several chunks whose own keys are already stored.
+
+    Args:
+        q: [T, H, D], the chunks' rows one after the other; others as of `attend_chunk`.
+    """
     k, v = (_gather(cache, keys.blocks, q.dtype) for cache in (key_cache, value_cache))
     out, *_ = torch.ops.aten._flash_attention_forward(
         *(q, k, v, keys.row_starts, keys.starts, keys.max_rows, keys.max_keys, 0.0, True, False),
@@ -124,7 +138,7 @@ def flash_works(
         def numbers(*values: int) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
-        # A sequence of 19 keys in two blocks goes before the one that is looked at.
+        # A sequence of 19 keys in two blocks comes before the one that is compared.
         keys = RaggedKeys(
             torch.arange(8, device=device),
             numbers(0, 32, 128),
@@ -140,7 +154,7 @@ def flash_works(
 
 
 class _Trial:
-    """Random 64 rows after 32 keys."""
+    """A random chunk of 64 tokens after 32 others."""
 
     def __init__(
         self, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, device: torch.device
@@ -159,7 +173,7 @@ class _Trial:
         return tokens.reshape(-1, 16, *tokens.shape[1:])
 
     def agrees(self, name: str, attend: Callable[[], torch.Tensor], window: int | None) -> bool:
-        """Whether `attend` runs and gives what plain torch gives."""
+        """Whether `attend` runs and agrees with plain torch."""
         if self._dtype not in (torch.bfloat16, torch.float16) or self.q.device.type != "cuda":
             return False
         try:

@@ -1,7 +1,7 @@
-"""How the GPU's memory is shared out: weights, the largest step, the KV cache.
+"""Shares of the GPU's memory: weights, the largest step, the KV cache.
 
 Every way to run out of it at start ends in a `ConfigError` that names the argument to change, in
-which direction, and the figures in GiB behind it.
+which direction, and the figures in GiB behind the advice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ P = TypeVar("P")
 
 
 class StepRunner(Protocol[P]):
-    """What the profile run needs of a runner."""
+    """The methods of a runner that the profile run calls."""
 
     def launch(self, step: SchedulerOutput) -> P: ...
 
@@ -40,13 +40,13 @@ class StepRunner(Protocol[P]):
 
 @dataclass(frozen=True, slots=True)
 class PoolRoom:
-    """What the profile run found, in bytes.
+    """Bytes that the profile run found.
 
     Attributes:
         total: of the GPU.
         utilization: share of `total` that may be used in all.
-        used: weights, the CUDA context and whatever else is on the GPU.
-        step: what the largest step and the runner's own buffers took beside that.
+        used: weights, the CUDA context and anything else on the GPU.
+        step: the largest step and the runner's own buffers, beside `used`.
     """
 
     total: int
@@ -56,7 +56,7 @@ class PoolRoom:
 
     @property
     def pool_bytes(self) -> int:
-        """What is left for the KV cache; may be negative."""
+        """Room for the KV cache; may be negative."""
         return int(self.total * self.utilization) - self.used - self.step
 
     def __str__(self) -> str:
@@ -75,10 +75,10 @@ def measure_room(
     utilization: float,
     conservative: bool,
 ) -> PoolRoom:
-    """Runs the largest step once and measures what it takes.
+    """Runs the largest step once and measures its memory.
 
     Args:
-        runner_with: builds a runner with a cache of so many blocks and without CUDA graphs.
+        runner_with: builds a runner with a cache of a number of blocks and without CUDA graphs.
         utilization: share of the card's memory that the process may use in all.
         conservative: judge by the driver's count at the fullest moment instead of by torch's
             count of tensors: memory that kernels allocate for themselves and what the allocator
@@ -115,7 +115,7 @@ def measure_room(
         )
     peak, lowest_free = measured
     free, total = torch.cuda.mem_get_info()
-    cache = num_blocks * shape.block_bytes  # was there at the time, and is not part of a step
+    cache = num_blocks * shape.block_bytes  # allocated for the profile, but not part of a step
     taken = peak - before - cache
     if conservative:
         taken = max(taken, free - lowest_free - cache)
@@ -130,8 +130,8 @@ def memory_left(utilization: float) -> int:
 
 
 def free_unreachable() -> None:
-    """Gives the card the memory of engines that nobody refers to any more. Runners hold themselves
-    in cycles through their graphs, so dropping the last name alone frees nothing."""
+    """Returns the memory of unreferenced engines to the GPU. Runners are part of reference cycles
+    through their graphs, so dropping the last reference alone frees nothing."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -226,7 +226,7 @@ def load_weights(load: Callable[[], CausalLM], device: torch.device, plan: Offlo
 
 
 def no_room_for_weights(free: int, total: int, plan: OffloadPlan) -> ConfigError:
-    """What is left of the weights does not fit into `free` of `total` bytes."""
+    """The weights that stay on the GPU do not fit into `free` of `total` bytes."""
     figures = (
         f"{gib(plan.weight_bytes - plan.freed_bytes)} of weights do not fit into the GPU, which "
         f"has {gib(free)} of {gib(total)} free"
@@ -244,9 +244,9 @@ def gib(count: int) -> str:
 
 
 def largest_step(config: SchedulerConfig) -> SchedulerOutput:
-    """The step that needs the most memory: as many new sequences as there may be, each drawing a
-    token (sampling works on a row of the vocabulary each), with one row each, but for as few as
-    possible that share what the token budget leaves (attention needs most for long chunks)."""
+    """The step that needs the most memory: `max_num_seqs` new sequences, each of which samples a
+    token (sampling works on a row of the vocabulary each). Most have one token; as few as possible
+    share the rest of the token budget (attention needs most memory for long chunks)."""
     lengths = [1] * config.max_num_seqs
     left = config.max_num_batched_tokens - config.max_num_seqs
     longest = max(1, config.max_model_len - 1)
@@ -277,7 +277,7 @@ def largest_step(config: SchedulerConfig) -> SchedulerOutput:
 def _lowest_free_memory() -> Iterator[Callable[[], int]]:
     """A function that returns the least free memory (bytes, as the driver counts) seen so far.
 
-    Looks after every module of the model and whenever the function is called.
+    Reads it after every module of the model and whenever the function is called.
     """
     lowest = torch.cuda.mem_get_info()[0]
 
@@ -299,7 +299,7 @@ def _lowest_free_memory() -> Iterator[Callable[[], int]]:
 def _unless_out_of_memory(make: Callable[[], T]) -> T | None:
     """`make()`, or None if the GPU ran out of memory, with nothing kept alive by the exception.
 
-    Libraries that allocate by themselves (cuBLAS, Triton) have their own words for it.
+    Libraries that allocate by themselves (cuBLAS, Triton) raise messages of their own.
     """
     try:
         return make()

@@ -1,4 +1,11 @@
-"""How a step's inputs lie in one packet, which one copy uploads; `packing` fills it."""
+"""The step input buffer: all inputs of one step in one piece of memory, which one kernel fetches.
+
+The host fills a buffer in page-locked memory (`fill_step`), the step's first kernel copies it to
+the device (`kernels.exchange`), and all other kernels read views into that copy. `step_offsets`
+alone says where each part lies; host and device both take the parts by their names.
+
+    header | samples | tokens | block-table writes | attention work | draft trees
+"""
 
 from __future__ import annotations
 
@@ -9,21 +16,37 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from hetero_llm.gpu.kernels.paged_attention import CUT_ROW_FIELDS, WORK_FIELDS
+from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.gpu.attention_context import AttentionContext
+from hetero_llm.gpu.attention_plan import PlanLimits
+from hetero_llm.gpu.kernels.paged_attention import CUT_ROW_FIELDS, WORK_FIELDS, TileShape
 from hetero_llm.gpu.kernels.sample import ROW_FIELDS
 
 A = TypeVar("A", np.ndarray, torch.Tensor)
-_HEADER = 16
+
+RING = 4
+"""Buffers in host memory: one is filled while up to two earlier steps still run."""
 GROUP_FIELDS = 3
+_HEADER = 16
+_MOST_WRITES = 4096
+"""Block-table writes in a buffer; those of a longer prefix hit (65,536 tokens) go separately."""
 
 
 @dataclass(frozen=True, slots=True)
-class PacketLayout:
-    """Sizes of a packet: rows, drawn tokens, work items and cut rows of each of `windows` work
-    lists, block-table writes, and where draft trees are verified, `groups` of drawn tokens. Where
-    the drawn tokens' part lies depends on `samples` alone."""
+class StepLayout:
+    """Capacity of a step input buffer.
 
-    rows: int
+    Attributes:
+        tokens: input tokens.
+        samples: sampled tokens. Where their part lies depends on this number alone.
+        items, cut_rows: work items and cut rows in the work list of each window.
+        writes: block-table writes.
+        windows: different sliding windows of the model's layers; each has a work list.
+        groups: groups of sampled tokens that are verified together; 0: the step verifies nothing,
+            and the buffer has no part for draft trees.
+    """
+
+    tokens: int
     samples: int
     items: int
     cut_rows: int
@@ -31,135 +54,278 @@ class PacketLayout:
     windows: int
     groups: int = 0
 
-    @property
-    def words(self) -> int:
-        per_window = WORK_FIELDS * self.items + CUT_ROW_FIELDS * self.cut_rows
-        rows = 5 * _even(self.rows)
-        samples = (2 + ROW_FIELDS) * _even(self.samples)
-        if self.groups:
-            rows += _even(2 * self.rows)
-            samples += 3 * _even(self.samples) + GROUP_FIELDS * _even(self.groups)
-        return _HEADER + rows + samples + 3 * _even(self.writes) + self.windows * per_window
+
+_PARTS = (
+    *("sample_rows", "sample_slots", "sampling"),
+    *("token_ids", "token_slots", "positions", "limits", "slot_mapping"),
+    *("writes", "items", "cut_rows"),
+    *("ancestors", "draft_tokens", "parents", "sample_slot_mapping", "groups"),
+)
+_SIZES = (
+    *("num_tokens", "num_samples", "num_items", "num_cut_rows", "num_writes", "num_groups"),
+    *("sample_stride", "write_stride", "group_stride"),
+)
+OFFSETS = np.dtype(
+    [(name, np.int64) for name in ("write_count", "work_counts", *_PARTS, *_SIZES, "words")]
+)
+"""One record for each layout, which compiled code reads by field names (a record array costs a call
+0.3 us more than a plain array; a named tuple of as many numbers 3.4 us)."""
 
 
-def _even(count: int) -> int:
+@functools.lru_cache(maxsize=512)
+def step_offsets(layout: StepLayout) -> np.ndarray:
+    """Where the parts of a buffer begin, in int32 words, and how large they are.
+
+    Returns:
+        [1] of `OFFSETS`: `write_count`, `work_counts` and the fields of `StepInputs` and
+        `TreeInputs` are first words; `num_*` repeat the layout's capacities; `*_stride` is the
+        distance between the rows of a part with several fields; `words` is the buffer's length.
+        A layout without groups has no tree parts: their offsets are the buffer's end.
+    """
+    samples, tokens = _aligned(layout.samples), _aligned(layout.tokens)
+    writes, groups = _aligned(layout.writes), _aligned(layout.groups)
+    verified_tokens, verified_samples = (tokens, samples) if layout.groups else (0, 0)
+    lengths = (
+        *(samples, samples, ROW_FIELDS * samples),
+        *(tokens,) * 5,
+        3 * writes,
+        layout.windows * WORK_FIELDS * layout.items,
+        layout.windows * CUT_ROW_FIELDS * layout.cut_rows,
+        2 * verified_tokens,  # int64
+        *(verified_samples,) * 3,
+        GROUP_FIELDS * groups,
+    )
+    offsets = np.zeros(1, OFFSETS)
+    at = offsets[0]
+    at["work_counts"] = 2
+    begin = _HEADER
+    for name, length in zip(_PARTS, lengths, strict=True):
+        at[name] = begin
+        begin += length
+    at["words"] = begin
+    at["num_tokens"], at["num_samples"] = layout.tokens, layout.samples
+    at["num_items"], at["num_cut_rows"] = layout.items, layout.cut_rows
+    at["num_writes"], at["num_groups"] = layout.writes, layout.groups
+    at["sample_stride"], at["write_stride"], at["group_stride"] = samples, writes, groups
+    offsets.setflags(write=False)
+    return offsets
+
+
+def _aligned(count: int) -> int:
     """Parts begin at multiples of 16 bytes, which kernels load with fewer instructions."""
     return -(-count // 4) * 4
 
 
 @dataclass(frozen=True, slots=True)
 class TreeInputs(Generic[A]):
-    """What verification adds; see `kernels.walk.walk_trees`.
+    """What verification reads besides; see `kernels.tree_verify.verify_trees`.
 
     Attributes:
-        ancestors: [T] int64 bits of tree nodes.
-        draft_tokens, parents, cache_rows: [N] int32 of the sampled rows.
-        groups: [3, G] int32 first sample, samples, slot.
+        ancestors: [T] int64, bits of tree nodes.
+        draft_tokens, parents, slot_mapping: [N] int32, of the tokens that are sampled after.
+        groups: [3, G] int32 first sample, number of samples, request slot.
     """
 
     ancestors: A
     draft_tokens: A
     parents: A
-    cache_rows: A
+    slot_mapping: A
     groups: A
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs(Generic[A]):
-    """Views into a packet, on the host or on the device. All int32.
+    """Views into a buffer, on the host or on the device. All int32.
 
     Attributes:
-        num_writes: [1]. work_counts: [windows, 2] items and cut rows in use.
-        token_ids, row_slots, positions, limits, cache_rows: [T]; a padding row has cache row -1.
-        sample_rows: [N] row of each drawn token; sample_slots: [N], -1 for padding.
-        pick: [8, N], see `kernels.pick.PickRows`.
-        writes: [3, K] block-table writes.
-        items: [windows][W, 8]; cut_rows: [windows][C, 8].
+        write_count: [1] block-table writes in use.
+        work_counts: [windows, 2] work items and cut rows in use.
+        token_ids, token_slots, positions, limits, slot_mapping: [T] of each input token: its id,
+            its request slot, its position, see `kernels.paged_attention.RowMasks`, its KV slot. A
+            padding token has KV slot -1.
+        sample_rows: [N] input token after which each sample is drawn.
+        sample_slots: [N] request slot of each sample; -1 for padding.
+        sampling: [8, N], see `kernels.sample.SampleRows`.
+        writes: [3, K] block-table writes: request slot, column, block.
+        items: [windows][W, 8] work items.
+        cut_rows: [windows][C, 8].
         tree: None unless the layout has groups.
     """
 
-    num_writes: A
+    write_count: A
     work_counts: A
     token_ids: A
-    row_slots: A
+    token_slots: A
     positions: A
     limits: A
-    cache_rows: A
+    slot_mapping: A
     sample_rows: A
     sample_slots: A
-    pick: A
+    sampling: A
     writes: A
     items: tuple[A, ...]
     cut_rows: tuple[A, ...]
     tree: TreeInputs[A] | None
 
 
-def packet_views(buffer: A, layout: PacketLayout) -> StepInputs[A]:
-    """The parts of a packet that begins with `buffer`, [>= layout.words] int32."""
-    place = _HEADER
+def step_views(words: A, layout: StepLayout) -> StepInputs[A]:
+    """The parts of a buffer by name.
 
-    def take(count: int) -> A:
-        nonlocal place
-        part = buffer[place : place + count]
-        place += _even(count)
-        return part
+    Args:
+        words: [>= the layout's length] int32.
+    """
+    at = {name: int(step_offsets(layout)[0][name]) for name in OFFSETS.names or ()}
 
-    samples = [take(layout.samples) for _ in range(2)]
-    wide = _even(layout.samples)
-    pick = take(ROW_FIELDS * wide).reshape(ROW_FIELDS, wide)[:, : layout.samples]
-    rows = [take(layout.rows) for _ in range(5)]
-    wide = _even(layout.writes)
-    writes = take(3 * wide).reshape(3, wide)[:, : layout.writes]
-    windows = range(layout.windows)
-    items = tuple(take(WORK_FIELDS * layout.items).reshape(-1, WORK_FIELDS) for _ in windows)
-    cut = tuple(take(CUT_ROW_FIELDS * layout.cut_rows).reshape(-1, CUT_ROW_FIELDS) for _ in windows)
+    def part(name: str, count: int) -> A:
+        return words[at[name] : at[name] + count]
+
+    def fields(name: str, count: int, stride: int, used: int) -> A:
+        return part(name, count * stride).reshape(count, stride)[:, :used]
+
+    def lists(name: str, count: int, width: int) -> tuple[A, ...]:
+        each = part(name, layout.windows * count * width).reshape(layout.windows, count, width)
+        return tuple(each[window] for window in range(layout.windows))
+
+    samples = layout.samples
     tree = None
     if layout.groups:
-        ancestors = _as_int64(take(2 * layout.rows))
-        sampled = [take(layout.samples) for _ in range(3)]
-        wide = _even(layout.groups)
-        groups = take(GROUP_FIELDS * wide).reshape(GROUP_FIELDS, wide)[:, : layout.groups]
-        tree = TreeInputs(ancestors, *sampled, groups)
-    assert place == layout.words
-    counts = buffer[2 : 2 + 2 * layout.windows].reshape(layout.windows, 2)
-    return StepInputs(buffer[:1], counts, *rows, *samples, pick, writes, items, cut, tree)
+        tree = TreeInputs(
+            _as_int64(part("ancestors", 2 * layout.tokens)),
+            part("draft_tokens", samples),
+            part("parents", samples),
+            part("sample_slot_mapping", samples),
+            fields("groups", GROUP_FIELDS, at["group_stride"], layout.groups),
+        )
+    return StepInputs(
+        write_count=part("write_count", 1),
+        work_counts=part("work_counts", 2 * layout.windows).reshape(layout.windows, 2),
+        token_ids=part("token_ids", layout.tokens),
+        token_slots=part("token_slots", layout.tokens),
+        positions=part("positions", layout.tokens),
+        limits=part("limits", layout.tokens),
+        slot_mapping=part("slot_mapping", layout.tokens),
+        sample_rows=part("sample_rows", samples),
+        sample_slots=part("sample_slots", samples),
+        sampling=fields("sampling", ROW_FIELDS, at["sample_stride"], samples),
+        writes=fields("writes", 3, at["write_stride"], layout.writes),
+        items=lists("items", layout.items, WORK_FIELDS),
+        cut_rows=lists("cut_rows", layout.cut_rows, CUT_ROW_FIELDS),
+        tree=tree,
+    )
 
 
 def _as_int64(part: A) -> A:
     return part.view(torch.int64 if isinstance(part, torch.Tensor) else np.int64)
 
 
-@functools.lru_cache(maxsize=512)
-def packet_offsets(layout: PacketLayout) -> np.ndarray:
-    """Where the parts of a packet begin, and its sizes, for compiled code: int64, in the order of
-    the code below and then, for each window, items and cut rows."""
-    views = packet_views(np.arange(layout.words, dtype=np.int32), layout)
-    tree = views.tree
+@dataclass(frozen=True, slots=True)
+class StepBuffer:
+    """The step input buffer of one kind of step, as the host fills it and the device reads it.
 
-    def begin(part: np.ndarray | None) -> int:
-        return 0 if part is None or part.size == 0 else int(part.view(np.int32).flat[0])
+    Attributes:
+        layout, offsets: see `step_offsets`.
+        limits: of the kind's attention work list.
+        words: [length] int32 on the device, where the buffer is fetched to.
+        inputs: views into `words`.
+    """
 
-    offsets = [
-        layout.rows,
-        layout.samples,
-        _even(layout.samples),
-        layout.writes,
-        _even(layout.writes),
-        layout.groups,
-        _even(layout.groups),
-        *(begin(views.sample_rows), begin(views.sample_slots), begin(views.pick)),
-        *(begin(views.token_ids), begin(views.row_slots), begin(views.positions)),
-        *(begin(views.limits), begin(views.cache_rows), begin(views.writes)),
-        begin(tree.ancestors if tree else None),
-        begin(tree.draft_tokens if tree else None),
-        begin(tree.parents if tree else None),
-        begin(tree.cache_rows if tree else None),
-        begin(tree.groups if tree else None),
-    ]
-    for items, cut_rows in zip(views.items, views.cut_rows, strict=True):
-        offsets += [begin(items), len(items), begin(cut_rows), len(cut_rows)]
-    return np.array(offsets, np.int64)
+    layout: StepLayout
+    offsets: np.ndarray
+    limits: PlanLimits
+    words: torch.Tensor
+    inputs: StepInputs[torch.Tensor]
 
 
-NUM_OFFSETS = 21
-"""Numbers that `packet_offsets` begins with; four for each window follow."""
+class StepBuffers:
+    """The buffer on the device. All kinds of steps share its memory: they run one at a time.
+
+    Args:
+        context: of attention.
+        max_num_seqs: most sequences of a step.
+        max_tokens: most tokens of a step.
+        max_graph_tokens: most tokens of a captured step.
+        max_decode_tokens: most tokens of a captured step that only decodes.
+        drafts: there will be steps with draft trees.
+
+    Attributes:
+        num_words: length of the largest buffer.
+    """
+
+    def __init__(
+        self,
+        context: AttentionContext,
+        *,
+        max_num_seqs: int,
+        max_tokens: int,
+        max_graph_tokens: int,
+        max_decode_tokens: int,
+        drafts: bool,
+    ) -> None:
+        self._context = context
+        self._max_decode_tokens = max_decode_tokens
+        if drafts:
+            largest = self._layout(max_tokens, max_tokens, _MOST_WRITES, groups=max_num_seqs)
+        else:
+            largest = self._layout(max_tokens, max_num_seqs, _MOST_WRITES)
+        captured = self._model_layout(max_graph_tokens), self._verify_layout(max_graph_tokens)
+        self.num_words = max(int(step_offsets(x)["words"][0]) for x in (largest, *captured))
+        device = context.block_tables.device
+        self._words = torch.zeros(self.num_words, dtype=torch.int32, device=device)
+
+    def decode(self, bucket: int, tile: TileShape, *, cut: bool) -> StepBuffer:
+        """Of graphs in which every sequence decodes one token. `cut`: attention may be cut."""
+        return self._buffer(self._layout(bucket, bucket, max(256, 2 * bucket)), tile, cut)
+
+    def model(self, bucket: int, tile: TileShape) -> StepBuffer:
+        """Of graphs of the model alone. The part that the separate "head" graphs read lies at the
+        same place for all buckets."""
+        return self._buffer(self._model_layout(bucket), tile, cut=True)
+
+    def verify(self, bucket: int, tile: TileShape, *, cut: bool) -> StepBuffer:
+        """Of graphs that verify draft trees. `cut`: attention may be cut."""
+        return self._buffer(self._verify_layout(bucket), tile, cut)
+
+    def exact(
+        self, step: SchedulerOutput, tile: TileShape, *, samples: int, groups: int, cut: bool
+    ) -> StepBuffer:
+        """Of one uncaptured step. `cut`: attention may be cut."""
+        num_tokens = int(step.num_scheduled_tokens.sum())
+        layout = StepLayout(
+            num_tokens,
+            samples,
+            self._context.limits(tile).most_items(step.num_scheduled_tokens),
+            num_tokens,
+            min(step.block_table_writes.shape[1], _MOST_WRITES),
+            len(self._context.windows),
+            groups,
+        )
+        return self._buffer(layout, tile, cut)
+
+    def _verify_layout(self, bucket: int) -> StepLayout:
+        """Any token may be sampled after, and be a group of its own."""
+        return self._layout(bucket, bucket, max(256, 2 * bucket), groups=bucket)
+
+    def _model_layout(self, bucket: int) -> StepLayout:
+        return self._layout(bucket, self._max_decode_tokens, _MOST_WRITES)
+
+    def _layout(self, tokens: int, samples: int, writes: int, groups: int = 0) -> StepLayout:
+        """Of a bucket, with room for the work list of any step of that many tokens."""
+        return StepLayout(
+            tokens,
+            samples,
+            tokens + self._context.max_pieces,
+            tokens,
+            writes,
+            len(self._context.windows),
+            groups,
+        )
+
+    def _buffer(self, layout: StepLayout, tile: TileShape, cut: bool) -> StepBuffer:
+        offsets = step_offsets(layout)
+        return StepBuffer(
+            layout,
+            offsets,
+            self._context.limits(tile, cut=cut),
+            self._words[: int(offsets["words"][0])],
+            step_views(self._words, layout),
+        )

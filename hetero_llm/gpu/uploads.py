@@ -1,20 +1,20 @@
-"""What is too long for a step's packet, on its way to the device."""
+"""Arrays that do not fit the step input buffer, on their way to the device."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from hetero_llm.gpu.fill_step import RING
-from hetero_llm.gpu.kernels.exchange import fetch_packet
+from hetero_llm.gpu.kernels.exchange import fetch_pinned
+from hetero_llm.gpu.step_buffer import RING
 
 
 class Uploads:
-    """Arrays that a kernel reads out of page-locked memory, as it does packets: no copy engine, on
-    which prefixes may be on their way, and nobody waits.
+    """Sends arrays through page-locked memory that a kernel reads, as step input buffers go:
+    without the copy engine, in which loads of prefixes may be queued, and without waiting.
 
     Args:
-        max_words: of an array. One array a step, at most.
+        max_words: of an array. A step sends one array at most.
     """
 
     def __init__(self, max_words: int, device: torch.device) -> None:
@@ -28,12 +28,12 @@ class Uploads:
         self._turn = 0
 
     def send(self, values: np.ndarray) -> torch.Tensor:
-        """`values`, int32, on the device, same shape; more than `max_words` are waited for."""
+        """`values`, int32, on the device, same shape; the call waits for more than `max_words`."""
         assert values.dtype == np.int32
         if not 0 < values.size <= self._max_words:
             return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
         turn, self._turn = self._turn, (self._turn + 1) % RING
         self._rows[turn, : values.size] = values.ravel()
         words = torch.empty(-(-values.size // 4) * 4, dtype=torch.int32, device=self._device)
-        fetch_packet(self._ring, self._turns[turn : turn + 1], out=words)
+        fetch_pinned(self._ring, self._turns[turn : turn + 1], out=words)
         return words[: values.size].view(values.shape)

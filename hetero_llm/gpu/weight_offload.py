@@ -32,7 +32,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class OffloadPlan:
-    """Which matrices stay on the host.
+    """The matrices that stay on the host.
 
     Attributes:
         budget_gb: as the user gave it.
@@ -59,7 +59,7 @@ class OffloadPlan:
 def plan_offload(config: ModelConfig, dtype: torch.dtype, offload_gb: float) -> OffloadPlan:
     """Chooses matrices for a budget of `offload_gb` GiB, without allocating any.
 
-    The last layer first, in a layer the largest first, each as long as it fits into what is left.
+    The last layer first, in a layer the largest first, each if it fits into the rest of the budget.
     Only matrices inside layers are chosen: the head is about as large as the staging buffer that
     it would need, and the embedding is read by rows.
 
@@ -148,8 +148,8 @@ def weights_on_host(plan: OffloadPlan, *, pin: bool = True) -> Iterator[list[Lin
 def stage_products(layers: list[Linear], device: torch.device) -> None:
     """Lets layers with weights on the host compute on `device`; call once, after loading.
 
-    Whoever replaces `Linear.product` afterwards must leave these layers alone or wrap the
-    replacement with `staged` again: the weight that a product is handed is not on the device.
+    Code that replaces `Linear.product` afterwards must leave these layers alone or wrap the
+    replacement with `staged` again: the weight that a product receives is not on the device.
     """
     if not layers:
         return
@@ -177,7 +177,7 @@ def staged(product: Product, buffer: Tensor) -> Product:
 
 
 def _matrices_of_layers(model: CausalLM) -> Iterator[Linear]:
-    """Of the last layer first, in a layer the largest first."""
+    """The matrices of all layers, of the last layer first, in a layer the largest first."""
     for container in model.modules():
         if isinstance(container, nn.ModuleList):
             for layer in reversed(list(container)):
@@ -189,8 +189,8 @@ def _matrices_of_layers(model: CausalLM) -> Iterator[Linear]:
 def _on_linear_weight(
     act: Callable[[Linear, nn.Parameter], nn.Parameter | None],
 ) -> Iterator[None]:
-    """Calls `act(layer, weight)` once for each `Linear` that is created; what it returns, if not
-    None, becomes the weight. A weight that is tied later is no second creation."""
+    """Calls `act(layer, weight)` once for each `Linear` that is created. If it returns a parameter,
+    that becomes the weight. A weight that is tied later is no second creation."""
 
     def hook(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if not isinstance(module, Linear) or name != "weight" or "weight" in module._parameters:

@@ -11,33 +11,34 @@ from hetero_llm.models.layers import Attend, RotaryHeads
 from hetero_llm.models.rotary import RotaryRows
 
 
-class Gates(Protocol):
-    """On a device both calls only put work on the current stream."""
+class LayerReadyFlags(Protocol):
+    """How a step waits for its loads: one flag for each load counts the layers that have landed.
+    On a GPU both calls only put work on the current stream."""
 
-    def arm(self, tickets: Sequence[int]) -> None:
-        """From here on `wait` waits for these loads (tickets that are over count as landed)."""
+    def arm(self, transfer_ids: Sequence[int]) -> None:
+        """Later calls of `wait` wait for these loads; finished ones count as landed."""
         ...
 
     def wait(self, layer: int) -> None:
-        """What comes after it sees the layer's KV of all loads that are armed."""
+        """Work issued after it sees the layer's KV of all armed loads."""
         ...
 
 
-class GatedAttention:
-    """`models.layers.Attend` behind gates."""
+class LayerReadyAttention:
+    """`models.layers.Attend` that waits for a layer's KV before it attends."""
 
-    def __init__(self, attend: Attend, gates: Gates) -> None:
+    def __init__(self, attend: Attend, layer_ready: LayerReadyFlags) -> None:
         self._attend = attend
-        self._gates = gates
+        self._layer_ready = layer_ready
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        self._gates.wait(layer)
+        self._layer_ready.wait(layer)
         return self._attend(layer, q, k, v)
 
     def rotary(
         self, layer: int, qkv: torch.Tensor, heads: RotaryHeads, rows: RotaryRows
     ) -> torch.Tensor:
-        self._gates.wait(layer)
+        self._layer_ready.wait(layer)
         return self._attend.rotary(layer, qkv, heads, rows)

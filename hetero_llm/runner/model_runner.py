@@ -28,7 +28,7 @@ from hetero_llm.models.multimodal import ImageCausalLM
 from hetero_llm.runner.attention import RowKernel, TorchPagedAttention
 from hetero_llm.runner.image_rows import SlotImages
 from hetero_llm.runner.kv_cache import PagedKVCache
-from hetero_llm.runner.layer_ready import GatedAttention, Gates
+from hetero_llm.runner.layer_ready import LayerReadyAttention, LayerReadyFlags
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import LogprobTensors, Sampler, SampleResult, token_logprobs
 from hetero_llm.spec_decode.verify import TreeRows, row_places, tree_rows
@@ -38,7 +38,7 @@ _PROMPT_LOGPROB_ROWS = 256
 
 
 @runtime_checkable
-class TimedGates(Gates, Protocol):
+class TimedGates(LayerReadyFlags, Protocol):
     """Gates that give up after a while. `turn` names the step armed last."""
 
     turn: int
@@ -90,7 +90,7 @@ class TorchModelRunner:
         row_kernel: RowKernel | None = None,
     ) -> None:
         self.typical: TypicalAcceptance | None = None
-        self.gates: Gates | None = None
+        self.gates: LayerReadyFlags | None = None
         self._model = model
         self._cache = cache
         self._device = device
@@ -123,7 +123,7 @@ class TorchModelRunner:
         )
         if step.kv_loads:
             assert self.gates is not None
-            attend = GatedAttention(attend, self.gates)
+            attend = LayerReadyAttention(attend, self.gates)
         hidden = self._forward(
             step,
             self._input_tokens(step, sequence_of)
@@ -203,7 +203,7 @@ class TorchModelRunner:
         return torch.from_numpy(values).to(self._device)
 
 
-def arm_gates(gates: Gates | None, step: SchedulerOutput) -> None:
+def arm_gates(gates: LayerReadyFlags | None, step: SchedulerOutput) -> None:
     """Before anything of a step with `loads` is launched."""
     assert gates is not None, "a step waits for loads, but nothing loads"
     assert step.drafts is None, "a step with loads has drafts"

@@ -1,4 +1,5 @@
-"""A step's packet: every part against a plain reading of the step, and the work list's coverage."""
+"""A step's input buffer: every part against a plain reading of the step, and the work list's
+coverage."""
 
 from __future__ import annotations
 
@@ -13,9 +14,16 @@ from hypothesis import strategies as st
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.gpu.attention_plan import PlanLimits, plan_work
-from hetero_llm.gpu.fill_step import RING, StepPacker, verified_output
-from hetero_llm.gpu.step_buffer import PacketLayout, packet_views
-from tests.helpers.harness import rows_of
+from hetero_llm.gpu.fill_step import StepFiller
+from hetero_llm.gpu.model_runner import verified_output
+from hetero_llm.gpu.step_buffer import (
+    RING,
+    StepBuffer,
+    StepLayout,
+    step_offsets,
+    step_views,
+)
+from tests.helpers.harness import tokens_of
 
 SLOTS, COLUMNS, BLOCK = 9, 12, 16
 
@@ -65,39 +73,44 @@ def is_tree(step: SchedulerOutput) -> np.ndarray:
     )
 
 
-def packer() -> StepPacker:
-    made = StepPacker(
+def filler() -> StepFiller:
+    made = StepFiller(
         20000,
-        max_num_seqs=SLOTS,
-        columns=COLUMNS,
+        torch.zeros(SLOTS, COLUMNS, dtype=torch.int32),
         block_size=BLOCK,
         vocab_size=100,
         windows=(None, 37),
-        pin=False,
     )
     rng = np.random.default_rng(0)
-    made.tables[:] = rng.permutation(SLOTS * COLUMNS).reshape(SLOTS, COLUMNS)
+    made.block_tables[:] = rng.permutation(SLOTS * COLUMNS).reshape(SLOTS, COLUMNS)
     made.sampling.packed[:] = rng.integers(0, 1000, made.sampling.packed.shape)
     return made
 
 
-PACKER = packer()
+FILLER = filler()
 LIMITS = PlanLimits(4, 8, 5, 30, 16)
 
 
+def buffer_of(layout: StepLayout) -> StepBuffer:
+    offsets = step_offsets(layout)
+    words = torch.zeros(int(offsets["words"][0]), dtype=torch.int32)
+    return StepBuffer(layout, offsets, LIMITS, words, step_views(words, layout))
+
+
+# large: compares every part of the buffer.
 @settings(max_examples=150, deadline=None)
 @given(steps())
 def test_every_part(step: SchedulerOutput) -> None:
     trees = is_tree(step)
-    tokens, parents = rows_of(step)
+    tokens, parents = tokens_of(step)
     total = len(tokens)
     groups = total + 20 if step.drafts is not None else 0
-    layout = PacketLayout(total + 3, total + 20, total + 40, total + 3, 6, 2, groups)
-    PACKER.write_tables(step)
-    place = PACKER._next
-    PACKER.ring[place] = 7  # what an earlier step left
-    any_cut = PACKER.pack(step, layout, LIMITS)
-    views = packet_views(PACKER.ring[place].numpy(), layout)
+    layout = StepLayout(total + 3, total + 20, total + 40, total + 3, 6, 2, groups)
+    slots, columns, blocks = step.block_table_writes
+    FILLER.block_tables[slots, columns] = blocks
+    FILLER.ring[:] = 7  # what earlier steps left
+    any_cut = FILLER.fill(step, buffer_of(layout))
+    views = step_views(FILLER.filled, layout)
     row = sample = group = 0
     for slot, start, count, draws, tree in zip(
         *(
@@ -119,12 +132,12 @@ def test_every_part(step: SchedulerOutput) -> None:
                 masks[i] = (masks[parent] if i else 0) | 1 << i
             place = start + i
             assert views.token_ids[row + i] == tokens[row + i]
-            assert views.row_slots[row + i] == slot
+            assert views.token_slots[row + i] == slot
             assert views.positions[row + i] == (start + depths[i] if tree else place)
             assert views.limits[row + i] == (start if tree else place + 1)
             assert (
-                views.cache_rows[row + i]
-                == PACKER.tables[slot, place // BLOCK] * BLOCK + place % BLOCK
+                views.slot_mapping[row + i]
+                == FILLER.block_tables[slot, place // BLOCK] * BLOCK + place % BLOCK
             )
             if views.tree is not None:
                 assert views.tree.ancestors[row + i] == masks[i]
@@ -132,28 +145,28 @@ def test_every_part(step: SchedulerOutput) -> None:
             source = row + draw if tree else row + count - 1
             assert views.sample_rows[sample] == source
             assert views.sample_slots[sample] == slot
-            expected = PACKER.sampling.packed[:, slot].copy()
+            expected = FILLER.sampling.packed[:, slot].copy()
             if draws > 1:
                 expected[6] = draw
             expected[7] = start + (depths[draw] + 1 if tree else count)
-            assert views.pick[:, sample].tolist() == expected.tolist()
+            assert views.sampling[:, sample].tolist() == expected.tolist()
             if views.tree is not None:
                 assert views.tree.draft_tokens[sample] == tokens[source]
                 assert views.tree.parents[sample] == parents[source]
-                assert views.tree.cache_rows[sample] == views.cache_rows[source]
+                assert views.tree.slot_mapping[sample] == views.slot_mapping[source]
                 if not tree or draw == 0:
                     size = count if tree else 1
                     assert views.tree.groups[:, group].tolist() == [sample, size, slot]
                     group += 1
             sample += 1
         row += count
-    assert (views.cache_rows[total:] == -1).all() and (views.limits[total:] == 0).all()
-    assert (views.pick[7, sample:] == -1).all() and (views.sample_slots[sample:] == -1).all()
+    assert (views.slot_mapping[total:] == -1).all() and (views.limits[total:] == 0).all()
+    assert (views.sampling[7, sample:] == -1).all() and (views.sample_slots[sample:] == -1).all()
     if views.tree is not None:
         assert (views.tree.groups[2, group:] == -1).all()
         assert (views.tree.groups[1, group:] == 0).all()
     num_writes = step.block_table_writes.shape[1]
-    assert views.num_writes[0] == num_writes
+    assert views.write_count[0] == num_writes
     last = {(slot, column): block for slot, column, block in step.block_table_writes.T.tolist()}
     for slot, column, block in views.writes[:, :num_writes].T.tolist():
         assert block == last[slot, column]  # of two writes to one place the last counts
@@ -166,7 +179,7 @@ def test_every_part(step: SchedulerOutput) -> None:
             trees,
             window,
             LIMITS,
-            PACKER.tables,
+            FILLER.block_tables,
             BLOCK,
         )
         assert views.work_counts[index].tolist() == [len(items), len(cut)]
@@ -307,7 +320,9 @@ def plan_sharing(
     given = np.broadcast_to(np.array(starts, np.int32), num)
     slots, counts = np.arange(num, dtype=np.int32), np.full(num, count, np.int32)
     others = {"is_tree": None, "window": None, **others}
-    return plan_work(slots, given, counts, limits=limits, tables=tables, block_size=BLOCK, **others)
+    return plan_work(
+        slots, given, counts, limits=limits, block_tables=tables, block_size=BLOCK, **others
+    )
 
 
 @pytest.mark.parametrize("tile_rows, keys", [(16, 25 * 10240), (32, 13 * 10240)])
@@ -448,17 +463,16 @@ def test_withdrawn_trees_are_padding() -> None:
     none = np.zeros((3, 0), np.int32)
     drafts = DraftBatch(2 * one, np.zeros(2, np.int32), np.array([-1, 0], np.int32))
     step = SchedulerOutput(one, one, 3 * one, one, one, (), (), none, none[:2], drafts)
-    layout = PacketLayout(3, 3, 9, 3, 0, 2, 3)
+    layout = StepLayout(3, 3, 9, 3, 0, 2, 3)
     for _ in range(RING + 1):
-        place = PACKER._next
-        PACKER.pack(step, layout, LIMITS)
-        before = PACKER.ring.clone()
-        views = packet_views(PACKER.ring[place].numpy(), layout)
+        FILLER.fill(step, buffer_of(layout))
+        before = FILLER.ring.clone()
+        views = step_views(FILLER.filled, layout)
         assert views.tree is not None and views.tree.groups[:, 0].tolist() == [0, 3, 1]
-        PACKER.withdraw_trees(layout)
+        FILLER.withdraw_trees(layout)
         assert views.tree.groups[1:].tolist() == [[0, 0, 0], [-1, -1, -1]]
         views.tree.groups[1:, 0] = 3, 1
-        assert torch.equal(PACKER.ring, before)  # nothing else has changed
+        assert torch.equal(FILLER.ring, before)  # nothing else has changed
 
 
 @pytest.mark.parametrize("parents", [[0, 0], [-1, 1], [-2, 0]])
@@ -468,21 +482,21 @@ def test_a_parent_comes_before_its_child(parents: list[int]) -> None:
     none = np.zeros((3, 0), np.int32)
     step = SchedulerOutput(one, one, 3 * one, one, one, (), (), none, none[:2], drafts)
     with pytest.raises(AssertionError, match="parent comes before"):
-        PACKER.pack(step, PacketLayout(3, 3, 9, 3, 0, 2, 3), LIMITS)
+        FILLER.fill(step, buffer_of(StepLayout(3, 3, 9, 3, 0, 2, 3)))
 
 
 @pytest.mark.parametrize("groups", [0, 5])
 def test_parts_do_not_overlap(groups: int) -> None:
-    layout = PacketLayout(7, 5, 9, 7, 3, 2, groups)
-    marks = np.zeros(layout.words, np.int32)
-    views = packet_views(marks, layout)
-    parts = [views.num_writes, views.work_counts, views.token_ids, views.row_slots]
-    parts += [views.positions, views.limits, views.cache_rows, views.sample_rows]
-    parts += [views.sample_slots, views.pick, views.writes, *views.items, *views.cut_rows]
+    layout = StepLayout(7, 5, 9, 7, 3, 2, groups)
+    marks = np.zeros(int(step_offsets(layout)["words"][0]), np.int32)
+    views = step_views(marks, layout)
+    parts = [views.write_count, views.work_counts, views.token_ids, views.token_slots]
+    parts += [views.positions, views.limits, views.slot_mapping, views.sample_rows]
+    parts += [views.sample_slots, views.sampling, views.writes, *views.items, *views.cut_rows]
     if views.tree is not None:
         tree = views.tree
         parts += [tree.ancestors.view(np.int32), tree.draft_tokens, tree.parents]
-        parts += [tree.cache_rows, tree.groups]
+        parts += [tree.slot_mapping, tree.groups]
     for part in parts:
         part += 1
     assert marks.max() == 1 and marks.sum() == sum(part.size for part in parts)

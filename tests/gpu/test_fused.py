@@ -12,6 +12,7 @@ from torch import nn
 
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.gpu import fused
+from hetero_llm.gpu.attention_context import AttentionContext, check_supported
 from hetero_llm.gpu.kernels.activation import activation
 from hetero_llm.gpu.kernels.norm import (
     MAX_NORM_SIZE,
@@ -19,7 +20,6 @@ from hetero_llm.gpu.kernels.norm import (
     add_layer_norm,
     add_rms_norm,
 )
-from hetero_llm.gpu.paged_attention import AttentionContext, check_supported
 from hetero_llm.models import layers
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
@@ -147,9 +147,10 @@ def context_of(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Atten
 def test_a_tile_holds_whole_groups(group: int) -> None:
     context = context_of(2 * group, 2, 64, torch.bfloat16)
     for rows in (1, 8, 64, 512):
-        tiles = [context.tile_for(rows, single) for single in (False, True)]
+        tiles = [context.chunk_tile(rows)]
+        tiles += [context.decode_tile(rows, short=short) for short in (False, True)]
         tiles += [context.tree_tile(rows, short=short) for short in (False, True)]
-        for tile in (*tiles, context.short_tile(rows)):
+        for tile in tiles:
             assert tile.rows >= group and tile.rows & (tile.rows - 1) == 0
             assert context.limits(tile).tile_rows == tile.rows // group
             # What was seen to spill registers: so many values of a tile on so few threads.

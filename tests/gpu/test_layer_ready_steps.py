@@ -24,8 +24,8 @@ from hetero_llm.core.step import (
 from hetero_llm.gpu.fused import speed_up
 from hetero_llm.gpu.graph_set import GraphSet
 from hetero_llm.gpu.kernels.launch import INTERPRETED
-from hetero_llm.gpu.kernels.layer_ready import MOST_LOOKS, PLACES
-from hetero_llm.gpu.layer_ready import DeviceGates
+from hetero_llm.gpu.kernels.layer_ready import MOST_LOOKS
+from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
 from hetero_llm.gpu.model_runner import GpuModelRunner
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.models.loader import load_model
@@ -74,7 +74,7 @@ def build(
     checkpoint: Path,
     device: torch.device,
     kind: str,
-    gates: DeviceGates | None = None,
+    layer_ready: DeviceLayerReadyFlags | None = None,
     *,
     graphs: bool = False,
     most_rows: int = 64,
@@ -90,7 +90,7 @@ def build(
             model, config, cache,
             max_num_seqs=2, max_model_len=64, device=device, batch_invariant=kind != "torch",
         )  # fmt: skip
-        runner.gates = gates
+        runner.gates = layer_ready
         return Setup(cache, runner)
     speed_up(model)
     return Setup(
@@ -98,7 +98,7 @@ def build(
         GpuModelRunner(
             model, config, cache,
             max_num_seqs=2, max_model_len=64, max_num_batched_tokens=most_rows, graphs=graphs,
-            gates=gates,
+            layer_ready=layer_ready,
         ),
     )  # fmt: skip
 
@@ -185,7 +185,7 @@ class Expected:
     content: torch.Tensor
 
 
-def twin(kind: str) -> str:
+def reference(kind: str) -> str:
     """Who says what is right."""
     return "torch" if kind == "kernels" else kind
 
@@ -206,18 +206,18 @@ def spoil(arm: Setup) -> None:
 # -- a host thread that loads ---------------------------------------------------------------------
 
 
-class Loader(DeviceGates):
-    """Gates, and a thread that brings a layer only when a gate has begun to wait for it."""
+class Loader(DeviceLayerReadyFlags):
+    """Flags, and a thread that brings a layer only once the step has begun to wait for it."""
 
     def __init__(self, device: torch.device, layers: int, *, blind: bool = False) -> None:
         self._asked = [threading.Event() for _ in range(layers)]
         self._blind = blind
         super().__init__(device, lambda ticket: {TICKET: LayerReadyFlag(PLACE, BASE)}.get(ticket))
-        self._flags[PLACE] = BASE
+        self.flags[PLACE] = BASE
         self.waits = 0
 
     def wait(self, layer: int) -> None:
-        if not self._armed[PLACES + PLACE]:  # nothing is under way
+        if not self.is_armed:  # no load is running
             super().wait(layer)
             return
         self.waits += 1
@@ -231,7 +231,7 @@ class Loader(DeviceGates):
             for layer, asked in enumerate(self._asked):
                 asked.wait()
                 put_layer(arm.cache, content, layer)
-                self._flags[PLACE] = landed(layer)
+                self.flags[PLACE] = landed(layer)
 
         thread = threading.Thread(target=bring)
         thread.start()
@@ -273,14 +273,14 @@ def test_a_step_sees_what_comes_while_it_runs(
     checkpoint: Path, kind: str, name: str, device: torch.device
 ) -> None:
     step = STEPS[name]()
-    expected = expect(build(checkpoint, device, twin(kind)), step)
+    expected = expect(build(checkpoint, device, reference(kind)), step)
     layers = expected.content.shape[1]
     loader = Loader(device, layers)
     arm = build(checkpoint, device, kind, loader)
     spoil(arm)
     for before in prefix_steps(late=True):
         run(arm.runner, before)
-    assert loader.waits == 0  # steps without loads know of no gate
+    assert loader.waits == 0  # steps without loads wait at no flag
     thread = loader.load(arm, expected.content)
     joined = run(arm.runner, dataclasses.replace(step, kv_loads=(TICKET, 9)))
     thread.join()
@@ -314,21 +314,22 @@ def test_only_steps_with_loads_replay_graphs_that_wait(
     monkeypatch.setattr("hetero_llm.gpu.model_runner.GraphSet", CalledGraphs)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     step = joining_step(None)
-    expected = expect(build(checkpoint, device, twin(kind)), step)
+    expected = expect(build(checkpoint, device, reference(kind)), step)
     loader = Loader(device, expected.content.shape[1])
     arm = build(checkpoint, device, kind, loader, graphs=True, most_rows=8)
-    graphs = arm.runner._graphs  # type: ignore[union-attr]
+    assert arm.runner.graphs is not None  # type: ignore[union-attr]
+    graphs = arm.runner.graphs.captured  # type: ignore[union-attr]
     assert isinstance(graphs, CalledGraphs)
-    gated = {bucket for name, bucket in graphs.bodies if name == "gated rows"}
-    assert gated == {8} and ("rows", 8) in graphs.bodies
+    waiting = {bucket for name, bucket in graphs.bodies if name == "waiting model"}
+    assert waiting == {8} and ("model", 8) in graphs.bodies
     spoil(arm)
     for before in prefix_steps(late=True):
         run(arm.runner, before)
-    assert graphs.replayed == [("rows", 8), ("head", 1)]
+    assert graphs.replayed == [("model", 8), ("head", 1)]
     thread = loader.load(arm, expected.content)
     assert equal(run(arm.runner, dataclasses.replace(step, kv_loads=(TICKET,))), expected.joined)
     thread.join()
-    assert graphs.replayed[2:] == [("gated rows", 8), ("head", 2)]
+    assert graphs.replayed[2:] == [("waiting model", 8), ("head", 2)]
     waits = loader.waits
     following = following_step(step)
     assert equal(run(arm.runner, following), expected.followed)
@@ -336,9 +337,9 @@ def test_only_steps_with_loads_replay_graphs_that_wait(
     # A step that would only decode, too: no graph that decodes ever waits.
     later = step_of([(0, int(following.num_computed_tokens[0]) + 1, [-1], 1), (1, 7, [-1], 1)])
     run(arm.runner, dataclasses.replace(later, kv_loads=(TICKET,)))
-    assert graphs.replayed[5:] == [("gated rows", 8), ("head", 2)]
-    plain = build(checkpoint, device, kind, graphs=True, most_rows=8).runner._graphs  # type: ignore[union-attr]
-    assert not any(name == "gated rows" for name, _ in plain.bodies)  # type: ignore[union-attr]
+    assert graphs.replayed[5:] == [("waiting model", 8), ("head", 2)]
+    plain = build(checkpoint, device, kind, graphs=True, most_rows=8).runner.graphs  # type: ignore[union-attr]
+    assert not any(name == "waiting model" for name, _ in plain.captured.bodies)  # type: ignore[union-attr]
 
 
 @on_cpu
@@ -348,7 +349,7 @@ def test_without_waiting_the_results_are_others(
 ) -> None:
     """So the test above can fail."""
     step = joining_step(2)
-    expected = expect(build(checkpoint, device, twin(kind)), step)
+    expected = expect(build(checkpoint, device, reference(kind)), step)
     loader = Loader(device, expected.content.shape[1], blind=True)
     arm = build(checkpoint, device, kind, loader)
     spoil(arm)
@@ -366,9 +367,11 @@ def test_a_load_that_never_comes_is_reported(
     checkpoint: Path, kind: str, device: torch.device
 ) -> None:
     """By that step alone, and one that draws nothing tells it, too."""
-    gates = DeviceGates(device, lambda ticket: LayerReadyFlag(ticket, 0), most_looks=3)
-    arm = build(checkpoint, device, kind, gates)
-    gates._flags[2] = 3  # layers
+    layer_ready = DeviceLayerReadyFlags(
+        device, lambda ticket: LayerReadyFlag(ticket, 0), most_looks=3
+    )
+    arm = build(checkpoint, device, kind, layer_ready)
+    layer_ready.flags[2] = 3  # layers
     for before in prefix_steps(late=True):
         assert not run(arm.runner, before).kv_loads_timed_out
     silent = dataclasses.replace(joining_step(None), num_samples=np.zeros(2, np.int32))
@@ -380,14 +383,14 @@ def test_a_load_that_never_comes_is_reported(
 
 
 @pytest.mark.parametrize("kind", ["kernels", "torch"])
-def test_loads_need_gates_and_bear_no_drafts(
+def test_loads_need_flags_and_bear_no_drafts(
     checkpoint: Path, kind: str, device: torch.device
 ) -> None:
     step = dataclasses.replace(joining_step(None), kv_loads=(TICKET,))
     with pytest.raises(AssertionError, match="nothing loads"):
         build(checkpoint, device, kind).runner.launch(step)
-    gates = DeviceGates(device, lambda ticket: None, most_looks=MOST_LOOKS)
+    layer_ready = DeviceLayerReadyFlags(device, lambda ticket: None, most_looks=MOST_LOOKS)
     none = np.zeros(0, np.int32)
     drafted = dataclasses.replace(step, drafts=DraftBatch(np.zeros(2, np.int32), none, none))
     with pytest.raises(AssertionError, match="has drafts"):
-        build(checkpoint, device, kind, gates).runner.launch(drafted)
+        build(checkpoint, device, kind, layer_ready).runner.launch(drafted)

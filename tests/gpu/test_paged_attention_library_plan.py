@@ -12,7 +12,6 @@ import torch
 from hetero_llm.gpu import paged_attention
 from hetero_llm.gpu.library_attention import ChunkKeys, RaggedKeys
 from hetero_llm.gpu.paged_attention import LibraryPlanner
-from hetero_llm.gpu.uploads import Uploads
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TABLES = np.arange(9 * 600, dtype=np.int32).reshape(9, 600)
@@ -39,10 +38,10 @@ def planner(
             alibi_slopes=slopes,
         ),
         cache=SimpleNamespace(shape=SimpleNamespace(block_size=16)),
-        tables=torch.zeros(1),
+        block_tables=torch.zeros(2048),
         windows=windows,
     )
-    return LibraryPlanner(context, torch.bfloat16, Uploads(4096, DEVICE))
+    return LibraryPlanner(context, torch.bfloat16)
 
 
 def plan(made: LibraryPlanner, *work: tuple[int, int, int]) -> tuple[list[Any], list[bool]]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_llm.gpu.fill_step import RING
+from hetero_llm.gpu.step_buffer import RING
 from hetero_llm.gpu.uploads import Uploads
 
 

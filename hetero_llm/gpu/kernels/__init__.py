@@ -1,1 +1,2 @@
-"""Triton kernels, one operation a file, each with its checked wrapper and torch twin."""
+"""Triton kernels, one operation a file, each with its checked wrapper and its reference in
+torch."""

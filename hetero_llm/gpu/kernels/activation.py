@@ -1,4 +1,8 @@
-"""Activations: plain, and activation(gate) * up of a fused projection's output."""
+"""Activations: plain, and activation(gate) * up of a fused projection's output.
+
+Wrappers `activation` and `gated_activation`, references `*_reference`; timed by
+`bench.kernels.elementwise`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,13 @@ import triton.language as tl
 
 from hetero_llm.gpu.kernels.launch import (
     let_next_start,
-    num_multiprocessors,
     pdl_options,
+    strided_grid,
     wait_for_inputs,
 )
 from hetero_llm.models.layers import Activation, GatedActivation
 
-_KINDS = {
+KINDS = {
     "silu": "silu",
     "relu": "relu",
     "relu2": "relu2",
@@ -23,9 +27,9 @@ _KINDS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""What `_activate` calls the functions that config.json can name."""
-_ALL_KINDS = _KINDS | {"sigmoid": "sigmoid", "tanh": "tanh"}
-"""The same for all of `layers.Activation`."""
+"""By the names of config.json: the names that `activate` knows."""
+_ALL_KINDS = KINDS | {"sigmoid": "sigmoid", "tanh": "tanh"}
+"""By the names of `layers.Activation`."""
 
 _TILE = 1024
 _NUM_WARPS = 4
@@ -33,7 +37,7 @@ _PROGRAMS_PER_SM = 16
 
 
 @triton.jit
-def _activate(x, NAME: tl.constexpr):
+def activate(x, NAME: tl.constexpr):
     """A function of `_ALL_KINDS`, in float32."""
     if NAME == "silu":
         return x / (1.0 + tl.exp(-x))
@@ -75,7 +79,7 @@ def _activation(
         inside = columns < INNER
         gates = x_ptr + row * row_stride + columns
         gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
-        out = _activate(gate, NAME).to(dtype)  # rounded before the product, as the torch path does
+        out = activate(gate, NAME).to(dtype)  # rounded before the product, as the torch path does
         if GATED:
             up = tl.load(gates + INNER, mask=inside, other=0.0).to(tl.float32)
             out = (out.to(tl.float32) * up).to(dtype)
@@ -106,8 +110,8 @@ def gated_activation(gate_up: torch.Tensor, name: str) -> torch.Tensor:
     Returns:
         [T, inner], contiguous.
     """
-    assert name in _KINDS and gate_up.shape[1] % 2 == 0, (name, gate_up.shape)
-    return _launch(gate_up, _KINDS[name], gate_up.shape[1] // 2, gated=True)
+    assert name in KINDS and gate_up.shape[1] % 2 == 0, (name, gate_up.shape)
+    return _launch(gate_up, KINDS[name], gate_up.shape[1] // 2, gated=True)
 
 
 def _launch(x: torch.Tensor, kind: str, inner: int, *, gated: bool) -> torch.Tensor:
@@ -118,8 +122,7 @@ def _launch(x: torch.Tensor, kind: str, inner: int, *, gated: bool) -> torch.Ten
     if out.numel() == 0:
         return out
     tiles = num_rows * triton.cdiv(inner, _TILE)
-    grid = (min(tiles, _PROGRAMS_PER_SM * num_multiprocessors(x.device)),)
-    _activation[grid](
+    _activation[strided_grid(tiles, _PROGRAMS_PER_SM, x.device)](
         out,
         x,
         num_rows,
@@ -140,10 +143,10 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def gated_activation_reference(gate_up: torch.Tensor, name: str) -> torch.Tensor:
-    """The same as the torch path computes it."""
+    """`gated_activation` as the torch path computes it."""
     return GatedActivation(name).plain(gate_up)
 
 
 def activation_reference(x: torch.Tensor, name: str) -> torch.Tensor:
-    """The same as `activation`, as the torch path computes it."""
+    """`activation` as the torch path computes it."""
     return Activation(name)(x)

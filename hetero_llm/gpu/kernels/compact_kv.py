@@ -1,8 +1,10 @@
-"""Compaction after a draft tree was verified: KV of the accepted nodes moves to its final slots.
+"""Compaction after a draft tree was verified: the KV of accepted nodes moves to its final KV slots.
 
-The nodes of a tree lie in consecutive slots in the order of the draft; those of the accepted path
-must follow each other. Node i of the path moves from slot base + node_i to slot base + i, and as
-node_i >= i, a destination may be an earlier move's source.
+The nodes of a tree lie in consecutive KV slots in the order of the draft; those of the accepted
+path have to be consecutive afterwards. Node i of the path moves from slot base + node_i to slot
+base + i, and as node_i >= i, a destination may be an earlier move's source.
+
+Wrapper `compact_kv`, reference `compact_kv_reference`; timed by `bench.kernels.elementwise`.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import triton.language as tl
 
 from hetero_llm.gpu.kernels.launch import (
     let_next_start,
-    num_multiprocessors,
     pdl_options,
+    strided_grid,
     wait_for_inputs,
 )
 
@@ -63,7 +65,7 @@ def compact_kv(
     destinations: torch.Tensor,
     counts: torch.Tensor,
 ) -> None:
-    """Copies the K and V of tokens between slots, in all layers.
+    """Copies the K and V of tokens between KV slots, in all layers.
 
     A slot is block * block size + offset. All sources of one sequence are read before any of its
     destinations is written, so they may overlap in any way; a slot of one sequence must not be
@@ -74,8 +76,8 @@ def compact_kv(
             changed in place.
         sources, destinations: [S, M] int64 slots, M at most `MAX_MOVES`, equal strides. A move
             from a slot to itself is skipped.
-        counts: [S] int32, moves of each sequence that are meant, the first of its row; 0 costs
-            nothing but the look at it.
+        counts: [S] int32, moves in use of each sequence: the first ones of its row. A sequence
+            without moves costs one read.
     """
     num_sequences, num_moves = sources.shape
     _, layers, kinds, block_size, kv_heads, dim = cache.shape
@@ -89,7 +91,7 @@ def compact_kv(
     padded_moves = triton.next_power_of_2(num_moves)
     padded = triton.next_power_of_2(dim)
     total = num_sequences * layers * 2 * kv_heads
-    _compact[(min(total, _PROGRAMS_PER_SM * num_multiprocessors(cache.device)),)](
+    _compact[strided_grid(total, _PROGRAMS_PER_SM, cache.device)](
         cache,
         sources,
         destinations,
@@ -118,7 +120,7 @@ def compact_kv_reference(
     destinations: torch.Tensor,
     counts: torch.Tensor,
 ) -> None:
-    """The same, one sequence at a time."""
+    """`compact_kv` in plain torch, one sequence at a time."""
     block_size = cache.shape[3]
     raw = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
     for row, count in enumerate(counts.tolist()):

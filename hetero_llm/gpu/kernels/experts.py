@@ -3,7 +3,7 @@
 A *pair* is a row and one of its experts; pair p belongs to row p // k. Three paths:
 
 - one row: `vector_gate_up_kernel` and `vector_down_kernel` read the weights of the row's experts at
-  the speed of memory, as `small_linear.vector_product_kernel` does; the second adds up as well;
+  the speed of memory, as `skinny_gemm.vector_product_kernel` does; the second also adds up;
 - a few rows: `align_kernel` sorts the pairs by expert into blocks of `block_m`, and
   `grouped_product_kernel`, a program per block and tile of features, reads weights as the left
   operand of the tensor cores ("swap AB"), so that rows are padded to 8 at least and not to 64;
@@ -13,6 +13,8 @@ Grids depend on the number of pairs alone, so all of it can be captured in CUDA 
 many blocks as the worst routing takes, and those without pairs return at once. (Blocks of one
 expert: "MegaBlocks", Gale et al. 2022.) Sums are in fp32, in an order that is the same in every
 batch for one path and configuration; nothing is added up by atomics.
+
+Wrapper `experts`, reference `experts_reference`; timed by `bench.kernels.experts`.
 """
 
 from __future__ import annotations
@@ -25,12 +27,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hetero_llm.gpu.kernels.activation import _KINDS, _activate
-from hetero_llm.gpu.kernels.launch import INTERPRETED, let_next_start, pdl_options, wait_for_inputs
-from hetero_llm.gpu.kernels.skinny_gemm import Launch, _add_products, _load_row
+from hetero_llm.gpu.kernels.activation import KINDS, activate
+from hetero_llm.gpu.kernels.launch import (
+    IN_INTERPRETER,
+    Launch,
+    let_next_start,
+    pdl_options,
+    wait_for_inputs,
+)
+from hetero_llm.gpu.kernels.skinny_gemm import add_products, load_row
 from hetero_llm.models.experts import Experts
 
-_INTERPRETED = tl.constexpr(INTERPRETED)  # there tl.dot takes the bits of bf16 for integers
 _CHUNK = 1024  # pairs that a program of the sort looks at together
 _COMBINE_TILE = 1024
 _ALL_BLOCKS = 1 << 16  # times the tiles of a product it still fits 32 bits
@@ -38,7 +45,7 @@ _ALL_BLOCKS = 1 << 16  # times the tiles of a product it still fits 32 bits
 
 @dataclass(frozen=True)
 class GroupedConfig:
-    """How one grouped product is launched. Sizes in elements.
+    """How one grouped product is launched; sizes in elements.
 
     Attributes:
         block_m: Pairs of a block, all of one expert.
@@ -94,7 +101,7 @@ class Groups:
 
 
 def most_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Blocks that the worst routing takes: a block more for each expert that is visited."""
+    """Blocks that the worst routing takes: each visited expert may have one that is not full."""
     visited = min(num_pairs, num_experts)
     return visited + (num_pairs - visited) // block_m
 
@@ -174,7 +181,7 @@ def _gated(sums, NAME: tl.constexpr, DTYPE: tl.constexpr):
         gate, up = tl.split(tl.permute(sums, (1, 2, 0)))
     else:
         gate, up = tl.split(tl.permute(sums, (1, 0)))
-    active = _activate(gate.to(DTYPE).to(tl.float32), NAME).to(DTYPE).to(tl.float32)
+    active = activate(gate.to(DTYPE).to(tl.float32), NAME).to(DTYPE).to(tl.float32)
     return active * up.to(DTYPE).to(tl.float32)
 
 
@@ -238,7 +245,7 @@ def grouped_product_kernel(
             w = tl.load(w_pointers, mask=w_mask, other=0.0, eviction_policy=EVICT)
         x_mask = _outer_and(there, inside, not SWAP)
         row = tl.load(_matrix(x, sources, inner, not SWAP), mask=x_mask, other=0.0)
-        if _INTERPRETED:
+        if IN_INTERPRETER:
             w, row = w.to(tl.float32), row.to(tl.float32)
         if SWAP:
             sums = tl.dot(w, row, sums, input_precision="ieee")
@@ -288,17 +295,17 @@ def _row_products(
 ):  # fmt: skip
     """[BLOCK_N] fp32: weight rows (offsets in int32 pairs, where there are any) times the row x.
 
-    Every tile is loaded into registers before the one before it is summed; see `small_linear`.
+    Every tile is loaded into registers before the one before it is summed; see `skinny_gemm`.
     """
     sums = tl.zeros((BLOCK_N, PAIRS // 4), tl.float32)
     w = _load_rows(weight, rows, there, columns, k_pairs, EVEN_K)
-    row = _load_row(x, columns, k_pairs, EVEN_K)
+    row = load_row(x, columns, k_pairs, EVEN_K)
     for _ in tl.range(PAIRS, k_pairs, PAIRS, num_stages=1):
-        sums = _add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+        sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
         columns += PAIRS
         w = _load_rows(weight, rows, there, columns, k_pairs, EVEN_K)
-        row = _load_row(x, columns, k_pairs, EVEN_K)
-    return tl.sum(_add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE), axis=1)
+        row = load_row(x, columns, k_pairs, EVEN_K)
+    return tl.sum(add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE), axis=1)
 
 
 @triton.jit
@@ -417,7 +424,7 @@ def plan_grouped_product(
     pairs, experts, count = groups.pairs, groups.experts, groups.num_pairs
     options = {
         "PER_ROW": per_row,
-        "NAME": _KINDS[activation] if activation else "",
+        "NAME": KINDS[activation] if activation else "",
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
@@ -484,7 +491,7 @@ def vector_experts(
     middle = torch.empty((k, inner), dtype=x.dtype, device=x.device)
     vector_gate_up_kernel[(triton.cdiv(inner, first.block_n // 2), k)](
         x.view(torch.int32), gate_up.view(torch.int32), middle, ids, inner, hidden // 2,
-        NAME=_KINDS[activation], BLOCK_N=first.block_n, BLOCK_K=first.block_k,
+        NAME=KINDS[activation], BLOCK_N=first.block_n, BLOCK_K=first.block_k,
         EVEN_K=hidden % first.block_k == 0, num_warps=first.num_warps, **options,
     )  # fmt: skip
     y = torch.empty_like(x)
@@ -531,7 +538,7 @@ _BY_BLOCK = {
 
 def serves(activation: str) -> bool:
     """Whether `experts` can compute it."""
-    return activation in _KINDS
+    return activation in KINDS
 
 
 def experts(

@@ -1,4 +1,7 @@
-"""Joins attention over two parts of a context by their log-sum-exp."""
+"""Joins attention over two parts of a context by their log-sum-exp.
+
+Wrapper `join_parts`, reference `join_parts_reference`; timed by `bench.kernels.step_parts`.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +83,6 @@ def join_parts_reference(
     first_weight: torch.Tensor,
     second_weight: torch.Tensor,
 ) -> torch.Tensor:
-    """The same in plain torch, into a new tensor: see `join_parts`."""
+    """`join_parts` in plain torch, into a new tensor."""
     share = torch.sigmoid(second_weight - first_weight).unsqueeze(-1)
     return torch.lerp(first.float(), second.float(), share).to(first.dtype)

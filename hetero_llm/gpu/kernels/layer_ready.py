@@ -1,13 +1,15 @@
 """A step waits on the device for KV that is still on its way from host memory.
 
-Whoever loads writes to `flags[place]`, behind the copies of each layer, how many layers have
-landed; one warp looks at all places until those that the step is armed for have come so far.
+Behind the copies of each layer, the copier writes to `flags[place]` how many layers have landed.
+One warp reads all places until those that the step is armed for have counted far enough.
 
 Order of memory: the copies, then the write of the flag behind them in their stream
-(cuStreamWriteValue32 fences the system), then the look and the fence here, then attention. That is
-a later launch of this stream and reads nothing of what loads bring before this kernel has ended
-(the rules of `launch`), so no first-level cache holds an older line; the second level is what the
-copy engine writes through.
+(cuStreamWriteValue32 fences the system), then the read and the fence here, then attention.
+Attention is a later launch of this stream and reads nothing that loads bring before this kernel has
+ended (the rules of `launch`), so no first-level cache holds an older line; the copy engine writes
+through the second level.
+
+Wrapper `wait_for_loads`, reference `wait_for_loads_reference`; timed by `bench.kernels.step_parts`.
 """
 
 from __future__ import annotations
@@ -19,28 +21,28 @@ import triton.language as tl
 from hetero_llm.gpu.kernels.launch import INTERPRETED, let_next_start, pdl_options, wait_for_inputs
 
 PLACES = 64
-"""Loads that may be under way at once."""
+"""Loads that may run at once."""
 
 ARMED_WORDS = 2 * PLACES + 4
-"""int32 words of what a step waits for: the base of each place, 1 for each place that it waits for,
-the step's turn, 1 once it has given up, two unused."""
+"""int32 words that say what a step waits for: the base of each place, 1 for each place that it
+waits for, the step's turn, 1 once it has given up, two unused."""
 
 TURN, GAVE_UP = 2 * PLACES, 2 * PLACES + 1
 
 MOST_LOOKS = 3 << 20
-"""About two seconds, if a look at the flags takes 0.6 us (a guess; bench.kernels.step_parts)."""
+"""About two seconds, if reading the flags takes 0.6 us (a guess; bench.kernels.step_parts)."""
 
 
 @triton.jit
 def _count_missing(pointers, wanted, armed):
-    """Armed places that have not come so far; counters wrap, so their difference decides."""
+    """Number of armed places below `wanted`; counters wrap, so the difference decides."""
     flags = tl.load(pointers, volatile=True)
     return tl.sum(tl.where((armed != 0) & (flags - wanted < 0), 1, 0), 0)
 
 
 @triton.jit
 def _see_what_came_before(FENCE: tl.constexpr):
-    """With the look before it an acquire: what was written ahead of the flags is visible."""
+    """Makes the reads before it an acquire: writes ahead of the flags are visible from here on."""
     if FENCE:
         tl.inline_asm_elementwise(
             "fence.acq_rel.sys; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
@@ -59,7 +61,7 @@ def _wait(
     turn = tl.load(armed_ptr + 2 * PLACES)
     gave_up = tl.load(armed_ptr + 2 * PLACES + 1)
     missing = _count_missing(flag_ptr + place, wanted, armed)
-    looks = gave_up * most_looks  # the step is lost: its other layers need not wait
+    looks = gave_up * most_looks  # the step has failed: its other layers do not wait
     while (missing > 0) & (looks < most_looks):
         missing = _count_missing(flag_ptr + place, wanted, armed)
         looks += 1
@@ -78,14 +80,14 @@ def wait_for_loads(
     layer: int,
     most_looks: int = MOST_LOOKS,
 ) -> None:
-    """Later kernels of the stream run once all armed places have `layer`.
+    """Later kernels of the stream run once `layer` has landed at all armed places.
 
     Args:
-        flags: [PLACES] int32 on the device, written by others: base + layers landed.
-        armed: [ARMED_WORDS] int32 on the device, see there; what gave up is noted.
-        errors: [turns] int32 in page-locked host memory: 1 at the step's turn if a place has not
-            come so far after `most_looks` looks. The host may read it once an event behind this
-            kernel has happened.
+        flags: [PLACES] int32 on the device, written by the copier: base + layers landed.
+        armed: [ARMED_WORDS] int32 on the device, see there; giving up is written into it.
+        errors: [turns] int32 in page-locked host memory: 1 at the step's turn if `layer` has not
+            landed at a place after `most_looks` reads. The host may read it once an event recorded
+            behind this kernel has happened.
     """
     assert flags.shape == (PLACES,) and flags.is_contiguous()
     assert armed.shape == (ARMED_WORDS,) and armed.is_contiguous()
@@ -112,7 +114,7 @@ def wait_for_loads_reference(
     layer: int,
     most_looks: int = MOST_LOOKS,
 ) -> None:
-    """The same in plain torch, looking from the host: see `wait_for_loads`."""
+    """`wait_for_loads` in plain torch, reading from the host."""
     wanted = armed[:PLACES] + (layer + 1)
     is_armed = armed[PLACES : 2 * PLACES] != 0
     looks = most_looks if armed[GAVE_UP] else 0

@@ -1,4 +1,7 @@
-"""Residual add and norm in one kernel, one program a row: RMS norm, Gemma's, layer norm."""
+"""Residual add and norm in one kernel, one program a row: RMS norm, Gemma's, layer norm.
+
+The references are the functions of `models.layers`; timed by `bench.kernels.elementwise`.
+"""
 
 from __future__ import annotations
 
@@ -64,14 +67,14 @@ def _add_rms_norm(
     norm = total * tl.rsqrt(mean_square + eps)
     if GEMMA:
         weight = 1.0 + weight
-    else:  # in low precision it is rounded before it meets the weight; in float32 this is no-op
+    else:  # rounded before the product with the weight; in float32 this changes nothing
         norm = norm.to(dtype).to(tl.float32)
     tl.store(out_ptr + place, (norm * weight).to(dtype), mask=inside)
 
 
 @triton.jit
 def _parameter(pointer, columns, inside, default: tl.constexpr, PADDED: tl.constexpr):
-    """A weight or bias as it is stored (it waits in fewer registers so), `default` if missing."""
+    """A weight or bias in its stored type, which takes fewer registers; `default` if missing."""
     if pointer is None:
         return tl.full((PADDED,), default, tl.float32)
     else:

@@ -1,20 +1,23 @@
 """Attention over the paged KV cache: prefill chunks, decode rows and draft trees in one kernel.
 
-A *tile* is up to `tile_rows` consecutive rows of one sequence; with the G query heads that share
-a KV head they are the rows of one matrix (FlashDecoding, Dao et al. 2023; grouped heads packed as
-in FlashInfer, Ye et al. 2025). A *work item* is a tile and a piece of its context. Programs walk
-the list of items times KV heads with a fixed stride, so one captured launch serves any mix of
-rows. A second kernel merges the pieces of cut tiles by log-sum-exp, each row and head by itself.
+A *row* is one token of the step. A *tile* is up to `tile_rows` consecutive rows of one sequence;
+with the G query heads that share a KV head they are the rows of one matrix (FlashDecoding, Dao et
+al. 2023; grouped heads packed as in FlashInfer, Ye et al. 2025). A *work item* is a tile and a
+piece of its context. Programs take the items times KV heads with a fixed stride, so one captured
+launch serves any mix of rows. A second kernel merges the pieces of cut tiles by log-sum-exp, each
+row and head by itself.
 
 Keys that several sequences share can be read once for all of them: an item may have rows of
 neighbouring sequences of the step, if all of them see all its keys and their block tables agree
 there. Their rows then have pieces of two tiles, the shared one and their own sequence's (Hydragen,
 Juravsky et al. 2024; "cascade" attention in FlashInfer).
 
-What a row sees: keys below its limit (and inside its window), and of the 64 keys that follow the
-limit those whose bit is set in its ancestor mask. A plain row at position p has limit p + 1 and no
-bits; node i of a draft tree has its sequence's length as limit and the bits of itself and its
-ancestors, and so a tree's keys are at position limit + how many of the ancestors come before them.
+A row sees the keys below its limit (and inside its window), and of the 64 keys from the limit on
+those whose bit is set in its ancestor mask. A plain row at position p has limit p + 1 and no bits;
+node i of a draft tree has its sequence's length as limit and the bits of itself and its ancestors,
+so the key of a node is at position limit + number of its ancestors.
+
+Wrapper `paged_attention`, reference `paged_attention_reference`; timed by `bench.attention`.
 """
 
 from __future__ import annotations
@@ -34,13 +37,14 @@ from hetero_llm.gpu.kernels.launch import (
 )
 
 WORK_FIELDS = 8
-"""int32 fields of a work item: slot whose block table is read, first row, rows, key begin, key end,
-piece (index among all pieces of cut tiles; -1: the tile is whole), two unused that align it."""
+"""int32 fields of a work item: request slot whose block table is read, first row, rows, key begin,
+key end, piece (index among all pieces of cut tiles; -1: the tile is whole), two unused for
+alignment."""
 
 CUT_ROW_FIELDS = 8
 """int32 fields of a row whose tile is cut: row, the tile's first piece, the tile's pieces, the
-row's index in the tile; the same three of the tile that it shares with other sequences (no pieces:
-there is none); one unused that aligns it."""
+row's index in the tile; the same three of the tile that it shares with other sequences (0 pieces:
+there is none); one unused for alignment."""
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MAX_GROUP = 128
@@ -48,13 +52,17 @@ MAX_GROUP = 128
 TREE_NODES = 64
 _LOG2_E = 1.4426950408889634
 _MERGED_AT_ONCE = 16
-_MERGING_PROGRAMS = 64  # for each head: a step that cuts nothing launches few for nothing
+_MERGING_PROGRAMS = 64  # for each head; few, since a step that cuts nothing launches them too
 
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """What each row sees. limits, positions: [T] int32; ancestors: [T] int64, bits of tree nodes
-    (None: no row of the step belongs to a tree)."""
+    """Which keys each row sees, as the head of this file says.
+
+    Attributes:
+        limits, positions: [T] int32.
+        ancestors: [T] int64, bits of tree nodes; None: no row of the step belongs to a tree.
+    """
 
     limits: torch.Tensor
     positions: torch.Tensor
@@ -63,8 +71,13 @@ class RowMasks:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The step's work list on the device, int32: items [W, 8]; cut_rows [C, 8]; counts [2], how
-    many of each are in use."""
+    """The step's work list on the device, int32.
+
+    Attributes:
+        items: [W, 8], see `WORK_FIELDS`.
+        cut_rows: [C, 8], see `CUT_ROW_FIELDS`.
+        counts: [2] items and cut rows in use.
+    """
 
     items: torch.Tensor
     cut_rows: torch.Tensor
@@ -73,8 +86,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """How the kernel is compiled. rows: matrix rows of a tile (query rows times group, padded);
-    keys: keys of one iteration; the rest as Triton names it; programs: resident on one SM."""
+    """How the kernel is compiled.
+
+    Attributes:
+        rows: matrix rows of a tile: tokens times group, padded.
+        keys: keys of one iteration.
+        num_warps, num_stages: as Triton names them.
+        programs: resident on one SM.
+    """
 
     rows: int
     keys: int
@@ -85,7 +104,8 @@ class TileShape:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Pieces of cut tiles: sums [P, N, M, D] float32, maxima and weights [P, N, 2, M] float32."""
+    """Memory for pieces of cut tiles: sums [P, N, M, D], maxima and weights [P, N, 2, M],
+    float32."""
 
     sums: torch.Tensor
     states: torch.Tensor
@@ -108,7 +128,7 @@ def make_workspace(
 
 @triton.jit
 def _prefetch(pointers, LINES: tl.constexpr):
-    """Brings the 128-byte lines that begin at [rows] addresses and follow into the L2 cache."""
+    """Brings LINES lines of 128 bytes from each of [rows] addresses on into the L2 cache."""
     for line in tl.static_range(LINES):
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -126,8 +146,8 @@ def _merge(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     TILE_M: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows with a stride, one query head: joins the pieces of the row's tile, and then of the tile
-    that it shares, by log-sum-exp, WIDE at a time."""
+    """One query head of every n-th cut row: joins the pieces of the row's own tile, and then those
+    of the tile that it shares, by log-sum-exp, WIDE at a time."""
     total = tl.load(count_ptr + 1)
     q_head = tl.program_id(1)
     wide = tl.arange(0, WIDE)
@@ -174,8 +194,8 @@ def _fetch_early(
     keys, values, table, begin, end, columns, block_stride, token_stride,
     BLOCK: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Asks for the item's first keys and values; those of this very step may come too early, which
-    does no harm: the L2 cache is coherent."""
+    """Prefetches the item's first keys and values. The keys of this very step may not be written
+    yet, which does no harm: the L2 cache is coherent."""
     token = tl.minimum(begin + columns, end - 1)
     block = tl.load(table + token // BLOCK).to(tl.int64)
     offset = block * block_stride + (token % BLOCK) * token_stride
@@ -188,7 +208,7 @@ def _hide(
     scores, token, end, limit, low, ancestors,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
 ):  # fmt: skip
-    """Scores with -inf where a row does not see a key; see `RowMasks`."""
+    """Scores, -inf where a row does not see a key; see `RowMasks`."""
     seen = token[None, :] < limit[:, None]
     if HAS_WINDOW:
         seen = seen & (token[None, :] > low[:, None])
@@ -203,7 +223,10 @@ def _hide(
 
 @triton.jit
 def _ancestors_below(word, node):
-    """How many of the bits 0 .. node - 1 of [rows] int32 are set: [rows, keys] for [rows, keys]."""
+    """[rows, keys] number of bits set among bits 0 .. node - 1 of `word`, [rows] int32.
+
+    node: [rows, keys] int32.
+    """
     kept = tl.where(node >= 32, -1, (1 << (node & 31)) - 1)
     bits = word[:, None] & tl.where(node <= 0, 0, kept)
     # Sums of neighbouring bits, pairs, nibbles, bytes; masks and shifts never leave a sign behind.
@@ -216,7 +239,8 @@ def _ancestors_below(word, node):
 
 @triton.jit
 def _displacement(token, limit, ancestors):
-    """Position of a key that a row sees, less its place: a tree's nodes lie behind each other."""
+    """Position of a key that a row sees minus its index in the cache, where a tree's nodes lie
+    behind each other."""
     node = token[None, :] - limit[:, None]
     earlier = _ancestors_below(ancestors.to(tl.int32), node)
     earlier += _ancestors_below((ancestors >> 32).to(tl.int32), node - 32)
@@ -225,7 +249,7 @@ def _displacement(token, limit, ancestors):
 
 @triton.jit
 def _weigh(scores, highest):
-    """One step of the online softmax: weights, the factor of what was summed so far, new maxima."""
+    """One step of the online softmax: weights, the factor for earlier sums, new maxima."""
     higher = tl.maximum(highest, tl.max(scores, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     return tl.exp2(scores - base[:, None]), tl.exp2(highest - base), higher
@@ -236,9 +260,10 @@ def _change(
     scores, token, limit, position, ancestors, slope, near_end,
     SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_TREE: tl.constexpr,
 ):  # fmt: skip
-    """Scores in powers of two after soft cap and ALiBi. near_end: some of the keys may be a tree's.
+    """Scores, as exponents of two, after soft cap and ALiBi.
 
-    With a soft cap they come times 2 / cap: c * tanh(x / c) = c - 2 c / (e^(2 x / c) + 1).
+    With a soft cap the scores come multiplied by 2 / cap: c * tanh(x / c) = c - 2 c / (e^(2 x / c)
+    + 1). near_end: some of the keys may be a tree's.
     """
     if SOFTCAP > 0:
         scores = SOFTCAP - (2 * SOFTCAP) / (tl.exp2(scores) + 1.0)
@@ -255,8 +280,8 @@ def _sight(
     limit, position_ptr, ancestor_ptr, slope_ptr, row, q_head, in_tile, window,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, HAS_SLOPES: tl.constexpr,
 ):  # fmt: skip
-    """Of each row of a tile: position, last position out of sight, ancestors, slope (as powers of
-    two). What is not asked for is anything."""
+    """Of each row of a tile: position, last position before its window, ancestors, slope (as an
+    exponent of two). Values that the constexprs do not ask for are undefined."""
     position, low, ancestors, slope = limit, limit, row, limit
     if HAS_WINDOW or HAS_SLOPES:
         position = tl.load(position_ptr + row, mask=in_tile, other=0)
@@ -317,7 +342,7 @@ def _attend(
 
         table = table_ptr + slot.to(tl.int64) * table_stride
         keys, values = key_ptr + head * head_stride, value_ptr + head * head_stride
-        if PDL:  # the first keys come nearer while the kernel before still runs
+        if PDL:  # the first keys reach L2 while the previous kernel still runs
             _fetch_early(
                 keys, values, table, begin, end, columns, block_stride, token_stride, BLOCK,
                 (DIM * key_ptr.dtype.element_ty.primitive_bitwidth) // 1024,
@@ -359,7 +384,7 @@ def _attend(
         else:
             kept = (piece * KV_HEADS + head).to(tl.int64)
             _keep(sums_ptr, states_ptr, kept, lines, dims, in_tile, acc, highest, weight)
-    wait_for_inputs(PDL)  # programs without an item end no earlier either
+    wait_for_inputs(PDL)  # so programs without an item end no earlier, either
     let_next_start(PDL)
 
 
@@ -367,7 +392,7 @@ def paged_attention(
     q: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     rows: RowMasks,
     work: Work,
     workspace: Workspace,
@@ -380,24 +405,26 @@ def paged_attention(
     any_cut: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attends every row that the work list covers; other rows of `out` are left as they are.
+    """Attends every row that the work list covers; other rows of `out` are left unchanged.
 
     Args:
         q: [T, H, D], heads and dims contiguous, rows strided.
         key_cache, value_cache: [blocks, block size, N, D] views of one layer, equal strides, last
             dim contiguous; q's dtype or float8_e4m3fn.
-        tables: [slots, columns] int32 block ids.
-        rows, work, workspace: see there; the workspace fits `tile.rows`.
+        block_tables: [slots, columns] int32 block ids.
+        rows: of T rows.
+        work: covers the rows to attend.
+        workspace: made for `tile.rows`.
         scale: factor of the scores.
         window: a row sees the last `window` positions only; tree nodes always see their ancestors.
-        softcap: scores then become softcap * tanh(score / softcap).
-        slopes: [H] float32; then slope * (position of the key - position of the row) is added.
+        softcap: if given, scores become softcap * tanh(score / softcap).
+        slopes: [H] float32; if given, slope * (position of the key - position of the row) is added.
         any_cut: whether the work list may have cut tiles; False saves the merging kernel.
 
     Returns:
         `out`, [T, H, D] in q's dtype.
     """
-    _check(q, key_cache, value_cache, tables, work, workspace, tile)
+    _check(q, key_cache, value_cache, block_tables, work, workspace, tile)
     num_rows, num_heads, dim = q.shape
     _, block_size, kv_heads, _ = key_cache.shape
     group = num_heads // kv_heads
@@ -412,10 +439,10 @@ def paged_attention(
     sizes = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "TILE_M": tile.rows}
     sizes["PADDED"] = triton.next_power_of_2(dim)
     _attend[grid](
-        *(out, q, key_cache, value_cache, tables, rows.limits, rows.positions),
+        *(out, q, key_cache, value_cache, block_tables, rows.limits, rows.positions),
         *(rows.positions if ancestors is None else ancestors, slopes, work.items, work.counts),
         *(workspace.sums, workspace.states),
-        *(q.stride(0), out.stride(0), *key_cache.stride()[:3], tables.stride(0)),
+        *(q.stride(0), out.stride(0), *key_cache.stride()[:3], block_tables.stride(0)),
         *(factor, 0 if window is None else window),
         **sizes,
         BLOCK=block_size,
@@ -445,7 +472,7 @@ def _check(
     q: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     work: Work,
     workspace: Workspace,
     tile: TileShape,
@@ -455,7 +482,7 @@ def _check(
     assert q.stride(2) == 1 and q.stride(1) == dim and num_heads % kv_heads == 0
     assert num_heads // kv_heads <= tile.rows and MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM
     assert key_cache.stride() == value_cache.stride() and key_cache.stride(3) == 1
-    assert key_cache.dtype in (q.dtype, torch.float8_e4m3fn) and tables.dtype == torch.int32
+    assert key_cache.dtype in (q.dtype, torch.float8_e4m3fn) and block_tables.dtype == torch.int32
     assert work.items.shape[1] == WORK_FIELDS and work.items.is_contiguous()
     assert work.cut_rows.shape[1] == CUT_ROW_FIELDS and work.cut_rows.is_contiguous()
     assert workspace.sums.shape[1:3] == (kv_heads, tile.rows)
@@ -465,7 +492,7 @@ def paged_attention_reference(
     q: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     row_slots: torch.Tensor,
     row_ends: torch.Tensor,
     rows: RowMasks,
@@ -475,19 +502,19 @@ def paged_attention_reference(
     softcap: float | None = None,
     slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same in float32 with plain torch, row by row.
+    """`paged_attention` in float32 with plain torch, row by row.
 
     Args:
-        row_slots: [T] slot of each row.
+        row_slots: [T] request slot of each row.
         row_ends: [T] keys in the cache of each row's sequence, this step's included.
-        others: as `paged_attention`.
+        others: as of `paged_attention`.
     """
     num_rows, num_heads, dim = q.shape
     _, block_size, kv_heads, _ = key_cache.shape
     out = torch.empty_like(q)
     for row in range(num_rows):
         token = torch.arange(int(row_ends[row]), device=q.device)
-        block = tables[int(row_slots[row])].long()[token // block_size]
+        block = block_tables[int(row_slots[row])].long()[token // block_size]
         limit = int(rows.limits[row])
         seen = token < limit
         if window is not None:
@@ -510,7 +537,7 @@ def paged_attention_reference(
 
 
 def _key_positions(token: torch.Tensor, rows: RowMasks, row: int) -> torch.Tensor:
-    """[seen] positions of the keys at these places, as a row sees them."""
+    """[seen] positions of keys, given by their indices in the cache, as a row sees them."""
     if rows.ancestors is None:
         return token
     limit, bits = int(rows.limits[row]), int(rows.ancestors[row]) & (2**TREE_NODES - 1)

@@ -3,6 +3,8 @@
 Work is cut into tiles of a few heads of one row, all of one kind (queries, keys or values), which
 the programs share in a fixed stride: one row spreads over its heads, many rows over the chip, and
 one compiled kernel serves both.
+
+Wrappers `rope_store` and `store`, references `*_reference`; timed by `bench.kernels.elementwise`.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import triton.language as tl
 from hetero_llm.gpu.kernels.launch import (
     INTERPRETED,
     let_next_start,
-    num_multiprocessors,
     pdl_options,
+    strided_grid,
     wait_for_inputs,
 )
 from hetero_llm.models.rotary import apply_rotary
@@ -65,9 +67,9 @@ def _place_and_angle(
     slot_ptr, position_ptr, table_ptr, index, num_rows, dims, dtype: tl.constexpr,
     TILES: tl.constexpr, TURNED_TILES: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Slot of a tile's row, cos and sin of its position (of no use in tiles of values).
+    """KV slot of a tile's row, cos and sin of its position (unused in tiles of values).
 
-    Loaded ahead of the tile: three loads that wait for each other.
+    Loaded ahead of the tile: three loads, each of which depends on the one before.
     """
     row = tl.cast(index // TILES, tl.int64)
     exists = row < num_rows
@@ -86,7 +88,7 @@ def _put_heads(
     ptrs, low, high, rest, valid,
     HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Stores tiles of heads that begin at `ptrs`: both rotated halves and what follows them."""
+    """Stores tiles of heads from `ptrs` on: both rotated halves and the entries behind them."""
     element_ty: tl.constexpr = ptrs.dtype.element_ty
     dims = tl.arange(0, HALF_PADDED)[None, :]
     mask = valid[:, None] & (dims < HALF)
@@ -110,7 +112,7 @@ def _rope_store(
     TILE: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
-    # Tiles [heads, dims] even of what all heads share: handing it around would cost a barrier.
+    # Tiles [heads, dims] even of values that all heads share: broadcasting would cost a barrier.
     heads = tl.arange(0, TILE)
     dims = (heads * 0)[:, None] + tl.arange(0, HALF_PADDED)[None, :]
     in_half = dims < HALF
@@ -215,7 +217,7 @@ def _store(
 def rope_store(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    cache_rows: torch.Tensor,
+    slot_mapping: torch.Tensor,
     table: torch.Tensor,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
@@ -227,15 +229,15 @@ def rope_store(
     """Norms and rotates queries and keys, stores keys and values, returns the queries.
 
     Rounds where the torch path rounds (`QKNorm`, `apply_rotary`): every factor, product and sum.
-    `positions`, `cache_rows` and `table` are read before the kernel launched before this one has
+    `positions`, `slot_mapping` and `table` are read before the kernel launched before this one has
     ended, so that kernel must not write them.
 
     Args:
         qkv: [T, (H + 2 N) * D], queries, keys, values; float32, bfloat16 or float16; rows may be
             strided. D is at most `MAX_HEAD_DIM`.
         positions: [T] int32 or int64, each row's position, a row of `table`.
-        cache_rows: [T] int32 or int64, each row's slot, block * block size + offset; negative for
-            a padding row: nothing is stored, its queries mean nothing, its position may be any.
+        slot_mapping: [T] int32 or int64 KV slots, block * block size + offset; negative for a
+            padding row: nothing is stored, its queries are undefined, its position may be any.
         table: [max_len, rotary_dim] float32 of `RotaryEmbedding`; the entries of a head behind
             rotary_dim pass through.
         q_weight, k_weight: [D], dtype of qkv: RMS norm of each head first; None: no norm.
@@ -252,7 +254,7 @@ def rope_store(
     rotary_dim = table.shape[1]
     half, rest = rotary_dim // 2, dim - rotary_dim
     _check_cache(key_cache, value_cache, qkv.dtype)
-    _check_rows(num_rows, cache_rows, positions)
+    _check_rows(num_rows, slot_mapping, positions)
     assert qkv.stride(1) == 1 and width == (num_heads + 2 * kv_heads) * dim, (width, num_heads)
     assert table.dtype == torch.float32 and table.is_contiguous()
     assert rotary_dim % 2 == 0 and 0 < rotary_dim <= dim
@@ -263,11 +265,11 @@ def rope_store(
     half_padded = triton.next_power_of_2(half)
     tile = min(_TILE_HEADS, triton.next_power_of_2(num_heads))
     tiles = triton.cdiv(num_heads, tile) + 2 * triton.cdiv(kv_heads, tile)
-    _rope_store[_grid(num_rows * tiles, qkv.device)](
+    _rope_store[strided_grid(num_rows * tiles, _PROGRAMS_PER_SM, qkv.device)](
         q,
         qkv,
         positions,
-        cache_rows,
+        slot_mapping,
         table,
         qkv if q_weight is None else q_weight,
         qkv if k_weight is None else k_weight,
@@ -297,7 +299,7 @@ def rope_store(
 def store(
     k: torch.Tensor,
     v: torch.Tensor,
-    cache_rows: torch.Tensor,
+    slot_mapping: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
 ) -> None:
@@ -305,22 +307,23 @@ def store(
 
     Args:
         k, v: [T, N, D], last dim contiguous, rows and heads strided.
-        cache_rows, key_cache, value_cache: As `rope_store`.
+        slot_mapping, key_cache, value_cache: As of `rope_store`.
     """
     num_rows, kv_heads, dim = k.shape
     block_size = key_cache.shape[1]
     _check_cache(key_cache, value_cache, k.dtype)
-    _check_rows(num_rows, cache_rows)
+    _check_rows(num_rows, slot_mapping)
     assert v.shape == k.shape and v.dtype == k.dtype and key_cache.shape[2:] == k.shape[1:]
     assert k.stride(2) == 1 and v.stride(2) == 1, (k.stride(), v.stride())
     if num_rows == 0:
         return
     padded = triton.next_power_of_2(dim)
     tile = min(_TILE_HEADS, triton.next_power_of_2(kv_heads))
-    _store[_grid(num_rows * triton.cdiv(kv_heads, tile), k.device)](
+    tiles = num_rows * triton.cdiv(kv_heads, tile)
+    _store[strided_grid(tiles, _PROGRAMS_PER_SM, k.device)](
         k,
         v,
-        cache_rows,
+        slot_mapping,
         key_cache,
         value_cache,
         num_rows,
@@ -335,10 +338,6 @@ def store(
         num_warps=max(tile * padded // 256, 1),
         **pdl_options(k.device),
     )
-
-
-def _grid(tiles: int, device: torch.device) -> tuple[int]:
-    return (min(tiles, _PROGRAMS_PER_SM * num_multiprocessors(device)),)
 
 
 def _check_cache(key_cache: torch.Tensor, value_cache: torch.Tensor, dtype: torch.dtype) -> None:
@@ -366,7 +365,7 @@ def _check_rows(num_rows: int, *vectors: torch.Tensor) -> None:
 def rope_store_reference(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    cache_rows: torch.Tensor,
+    slot_mapping: torch.Tensor,
     table: torch.Tensor,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
@@ -375,7 +374,7 @@ def rope_store_reference(
     value_cache: torch.Tensor,
     num_heads: int,
 ) -> torch.Tensor:
-    """The same as the torch path computes it; arguments as `rope_store`."""
+    """`rope_store` as the torch path computes it."""
     kv_heads, dim = key_cache.shape[2:]
     heads = qkv.view(len(qkv), num_heads + 2 * kv_heads, dim)
     qk, v = heads.split((num_heads + kv_heads, kv_heads), dim=1)
@@ -383,25 +382,25 @@ def rope_store_reference(
         qk = F.rms_norm(qk, (dim,), None, eps)
         qk[:, :num_heads].mul_(q_weight)
         qk[:, num_heads:].mul_(k_weight)
-    known = torch.where(cache_rows < 0, 0, positions).long()
+    known = torch.where(slot_mapping < 0, 0, positions).long()
     cos, sin = table[known].to(qkv.dtype).unsqueeze(1).chunk(2, dim=-1)
     turned, rest = qk.split((table.shape[1], dim - table.shape[1]), dim=-1)
     turned = apply_rotary(turned, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
     q, k = torch.cat((turned, rest), -1).split((num_heads, kv_heads), dim=1)
-    store_reference(k, v, cache_rows, key_cache, value_cache)
+    store_reference(k, v, slot_mapping, key_cache, value_cache)
     return q.contiguous()
 
 
 def store_reference(
     k: torch.Tensor,
     v: torch.Tensor,
-    cache_rows: torch.Tensor,
+    slot_mapping: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
 ) -> None:
-    """The same in plain torch; arguments as `store`."""
-    kept = cache_rows >= 0
-    slots = cache_rows[kept].long()
+    """`store` in plain torch."""
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept].long()
     block, offset = slots // key_cache.shape[1], slots % key_cache.shape[1]
     for cache, new in ((key_cache, k), (value_cache, v)):
         if cache.dtype == torch.float8_e4m3fn:

@@ -1,4 +1,7 @@
-"""Routers of mixtures of experts: which experts each row visits, and with what weights."""
+"""Routers of mixtures of experts: which experts each row visits, and with what weights.
+
+The references are the functions of `models.experts`; timed by `bench.kernels.experts`.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,7 @@ def sparse_mixer_kernel(
     best, first = _best(scores, lanes, NUM_EXPERTS)
     left = tl.where(lanes == first, float("-inf"), scores)
     next_best, second = _best(left, lanes, NUM_EXPERTS)
-    # Outside of the experts the distance is infinite by any scale.
+    # Lanes beyond the experts have an infinite distance at any scale.
     known = tl.where(there, scores, 1.0)
     tl.store(ids + row * 2, first)
     tl.store(ids + row * 2 + 1, second)

@@ -1,15 +1,25 @@
-"""Picks the next token of every row: argmax, or a noisy argmax within min-p, top-k and top-p.
+"""Samples the next token of every row: argmax, or a noisy argmax within min-p, top-k and top-p.
 
-Two kernels, whatever the mix of rows, without a sort and without a word to the host:
+Two kernels, whatever the mix of rows, without sorting and without asking the host:
 
 1. `_scan`, programs over (chunks of the vocabulary, rows): best score of each chunk; the score is
    the logit (greedy row) or logit / temperature + noise (unrestricted row). Of a restricted row it
    leaves the maxima of small blocks and the chunk's sum of exponentials instead.
 2. `_finish`, a program per row: best of the chunks. In a restricted row the block maxima bound the
-   support from below, which leaves few blocks to read; thresholds are found there (pick_support)
-   and the noisy argmax is taken over what is beyond them.
+   support from below, which leaves few blocks to read; `_find_support` finds the thresholds there,
+   and `sample_listed` takes the noisy argmax over the tokens beyond them.
 
-Which token a row draws depends on its logits and parameters alone: no sum depends on the batch.
+A row's token depends on its logits and parameters alone: no sum depends on the batch.
+
+Search for thresholds. Scores are compared through int32 keys in the order of the floats. Top-k and
+top-p ask the same question, for weights 1 and weights exp(score - highest): which is the smallest
+key v with weight(keys > v) < target? Its answer is always the key of some token. The search bisects
+the bits of v. A row of the vocabulary is cut into blocks of SUB tokens whose maxima are known;
+blocks whose maximum is out of reach are never read ("listed" blocks are the others, in order of
+token id). Bounds of a search: v is in (low, high], int64 so that low may be one below the smallest
+key.
+
+Wrapper `sample_tokens`, reference `sample_tokens_reference`; timed by `bench.kernels.sample`.
 """
 
 from __future__ import annotations
@@ -22,23 +32,13 @@ import triton
 import triton.language as tl
 
 from hetero_llm.gpu.kernels.launch import let_next_start, pdl_options, wait_for_inputs
-from hetero_llm.gpu.kernels.sample_support import (
-    NEVER,
-    bisect,
-    draw_listed,
-    gather,
-    gumbel,
-    key_of,
-    load_scores,
-    narrow,
-    noise_words,
-    score_of,
-    weigh,
-)
 from hetero_llm.sampling.noise import gumbel_noise
 from hetero_llm.sampling.processors import restrict_support
 
 ROW_FIELDS = 8
+"""int32 fields of a row, in the order of `pack_rows`'s arguments; a seed takes two."""
+SAMPLE_INDEX, POSITION = 6, 7
+"""Fields that a step sets for each row; the others are the request's."""
 CHUNK = 1024  # tokens of a partial result; part of the definition of a row's sums
 SUB_BLOCK = 32
 TILE = 4096  # tokens that a program of `_finish` looks at together
@@ -46,23 +46,29 @@ CAPACITY = 2048  # scores that it searches in registers
 SCAN_PROGRAMS = 2048  # beyond these a program of `_scan` takes several chunks
 MAX_CHUNKS_PER_PROGRAM = 8
 BLOCK_SEARCH_STOP = tl.constexpr(1 << 13)  # last bits of a bound need no search
+NEVER = tl.constexpr(float("-inf"))
+NUM_PIVOTS = tl.constexpr(4)
+LINEAR_PASSES = tl.constexpr(8)  # only the first passes may cut the scores evenly
+LINEAR_RANGE = tl.constexpr(128.0)  # wider ranges of scores are cut by their keys
+LARGEST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class PickRows:
+class SampleRows:
     """Sampling parameters of rows, in one tensor so that one copy uploads them.
 
-    `packed` is [ROW_FIELDS, >= R] int32, last dim contiguous; `pack_rows` makes its content.
+    Attributes:
+        packed: [ROW_FIELDS, >= R] int32, last dim contiguous; `pack_rows` makes its content.
     """
 
     packed: torch.Tensor
 
 
 @dataclass(frozen=True)
-class PickWorkspace:
-    """Scratch of `pick_tokens` for up to `max_rows` rows; one call at a time may use it."""
+class SampleWorkspace:
+    """Scratch memory of `sample_tokens` for `max_rows` rows; one call at a time may use it."""
 
     vocab_size: int
     best: torch.Tensor  # [max_rows, chunks] float32
@@ -73,10 +79,10 @@ class PickWorkspace:
     scores: torch.Tensor  # [max_rows, capacity] float32
 
 
-def make_pick_workspace(
+def make_sample_workspace(
     max_rows: int, vocab_size: int, device: torch.device, *, capacity: int = CAPACITY
-) -> PickWorkspace:
-    """Scratch on `device`; `capacity` is a power of two, and tests make it small."""
+) -> SampleWorkspace:
+    """Scratch memory on `device`. `capacity`: a power of two, which tests make small."""
     assert capacity & (capacity - 1) == 0
     chunks = triton.cdiv(vocab_size, CHUNK)
     blocks = chunks * (CHUNK // SUB_BLOCK)
@@ -84,7 +90,7 @@ def make_pick_workspace(
     def make(columns: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(max_rows, columns, dtype=dtype, device=device)
 
-    return PickWorkspace(
+    return SampleWorkspace(
         vocab_size,
         make(chunks, torch.float32),
         make(chunks, torch.int32),
@@ -105,7 +111,7 @@ def pack_rows(
     sample_indices: np.ndarray,
     positions: np.ndarray,
 ) -> np.ndarray:
-    """Content of `PickRows.packed`: [ROW_FIELDS, R] int32.
+    """Content of `SampleRows.packed`: [ROW_FIELDS, R] int32.
 
     Args:
         temperature: [R], 0 for a greedy row.
@@ -114,7 +120,7 @@ def pack_rows(
         min_p: [R], 0 where off.
         seeds: [R] int64, the bits of the unsigned seeds.
         sample_indices: [R], index among the request's `n`.
-        positions: [R], absolute position of the token to be drawn; negative for a padding row.
+        positions: [R], absolute position of the token to be sampled; negative for a padding row.
     """
     packed = np.empty((ROW_FIELDS, len(temperature)), np.int32)
     packed[0] = np.asarray(temperature, np.float32).view(np.int32)
@@ -125,6 +131,262 @@ def pack_rows(
     packed[6] = sample_indices
     packed[7] = positions
     return packed
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Philox4x32-10 of uint32 counters and keys (see sampling/noise.py): four uint32 words."""
+    for _ in tl.static_range(10):
+        first = c0.to(tl.uint64) * 0xD2511F53  # one wide product gives both words
+        second = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (second >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = second.to(tl.uint32)
+        c2 = (first >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = first.to(tl.uint32)
+        k0 = (k0.to(tl.uint64) + 0x9E3779B9).to(tl.uint32)
+        k1 = (k1.to(tl.uint64) + 0xBB67AE85).to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def noise_words(lanes, key_low, key_high, sample_index, position):
+    """Random words of tokens 4 * lane to 4 * lane + 3: [L] int32 lanes to [4 * L] uint32."""
+    zero = tl.zeros_like(lanes).to(tl.uint32)
+    w0, w1, w2, w3 = philox(
+        lanes.to(tl.uint32),
+        zero + position.to(tl.uint32),
+        zero + sample_index.to(tl.uint32),
+        zero,
+        key_low.to(tl.uint32),
+        key_high.to(tl.uint32),
+    )
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # last axis is the word's low bit
+    return tl.reshape(words, [4 * lanes.shape[0]])
+
+
+@triton.jit
+def gumbel(words):
+    """-log(-log1p(-v)) with v = (word + 0.5) / 2**32 in float32, as sampling/noise.py has it."""
+    v = tl.minimum((words.to(tl.float32) + 0.5) * (2.0**-32), LARGEST_BELOW_ONE)
+    # Kahan's log1p: exact to a few ulp where log is, and v itself where 1 - v rounds to 1. Large
+    # noise comes from small v, where a plain log(1 - v) has no digit left.
+    rest = 1.0 - v
+    taken = 1.0 - rest
+    ratio = tl.log(rest) / tl.where(taken == 0.0, 1.0, taken)
+    return -tl.log(tl.where(taken == 0.0, v, -v * ratio))
+
+
+@triton.jit
+def load_scores(logits, offsets, valid, temperature):
+    """logits / temperature as float32, rounded as torch does; NaN and what is not valid is -inf."""
+    values = tl.load(logits + offsets, mask=valid, other=NEVER).to(tl.float32)
+    values = tl.where(values == values, values, NEVER)
+    return tl.div_rn(values, tl.zeros_like(values) + temperature)
+
+
+@triton.jit
+def key_of(scores):
+    """int32 keys in the order of the floats; both zeros have one key."""
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def score_of(key):
+    """The float of an int32 key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bisect(keys, weights, low, high, above, target, STOP: tl.constexpr):
+    """Narrows the bounds of a search over keys in registers until high - low <= STOP.
+
+    `above` is the weight of keys beyond `high`, kept elsewhere if they are not among `keys`; keys
+    beyond the first `high` must then have weight 0. Returns low, high, above.
+    """
+    first_above = above
+    while high - low > STOP:
+        middle = (low + high) >> 1
+        weight = first_above + tl.sum(tl.where(keys > middle.to(tl.int32), weights, 0.0))
+        below = weight < target
+        above = tl.where(below, weight, above)
+        high = tl.where(below, middle, high)
+        low = tl.where(below, low, middle)
+    return low, high, above
+
+
+@triton.jit
+def listed_tokens(blocks, num_blocks, start, vocab, SUB: tl.constexpr, TILE: tl.constexpr):
+    """Token ids [TILE] of listed blocks from `start` on, and which of them exist."""
+    lane = tl.arange(0, TILE)
+    entry = start + lane // SUB
+    block = tl.load(blocks + entry, mask=entry < num_blocks, other=0)
+    tokens = block * SUB + lane % SUB
+    return tokens, (entry < num_blocks) & (tokens < vocab)
+
+
+@triton.jit
+def listed_lanes(blocks, num_blocks, start, SUB: tl.constexpr, TILE: tl.constexpr):
+    """token id // 4 of the same tokens: [TILE // 4]."""
+    lane = tl.arange(0, TILE // 4)
+    entry = start + lane // (SUB // 4)
+    block = tl.load(blocks + entry, mask=entry < num_blocks, other=0)
+    return block * (SUB // 4) + lane % (SUB // 4)
+
+
+@triton.jit
+def gather(
+    logits,
+    blocks,
+    num_blocks,
+    vocab,
+    temperature,
+    low,
+    high,
+    scores,
+    CAPACITY: tl.constexpr,
+    SUB: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Writes the listed scores with low < key <= high to `scores`; stops beyond CAPACITY of them.
+
+    Returns their number, or some number above CAPACITY if there are more than that.
+    """
+    tl.debug_barrier()  # readers of the last use are done
+    count = tl.zeros([], tl.int32)
+    start = tl.zeros([], tl.int32)
+    while (start < num_blocks) & (count <= CAPACITY):
+        tokens, valid = listed_tokens(blocks, num_blocks, start, vocab, SUB, TILE)
+        values = load_scores(logits, tokens, valid, temperature)
+        keys = key_of(values)
+        wanted = valid & (keys > low.to(tl.int32)) & (keys <= high.to(tl.int32))
+        place = count + tl.cumsum(wanted.to(tl.int32)) - 1
+        tl.store(scores + place, values, mask=wanted & (place < CAPACITY))
+        count += tl.sum(wanted.to(tl.int32))
+        start += TILE // SUB
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def weigh(
+    logits,
+    blocks,
+    num_blocks,
+    vocab,
+    temperature,
+    highest,
+    pivots,
+    SUB: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Number and weight exp(score - highest) of listed tokens beyond each of the pivot keys [P]."""
+    counts = tl.zeros([NUM_PIVOTS, TILE], tl.int32)
+    masses = tl.zeros([NUM_PIVOTS, TILE], tl.float32)
+    for start in range(0, num_blocks, TILE // SUB):
+        tokens, valid = listed_tokens(blocks, num_blocks, start, vocab, SUB, TILE)
+        values = load_scores(logits, tokens, valid, temperature)
+        beyond = valid[None, :] & (key_of(values)[None, :] > pivots[:, None])
+        counts += beyond.to(tl.int32)
+        masses += tl.where(beyond, tl.exp(values - highest)[None, :], 0.0)
+    return tl.sum(counts, axis=1), tl.sum(masses, axis=1)
+
+
+@triton.jit
+def choose_pivots(low, high, number):
+    """Keys that cut (low, high] for pass `number`: int32 [P], not below low, below high.
+
+    Even cuts of the scores suit logits; even cuts of the keys always end, whatever the scores.
+    """
+    part = tl.arange(0, NUM_PIVOTS) + 1
+    cuts = (low + (high - low) * part // (NUM_PIVOTS + 1)).to(tl.int32)
+    bottom = score_of((low + 1).to(tl.int32))
+    width = score_of(high.to(tl.int32)) - bottom
+    if (number < LINEAR_PASSES) & (width < LINEAR_RANGE):
+        step = width / (NUM_PIVOTS + 1)
+        cuts = key_of(bottom + step * part.to(tl.float32))
+        cuts = tl.minimum(tl.maximum(cuts, low.to(tl.int32)), (high - 1).to(tl.int32))
+    return cuts
+
+
+@triton.jit
+def narrow(
+    logits,
+    blocks,
+    num_blocks,
+    vocab,
+    temperature,
+    highest,
+    low,
+    high,
+    target,
+    by_mass,
+    CAPACITY: tl.constexpr,
+    SUB: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Narrows (low, high] over all listed tokens until at most CAPACITY of them are inside.
+
+    A pass over the tokens tries NUM_PIVOTS keys. Tokens beyond the first `high` must not exist.
+    Returns low, high and the weight (count, or mass if `by_mass`) beyond high.
+    """
+    number = tl.zeros([], tl.int32)
+    most = num_blocks * SUB  # tokens beyond low, at most
+    fewest = tl.zeros([], tl.int32)  # tokens beyond high
+    above = tl.zeros([], tl.float32)
+    while (most - fewest > CAPACITY) & (high - low > 1):
+        pivots = choose_pivots(low, high, number)
+        counts, masses = weigh(
+            logits, blocks, num_blocks, vocab, temperature, highest, pivots, SUB, TILE
+        )
+        weights = tl.where(by_mass, masses, counts.to(tl.float32))
+        below = weights < target
+        wide = pivots.to(tl.int64)
+        high = tl.minimum(high, tl.min(tl.where(below, wide, high)))
+        low = tl.maximum(low, tl.max(tl.where(below, low, wide)))
+        above = tl.maximum(above, tl.max(tl.where(below, weights, 0.0)))
+        fewest = tl.maximum(fewest, tl.max(tl.where(below, counts, 0)))
+        most = tl.minimum(most, tl.min(tl.where(below, most, counts)))
+        number += 1
+    return low, high, above
+
+
+@triton.jit
+def sample_listed(
+    logits,
+    blocks,
+    num_blocks,
+    vocab,
+    temperature,
+    threshold,
+    allowed_ties,
+    key_low,
+    key_high,
+    sample_index,
+    position,
+    SUB: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """argmax of score + noise over listed tokens beyond `threshold` and its first ties by id."""
+    best = tl.full([], NEVER, tl.float32)
+    best_id = tl.zeros([], tl.int32)
+    ties_before = tl.zeros([], tl.int32)
+    for start in range(0, num_blocks, TILE // SUB):
+        tokens, valid = listed_tokens(blocks, num_blocks, start, vocab, SUB, TILE)
+        values = load_scores(logits, tokens, valid, temperature)
+        keys = key_of(values)
+        ties = (valid & (keys == threshold)).to(tl.int32)
+        rank = ties_before + tl.cumsum(ties)
+        inside = valid & ((keys > threshold) | ((ties != 0) & (rank <= allowed_ties)))
+        ties_before += tl.sum(ties)
+        lanes = listed_lanes(blocks, num_blocks, start, SUB, TILE)
+        noise = gumbel(noise_words(lanes, key_low, key_high, sample_index, position))
+        noisy = tl.where(inside, values + noise, NEVER)
+        top = tl.max(noisy)
+        token = tl.min(tl.where(inside & (noisy == top), tokens, vocab))
+        best_id = tl.where(top > best, token, best_id)  # an earlier tile has lower ids
+        best = tl.maximum(best, top)
+    return best_id
 
 
 @triton.jit
@@ -327,7 +589,7 @@ def _finish(
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    fields = _load_row(rows, rows_stride, row)  # no kernel of ours writes them
+    fields = _load_row(rows, rows_stride, row)  # the kernel before does not write them
     temperature, top_k, top_p, min_p, key_low, key_high, sample_index, position = fields
     wait_for_inputs(PDL)
     let_next_start(PDL)
@@ -357,7 +619,7 @@ def _finish(
                 logits, blocks, num_listed, scores + row * CAPACITY, temperature, top_k, top_p,
                 min_p, vocab, highest, mass, low, CAPACITY, SUB, TILE,
             )  # fmt: skip
-            token = draw_listed(
+            token = sample_listed(
                 logits, blocks, num_listed, vocab, temperature, threshold, allowed_ties,
                 key_low, key_high, sample_index, position, SUB, TILE,
             )  # fmt: skip
@@ -371,7 +633,7 @@ def _finish(
 def _check_arguments(
     logits: torch.Tensor,
     packed: torch.Tensor,
-    workspace: PickWorkspace,
+    workspace: SampleWorkspace,
     slots: torch.Tensor | None,
     last_tokens: torch.Tensor | None,
 ) -> None:
@@ -385,16 +647,16 @@ def _check_arguments(
         assert len(slots) >= num_rows and slots.is_contiguous() and last_tokens.is_contiguous()
 
 
-def pick_tokens(
+def sample_tokens(
     logits: torch.Tensor,
-    rows: PickRows,
-    workspace: PickWorkspace,
+    rows: SampleRows,
+    workspace: SampleWorkspace,
     *,
     slots: torch.Tensor | None = None,
     last_tokens: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Picks a token for each row of logits.
+    """Samples a token for each row of logits.
 
     A greedy row takes its argmax. Another takes the argmax of logit / temperature + noise
     (sampling/noise.py) within the support of `processors.restrict_support`. Equal scores: the
@@ -467,14 +729,14 @@ def pick_tokens(
     return out
 
 
-def pick_tokens_reference(
+def sample_tokens_reference(
     logits: torch.Tensor,
-    rows: PickRows,
+    rows: SampleRows,
     *,
     slots: torch.Tensor | None = None,
     last_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same in plain torch, by sorting: see `pick_tokens`."""
+    """`sample_tokens` in plain torch, by sorting."""
     num_rows, vocab = logits.shape
     packed = rows.packed[:, :num_rows].contiguous()
     scores = logits.float().masked_fill(logits.isnan(), float("-inf"))

@@ -6,24 +6,25 @@ Two kernels, both over tiles of `BLOCK_N` output features:
 - `vector_product_kernel`, one row: multiplies and sums in fp32 outside the tensor cores. A tile is
   loaded into registers as soon as the one before is summed, and many small programs per
   multiprocessor keep enough bytes in flight; the first tile is loaded before the wait for the
-  kernel before.
+  previous kernel.
 - `matrix_product_kernel`, up to 64 rows: the weight tile is the left operand of the tensor cores
-  and the few rows are the right one ("swap AB"), so that no more than the rows' padding to 8 is
-  wasted, with a software pipeline of asynchronous copies.
+  and the few rows are the right one ("swap AB"), so that only the rows' padding to 8 is wasted,
+  with a software pipeline of asynchronous copies.
 
 Both may split K among programs. Partial sums in fp32 go to memory, and the program that arrives
 last at a tile adds them up in the order of the splits, so a result does not depend on timing (the
 merge of "stream-K" products, Osama et al. 2023, with the last program instead of the first).
 
-Before the wait for the kernel before (see `launch`), programs may also ask for their first weights
-to be brought into L2. So that kernel must not be one that writes the weights.
+Before the wait for the previous kernel (see `launch`), programs may also prefetch their first
+weights into L2. So the previous kernel must not write the weights.
+
+Wrapper `skinny_gemm`, reference `skinny_gemm_reference`; timed by `bench.kernels.skinny_gemm`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,31 +32,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hetero_llm.gpu.kernels.launch import INTERPRETED, let_next_start, pdl_options, wait_for_inputs
+from hetero_llm.gpu.kernels.launch import (
+    IN_INTERPRETER,
+    INTERPRETED,
+    Launch,
+    let_next_start,
+    pdl_options,
+    wait_for_inputs,
+)
 
 MAX_ROWS = 64
-"""More rows than this go to the library."""
+"""Products of more rows go to the library."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_TILES = 1 << 16  # tiles of a product with split K: the length of the counters
-_INTERPRETED = tl.constexpr(INTERPRETED)  # there tl.dot takes the bits of bf16 for integers
 _GROUP = 8  # elements of 16 bits in one 16-byte load
 
 
 @dataclasses.dataclass(frozen=True)
-class SmallConfig:
-    """How one product is launched. Sizes in elements.
+class SkinnyConfig:
+    """How one product is launched; sizes in elements.
 
     Attributes:
-        block_m: Rows padded to this; 1 picks the vector kernel.
+        block_m: Rows padded to this; 1: the vector kernel.
         block_n: Output features of a program.
         block_k: Inputs read at a time.
         split_k: Programs that share one tile of features.
         num_warps: Warps of a program.
         num_stages: Depth of the pipeline through shared memory; the vector kernel holds its tiles
             in registers when it is 1.
-        prefetch: Weights of each feature that are asked for in L2 before the wait, after those
-            that are loaded there; 0 is none. A power of two from 64 on.
+        prefetch: Weights of each feature that are brought into L2 before the wait, behind those
+            that are loaded there; 0: none. A power of two from 64 on.
         evict_first: Weights are the first to leave L2.
     """
 
@@ -86,7 +93,7 @@ class SmallConfig:
         )
 
 
-def _steps_per_split(k: int, config: SmallConfig) -> int:
+def _steps_per_split(k: int, config: SkinnyConfig) -> int:
     return triton.cdiv(triton.cdiv(k, config.block_k), config.split_k)
 
 
@@ -105,7 +112,7 @@ def _load_weight(
 
 @triton.jit
 def _prefetch_weight(weight, features, start, n, k, PIECES: tl.constexpr, PREFETCH: tl.constexpr):
-    """Asks for weight[features, start : start + PREFETCH] in L2, one request per thread."""
+    """Brings weight[features, start : start + PREFETCH] into L2, one request per thread."""
     BYTES: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     offsets = tl.minimum(features, n - 1).to(tl.int64)[:, None] * k + start
     pieces = tl.arange(0, PIECES) * (PREFETCH // PIECES)
@@ -145,7 +152,7 @@ def _finish(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Writes `sums` [BLOCK_N, BLOCK_M] out; of a split product, its last program merges first."""
+    """Writes `sums` [BLOCK_N, BLOCK_M] to y; in a split product, the last program merges first."""
     if SPLIT_K == 1:
         _store_output(y, sums, bias, features, rows, m, n, HAS_BIAS)
     else:
@@ -178,10 +185,10 @@ def _unpack(pairs, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _add_products(sums, w, x, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr, DTYPE: tl.constexpr):
+def add_products(sums, w, x, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr, DTYPE: tl.constexpr):
     """sums [BLOCK_N, PAIRS / 4] + products of w [BLOCK_N, PAIRS] and x [PAIRS], summed by eight.
 
-    Eight neighbours lie in one thread; what is left is added across threads once, at the end.
+    Eight neighbours lie in one thread; sums are added across threads once, at the end.
     """
     w_even, w_odd = _unpack(w, DTYPE)
     x_even, x_odd = _unpack(x, DTYPE)
@@ -190,7 +197,7 @@ def _add_products(sums, w, x, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr, DTYPE:
 
 
 @triton.jit
-def _load_row(x, columns, k, EVEN_K: tl.constexpr):
+def load_row(x, columns, k, EVEN_K: tl.constexpr):
     if EVEN_K:
         return tl.load(x + columns, eviction_policy="evict_last")
     else:
@@ -239,13 +246,13 @@ def vector_product_kernel(
             _prefetch_weight(weight, features, start + PAIRS, n, k_pairs, PIECES, PREFETCH // 2)
         wait_for_inputs(PDL)
         let_next_start(PDL)
-        row = _load_row(x, columns, k_pairs, EVEN_K)
+        row = load_row(x, columns, k_pairs, EVEN_K)
         for _ in tl.range(start + PAIRS, stop, PAIRS, num_stages=1):
-            sums = _add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+            sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
             columns += PAIRS
             w = _load_weight(weight, features, columns, n, k_pairs, EVEN_N, EVEN_K, EVICT)
-            row = _load_row(x, columns, k_pairs, EVEN_K)
-        sums = _add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+            row = load_row(x, columns, k_pairs, EVEN_K)
+        sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
     else:
         if PREFETCH > 0:
             _prefetch_weight(weight, features, start, n, k_pairs, PIECES, PREFETCH // 2)
@@ -254,8 +261,8 @@ def vector_product_kernel(
         for offset in tl.range(0, stop - start, PAIRS, num_stages=STAGES):
             inner = columns + offset
             w = _load_weight(weight, features, inner, n, k_pairs, EVEN_N, EVEN_K, EVICT)
-            row = _load_row(x, inner, k_pairs, EVEN_K)
-            sums = _add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
+            row = load_row(x, inner, k_pairs, EVEN_K)
+            sums = add_products(sums, w, row, BLOCK_N, PAIRS, DTYPE)
     sums = tl.sum(sums, axis=1)[:, None]
     rows = tl.arange(0, 1)
     _finish(sums, y, bias, partials, counters, features, rows, 1, n, HAS_BIAS, SPLIT_K, BLOCK_N, 1)
@@ -307,7 +314,7 @@ def matrix_product_kernel(
         right = tl.load(
             row_pointers + inner[:, None], mask=inside, other=0.0, eviction_policy="evict_last"
         )
-        if _INTERPRETED:
+        if IN_INTERPRETER:
             w, right = w.to(tl.float32), right.to(tl.float32)
         sums = tl.dot(w, right, sums)
     # Not earlier: the next kernel's programs would take shared memory from this one's.
@@ -326,23 +333,10 @@ def _counters(device: torch.device) -> Tensor:
     return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """A kernel with everything it is launched with: `kernel[grid](*arguments, **options)`."""
-
-    kernel: Any
-    grid: tuple[int, int]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def __call__(self) -> None:
-        self.kernel[self.grid](*self.arguments, **self.options)
-
-
 def plan_launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, y: Tensor, config: SmallConfig
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, y: Tensor, config: SkinnyConfig
 ) -> Launch:
-    """The launch that writes x @ weight^T + bias into `y`; see `small_linear` for the shapes."""
+    """The launch that writes x @ weight^T + bias into `y`; see `skinny_gemm` for the shapes."""
     (m, k), n = x.shape, weight.shape[0]
     assert config.fits(m, n, k), f"{config} does not fit m={m}, n={n}, k={k}"
     tiles = triton.cdiv(n, config.block_n)
@@ -353,7 +347,7 @@ def plan_launch(
         counters = _counters(x.device)
     steps = _steps_per_split(k, config)
     overlap = pdl_options(x.device)
-    prefetch = config.prefetch if overlap["PDL"] else 0  # of use before a wait only, and sm_90
+    prefetch = config.prefetch if overlap["PDL"] else 0  # useful before a wait only; needs sm_90
     # One request of at least 128 bytes per thread.
     pieces = max(1, min(32 * config.num_warps // config.block_n, prefetch // 64))
     options = {
@@ -379,8 +373,8 @@ def plan_launch(
     return Launch(matrix_product_kernel, (tiles, config.split_k), arguments, options)
 
 
-def small_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: SmallConfig | None = None
+def skinny_gemm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: SkinnyConfig | None = None
 ) -> Tensor:
     """x @ weight^T + bias with fp32 sums, for a few rows.
 
@@ -396,7 +390,7 @@ def small_linear(
     Returns:
         [M, N] in x's dtype.
     """
-    assert serves(x, weight, bias), "small_linear cannot serve these tensors"
+    assert serves(x, weight, bias), "skinny_gemm cannot serve these tensors"
     (m, k), n = x.shape, weight.shape[0]
     config = config or choose(m, n, k)
     assert config is not None, f"no configuration for m={m}, n={n}, k={k}"
@@ -405,14 +399,14 @@ def small_linear(
     return y
 
 
-def small_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`small_linear` in plain torch: fp32 products and sums, rounded once at the end."""
+def skinny_gemm_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`skinny_gemm` in plain torch: fp32 products and sums, rounded once at the end."""
     y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     return y.to(x.dtype)
 
 
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `small_linear` can compute this product: device, dtypes, strides and sizes."""
+    """Whether `skinny_gemm` can compute this product: device, dtypes, strides and sizes."""
     return (
         (x.is_cuda or INTERPRETED)
         and x.ndim == 2
@@ -445,7 +439,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if serves(x, weight, bias):
         config = choose(x.shape[0], weight.shape[0], x.shape[1])
         if config is not None:
-            return small_linear(x, weight, bias, config=config)
+            return skinny_gemm(x, weight, bias, config=config)
     return F.linear(x, weight, bias)
 
 
@@ -457,16 +451,16 @@ class _Row:
     max_m: int
     min_n: int
     max_n: int
-    configs: tuple[SmallConfig, ...]  # none: the library is faster
+    configs: tuple[SkinnyConfig, ...]  # none: the library is faster
 
 
 _ANY_N = 1 << 31
 _VECTOR = (
-    SmallConfig(1, 8, 1024, num_warps=4),
-    SmallConfig(1, 8, 512, num_warps=2),
-    SmallConfig(1, 8, 256, num_warps=1),
+    SkinnyConfig(1, 8, 1024, num_warps=4),
+    SkinnyConfig(1, 8, 512, num_warps=2),
+    SkinnyConfig(1, 8, 256, num_warps=1),
 )
-_VECTOR_NARROW = (SmallConfig(1, 4, 1024, num_warps=4), *_VECTOR)
+_VECTOR_NARROW = (SkinnyConfig(1, 4, 1024, num_warps=4), *_VECTOR)
 _MOST, _HEAD = 8192, 1 << 16
 """Features up to which a layer's product is narrow, and from which it can only be the head."""
 
@@ -476,19 +470,19 @@ _MOST, _HEAD = 8192, 1 << 16
 _TABLE = (
     _Row(1, 0, 4096, _VECTOR_NARROW),
     _Row(1, 0, _ANY_N, _VECTOR),
-    _Row(8, 0, 4096, (SmallConfig(8, 32, 256, num_stages=7),)),
-    _Row(8, 0, _MOST, (SmallConfig(8, 32, 256, num_stages=4),)),
-    _Row(8, _HEAD, _ANY_N, (SmallConfig(8, 32, 256, num_stages=6),)),
-    _Row(16, 0, 4096, (SmallConfig(16, 32, 256, num_stages=6),)),
-    _Row(16, 0, _MOST, (SmallConfig(16, 32, 256, num_stages=4),)),
-    _Row(16, _HEAD, _ANY_N, (SmallConfig(16, 32, 256, num_stages=6),)),
-    _Row(32, 0, 4096, (SmallConfig(32, 64, 128, split_k=2, num_stages=5),)),
-    _Row(32, _HEAD, _ANY_N, (SmallConfig(32, 64, 128, num_stages=4),)),
-    _Row(64, _HEAD, _ANY_N, (SmallConfig(64, 64, 128, num_stages=4),)),
+    _Row(8, 0, 4096, (SkinnyConfig(8, 32, 256, num_stages=7),)),
+    _Row(8, 0, _MOST, (SkinnyConfig(8, 32, 256, num_stages=4),)),
+    _Row(8, _HEAD, _ANY_N, (SkinnyConfig(8, 32, 256, num_stages=6),)),
+    _Row(16, 0, 4096, (SkinnyConfig(16, 32, 256, num_stages=6),)),
+    _Row(16, 0, _MOST, (SkinnyConfig(16, 32, 256, num_stages=4),)),
+    _Row(16, _HEAD, _ANY_N, (SkinnyConfig(16, 32, 256, num_stages=6),)),
+    _Row(32, 0, 4096, (SkinnyConfig(32, 64, 128, split_k=2, num_stages=5),)),
+    _Row(32, _HEAD, _ANY_N, (SkinnyConfig(32, 64, 128, num_stages=4),)),
+    _Row(64, _HEAD, _ANY_N, (SkinnyConfig(64, 64, 128, num_stages=4),)),
 )
 
 
-def choose(m: int, n: int, k: int) -> SmallConfig | None:
+def choose(m: int, n: int, k: int) -> SkinnyConfig | None:
     """The measured best launch of an [m, k] x [n, k] product; None where the library is faster."""
     for row in _TABLE:
         if m <= row.max_m and row.min_n <= n <= row.max_n:

@@ -1,17 +1,17 @@
-"""The walk through verified draft trees: which nodes the target agrees with, and its next token.
+"""Verification of draft trees: the nodes that the target agrees with, and its next token.
 
-At each visited node the target's token has been drawn once, at the node's own position. Where a
-child carries that token the walk goes on there, else the token is the last one of this step. So the
-tokens are those of plain decoding, whatever was drafted.
+At each visited node the target's token has been sampled once, at the node's own position. If a
+child carries that token, the node is accepted and visited next; else the token is the last one of
+this step. So the tokens are those of plain decoding, whatever was drafted.
 
-One program of one warp walks one tree, whose rows it holds in registers.
+One program of one warp verifies one tree, whose rows it holds in registers. Wrapper `verify_trees`,
+reference `verify_trees_reference`; timed by `bench.kernels.tree_verify`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -23,15 +23,15 @@ MAX_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class WalkResult:
-    """Where a walk of N rows in G groups writes.
+class VerifiedTrees:
+    """Results of N sampled rows in G groups.
 
     Attributes:
         packed: [G + N] int64, one piece so that one copy downloads it: how many tokens each group
             yields (0 for padding), then the rows' tokens. A group's tokens lie at its first rows;
-            what lies at the others means nothing.
-        sources, destinations: [G, 64] int64 moves of accepted KV, counts: [G] int32 how many of
-            them count: what `kernels.compact.compact_kv` takes.
+            its other entries are undefined.
+        sources, destinations: [G, 64] int64 KV slots, the moves of accepted nodes; counts: [G]
+            int32 moves in use. `compact_kv` takes all three.
     """
 
     packed: torch.Tensor
@@ -39,9 +39,9 @@ class WalkResult:
     destinations: torch.Tensor
     counts: torch.Tensor
 
-    def part(self, num_groups: int, num_rows: int) -> WalkResult:
-        """Views for a smaller walk into the same memory."""
-        return WalkResult(
+    def part(self, num_groups: int, num_rows: int) -> VerifiedTrees:
+        """Views into the same memory for fewer groups and rows."""
+        return VerifiedTrees(
             self.packed[: num_groups + num_rows],
             self.sources[:num_groups],
             self.destinations[:num_groups],
@@ -49,13 +49,13 @@ class WalkResult:
         )
 
 
-def make_walk_result(num_groups: int, num_rows: int, device: torch.device) -> WalkResult:
-    """Room for a walk; without content."""
+def make_verified_trees(num_groups: int, num_rows: int, device: torch.device) -> VerifiedTrees:
+    """Memory for the results of up to `num_rows` rows in `num_groups` groups."""
 
     def make(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    return WalkResult(
+    return VerifiedTrees(
         make(num_groups + num_rows),
         make(num_groups, MAX_ROWS),
         make(num_groups, MAX_ROWS),
@@ -64,8 +64,8 @@ def make_walk_result(num_groups: int, num_rows: int, device: torch.device) -> Wa
 
 
 @triton.jit(do_not_specialize=["group_stride"])
-def _walk(
-    drawn_ptr, draft_ptr, parent_ptr, cache_row_ptr, group_ptr, group_stride, last_ptr,
+def _verify(
+    sampled_ptr, draft_ptr, parent_ptr, slot_mapping_ptr, group_ptr, group_stride, last_ptr,
     emitted_ptr, token_ptr, source_ptr, destination_ptr, count_ptr,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,7 @@ def _walk(
     slot = tl.load(group_ptr + 2 * group_stride + group)
     lane = tl.arange(0, ROWS)
     real = lane < count
-    drawn = tl.load(drawn_ptr + first + lane, mask=real, other=-1).to(tl.int32)
+    sampled = tl.load(sampled_ptr + first + lane, mask=real, other=-1).to(tl.int32)
     draft = tl.load(draft_ptr + first + lane, mask=real, other=-1)
     parent = tl.load(parent_ptr + first + lane, mask=real, other=-1)
 
@@ -87,7 +87,7 @@ def _walk(
     visited = 0
     at = tl.where(count > 0, 0, ROWS)
     while at < ROWS:
-        token = tl.max(tl.where(lane == at, drawn, -1))
+        token = tl.max(tl.where(lane == at, sampled, -1))
         tokens = tl.where(lane == visited, token, tokens)
         path = tl.where(lane == visited, at, path)
         visited += 1
@@ -102,50 +102,50 @@ def _walk(
     tl.store(count_ptr + group, tl.where(moved, visited - 1, 0))
     if moved:
         accepted = (lane > 0) & (lane < visited)
-        source = tl.load(cache_row_ptr + first + path, mask=accepted, other=0)
-        destination = tl.load(cache_row_ptr + first + lane, mask=accepted, other=0)
+        source = tl.load(slot_mapping_ptr + first + path, mask=accepted, other=0)
+        destination = tl.load(slot_mapping_ptr + first + lane, mask=accepted, other=0)
         place = group.to(tl.int64) * ROWS + lane - 1
         tl.store(source_ptr + place, source.to(tl.int64), mask=accepted)
         tl.store(destination_ptr + place, destination.to(tl.int64), mask=accepted)
 
 
-def walk_trees(
-    drawn: torch.Tensor,
+def verify_trees(
+    sampled: torch.Tensor,
     draft_tokens: torch.Tensor,
     parents: torch.Tensor,
     *,
-    cache_rows: torch.Tensor,
+    slot_mapping: torch.Tensor,
     groups: torch.Tensor,
     last_tokens: torch.Tensor,
-    out: WalkResult,
+    out: VerifiedTrees,
 ) -> None:
-    """Walks every group's tree; a plain draw is a group of one row.
+    """Follows the sampled tokens through the tree of every group; a plain sample is a group of one.
 
-    The rows of a group follow each other, the root first and parents before their children. Rows
-    of no group are left alone.
+    The rows of a group are consecutive, the root first and parents before their children. Rows of
+    no group are left alone.
 
     Args:
-        drawn: [N] int64 the target's token after each row, less than 2**31.
-        draft_tokens: [N] int32 each row's own token; those of roots are not looked at.
+        sampled: [N] int64 the target's token after each row, less than 2**31.
+        draft_tokens: [N] int32 each row's own token; those of roots are not read.
         parents: [N] int32 index of the parent row within the group; -1 for the root. Of children
             with the same token the first counts.
-        cache_rows: [N] int32 KV slot (block * block size + offset) of each row.
-        groups: [3, G] int32 first row, number of rows (at most `MAX_ROWS`), slot. A padding group
-            has no rows and slot -1. Of groups with the same slot any may be the last to write.
-        last_tokens: [slots] int64, changed: each slot's last token.
-        out: of exactly N rows and G groups, see `WalkResult`. The k-th accepted node moves from its
-            own KV slot to that of row k of the group; there are no moves if all lie in place.
+        slot_mapping: [N] int32 KV slot (block * block size + offset) of each row.
+        groups: [3, G] int32 first row, number of rows (at most `MAX_ROWS`), request slot. A padding
+            group has no rows and slot -1. Of groups with the same slot any may be the last to
+            write.
+        last_tokens: [slots] int64, written: each request slot's last token.
+        out: of exactly N rows and G groups. The k-th accepted node moves from its own KV slot to
+            that of row k of the group; there are no moves if all are in place.
     """
-    (num_rows,) = drawn.shape
     num_groups = groups.shape[1]
-    _check(drawn, draft_tokens, parents, cache_rows, groups, last_tokens, out)
+    _check(sampled, draft_tokens, parents, slot_mapping, groups, last_tokens, out)
     if num_groups == 0:
         return
-    _walk[(num_groups,)](
-        drawn,
+    _verify[(num_groups,)](
+        sampled,
         draft_tokens,
         parents,
-        cache_rows,
+        slot_mapping,
         groups,
         groups.stride(0),
         last_tokens,
@@ -156,24 +156,24 @@ def walk_trees(
         out.counts,
         ROWS=MAX_ROWS,
         num_warps=1,
-        **pdl_options(drawn.device),
+        **pdl_options(sampled.device),
     )
 
 
 def _check(
-    drawn: torch.Tensor,
+    sampled: torch.Tensor,
     draft_tokens: torch.Tensor,
     parents: torch.Tensor,
-    cache_rows: torch.Tensor,
+    slot_mapping: torch.Tensor,
     groups: torch.Tensor,
     last_tokens: torch.Tensor,
-    out: WalkResult,
+    out: VerifiedTrees,
 ) -> None:
-    (num_rows,) = drawn.shape
+    (num_rows,) = sampled.shape
     num_groups = groups.shape[1]
-    assert drawn.dtype == last_tokens.dtype == torch.int64
-    assert drawn.is_contiguous() and last_tokens.is_contiguous() and last_tokens.ndim == 1
-    for rows in (draft_tokens, parents, cache_rows):
+    assert sampled.dtype == last_tokens.dtype == torch.int64
+    assert sampled.is_contiguous() and last_tokens.is_contiguous() and last_tokens.ndim == 1
+    for rows in (draft_tokens, parents, slot_mapping):
         assert rows.shape == (num_rows,) and rows.dtype == torch.int32 and rows.is_contiguous()
     assert groups.shape[0] == 3 and groups.dtype == torch.int32
     assert num_groups < 2 or groups.stride(1) == 1
@@ -185,24 +185,24 @@ def _check(
     assert out.counts.dtype == torch.int32
 
 
-def walk_trees_reference(
-    drawn: torch.Tensor,
+def verify_trees_reference(
+    sampled: torch.Tensor,
     draft_tokens: torch.Tensor,
     parents: torch.Tensor,
     *,
-    cache_rows: torch.Tensor,
+    slot_mapping: torch.Tensor,
     groups: torch.Tensor,
     last_tokens: torch.Tensor,
-    out: WalkResult,
+    out: VerifiedTrees,
 ) -> None:
-    """The same, one node at a time: see `walk_trees`."""
+    """`verify_trees` in plain torch, one node at a time."""
     num_groups = groups.shape[1]
     for group, (first, count, slot) in enumerate(groups.T.tolist()):
         out.packed[group] = out.counts[group] = 0
         if not count:
             continue
         rows = slice(first, first + count)
-        targets, drafts, own = (t[rows].tolist() for t in (drawn, draft_tokens, parents))
+        targets, drafts, own = (t[rows].tolist() for t in (sampled, draft_tokens, parents))
         path = [0]
         while True:
             at = path[-1]
@@ -218,22 +218,5 @@ def walk_trees_reference(
         if path != list(range(len(path))):
             accepted = len(path) - 1
             out.counts[group] = accepted
-            out.sources[group, :accepted] = cache_rows[rows][torch.tensor(path[1:])].long()
-            out.destinations[group, :accepted] = cache_rows[first + 1 : first + len(path)].long()
-
-
-def emitted_tokens(packed: np.ndarray, firsts: np.ndarray) -> tuple[list[int], list[int]]:
-    """Reads a downloaded `WalkResult.packed`.
-
-    Args:
-        packed: [G + N] int64.
-        firsts: [G] first row of each group, any number for padding groups.
-
-    Returns:
-        The tokens of all groups, group after group; and how many are each group's.
-    """
-    num_groups = len(firsts)
-    emitted = packed[:num_groups]
-    before = np.cumsum(emitted) - emitted
-    places = np.arange(int(emitted.sum())) + np.repeat(firsts - before, emitted)
-    return packed[num_groups:][places].tolist(), emitted.tolist()
+            out.sources[group, :accepted] = slot_mapping[rows][torch.tensor(path[1:])].long()
+            out.destinations[group, :accepted] = slot_mapping[first + 1 : first + len(path)].long()

@@ -1,4 +1,5 @@
-"""Compaction of accepted KV against its twin, and against copies made from an untouched cache."""
+"""Compaction of accepted KV against its reference, and against copies made from an untouched
+cache."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def test_matches_twin(
     assert torch.equal(as_bytes(cache), as_bytes(expected))
     assert not torch.equal(as_bytes(cache), as_bytes(before))
 
-    for row, count in enumerate(paths):  # the twin itself, move by move
+    for row, count in enumerate(paths):  # the reference itself, move by move
         for source, target in zip(sources[row, :count].tolist(), destinations[row, :count]):
             old = before[source // BLOCK, :, :, source % BLOCK]
             new = cache[target // BLOCK, :, :, target % BLOCK]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_llm.gpu.experts import speed_up_experts
+from hetero_llm.gpu.fused import speed_up_experts
 from hetero_llm.gpu.kernels import experts as op
 from hetero_llm.gpu.kernels import routing
 from hetero_llm.gpu.kernels.experts import GroupedConfig, Groups, VectorConfig

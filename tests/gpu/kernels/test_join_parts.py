@@ -1,4 +1,4 @@
-"""The join of two parts against its twin, and against attention over the whole."""
+"""The join of two parts against its reference, and against attention over the whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gates in front of attention: which of them let a step through, and what happens if none does."""
+"""Layer-ready flags in front of attention: when they let a step run, and what happens if never."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hetero_llm.bridge.kv_offload.copier_protocol import LayerReadyFlag
-from hetero_llm.gpu.graph_set import gated_buckets, row_buckets
+from hetero_llm.gpu.graph_set import token_buckets, waiting_buckets
 from hetero_llm.gpu.kernels.layer_ready import (
     ARMED_WORDS,
     GAVE_UP,
@@ -20,7 +20,7 @@ from hetero_llm.gpu.kernels.layer_ready import (
     wait_for_loads,
     wait_for_loads_reference,
 )
-from hetero_llm.gpu.layer_ready import DeviceGates
+from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
 from hetero_llm.runner.model_runner import TimedGates
 
 LOOKS = 3
@@ -44,9 +44,9 @@ class State:
         errors = torch.zeros(4, dtype=torch.int32, pin_memory=device.type == "cuda")
         return cls(flags.to(device), armed.to(device), errors)
 
-    def wait(self, layer: int, *, twin: bool = False, most_looks: int = LOOKS) -> bool:
-        """Whether the gate opened."""
-        wait = wait_for_loads_reference if twin else wait_for_loads
+    def wait(self, layer: int, *, reference: bool = False, most_looks: int = LOOKS) -> bool:
+        """Whether the step may run."""
+        wait = wait_for_loads_reference if reference else wait_for_loads
         before = self.errors.tolist()
         wait(self.flags, self.armed, self.errors, layer=layer, most_looks=most_looks)
         gave_up = bool(self.armed[GAVE_UP].item())
@@ -66,7 +66,7 @@ def write(tensor: torch.Tensor, place: int, value: int) -> None:
         tensor[place : place + 1].fill_(value)
 
 
-@pytest.mark.parametrize("twin", [False, True])
+@pytest.mark.parametrize("reference", [False, True])
 @pytest.mark.parametrize(
     ("places", "layer", "opens"),
     [
@@ -94,11 +94,15 @@ def write(tensor: torch.Tensor, place: int, value: int) -> None:
         ({**dict.fromkeys(range(PLACES), (10, 12)), 40: (10, 11)}, 1, False),
     ],
 )
-def test_a_gate_opens_once_the_layer_has_landed_everywhere(
-    places: dict[int, tuple[int, int]], layer: int, opens: bool, twin: bool, device: torch.device
+def test_a_step_runs_once_the_layer_has_landed_everywhere(
+    places: dict[int, tuple[int, int]],
+    layer: int,
+    opens: bool,
+    reference: bool,
+    device: torch.device,
 ) -> None:
     state = State.of(places, device, turn=2)
-    assert state.wait(layer, twin=twin) == opens
+    assert state.wait(layer, reference=reference) == opens
     for place, (_, flag) in places.items():
         assert state.flags[place] == flag  # nobody but who loads writes there
 
@@ -112,9 +116,9 @@ def test_any_state_is_judged_as_the_twin_does(seed: int, device: torch.device) -
     landed = np.int32(layer + 1) + rng.integers(0, 3, PLACES, np.int32) * (1 - short) - short
     armed = np.flatnonzero(rng.random(PLACES) < 0.1)
     places = {int(p): (int(bases[p]), int(bases[p] + landed[p])) for p in armed}
-    ours, twin = (State.of(places, device, turn=seed % 4) for _ in "ab")
-    assert ours.wait(layer) == twin.wait(layer, twin=True) == (not short[armed].any())
-    assert torch.equal(ours.armed, twin.armed) and torch.equal(ours.errors, twin.errors)
+    ours, reference = (State.of(places, device, turn=seed % 4) for _ in "ab")
+    assert ours.wait(layer) == reference.wait(layer, reference=True) == (not short[armed].any())
+    assert torch.equal(ours.armed, reference.armed) and torch.equal(ours.errors, reference.errors)
 
 
 def test_a_step_that_gave_up_waits_no_more(device: torch.device) -> None:
@@ -147,31 +151,31 @@ def test_it_waits_for_who_comes_late(device: torch.device) -> None:
 # -- arming ---------------------------------------------------------------------------------------
 
 
-def test_gates_are_armed_with_what_is_under_way(device: torch.device) -> None:
+def test_flags_are_armed_for_running_loads(device: torch.device) -> None:
     found = {11: LayerReadyFlag(4, 30), 12: None, 13: LayerReadyFlag(63, 2**31 + 5)}
-    gates = DeviceGates(device, found.__getitem__, most_looks=LOOKS)
-    gates._flags[4], gates._flags[63] = 30, 5 - 2**31
-    assert isinstance(gates, TimedGates)
-    assert gates.flags_address == gates._flags.data_ptr()
+    layer_ready = DeviceLayerReadyFlags(device, found.__getitem__, most_looks=LOOKS)
+    layer_ready.flags[4], layer_ready.flags[63] = 30, 5 - 2**31
+    assert isinstance(layer_ready, TimedGates)
+    assert layer_ready.flags_address == layer_ready.flags.data_ptr()
 
     def opens(tickets: tuple[int, ...], layer: int) -> bool:
-        gates.arm(tickets)
-        gates.wait(layer)
+        layer_ready.arm(tickets)
+        layer_ready.wait(layer)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        turn = gates.turn
-        gave_up = gates.take_error(turn)
-        assert not gates.take_error(turn)  # it is told once
+        turn = layer_ready.turn
+        gave_up = layer_ready.take_error(turn)
+        assert not layer_ready.take_error(turn)  # it is told once
         return not gave_up
 
     assert opens((), 5) and opens((12,), 5)  # nothing to wait for, or over
     assert not opens((11,), 0)
-    write(gates._flags, 4, 32)
+    write(layer_ready.flags, 4, 32)
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert opens((11,), 0) and opens((12, 11), 1) and not opens((11,), 2)
     assert not opens((11, 13), 0)
-    write(gates._flags, 63, 6 - 2**31)
+    write(layer_ready.flags, 63, 6 - 2**31)
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert opens((11, 13), 0) and not opens((11, 13), 1)
@@ -180,31 +184,35 @@ def test_gates_are_armed_with_what_is_under_way(device: torch.device) -> None:
 
 def test_every_step_has_its_own_error(device: torch.device) -> None:
     """Steps are launched ahead of the results of those before."""
-    gates = DeviceGates(device, lambda ticket: LayerReadyFlag(ticket, 0), most_looks=LOOKS)
-    gates._flags[1] = 8
+    layer_ready = DeviceLayerReadyFlags(
+        device, lambda ticket: LayerReadyFlag(ticket, 0), most_looks=LOOKS
+    )
+    layer_ready.flags[1] = 8
     turns = []
     for tickets in ((1,), (2,), (1,), (1, 2), (1,)):
-        gates.arm(tickets)
+        layer_ready.arm(tickets)
         for layer in range(3):
-            gates.wait(layer)
-        turns.append(gates.turn)
+            layer_ready.wait(layer)
+        turns.append(layer_ready.turn)
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert len(set(turns)) == len(turns)
-    assert [gates.take_error(turn) for turn in turns] == [False, True, False, True, False]
+    assert [layer_ready.take_error(turn) for turn in turns] == [False, True, False, True, False]
 
 
 def test_a_place_belongs_to_one_load(device: torch.device) -> None:
-    gates = DeviceGates(device, lambda ticket: LayerReadyFlag(7, ticket), most_looks=LOOKS)
+    layer_ready = DeviceLayerReadyFlags(
+        device, lambda ticket: LayerReadyFlag(7, ticket), most_looks=LOOKS
+    )
     with pytest.raises(AssertionError, match="two loads at one place"):
-        gates.arm((1, 2))
+        layer_ready.arm((1, 2))
 
 
 @pytest.mark.parametrize("limit", [1, 4, 5, 24, 100, 512, 8192])
-def test_every_step_that_is_captured_finds_a_gated_bucket(limit: int) -> None:
-    buckets = row_buckets(limit)
-    gated = gated_buckets(buckets)
-    assert set(gated) <= set(buckets) and gated[-1] == buckets[-1] and len(gated) <= 12
+def test_every_step_that_is_captured_finds_a_waiting_bucket(limit: int) -> None:
+    buckets = token_buckets(limit)
+    waiting = waiting_buckets(buckets)
+    assert set(waiting) <= set(buckets) and waiting[-1] == buckets[-1] and len(waiting) <= 12
     for rows in range(1, buckets[-1] + 1):
-        bucket = next(b for b in gated if b >= rows)
+        bucket = next(b for b in waiting if b >= rows)
         assert bucket <= 128 or bucket == next(b for b in buckets if b >= rows)

@@ -1,4 +1,5 @@
-"""The attention kernel against its twin: random rows, tables, trees, windows, head sizes, types."""
+"""The attention kernel against its reference: random rows, tables, trees, windows, head sizes,
+types."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from hetero_llm.gpu.kernels.paged_attention import (
 BLOCK = 16
 
 
+# large: every input of the kernel.
 @dataclass
 class Case:
     """Sequences as (keys in the cache, rows, parent of each row if they form a tree).

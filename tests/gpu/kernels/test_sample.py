@@ -1,4 +1,5 @@
-"""pick_tokens against its twin, the twin against the Sampler, noise words bit by bit."""
+"""sample_tokens against its reference, the reference against the Sampler, noise words bit by
+bit."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ import triton.language as tl
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence
 from hetero_llm.gpu.kernels.sample import (
-    PickRows,
-    make_pick_workspace,
+    SampleRows,
+    gumbel,
+    make_sample_workspace,
+    noise_words,
     pack_rows,
-    pick_tokens,
-    pick_tokens_reference,
+    sample_tokens,
+    sample_tokens_reference,
 )
-from hetero_llm.gpu.kernels.sample_support import gumbel, noise_words
 from hetero_llm.sampling.noise import gumbel_noise, philox
 from hetero_llm.sampling.sampler import Sampler
 
@@ -27,7 +29,7 @@ OFF_P = 2.0
 TOLERANCE = 1e-5  # of a sum of probabilities, and of a noisy score
 
 
-def make_rows(device: torch.device, count: int, vocab: int, seed: int = 0, **fields) -> PickRows:
+def make_rows(device: torch.device, count: int, vocab: int, seed: int = 0, **fields) -> SampleRows:
     """Rows that sample without restriction at temperature 1, but for `fields`."""
     rng = np.random.default_rng(seed)
     values = {
@@ -42,7 +44,7 @@ def make_rows(device: torch.device, count: int, vocab: int, seed: int = 0, **fie
     for name, value in fields.items():
         values[name] = np.broadcast_to(np.asarray(value), (count,))
     first = [values.pop(name) for name in ("temperature", "top_k", "top_p")]
-    return PickRows(torch.from_numpy(pack_rows(*first, **values)).to(device))
+    return SampleRows(torch.from_numpy(pack_rows(*first, **values)).to(device))
 
 
 def rows_for(device: torch.device, few: int) -> int:
@@ -50,13 +52,13 @@ def rows_for(device: torch.device, few: int) -> int:
     return few if device.type == "cpu" else 8 * few
 
 
-def with_top_p(rows: PickRows, change: float) -> PickRows:
+def with_top_p(rows: SampleRows, change: float) -> SampleRows:
     packed = rows.packed.clone()
     packed[2] = (packed[2].view(torch.float32) + change).view(torch.int32)
     return replace(rows, packed=packed)
 
 
-def scaled_and_noise(logits: torch.Tensor, rows: PickRows) -> torch.Tensor:
+def scaled_and_noise(logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
     packed = rows.packed.long()
     temperature = rows.packed[0].view(torch.float32)
     seeds = (packed[4] & 0xFFFFFFFF) | (packed[5] << 32)
@@ -66,14 +68,15 @@ def scaled_and_noise(logits: torch.Tensor, rows: PickRows) -> torch.Tensor:
     )
 
 
-def check(logits: torch.Tensor, rows: PickRows, *, capacity: int = 2048) -> torch.Tensor:
-    """Ours equals the twin, but where rounding decides: two equal scores, a border of top-p."""
-    workspace = make_pick_workspace(*logits.shape, logits.device, capacity=capacity)
-    tokens = pick_tokens(logits, rows, workspace)
-    expected = pick_tokens_reference(logits, rows)
+def check(logits: torch.Tensor, rows: SampleRows, *, capacity: int = 2048) -> torch.Tensor:
+    """Ours equals the reference, but where rounding decides: two equal scores, a border of
+    top-p."""
+    workspace = make_sample_workspace(*logits.shape, logits.device, capacity=capacity)
+    tokens = sample_tokens(logits, rows, workspace)
+    expected = sample_tokens_reference(logits, rows)
     differ = (tokens != expected).nonzero().flatten().tolist()
     if differ:
-        borders = [pick_tokens_reference(logits, with_top_p(rows, x)) for x in (-1e-5, 1e-5)]
+        borders = [sample_tokens_reference(logits, with_top_p(rows, x)) for x in (-1e-5, 1e-5)]
         noisy = scaled_and_noise(logits, rows)
     for row in differ:
         ours, other = int(tokens[row]), int(expected[row])
@@ -92,10 +95,10 @@ def random_logits(device, rows: int, vocab: int, dtype=torch.float32, scale=3.0,
 
 @triton.jit(do_not_specialize=["key_low", "key_high", "sample_index", "position"])
 def store_noise(words, noise, key_low, key_high, sample_index, position, LANES: tl.constexpr):
-    drawn = noise_words(tl.arange(0, LANES), key_low, key_high, sample_index, position)
+    sampled = noise_words(tl.arange(0, LANES), key_low, key_high, sample_index, position)
     token = tl.arange(0, 4 * LANES)
-    tl.store(words + token, drawn.to(tl.int32, bitcast=True))
-    tl.store(noise + token, gumbel(drawn))
+    tl.store(words + token, sampled.to(tl.int32, bitcast=True))
+    tl.store(noise + token, gumbel(sampled))
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 0x0123456789ABCDEF, -(2**63)])
@@ -133,8 +136,8 @@ def test_noise_at_both_ends_of_the_words(device: torch.device) -> None:
 @triton.jit
 def store_gumbel(noise, words, SIZE: tl.constexpr):
     index = tl.arange(0, SIZE)
-    drawn = tl.load(words + index).to(tl.uint32, bitcast=True)
-    tl.store(noise + index, gumbel(drawn))
+    sampled = tl.load(words + index).to(tl.uint32, bitcast=True)
+    tl.store(noise + index, gumbel(sampled))
 
 
 def test_twin_draws_what_the_sampler_draws(device: torch.device) -> None:
@@ -165,7 +168,7 @@ def test_twin_draws_what_the_sampler_draws(device: torch.device) -> None:
     }
     fields = {name: np.asarray(value)[slots] for name, value in fields.items()}
     rows = make_rows(device, len(slots), vocab, positions=positions, **fields)
-    assert torch.equal(pick_tokens_reference(logits, rows), expected)
+    assert torch.equal(sample_tokens_reference(logits, rows), expected)
     check(logits, rows)
 
 
@@ -244,10 +247,10 @@ def test_borders_of_the_support(device: torch.device, capacity: int) -> None:
         order[[rank, other]] = order[[other, rank]]
         logits[row, order] = scores[row]
     on_device = torch.from_numpy(logits).to(device)
-    workspace = make_pick_workspace(count, VOCAB, device, capacity=capacity)
-    drawn = pick_tokens(on_device, rows, workspace)
-    assert torch.equal(drawn, pick_tokens_reference(on_device, rows))
-    hit = drawn.cpu().numpy() == noisiest
+    workspace = make_sample_workspace(count, VOCAB, device, capacity=capacity)
+    sampled = sample_tokens(on_device, rows, workspace)
+    assert torch.equal(sampled, sample_tokens_reference(on_device, rows))
+    hit = sampled.cpu().numpy() == noisiest
     assert hit.tolist() == [True] * len(BORDERS) + [False] * len(BORDERS)
 
 
@@ -267,8 +270,8 @@ def test_ties(device: torch.device, capacity: int) -> None:
     top_p = np.array([OFF_P, OFF_P, 0.5, 0.5, -0.5, -0.5, 0.4, 0.9])
     top_p[2:6] = (noisiest[2:6] + top_p[2:6]) / VOCAB
     rows = make_rows(device, count, VOCAB, top_k=top_k, top_p=top_p)
-    drawn = check(logits, rows, capacity=capacity).cpu().numpy()
-    assert (drawn[:4] == noisiest[:4]).all() and (drawn[4:6] < noisiest[4:6]).all()
+    sampled = check(logits, rows, capacity=capacity).cpu().numpy()
+    assert (sampled[:4] == noisiest[:4]).all() and (sampled[4:6] < noisiest[4:6]).all()
     greedy = make_rows(device, 1, VOCAB, temperature=0.0)
     assert check(logits[:1], greedy).tolist() == [0]
 
@@ -285,8 +288,8 @@ def test_extreme_parameters(device: torch.device) -> None:
         top_p=[2, 1e-6, 2, 2, 0.999999, 2, 0.9999, 2],
         min_p=[0, 0, 1, 0, 0, 0, 0, 1e-30],
     )
-    drawn = check(logits, rows, capacity=32)
-    assert torch.equal(drawn[:4], logits[:4].argmax(dim=1))
+    sampled = check(logits, rows, capacity=32)
+    assert torch.equal(sampled[:4], logits[:4].argmax(dim=1))
 
 
 def test_logits_that_are_no_numbers(device: torch.device) -> None:
@@ -306,12 +309,12 @@ def test_logits_that_are_no_numbers(device: torch.device) -> None:
         {"top_p": 0.9},
         {"top_k": 900, "min_p": 0.1},
     )
-    workspace = make_pick_workspace(6, vocab, device, capacity=32)
+    workspace = make_sample_workspace(6, vocab, device, capacity=32)
     for fields in cases:
         rows = make_rows(device, 6, vocab, **fields)
-        picked = pick_tokens(logits, rows, workspace).tolist()
+        picked = sample_tokens(logits, rows, workspace).tolist()
         assert picked[:3] == [0, 0, 1025] and picked[5] == 7
-        assert picked[3:5] == pick_tokens_reference(logits, rows).tolist()[3:5]
+        assert picked[3:5] == sample_tokens_reference(logits, rows).tolist()[3:5]
         assert picked[3] < 5 and picked[4] % 3 != 0
 
 
@@ -321,12 +324,13 @@ def test_row_does_not_depend_on_its_batch(device: torch.device) -> None:
     rows = make_rows(
         device, count, vocab, top_k=[vocab, 40, vocab, 40, vocab, 7], top_p=[2, 2, 0.9, 0.9, 0.5, 1]
     )
-    workspace = make_pick_workspace(count, vocab, device, capacity=32)
-    together = pick_tokens(logits, rows, workspace).tolist()
+    workspace = make_sample_workspace(count, vocab, device, capacity=32)
+    together = sample_tokens(logits, rows, workspace).tolist()
     for row in range(count):
-        alone = PickRows(rows.packed[:, row : row + 1].contiguous())
+        alone = SampleRows(rows.packed[:, row : row + 1].contiguous())
         assert (
-            pick_tokens(logits[row : row + 1], alone, workspace).tolist() == together[row : row + 1]
+            sample_tokens(logits[row : row + 1], alone, workspace).tolist()
+            == together[row : row + 1]
         )
 
 
@@ -342,14 +346,14 @@ def test_padding_slots_and_strides(device: torch.device) -> None:
         top_k=[vocab, 9, vocab, vocab, 9, 1, 1, 1],
         positions=[3, 4, -1, -1, 5, 6, 7, 8],
     )
-    workspace = make_pick_workspace(count + 3, vocab, device)
+    workspace = make_sample_workspace(count + 3, vocab, device)
     slots = torch.tensor([4, -1, 2, -1, 0, 1, 1, 1], dtype=torch.int32, device=device)
     last = torch.full((6,), -7, device=device)
-    twin = last.clone()
+    reference = last.clone()
     out = torch.empty(count, dtype=torch.int64, device=device)
-    tokens = pick_tokens(logits, rows, workspace, slots=slots, last_tokens=last, out=out)
-    expected = pick_tokens_reference(logits, rows, slots=slots, last_tokens=twin)
-    assert tokens is out and torch.equal(tokens, expected) and torch.equal(last, twin)
+    tokens = sample_tokens(logits, rows, workspace, slots=slots, last_tokens=last, out=out)
+    expected = sample_tokens_reference(logits, rows, slots=slots, last_tokens=reference)
+    assert tokens is out and torch.equal(tokens, expected) and torch.equal(last, reference)
     assert tokens[2] == 0 and last[1] == -7 and last[4] == tokens[0] != 0
     assert last[2] == 0  # a padding row that names a slot writes its 0
 
@@ -358,11 +362,11 @@ def test_wrapper_refuses_what_does_not_fit(device: torch.device) -> None:
     logits = random_logits(device, 2, 100)
     rows = make_rows(device, 2, 100)
     with pytest.raises(AssertionError):
-        pick_tokens(logits, rows, make_pick_workspace(1, 100, device))
+        sample_tokens(logits, rows, make_sample_workspace(1, 100, device))
     with pytest.raises(AssertionError):
-        pick_tokens(logits, rows, make_pick_workspace(2, 101, device))
+        sample_tokens(logits, rows, make_sample_workspace(2, 101, device))
     with pytest.raises(AssertionError):
-        pick_tokens(logits.T.contiguous().T, rows, make_pick_workspace(2, 100, device))
+        sample_tokens(logits.T.contiguous().T, rows, make_sample_workspace(2, 100, device))
 
 
 @pytest.mark.gpu
@@ -372,11 +376,11 @@ def test_one_captured_graph_serves_any_mix(device: torch.device) -> None:
     vocab, count = 128256, 8
     logits = random_logits(device, count, vocab, torch.bfloat16)
     rows = make_rows(device, count, vocab, temperature=0.0)
-    workspace = make_pick_workspace(count, vocab, device)
-    out = pick_tokens(logits, rows, workspace)
+    workspace = make_sample_workspace(count, vocab, device)
+    out = sample_tokens(logits, rows, workspace)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        pick_tokens(logits, rows, workspace, out=out)
+        sample_tokens(logits, rows, workspace, out=out)
     mixes = (
         make_rows(device, count, vocab, seed=1),
         make_rows(device, count, vocab, seed=2, top_k=50, top_p=0.95),
@@ -386,5 +390,5 @@ def test_one_captured_graph_serves_any_mix(device: torch.device) -> None:
     for mix in mixes:
         rows.packed.copy_(mix.packed)
         graph.replay()
-        agreed = (out == pick_tokens_reference(logits, mix)).sum()
+        agreed = (out == sample_tokens_reference(logits, mix)).sum()
         assert agreed >= count - 1  # rounding may decide a row

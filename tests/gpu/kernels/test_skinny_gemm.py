@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from hetero_llm.gpu.kernels import skinny_gemm as op
-from hetero_llm.gpu.kernels.skinny_gemm import SmallConfig
+from hetero_llm.gpu.kernels.skinny_gemm import SkinnyConfig
 
-VECTOR = SmallConfig(1, 4, 256, num_warps=1)
-MATRIX = SmallConfig(16, 16, 32, num_stages=3)
+VECTOR = SkinnyConfig(1, 4, 256, num_warps=1)
+MATRIX = SkinnyConfig(16, 16, 32, num_stages=3)
 
 # (hidden, inner, features of the fused q, k and v, vocabulary) of the models that we measure.
 MODELS = {
@@ -33,8 +33,8 @@ def tensors(
 
 
 def check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config) -> torch.Tensor:
-    y = op.small_linear(x, weight, bias, config=config)
-    expected = op.small_linear_reference(x, weight, bias)
+    y = op.skinny_gemm(x, weight, bias, config=config)
+    expected = op.skinny_gemm_reference(x, weight, bias)
     assert y.dtype == x.dtype and y.shape == expected.shape
     # One unit in the last place of bf16 or fp16: sums differ in their order only.
     ulp = torch.finfo(x.dtype).eps
@@ -47,11 +47,11 @@ def check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, conf
     "m, config",
     [
         (1, VECTOR),
-        (1, SmallConfig(1, 4, 256, num_warps=1, num_stages=3, evict_first=False)),
-        (1, SmallConfig(1, 4, 256, split_k=2, num_warps=1)),
+        (1, SkinnyConfig(1, 4, 256, num_warps=1, num_stages=3, evict_first=False)),
+        (1, SkinnyConfig(1, 4, 256, split_k=2, num_warps=1)),
         (3, MATRIX),
-        (16, SmallConfig(16, 16, 32, split_k=4, num_stages=3)),
-        (64, SmallConfig(64, 16, 128, split_k=2, num_stages=3)),
+        (16, SkinnyConfig(16, 16, 32, split_k=4, num_stages=3)),
+        (64, SkinnyConfig(64, 16, 128, split_k=2, num_stages=3)),
     ],
 )
 def test_equals_the_reference(device, dtype, m, config):
@@ -65,12 +65,12 @@ def test_equals_the_reference(device, dtype, m, config):
     [
         (1, 10, 512, VECTOR),
         (1, 8, 624, VECTOR),
-        (1, 10, 624, SmallConfig(1, 4, 256, split_k=3, num_warps=1)),
-        (1, 10, 624, SmallConfig(1, 4, 256, split_k=2, num_warps=1, num_stages=2)),
+        (1, 10, 624, SkinnyConfig(1, 4, 256, split_k=3, num_warps=1)),
+        (1, 10, 624, SkinnyConfig(1, 4, 256, split_k=2, num_warps=1, num_stages=2)),
         (1, 1, 16, VECTOR),
         (5, 24, 80, MATRIX),
-        (17, 24, 80, SmallConfig(32, 16, 32, split_k=3, num_stages=2)),
-        (2, 40, 144, SmallConfig(16, 32, 64, split_k=2, num_stages=2)),
+        (17, 24, 80, SkinnyConfig(32, 16, 32, split_k=3, num_stages=2)),
+        (2, 40, 144, SkinnyConfig(16, 32, 64, split_k=2, num_stages=2)),
     ],
 )
 def test_sizes_that_are_no_multiples_of_the_tiles(device, m, n, k, config):
@@ -81,22 +81,22 @@ def test_sizes_that_are_no_multiples_of_the_tiles(device, m, n, k, config):
 @pytest.mark.parametrize(
     "m, config",
     [
-        (1, SmallConfig(1, 4, 256, split_k=4, num_warps=1)),
-        (9, SmallConfig(16, 16, 64, split_k=4, num_stages=2)),
+        (1, SkinnyConfig(1, 4, 256, split_k=4, num_warps=1)),
+        (9, SkinnyConfig(16, 16, 64, split_k=4, num_stages=2)),
     ],
 )
 def test_split_products_repeat_exactly_and_leave_the_counters_at_zero(device, m, config):
     x, weight, bias = tensors(device, m, 16, 1024)
     first = check(x, weight, bias, config)
     for _ in range(2):
-        assert torch.equal(op.small_linear(x, weight, bias, config=config), first)
+        assert torch.equal(op.skinny_gemm(x, weight, bias, config=config), first)
     assert not op._counters(x.device).any()
 
 
 def test_rows_and_weights_may_be_parts_of_larger_tensors(device):
     x, weight, _ = tensors(device, 4, 48, 128)
-    y = op.small_linear(x[1:3, 32:96], weight[16:48, :].view(64, 64), config=MATRIX)
-    expected = op.small_linear_reference(x[1:3, 32:96], weight[16:48, :].reshape(64, 64))
+    y = op.skinny_gemm(x[1:3, 32:96], weight[16:48, :].view(64, 64), config=MATRIX)
+    expected = op.skinny_gemm_reference(x[1:3, 32:96], weight[16:48, :].reshape(64, 64))
     torch.testing.assert_close(y.float(), expected.float(), rtol=0.01, atol=1e-3)
 
 
@@ -106,7 +106,7 @@ def test_nothing_is_written_beside_the_output(device):
     op.plan_launch(x, weight, None, y=frame[1:4], config=MATRIX)()
     assert (frame[0] == 7).all() and (frame[4] == 7).all()
     torch.testing.assert_close(
-        frame[1:4].float(), op.small_linear_reference(x, weight).float(), rtol=0.01, atol=1e-3
+        frame[1:4].float(), op.skinny_gemm_reference(x, weight).float(), rtol=0.01, atol=1e-3
     )
 
 
@@ -126,13 +126,13 @@ def test_every_choice_fits(model):
 
 
 def test_what_fits():
-    config = SmallConfig(16, 32, 64, split_k=3, num_stages=3, prefetch=64)
+    config = SkinnyConfig(16, 32, 64, split_k=3, num_stages=3, prefetch=64)
     assert config.fits(16, 100, 192)
     assert not config.fits(17, 100, 192)
     assert not config.fits(16, 100, 128)  # the third split would be empty
     assert not config.fits(16, 100, 144)  # its prefetch would leave the row
     assert not config.fits(16, 100, 200)  # K is no multiple of 16
-    early = SmallConfig(1, 8, 256, num_warps=1, prefetch=256)
+    early = SkinnyConfig(1, 8, 256, num_warps=1, prefetch=256)
     assert early.fits(1, 8, 512) and not early.fits(1, 8, 384)
 
 
@@ -157,29 +157,29 @@ def test_linear_does_what_was_chosen(device, monkeypatch, m, config):
     if config is None:
         assert torch.equal(y, F.linear(x, weight, bias))
     else:
-        assert torch.equal(y, op.small_linear(x, weight, bias, config=config))
-        assert torch.equal(y, op.small_linear(x, weight, bias))
+        assert torch.equal(y, op.skinny_gemm(x, weight, bias, config=config))
+        assert torch.equal(y, op.skinny_gemm(x, weight, bias))
 
 
 def test_a_configuration_that_does_not_fit_is_refused(device):
     x, weight, _ = tensors(device, 2, 16, 64)
     with pytest.raises(AssertionError, match="does not fit m=2"):
-        op.small_linear(x, weight, config=VECTOR)
+        op.skinny_gemm(x, weight, config=VECTOR)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a CUDA graph")
 def test_in_a_cuda_graph(device):
     configs = [
-        SmallConfig(1, 8, 1024, prefetch=1024),
-        SmallConfig(1, 8, 512, split_k=2, num_warps=2),
-        SmallConfig(16, 32, 128, split_k=2, num_stages=4, prefetch=256),
+        SkinnyConfig(1, 8, 1024, prefetch=1024),
+        SkinnyConfig(1, 8, 512, split_k=2, num_warps=2),
+        SkinnyConfig(16, 32, 128, split_k=2, num_stages=4, prefetch=256),
     ]
     x, weight, _ = tensors(device, 1, 4096, 4096)
 
     def chain() -> torch.Tensor:
         y = x
         for config in configs:
-            y = op.small_linear(y, weight, config=config)
+            y = op.skinny_gemm(y, weight, config=config)
         return y
 
     eager = chain()

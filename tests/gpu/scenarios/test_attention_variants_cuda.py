@@ -1,7 +1,8 @@
 """Attention beyond Llama's on a GPU: soft caps, ALiBi, alternating windows, odd heads and groups.
 
-The kernel with the tiles that the engine gives it against its twin in torch; then whole models,
-judged token by token by transformers' eager attention in float32, with prefix hits and draft trees.
+The kernel with the tiles that the engine gives it against its reference in torch; then whole
+models, judged token by token by transformers' eager attention in float32, with prefix hits and
+draft trees.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch
 import transformers
 
 from hetero_llm import SamplingParams
+from hetero_llm.gpu.attention_context import AttentionContext
 from hetero_llm.gpu.kernels.paged_attention import TileShape
-from hetero_llm.gpu.paged_attention import AttentionContext
 from hetero_llm.spec_decode.budget import StepCosts
 from tests.gpu.kernels.test_paged_attention import Case, check, random_tree
 from tests.gpu.scenarios import serving
@@ -62,12 +63,12 @@ def tiles(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> dict[str, 
         dtype,
     )
     return {
-        "few rows": context.tile_for(8, single=True),
-        "more rows": context.tile_for(64, single=True),
-        "short": context.short_tile(8),
-        "short and many": context.short_tile(128),
-        "chunks": context.tile_for(64, single=False),
-        "long chunks": context.tile_for(512, single=False),
+        "few rows": context.decode_tile(8, short=False),
+        "more rows": context.decode_tile(64, short=False),
+        "short": context.decode_tile(8, short=True),
+        "short and many": context.decode_tile(128, short=True),
+        "chunks": context.chunk_tile(64),
+        "long chunks": context.chunk_tile(512),
         "short trees": context.tree_tile(64, short=True),
         "trees": context.tree_tile(64, short=False),
         "many trees": context.tree_tile(512, short=False),

@@ -43,7 +43,7 @@ def test_graphs_give_the_bits_of_eager_steps(dtype: str, rows: int) -> None:
     for eager in (True, False):
         with start(dtype=dtype, enforce_eager=eager, max_num_batched_tokens=rows) as llm:
             runner = runner_of(llm)
-            assert (runner._graphs is None) == eager
+            assert (runner.graphs is None) == eager
             tokens[eager] = [
                 tokens_of(generate(llm, *lockstep(batch, rows))) for batch in (1, 8, 16)
             ]
@@ -68,11 +68,11 @@ def test_padded_graphs_give_the_tokens_of_eager_steps() -> None:
 
 def test_every_bucket_is_captured() -> None:
     with start(max_num_batched_tokens=512) as llm:
-        graphs = runner_of(llm)._graphs
+        graphs = runner_of(llm).graphs.captured
         for bucket in (1, 2, 4, 8, 16):
             assert ("decode", bucket) in graphs and ("head", bucket) in graphs
         for bucket in (1, 64, 80, 128, 160, 256, 320, 512):
-            assert ("rows", bucket) in graphs
+            assert ("model", bucket) in graphs
         assert ("decode", 24) not in graphs
 
 

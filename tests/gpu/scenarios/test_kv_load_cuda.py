@@ -18,7 +18,7 @@ from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.demo_models import heldout_prompts
 from hetero_llm.gpu.fused import speed_up
-from hetero_llm.gpu.layer_ready import DeviceGates
+from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
 from hetero_llm.gpu.model_runner import GpuModelRunner
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
@@ -61,14 +61,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint(tmp_path_factory.mktemp("llama"), "llama", "heads_of_16")
 
 
-class StreamLoader(DeviceGates):
-    """Gates whose loads run on a stream. Load `TICKET + r` is the r-th to use the place."""
+class StreamLoader(DeviceLayerReadyFlags):
+    """Flags whose loads run on a stream. Load `TICKET + r` is the r-th to use the place."""
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
         self.stream = torch.cuda.Stream()
         super().__init__(DEVICE, lambda ticket: LayerReadyFlag(PLACE, self.base(ticket)))
-        self._flags[PLACE] = BASE
+        self.flags[PLACE] = BASE
         self._write = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
         self._write.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
 
@@ -96,7 +96,7 @@ class StreamLoader(DeviceGates):
 
 
 class BlindLoader(StreamLoader):
-    """Its gates are always open."""
+    """Its flags are always ready."""
 
     def wait(self, layer: int) -> None:
         pass
@@ -111,8 +111,8 @@ class Replays:
     @classmethod
     def of(cls, runner: Any) -> Replays:
         found = cls([])
-        graphs = runner._graphs
-        if graphs is not None:
+        if runner.graphs is not None:
+            graphs = runner.graphs.captured
             replay = graphs.replay
 
             def note(key: Any) -> None:
@@ -160,17 +160,17 @@ def test_a_step_sees_what_comes_while_it_runs(
     replays = Replays.of(arm.runner) if graphs else Replays([])
     for index in range(ROUNDS):
         waiting = late_round(arm, loader, step, content, index)
-        assert "gated rows" not in replays.take()
+        assert "waiting model" not in replays.take()
         joined = run(arm.runner, waiting)
         if graphs:
             drawn = {"head"} if name == "drawn by kernels" else set()
-            assert replays.take() == {"gated rows"} | drawn
+            assert replays.take() == {"waiting model"} | drawn
         assert not joined.kv_loads_timed_out
         assert equal(joined, expected.joined), f"round {index}"
         assert equal(run(arm.runner, following_step(step)), expected.followed), f"round {index}"
-        assert "gated rows" not in replays.take()
+        assert "waiting model" not in replays.take()
         assert torch.equal(arm.cache.data[list(LOADED)].cpu(), content)
-    assert loader._flags[PLACE] == landed(loader.layers - 1, loader.base(TICKET + ROUNDS - 1))
+    assert loader.flags[PLACE] == landed(loader.layers - 1, loader.base(TICKET + ROUNDS - 1))
 
 
 @pytest.mark.parametrize(("kind", "graphs"), ARMS)
@@ -238,7 +238,7 @@ def test_two_loads_of_one_step(checkpoint: Path) -> None:
 LONG_PREFIX, LONG_SUFFIX = 256, 600
 
 
-def long_arm(loader: DeviceGates | None) -> Setup:
+def long_arm(loader: DeviceLayerReadyFlags | None) -> Setup:
     """The demo model in 16 bits, whose long chunks go through libraries."""
     config = load_model_config(DEMO)
     model = load_model(DEMO, config, dtype=torch.bfloat16, device=DEVICE, show_progress=False)
@@ -249,7 +249,8 @@ def long_arm(loader: DeviceGates | None) -> Setup:
     cache = PagedKVCache(shape, 80, DEVICE)
     runner = GpuModelRunner(
         model, config, cache,
-        max_num_seqs=2, max_model_len=1024, max_num_batched_tokens=640, graphs=True, gates=loader,
+        max_num_seqs=2, max_model_len=1024, max_num_batched_tokens=640, graphs=True,
+        layer_ready=loader,
     )  # fmt: skip
     return Setup(cache, runner)
 
@@ -301,7 +302,7 @@ def test_a_failed_load_lets_the_step_through_and_the_next_one_is_right(checkpoin
     spoil(arm)
     for before in prefix_steps(late=True):
         run(arm.runner, before)
-    loader._flags[PLACE] = landed(loader.layers - 1)
+    loader.flags[PLACE] = landed(loader.layers - 1)
     torch.cuda.synchronize()
     assert not run(arm.runner, dataclasses.replace(step, kv_loads=(TICKET,))).kv_loads_timed_out
     for again in prefix_steps(late=False):

@@ -272,7 +272,7 @@ def test_steps_that_do_not_wait_go_wrong(heavy: Path) -> None:
     expected = found_on_device(heavy, enforce_eager=True)
     with heavy_engine(heavy, enforce_eager=True) as llm:
         runner = runner_of(llm)
-        runner._gates = traffic.OpenGates(runner._gates)
+        runner._layer_ready = traffic.OpenGates(runner._layer_ready)
         engine_of(llm)._scheduler._blocks.transfers.tier._copier.force = (Method.PLAIN, 1)  # slow
         assert found_in_host(llm) != expected, "no step was early: the test above shows nothing"
         traffic.check_over(engine_of(llm))

@@ -38,7 +38,7 @@ def assert_judged(folder: Path, vocab: int, **engine_args: Any) -> None:
     params = [GREEDY] * len(asked)
     args = {"max_model_len": 256, "skip_tokenizer_init": True, "model_impl": "transformers"}
     with start(folder, **args, **engine_args) as llm:
-        assert (runner_of(llm)._graphs is None) == engine_args.get("enforce_eager", False)
+        assert (runner_of(llm).graphs is None) == engine_args.get("enforce_eager", False)
         for _ in range(2):  # the second time with prefix hits
             assert regrets(generate(llm, asked, params), params, folder).max() < TIES
 
@@ -79,7 +79,7 @@ def test_what_cannot_be_captured_runs_without_graphs(
     with caplog.at_level(logging.WARNING, "hetero_llm"), start(folder, **args) as llm:
         assert len(made) >= 3
         assert all(isinstance(m, Experts) == (way == "asked for rows") for m in made)
-        assert runner_of(llm)._graphs is None
+        assert runner_of(llm).graphs is None
         assert regrets(generate(llm, asked, params), params, folder).max() < TIES
     assert "Qwen3MoeForCausalLM of transformers runs without CUDA graphs: " in caplog.text
     monkeypatch.undo()

@@ -1,0 +1,166 @@
+"""The device work of a step, which graphs capture and larger steps issue as it is."""
+
+from __future__ import annotations
+
+import torch
+
+from hetero_llm.gpu.kernels.compact_kv import compact_kv
+from hetero_llm.gpu.kernels.exchange import apply_step_inputs, fetch_pinned, send_results
+from hetero_llm.gpu.kernels.sample import SampleRows, make_sample_workspace, sample_tokens
+from hetero_llm.gpu.kernels.tree_verify import VerifiedTrees, make_verified_trees, verify_trees
+from hetero_llm.gpu.step_buffer import RING, StepBuffer, StepInputs
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.layers import Attend, CausalLM
+from hetero_llm.runner.kv_cache import PagedKVCache
+
+
+class DeviceStep:
+    """Owns the tensors between the kernels of a step, which steps share: they run one at a time.
+
+    Args:
+        block_tables: [slots, columns] int32, written by every step.
+        ring: of input buffers, see `StepFiller`.
+        results: [places, >= 2 * max_samples] int64 in page-locked memory, in which captured steps
+            leave their results in turn.
+        max_graph_tokens: most tokens of a captured step.
+        max_tokens: most tokens of any step.
+        max_samples: most sampled tokens of any step.
+
+    Attributes:
+        last_tokens: [slots] int64, the token last sampled for each request slot.
+        tokens: [max_samples] int64, the sampled tokens of the step.
+        hidden: [max_graph_tokens, hidden] output of a captured step's model.
+        verified: results of a step with draft trees.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        config: ModelConfig,
+        cache: PagedKVCache,
+        block_tables: torch.Tensor,
+        ring: torch.Tensor,
+        results: torch.Tensor,
+        *,
+        max_graph_tokens: int,
+        max_tokens: int,
+        max_samples: int,
+    ) -> None:
+        device = cache.data.device
+        dtype = next(model.parameters()).dtype
+        max_num_seqs = len(block_tables)
+        self._model = model
+        self._cache = cache
+        self._block_tables = block_tables
+        self._ring = ring
+        self._results = results
+        self._input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self._turns = torch.zeros(2, dtype=torch.int32, device=device)  # of `ring`, of `results`
+        self._workspace = make_sample_workspace(max_samples, config.vocab_size, device)
+        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(max_samples, dtype=torch.int64, device=device)
+        self.hidden = torch.zeros(max_graph_tokens, config.hidden_size, dtype=dtype, device=device)
+        max_groups = max(max_num_seqs, max_graph_tokens)
+        self.verified = make_verified_trees(max_groups, max_samples, device)
+
+    def decode(self, buffer: StepBuffer, attention: Attend) -> None:
+        """Model, head, sampling and results of a step that samples once after every token."""
+        inputs = buffer.inputs
+        self.sample_rows(inputs, self.run_model(buffer, attention))
+        send_results(self.tokens[: buffer.layout.tokens], self._turns[1:], ring=self._results)
+
+    def verify(self, buffer: StepBuffer, attention: Attend, *, verified: VerifiedTrees) -> None:
+        """Model, head, sampling, verification and results of a step with draft trees.
+
+        Args:
+            verified: the part of `self.verified` for the buffer's layout.
+        """
+        hidden = self.run_model(buffer, attention)
+        self.hidden[: buffer.layout.tokens].copy_(hidden)  # for sampling by depth
+        self.verify_trees(buffer.inputs, hidden, verified)
+        send_results(verified.packed, self._turns[1:], ring=self._results)
+
+    def model(self, buffer: StepBuffer, attention: Attend) -> None:
+        """The model of any step without draft trees, into `hidden`."""
+        hidden = self.run_model(buffer, attention)
+        self.hidden[: buffer.layout.tokens].copy_(hidden)
+
+    def run_model(self, buffer: StepBuffer, attention: Attend) -> torch.Tensor:
+        """Fetches the buffer whose turn it is and runs the model: [T, hidden] after the last norm.
+
+        Args:
+            buffer: how the host has filled it.
+        """
+        inputs = buffer.inputs
+        fetch_pinned(self._ring, self._turns[:1], out=buffer.words)
+        input_ids = apply_step_inputs(
+            inputs.token_ids,
+            inputs.token_slots,
+            self.last_tokens,
+            self._block_tables,
+            inputs.writes,
+            inputs.write_count,
+            turn=self._turns[:1],
+            ring_size=RING,
+            out=self._input_ids[: buffer.layout.tokens],
+        )
+        return self._model(input_ids, inputs.positions, attention)
+
+    def sample(self, inputs: StepInputs[torch.Tensor], hidden: torch.Tensor, count: int) -> None:
+        """Samples the step's first `count` tokens into `tokens` and `last_tokens`.
+
+        Args:
+            hidden: [T, hidden] of all tokens of the step.
+        """
+        self.sample_rows(inputs, hidden.index_select(0, inputs.sample_rows[:count]))
+
+    def sample_rows(self, inputs: StepInputs[torch.Tensor], hidden: torch.Tensor) -> None:
+        """As `sample`, with the [count, hidden] of the tokens that are sampled after."""
+        count = len(hidden)
+        sample_tokens(
+            self._model.logits(hidden),
+            SampleRows(inputs.sampling[:, :count]),
+            self._workspace,
+            slots=inputs.sample_slots[:count],
+            last_tokens=self.last_tokens,
+            out=self.tokens[:count],
+        )
+
+    def sample_processed(self, logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
+        """[R] int64 sampled from logits [R, vocab] that processors have changed."""
+        return sample_tokens(logits, rows, self._workspace)
+
+    def verify_trees(
+        self, inputs: StepInputs[torch.Tensor], hidden: torch.Tensor, verified: VerifiedTrees
+    ) -> None:
+        """Samples after every token of every tree, verifies the trees and closes the gaps in the
+        KV.
+
+        Args:
+            hidden: [T, hidden] of all tokens of the step.
+            verified: the part of `self.verified` for the step's groups and samples; written.
+        """
+        tree = inputs.tree
+        assert tree is not None
+        rows = inputs.sample_rows
+        sampled = sample_tokens(
+            self._model.logits(hidden.index_select(0, rows)),
+            SampleRows(inputs.sampling),
+            self._workspace,
+            out=self.tokens[: len(rows)],
+        )
+        verify_trees(
+            sampled,
+            tree.draft_tokens,
+            tree.parents,
+            slot_mapping=tree.slot_mapping,
+            groups=tree.groups,
+            last_tokens=self.last_tokens,
+            out=verified,
+        )
+        compact_kv(self._cache.data, verified.sources, verified.destinations, verified.counts)
+
+    def reset_turns(self) -> None:
+        """The next step takes the first input buffer and the first place for results: while graphs
+        were captured, steps have run without a filled buffer."""
+        self._turns.zero_()
