@@ -38,7 +38,7 @@ def planner(
             alibi_slopes=slopes,
         ),
         cache=SimpleNamespace(shape=SimpleNamespace(block_size=16)),
-        block_tables=torch.zeros(2048),
+        block_tables=torch.zeros(2048, device="cuda" if torch.cuda.is_available() else "cpu"),
         windows=windows,
     )
     return LibraryPlanner(context, torch.bfloat16)
