@@ -9,6 +9,7 @@ logits of its drawn rows to the torch sampler, and its draft trees are walked by
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -28,9 +29,9 @@ from hetero_llm.cpu.step_profile import profile_executor
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.model_runner import PendingStep, observe_inputs, plain_output
-from hetero_llm.runner.verify import DraftedStep, gaps, verify
+from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import Sampler, token_logprobs
-from hetero_llm.spec_decode.verify import TreeRows, row_places, tree_rows, walk_tree
+from hetero_llm.spec_decode.verify import TreeTokens, compact_kv, tree_tokens, verify_trees
 
 _PROMPT_LOGPROB_ROWS = 256
 """Rows of full-vocabulary logits held at once for prompt_logprobs."""
@@ -111,9 +112,9 @@ class NativeModelRunner:
                 return self._run_plain(step, draws)
         if self._sampler.has_history:
             observe_inputs(self._sampler, step)
-        trees = None if step.drafts is None else tree_rows(step, step.drafts)
+        trees = tree_tokens(step, step.drafts)
         rows = self._rows(step, trees)
-        if trees is not None:
+        if step.drafts is not None:
             return self._verify(step, rows, trees)
         owners = np.flatnonzero(step.num_samples)
         last = (np.cumsum(step.num_scheduled_tokens) - 1)[owners]
@@ -163,27 +164,20 @@ class NativeModelRunner:
 
     # -- rows and draws ---------------------------------------------------------------------
 
-    def _rows(self, step: SchedulerOutput, trees: TreeRows | None) -> StepRows:
+    def _rows(self, step: SchedulerOutput, trees: TreeTokens) -> StepRows:
         size = np.int32(self._cache.shape.block_size)
-        if trees is not None:
-            places, owners = trees.places, np.repeat(step.request_slots, step.num_scheduled_tokens)
-        elif len(step.token_ids) == len(step.request_slots):  # one row each
-            places, owners = step.num_computed_tokens, step.request_slots
-        else:
-            places, owners = (
-                row_places(step),
-                np.repeat(step.request_slots, step.num_scheduled_tokens),
-            )
+        owners = np.repeat(step.request_slots, step.num_scheduled_tokens)
+        indices = trees.kv_indices
         return StepRows(
-            token_ids=step.token_ids if trees is None else trees.token_ids,
-            positions=places if trees is None else trees.positions,
-            cache_rows=self._tables[owners, places // size] * size + places % size,
+            token_ids=trees.token_ids,
+            positions=trees.positions,
+            cache_rows=self._tables[owners, indices // size] * size + indices % size,
             slots=step.request_slots,
             starts=step.num_computed_tokens,
             counts=step.num_scheduled_tokens,
             bases=step.num_computed_tokens,
-            is_tree=np.zeros(len(step.request_slots), np.uint8) if trees is None else trees.is_tree,
-            ancestors=np.zeros(len(places), np.uint64) if trees is None else trees.ancestors,
+            is_tree=trees.is_tree,
+            ancestors=trees.ancestors,
             tables=self._tables,
         )
 
@@ -227,7 +221,9 @@ class NativeModelRunner:
 
     # -- draft trees ------------------------------------------------------------------------
 
-    def _verify(self, step: SchedulerOutput, rows: StepRows, trees: TreeRows) -> ModelRunnerOutput:
+    def _verify(
+        self, step: SchedulerOutput, rows: StepRows, trees: TreeTokens
+    ) -> ModelRunnerOutput:
         """Draws after every row of every tree, walks the trees and closes the gaps in the KV."""
         is_tree = trees.is_tree > 0
         ends = np.cumsum(step.num_scheduled_tokens)
@@ -249,37 +245,37 @@ class NativeModelRunner:
         samples = np.where(is_tree, 1, step.num_samples)[owners]
         token_ids = self._draw(step, rows, _DrawnRows(owners, after, samples))
         num_drawn = np.where(is_tree, step.num_scheduled_tokens, step.num_samples).tolist()
-        return self._accept(rows, trees, token_ids, num_drawn)
+        return self._accept(step, trees, rows.cache_rows, token_ids, num_drawn)
 
     def _accept(
-        self, rows: StepRows, trees: TreeRows, drawn: list[int], num_drawn: list[int]
+        self,
+        step: SchedulerOutput,
+        trees: TreeTokens,
+        slot_mapping: np.ndarray,
+        sampled: list[int],
+        num_sampled: list[int],
     ) -> ModelRunnerOutput:
-        """Walks the trees and moves the accepted nodes' KV behind their roots'.
+        """Verifies trees whose every node has been sampled after.
 
         Args:
-            drawn: all tokens drawn, `num_drawn` for each sequence.
+            sampled: all tokens sampled, `num_sampled` for each sequence.
         """
+        begins = [0, *accumulate(num_sampled[:-1])]
+
+        def sample(reached: dict[int, int]) -> list[int | None]:
+            return [sampled[begins[sequence] + node] for sequence, node in reached.items()]
+
+        paths = verify_trees(step, trees, sample)
+        compact_kv(step, paths, slot_mapping, self._cache.move_tokens)
         kept: list[int] = []
         num_tokens: list[int] = []
-        sources: list[np.ndarray] = []
-        targets: list[np.ndarray] = []
-        own = trees.token_ids.tolist()
-        row = at = 0
-        for parents, count, draws in zip(
-            trees.parents, rows.counts.tolist(), num_drawn, strict=True
+        for path, parents, begin, count in zip(
+            paths, trees.parents, begins, num_sampled, strict=True
         ):
-            tokens = drawn[at : at + draws]
-            if parents:
-                path = walk_tree(tokens, own[row : row + count], parents)
-                tokens = [tokens[index] for index in path]
-                if gaps(path):
-                    sources.append(rows.cache_rows[row + np.array(path)])
-                    targets.append(rows.cache_rows[row : row + len(path)])
+            own = sampled[begin : begin + count]
+            tokens = [own[node] for node in path] if parents else own
             kept += tokens
             num_tokens.append(len(tokens))
-            row, at = row + count, at + draws
-        if sources:
-            self._cache.move_tokens(np.concatenate(sources), np.concatenate(targets))
         return ModelRunnerOutput(kept, None, {}, {}, num_tokens)
 
     # -- logits -----------------------------------------------------------------------------

@@ -60,7 +60,7 @@ from hetero_llm.runner.model_runner import (
 from hetero_llm.runner.upload import upload
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import Sampler
-from hetero_llm.spec_decode.verify import tree_rows
+from hetero_llm.spec_decode.verify import tree_tokens
 
 _ARRIVALS = 4
 _MOST_WRITES = 1 << 18
@@ -301,8 +301,8 @@ class GpuModelRunner:
     ) -> DraftedStep:
         """Prepares draws by depth from `hidden`, [T, hidden], which stays as it is until then:
         nothing is launched ahead of a step with drafts."""
-        trees = tree_rows(step, drafts)
-        size, places = self._cache.shape.block_size, trees.places
+        trees = tree_tokens(step, drafts)
+        size, places = self._cache.shape.block_size, trees.kv_indices
         blocks = self._packer.tables[
             np.repeat(step.request_slots, step.num_scheduled_tokens), places // size
         ]
@@ -311,7 +311,7 @@ class GpuModelRunner:
             hidden,
             step,
             trees=trees,
-            cache_rows=blocks * size + places % size,
+            slot_mapping=blocks * size + places % size,
             prompts=self._prompts,
         )
 

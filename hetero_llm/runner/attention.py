@@ -25,7 +25,7 @@ from hetero_llm.models.layers import RotaryHeads
 from hetero_llm.models.rotary import RotaryRows
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.scored_attention import Reach, ScoredAttention, Scoring
-from hetero_llm.spec_decode.verify import TreeRows
+from hetero_llm.spec_decode.verify import TreeTokens
 
 
 class RowKernel(Protocol):
@@ -131,7 +131,7 @@ class TorchPagedAttention:
         tables: np.ndarray,
         places: np.ndarray,
         blocks: np.ndarray,
-        trees: TreeRows | None = None,
+        trees: TreeTokens | None = None,
     ) -> PlannedAttention:
         """Prepares one step.
 
@@ -159,7 +159,7 @@ class TorchPagedAttention:
         )
 
     def _groups(
-        self, starts: np.ndarray, counts: np.ndarray, tables: np.ndarray, trees: TreeRows | None
+        self, starts: np.ndarray, counts: np.ndarray, tables: np.ndarray, trees: TreeTokens | None
     ) -> list[_Group]:
         """Neighbouring single-row sequences are batched; every longer chunk is a group."""
         groups: list[_Group] = []
@@ -254,7 +254,7 @@ class TorchPagedAttention:
         return mask.repeat_interleave(self._config.num_kv_heads, dim=0).unsqueeze(1)
 
 
-def _tree(trees: TreeRows, index: int, rows: slice, start: int) -> _Tree:
+def _tree(trees: TreeTokens, index: int, rows: slice, start: int) -> _Tree:
     """The tree of a sequence, in these rows of a step."""
     count = rows.stop - rows.start
     base = start if trees.bases is None else int(trees.bases[index])

@@ -31,7 +31,7 @@ from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.layer_ready import GatedAttention, Gates
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import LogprobTensors, Sampler, SampleResult, token_logprobs
-from hetero_llm.spec_decode.verify import TreeRows, row_places, tree_rows
+from hetero_llm.spec_decode.verify import TreeTokens, tree_tokens
 
 _PROMPT_LOGPROB_ROWS = 256
 """Rows of full-vocabulary logits held at once for prompt_logprobs."""
@@ -110,29 +110,23 @@ class TorchModelRunner:
         if step.kv_loads:
             arm_gates(self.gates, step)
         self._apply_changes(step)
-        trees = None if step.drafts is None else tree_rows(step, step.drafts)
+        trees = tree_tokens(step, step.drafts)
         sequence_of = np.repeat(np.arange(len(step.request_slots)), step.num_scheduled_tokens)
-        places = row_places(step) if trees is None else trees.places
         if self._sampler.has_history:
             observe_inputs(self._sampler, step)
         size = self._cache.shape.block_size
         tables = self._tables[step.request_slots]
-        blocks = tables[sequence_of, places // size]
+        indices = trees.kv_indices
+        blocks = tables[sequence_of, indices // size]
         attend: Attend = self._attention.plan(
-            step.num_computed_tokens, step.num_scheduled_tokens, tables, places, blocks, trees
+            step.num_computed_tokens, step.num_scheduled_tokens, tables, indices, blocks, trees
         )
         if step.kv_loads:
             assert self.gates is not None
             attend = GatedAttention(attend, self.gates)
-        hidden = self._forward(
-            step,
-            self._input_tokens(step, sequence_of)
-            if trees is None
-            else self._to_device(trees.token_ids.astype(np.int64)),
-            places if trees is None else trees.positions,
-            attend,
-        )
-        if trees is None:
+        token_ids = self._input_tokens(trees.token_ids, step.request_slots[sequence_of])
+        hidden = self._forward(step, token_ids, trees.positions, attend)
+        if step.drafts is None:
             pending = draw_step(
                 self._model, hidden, step, self._sampler, self._last_tokens, self._prompts
             )
@@ -147,7 +141,7 @@ class TorchModelRunner:
             hidden,
             step,
             trees=trees,
-            cache_rows=blocks * size + places % size,
+            slot_mapping=blocks * size + indices % size,
             prompts=self._prompts,
         )
 
@@ -191,13 +185,17 @@ class TorchModelRunner:
                 self.gates.wait(self._cache.shape.num_layers - 1)  # one of them may be loading
             self._cache.copy_blocks(list(zip(*copies.tolist(), strict=True)))
 
-    def _input_tokens(self, step: SchedulerOutput, sequence_of: np.ndarray) -> torch.Tensor:
-        """The rows' tokens [T] int64, those last drawn taken from the device."""
-        token_ids = self._to_device(step.token_ids.astype(np.int64))
-        if (step.token_ids == LAST_SAMPLED).any():
-            owners = self._to_device(step.request_slots[sequence_of].astype(np.int64))
-            token_ids = torch.where(token_ids == LAST_SAMPLED, self._last_tokens[owners], token_ids)
-        return token_ids
+    def _input_tokens(self, token_ids: np.ndarray, request_slots: np.ndarray) -> torch.Tensor:
+        """A step's tokens [T] int64, those of `LAST_SAMPLED` taken from the device.
+
+        Args:
+            request_slots: [T] that of each token.
+        """
+        known = self._to_device(token_ids.astype(np.int64))
+        if not (token_ids == LAST_SAMPLED).any():
+            return known
+        owners = self._to_device(request_slots.astype(np.int64))
+        return torch.where(known == LAST_SAMPLED, self._last_tokens[owners], known)
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
@@ -249,22 +247,23 @@ def drafted_step(
     hidden: torch.Tensor,
     step: SchedulerOutput,
     *,
-    trees: TreeRows,
-    cache_rows: np.ndarray,
+    trees: TreeTokens,
+    slot_mapping: np.ndarray,
     prompts: dict[int, AdmittedSequence],
 ) -> DraftedStep:
     """Prepares the draws of a step with drafts, whose model has been launched.
 
     Args:
         hidden: [T, hidden] after the final norm; looked at when the draws come.
-        cache_rows: see `DraftedStep`. prompts: the state of every slot that wants prompt_logprobs.
+        slot_mapping: see `DraftedStep`.
+        prompts: the state of every slot that wants prompt_logprobs.
     """
 
     def logits_after(rows: np.ndarray) -> torch.Tensor:
         return model.logits(hidden[torch.from_numpy(rows).to(hidden.device)])
 
     prompt_logprobs = _all_prompt_logprobs(model, hidden, step, prompts)
-    return DraftedStep(step, trees, cache_rows, logits_after, prompt_logprobs)
+    return DraftedStep(step, trees, slot_mapping, logits_after, prompt_logprobs)
 
 
 def _all_prompt_logprobs(

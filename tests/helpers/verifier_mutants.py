@@ -24,7 +24,15 @@ from hetero_llm.runner import verify as verify_module
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.scheduler import scheduler as scheduler_module
 from hetero_llm.scheduler.scheduler import Scheduler
-from hetero_llm.spec_decode.verify import TreeRows, next_row, tree_rows, walk_tree
+from hetero_llm.spec_decode import verify as trees_module
+from hetero_llm.spec_decode.verify import (
+    SampleNodes,
+    TreeTokens,
+    compact_kv,
+    next_node,
+    tree_tokens,
+    verify_trees,
+)
 from tests.helpers.draft_traffic import EVERYTHING, FAST
 from tests.helpers.drafters import Oracle, Siblings
 
@@ -65,15 +73,15 @@ def mutant(
 # -- the rows of a tree ----------------------------------------------------------------------------
 
 
-def change_trees(patch: Patch, change: Callable[[TreeRows, SchedulerOutput], TreeRows]) -> None:
+def change_trees(patch: Patch, change: Callable[[TreeTokens, SchedulerOutput], TreeTokens]) -> None:
     for module in (native_runner, torch_runner):
-        patch.setattr(module, "tree_rows", lambda s, drafts: change(tree_rows(s, drafts), s))
+        patch.setattr(module, "tree_tokens", lambda s, drafts: change(tree_tokens(s, drafts), s))
 
 
-def within_trees(trees: TreeRows, step: SchedulerOutput) -> np.ndarray:
+def within_trees(trees: TreeTokens, step: SchedulerOutput) -> np.ndarray:
     """[T] uint64 index of each row in its sequence's."""
     firsts = np.cumsum(step.num_scheduled_tokens) - step.num_scheduled_tokens
-    return (np.arange(len(trees.places)) - np.repeat(firsts, step.num_scheduled_tokens)).astype(
+    return (np.arange(len(trees.kv_indices)) - np.repeat(firsts, step.num_scheduled_tokens)).astype(
         np.uint64
     )
 
@@ -81,7 +89,7 @@ def within_trees(trees: TreeRows, step: SchedulerOutput) -> np.ndarray:
 def change_masks(patch: Patch, change: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> None:
     """`change` takes the nodes' bits and their indices."""
 
-    def changed(trees: TreeRows, step: SchedulerOutput) -> TreeRows:
+    def changed(trees: TreeTokens, step: SchedulerOutput) -> TreeTokens:
         bits, within = trees.ancestors, within_trees(trees, step)
         return replace(trees, ancestors=np.where(bits > 1, change(bits, within), bits))
 
@@ -106,7 +114,7 @@ def nodes_miss_the_root(patch: Patch) -> None:
 
 @mutant()
 def nodes_miss_their_parents(patch: Patch) -> None:
-    def changed(trees: TreeRows, step: SchedulerOutput) -> TreeRows:
+    def changed(trees: TreeTokens, step: SchedulerOutput) -> TreeTokens:
         above = np.array(
             [p for own in map(_all_parents, trees.parents, step.num_scheduled_tokens) for p in own]
         )
@@ -122,7 +130,7 @@ def _all_parents(parents: list[int], count: int) -> list[int]:
 
 @mutant()
 def positions_by_row(patch: Patch) -> None:
-    change_trees(patch, lambda trees, step: replace(trees, positions=trees.places))
+    change_trees(patch, lambda trees, step: replace(trees, positions=trees.kv_indices))
 
 
 @mutant()
@@ -137,24 +145,17 @@ def positions_one_too_deep(patch: Patch) -> None:
 
 # -- the walk --------------------------------------------------------------------------------------
 
-NextRow = Callable[[int, int, list[int], list[int]], int | None]
+NextNode = Callable[[int, int, list[int], list[int]], int | None]
 
 
-def change_walk(patch: Patch, step_down: NextRow) -> None:
-    def walk(drawn: list[int], token_ids: list[int], parents: list[int]) -> list[int]:
-        path = [0]
-        while (row := step_down(path[-1], drawn[path[-1]], token_ids, parents)) is not None:
-            path.append(row)
-        return path
-
-    patch.setattr(native_runner, "walk_tree", walk)
-    patch.setattr(verify_module, "next_row", step_down)
+def change_walk(patch: Patch, step_down: NextNode) -> None:
+    patch.setattr(trees_module, "next_node", step_down)
 
 
 @mutant("fast", "deep")
 def a_sibling_is_taken(patch: Patch) -> None:
     def wrong(row: int, drawn: int, token_ids: list[int], parents: list[int]) -> int | None:
-        child = next_row(row, drawn, token_ids, parents)
+        child = next_node(row, drawn, token_ids, parents)
         if child is None:
             return None
         return next(r for r in range(row + 1, len(parents)) if parents[r] == row)
@@ -174,7 +175,7 @@ def any_row_with_the_token_is_taken(patch: Patch) -> None:
 @mutant("fast", "deep")
 def one_node_too_many_is_taken(patch: Patch) -> None:
     def wrong(row: int, drawn: int, token_ids: list[int], parents: list[int]) -> int | None:
-        child = next_row(row, drawn, token_ids, parents)
+        child = next_node(row, drawn, token_ids, parents)
         if child is None and row == 0:
             child = next((r for r in range(1, len(parents)) if parents[r] == 0), None)
         return child
@@ -182,24 +183,33 @@ def one_node_too_many_is_taken(patch: Patch) -> None:
     change_walk(patch, wrong)
 
 
+def change_last_token(patch: Patch, node_of: Callable[[list[int], list[int]], int]) -> None:
+    """`node_of` takes a tree's path and parents: the node after which its last token is sampled."""
+
+    def verify(step: SchedulerOutput, trees: TreeTokens, sample: SampleNodes) -> list[list[int]]:
+        paths = verify_trees(step, trees, sample)
+        right.append(paths)
+        return [
+            [*path[:-1], node_of(path, parents)] if parents else path
+            for path, parents in zip(paths, trees.parents, strict=True)
+        ]
+
+    def compact(step: SchedulerOutput, paths: list[list[int]], *others: Any) -> None:
+        compact_kv(step, right.pop(), *others)
+
+    right: list[list[list[int]]] = []  # KV moves as it should
+    patch.setattr(native_runner, "verify_trees", verify)
+    patch.setattr(native_runner, "compact_kv", compact)
+
+
 @mutant("fast")
 def the_last_token_is_drawn_after_the_last_row(patch: Patch) -> None:
-    def walk(drawn: list[int], token_ids: list[int], parents: list[int]) -> list[int]:
-        path = walk_tree(drawn, token_ids, parents)
-        drawn[path[-1]] = drawn[-1]
-        return path
-
-    patch.setattr(native_runner, "walk_tree", walk)
+    change_last_token(patch, lambda path, parents: len(parents) - 1)
 
 
 @mutant("fast")
 def the_last_token_is_drawn_after_the_row_before(patch: Patch) -> None:
-    def walk(drawn: list[int], token_ids: list[int], parents: list[int]) -> list[int]:
-        path = walk_tree(drawn, token_ids, parents)
-        drawn[path[-1]] = drawn[max(path[-1] - 1, 0)]
-        return path
-
-    patch.setattr(native_runner, "walk_tree", walk)
+    change_last_token(patch, lambda path, parents: max(path[-1] - 1, 0))
 
 
 # -- KV --------------------------------------------------------------------------------------------
@@ -248,8 +258,7 @@ def kv_moves_over_what_is_still_to_move(patch: Patch) -> None:
 
 @mutant("fast", "deep")
 def a_gap_of_one_row_is_overlooked(patch: Patch) -> None:
-    for module in (native_runner, verify_module):
-        patch.setattr(module, "gaps", lambda path: bool(path) and path[-1] > len(path))
+    patch.setattr(trees_module, "has_gaps", lambda path: bool(path) and path[-1] > len(path))
 
 
 # -- draws where the logits are --------------------------------------------------------------------
@@ -379,7 +388,7 @@ def noise_by_row(patch: Patch) -> None:
     class Wrong(Around):
         def draw(self, logits: Any, slots: Any, positions: Any, samples: Any) -> Any:
             is_node = self.drafted.trees.ancestors[self.rows] > 1
-            positions = np.where(is_node, self.drafted.trees.places[self.rows] + 1, positions)
+            positions = np.where(is_node, self.drafted.trees.kv_indices[self.rows] + 1, positions)
             return super().draw(logits, slots, positions, samples)
 
     change_sampler(patch, Wrong)
@@ -529,4 +538,4 @@ def no_token_behind_the_accepted_ones(patch: Patch) -> None:
 
 
 def no_node_below_the_first_is_taken(patch: Patch) -> None:
-    change_walk(patch, lambda row, *others: None if row else next_row(row, *others))
+    change_walk(patch, lambda row, *others: None if row else next_node(row, *others))

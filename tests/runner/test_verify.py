@@ -14,7 +14,7 @@ from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import Sampler
-from hetero_llm.spec_decode.verify import tree_rows
+from hetero_llm.spec_decode.verify import tree_tokens
 
 VOCAB, SLOTS, BLOCK = 32, 4, 4
 PROMPT = (3, 1, 4)
@@ -68,14 +68,14 @@ class Walks:
         )
         shape = KVCacheShape(1, 1, 2, BLOCK, torch.float32)
         self.cache = PagedKVCache(shape, 64, torch.device("cpu"))
-        rows = tree_rows(self.step, drafts)
+        rows = tree_tokens(self.step, drafts)
         self.asked: list[list[int]] = []
 
         def logits_after(asked: np.ndarray) -> torch.Tensor:
             self.asked.append(asked.tolist())
             return torch.stack([logits_of(t, likely) for t in rows.token_ids[asked].tolist()])
 
-        self.cache_rows = np.random.default_rng(0).permutation(64 * BLOCK)[: len(rows.places)]
+        self.cache_rows = np.random.default_rng(0).permutation(64 * BLOCK)[: len(rows.kv_indices)]
         for number, place in enumerate(self.cache_rows):
             self.cache.data[place // BLOCK, 0, :, place % BLOCK] = number
         self.drafted = DraftedStep(self.step, rows, self.cache_rows, logits_after, [])

@@ -20,7 +20,7 @@ from hetero_llm.demo_models import heldout_prompts
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.runner.verify import DraftedStep, typical_bounds, verify
 from hetero_llm.sampling.sampler import Sampler
-from hetero_llm.spec_decode.verify import tree_rows
+from hetero_llm.spec_decode.verify import tree_tokens
 
 VOCAB, LENGTH = 12, 5
 RULE = TypicalAcceptance(0.09, 0.3)
@@ -54,10 +54,10 @@ def run(
         np.zeros(count, np.int32), np.ones(count, np.int32), (), (), np.zeros((3, 0), np.int32),
         np.zeros((2, 0), np.int32), drafts,
     )  # fmt: skip
-    rows = tree_rows(step, drafts)
+    rows = tree_tokens(step, drafts)
     cache = PagedKVCache(KVCacheShape(1, 1, 2, 4, torch.float32), 200, torch.device("cpu"))
     drafted = DraftedStep(
-        step, rows, np.arange(len(rows.places)), lambda asked: table[rows.token_ids[asked]], []
+        step, rows, np.arange(len(rows.kv_indices)), lambda asked: table[rows.token_ids[asked]], []
     )
     return verify(drafted, sampler, cache, typical=rule)
 
