@@ -26,7 +26,7 @@ _TURNS = 8
 
 
 class DeviceGates:
-    """See `runner.model_runner.TimedGates`. One thread arms, waits and asks.
+    """See `runner.model_runner.TimedLayerReadyFlags`. One thread arms, waits and asks.
 
     Args:
         device: where the flags live.
@@ -87,7 +87,7 @@ class DeviceGates:
         )
 
     def take_error(self, turn: int) -> bool:
-        """See `runner.model_runner.TimedGates`."""
+        """See `runner.model_runner.TimedLayerReadyFlags`."""
         gave_up = bool(self._gave_up[turn])
         self._gave_up[turn] = 0
         return gave_up

@@ -51,11 +51,11 @@ from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.layer_ready import GatedAttention
 from hetero_llm.runner.model_runner import (
     PendingStep,
-    arm_gates,
+    arm_layer_ready,
     drafted_step,
-    draw_step,
     observe_inputs,
     plain_output,
+    sample_step,
 )
 from hetero_llm.runner.upload import upload
 from hetero_llm.runner.verify import DraftedStep, verify
@@ -200,7 +200,7 @@ class GpuModelRunner:
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Issues all device work of a step."""
         if step.kv_loads:
-            arm_gates(self._gates, step)
+            arm_layer_ready(self._gates, step)
         self._admit(step)
         num_rows = int(step.num_scheduled_tokens.sum())
         if step.drafts is not None:
@@ -452,13 +452,13 @@ class GpuModelRunner:
 
     def _draw_by_torch(self, step: SchedulerOutput, hidden: torch.Tensor) -> LaunchedStep:
         """The draws and log-probabilities of a step that the kernels do not serve."""
-        results = draw_step(
+        results = sample_step(
             self._model, hidden, step, self._sampler, self._last_tokens, self._prompts
         )
         results.prompt_logprobs = [
             (slot, rows.start_download()) for slot, rows in results.prompt_logprobs
         ]
-        drawn = results.drawn
+        drawn = results.sampled
         if drawn is None:
             return self._send_back(step, self._tokens[:0], results)
         if drawn.logprobs is not None:
@@ -472,7 +472,7 @@ class GpuModelRunner:
         positions: np.ndarray,
         sample_indices: np.ndarray,
     ) -> torch.Tensor:
-        """The torch sampler's draw: see `sampling.sampler.Draw`."""
+        """The torch sampler's draw: see `sampling.sampler.SampleProcessed`."""
         packed = np.take(self._packer.sampling.packed, slots, axis=1)
         packed[6], packed[7] = sample_indices, positions
         rows = PickRows(upload(packed, self._device))

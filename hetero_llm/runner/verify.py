@@ -72,13 +72,13 @@ def verify(
     if last_tokens is not None:
         slots = step.request_slots.tolist()
         last = [(s, t[-1]) for s, t in zip(slots, nodes.token_ids, strict=True) if t]
-        places, tokens = torch.tensor(last, device=last_tokens.device).T
-        last_tokens[places] = tokens
+        owners, tokens = torch.tensor(last, device=last_tokens.device).T
+        last_tokens[owners] = tokens
     entries = [entry for own in nodes.logprobs for entry in own]
     return ModelRunnerOutput(
         token_ids=[token for own in nodes.token_ids for token in own],
         logprobs=None if all(entry is None for entry in entries) else entries,
-        prompt_logprobs={slot: rows.to_host() for slot, rows in drafted.prompt_logprobs},
+        prompt_logprobs={slot: tensors.to_host() for slot, tensors in drafted.prompt_logprobs},
         errors=nodes.errors,
         num_tokens=[len(own) for own in nodes.token_ids],
     )
@@ -114,14 +114,14 @@ class _NodeSampler:
         sequences, nodes = np.array(walks).T
         at = self._roots[sequences] + nodes
         slots, samples = step.request_slots[sequences], step.num_samples[sequences]
-        settle = None
+        revise = None
         if self._typical is not None:
             offered = [self._children(*walks[i]) for i in np.repeat(np.arange(len(walks)), samples)]
-            settle = _TypicalChildren(
+            revise = _TypicalChildren(
                 self._sampler, self._typical, np.repeat(slots, samples), offered
             )
         logits = self._drafted.logits_after(at)
-        result = self._sampler.sample(logits, slots, trees.positions[at] + 1, samples, settle)
+        result = self._sampler.sample(logits, slots, trees.positions[at] + 1, samples, revise)
         tokens, entries = result.token_ids.tolist(), result.logprob_entries()
         sampled: dict[int, int] = {}
         begin = 0
@@ -155,8 +155,8 @@ class _NodeSampler:
 
 @dataclass(frozen=True, slots=True)
 class _TypicalChildren:
-    """`sampling.sampler.Settle`: takes a child's token that is typical where no child carries the
-    sampled one.
+    """`sampling.sampler.ReviseTokens`: a child's typical token replaces the sampled one where no
+    child carries that.
 
     Attributes:
         slots: [N] request slot of each sample.
@@ -183,8 +183,8 @@ class _TypicalChildren:
         probabilities = self.sampler.probabilities(logits[rows], self.slots[asking])
         bounds = typical_bounds(probabilities, self.rule)
         pairs = [(at, token) for at, sample in enumerate(asking) for token in self.offered[sample]]
-        places, candidates = torch.tensor(pairs, device=logits.device).T
-        passing = (probabilities[places, candidates] > bounds[places]).tolist()
+        owners, candidates = torch.tensor(pairs, device=logits.device).T
+        passing = (probabilities[owners, candidates] > bounds[owners]).tolist()
         for (at, token), passes in reversed(list(zip(pairs, passing, strict=True))):
             if passes:
                 sampled[asking[at]] = token

@@ -51,12 +51,12 @@ def tree_tokens(step: SchedulerOutput, drafts: DraftBatch | None) -> TreeTokens:
     counts = step.num_scheduled_tokens
     kv_indices = token_kv_indices(step)
     ancestors = np.zeros(len(kv_indices), np.uint64)
+    parents: list[list[int]] = []
     if drafts is None:
         is_tree, parents = np.zeros(len(counts), np.uint8), [[] for _ in counts]
         return TreeTokens(step.token_ids, kv_indices, kv_indices, ancestors, is_tree, parents)
     token_ids, positions = np.empty(len(kv_indices), np.int32), kv_indices.copy()
     is_node = np.zeros(len(kv_indices), bool)
-    parents = []
     first = node = 0
     all_parents = drafts.parents.tolist()
     for start, count, nodes in zip(

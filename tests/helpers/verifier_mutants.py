@@ -18,7 +18,7 @@ import torch
 
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.cpu import model_runner as native_runner
-from hetero_llm.cpu.executor import GREEDY, Executor, StepDraws, StepRows
+from hetero_llm.cpu.executor import GREEDY, Executor, StepInput, StepSamples
 from hetero_llm.runner import model_runner as torch_runner
 from hetero_llm.runner import verify as verify_module
 from hetero_llm.runner.kv_cache import PagedKVCache
@@ -265,16 +265,17 @@ def a_gap_of_one_row_is_overlooked(patch: Patch) -> None:
 
 
 def change_draws(
-    patch: Patch, change: Callable[[StepDraws, np.ndarray, np.ndarray], StepDraws]
+    patch: Patch, change: Callable[[StepSamples, np.ndarray, np.ndarray], StepSamples]
 ) -> None:
     """`change` takes the draws, and of each the index of its row in the sequence and whether the
     row is a draft node."""
     step = Executor.step
 
-    def changed(self: Executor, rows: StepRows, draws: StepDraws) -> np.ndarray:
-        firsts = np.repeat(np.cumsum(rows.counts) - rows.counts, rows.counts)[draws.rows]
-        is_node = rows.ancestors[draws.rows] > 1
-        return step(self, rows, change(draws, draws.rows - firsts, is_node))
+    def changed(self: Executor, inputs: StepInput, samples: StepSamples) -> np.ndarray:
+        counts, after = inputs.num_scheduled_tokens, samples.token_indices
+        firsts = np.repeat(np.cumsum(counts) - counts, counts)[after]
+        is_node = inputs.ancestors[after] > 1
+        return step(self, inputs, change(samples, after - firsts, is_node))
 
     patch.setattr(Executor, "step", changed)
 
@@ -286,7 +287,7 @@ def roots_of(is_node: np.ndarray) -> np.ndarray:
 
 @mutant("fast")
 def noise_by_row_on_the_device(patch: Patch) -> None:
-    def changed(draws: StepDraws, within: np.ndarray, is_node: np.ndarray) -> StepDraws:
+    def changed(draws: StepSamples, within: np.ndarray, is_node: np.ndarray) -> StepSamples:
         positions = draws.positions[roots_of(is_node)] + within
         return replace(
             draws, positions=np.where(is_node, positions, draws.positions).astype(np.int32)
@@ -297,7 +298,7 @@ def noise_by_row_on_the_device(patch: Patch) -> None:
 
 @mutant("fast")
 def noise_of_the_root_on_the_device(patch: Patch) -> None:
-    def changed(draws: StepDraws, within: np.ndarray, is_node: np.ndarray) -> StepDraws:
+    def changed(draws: StepSamples, within: np.ndarray, is_node: np.ndarray) -> StepSamples:
         return replace(draws, positions=draws.positions[roots_of(is_node)])
 
     change_draws(patch, changed)
@@ -305,7 +306,7 @@ def noise_of_the_root_on_the_device(patch: Patch) -> None:
 
 @mutant("fast")
 def nodes_are_greedy_on_the_device(patch: Patch) -> None:
-    def changed(draws: StepDraws, within: np.ndarray, is_node: np.ndarray) -> StepDraws:
+    def changed(draws: StepSamples, within: np.ndarray, is_node: np.ndarray) -> StepSamples:
         return replace(draws, modes=np.where(is_node, GREEDY, draws.modes).astype(np.uint8))
 
     change_draws(patch, changed)
@@ -313,7 +314,7 @@ def nodes_are_greedy_on_the_device(patch: Patch) -> None:
 
 @mutant("fast")
 def nodes_draw_for_the_first_sample_on_the_device(patch: Patch) -> None:
-    def changed(draws: StepDraws, within: np.ndarray, is_node: np.ndarray) -> StepDraws:
+    def changed(draws: StepSamples, within: np.ndarray, is_node: np.ndarray) -> StepSamples:
         indices = np.where(is_node, 0, draws.sample_indices)
         return replace(draws, sample_indices=indices.astype(np.int32))
 
@@ -322,8 +323,8 @@ def nodes_draw_for_the_first_sample_on_the_device(patch: Patch) -> None:
 
 @mutant("fast")
 def nodes_are_drawn_after_the_row_before_on_the_device(patch: Patch) -> None:
-    def changed(draws: StepDraws, within: np.ndarray, is_node: np.ndarray) -> StepDraws:
-        return replace(draws, rows=(draws.rows - is_node).astype(np.int32))
+    def changed(draws: StepSamples, within: np.ndarray, is_node: np.ndarray) -> StepSamples:
+        return replace(draws, token_indices=(draws.token_indices - is_node).astype(np.int32))
 
     change_draws(patch, changed)
 
@@ -345,7 +346,7 @@ class Around:
         return self.drafted.logits_after(rows)
 
     def sample(
-        self, logits: Any, slots: Any, positions: Any, samples: Any, settle: None = None
+        self, logits: Any, slots: Any, positions: Any, samples: Any, revise: None = None
     ) -> Any:
         result = self.draw(logits, slots, positions, samples)
         self.num_calls += 1

@@ -37,8 +37,8 @@ from hetero_llm.cpu.executor import (
     MOST_CANDIDATES,
     Candidates,
     Executor,
-    StepDraws,
-    StepRows,
+    StepInput,
+    StepSamples,
     unsupported_reason,
 )
 from hetero_llm.cpu.fused import speed_up
@@ -239,20 +239,20 @@ class _NativePath:
 
     def __init__(self, executor: Executor, pages: Pages, found: Candidates) -> None:
         arrays = pages.arrays
-        rows = StepRows(
+        rows = StepInput(
             token_ids=arrays.token_ids,
             positions=arrays.positions,
-            cache_rows=arrays.cache_rows,
-            slots=arrays.slots,
-            starts=arrays.starts,
-            counts=arrays.counts,
+            slot_mapping=arrays.cache_rows,
+            request_slots=arrays.slots,
+            num_computed_tokens=arrays.starts,
+            num_scheduled_tokens=arrays.counts,
             is_tree=arrays.is_tree,
             bases=arrays.bases,
             ancestors=arrays.ancestors,
-            tables=pages.tables,
+            block_tables=pages.tables,
         )
-        draws = StepDraws(
-            rows=arrays.draw_rows,
+        draws = StepSamples(
+            token_indices=arrays.draw_rows,
             modes=np.full(len(arrays.draw_rows), CANDIDATES, np.uint8),
             temperatures=arrays.temperatures,
             seeds=arrays.seeds,

@@ -67,7 +67,7 @@ class Sampling(NamedTuple):
 
 
 class StepArrays(NamedTuple):
-    """A step's rows and the draws after them: see `cpu.executor.StepRows` and `StepDraws`."""
+    """A step's rows and the draws after them: see `cpu.executor.StepInput` and `StepSamples`."""
 
     token_ids: np.ndarray
     positions: np.ndarray

@@ -21,7 +21,7 @@ from hetero_llm.gpu.kernels.layer_ready import (
     wait_for_loads_reference,
 )
 from hetero_llm.gpu.layer_ready import DeviceGates
-from hetero_llm.runner.model_runner import TimedGates
+from hetero_llm.runner.model_runner import TimedLayerReadyFlags
 
 LOOKS = 3
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
@@ -151,7 +151,7 @@ def test_gates_are_armed_with_what_is_under_way(device: torch.device) -> None:
     found = {11: Gate(4, 30), 12: None, 13: Gate(63, 2**31 + 5)}
     gates = DeviceGates(device, found.__getitem__, most_looks=LOOKS)
     gates._flags[4], gates._flags[63] = 30, 5 - 2**31
-    assert isinstance(gates, TimedGates)
+    assert isinstance(gates, TimedLayerReadyFlags)
     assert gates.flags_address == gates._flags.data_ptr()
 
     def opens(tickets: tuple[int, ...], layer: int) -> bool:
