@@ -49,7 +49,8 @@ class TreeTokens:
 def tree_tokens(step: SchedulerOutput, drafts: DraftBatch | None) -> TreeTokens:
     """Inserts a step's draft nodes behind their roots. Without drafts there are no trees."""
     counts = step.num_scheduled_tokens
-    kv_indices = token_kv_indices(step)
+    before = (np.cumsum(counts) - counts - step.num_computed_tokens).astype(np.int32)
+    kv_indices = np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(before, counts)
     ancestors = np.zeros(len(kv_indices), np.uint64)
     parents: list[list[int]] = []
     if drafts is None:
@@ -80,13 +81,6 @@ def tree_tokens(step: SchedulerOutput, drafts: DraftBatch | None) -> TreeTokens:
     token_ids[is_node] = drafts.token_ids
     is_tree = (drafts.counts > 0).astype(np.uint8)
     return TreeTokens(token_ids, kv_indices, positions, ancestors, is_tree, parents)
-
-
-def token_kv_indices(step: SchedulerOutput) -> np.ndarray:
-    """[T] int32 index of each token's KV within its sequence."""
-    counts = step.num_scheduled_tokens
-    before = (np.cumsum(counts) - counts - step.num_computed_tokens).astype(np.int32)
-    return np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(before, counts)
 
 
 def verify_trees(step: SchedulerOutput, trees: TreeTokens, sample: SampleNodes) -> list[list[int]]:

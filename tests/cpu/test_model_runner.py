@@ -128,7 +128,7 @@ def served(llama: Path) -> Iterator[tuple[LLM, LLM]]:
 
 
 def test_every_family_in_float32(family: Path) -> None:
-    """Chunked prompts, several sequences, log-probabilities of all that is fed and drawn."""
+    """Chunked prompts, several sequences, log-probabilities of all that is fed and sampled."""
     params = [WITH_LOGPROBS, GREEDY, dataclasses.replace(WITH_LOGPROBS, logprobs=0), GREEDY]
     ours, others = both(family, params, max_num_batched_tokens=16)
     assert tokens_of(ours) == tokens_of(others)

@@ -70,7 +70,7 @@ def random_tree(rng: np.random.Generator) -> DraftTree:
 
 
 def distribution(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
-    """What a request draws from, worked out in numpy: temperature and top-k."""
+    """What a request samples from, computed in numpy: temperature and top-k."""
     values = logits.double().numpy() / params.temperature
     if params.top_k > 0:
         values = np.where(values < np.sort(values)[-params.top_k], -np.inf, values)
@@ -81,7 +81,7 @@ def distribution(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
 def reference(
     tree: DraftTree, table: torch.Tensor, params: SamplingParams, sampler: Sampler, slot: int
 ) -> tuple[list[int], int]:
-    """The tokens of one sequence, and how many of them were not the target's draws."""
+    """The tokens of one sequence, and how many of them the target did not sample."""
     emitted: list[int] = []
     lossy, at, last = 0, -1, 0
     while True:
@@ -130,7 +130,7 @@ def test_every_decision_is_that_of_a_plain_walk() -> None:
 
 @pytest.mark.parametrize(("rank", "accepted"), [(0, True), (1, True), (2, False), (11, False)])
 def test_how_often_a_token_is_accepted(rank: int, accepted: bool) -> None:
-    """Always where it is typical, else as often as the target draws it."""
+    """Always where it is typical, else as often as the target samples it."""
     logits = torch.log(torch.tensor([0.5, 0.3] + [0.02] * 10))
     table = logits.expand(VOCAB, VOCAB)
     p = distribution(logits, HOT)
