@@ -8,7 +8,7 @@ draft trees (`runner.verify`). Reference: `runner.model_runner.TorchModelRunner`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -38,21 +38,6 @@ from hetero_llm.runner.model_runner import (
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import Sampler, expand_samples, token_logprobs
 from hetero_llm.spec_decode.verify import TreeTokens, compact_kv, tree_tokens, verify_trees
-
-
-@dataclass(frozen=True, slots=True)
-class _SampledTokens:
-    """The tokens that a step samples after, in order.
-
-    Attributes:
-        sequences: [N] index of the scheduled sequence.
-        token_indices: [N] index in the step.
-        counts: [N] samples after the token; of more than one the indices are 0, 1, ...
-    """
-
-    sequences: np.ndarray
-    token_indices: np.ndarray
-    counts: np.ndarray
 
 
 class NativeModelRunner:
@@ -114,12 +99,12 @@ class NativeModelRunner:
             return self._run_drafted(step, inputs, trees)
         sequences = np.flatnonzero(step.num_samples)
         last = (np.cumsum(step.num_scheduled_tokens) - 1)[sequences]
-        points = _SampledTokens(sequences, last, step.num_samples[sequences])
         if step.prompt_logprob_spans or self._needs_logits(step):
             logits, prompt_logprobs = self._logits(step, inputs, last)
-            output = self._sample_logits(step, inputs, points, logits)
+            output = self._sample_logits(step, logits)
             return replace(output, prompt_logprobs=prompt_logprobs)
-        return ModelRunnerOutput(self._run_sampling(step, inputs, points), None, {}, {})
+        token_ids = self._run_sampling(step, inputs, sequences, last, step.num_samples[sequences])
+        return ModelRunnerOutput(token_ids, None, {}, {})
 
     def finish(self, pending: ModelRunnerOutput) -> ModelRunnerOutput:
         """The results of a launched step."""
@@ -164,13 +149,24 @@ class NativeModelRunner:
         return bool((modes == LOGITS_ONLY).any())
 
     def _run_sampling(
-        self, step: SchedulerOutput, inputs: StepInput, points: _SampledTokens
+        self,
+        step: SchedulerOutput,
+        inputs: StepInput,
+        sequences: np.ndarray,
+        after: np.ndarray,
+        counts: np.ndarray,
     ) -> list[int]:
-        """Runs a step in which the library samples."""
-        slots, after = step.request_slots[points.sequences], points.token_indices
+        """Runs a step in which the library samples.
+
+        Args:
+            sequences: [N] index of the scheduled sequence.
+            after: [N] index in the step of the token to sample after.
+            counts: [N] samples after it; of more than one the sample indices are 0, 1, ...
+        """
+        slots = step.request_slots[sequences]
         indices = self._sampling.sample_indices[slots]
-        if (points.counts > 1).any():
-            source, indices = expand_samples(points.counts, indices)
+        if (counts > 1).any():
+            source, indices = expand_samples(counts, indices)
             slots, after = slots[source], after[source]
         samples = StepSamples(
             token_indices=after.astype(np.int32),
@@ -183,15 +179,14 @@ class NativeModelRunner:
         tokens: list[int] = self._executor.step(inputs, samples).tolist()
         return tokens
 
-    def _sample_logits(
-        self, step: SchedulerOutput, inputs: StepInput, points: _SampledTokens, logits: torch.Tensor
-    ) -> ModelRunnerOutput:
-        """Samples from logits [N, vocab] with the torch sampler."""
-        if len(points.sequences) == 0:
+    def _sample_logits(self, step: SchedulerOutput, logits: torch.Tensor) -> ModelRunnerOutput:
+        """Samples from logits [N, vocab], one row for each sequence that samples."""
+        sequences = np.flatnonzero(step.num_samples)
+        if len(sequences) == 0:
             return ModelRunnerOutput([], None, {}, {})
-        positions = inputs.positions[points.token_indices] + 1
+        positions = (step.num_computed_tokens + step.num_scheduled_tokens)[sequences]
         result = self._sampler.sample(
-            logits, step.request_slots[points.sequences], positions, points.counts
+            logits, step.request_slots[sequences], positions, step.num_samples[sequences]
         )
         return plain_output(result.token_ids.tolist(), PendingStep(step, result, []))
 
@@ -219,7 +214,7 @@ class NativeModelRunner:
             output = verify(drafted, self._sampler, self._cache, typical=self.typical)
             return replace(output, prompt_logprobs=prompt_logprobs)
         num_samples = np.where(is_tree, 1, step.num_samples)[sequences]
-        sampled = self._run_sampling(step, inputs, _SampledTokens(sequences, after, num_samples))
+        sampled = self._run_sampling(step, inputs, sequences, after, num_samples)
         num_sampled = np.where(is_tree, step.num_scheduled_tokens, step.num_samples).tolist()
         return self._verify_sampled(step, trees, inputs.slot_mapping, sampled, num_sampled)
 

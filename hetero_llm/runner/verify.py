@@ -27,7 +27,6 @@ from hetero_llm.sampling.sampler import LogprobTensors, Sampler
 from hetero_llm.spec_decode.verify import (
     TreeTokens,
     compact_kv,
-    token_ids_of_trees,
     verify_trees,
 )
 
@@ -104,7 +103,6 @@ class _NodeSampler:
         self._sampler = sampler
         self._typical = typical
         self._roots = np.where(trees.is_tree > 0, ends - step.num_scheduled_tokens, ends - 1)
-        self._node_ids = token_ids_of_trees(step, trees)
 
     def __call__(self, reached: dict[int, int]) -> list[int | None]:
         step, trees = self._drafted.step, self._drafted.trees
@@ -140,7 +138,7 @@ class _NodeSampler:
     def _accept(self, sequence: int, node: int) -> bool:
         """Shows the sampler the token of an accepted node; False: nothing is sampled after it."""
         slot = int(self._drafted.step.request_slots[sequence])
-        token = self._node_ids[sequence][node]
+        token = self._drafted.trees.node_ids[sequence][node]
         if slot in self.errors or self._sampler.ends_at(slot, token):
             return False
         position = int(self._drafted.trees.positions[self._roots[sequence] + node])
@@ -149,7 +147,8 @@ class _NodeSampler:
 
     def _children(self, sequence: int, node: int) -> list[int]:
         """The tokens of a node's children, in order."""
-        own = zip(self._node_ids[sequence], self._drafted.trees.parents[sequence], strict=True)
+        trees = self._drafted.trees
+        own = zip(trees.node_ids[sequence], trees.parents[sequence], strict=True)
         return [token for token, parent in own if parent == node]
 
 

@@ -70,16 +70,10 @@ class LogprobTensors:
     def start_download(self) -> LogprobTensors:
         """The same in host memory, valid once the stream has reached this point."""
 
-        def copied(tensor: torch.Tensor) -> torch.Tensor:  # lands in page-locked memory
-            return tensor.to("cpu", non_blocking=True)
-
-        return LogprobTensors(
-            copied(self.sampled),
-            copied(self.rank),
-            copied(self.top_ids),
-            copied(self.top_values),
-            self.counts,
-        )
+        columns = (self.sampled, self.rank, self.top_ids, self.top_values)
+        # A non-blocking copy to the host lands in page-locked memory.
+        sampled, rank, ids, values = (c.to("cpu", non_blocking=True) for c in columns)
+        return LogprobTensors(sampled, rank, ids, values, self.counts)
 
     def to_host(self) -> list[SampleLogprobs]:
         """One entry per row; waits for the device."""

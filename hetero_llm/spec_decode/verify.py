@@ -33,6 +33,7 @@ class TreeTokens:
         is_tree: [S] uint8, whether the sequence has draft nodes.
         parents: for each sequence the index of each token's parent within its tree, -1 for the
             root; empty without a tree.
+        node_ids: for each sequence the tokens of its nodes, -1 for the root; empty without a tree.
         bases: [S] int32, for each tree the index within its sequence's KV that the lowest bit of
             `ancestors` stands for; None: that of its root.
     """
@@ -43,6 +44,7 @@ class TreeTokens:
     ancestors: np.ndarray
     is_tree: np.ndarray
     parents: list[list[int]]
+    node_ids: list[list[int]]
     bases: np.ndarray | None = None
 
 
@@ -52,21 +54,24 @@ def tree_tokens(step: SchedulerOutput, drafts: DraftBatch | None) -> TreeTokens:
     before = (np.cumsum(counts) - counts - step.num_computed_tokens).astype(np.int32)
     kv_indices = np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(before, counts)
     ancestors = np.zeros(len(kv_indices), np.uint64)
-    parents: list[list[int]] = []
+    parents: list[list[int]] = [[] for _ in counts]
+    node_ids: list[list[int]] = [[] for _ in counts]
     if drafts is None:
-        is_tree, parents = np.zeros(len(counts), np.uint8), [[] for _ in counts]
-        return TreeTokens(step.token_ids, kv_indices, kv_indices, ancestors, is_tree, parents)
+        is_tree = np.zeros(len(counts), np.uint8)
+        return TreeTokens(
+            step.token_ids, kv_indices, kv_indices, ancestors, is_tree, parents, node_ids
+        )
     token_ids, positions = np.empty(len(kv_indices), np.int32), kv_indices.copy()
     is_node = np.zeros(len(kv_indices), bool)
     first = node = 0
-    all_parents = drafts.parents.tolist()
-    for start, count, nodes in zip(
-        step.num_computed_tokens.tolist(), counts.tolist(), drafts.counts.tolist(), strict=True
+    all_parents, all_ids = drafts.parents.tolist(), drafts.token_ids.tolist()
+    for sequence, (start, count, nodes) in enumerate(
+        zip(step.num_computed_tokens.tolist(), counts.tolist(), drafts.counts.tolist(), strict=True)
     ):
-        own: list[int] = []
         if nodes:
             assert count == nodes + 1
             own = [-1, *(parent + 1 for parent in all_parents[node : node + nodes])]
+            parents[sequence], node_ids[sequence] = own, [-1, *all_ids[node : node + nodes]]
             bits, depth = [1], [0]
             for index in range(1, count):
                 bits.append(bits[own[index]] | 1 << index)
@@ -75,12 +80,11 @@ def tree_tokens(step: SchedulerOutput, drafts: DraftBatch | None) -> TreeTokens:
             positions[first : first + count] = start + np.array(depth)
             is_node[first + 1 : first + count] = True
             node += nodes
-        parents.append(own)
         first += count
     token_ids[~is_node] = step.token_ids
     token_ids[is_node] = drafts.token_ids
     is_tree = (drafts.counts > 0).astype(np.uint8)
-    return TreeTokens(token_ids, kv_indices, positions, ancestors, is_tree, parents)
+    return TreeTokens(token_ids, kv_indices, positions, ancestors, is_tree, parents, node_ids)
 
 
 def verify_trees(step: SchedulerOutput, trees: TreeTokens, sample: SampleNodes) -> list[list[int]]:
@@ -97,8 +101,7 @@ def verify_trees(step: SchedulerOutput, trees: TreeTokens, sample: SampleNodes) 
         The nodes that each sequence's walk visited, the root (0) first; empty where `sample`
         rejected the root or the step samples nothing.
     """
-    token_ids = token_ids_of_trees(step, trees)
-    paths: list[list[int]] = [[] for _ in token_ids]
+    paths: list[list[int]] = [[] for _ in trees.parents]
     reached = {s: 0 for s, count in enumerate(step.num_samples.tolist()) if count}
     while reached:
         children: dict[int, int] = {}
@@ -106,29 +109,19 @@ def verify_trees(step: SchedulerOutput, trees: TreeTokens, sample: SampleNodes) 
             if token is None:
                 continue
             paths[sequence].append(node)
-            child = next_node(node, token, token_ids[sequence], trees.parents[sequence])
+            child = next_node(node, token, trees.node_ids[sequence], trees.parents[sequence])
             if child is not None:
                 children[sequence] = child
         reached = children
     return paths
 
 
-def token_ids_of_trees(step: SchedulerOutput, trees: TreeTokens) -> list[list[int]]:
-    """For each sequence the tokens of its tree, the root's first; empty without a tree."""
-    token_ids = trees.token_ids.tolist()
-    found = []
-    first = 0
-    for count, parents in zip(step.num_scheduled_tokens.tolist(), trees.parents, strict=True):
-        found.append(token_ids[first : first + len(parents)])
-        first += count
-    return found
-
-
 def next_node(node: int, token: int, token_ids: list[int], parents: list[int]) -> int | None:
     """The first child of `node` that carries `token`; None if none does.
 
     Args:
-        token_ids, parents: of the tree; a parent comes before its children.
+        token_ids: of the tree's nodes.
+        parents: of the tree's nodes; a parent comes before its children.
     """
     for child in range(node + 1, len(parents)):
         if parents[child] == node and token_ids[child] == token:

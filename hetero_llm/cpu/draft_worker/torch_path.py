@@ -42,7 +42,7 @@ class TorchPath:
         places = np.arange(size.rows, dtype=np.int32) + np.repeat(starts - firsts, counts)
         trees = TreeTokens(
             arrays.token_ids[rows], places, places, arrays.ancestors[rows],
-            arrays.is_tree[sequences], [], arrays.bases[sequences],
+            arrays.is_tree[sequences], [], [], arrays.bases[sequences],
         )  # fmt: skip
         blocks = arrays.cache_rows[rows] // BLOCK
         tables = self._pages.tables[arrays.slots[sequences]]
