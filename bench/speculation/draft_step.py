@@ -34,8 +34,8 @@ from hetero_llm.cpu.executor import (
     MOST_CANDIDATES,
     Candidates,
     Executor,
-    StepDraws,
-    StepRows,
+    StepInput,
+    StepSamples,
 )
 from hetero_llm.cpu.fused import speed_up
 from hetero_llm.cpu.paged_attention import native_row_kernel
@@ -108,25 +108,25 @@ def slot_mapping(work: Work, tables: np.ndarray) -> np.ndarray:
     return np.concatenate(slots).astype(np.int32)
 
 
-def step_arrays(work: Work, tables: np.ndarray) -> tuple[StepRows, StepDraws]:
+def step_arrays(work: Work, tables: np.ndarray) -> tuple[StepInput, StepSamples]:
     """The executor's view of the work: branches are children of the last cached token."""
     rows, is_tree = work.rows, work.kind == "branches"
     assert rows <= _MAX_ROWS or not is_tree, f"a tree has at most {_MAX_ROWS} rows"
     own_bits = np.arange(rows, dtype=np.uint64) * np.uint64(is_tree)
-    step = StepRows(
+    step = StepInput(
         token_ids=np.arange(1, rows + 1, dtype=np.int32),
         positions=np.full(rows, work.context - 1, np.int32),
-        cache_rows=slot_mapping(work, tables),
-        slots=np.arange(work.sequences, dtype=np.int32),
-        starts=work.starts,
-        counts=work.counts,
+        slot_mapping=slot_mapping(work, tables),
+        request_slots=np.arange(work.sequences, dtype=np.int32),
+        num_computed_tokens=work.starts,
+        num_scheduled_tokens=work.counts,
         bases=work.starts,
         is_tree=np.full(work.sequences, is_tree, np.uint8),
         ancestors=np.uint64(1) << own_bits,
-        tables=tables,
+        block_tables=tables,
     )
-    samples = StepDraws(
-        rows=np.arange(rows, dtype=np.int32),
+    samples = StepSamples(
+        token_indices=np.arange(rows, dtype=np.int32),
         modes=np.full(rows, GREEDY, np.uint8),
         temperatures=np.ones(rows, np.float32),
         seeds=np.zeros(rows, np.uint64),

@@ -1,5 +1,5 @@
-"""What runs a model on this machine's CPU: the native executor where it can, else torch, or torch
-with IPEX's products where that was asked for."""
+"""Chooses what runs a model on this machine's CPU: the native executor where it can, else torch, or
+torch with IPEX's products where the arguments ask for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NativeBackend:
-    """How an executor is to be built; see `Executor`."""
+    """The arguments of `Executor` that depend on the machine."""
 
     library: ctypes.CDLL
     cpus: tuple[int, ...]
@@ -32,7 +32,7 @@ class NativeBackend:
     isa: int
 
     def executor(self, model: CausalLM, config: ModelConfig, cache: PagedKVCache) -> Executor:
-        """Takes over the model's weights."""
+        """Builds an executor, which empties the model's tensors."""
         return Executor(
             model,
             config,
@@ -48,11 +48,14 @@ class NativeBackend:
 def choose_backend(
     wanted: CpuConfig, config: ModelConfig, dtype: torch.dtype, *, batch_invariant: bool
 ) -> NativeBackend | None:
-    """Checks the CPU's arguments; None: torch serves (with IPEX's products, loaded now, where the
-    argument says so), and the log says why if it was not asked for.
+    """Checks the CPU's arguments and chooses.
+
+    Returns:
+        None if torch serves; the log says why if the arguments do not ask for it. IPEX is loaded
+        now where they ask for IPEX.
 
     Raises:
-        ConfigError: something that this machine, model or backend cannot do.
+        ConfigError: this machine, model or backend cannot do what an argument asks for.
     """
     cpus = _check_threads(wanted.threads)
     if wanted.backend == "ipex":
@@ -83,7 +86,7 @@ def choose_backend(
 def _why_torch(
     wanted: CpuConfig, config: ModelConfig, dtype: torch.dtype, *, batch_invariant: bool
 ) -> str | None:
-    """Why the executor is not to run the model, whatever the machine; None if it is."""
+    """Why torch runs the model on any machine; None if the executor can."""
     if wanted.backend == "torch":
         return "cpu_backend is 'torch'"
     if batch_invariant:
@@ -96,7 +99,7 @@ def _why_torch(
 
 
 def _check_threads(wanted: int | None) -> tuple[int, ...]:
-    """The CPUs to pin threads to."""
+    """The CPUs to pin threads to, one each."""
     cpus = compute_cpus(reserve=0)
     if wanted is None:
         return cpus

@@ -11,10 +11,10 @@ from hetero_llm.cpu import native
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Builds, and says where the library is and which instruction set it will use.
+    """Builds the library, and prints its path and the instruction set it will use.
 
     Returns:
-        The exit code: 1 if there is no compiler, it fails or the library cannot be loaded.
+        The exit code: 1 if there is no compiler, if it fails or if the library cannot be loaded.
     """
     parser = argparse.ArgumentParser(prog="python -m hetero_llm.cpu.build", description=__doc__)
     parser.add_argument("--force", action="store_true", help="build even if the cache has it")

@@ -1,6 +1,6 @@
 """The native whole-step executor: weights go into the library once, then a step is one call.
 
-Contract: `csrc/step/executor.h`. Twin: `runner.model_runner.TorchModelRunner`. Benches:
+C interface: `csrc/step/executor.h`. Reference: `runner.model_runner.TorchModelRunner`. Benches:
 `bench/engine/cpu_offline.py`, `bench/speculation/draft_step.py`.
 """
 
@@ -22,12 +22,12 @@ from hetero_llm.models.registry import model_class
 from hetero_llm.runner.kv_cache import PagedKVCache
 
 WEIGHT_FORMATS = {"bf16": 0, "float": 1, "int8": 2}
-"""How weights are held: numbers of `Format` in csrc/step/matmul.h."""
+"""Packed weights: numbers of `Format` in csrc/step/matmul.h."""
 GREEDY, NOISY, LOGITS_ONLY, CANDIDATES = 0, 1, 2, 3
-"""Modes of a draw: the likeliest token, the likeliest with noise, none, the K likeliest."""
+"""Sampling modes: the likeliest token, the likeliest with noise, no token, the K likeliest."""
 MOST_CANDIDATES = 16
 TREE_WINDOW = 64
-"""KV places that a tree's rows may see or not, their own included."""
+"""KV indices that a tree's tokens may see or not, their own included."""
 
 _DTYPES = {torch.bfloat16: 0, torch.float32: 1}
 _ACTIVATIONS = {"silu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2}
@@ -52,20 +52,20 @@ class _Model(ctypes.Structure):
     ]
 
 
-_ROWS = (
+_INPUT = (
     ("token_ids", np.int32),
     ("positions", np.int32),
-    ("cache_rows", np.int32),
-    ("slots", np.int32),
-    ("starts", np.int32),
-    ("counts", np.int32),
+    ("slot_mapping", np.int32),
+    ("request_slots", np.int32),
+    ("num_computed_tokens", np.int32),
+    ("num_scheduled_tokens", np.int32),
     ("bases", np.int32),
     ("is_tree", np.uint8),
     ("ancestors", np.uint64),
-    ("tables", np.int32),
+    ("block_tables", np.int32),
 )
-_DRAWS = (
-    ("rows", np.int32),
+_SAMPLES = (
+    ("token_indices", np.int32),
     ("modes", np.uint8),
     ("temperatures", np.float32),
     ("seeds", np.uint64),
@@ -78,64 +78,70 @@ class _Step(ctypes.Structure):
     """`HeteroStep`."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("rows", "sequences", "samples", "columns", "count")),
-        *((name, _POINTER) for name, _ in _ROWS),
-        *((f"draw_{name}", _POINTER) for name, _ in _DRAWS),
+        *((name, _LONG) for name in ("num_tokens", "num_sequences", "num_samples")),
+        *((name, _LONG) for name in ("table_columns", "num_candidates")),
+        *((name, _POINTER) for name, _ in _INPUT),
+        *((f"sample_{name}", _POINTER) for name, _ in _SAMPLES),
         *((name, _POINTER) for name in ("tokens", "candidates", "log_probs", "logits", "hidden")),
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class StepRows:
-    """What a step runs: T rows of S sequences. Contiguous arrays.
+class StepInput:
+    """The T tokens of a step, of S sequences. Contiguous arrays.
 
     Attributes:
         token_ids, positions: [T] int32.
-        cache_rows: [T] int32 KV slot (block * block size + offset) of each row.
-        slots, starts, counts: [S] int32 place in `tables`, tokens in the cache before the step,
-            rows.
-        bases: [S] int32, of a tree the KV place where its window begins: everything before is
-            seen by all its rows. start + count - base is at most `TREE_WINDOW`, and places up to
-            the start hold KV of earlier steps, seen or not. Others are not looked at.
-        is_tree: [S] uint8; ancestors: [T] uint64, of a tree's rows bit i says whether KV place
-            base + i is seen: those of their ancestors, which lie before them, and their own.
-            Others are not looked at.
-        tables: [slots, columns] int32 block ids.
+        slot_mapping: [T] int32 KV slot (block * block size + offset) of each token.
+        request_slots: [S] int32 row of each sequence in `block_tables`.
+        num_computed_tokens: [S] int32 tokens in the KV cache before the step.
+        num_scheduled_tokens: [S] int32 tokens in this step; their sum is T.
+        bases: [S] int32, read for trees alone: the KV index where the tree's window begins. All its
+            tokens see everything before. computed + scheduled - base is at most `TREE_WINDOW`, and
+            indices below computed hold KV of earlier steps, visible or not.
+        is_tree: [S] uint8.
+        ancestors: [T] uint64, read for trees alone: bit i says whether the token sees KV index
+            base + i: its ancestors', which lie before it, and its own.
+        block_tables: [request slots, columns] int32 block ids.
     """
 
     token_ids: np.ndarray
     positions: np.ndarray
-    cache_rows: np.ndarray
-    slots: np.ndarray
-    starts: np.ndarray
-    counts: np.ndarray
+    slot_mapping: np.ndarray
+    request_slots: np.ndarray
+    num_computed_tokens: np.ndarray
+    num_scheduled_tokens: np.ndarray
     bases: np.ndarray
     is_tree: np.ndarray
     ancestors: np.ndarray
-    tables: np.ndarray
+    block_tables: np.ndarray
 
     def __post_init__(self) -> None:
-        _check(self, _ROWS)
-        count, sequences = len(self.token_ids), len(self.slots)
-        assert len(self.positions) == len(self.cache_rows) == len(self.ancestors) == count
-        assert len(self.starts) == len(self.counts) == len(self.is_tree) == sequences
-        assert len(self.bases) == sequences
-        assert self.tables.ndim == 2
+        _check(self, _INPUT)
+        of_tokens = (self.token_ids, self.positions, self.slot_mapping, self.ancestors)
+        of_sequences = (
+            *(self.request_slots, self.num_computed_tokens, self.num_scheduled_tokens),
+            *(self.bases, self.is_tree),
+        )
+        assert len({len(array) for array in of_tokens}) == 1
+        assert len({len(array) for array in of_sequences}) == 1
+        assert self.block_tables.ndim == 2
 
 
 @dataclass(frozen=True, slots=True)
-class StepDraws:
-    """N draws of a step. Contiguous arrays.
+class StepSamples:
+    """N samples of a step. Contiguous arrays.
 
     Attributes:
-        rows: [N] int32 row that each draw follows; several may follow one.
+        token_indices: [N] int32 index in the step of the token to sample after; may repeat.
         modes: [N] uint8 `GREEDY`, `NOISY`, `LOGITS_ONLY` or `CANDIDATES`.
-        temperatures: [N] float32, above 0 for noisy draws; candidates have noise where it is.
-        seeds: [N] uint64; positions: [N] int32 position of the token to be drawn;
-            sample_indices: [N] int32. Of draws with noise.
+        temperatures: [N] float32, above 0 where noisy; candidates have noise where it is above 0.
+        seeds: [N] uint64, of noise as the next two.
+        positions: [N] int32 position of the token to be sampled.
+        sample_indices: [N] int32 index of the sample among its request's.
     """
 
-    rows: np.ndarray
+    token_indices: np.ndarray
     modes: np.ndarray
     temperatures: np.ndarray
     seeds: np.ndarray
@@ -143,21 +149,22 @@ class StepDraws:
     sample_indices: np.ndarray
 
     def __post_init__(self) -> None:
-        _check(self, _DRAWS)
-        assert len({len(getattr(self, name)) for name, _ in _DRAWS}) == 1
+        _check(self, _SAMPLES)
+        assert len({len(getattr(self, name)) for name, _ in _SAMPLES}) == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The K likeliest tokens of each of N draws. Contiguous arrays.
+    """The K likeliest tokens of each of N samples. Contiguous arrays.
 
     Attributes:
         tokens: [N, K] int32, best first, the lower token first where scores are equal.
-        log_probs: [N, K] float32 log-softmax of the scores: the logits or, where the draw's
-            temperature is above 0, logits / temperature + noise. Last bits depend on the threads.
+        log_probs: [N, K] float32 log-softmax of the scores: the logits or, where the sample's
+            temperature is above 0, logits / temperature + noise. The last bits depend on the number
+            of threads.
 
     Where fewer than K tokens have a probability, and in a row with NaN or +infinity, the rest is
-    token -1 with -infinity. Entries of draws of other modes stay as they were.
+    token -1 with -infinity. Entries of samples in other modes stay as they were.
     """
 
     tokens: np.ndarray
@@ -170,25 +177,18 @@ class Candidates:
         assert 1 <= self.tokens.shape[1] <= MOST_CANDIDATES, self.tokens.shape
 
     @classmethod
-    def empty(cls, draws: int, count: int) -> Candidates:
-        """Room for so many draws of K = `count`."""
-        return cls(np.empty((draws, count), np.int32), np.empty((draws, count), np.float32))
+    def empty(cls, num_samples: int, count: int) -> Candidates:
+        """Arrays [num_samples, count] without content."""
+        shape = num_samples, count
+        return cls(np.empty(shape, np.int32), np.empty(shape, np.float32))
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """Arrays whose addresses are known: see `Executor.prepare`. Keeps them alive."""
+    """Arrays whose addresses the library has (`Executor.prepare`); keeps them alive."""
 
     struct: _Step
     arrays: tuple[object, ...]
-
-
-def logits_after(rows: np.ndarray) -> StepDraws:
-    """No draws, but the logits of these rows."""
-    count = len(rows)
-    zeros, words = np.zeros(count, np.int32), np.zeros(count, np.uint64)
-    modes, ones = np.full(count, LOGITS_ONLY, np.uint8), np.ones(count, np.float32)
-    return StepDraws(np.ascontiguousarray(rows, np.int32), modes, ones, words, zeros, zeros)
 
 
 def unsupported_reason(config: ModelConfig, dtype: torch.dtype) -> str | None:
@@ -213,8 +213,8 @@ def unsupported_reason(config: ModelConfig, dtype: torch.dtype) -> str | None:
 
 
 def _own_arithmetic(family: type[LlamaForCausalLM], config: ModelConfig) -> str | None:
-    """What a family computes in another way than Llama; names and layout of its checkpoints may
-    differ, they do not matter once it is loaded."""
+    """What a family computes differently from Llama, in a word; None if nothing. Names and layout
+    of checkpoints may differ: they do not matter after loading."""
     layer = family.layer_class(config)
     if layer.norm_class is not LlamaLayer.norm_class:
         return "norms"
@@ -235,22 +235,22 @@ def native_format(dtype: torch.dtype, weight_dtype: str) -> str:
 class Executor:
     """Owns the packed weights and a team of threads. One caller at a time.
 
-    The model's own tensors are emptied as they are handed over, so that memory does not double:
-    afterwards the module cannot run.
+    Each tensor of the model is emptied once the library has packed it, so that memory does not
+    double: afterwards the module cannot run.
 
     Args:
-        model: a module that `unsupported_reason` has nothing against, on the CPU.
+        model: a module on the CPU for which `unsupported_reason` is None.
         config: its configuration.
         cache: the paged KV cache, float32 or bfloat16; read and written by steps.
         library: of `native.load`.
         threads: of the team, the caller included.
-        cpus: one logical CPU per thread to pin it to, the caller's is not looked at; None leaves
-            placement to the system.
+        cpus: one logical CPU per thread to pin it to (the caller, the first, is not pinned); None
+            leaves placement to the operating system.
         weight_format: of `WEIGHT_FORMATS`.
         isa: level of csrc/step/isa.h; -1 for the machine's best.
 
     Raises:
-        MemoryError: the library got no memory.
+        MemoryError: the library cannot allocate the packed weights.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class Executor:
         sizes = _sizes(model, config, cache, WEIGHT_FORMATS[weight_format])
         windows = np.array([window or 0 for window in config.sliding_windows], np.int64)
         rotary = model.rotary.table.float().contiguous()
-        places = None if cpus is None else np.array(cpus, np.int32)
+        pinned = None if cpus is None else np.array(cpus, np.int32)
         handle = library.hetero_executor_new(
             ctypes.byref(sizes),
             cache.data.data_ptr(),
@@ -282,7 +282,7 @@ class Executor:
             windows.ctypes.data,
             rotary.data_ptr(),
             threads,
-            None if places is None else places.ctypes.data,
+            None if pinned is None else pinned.ctypes.data,
             isa,
         )
         if not handle:
@@ -292,101 +292,119 @@ class Executor:
         self._free = weakref.finalize(self, library.hetero_executor_free, handle)
         _hand_over(library, handle, model)
 
-    def step(self, rows: StepRows, draws: StepDraws) -> np.ndarray:
-        """Runs a step: K and V of its rows go to the cache. [N] int64 drawn tokens.
+    def step(self, inputs: StepInput, samples: StepSamples) -> np.ndarray:
+        """Runs a step: K and V of its tokens go to the cache.
 
-        Draws are greedy or noisy; the token of one that is `LOGITS_ONLY` means nothing.
+        Args:
+            samples: of any mode but `CANDIDATES`.
+
+        Returns:
+            [N] int64 sampled tokens; those of `LOGITS_ONLY` samples mean nothing.
         """
-        assert (draws.modes != CANDIDATES).all()
-        tokens = np.empty(len(draws.rows), np.int64)
-        self._call(rows, draws, tokens)
+        assert (samples.modes != CANDIDATES).all()
+        tokens = np.empty(len(samples.modes), np.int64)
+        self._call(inputs, samples, tokens)
         return tokens
 
     def candidates(
-        self, rows: StepRows, draws: StepDraws, count: int
+        self, inputs: StepInput, samples: StepSamples, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Runs a step whose draws all are `CANDIDATES`, for the `count` likeliest tokens of each.
+        """Runs a step whose samples all are `CANDIDATES`, for the `count` likeliest tokens of each.
 
         Returns:
             `Candidates.tokens` and `log_probs`.
         """
-        assert (draws.modes == CANDIDATES).all()
-        found = Candidates.empty(len(draws.rows), count)
-        self._call(rows, draws, np.empty(0, np.int64), candidates=found)
+        assert (samples.modes == CANDIDATES).all()
+        found = Candidates.empty(len(samples.modes), count)
+        self._call(inputs, samples, np.empty(0, np.int64), candidates=found)
         return found.tokens, found.log_probs
 
     def prepare(
         self,
-        rows: StepRows,
-        draws: StepDraws,
+        inputs: StepInput,
+        samples: StepSamples,
         tokens: np.ndarray,
         candidates: Candidates | None = None,
     ) -> PreparedStep:
-        """For many steps through the same arrays: see `run`.
+        """Prepares many steps through the same arrays, which `run` reads and writes.
 
         Args:
-            tokens: [N] int64, written where a draw is greedy or noisy.
-            candidates: of N draws, written where they want candidates; None if none ever does.
+            tokens: [N] int64, written where a sample is greedy or noisy.
+            candidates: of N samples, written where one wants candidates; None if none ever does.
         """
-        step = _step(rows, draws, tokens, candidates)
-        return PreparedStep(step, (rows, draws, tokens, candidates))
+        step = _step(inputs, samples, tokens, candidates)
+        return PreparedStep(step, (inputs, samples, tokens, candidates))
 
-    def run(self, step: PreparedStep, rows: int, sequences: int, draws: int) -> None:
-        """Runs a step of the first entries of the prepared arrays; results lie in those given."""
+    def run(
+        self, step: PreparedStep, num_tokens: int, num_sequences: int, num_samples: int
+    ) -> None:
+        """Runs a step of the first entries of the prepared arrays; writes its results to them."""
         struct = step.struct
-        struct.rows, struct.sequences, struct.samples = rows, sequences, draws
+        struct.num_tokens, struct.num_sequences = num_tokens, num_sequences
+        struct.num_samples = num_samples
         self._run(self._handle, ctypes.byref(struct))
 
-    def logits(self, rows: StepRows, after: np.ndarray) -> torch.Tensor:
-        """Runs a step without draws.
+    def logits(self, inputs: StepInput, after: np.ndarray) -> torch.Tensor:
+        """Runs a step without sampling.
 
         Args:
-            after: [N] rows of the step.
+            after: [N] indices of tokens in the step.
 
         Returns:
-            [N, vocab] float32.
+            [N, vocab] float32 logits after these tokens.
         """
-        logits = torch.empty(len(after), self._vocab_size)
-        self._call(rows, logits_after(after), np.empty(0, np.int64), logits=logits)
+        count = len(after)
+        zeros = np.zeros(count, np.int32)
+        samples = StepSamples(
+            token_indices=np.ascontiguousarray(after, np.int32),
+            modes=np.full(count, LOGITS_ONLY, np.uint8),
+            temperatures=np.ones(count, np.float32),
+            seeds=np.zeros(count, np.uint64),
+            positions=zeros,
+            sample_indices=zeros,
+        )
+        logits = torch.empty(count, self._vocab_size)
+        self._call(inputs, samples, np.empty(0, np.int64), logits=logits)
         return logits
 
     def _call(
         self,
-        rows: StepRows,
-        draws: StepDraws,
+        inputs: StepInput,
+        samples: StepSamples,
         tokens: np.ndarray,
         *,
         candidates: Candidates | None = None,
         logits: torch.Tensor | None = None,
     ) -> None:
-        trees = rows.is_tree != 0
+        trees = inputs.is_tree != 0
         if trees.any():
-            after = (rows.starts + rows.counts - rows.bases)[trees]
-            assert ((rows.counts[trees] <= after) & (after <= TREE_WINDOW)).all(), after
-        step = _step(rows, draws, tokens, candidates)
-        step.rows, step.sequences = len(rows.token_ids), len(rows.slots)
-        step.samples = len(draws.rows)
+            counts = inputs.num_scheduled_tokens[trees]
+            windows = (inputs.num_computed_tokens - inputs.bases)[trees] + counts
+            assert ((counts <= windows) & (windows <= TREE_WINDOW)).all(), windows
+        step = _step(inputs, samples, tokens, candidates)
+        step.num_tokens, step.num_sequences = len(inputs.token_ids), len(inputs.request_slots)
+        step.num_samples = len(samples.modes)
         if logits is not None:
             step.logits = logits.data_ptr()
         self._run(self._handle, ctypes.byref(step))
 
 
 def _step(
-    rows: StepRows, draws: StepDraws, tokens: np.ndarray, candidates: Candidates | None
+    inputs: StepInput, samples: StepSamples, tokens: np.ndarray, candidates: Candidates | None
 ) -> _Step:
-    """Of no rows so far."""
-    found = (0, None, None)
+    """The C struct over these arrays, with no token, sequence or sample yet."""
+    found: tuple[int, int | None, int | None] = (0, None, None)
     if candidates is not None:
-        assert len(candidates.tokens) == len(draws.rows)
+        assert len(candidates.tokens) == len(samples.modes)
         found = (
             candidates.tokens.shape[1],
             candidates.tokens.ctypes.data,
             candidates.log_probs.ctypes.data,
         )
     return _Step(
-        *(0, 0, 0, rows.tables.shape[1], found[0]),
-        *(getattr(rows, name).ctypes.data for name, _ in _ROWS),
-        *(getattr(draws, name).ctypes.data for name, _ in _DRAWS),
+        *(0, 0, 0, inputs.block_tables.shape[1], found[0]),
+        *(getattr(inputs, name).ctypes.data for name, _ in _INPUT),
+        *(getattr(samples, name).ctypes.data for name, _ in _SAMPLES),
         tokens.ctypes.data,
         *found[1:],
     )
@@ -407,7 +425,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.hetero_executor_step.argtypes = [_POINTER, _POINTER]
 
 
-def _check(arrays: StepRows | StepDraws, types: tuple[tuple[str, type], ...]) -> None:
+def _check(arrays: StepInput | StepSamples, types: tuple[tuple[str, type], ...]) -> None:
     for name, kind in types:
         array = getattr(arrays, name)
         assert array.dtype == kind and array.flags.c_contiguous, (name, array.dtype)
@@ -438,7 +456,7 @@ def _sizes(
 
 
 def _hand_over(library: ctypes.CDLL, handle: int, model: LlamaForCausalLM) -> None:
-    """Gives every weight to the library, in the order in which steps read them."""
+    """Packs every weight into the library, in the order in which steps read them."""
     tied = model.lm_head.weight is model.embed_tokens.weight
     for layer, which, parameter in _weights(model):
         data = parameter.data.contiguous()
@@ -447,7 +465,7 @@ def _hand_over(library: ctypes.CDLL, handle: int, model: LlamaForCausalLM) -> No
             handle, layer, which, data.data_ptr(), rows, columns, _DTYPES[data.dtype]
         )
         assert not failed, (layer, which, tuple(data.shape))
-        if which != _EMBEDDING or not tied:  # a tied head comes later
+        if which != _EMBEDDING or not tied:  # the tied head is packed last, from the same tensor
             parameter.data = data.new_empty(0)
 
 

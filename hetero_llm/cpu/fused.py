@@ -2,8 +2,8 @@
 
 Linear layers: the weight is laid out once for oneDNN; plain `F.linear` reorders it in every call.
 Norms and gated activations: one pass over memory in our library (`csrc/elementwise.cpp`) instead
-of five to eight torch operations. Twins: `models.layers.add_rms_norm`, `GatedActivation.plain`.
-Bench: `bench/kernels/cpu_kernels.py`.
+of five to eight torch operations. References: `models.layers.add_rms_norm`,
+`GatedActivation.plain`. Bench: `bench/kernels/cpu_kernels.py`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _LANES = 16
 
 
 def speed_up(model: CausalLM) -> None:
-    """Replaces what can be replaced, in place; anything but bfloat16 on a CPU is left alone."""
+    """Replaces these parts in place if the model is in bfloat16 on a CPU."""
     if _is_bfloat16_on_cpu(model) and _onednn_packs():
         replace_products(model, _packed_product)
     fuse_elementwise(model)
 
 
 def replace_products(model: CausalLM, pack: Callable[[Linear], Product]) -> None:
-    """Replaces the product of every linear layer by what `pack` makes of it.
+    """Replaces the product of every linear layer by `pack(layer)`.
 
-    A weight that nothing else uses is dropped after packing, so memory does not double; a head
+    A weight that nothing else uses is emptied after packing, so memory does not double; a head
     tied to the embedding is kept in both forms.
     """
     owners: dict[int, int] = {}
@@ -93,7 +93,7 @@ def native_add_rms_norm(library: ctypes.CDLL) -> AddNorm:
 def native_silu_mul(
     library: ctypes.CDLL, plain: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """The library's form of a gated SiLU; other shapes go to `plain`."""
+    """The library's form of a gated SiLU; `plain` computes shapes that it does not support."""
     function = library.hetero_silu_mul_bf16
 
     def silu_mul(gate_up: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Matrix products of a CPU model through Intel's extension for torch (IPEX).
 
-Packed once per weight: in 64 x 64 blocks for `tpp_linear`, whose brgemm kernels were as fast as
+Each weight is packed once: in 64 x 64 blocks for `tpp_linear`, whose brgemm kernels were as fast as
 IPEX's oneDNN product or faster at every number of rows tried (1 to 512), in bfloat16 and float32;
-sizes that give no such blocks go to oneDNN. Everything else stays ours: IPEX's norm gained under
-1% of a step. Twin: `F.linear`. Bench: `bench/engine/ipex_decode.py`.
+sizes that give no such blocks are packed for oneDNN. Norms and activations are our own kernels:
+IPEX's norm gained under 1% of a step. Reference: `F.linear`. Bench: `bench/engine/ipex_decode.py`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from hetero_llm.utils.topology import read_topology
 _NEEDS_ISA = {torch.float32: "avx2", torch.bfloat16: "avx512f"}
 _BLOCK_INPUTS = 64
 _BLOCK_OUTPUTS = (64, 32, 16)
-"""Outputs per block, best first; which one serves depends on the weight's size."""
+"""Outputs per block, best first: the first that divides the weight's outputs is taken."""
 
 
 def require_ipex(dtype: torch.dtype) -> str:
-    """Loads IPEX, which stays loaded and replaces some of torch's kernels, in this process.
+    """Loads IPEX into this process, where it stays and replaces some of torch's kernels.
 
     Returns:
         Its version.
 
     Raises:
-        ConfigError: it is not there, does not fit torch, this CPU or `dtype`, or fails to load.
+        ConfigError: IPEX is not installed, does not fit torch, this CPU or `dtype`, or fails to
+            load.
     """
     version = installed_version()
     if version is None:
@@ -44,7 +45,7 @@ def require_ipex(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     if needed is None:
         raise _refusal(f"{name} is not one of its types; use dtype='bfloat16' or 'float32'")
-    if needed not in read_topology().isa:  # IPEX would end the process, or die in a kernel
+    if needed not in read_topology().isa:  # IPEX would exit, or crash in a kernel
         raise _refusal(f"{name} needs a CPU with {needed}; use 'native' or 'torch'")
     try:
         _load()
@@ -55,8 +56,8 @@ def require_ipex(dtype: torch.dtype) -> str:
 
 
 def _load() -> None:
-    """Imports IPEX, and with it torch's compiler, which would start worker processes of 0.6 GB and
-    some seconds each; nothing here compiles."""
+    """Imports IPEX and with it torch's compiler, kept from starting its worker processes: they take
+    0.6 GB and some seconds each, and nothing here compiles."""
     from torch._inductor import config
 
     workers, config.compile_threads = config.compile_threads, 1
@@ -67,16 +68,17 @@ def _load() -> None:
 
 
 def speed_up(model: CausalLM) -> None:
-    """Replaces every product, in place, and in bfloat16 norms and gates by our own kernels.
+    """Replaces every product by IPEX's and, in bfloat16, norms and gated activations by our own
+    kernels, in place.
 
-    `require_ipex` has been called with the model's type.
+    To be called after `require_ipex` with the model's dtype.
     """
     replace_products(model, packed_product)
     fuse_elementwise(model)
 
 
 def packed_product(linear: Linear) -> Product:
-    """IPEX's product with a packed copy of the weight, which may be dropped then."""
+    """IPEX's product with a packed copy of the weight; the weight itself is not used any more."""
     outputs, inputs = linear.weight.shape
     block = next((size for size in _BLOCK_OUTPUTS if outputs % size == 0), None)
     if block is None or inputs % _BLOCK_INPUTS:
@@ -87,7 +89,7 @@ def packed_product(linear: Linear) -> Product:
 def _block_product(weight: Tensor, block: int) -> Product:
     outputs, inputs = weight.shape
     sizes = [outputs // block, block, inputs // _BLOCK_INPUTS]
-    if weight.dtype == torch.bfloat16:  # pairs of inputs lie side by side
+    if weight.dtype == torch.bfloat16:  # pairs of inputs are adjacent
         blocks = weight.view(*sizes, _BLOCK_INPUTS // 2, 2).permute(0, 2, 3, 1, 4).contiguous()
     else:
         blocks = weight.view(*sizes, _BLOCK_INPUTS).permute(0, 2, 3, 1).contiguous()

@@ -1,5 +1,5 @@
-"""Which IPEX is installed and whether it fits torch. The standard library alone, so that
-`hetero-llm doctor` can ask on a broken installation."""
+"""Which IPEX is installed and whether it fits torch. Uses the standard library alone, so that
+`hetero-llm doctor` works on a broken installation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import importlib.metadata
 PACKAGE = "intel-extension-for-pytorch"
 MODULE = "intel_extension_for_pytorch"
 INSTALL = f"pip install torch==2.8.0 transformers==4.51.3 {PACKAGE}==2.8.0"
-"""The last release; for an environment of its own."""
+"""Installs IPEX's last release; for an environment of its own."""
 
 
 def installed_version() -> str | None:
-    """Of the package; None if there is none."""
+    """Version of the installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -20,7 +20,7 @@ def installed_version() -> str | None:
 
 
 def mismatch(version: str, torch_version: str) -> str | None:
-    """What is wrong with this pair of versions; None if nothing is.
+    """Why IPEX cannot run with this torch, in one line; None if it can.
 
     IPEX x.y is compiled for torch x.y and cannot be loaded with another.
     """

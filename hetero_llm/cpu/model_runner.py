@@ -1,14 +1,15 @@
 """Runs steps through the native executor, draft trees included.
 
-Greedy and temperature-only draws happen in the library, where the logits stay. A step in which
+Greedy and temperature-only sampling happens in the library, where the logits stay. A step in which
 any sequence wants more (thresholds, penalties, users' processors, log-probabilities) brings the
-logits of its drawn rows to the torch sampler, and its draft trees are walked by depth
-(`runner.verify`). Twin: `runner.model_runner.TorchModelRunner`.
+logits that are sampled from to the torch sampler, which then takes part in the verification of
+draft trees (`runner.verify`). Reference: `runner.model_runner.TorchModelRunner`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -20,51 +21,39 @@ from hetero_llm.core.step import (
     ModelRunnerOutput,
     SampleLogprobs,
     SchedulerOutput,
-    depends_on_history,
 )
-from hetero_llm.cpu.executor import GREEDY, LOGITS_ONLY, NOISY, Executor, StepDraws, StepRows
-from hetero_llm.cpu.step_buffers import StepBuffers
+from hetero_llm.cpu.executor import LOGITS_ONLY, Executor, StepInput, StepSamples
+from hetero_llm.cpu.step_buffers import SlotSampling, StepBuffers
 from hetero_llm.cpu.step_profile import profile_executor
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.runner.kv_cache import PagedKVCache
-from hetero_llm.runner.model_runner import PendingStep, observe_inputs, plain_output
-from hetero_llm.runner.verify import DraftedStep, gaps, verify
-from hetero_llm.sampling.sampler import Sampler, token_logprobs
-from hetero_llm.spec_decode.verify import TreeRows, row_places, tree_rows, walk_tree
-
-_PROMPT_LOGPROB_ROWS = 256
-"""Rows of full-vocabulary logits held at once for prompt_logprobs."""
-_SEED_MASK = (1 << 64) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class _DrawnRows:
-    """The rows that a step draws after, in order.
-
-    Attributes:
-        owners: [N] index of the scheduled sequence. rows: [N] row of the step.
-        samples: [N] draws from the row; more than one take sample indices 0, 1, ...
-    """
-
-    owners: np.ndarray
-    rows: np.ndarray
-    samples: np.ndarray
+from hetero_llm.runner.model_runner import (
+    PROMPT_LOGPROB_TOKENS,
+    PendingStep,
+    apply_block_changes,
+    observe_inputs,
+    plain_output,
+    prompt_targets,
+)
+from hetero_llm.runner.verify import DraftedStep, verify
+from hetero_llm.sampling.sampler import Sampler, expand_samples, token_logprobs
+from hetero_llm.spec_decode.verify import TreeTokens, compact_kv, tree_tokens, verify_trees
 
 
 class NativeModelRunner:
-    """Owns the KV cache, the block tables and the sampling state of every slot.
+    """Owns the KV cache, the block tables and the sampling state of every request slot.
 
     Args:
         executor: holds the model's weights and works on `cache`.
         config: the model's configuration.
         cache: the paged KV cache in host memory.
-        max_num_seqs: slots.
+        max_num_seqs: request slots.
         max_model_len: longest sequence, in tokens.
-        max_num_batched_tokens: most rows of a step.
-        drafts: steps may hold draft nodes, so what steps cost is measured.
+        max_num_batched_tokens: most tokens of a step.
+        drafts: steps may hold draft nodes, so the cost of steps is measured now.
 
     Attributes:
-        profile: rows and seconds of steps, ascending; empty without drafts.
+        profile: tokens and seconds of steps, ascending; empty without drafts.
         typical: see `runner.verify`; to be set before the first step.
     """
 
@@ -84,269 +73,253 @@ class NativeModelRunner:
         self._executor = executor
         self._cache = cache
         columns = -(-max_model_len // cache.shape.block_size)
-        self._tables = np.zeros((max_num_seqs, columns), np.int32)
+        self._block_tables = np.zeros((max_num_seqs, columns), np.int32)
         self._sampler = Sampler(max_num_seqs, config.vocab_size, torch.device("cpu"))
-        self._sampling = StepDraws(  # of every slot
-            rows=np.zeros(max_num_seqs, np.int32),
-            modes=np.zeros(max_num_seqs, np.uint8),
-            temperatures=np.ones(max_num_seqs, np.float32),
-            seeds=np.zeros(max_num_seqs, np.uint64),
-            positions=np.zeros(max_num_seqs, np.int32),
-            sample_indices=np.zeros(max_num_seqs, np.int32),
-        )
-        self._buffers = StepBuffers(max_num_batched_tokens, max_num_seqs, self._tables)
+        self._sampling = SlotSampling(max_num_seqs)
+        self._buffers = StepBuffers(max_num_batched_tokens, max_num_seqs, self._block_tables)
         buffers = self._buffers
-        self._prepared = executor.prepare(buffers.rows, buffers.draws, buffers.tokens)
-        self._prompts: dict[int, AdmittedSequence] = {}  # of slots that want prompt_logprobs
+        self._prepared = executor.prepare(buffers.inputs, buffers.samples, buffers.tokens)
+        self._prompts: dict[int, AdmittedSequence] = {}  # by slots that want prompt_logprobs
 
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Runs a step to its end: there is no device to leave it to."""
-        assert LAST_SAMPLED not in step.token_ids, "steps follow each other, so tokens are known"
+        """Runs a step to its end: the CPU computes it."""
+        assert LAST_SAMPLED not in step.token_ids, "no step overlaps another, so tokens are known"
         self._apply_changes(step)
         plain = not step.prompt_logprob_spans and not self._sampler.has_history
         if plain and step.drafts is None:
-            draws = self._buffers.fill(step, self._sampling, self._cache.shape.block_size)
-            if draws is not None:
-                return self._run_plain(step, draws)
+            num_samples = self._buffers.fill(step, self._sampling, self._cache.shape.block_size)
+            if num_samples is not None:
+                return self._run_plain(step, num_samples)
         if self._sampler.has_history:
             observe_inputs(self._sampler, step)
-        trees = None if step.drafts is None else tree_rows(step, step.drafts)
-        rows = self._rows(step, trees)
-        if trees is not None:
-            return self._verify(step, rows, trees)
-        owners = np.flatnonzero(step.num_samples)
-        last = (np.cumsum(step.num_scheduled_tokens) - 1)[owners]
-        drawn = _DrawnRows(owners, last, step.num_samples[owners])
+        trees = tree_tokens(step, step.drafts)
+        inputs = self._step_input(step, trees)
+        if step.drafts is not None:
+            return self._run_drafted(step, inputs, trees)
+        sequences = np.flatnonzero(step.num_samples)
+        last = (np.cumsum(step.num_scheduled_tokens) - 1)[sequences]
         if step.prompt_logprob_spans or self._needs_logits(step):
-            logits, prompt_logprobs = self._logits(step, rows, drawn.rows)
-            output = self._sample(step, rows, drawn, logits)
+            logits, prompt_logprobs = self._logits(step, inputs, last)
+            output = self._sample_logits(step, logits)
             return replace(output, prompt_logprobs=prompt_logprobs)
-        return ModelRunnerOutput(self._draw(step, rows, drawn), None, {}, {})
+        token_ids = self._run_sampling(step, inputs, sequences, last, step.num_samples[sequences])
+        return ModelRunnerOutput(token_ids, None, {}, {})
 
     def finish(self, pending: ModelRunnerOutput) -> ModelRunnerOutput:
         """The results of a launched step."""
         return pending
 
-    def _run_plain(self, step: SchedulerOutput, draws: int) -> ModelRunnerOutput:
+    def _run_plain(self, step: SchedulerOutput, num_samples: int) -> ModelRunnerOutput:
         """Runs the step that the buffers hold."""
-        self._executor.run(self._prepared, len(step.token_ids), len(step.request_slots), draws)
-        return ModelRunnerOutput(self._buffers.tokens[:draws].tolist(), None, {}, {})
+        counts = len(step.token_ids), len(step.request_slots), num_samples
+        self._executor.run(self._prepared, *counts)
+        return ModelRunnerOutput(self._buffers.tokens[:num_samples].tolist(), None, {}, {})
 
     def _apply_changes(self, step: SchedulerOutput) -> None:
         for state in step.admitted:
-            self._admit(state)
-        writes = step.block_table_writes
-        if writes.shape[1]:
-            self._tables[writes[0], writes[1]] = writes[2]
-        copies = step.block_copies
-        if copies.shape[1]:
-            self._cache.copy_blocks(list(zip(*copies.tolist(), strict=True)))
+            self._sampler.admit(state)
+            self._sampling.admit(state)
+            if state.params.prompt_logprobs is not None:
+                self._prompts[state.request_slot] = state
+        apply_block_changes(step, self._block_tables, self._cache)
 
-    def _admit(self, state: AdmittedSequence) -> None:
-        slot, params = state.request_slot, state.params
-        self._sampler.admit(state)
-        restricts = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-        if state.num_logprobs is not None or depends_on_history(
-            params, state.end_ids, state.bad_word_ids
-        ):
-            self._sampling.modes[slot] = LOGITS_ONLY
-        elif params.greedy:
-            self._sampling.modes[slot] = GREEDY
-        else:
-            self._sampling.modes[slot] = LOGITS_ONLY if restricts else NOISY
-        self._sampling.temperatures[slot] = 1.0 if params.greedy else params.temperature
-        self._sampling.seeds[slot] = state.seed & _SEED_MASK
-        self._sampling.sample_indices[slot] = state.sample_index
-        if params.prompt_logprobs is not None:
-            self._prompts[slot] = state
+    # -- inputs and sampling ----------------------------------------------------------------
 
-    # -- rows and draws ---------------------------------------------------------------------
-
-    def _rows(self, step: SchedulerOutput, trees: TreeRows | None) -> StepRows:
+    def _step_input(self, step: SchedulerOutput, trees: TreeTokens) -> StepInput:
         size = np.int32(self._cache.shape.block_size)
-        if trees is not None:
-            places, owners = trees.places, np.repeat(step.request_slots, step.num_scheduled_tokens)
-        elif len(step.token_ids) == len(step.request_slots):  # one row each
-            places, owners = step.num_computed_tokens, step.request_slots
-        else:
-            places, owners = (
-                row_places(step),
-                np.repeat(step.request_slots, step.num_scheduled_tokens),
-            )
-        return StepRows(
-            token_ids=step.token_ids if trees is None else trees.token_ids,
-            positions=places if trees is None else trees.positions,
-            cache_rows=self._tables[owners, places // size] * size + places % size,
-            slots=step.request_slots,
-            starts=step.num_computed_tokens,
-            counts=step.num_scheduled_tokens,
+        owners = np.repeat(step.request_slots, step.num_scheduled_tokens)
+        indices = trees.kv_indices
+        return StepInput(
+            token_ids=trees.token_ids,
+            positions=trees.positions,
+            slot_mapping=self._block_tables[owners, indices // size] * size + indices % size,
+            request_slots=step.request_slots,
+            num_computed_tokens=step.num_computed_tokens,
+            num_scheduled_tokens=step.num_scheduled_tokens,
             bases=step.num_computed_tokens,
-            is_tree=np.zeros(len(step.request_slots), np.uint8) if trees is None else trees.is_tree,
-            ancestors=np.zeros(len(places), np.uint64) if trees is None else trees.ancestors,
-            tables=self._tables,
+            is_tree=trees.is_tree,
+            ancestors=trees.ancestors,
+            block_tables=self._block_tables,
         )
 
     def _needs_logits(self, step: SchedulerOutput) -> bool:
-        """Whether any draw of the step is not one of the library's."""
+        """Whether the library cannot sample for some sequence of the step."""
         modes = self._sampling.modes[step.request_slots[step.num_samples > 0]]
         return bool((modes == LOGITS_ONLY).any())
 
-    def _draw(self, step: SchedulerOutput, rows: StepRows, drawn: _DrawnRows) -> list[int]:
-        """Runs a step with the library's draws."""
-        slots = step.request_slots[drawn.owners]
-        sampled, indices = drawn.rows, self._sampling.sample_indices[slots]
-        if (drawn.samples > 1).any():  # a prompt's end that forks
-            source = np.repeat(np.arange(len(slots)), drawn.samples)
-            firsts = np.cumsum(drawn.samples) - drawn.samples
-            within = np.arange(len(source)) - firsts[source]
-            indices = np.where(drawn.samples[source] > 1, within, indices[source])
-            slots, sampled = slots[source], sampled[source]
-        draws = StepDraws(
-            rows=sampled.astype(np.int32),
+    def _run_sampling(
+        self,
+        step: SchedulerOutput,
+        inputs: StepInput,
+        sequences: np.ndarray,
+        after: np.ndarray,
+        counts: np.ndarray,
+    ) -> list[int]:
+        """Runs a step in which the library samples.
+
+        Args:
+            sequences: [N] index of the scheduled sequence.
+            after: [N] index in the step of the token to sample after.
+            counts: [N] samples after it; of more than one the sample indices are 0, 1, ...
+        """
+        slots = step.request_slots[sequences]
+        indices = self._sampling.sample_indices[slots]
+        if (counts > 1).any():
+            source, indices = expand_samples(counts, indices)
+            slots, after = slots[source], after[source]
+        samples = StepSamples(
+            token_indices=after.astype(np.int32),
             modes=self._sampling.modes[slots],
             temperatures=self._sampling.temperatures[slots],
             seeds=self._sampling.seeds[slots],
-            positions=rows.positions[sampled] + np.int32(1),
+            positions=inputs.positions[after] + np.int32(1),
             sample_indices=indices.astype(np.int32),
         )
-        tokens: list[int] = self._executor.step(rows, draws).tolist()
+        tokens: list[int] = self._executor.step(inputs, samples).tolist()
         return tokens
 
-    def _sample(
-        self, step: SchedulerOutput, rows: StepRows, drawn: _DrawnRows, logits: torch.Tensor
-    ) -> ModelRunnerOutput:
-        """Draws by the torch sampler from the drawn rows' logits [N, vocab]."""
-        if len(drawn.rows) == 0:
+    def _sample_logits(self, step: SchedulerOutput, logits: torch.Tensor) -> ModelRunnerOutput:
+        """Samples from logits [N, vocab], one row for each sequence that samples."""
+        sequences = np.flatnonzero(step.num_samples)
+        if len(sequences) == 0:
             return ModelRunnerOutput([], None, {}, {})
-        positions = rows.positions[drawn.rows] + 1
+        positions = (step.num_computed_tokens + step.num_scheduled_tokens)[sequences]
         result = self._sampler.sample(
-            logits, step.request_slots[drawn.owners], positions, drawn.samples
+            logits, step.request_slots[sequences], positions, step.num_samples[sequences]
         )
         return plain_output(result.token_ids.tolist(), PendingStep(step, result, []))
 
     # -- draft trees ------------------------------------------------------------------------
 
-    def _verify(self, step: SchedulerOutput, rows: StepRows, trees: TreeRows) -> ModelRunnerOutput:
-        """Draws after every row of every tree, walks the trees and closes the gaps in the KV."""
+    def _run_drafted(
+        self, step: SchedulerOutput, inputs: StepInput, trees: TreeTokens
+    ) -> ModelRunnerOutput:
+        """Runs a step with drafts and verifies them."""
         is_tree = trees.is_tree > 0
         ends = np.cumsum(step.num_scheduled_tokens)
         firsts = np.where(is_tree, ends - step.num_scheduled_tokens, ends - 1)
         counts = np.where(is_tree, step.num_scheduled_tokens, np.minimum(step.num_samples, 1))
-        owners = np.repeat(np.arange(len(counts)), counts)
-        within = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
-        after = firsts[owners] + within
+        sequences = np.repeat(np.arange(len(counts)), counts)
+        within = np.arange(len(sequences)) - (np.cumsum(counts) - counts)[sequences]
+        after = firsts[sequences] + within  # every token of a tree, the last one of other sequences
         if step.prompt_logprob_spans or self.typical is not None or self._needs_logits(step):
-            logits, prompt_logprobs = self._logits(step, rows, after)
+            logits, prompt_logprobs = self._logits(step, inputs, after)
             table = logits.numpy()
 
             def logits_after(visited: np.ndarray) -> torch.Tensor:
                 return torch.from_numpy(table[np.searchsorted(after, visited)])
 
-            drafted = DraftedStep(step, trees, rows.cache_rows, logits_after, [])
+            drafted = DraftedStep(step, trees, inputs.slot_mapping, logits_after, [])
             output = verify(drafted, self._sampler, self._cache, typical=self.typical)
             return replace(output, prompt_logprobs=prompt_logprobs)
-        samples = np.where(is_tree, 1, step.num_samples)[owners]
-        token_ids = self._draw(step, rows, _DrawnRows(owners, after, samples))
-        num_drawn = np.where(is_tree, step.num_scheduled_tokens, step.num_samples).tolist()
-        return self._accept(rows, trees, token_ids, num_drawn)
+        num_samples = np.where(is_tree, 1, step.num_samples)[sequences]
+        sampled = self._run_sampling(step, inputs, sequences, after, num_samples)
+        num_sampled = np.where(is_tree, step.num_scheduled_tokens, step.num_samples).tolist()
+        return self._verify_sampled(step, trees, inputs.slot_mapping, sampled, num_sampled)
 
-    def _accept(
-        self, rows: StepRows, trees: TreeRows, drawn: list[int], num_drawn: list[int]
+    def _verify_sampled(
+        self,
+        step: SchedulerOutput,
+        trees: TreeTokens,
+        slot_mapping: np.ndarray,
+        sampled: list[int],
+        num_sampled: list[int],
     ) -> ModelRunnerOutput:
-        """Walks the trees and moves the accepted nodes' KV behind their roots'.
+        """Verifies trees after whose every node the library has sampled.
 
         Args:
-            drawn: all tokens drawn, `num_drawn` for each sequence.
+            sampled: all sampled tokens, `num_sampled` for each sequence.
         """
+        begins = [0, *accumulate(num_sampled[:-1])]
+
+        def sample(reached: dict[int, int]) -> list[int | None]:
+            return [sampled[begins[sequence] + node] for sequence, node in reached.items()]
+
+        paths = verify_trees(step, trees, sample)
+        compact_kv(step, paths, slot_mapping, self._cache.move_tokens)
         kept: list[int] = []
         num_tokens: list[int] = []
-        sources: list[np.ndarray] = []
-        targets: list[np.ndarray] = []
-        own = trees.token_ids.tolist()
-        row = at = 0
-        for parents, count, draws in zip(
-            trees.parents, rows.counts.tolist(), num_drawn, strict=True
+        for path, parents, begin, count in zip(
+            paths, trees.parents, begins, num_sampled, strict=True
         ):
-            tokens = drawn[at : at + draws]
-            if parents:
-                path = walk_tree(tokens, own[row : row + count], parents)
-                tokens = [tokens[index] for index in path]
-                if gaps(path):
-                    sources.append(rows.cache_rows[row + np.array(path)])
-                    targets.append(rows.cache_rows[row : row + len(path)])
+            own = sampled[begin : begin + count]
+            tokens = [own[node] for node in path] if parents else own
             kept += tokens
             num_tokens.append(len(tokens))
-            row, at = row + count, at + draws
-        if sources:
-            self._cache.move_tokens(np.concatenate(sources), np.concatenate(targets))
         return ModelRunnerOutput(kept, None, {}, {}, num_tokens)
 
     # -- logits -----------------------------------------------------------------------------
 
     def _logits(
-        self, step: SchedulerOutput, rows: StepRows, after: np.ndarray
+        self, step: SchedulerOutput, inputs: StepInput, after: np.ndarray
     ) -> tuple[torch.Tensor, dict[int, list[SampleLogprobs]]]:
-        """Runs a step for the logits [N, vocab] of its rows `after` [N], which ascend, and for the
-        wanted log-probabilities of prompts by slot.
+        """Runs a step for logits and for the wanted log-probabilities of prompts.
 
-        With those it runs the rows in pieces, so that no more logits than those of the drawn rows
-        and `_PROMPT_LOGPROB_ROWS` others are held at once. Pieces begin within prompts: a tree is
-        never cut.
+        With the latter it runs the step in pieces, so that no more logits are held at once than
+        those of the result and of `PROMPT_LOGPROB_TOKENS` prompt tokens. Pieces begin within
+        prompts: no tree is cut.
+
+        Args:
+            after: [N] indices of tokens in the step, ascending.
+
+        Returns:
+            [N, vocab] logits after these tokens, and by request slot the log-probabilities.
         """
         if not step.prompt_logprob_spans:
-            return self._executor.logits(rows, after), {}
+            return self._executor.logits(inputs, after), {}
         wanted, targets, counts = self._prompt_targets(step)
         logits: list[torch.Tensor] = []
         found: list[SampleLogprobs] = []
-        limits = [0, *wanted[_PROMPT_LOGPROB_ROWS::_PROMPT_LOGPROB_ROWS], len(rows.token_ids)]
+        limits = [0, *wanted[PROMPT_LOGPROB_TOKENS::PROMPT_LOGPROB_TOKENS], len(inputs.token_ids)]
         for low, high in zip(limits[:-1], limits[1:], strict=True):
             first, last = np.searchsorted(wanted, (low, high)).tolist()
             own = after[(after >= low) & (after < high)]
-            places = np.concatenate((own, wanted[first:last])) - low
-            values = self._executor.logits(_part_of(rows, low, high), places)
+            indices = np.concatenate((own, wanted[first:last])) - low
+            values = self._executor.logits(_part_of(inputs, low, high), indices)
             logits.append(values[: len(own)].clone())
-            asked = values[len(own) :]
-            found += token_logprobs(asked, targets[first:last], counts[first:last]).to_host()
+            of_prompts = values[len(own) :]
+            found += token_logprobs(of_prompts, targets[first:last], counts[first:last]).to_host()
         by_slot: dict[int, list[SampleLogprobs]] = {}
         begin = 0
-        for part in step.prompt_logprob_spans:
-            by_slot[int(step.request_slots[part.index])] = found[begin : begin + part.count]
-            begin += part.count
+        for span in step.prompt_logprob_spans:
+            by_slot[int(step.request_slots[span.index])] = found[begin : begin + span.count]
+            begin += span.count
         return torch.cat(logits), by_slot
 
     def _prompt_targets(self, step: SchedulerOutput) -> tuple[np.ndarray, torch.Tensor, list[int]]:
-        """Of every wanted prompt row: the row, the token after it, how many of the most likely."""
-        firsts = np.cumsum(step.num_scheduled_tokens) - step.num_scheduled_tokens
-        rows: list[np.ndarray] = []
+        """For every wanted prompt token its index in the step, ascending, the token that follows,
+        and how many of the most likely tokens are wanted."""
+        indices: list[np.ndarray] = []
         targets: list[int] = []
         counts: list[int] = []
-        for part in step.prompt_logprob_spans:
-            state = self._prompts[int(step.request_slots[part.index])]
-            following = int(step.num_computed_tokens[part.index]) + part.first + 1
-            rows.append(firsts[part.index] + part.first + np.arange(part.count))
-            targets += state.token_ids[following : following + part.count]
-            counts += [state.num_prompt_logprobs] * part.count
-        joined = np.concatenate(rows)
-        assert (joined[1:] > joined[:-1]).all(), "parts come in the order of their sequences"
+        for span in step.prompt_logprob_spans:
+            state = self._prompts[int(step.request_slots[span.index])]
+            first, following = prompt_targets(step, span, state)
+            indices.append(np.arange(first, first + span.count))
+            targets += following
+            counts += [state.num_prompt_logprobs] * span.count
+        joined = np.concatenate(indices)
+        assert (joined[1:] > joined[:-1]).all(), "spans are in the order of their sequences"
         return joined, torch.tensor(targets), counts
 
 
-def _part_of(rows: StepRows, low: int, high: int) -> StepRows:
-    """Rows low .. high - 1 of a step, no tree cut; those before have their KV in the cache."""
-    ends = np.cumsum(rows.counts)
-    firsts = ends - rows.counts
+def _part_of(inputs: StepInput, low: int, high: int) -> StepInput:
+    """Tokens low .. high - 1 of a step; earlier ones have their KV in the cache. Cuts no tree."""
+    ends = np.cumsum(inputs.num_scheduled_tokens)
+    firsts = ends - inputs.num_scheduled_tokens
     chosen = (ends > low) & (firsts < high)
     begins, stops = np.maximum(firsts[chosen], low), np.minimum(ends[chosen], high)
-    return StepRows(
-        token_ids=rows.token_ids[low:high],
-        positions=rows.positions[low:high],
-        cache_rows=rows.cache_rows[low:high],
-        slots=rows.slots[chosen],
-        starts=(rows.starts[chosen] + begins - firsts[chosen]).astype(np.int32),
-        counts=(stops - begins).astype(np.int32),
-        bases=rows.bases[chosen],
-        is_tree=rows.is_tree[chosen],
-        ancestors=rows.ancestors[low:high],
-        tables=rows.tables,
+    computed = inputs.num_computed_tokens[chosen] + begins - firsts[chosen]
+    return StepInput(
+        token_ids=inputs.token_ids[low:high],
+        positions=inputs.positions[low:high],
+        slot_mapping=inputs.slot_mapping[low:high],
+        request_slots=inputs.request_slots[chosen],
+        num_computed_tokens=computed.astype(np.int32),
+        num_scheduled_tokens=(stops - begins).astype(np.int32),
+        bases=inputs.bases[chosen],
+        is_tree=inputs.is_tree[chosen],
+        ancestors=inputs.ancestors[low:high],
+        block_tables=inputs.block_tables,
     )

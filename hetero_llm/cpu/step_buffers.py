@@ -1,7 +1,7 @@
 """The arrays of plain steps, filled by compiled code: a small model's step takes a millisecond, and
-building its arrays one by one would take a tenth of that.
+building its arrays one by one in numpy would add a tenth of that.
 
-Plain: no draft trees, no log-probabilities, and no draws but greedy and temperature-only ones.
+Plain steps have no draft trees, no log-probabilities, and sample greedily or with temperature only.
 """
 
 from __future__ import annotations
@@ -9,112 +9,158 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from hetero_llm.core.step import SchedulerOutput
-from hetero_llm.cpu.executor import LOGITS_ONLY, StepDraws, StepRows
+from hetero_llm.core.step import AdmittedSequence, SchedulerOutput, depends_on_history
+from hetero_llm.cpu.executor import GREEDY, LOGITS_ONLY, NOISY, StepInput, StepSamples
+from hetero_llm.sampling.sampler import restricts_support
+
+_SEED_MASK = (1 << 64) - 1
+
+
+class SlotSampling:
+    """How the library samples for each request slot.
+
+    Attributes:
+        modes: [request slots] uint8; `LOGITS_ONLY` where only the torch sampler can.
+        temperatures: [request slots] float32.
+        seeds: [request slots] uint64.
+        sample_indices: [request slots] int32.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.modes = np.zeros(max_num_seqs, np.uint8)
+        self.temperatures = np.ones(max_num_seqs, np.float32)
+        self.seeds = np.zeros(max_num_seqs, np.uint64)
+        self.sample_indices = np.zeros(max_num_seqs, np.int32)
+
+    def admit(self, state: AdmittedSequence) -> None:
+        """Sets the slot of a sequence that enters it."""
+        slot, params = state.request_slot, state.params
+        if state.num_logprobs is not None or depends_on_history(
+            params, state.end_ids, state.bad_word_ids
+        ):
+            self.modes[slot] = LOGITS_ONLY
+        elif params.greedy:
+            self.modes[slot] = GREEDY
+        else:
+            self.modes[slot] = LOGITS_ONLY if restricts_support(params) else NOISY
+        self.temperatures[slot] = 1.0 if params.greedy else params.temperature
+        self.seeds[slot] = state.seed & _SEED_MASK
+        self.sample_indices[slot] = state.sample_index
 
 
 class StepBuffers:
-    """Room for a step of `most_rows` rows of `most_sequences` sequences with as many draws.
+    """Arrays for steps of up to `max_tokens` tokens of `max_sequences` sequences, with as many
+    samples.
 
     Args:
-        tables: [slots, columns] int32, the runner's own.
+        block_tables: [request slots, columns] int32, the runner's own.
 
     Attributes:
-        rows, draws, tokens: what `Executor.prepare` takes; their first entries are the step's.
+        inputs, samples, tokens: what `Executor.prepare` takes; their first entries are the step's.
     """
 
-    def __init__(self, most_rows: int, most_sequences: int, tables: np.ndarray) -> None:
-        self._most_rows, self._most_sequences = most_rows, most_sequences
-        of_rows = [np.zeros(most_rows, np.int32) for _ in range(3)]
-        of_sequences = [np.zeros(most_sequences, np.int32) for _ in range(3)]
-        self.rows = StepRows(
-            *of_rows,
-            *of_sequences,
-            bases=np.zeros(most_sequences, np.int32),
-            is_tree=np.zeros(most_sequences, np.uint8),
-            ancestors=np.zeros(most_rows, np.uint64),
-            tables=tables,
+    def __init__(self, max_tokens: int, max_sequences: int, block_tables: np.ndarray) -> None:
+        def of_tokens(dtype: type = np.int32) -> np.ndarray:
+            return np.zeros(max_tokens, dtype)
+
+        def of_sequences(dtype: type = np.int32) -> np.ndarray:
+            return np.zeros(max_sequences, dtype)
+
+        self._max_tokens, self._max_sequences = max_tokens, max_sequences
+        self.inputs = StepInput(
+            token_ids=of_tokens(),
+            positions=of_tokens(),
+            slot_mapping=of_tokens(),
+            request_slots=of_sequences(),
+            num_computed_tokens=of_sequences(),
+            num_scheduled_tokens=of_sequences(),
+            bases=of_sequences(),
+            is_tree=of_sequences(np.uint8),
+            ancestors=of_tokens(np.uint64),
+            block_tables=block_tables,
         )
-        self.draws = StepDraws(
-            rows=np.zeros(most_sequences, np.int32),
-            modes=np.zeros(most_sequences, np.uint8),
-            temperatures=np.zeros(most_sequences, np.float32),
-            seeds=np.zeros(most_sequences, np.uint64),
-            positions=np.zeros(most_sequences, np.int32),
-            sample_indices=np.zeros(most_sequences, np.int32),
+        self.samples = StepSamples(
+            token_indices=of_sequences(),
+            modes=of_sequences(np.uint8),
+            temperatures=of_sequences(np.float32),
+            seeds=of_sequences(np.uint64),
+            positions=of_sequences(),
+            sample_indices=of_sequences(),
         )
-        self.tokens = np.zeros(most_sequences, np.int64)
+        self.tokens = of_sequences(np.int64)
         self._compile()
 
     def _compile(self) -> None:
-        """Takes a step of one row over, so that no request waits for the compiler."""
+        """Fills in a step of one token, so that no request waits for the compiler."""
         one = np.ones(1, np.int32)
         none = np.zeros((3, 0), np.int32)
         step = SchedulerOutput(one - 1, one - 1, one, one, one, (), (), none, none[:2])
-        self.fill(step, self.draws, 16)
+        self.fill(step, SlotSampling(1), 16)
 
-    def fill(self, step: SchedulerOutput, sampling: StepDraws, block_size: int) -> int | None:
-        """Takes a step over; returns its number of draws, None if it is not plain or too large.
+    def fill(self, step: SchedulerOutput, sampling: SlotSampling, block_size: int) -> int | None:
+        """Fills in a step.
 
-        Args:
-            sampling: of every slot; its `rows` and `positions` are not looked at.
+        Returns:
+            Its number of samples; None if the step is not plain or too large.
         """
-        if len(step.token_ids) > self._most_rows or len(step.request_slots) > self._most_sequences:
+        if len(step.token_ids) > self._max_tokens or len(step.request_slots) > self._max_sequences:
             return None
-        rows, draws = self.rows, self.draws
+        inputs, samples = self.inputs, self.samples
         count: int = _fill(
             step.request_slots,
             step.num_computed_tokens,
             step.num_scheduled_tokens,
             step.token_ids,
             step.num_samples,
-            rows.tables,
+            inputs.block_tables,
             block_size,
             (sampling.modes, sampling.temperatures, sampling.seeds, sampling.sample_indices),
-            (rows.slots, rows.starts, rows.counts),
-            (rows.token_ids, rows.positions, rows.cache_rows),
-            (draws.rows, draws.positions, draws.sample_indices),
-            (draws.modes, draws.temperatures, draws.seeds),
+            (inputs.request_slots, inputs.num_computed_tokens, inputs.num_scheduled_tokens),
+            (inputs.token_ids, inputs.positions, inputs.slot_mapping),
+            (samples.token_indices, samples.positions, samples.sample_indices),
+            (samples.modes, samples.temperatures, samples.seeds),
         )
         return None if count < 0 else count
 
 
 @njit(cache=True, nogil=True)
 def _fill(
-    slots: np.ndarray,
-    starts: np.ndarray,
-    counts: np.ndarray,
+    request_slots: np.ndarray,
+    num_computed_tokens: np.ndarray,
+    num_scheduled_tokens: np.ndarray,
     token_ids: np.ndarray,
     num_samples: np.ndarray,
-    tables: np.ndarray,
+    block_tables: np.ndarray,
     block_size: int,
     sampling: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
     sequences: tuple[np.ndarray, np.ndarray, np.ndarray],
-    rows: tuple[np.ndarray, np.ndarray, np.ndarray],
-    draws: tuple[np.ndarray, np.ndarray, np.ndarray],
-    choices: tuple[np.ndarray, np.ndarray, np.ndarray],
+    tokens: tuple[np.ndarray, np.ndarray, np.ndarray],
+    samples: tuple[np.ndarray, np.ndarray, np.ndarray],
+    parameters: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> int:
-    """Number of draws; -1 if a draw is not for the library, or they are too many."""
+    """Writes the last four tuples (see `fill`). Returns the number of samples; -1 if one is
+    `LOGITS_ONLY` or there are too many."""
     modes, temperatures, seeds, sample_indices = sampling
-    row = drawn = 0
-    for sequence in range(len(slots)):
-        slot, start, count = slots[sequence], starts[sequence], counts[sequence]
+    token = sampled = 0
+    for sequence in range(len(request_slots)):
+        slot, start = request_slots[sequence], num_computed_tokens[sequence]
+        count = num_scheduled_tokens[sequence]
         sequences[0][sequence], sequences[1][sequence] = slot, start
         sequences[2][sequence] = count
         for i in range(count):
-            place = start + i
-            rows[0][row + i], rows[1][row + i] = token_ids[row + i], place
-            block = tables[slot, place // block_size]
-            rows[2][row + i] = block * block_size + place % block_size
-        row += count
-        samples = num_samples[sequence]
-        if samples and (modes[slot] == LOGITS_ONLY or drawn + samples > len(draws[0])):
+            position = start + i
+            tokens[0][token + i], tokens[1][token + i] = token_ids[token + i], position
+            block = block_tables[slot, position // block_size]
+            tokens[2][token + i] = block * block_size + position % block_size
+        token += count
+        own = num_samples[sequence]
+        if own and (modes[slot] == LOGITS_ONLY or sampled + own > len(samples[0])):
             return -1
-        for sample in range(samples):
-            draws[0][drawn], draws[1][drawn] = row - 1, start + count
-            # A prompt's end that forks draws for samples 0, 1, ...
-            draws[2][drawn] = sample if samples > 1 else sample_indices[slot]
-            choices[0][drawn], choices[1][drawn] = modes[slot], temperatures[slot]
-            choices[2][drawn] = seeds[slot]
-            drawn += 1
-    return drawn
+        for sample in range(own):
+            samples[0][sampled], samples[1][sampled] = token - 1, start + count
+            # The end of a prompt that forks samples for indices 0, 1, ...
+            samples[2][sampled] = sample if own > 1 else sample_indices[slot]
+            parameters[0][sampled], parameters[1][sampled] = modes[slot], temperatures[slot]
+            parameters[2][sampled] = seeds[slot]
+            sampled += 1
+    return sampled

@@ -276,5 +276,5 @@ def _torch_runner(
         row_kernel=row_kernel,
     )
     runner.typical = inputs.typical
-    runner.gates = inputs.gates
+    runner.layer_ready = inputs.gates
     return runner

@@ -26,7 +26,7 @@ _TURNS = 8
 
 
 class DeviceLayerReadyFlags:
-    """See `runner.model_runner.TimedGates`. One thread arms, waits and reads errors.
+    """See `runner.model_runner.TimedLayerReadyFlags`. One thread arms, waits and reads errors.
 
     Args:
         device: of the flags.
@@ -94,7 +94,7 @@ class DeviceLayerReadyFlags:
         )
 
     def take_error(self, turn: int) -> bool:
-        """See `runner.model_runner.TimedGates`."""
+        """See `runner.model_runner.TimedLayerReadyFlags`."""
         gave_up = bool(self._gave_up[turn])
         self._gave_up[turn] = 0
         return gave_up

@@ -40,16 +40,16 @@ from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.layer_ready import LayerReadyAttention
 from hetero_llm.runner.model_runner import (
     PendingStep,
-    arm_gates,
+    arm_layer_ready,
     drafted_step,
-    draw_step,
     observe_inputs,
     plain_output,
+    sample_step,
 )
 from hetero_llm.runner.upload import upload
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import Sampler
-from hetero_llm.spec_decode.verify import tree_rows
+from hetero_llm.spec_decode.verify import tree_tokens
 
 _RESULTS = 4
 """Places for results: more than the steps that run at once."""
@@ -203,7 +203,7 @@ class GpuModelRunner:
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Issues all device work of a step."""
         if step.kv_loads:
-            arm_gates(self._layer_ready, step)
+            arm_layer_ready(self._layer_ready, step)
         self._apply_changes(step)
         num_tokens = int(step.num_scheduled_tokens.sum())
         if step.drafts is not None:
@@ -300,8 +300,8 @@ class GpuModelRunner:
             hidden: [T, hidden], which stays as it is until then: no step is launched ahead of the
                 results of one with drafts.
         """
-        trees = tree_rows(step, drafts)
-        size, places = self._cache.shape.block_size, trees.places
+        trees = tree_tokens(step, drafts)
+        size, places = self._cache.shape.block_size, trees.kv_indices
         blocks = self.filler.block_tables[
             np.repeat(step.request_slots, step.num_scheduled_tokens), places // size
         ]
@@ -310,7 +310,7 @@ class GpuModelRunner:
             hidden,
             step,
             trees=trees,
-            cache_rows=blocks * size + places % size,
+            slot_mapping=blocks * size + places % size,
             prompts=self._prompts,
         )
 
@@ -376,11 +376,11 @@ class GpuModelRunner:
     def _sample_by_torch(self, step: SchedulerOutput, hidden: torch.Tensor) -> LaunchedStep:
         """Sampling and log-probabilities of a step that the kernels alone do not serve."""
         last_tokens = self._device_step.last_tokens
-        results = draw_step(self._model, hidden, step, self._sampler, last_tokens, self._prompts)
+        results = sample_step(self._model, hidden, step, self._sampler, last_tokens, self._prompts)
         results.prompt_logprobs = [
             (slot, rows.start_download()) for slot, rows in results.prompt_logprobs
         ]
-        sampled = results.drawn
+        sampled = results.sampled
         if sampled is None:
             return self._copy_results(step, self._device_step.tokens[:0], results)
         if sampled.logprobs is not None:
@@ -394,7 +394,7 @@ class GpuModelRunner:
         positions: np.ndarray,
         sample_indices: np.ndarray,
     ) -> torch.Tensor:
-        """What the torch sampler samples with: see `sampling.sampler.Draw`."""
+        """What the torch sampler samples with: see `sampling.sampler.SampleProcessed`."""
         packed = np.take(self.filler.sampling.packed, slots, axis=1)
         packed[SAMPLE_INDEX], packed[POSITION] = sample_indices, positions
         rows = SampleRows(upload(packed, logits.device))

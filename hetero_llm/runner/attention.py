@@ -1,14 +1,14 @@
 """Attention over the paged KV cache in plain torch: the reference every kernel is tested with.
 
-`plan` does the host work once per step; the returned object is called once per layer, stores the
-step's K and V and attends. A row at position p sees the keys at 0..p of its sequence, or the last
-`window` of them. A node of a draft tree sees those before the root and its own path.
+`TorchPagedAttention.plan` does the host work once per step; the returned object is called once per
+layer, stores the step's K and V and attends. A token at position p sees the keys at 0..p of its
+sequence, or the last `window` of them. A node of a draft tree sees those before the root and its
+own path.
 
-Shapes: T rows, H query heads in groups of G per KV head (H = N * G), head size D. Groups become
-rows of one matrix, so K and V are never repeated in memory.
+Shapes: T tokens, H query heads in groups of G per KV head (H = N * G), head size D. The heads of a
+group become rows of one matrix, so K and V are never repeated in memory.
 
-Models with a soft cap or ALiBi go through `scored_attention`; everything else through torch's
-attention.
+Models with a soft cap or ALiBi go through `scored_attention`, all others through torch's attention.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hetero_llm.models.layers import RotaryHeads
 from hetero_llm.models.rotary import RotaryRows
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.scored_attention import Reach, ScoredAttention, Scoring
-from hetero_llm.spec_decode.verify import TreeRows
+from hetero_llm.spec_decode.verify import TreeTokens
 
 
 class RowKernel(Protocol):
-    """A faster store, and a faster attention for rows that are alone in their sequence and,
-    where `supports_chunks`, for several rows of one sequence."""
+    """A faster store, and a faster attention for sequences with one token in the step and, where
+    `supports_chunks`, for sequences with several."""
 
     @property
     def supports_chunks(self) -> bool: ...
@@ -53,21 +53,23 @@ class RowKernel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """A draft tree behind `start` cached tokens; its keys lie in the order of its rows.
+    """A draft tree of `count` tokens behind `start` cached ones; its keys lie in the order of its
+    tokens.
 
-    positions: [start + count] of all keys. sees: [count, start + count] bool, whether a row's path
-    leads through the key.
+    Attributes:
+        positions: [start + count] of all keys.
+        sees: [count, start + count] bool, whether the token's path leads through the key.
     """
 
     positions: np.ndarray
     sees: np.ndarray
 
-    def keys(self, row: int, window: int | None) -> np.ndarray:
-        """[seen] the keys that a row sees, in order of their positions."""
-        return np.flatnonzero(self.sees[row])[-(window or 0) :]
+    def keys(self, token: int, window: int | None) -> np.ndarray:
+        """[seen] the keys that a token sees, in order of their positions."""
+        return np.flatnonzero(self.sees[token])[-(window or 0) :]
 
     def hidden(self, window: int | None) -> np.ndarray:
-        """[count, start + count] bool."""
+        """[count, start + count] bool, whether the token does not see the key."""
         hidden = ~self.sees
         if window is not None:
             own = self.positions[-len(hidden) :]
@@ -77,16 +79,23 @@ class _Tree:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences attended in one call: equal numbers of rows, contexts padded to the longest.
+    """B sequences attended in one call, with equally many tokens in the step.
 
-    rows: the flattened rows. start: tokens in the cache before the first sequence's rows.
-    plans: by window, the row kernel's plan; pieces and masks are not needed then.
-    pieces: [B * blocks] index of the K piece of layer 0. masks: by window, [B * N, 1, count,
-    context] added to the scores (None: plain causal over a context that starts empty).
-    tree: the sequence's rows are a draft tree. reach: for `ScoredAttention`, instead of masks.
+    Attributes:
+        tokens: of the step.
+        batch: B.
+        count: tokens of each sequence.
+        start: tokens in the cache before the first sequence's.
+        context: keys of each sequence, padded to the longest.
+        pieces: [B * blocks] index of each block's K piece in layer 0 (`PagedKVCache.pieces`).
+        masks: by window, [B * N, 1, count, context] added to the scores; None: plain causal over a
+            context that starts empty.
+        plans: by window, the row kernel's plan; replaces pieces and masks.
+        tree: the draft tree that the only sequence's tokens are.
+        reach: for `ScoredAttention`, replaces masks.
     """
 
-    rows: slice
+    tokens: slice
     batch: int
     count: int
     start: int
@@ -102,9 +111,13 @@ _NO_PIECES = torch.empty(0, dtype=torch.int64)
 
 
 class TorchPagedAttention:
-    """Plans attention for one model and cache. `row_by_row` makes every row its own call with
-    shapes that depend on its context alone (batch invariance by call-shape identity).
-    `row_kernel` takes over where it can."""
+    """Plans attention for one model and cache.
+
+    Args:
+        row_by_row: every token is a call of its own, whose shapes depend on its context alone:
+            equal shapes give equal bits in any batch.
+        row_kernel: attends where it can; not used with `row_by_row`.
+    """
 
     def __init__(
         self,
@@ -126,28 +139,28 @@ class TorchPagedAttention:
 
     def plan(
         self,
-        starts: np.ndarray,
-        counts: np.ndarray,
-        tables: np.ndarray,
-        places: np.ndarray,
+        num_computed_tokens: np.ndarray,
+        num_scheduled_tokens: np.ndarray,
+        block_tables: np.ndarray,
+        kv_indices: np.ndarray,
         blocks: np.ndarray,
-        trees: TreeRows | None = None,
+        trees: TreeTokens | None = None,
     ) -> PlannedAttention:
         """Prepares one step.
 
         Args:
-            starts, counts: [S] tokens in the cache before the step, and rows of the step.
-            tables: [S, columns] block ids.
-            places: [T] index of each row's K and V in its sequence's; but for draft nodes this is
-                its position.
-            blocks: [T] block that each row's K and V go to.
-            trees: the step's draft trees.
+            num_computed_tokens: [S] tokens in the cache before the step.
+            num_scheduled_tokens: [S] tokens of the step.
+            block_tables: [S, columns] block ids.
+            kv_indices: [T] index of each token's K and V within its sequence.
+            blocks: [T] block that each token's K and V are stored to.
+            trees: the step's draft trees; None: it has none.
         """
         shape = self._cache.shape
         device = self._cache.data.device
         token_rows = blocks.astype(np.int64) * (shape.num_layers * 2 * shape.block_size)
-        token_rows += places % shape.block_size
-        groups = self._groups(starts, counts, tables, trees)
+        token_rows += kv_indices % shape.block_size
+        groups = self._groups(num_computed_tokens, num_scheduled_tokens, block_tables, trees)
         return PlannedAttention(
             self._config,
             self._cache,
@@ -159,11 +172,11 @@ class TorchPagedAttention:
         )
 
     def _groups(
-        self, starts: np.ndarray, counts: np.ndarray, tables: np.ndarray, trees: TreeRows | None
+        self, starts: np.ndarray, counts: np.ndarray, tables: np.ndarray, trees: TreeTokens | None
     ) -> list[_Group]:
-        """Neighbouring single-row sequences are batched; every longer chunk is a group."""
+        """Batches neighbouring sequences of one token; every longer chunk is a group of its own."""
         groups: list[_Group] = []
-        row = index = 0
+        token = index = 0
         total = len(starts)
         is_tree = np.zeros(total, np.uint8) if trees is None else trees.is_tree
         while index < total:
@@ -174,14 +187,14 @@ class TorchPagedAttention:
             picked, count = slice(index, last), int(counts[index])
             tree = None
             if trees is not None and is_tree[index]:
-                tree = _tree(trees, index, slice(row, row + count), int(starts[index]))
-            groups.append(self._group(row, starts[picked], count, tables[picked], tree))
-            row += count * (last - index)
+                tree = _tree(trees, index, slice(token, token + count), int(starts[index]))
+            groups.append(self._group(token, starts[picked], count, tables[picked], tree))
+            token += count * (last - index)
             index = last
         return groups
 
     def _group(
-        self, row: int, starts: np.ndarray, count: int, tables: np.ndarray, tree: _Tree | None
+        self, first: int, starts: np.ndarray, count: int, tables: np.ndarray, tree: _Tree | None
     ) -> _Group:
         size = self._cache.shape.block_size
         device = self._cache.data.device
@@ -190,7 +203,7 @@ class TorchPagedAttention:
         if (len(starts) > 1 or count == 1) and tree is None:
             context = columns * size  # whole blocks: the gathered keys need no cut
         pieces = tables[:, :columns].astype(np.int64) * (self._cache.shape.num_layers * 2)
-        rows = slice(row, row + count * len(starts))
+        tokens = slice(first, first + count * len(starts))
         kernel = self._row_kernel
         plans: dict[int | None, Any] | None = None
         if kernel is not None and count == 1 and tree is None:
@@ -199,17 +212,17 @@ class TorchPagedAttention:
             start = int(starts[0])
             plans = {w: kernel.plan_chunk(start, count, pieces[0], w) for w in self._windows}
         if plans is not None:
-            return _Group(rows, len(starts), count, 0, context, _NO_PIECES, {}, plans)
+            return _Group(tokens, len(starts), count, 0, context, _NO_PIECES, {}, plans)
         masks: dict[int | None, torch.Tensor | None] = {}
         reach = None
         if self._row_by_row:
-            pass  # each row is given what it sees
+            pass  # `_attend_rows` selects the keys that each token sees
         elif self._scored is not None:
             reach = self._reach(starts, count, context, tree)
         else:
             masks = {w: self._mask(starts, count, context, w, tree) for w in self._windows}
         return _Group(
-            rows,
+            tokens,
             len(starts),
             count,
             int(starts[0]),
@@ -254,14 +267,14 @@ class TorchPagedAttention:
         return mask.repeat_interleave(self._config.num_kv_heads, dim=0).unsqueeze(1)
 
 
-def _tree(trees: TreeRows, index: int, rows: slice, start: int) -> _Tree:
-    """The tree of a sequence, in these rows of a step."""
-    count = rows.stop - rows.start
+def _tree(trees: TreeTokens, index: int, tokens: slice, start: int) -> _Tree:
+    """The tree of sequence `index`, which is these tokens of the step."""
+    count = tokens.stop - tokens.start
     base = start if trees.bases is None else int(trees.bases[index])
-    bits = trees.ancestors[rows, None] >> np.arange(start + count - base, dtype=np.uint64)
+    bits = trees.ancestors[tokens, None] >> np.arange(start + count - base, dtype=np.uint64)
     sees = np.ones((count, start + count), bool)
     sees[:, base:] = bits & np.uint64(1)
-    return _Tree(np.concatenate((np.arange(start), trees.positions[rows])), sees)
+    return _Tree(np.concatenate((np.arange(start), trees.positions[tokens])), sees)
 
 
 class PlannedAttention:
@@ -301,8 +314,8 @@ class PlannedAttention:
             return self._attend(self._groups[0], layer, window, q, k, v)
         out = torch.empty_like(q)
         for group in self._groups:
-            rows_of = group.rows
-            out[rows_of] = self._attend(group, layer, window, q[rows_of], k[rows_of], v[rows_of])
+            own = group.tokens
+            out[own] = self._attend(group, layer, window, q[own], k[own], v[own])
         return out
 
     def rotary(
@@ -333,7 +346,7 @@ class PlannedAttention:
         kv_heads = k.shape[1]
         mask = group.masks[window]
         batch, count = group.batch, group.count
-        if mask is None:  # the whole context is in this step's rows
+        if mask is None:  # the whole context is in this step
             keys, values = k.unsqueeze(0), v.unsqueeze(0)
         else:
             keys, values = self._gather(group, layer)
@@ -342,7 +355,7 @@ class PlannedAttention:
         query = query.permute(0, 2, 3, 1, 4).flatten(0, 1)
         keys = keys.transpose(1, 2).flatten(0, 1).unsqueeze(1)
         values = values.transpose(1, 2).flatten(0, 1).unsqueeze(1)
-        if count == 1:  # one row each: the group's heads are the rows, one "head" per KV head
+        if count == 1:  # the heads of a group are the rows, one "head" per KV head
             query = query.transpose(1, 2)
         else:
             keys = keys.expand(-1, heads // kv_heads, -1, -1)
@@ -370,7 +383,7 @@ class PlannedAttention:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
-        if group.batch == 1 and group.count == group.context:  # all keys are in this step's rows
+        if group.batch == 1 and group.count == group.context:  # all keys are in this step
             keys, values = k.unsqueeze(0), v.unsqueeze(0)
         else:
             keys, values = self._gather(group, layer)
@@ -386,30 +399,30 @@ class PlannedAttention:
     def _attend_rows(
         self, group: _Group, layer: int, window: int | None, q: torch.Tensor
     ) -> torch.Tensor:
-        """One call per row, over exactly the keys it sees. These are at consecutive positions."""
+        """One call per token, over exactly the keys it sees, which are at consecutive positions."""
         keys, values = (piece[0].transpose(0, 1) for piece in self._gather(group, layer))
         kv_heads, _, dim = keys.shape
         out = torch.empty_like(q)
-        for row in range(group.count):
+        for token in range(group.count):
             seen: slice | torch.Tensor
             if group.tree is None:
-                last = group.start + row + 1
+                last = group.start + token + 1
                 seen = slice(0 if window is None else max(0, last - window), last)
             else:
-                seen = torch.from_numpy(group.tree.keys(row, window)).to(q.device)
+                seen = torch.from_numpy(group.tree.keys(token, window)).to(q.device)
             own_keys, own_values = (t[None, :, seen].contiguous() for t in (keys, values))
             if self._scored is None:
-                query = q[row].view(1, kv_heads, -1, dim)
+                query = q[token].view(1, kv_heads, -1, dim)
                 attended = scaled_dot_product_attention(
                     query, own_keys, own_values, scale=self._config.attn_scale
                 )
             else:
-                places = torch.arange(own_keys.shape[2], dtype=torch.float32, device=q.device)
-                reach = Reach(places[None, -1:], places)
+                positions = torch.arange(own_keys.shape[2], dtype=torch.float32, device=q.device)
+                reach = Reach(positions[None, -1:], positions)
                 attended = self._scored.attend(
-                    q[row][None, None], own_keys, own_values, reach, None
+                    q[token][None, None], own_keys, own_values, reach, None
                 )
-            out[row] = attended.reshape(-1, dim)
+            out[token] = attended.reshape(-1, dim)
         return out
 
     def _gather(self, group: _Group, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

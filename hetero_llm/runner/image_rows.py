@@ -1,4 +1,4 @@
-"""Embeddings and positions of the rows that belong to prompts with images."""
+"""Embeddings and positions of the tokens that belong to prompts with images."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from hetero_llm.models.multimodal import ImageCausalLM, ImageRows
 
 
 @dataclass(slots=True)
-class _Slot:
+class _Sequence:
     """A sequence with images.
 
     Attributes:
-        encoded: By the image's number, [count, hidden], from the first of its rows to the last.
-        table, shift: See `mrope_table`; None with plain positions.
+        encoded: by the image's number, [count, hidden] embeddings of all its tokens, first to last.
+        table: see `mrope_table`; None with plain positions.
+        shift: see `mrope_table`.
     """
 
     images: PromptImages
@@ -29,51 +30,56 @@ class _Slot:
 
 
 class SlotImages:
-    """The images of all slots. An image is encoded when the first row of its tokens comes, and its
-    embeddings stay on the device until the last one has: rows found in the prefix cache need none,
-    and after a preemption it is encoded again. So no more embeddings are held than prompts in
-    work have image tokens."""
+    """The images of all request slots.
+
+    An image is encoded when a step computes the first of its tokens, and its embeddings stay on the
+    device until one has computed the last. Tokens found in the prefix cache need none, and after a
+    preemption the image is encoded again. So no more embeddings are held than unfinished prompts
+    have image tokens.
+    """
 
     def __init__(self, model: ImageCausalLM, device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._slots: dict[int, _Slot] = {}
+        self._sequences: dict[int, _Sequence] = {}
 
     def admit(self, state: AdmittedSequence) -> None:
-        """A sequence, with or without images, enters its slot."""
-        self._slots.pop(state.request_slot, None)
+        """Replaces what a request slot held by a sequence with or without images."""
+        self._sequences.pop(state.request_slot, None)
         if state.images is None:
             return
-        slot = self._slots[state.request_slot] = _Slot(state.images)
+        sequence = self._sequences[state.request_slot] = _Sequence(state.images)
         if self._model.config.mrope:
-            slot.table, slot.shift = mrope_table(state.num_prompt_tokens, state.images.items)
+            sequence.table, sequence.shift = mrope_table(
+                state.num_prompt_tokens, state.images.items
+            )
 
     def rows(self, step: SchedulerOutput, positions: np.ndarray) -> ImageRows | None:
-        """What the model needs to know of a step's rows; None if they are all plain text.
+        """Embeddings and positions for a step's tokens; None if they are all plain text.
 
         Args:
-            positions: [T] int, each row's position in its sequence, draft nodes included.
+            positions: [T] int, each token's position in its sequence, draft nodes included.
         """
         rows: list[np.ndarray] = []
         parts: list[torch.Tensor] = []
         table: np.ndarray | None = None
         begin = 0
-        for number, start, count in zip(
+        for slot, start, count in zip(
             step.request_slots.tolist(),
             step.num_computed_tokens.tolist(),
             step.num_scheduled_tokens.tolist(),
             strict=True,
         ):
-            slot = self._slots.get(number)
-            if slot is not None:
-                for first, part in self._parts(slot, start, start + count):
+            sequence = self._sequences.get(slot)
+            if sequence is not None:
+                for first, part in self._parts(sequence, start, start + count):
                     rows.append(np.arange(begin + first - start, begin + first - start + len(part)))
                     parts.append(part)
-                if slot.table is not None:
+                if sequence.table is not None:
                     if table is None:
                         table = np.tile(positions.astype(np.int64), (3, 1))
                     own = slice(begin, begin + count)
-                    table[:, own] = _three_positions(slot, positions[own])
+                    table[:, own] = _three_positions(sequence, positions[own])
             begin += count
         if not parts and table is None:
             return None
@@ -82,18 +88,19 @@ class SlotImages:
             embeddings = self._to_device(np.concatenate(rows)), torch.cat(parts)
         return ImageRows(embeddings, None if table is None else self._to_device(table))
 
-    def _parts(self, slot: _Slot, start: int, end: int) -> list[tuple[int, torch.Tensor]]:
-        """The embeddings of the tokens `start .. end - 1`: index of the first one, [n, hidden]."""
+    def _parts(self, sequence: _Sequence, start: int, end: int) -> list[tuple[int, torch.Tensor]]:
+        """Embeddings of the image tokens in `start .. end - 1` of a sequence: for each image the
+        index of the first one and [n, hidden]."""
         found = []
-        for number, image in enumerate(slot.images.items):
+        for number, image in enumerate(sequence.images.items):
             first, last = max(image.start, start), min(image.end, end)
             if first >= last:
                 continue
-            encoded = slot.encoded.pop(number, None)
+            encoded = sequence.encoded.pop(number, None)
             if encoded is None:
                 encoded = self._model.encode(image)
             if last < image.end:
-                slot.encoded[number] = encoded
+                sequence.encoded[number] = encoded
             found.append((first, encoded[first - image.start : last - image.start]))
         return found
 
@@ -101,9 +108,9 @@ class SlotImages:
         return torch.from_numpy(values).to(self._device)
 
 
-def _three_positions(slot: _Slot, positions: np.ndarray) -> np.ndarray:
-    """[3, n] of rows at these positions of their sequence."""
-    assert slot.table is not None
-    length = slot.table.shape[1]
-    prompt = slot.table[:, np.minimum(positions, length - 1)]
-    return np.where(positions < length, prompt, positions + slot.shift)
+def _three_positions(sequence: _Sequence, positions: np.ndarray) -> np.ndarray:
+    """[3, n] rotary positions of tokens at these positions of their sequence."""
+    assert sequence.table is not None
+    length = sequence.table.shape[1]
+    prompt = sequence.table[:, np.minimum(positions, length - 1)]
+    return np.where(positions < length, prompt, positions + sequence.shift)

@@ -1,7 +1,7 @@
 """The paged KV cache tensor.
 
 Layout, the same on device and host: `[block][layer][K|V][token][kv_head][dim]`. A block is one
-contiguous row, any layer of it one contiguous piece, so moving KV between memories is plain copies.
+contiguous row, each layer of it one contiguous piece: moving KV between memories is plain copies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class KVCacheShape:
-    """Sizes of the cache; `block_bytes` is what one block of tokens costs over all layers."""
+    """Sizes of the cache."""
 
     num_layers: int
     num_kv_heads: int
@@ -24,14 +24,25 @@ class KVCacheShape:
 
     @property
     def block_bytes(self) -> int:
+        """Bytes of one block of tokens over all layers."""
         elements = self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim
         return elements * self.dtype.itemsize
 
 
 class PagedKVCache:
-    """Owns the tensor. It starts as zeros: attention reads past a sequence's end, and a weight of 0
-    hides any number there but no NaN. On a CPU the zeros are the system's, so a block that was
-    never written costs no memory."""
+    """Owns the tensor.
+
+    It starts as zeros: attention reads past a sequence's end, where a weight of 0 hides any number,
+    but not NaN. On a CPU the zeros are the operating system's: a block that was never written costs
+    no memory.
+
+    Attributes:
+        data: [blocks, layers, 2, block size, KV heads, head dim].
+        pieces: [blocks * layers * 2, block size * KV heads * head dim] view: K or V of a layer of a
+            block in each row.
+        tokens: [blocks * layers * 2 * block size, KV heads * head dim] view: K or V of a token in a
+            layer in each row.
+    """
 
     def __init__(self, shape: KVCacheShape, num_blocks: int, device: torch.device) -> None:
         self.shape = shape
@@ -49,9 +60,7 @@ class PagedKVCache:
             self.data = raw.view(shape.dtype).view(sizes)
         else:
             self.data = torch.zeros(sizes, dtype=shape.dtype, device=device)
-        # [block * layer * 2, block_size * kv_heads * dim]: K and V of one layer of one block.
         self.pieces = self.data.view(num_blocks * shape.num_layers * 2, -1)
-        # [block * layer * 2 * block_size, kv_heads * dim]: K or V of one token in one layer.
         self.tokens = self.data.view(-1, shape.num_kv_heads * shape.head_dim)
 
     def keys(self, layer: int) -> torch.Tensor:
@@ -63,7 +72,7 @@ class PagedKVCache:
         return self.data[:, layer, 1]
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies whole blocks source to destination, in order."""
+        """Copies whole blocks from source to destination, one pair after the other."""
         for source, destination in pairs:
             self.data[destination].copy_(self.data[source])
 
@@ -80,7 +89,7 @@ class PagedKVCache:
                 sources // size, :, :, sources % size
             ]
             return
-        if self.shape.dtype.itemsize == 1:  # few operators know numbers of 8 bits
+        if self.shape.dtype.itemsize == 1:  # few operators support 8-bit floats
             data = data.view(torch.uint8)
         source, target = (
             torch.from_numpy(slots.astype(np.int64)).to(data.device) for slots in (sources, targets)

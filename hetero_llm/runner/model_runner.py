@@ -1,8 +1,10 @@
 """Runs one step of a model with plain torch, on any device.
 
 `launch` applies the step's changes and issues the device work; `finish` waits for it and brings
-the small results to the host. Between the two the host is free. The draws of a step with draft
-trees come in `finish`, one depth after the other.
+the small results to the host. Between the two the host is free. A step with draft trees is sampled
+in `finish`, one depth after the other (`runner.verify`).
+
+The functions below the class are those that the native and the GPU runner share with it.
 """
 
 from __future__ import annotations
@@ -31,50 +33,60 @@ from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.layer_ready import LayerReadyAttention, LayerReadyFlags
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import LogprobTensors, Sampler, SampleResult, token_logprobs
-from hetero_llm.spec_decode.verify import TreeRows, row_places, tree_rows
+from hetero_llm.spec_decode.verify import TreeTokens, tree_tokens
 
-_PROMPT_LOGPROB_ROWS = 256
-"""Rows of full-vocabulary logits held at once for prompt_logprobs."""
+PROMPT_LOGPROB_TOKENS = 256
+"""Prompt tokens whose full-vocabulary logits are held at once for prompt_logprobs."""
 
 
 @runtime_checkable
-class TimedGates(LayerReadyFlags, Protocol):
-    """Gates that give up after a while. `turn` names the step armed last."""
+class TimedLayerReadyFlags(LayerReadyFlags, Protocol):
+    """Layer-ready flags whose waits time out.
+
+    Attributes:
+        turn: names the step armed last.
+    """
 
     turn: int
 
     def take_error(self, turn: int) -> bool:
-        """Whether a gate of that step gave up; to be asked once, when the step is over."""
+        """Whether a wait of that step timed out. Call it once, after the step has finished."""
         ...
 
 
 @dataclass(slots=True)
 class PendingStep:
-    """A launched step, its results still on the device. `turn` is its gates', if they may give up;
-    `over` then happens when it is over (None: it is already)."""
+    """A launched step, its results still on the device.
+
+    Attributes:
+        sampled: None if the step samples nothing.
+        prompt_logprobs: request slot and log-probabilities of its wanted prompt tokens.
+        turn: of the step's layer-ready flags if their waits may time out, else None.
+        over: with `turn`, happens when the step has finished; None: it has.
+    """
 
     step: SchedulerOutput
-    drawn: SampleResult | None
+    sampled: SampleResult | None
     prompt_logprobs: list[tuple[int, LogprobTensors]]
     turn: int | None = None
     over: torch.cuda.Event | None = None
 
 
 class TorchModelRunner:
-    """Owns the KV cache, the block tables and the sampling state of every slot.
+    """Owns the KV cache, the block tables and the sampling state of every request slot.
 
     Args:
         model: a module of `hetero_llm.models`, on `device`.
         config: its configuration.
         cache: the paged KV cache on the same device.
-        max_num_seqs: slots.
+        max_num_seqs: request slots.
         max_model_len: longest sequence, in tokens.
-        batch_invariant: attention row by row (the model's products must be invariant, too).
-        row_kernel: a faster attention for decoding rows.
+        batch_invariant: attention token by token (the model's products must be invariant, too).
+        row_kernel: a faster attention for decoding.
 
     Attributes:
         typical: see `runner.verify`; to be set before the first step.
-        gates: what steps with `loads` wait at; to be set before the first one.
+        layer_ready: the flags at which steps with `kv_loads` wait; to be set before the first one.
     """
 
     def __init__(
@@ -90,7 +102,7 @@ class TorchModelRunner:
         row_kernel: RowKernel | None = None,
     ) -> None:
         self.typical: TypicalAcceptance | None = None
-        self.gates: LayerReadyFlags | None = None
+        self.layer_ready: LayerReadyFlags | None = None
         self._model = model
         self._cache = cache
         self._device = device
@@ -98,82 +110,77 @@ class TorchModelRunner:
             config, cache, row_by_row=batch_invariant, row_kernel=row_kernel
         )
         columns = -(-max_model_len // cache.shape.block_size)
-        self._tables = np.zeros((max_num_seqs, columns), np.int32)
+        self._block_tables = np.zeros((max_num_seqs, columns), np.int32)
         self._sampler = Sampler(max_num_seqs, config.vocab_size, device)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._prompts: dict[int, AdmittedSequence] = {}  # of slots that want prompt_logprobs
+        self._prompts: dict[int, AdmittedSequence] = {}  # by slots that want prompt_logprobs
         self._images = SlotImages(model, device) if isinstance(model, ImageCausalLM) else None
 
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> PendingStep | DraftedStep:
-        """Issues all device work of a step, but for the draws of one with drafts."""
+        """Issues all device work of a step, except for the sampling of one with drafts."""
         if step.kv_loads:
-            arm_gates(self.gates, step)
+            arm_layer_ready(self.layer_ready, step)
         self._apply_changes(step)
-        trees = None if step.drafts is None else tree_rows(step, step.drafts)
-        sequence_of = np.repeat(np.arange(len(step.request_slots)), step.num_scheduled_tokens)
-        places = row_places(step) if trees is None else trees.places
         if self._sampler.has_history:
             observe_inputs(self._sampler, step)
+        trees = tree_tokens(step, step.drafts)
+        sequence_of = np.repeat(np.arange(len(step.request_slots)), step.num_scheduled_tokens)
         size = self._cache.shape.block_size
-        tables = self._tables[step.request_slots]
-        blocks = tables[sequence_of, places // size]
+        tables = self._block_tables[step.request_slots]
+        indices = trees.kv_indices
+        blocks = tables[sequence_of, indices // size]
         attend: Attend = self._attention.plan(
-            step.num_computed_tokens, step.num_scheduled_tokens, tables, places, blocks, trees
+            step.num_computed_tokens, step.num_scheduled_tokens, tables, indices, blocks, trees
         )
         if step.kv_loads:
-            assert self.gates is not None
-            attend = LayerReadyAttention(attend, self.gates)
-        hidden = self._forward(
-            step,
-            self._input_tokens(step, sequence_of)
-            if trees is None
-            else self._to_device(trees.token_ids.astype(np.int64)),
-            places if trees is None else trees.positions,
-            attend,
-        )
-        if trees is None:
-            pending = draw_step(
-                self._model, hidden, step, self._sampler, self._last_tokens, self._prompts
+            assert self.layer_ready is not None
+            attend = LayerReadyAttention(attend, self.layer_ready)
+        token_ids = self._input_tokens(trees.token_ids, step.request_slots[sequence_of])
+        hidden = self._forward(step, token_ids, trees.positions, attend)
+        if step.drafts is not None:
+            return drafted_step(
+                self._model,
+                hidden,
+                step,
+                trees=trees,
+                slot_mapping=blocks * size + indices % size,
+                prompts=self._prompts,
             )
-            if step.kv_loads and isinstance(self.gates, TimedGates):
-                pending.turn = self.gates.turn
-                if self._device.type == "cuda":
-                    pending.over = torch.cuda.Event()
-                    pending.over.record()
-            return pending
-        return drafted_step(
-            self._model,
-            hidden,
-            step,
-            trees=trees,
-            cache_rows=blocks * size + places % size,
-            prompts=self._prompts,
+        pending = sample_step(
+            self._model, hidden, step, self._sampler, self._last_tokens, self._prompts
         )
+        if step.kv_loads and isinstance(self.layer_ready, TimedLayerReadyFlags):
+            pending.turn = self.layer_ready.turn
+            if self._device.type == "cuda":
+                pending.over = torch.cuda.Event()
+                pending.over.record()
+        return pending
 
     @torch.inference_mode()
     def finish(self, pending: PendingStep | DraftedStep) -> ModelRunnerOutput:
         """Waits for a launched step and returns its results as plain data."""
         if isinstance(pending, DraftedStep):
             return verify(pending, self._sampler, self._cache, self._last_tokens, self.typical)
-        token_ids = [] if pending.drawn is None else pending.drawn.token_ids.tolist()
+        token_ids = [] if pending.sampled is None else pending.sampled.token_ids.tolist()
         output = plain_output(token_ids, pending)
         if pending.turn is None:
             return output
         if pending.over is not None:
             pending.over.synchronize()
-        assert isinstance(self.gates, TimedGates)
-        return dataclasses.replace(output, kv_loads_timed_out=self.gates.take_error(pending.turn))
+        assert isinstance(self.layer_ready, TimedLayerReadyFlags)
+        timed_out = self.layer_ready.take_error(pending.turn)
+        return dataclasses.replace(output, kv_loads_timed_out=timed_out)
 
     def _forward(
-        self, step: SchedulerOutput, token_ids: torch.Tensor, places: np.ndarray, attend: Attend
+        self, step: SchedulerOutput, token_ids: torch.Tensor, positions: np.ndarray, attend: Attend
     ) -> torch.Tensor:
-        """[T, hidden] of the rows with these tokens at these positions of their sequences."""
-        positions = self._to_device(places.astype(np.int64))
-        images = None if self._images is None else self._images.rows(step, places)
+        """[T, hidden] of these tokens at these positions of their sequences."""
+        on_device = self._to_device(positions.astype(np.int64))
+        images = None if self._images is None else self._images.rows(step, positions)
         if images is None:
-            return self._model(token_ids, positions, attend)
-        return self._model(token_ids, positions, attend, images)
+            return self._model(token_ids, on_device, attend)
+        return self._model(token_ids, on_device, attend, images)
 
     def _apply_changes(self, step: SchedulerOutput) -> None:
         for state in step.admitted:
@@ -182,35 +189,50 @@ class TorchModelRunner:
                 self._images.admit(state)
             if state.params.prompt_logprobs is not None:
                 self._prompts[state.request_slot] = state
-        writes = step.block_table_writes
-        if writes.shape[1]:
-            self._tables[writes[0], writes[1]] = writes[2]
-        copies = step.block_copies
-        if copies.shape[1]:
-            if step.kv_loads and self.gates is not None:
-                self.gates.wait(self._cache.shape.num_layers - 1)  # one of them may be loading
-            self._cache.copy_blocks(list(zip(*copies.tolist(), strict=True)))
+        if step.block_copies.shape[1] and step.kv_loads and self.layer_ready is not None:
+            self.layer_ready.wait(self._cache.shape.num_layers - 1)  # a source may be loading
+        apply_block_changes(step, self._block_tables, self._cache)
 
-    def _input_tokens(self, step: SchedulerOutput, sequence_of: np.ndarray) -> torch.Tensor:
-        """The rows' tokens [T] int64, those last drawn taken from the device."""
-        token_ids = self._to_device(step.token_ids.astype(np.int64))
-        if (step.token_ids == LAST_SAMPLED).any():
-            owners = self._to_device(step.request_slots[sequence_of].astype(np.int64))
-            token_ids = torch.where(token_ids == LAST_SAMPLED, self._last_tokens[owners], token_ids)
-        return token_ids
+    def _input_tokens(self, token_ids: np.ndarray, request_slots: np.ndarray) -> torch.Tensor:
+        """A step's tokens [T] int64, those of `LAST_SAMPLED` taken from the device.
+
+        Args:
+            request_slots: [T] request slot of each token.
+        """
+        known = self._to_device(token_ids.astype(np.int64))
+        if not (token_ids == LAST_SAMPLED).any():
+            return known
+        owners = self._to_device(request_slots.astype(np.int64))
+        return torch.where(known == LAST_SAMPLED, self._last_tokens[owners], known)
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
 
 
-def arm_gates(gates: LayerReadyFlags | None, step: SchedulerOutput) -> None:
-    """Before anything of a step with `loads` is launched."""
-    assert gates is not None, "a step waits for loads, but nothing loads"
+def arm_layer_ready(layer_ready: LayerReadyFlags | None, step: SchedulerOutput) -> None:
+    """Arms the flags for a step with `kv_loads`, before anything of it is launched."""
+    assert layer_ready is not None, "a step waits for loads, but nothing loads"
     assert step.drafts is None, "a step with loads has drafts"
-    gates.arm(step.kv_loads)
+    layer_ready.arm(step.kv_loads)
 
 
-def draw_step(
+def apply_block_changes(
+    step: SchedulerOutput, block_tables: np.ndarray, cache: PagedKVCache
+) -> None:
+    """Writes a step's block-table entries, then copies its blocks.
+
+    Args:
+        block_tables: [request slots, columns] int32 on the host.
+    """
+    writes = step.block_table_writes
+    if writes.shape[1]:
+        block_tables[writes[0], writes[1]] = writes[2]
+    copies = step.block_copies
+    if copies.shape[1]:
+        cache.copy_blocks(list(zip(*copies.tolist(), strict=True)))
+
+
+def sample_step(
     model: CausalLM,
     hidden: torch.Tensor,
     step: SchedulerOutput,
@@ -218,30 +240,29 @@ def draw_step(
     last_tokens: torch.Tensor,
     prompts: dict[int, AdmittedSequence],
 ) -> PendingStep:
-    """Draws after the rows that want it, and computes the wanted log-probabilities.
+    """Samples where a step without drafts wants it, and computes the wanted log-probabilities.
 
     Args:
         hidden: [T, hidden] after the final norm.
-        last_tokens: [slots] int64, written.
+        last_tokens: [request slots] int64, written.
         prompts: the state of every slot that wants prompt_logprobs.
     """
-    slots = step.request_slots
     prompt_logprobs = _all_prompt_logprobs(model, hidden, step, prompts)
-    sampled = np.flatnonzero(step.num_samples)
-    if len(sampled) == 0:
+    sequences = np.flatnonzero(step.num_samples)
+    if len(sequences) == 0:
         return PendingStep(step, None, prompt_logprobs)
-    samples = step.num_samples[sampled]
-    last = (np.cumsum(step.num_scheduled_tokens) - 1)[sampled]
-    drawn = sampler.sample(
+    slots, samples = step.request_slots[sequences], step.num_samples[sequences]
+    last = (np.cumsum(step.num_scheduled_tokens) - 1)[sequences]
+    sampled = sampler.sample(
         model.logits(hidden[torch.from_numpy(last).to(hidden.device)]),
-        slots[sampled],
-        (step.num_computed_tokens + step.num_scheduled_tokens)[sampled],
+        slots,
+        (step.num_computed_tokens + step.num_scheduled_tokens)[sequences],
         samples,
     )
-    # Of several draws of a slot any may stay: the sequence forks before it goes on.
-    owners = np.repeat(slots[sampled], samples).astype(np.int64)
-    last_tokens[torch.from_numpy(owners).to(hidden.device)] = drawn.token_ids
-    return PendingStep(step, drawn, prompt_logprobs)
+    # Of several samples of a slot any may stay: the sequence forks before its next step.
+    owners = np.repeat(slots, samples).astype(np.int64)
+    last_tokens[torch.from_numpy(owners).to(hidden.device)] = sampled.token_ids
+    return PendingStep(step, sampled, prompt_logprobs)
 
 
 def drafted_step(
@@ -249,51 +270,42 @@ def drafted_step(
     hidden: torch.Tensor,
     step: SchedulerOutput,
     *,
-    trees: TreeRows,
-    cache_rows: np.ndarray,
+    trees: TreeTokens,
+    slot_mapping: np.ndarray,
     prompts: dict[int, AdmittedSequence],
 ) -> DraftedStep:
-    """Prepares the draws of a step with drafts, whose model has been launched.
+    """Prepares the sampling of a step with drafts, whose model has been launched.
 
     Args:
-        hidden: [T, hidden] after the final norm; looked at when the draws come.
-        cache_rows: see `DraftedStep`. prompts: the state of every slot that wants prompt_logprobs.
+        hidden: [T, hidden] after the final norm; read by the sampling.
+        slot_mapping: see `DraftedStep`.
+        prompts: the state of every slot that wants prompt_logprobs.
     """
 
-    def logits_after(rows: np.ndarray) -> torch.Tensor:
-        return model.logits(hidden[torch.from_numpy(rows).to(hidden.device)])
+    def logits_after(indices: np.ndarray) -> torch.Tensor:
+        return model.logits(hidden[torch.from_numpy(indices).to(hidden.device)])
 
     prompt_logprobs = _all_prompt_logprobs(model, hidden, step, prompts)
-    return DraftedStep(step, trees, cache_rows, logits_after, prompt_logprobs)
-
-
-def _all_prompt_logprobs(
-    model: CausalLM,
-    hidden: torch.Tensor,
-    step: SchedulerOutput,
-    prompts: dict[int, AdmittedSequence],
-) -> list[tuple[int, LogprobTensors]]:
-    """By slot, of all prompt rows of a step that are wanted."""
-    slots = [int(step.request_slots[rows.index]) for rows in step.prompt_logprob_spans]
-    return [
-        (slot, prompt_row_logprobs(model, hidden, step, rows, prompts[slot]))
-        for slot, rows in zip(slots, step.prompt_logprob_spans, strict=True)
-    ]
+    return DraftedStep(step, trees, slot_mapping, logits_after, prompt_logprobs)
 
 
 def plain_output(token_ids: list[int], pending: PendingStep) -> ModelRunnerOutput:
-    """A finished step's results; the drawn tokens are on the host already."""
-    prompt_logprobs = {slot: rows.to_host() for slot, rows in pending.prompt_logprobs}
-    drawn = pending.drawn
-    if drawn is None:
+    """The results of a finished step without drafts.
+
+    Args:
+        token_ids: the sampled tokens, which are on the host already.
+    """
+    prompt_logprobs = {slot: tensors.to_host() for slot, tensors in pending.prompt_logprobs}
+    sampled = pending.sampled
+    if sampled is None:
         return ModelRunnerOutput(token_ids, None, prompt_logprobs, {})
-    logprobs = None if drawn.logprobs is None else drawn.logprob_entries()
-    return ModelRunnerOutput(token_ids, logprobs, prompt_logprobs, drawn.errors)
+    logprobs = None if sampled.logprobs is None else sampled.logprob_entries()
+    return ModelRunnerOutput(token_ids, logprobs, prompt_logprobs, sampled.errors)
 
 
 def observe_inputs(sampler: Sampler, step: SchedulerOutput) -> None:
-    """Tells the sampler the input tokens of decoding sequences, for processors that look back.
-    Draft nodes are told as they are accepted."""
+    """Shows the sampler the input tokens of decoding sequences, for processors that look back.
+    Draft nodes follow when they are accepted (`runner.verify`)."""
     counts = (
         step.num_scheduled_tokens
         if step.drafts is None
@@ -310,35 +322,56 @@ def observe_inputs(sampler: Sampler, step: SchedulerOutput) -> None:
         sampler.observe(slot, position, token_id)
 
 
-def prompt_row_logprobs(
+def prompt_targets(
+    step: SchedulerOutput, span: PromptLogprobSpan, state: AdmittedSequence
+) -> tuple[int, list[int]]:
+    """Index in the step of a span's first token, and the token that follows each of the span's.
+
+    Args:
+        state: of the span's sequence.
+    """
+    first = int(step.num_scheduled_tokens[: span.index].sum()) + span.first
+    following = int(step.num_computed_tokens[span.index]) + span.first + 1
+    return first, list(state.token_ids[following : following + span.count])
+
+
+def _all_prompt_logprobs(
     model: CausalLM,
     hidden: torch.Tensor,
     step: SchedulerOutput,
-    rows: PromptLogprobSpan,
+    prompts: dict[int, AdmittedSequence],
+) -> list[tuple[int, LogprobTensors]]:
+    """By request slot, for all spans of a step."""
+    slots = [int(step.request_slots[span.index]) for span in step.prompt_logprob_spans]
+    return [
+        (slot, _span_logprobs(model, hidden, step, span, prompts[slot]))
+        for slot, span in zip(slots, step.prompt_logprob_spans, strict=True)
+    ]
+
+
+def _span_logprobs(
+    model: CausalLM,
+    hidden: torch.Tensor,
+    step: SchedulerOutput,
+    span: PromptLogprobSpan,
     state: AdmittedSequence,
 ) -> LogprobTensors:
-    """Log-probability of the prompt token that follows each of the wanted rows.
+    """Log-probability of the prompt token that follows each token of a span.
 
     Args:
-        hidden: [T, hidden] of the step. state: of the rows' slot.
+        hidden: [T, hidden] of the step.
+        state: of the span's sequence.
     """
-    following = int(step.num_computed_tokens[rows.index]) + rows.first + 1
-    targets = torch.tensor(
-        list(state.token_ids[following : following + rows.count]), device=hidden.device
-    )
-    begin = int(step.num_scheduled_tokens[: rows.index].sum()) + rows.first
-    wanted = state.num_prompt_logprobs
+    first, following = prompt_targets(step, span, state)
+    targets = torch.tensor(following, device=hidden.device)
     parts = []
-    for low in range(0, rows.count, _PROMPT_LOGPROB_ROWS):
-        high = min(low + _PROMPT_LOGPROB_ROWS, rows.count)
-        logits = model.logits(hidden[begin + low : begin + high]).float()
-        parts.append(token_logprobs(logits, targets[low:high], [wanted] * (high - low)))
-    return _joined(parts)
-
-
-def _joined(parts: list[LogprobTensors]) -> LogprobTensors:
+    for low in range(0, span.count, PROMPT_LOGPROB_TOKENS):
+        high = min(low + PROMPT_LOGPROB_TOKENS, span.count)
+        logits = model.logits(hidden[first + low : first + high]).float()
+        counts = [state.num_prompt_logprobs] * (high - low)
+        parts.append(token_logprobs(logits, targets[low:high], counts))
     return LogprobTensors(
-        torch.cat([p.drawn for p in parts]),
+        torch.cat([p.sampled for p in parts]),
         torch.cat([p.rank for p in parts]),
         torch.cat([p.top_ids for p in parts]),
         torch.cat([p.top_values for p in parts]),

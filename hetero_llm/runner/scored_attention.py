@@ -1,7 +1,7 @@
 """Attention whose scores change before the softmax: soft caps (Gemma 2) and ALiBi (Press et al.
-2022). No call of torch's takes a soft cap, so the softmax is written out, in float32.
+2022). torch's attention takes no soft cap, so the softmax is written out, in float32.
 
-Shapes: B sequences with R rows each, H query heads in groups of G per KV head (H = N * G), head
+Shapes: B sequences with R tokens each, H query heads in groups of G per KV head (H = N * G), head
 size D, C keys.
 """
 
@@ -19,9 +19,12 @@ _SCORES_AT_ONCE = 1 << 23
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What becomes of a product of query and key: `ModelConfig.attn_scale` and what follows it.
+    """How a product of query and key becomes a score.
 
-    slopes: of each query head.
+    Attributes:
+        scale: `ModelConfig.attn_scale`.
+        softcap: `ModelConfig.attn_softcap`.
+        slopes: ALiBi's, of each query head.
     """
 
     scale: float
@@ -34,16 +37,19 @@ class Scoring:
 
     @property
     def is_plain(self) -> bool:
-        """Nothing but the scale."""
+        """Whether there is neither soft cap nor ALiBi."""
         return self.softcap is None and self.slopes is None
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Which keys rows see, and from how far.
+    """Which keys tokens see, and from how far.
 
-    rows: [B, R] float32 positions. keys: [C] float32 positions. sees: [R, C] bool, whether a row's
-    path leads through the key (None: a row sees the keys up to its own position).
+    Attributes:
+        rows: [B, R] float32 positions of the tokens.
+        keys: [C] float32 positions.
+        sees: [R, C] bool, whether a token's path leads through the key; None: a token sees the keys
+            up to its own position.
     """
 
     rows: torch.Tensor
@@ -68,12 +74,12 @@ class ScoredAttention:
         reach: Reach,
         window: int | None,
     ) -> torch.Tensor:
-        """Some rows at a time, so that scores take little memory.
+        """Attends for some tokens at a time, so that scores take little memory.
 
         Args:
             q: [B, R, H, D]; either B or R is 1.
-            keys, values: [B, N, C, D]; with several rows, the last R are theirs.
-            window: a row sees the last `window` positions only.
+            keys, values: [B, N, C, D]; if R > 1, the last R are the tokens' own.
+            window: a token sees the last `window` positions only.
 
         Returns:
             [B, R, H, D] in q's dtype.
@@ -95,7 +101,7 @@ class ScoredAttention:
             seen, sees = slice(None), None
             if reach.sees is not None:
                 sees = reach.sees[part]
-            else:  # positions follow each other: no row sees what comes later
+            else:  # positions are consecutive: keys behind the last token of the part stay out
                 first = 0 if window is None else max(0, start + low + 1 - window)
                 seen = slice(first, start + part.stop)
             some = Reach(reach.rows[:, part], reach.keys[seen], sees)
@@ -112,7 +118,7 @@ class ScoredAttention:
         reach: Reach,
         window: int | None,
     ) -> torch.Tensor:
-        """The same in calls whose shapes depend on those of the arguments only."""
+        """The same in one call, whose shapes depend on those of the arguments only."""
         batch, count, heads, dim = q.shape
         kv_heads = keys.shape[1]
         group = heads // kv_heads

@@ -1,4 +1,4 @@
-"""Small arrays on their way to the device."""
+"""Uploads of small arrays."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """`values` on `device`, same shape and dtype, in the order of the current stream; not to be
-    changed afterwards (on a CPU it is the same memory).
+    """Copies `values` to `device`, same shape and dtype, in the order of the current stream.
 
-    From ordinary memory torch would wait until all work before it is done, and the device would
-    then wait for the launch of what comes behind.
+    The result must not be written: on a CPU it shares the memory of `values`. The copy goes through
+    page-locked memory: from ordinary memory torch would wait for all earlier work of the stream,
+    and the device would then idle until the next launch.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if device.type != "cuda":

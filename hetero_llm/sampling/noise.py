@@ -1,4 +1,4 @@
-"""Counter-based Gumbel noise: a draw depends on its key alone, never on the batch.
+"""Counter-based Gumbel noise: a sample depends on its key alone, never on the batch.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11) with
 key = the 64-bit seed and counter = (token id // 4, position, sample index, 0); the output word
@@ -49,7 +49,7 @@ def gumbel_noise(
 
     Args:
         seeds: [R] int64, the bits of the unsigned 64-bit seeds.
-        positions: [R] int64, absolute position of the token to be drawn.
+        positions: [R] int64, absolute position of the token to be sampled.
         sample_indices: [R] int64, index of the sample among the request's `n`.
 
     Returns:
@@ -68,7 +68,7 @@ def gumbel_noise(
 
 
 def gumbel_noise_numpy(seed: int, position: int, sample_index: int, token_id: int) -> np.float32:
-    """The same noise for one token, written from the definition: twin for tests."""
+    """The same noise for one token, written from the definition: the reference of the tests."""
     counter = [token_id // 4, position, sample_index, 0]
     key = [seed & _MASK, seed >> 32]
     for _ in range(_ROUNDS):

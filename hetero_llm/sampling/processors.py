@@ -1,4 +1,4 @@
-"""Logits processors of one row. Each takes and returns float32 logits [vocab]; -inf forbids."""
+"""Logits processors of one row, float32 [vocab]; most change it in place. -inf forbids a token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ def apply_user_processors(
     prompt_ids: list[int],
     output_ids: list[int],
 ) -> torch.Tensor:
-    """Runs `f(output_ids, logits)`, or `f(prompt_ids, output_ids, logits)` by its arity."""
+    """Runs `f(output_ids, logits)`, or `f(prompt_ids, output_ids, logits)` if it takes three.
+
+    Returns:
+        The last processor's logits.
+
+    Raises:
+        UserProcessorError: a processor raised, or returned no logits of the same shape.
+    """
     shape = logits.shape
     for processor in processors:
         try:
@@ -70,7 +77,7 @@ def add_bias(logits: torch.Tensor, bias: dict[int, float]) -> None:
 def forbid_bad_words(
     logits: torch.Tensor, words: Sequence[tuple[int, ...]], output_ids: list[int]
 ) -> None:
-    """Forbids the last token of every word whose other tokens end the output."""
+    """Forbids the last token of every word whose other tokens are the end of the output."""
     last = [
         word[-1]
         for word in words
@@ -103,7 +110,7 @@ def apply_penalties(
     """Repetition, frequency and presence penalties.
 
     Args:
-        seen: [vocab] bool, token is in the prompt or the output.
+        seen: [vocab] bool, whether the token is in the prompt or the output.
         output_counts: [vocab] float32, occurrences in the output.
     """
     if params.repetition_penalty != 1.0:
@@ -123,7 +130,9 @@ def restrict_support(
 
     Args:
         logits: [R, vocab] float32.
-        top_k: [R] int64, vocab where off. top_p, min_p: [R] float32, 1 and 0 where off.
+        top_k: [R] int64, vocab where off.
+        top_p: [R] float32, at least 1 where off.
+        min_p: [R] float32, 0 where off.
 
     Returns:
         Logits with -inf outside the support. Ties at the top-k threshold all stay; top-p keeps

@@ -1,4 +1,7 @@
-"""Draws the next tokens: greedy, or argmax of log-probabilities plus counter-based noise."""
+"""Samples the next tokens: greedy, or argmax of log-probabilities plus counter-based noise.
+
+Slots are request slots: the state of a running sequence, 0 <= slot < max_num_seqs.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence, SampleLogprobs, depends_on_history, has_penalties
 from hetero_llm.sampling import processors
 from hetero_llm.sampling.noise import gumbel_noise, signed_seed
 
-# (logits [N, vocab] float32, slots [N], positions [N], sample indices [N]) -> tokens [N] int64
-Draw = Callable[[torch.Tensor, np.ndarray, np.ndarray, np.ndarray], torch.Tensor]
+SampleProcessed = Callable[[torch.Tensor, np.ndarray, np.ndarray, np.ndarray], torch.Tensor]
+"""Processed logits [N, vocab] float32, request slots, positions and sample indices [N], to tokens
+[N] int64."""
 
-# (processed logits [N, vocab] float32, drawn tokens [N] int64) -> the tokens to take [N] int64
-Settle = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+ReviseTokens = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Processed logits [N, vocab] float32 and sampled tokens [N] int64, to the tokens to emit."""
 
 _NO_LOGPROBS = -1
 _TOP_P_OFF = 2.0  # above any cumulative probability, rounding included
@@ -24,14 +29,20 @@ _TOP_P_OFF = 2.0  # above any cumulative probability, rounding included
 
 @dataclass(slots=True)
 class _History:
-    """What processors that look back need; kept only for slots that have such processors. `error`
-    is that of a user's processor, after which none of the slot's run again."""
+    """What processors that look back need; kept only for slots with such processors.
+
+    Attributes:
+        token_ids: prompt and output as observed so far.
+        error: message of a user's processor that raised; then no processor of the slot runs again.
+        seen: [vocab] bool, token is in prompt or output; with penalties only.
+        output_counts: [vocab] float32 occurrences in the output; with penalties only.
+    """
 
     state: AdmittedSequence
     token_ids: list[int]
     error: str | None = None
-    seen: torch.Tensor | None = None  # [vocab] bool, in prompt or output
-    output_counts: torch.Tensor | None = None  # [vocab] float32
+    seen: torch.Tensor | None = None
+    output_counts: torch.Tensor | None = None
 
     @property
     def output_ids(self) -> list[int]:
@@ -40,35 +51,48 @@ class _History:
 
 @dataclass(slots=True)
 class LogprobTensors:
-    """Log-probabilities of rows on the device: drawn [R], rank [R], top ids and values [R, K];
-    `counts` says how many of the K each row asked for."""
+    """Log-probabilities of R given tokens, on the device.
 
-    drawn: torch.Tensor
+    Attributes:
+        sampled: [R] float32 of the given tokens.
+        rank: [R] int64 ranks of the given tokens, from 1.
+        top_ids: [R, K] int64 the most likely tokens, best first.
+        top_values: [R, K] float32 theirs.
+        counts: how many of the K each row wants.
+    """
+
+    sampled: torch.Tensor
     rank: torch.Tensor
     top_ids: torch.Tensor
     top_values: torch.Tensor
     counts: list[int]
 
     def start_download(self) -> LogprobTensors:
-        """The same in host memory, once the device has come to this point of its stream."""
-        columns = (self.drawn, self.rank, self.top_ids, self.top_values)
-        # A copy to the host that does not block lands in page-locked memory.
-        return LogprobTensors(*(c.to("cpu", non_blocking=True) for c in columns), self.counts)
+        """The same in host memory, valid once the stream has reached this point."""
+
+        columns = (self.sampled, self.rank, self.top_ids, self.top_values)
+        # A non-blocking copy to the host lands in page-locked memory.
+        sampled, rank, ids, values = (c.to("cpu", non_blocking=True) for c in columns)
+        return LogprobTensors(sampled, rank, ids, values, self.counts)
 
     def to_host(self) -> list[SampleLogprobs]:
-        columns = (self.drawn, self.rank, self.top_ids, self.top_values)
-        drawn, rank, ids, values = (column.tolist() for column in columns)
+        """One entry per row; waits for the device."""
+        columns = (self.sampled, self.rank, self.top_ids, self.top_values)
+        sampled, rank, ids, values = (column.tolist() for column in columns)
         return [
-            SampleLogprobs(d, r, tuple(zip(i[:k], v[:k], strict=True)))
-            for d, r, i, v, k in zip(drawn, rank, ids, values, self.counts, strict=True)
+            SampleLogprobs(s, r, tuple(zip(i[:k], v[:k], strict=True)))
+            for s, r, i, v, k in zip(sampled, rank, ids, values, self.counts, strict=True)
         ]
 
 
 @dataclass(slots=True)
 class SampleResult:
-    """Device tensors of one step's draws.
+    """One step's samples, on the device.
 
-    `token_ids` [N] int64; `logprobs` covers the draws listed in `logprob_rows`.
+    Attributes:
+        token_ids: [N] int64.
+        logprobs: of the samples listed in `logprob_rows`; None if none is.
+        errors: request slot to the message of a user's processor that raised.
     """
 
     token_ids: torch.Tensor
@@ -77,7 +101,7 @@ class SampleResult:
     errors: dict[int, str]
 
     def logprob_entries(self) -> list[SampleLogprobs | None]:
-        """One per draw, None where the slot wants none; waits for the device."""
+        """One per sample, None where the slot wants none; waits for the device."""
         entries: list[SampleLogprobs | None] = [None] * len(self.token_ids)
         if self.logprobs is not None:
             for row, entry in zip(self.logprob_rows, self.logprobs.to_host(), strict=True):
@@ -88,36 +112,61 @@ class SampleResult:
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, counts: list[int]
 ) -> LogprobTensors:
-    """Log-probabilities of given tokens, and of the most likely ones.
+    """Log-probabilities of given tokens and of the most likely ones.
 
     Args:
         logits: [R, vocab] float32.
         token_ids: [R] int64.
-        counts: number of most likely tokens wanted by each row.
+        counts: how many of the most likely tokens each row wants.
     """
     logprobs = logits.log_softmax(dim=-1)
-    drawn = logprobs.gather(1, token_ids.unsqueeze(1))
-    rank = (logprobs > drawn).sum(dim=-1) + 1
-    # A stable sort gives the lowest id on ties; top-k of torch promises no order.
-    widest = max(counts)
+    sampled = logprobs.gather(1, token_ids.unsqueeze(1))
+    rank = (logprobs > sampled).sum(dim=-1) + 1
+    widest = max(counts)  # topk promises no order of equal values
     values, ids = logprobs.topk(widest, dim=-1) if widest else (logprobs[:, :0],) * 2
-    return LogprobTensors(drawn.squeeze(1), rank, ids.long(), values, counts)
+    return LogprobTensors(sampled.squeeze(1), rank, ids.long(), values, counts)
+
+
+def restricts_support(params: SamplingParams) -> bool:
+    """Whether top-k, top-p or min-p leaves tokens out."""
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def expand_samples(
+    samples: np.ndarray, sample_indices: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Repeats rows that are sampled several times: the end of a prompt that forks.
+
+    Args:
+        samples: [R] samples from each row.
+        sample_indices: [R] the slot's own index, used where there is one sample.
+
+    Returns:
+        [N] row of each sample; [N] its sample index, 0, 1, ... where a row has several.
+    """
+    source = np.repeat(np.arange(len(samples)), samples)
+    within = np.arange(len(source)) - (np.cumsum(samples) - samples)[source]
+    return source, np.where(samples[source] > 1, within, sample_indices[source])
 
 
 class Sampler:
-    """Sampling state of every slot, and the draw itself.
+    """Sampling state of every request slot, and the sampling itself.
 
     Args:
-        max_num_seqs: slots.
+        max_num_seqs: request slots.
         vocab_size: width of the logits.
-        device: where logits live.
-        draw: a faster draw from processed logits; None: plain torch.
+        device: of the logits.
+        sample_processed: a faster way to sample from processed logits; None: plain torch.
     """
 
     def __init__(
-        self, max_num_seqs: int, vocab_size: int, device: torch.device, draw: Draw | None = None
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        sample_processed: SampleProcessed | None = None,
     ) -> None:
-        self._draw = draw or self._draw_by_sorting
+        self._sample_processed = sample_processed or self._sample_by_sorting
         self._vocab_size = vocab_size
         self._device = device
         self._temperature = np.zeros(max_num_seqs, np.float32)
@@ -132,7 +181,7 @@ class Sampler:
         self._history: dict[int, _History] = {}
 
     def admit(self, state: AdmittedSequence) -> None:
-        """Takes over a sequence's sampling parameters; replaces what the slot held."""
+        """Sets the slot of a sequence that enters it; replaces what the slot held."""
         slot, params = state.request_slot, state.params
         self._temperature[slot] = 0.0 if params.greedy else params.temperature
         self._top_k[slot] = min(
@@ -140,7 +189,7 @@ class Sampler:
         )
         self._top_p[slot] = params.top_p if params.top_p < 1.0 else _TOP_P_OFF
         self._min_p[slot] = params.min_p
-        self._restricts[slot] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        self._restricts[slot] = restricts_support(params)
         self._seed[slot] = signed_seed(state.seed)
         self._sample_index[slot] = state.sample_index
         wanted = state.num_logprobs
@@ -151,8 +200,8 @@ class Sampler:
             self._history[slot] = self._new_history(state)
 
     def observe(self, slot: int, position: int, token_id: int) -> None:
-        """Tells a slot the token at a position; one behind all that it knows extends the history.
-        So it may be told twice, as an accepted node and as the next step's input."""
+        """Appends the token at a position to the slot's history if the position is the next one.
+        So a token may be observed twice: as an accepted node and as the next step's input."""
         history = self._history.get(slot)
         if history is not None and position == len(history.token_ids):
             history.token_ids.append(token_id)
@@ -162,30 +211,31 @@ class Sampler:
                 history.output_counts[token_id] += 1
 
     def ends_at(self, slot: int, token_id: int) -> bool:
-        """Whether a draft is not to be followed beyond this token: it ends the sequence, and behind
-        it a user's processor would be asked about tokens that are never emitted."""
+        """Whether verification stops after this token: it ends the sequence, and a user's processor
+        must not be called for tokens that are never emitted."""
         history = self._history.get(slot)
         if history is None or not history.state.params.logits_processors:
             return False
         return token_id in history.state.end_ids
 
     def is_plain(self, slots: np.ndarray) -> bool:
-        """Whether these slots need nothing but temperature, thresholds and noise."""
+        """Whether these slots need temperature, thresholds and noise only."""
         if self._history and not self._history.keys().isdisjoint(slots.tolist()):
             return False
         return bool((self._num_logprobs[slots] == _NO_LOGPROBS).all())
 
     @property
     def has_history(self) -> bool:
+        """Whether any slot has processors that look back."""
         return bool(self._history)
 
     def is_random(self, slots: np.ndarray) -> np.ndarray:
-        """[R] bool, whether each slot draws by chance: all but greedy ones."""
+        """[R] bool, whether each slot samples by chance: all but greedy ones."""
         random: np.ndarray = self._temperature[slots] > 0.0
         return random
 
     def probabilities(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
-        """[R, vocab] float32, what slots that draw by chance draw from.
+        """[R, vocab] float32 distributions that slots which are not greedy sample from.
 
         Args:
             logits: [R, vocab] float32, processed.
@@ -198,16 +248,16 @@ class Sampler:
         slots: np.ndarray,
         positions: np.ndarray,
         samples: np.ndarray,
-        settle: Settle | None = None,
+        revise: ReviseTokens | None = None,
     ) -> SampleResult:
-        """Draws `samples[r]` tokens from row r.
+        """Samples `samples[r]` tokens from row r.
 
         Args:
             logits: [R, vocab], any float dtype.
-            slots: [R] slot of each row.
-            positions: [R] absolute position of the token to be drawn.
-            samples: [R] draws from the row; more than one draw takes sample indices 0, 1, ...
-            settle: has the last word about the drawn tokens.
+            slots: [R] request slot of each row.
+            positions: [R] absolute position of the token to be sampled.
+            samples: [R] samples from the row; of more than one the sample indices are 0, 1, ...
+            revise: may replace the sampled tokens.
         """
         logits = logits.float()
         raw = logits
@@ -216,18 +266,15 @@ class Sampler:
             logits = self._process(raw, slots, errors)
         indices = self._sample_index[slots]
         if samples.max() > 1:
-            source = np.repeat(np.arange(len(slots)), samples)
-            starts = np.cumsum(samples) - samples
-            within = np.arange(len(source)) - np.repeat(starts, samples)
-            indices = np.where(samples[source] > 1, within, indices[source])
+            source, indices = expand_samples(samples, indices)
             slots, positions = slots[source], positions[source]
             gather = torch.from_numpy(source).to(self._device)
             untouched = raw is logits
             logits = logits[gather]
             raw = logits if untouched else raw[gather]
-        tokens = self._draw(logits, slots, positions, indices)
-        if settle is not None:
-            tokens = settle(logits, tokens)
+        tokens = self._sample_processed(logits, slots, positions, indices)
+        if revise is not None:
+            tokens = revise(logits, tokens)
         wanted = np.flatnonzero(self._num_logprobs[slots] != _NO_LOGPROBS)
         logprobs = None
         if len(wanted):
@@ -241,7 +288,7 @@ class Sampler:
             logprobs = token_logprobs(base, tokens[rows], counts)
         return SampleResult(tokens, logprobs, wanted.tolist(), errors)
 
-    def _draw_by_sorting(
+    def _sample_by_sorting(
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, indices: np.ndarray
     ) -> torch.Tensor:
         random = np.flatnonzero(self._temperature[slots] > 0.0)
@@ -256,10 +303,10 @@ class Sampler:
             self._put(indices[random]),
             self._vocab_size,
         )
-        drawn = (scaled + noise).argmax(dim=-1)
+        sampled = (scaled + noise).argmax(dim=-1)
         if len(random) == len(slots):
-            return drawn
-        return logits.argmax(dim=-1).index_copy_(0, rows, drawn)
+            return sampled
+        return logits.argmax(dim=-1).index_copy_(0, rows, sampled)
 
     def _scaled(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         """Logits [R, vocab] with temperature and thresholds applied; no slot is greedy."""
@@ -279,7 +326,11 @@ class Sampler:
     def _process(
         self, raw: torch.Tensor, slots: np.ndarray, errors: dict[int, str]
     ) -> torch.Tensor:
-        """Runs the processors of every row that has some, on a copy of the logits."""
+        """Runs the processors of every row with some, on a copy of the logits.
+
+        Args:
+            errors: written, see `SampleResult`.
+        """
         logits = raw.clone()
         for row, slot in enumerate(slots.tolist()):
             history = self._history.get(slot)

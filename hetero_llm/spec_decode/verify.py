@@ -1,10 +1,12 @@
-"""Draft trees on the host: their rows before a step, the walk after it.
+"""Draft trees on the host: the tokens of a step with drafts, and the verification of its trees.
 
-The walk's twin is `gpu.kernels.tree_verify.walk_trees_reference`.
+Every runner that verifies on the host goes through `verify_trees`; `gpu.kernels.tree_verify` does
+the same on the device. No torch: how the target samples is the caller's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,93 +14,144 @@ import numpy as np
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.step import SchedulerOutput
 
+SampleNodes = Callable[[dict[int, int]], list[int | None]]
+"""Sequences (indices in the step, ascending) with the node that each one's walk has reached, to the
+target's token after each of these nodes; None: the walk ends before the node."""
+
 
 @dataclass(frozen=True, slots=True)
-class TreeRows:
-    """Rows of a step with drafts: T in all, of S sequences.
+class TreeTokens:
+    """The T tokens of a step of S sequences, draft nodes included.
 
     Attributes:
-        token_ids: [T] int32, nodes included.
-        places: [T] int32 index of each row's KV in its sequence's: they follow each other.
-        positions: [T] int32 position of each row: that of a node is its root's plus its depth.
-        ancestors: [T] uint64 bits of a tree row's ancestors and itself, counted from the root; 0
-            for other rows.
-        is_tree: [S] uint8.
-        parents: of each sequence, the row of each row's parent within its tree, -1 for the root;
-            empty without a tree.
-        bases: [S] int32, of each tree the index in its sequence's KV that the lowest bit of
-            `ancestors` stands for; None: its first row's.
+        token_ids: [T] int32.
+        kv_indices: [T] int32 index of each token's KV within its sequence; those of one sequence
+            are consecutive.
+        positions: [T] int32 position of each token. A node's is its root's plus its depth.
+        ancestors: [T] uint64, of a tree's token the bits of its ancestors and itself, counted from
+            the root; 0 for other tokens.
+        is_tree: [S] uint8, whether the sequence has draft nodes.
+        parents: for each sequence the index of each token's parent within its tree, -1 for the
+            root; empty without a tree.
+        node_ids: for each sequence the tokens of its nodes, -1 for the root; empty without a tree.
+        bases: [S] int32, for each tree the index within its sequence's KV that the lowest bit of
+            `ancestors` stands for; None: that of its root.
     """
 
     token_ids: np.ndarray
-    places: np.ndarray
+    kv_indices: np.ndarray
     positions: np.ndarray
     ancestors: np.ndarray
     is_tree: np.ndarray
     parents: list[list[int]]
+    node_ids: list[list[int]]
     bases: np.ndarray | None = None
 
 
-def tree_rows(step: SchedulerOutput, drafts: DraftBatch) -> TreeRows:
-    """Lays a step's drafts out as rows."""
+def tree_tokens(step: SchedulerOutput, drafts: DraftBatch | None) -> TreeTokens:
+    """Inserts a step's draft nodes behind their roots. Without drafts there are no trees."""
     counts = step.num_scheduled_tokens
-    total = int(counts.sum())
-    token_ids = np.empty(total, np.int32)
-    places = row_places(step)
-    positions, ancestors = places.copy(), np.zeros(total, np.uint64)
-    is_node = np.zeros(total, bool)
-    parents: list[list[int]] = []
-    row = node = 0
-    above = drafts.parents.tolist()
-    for start, count, nodes in zip(
-        step.num_computed_tokens.tolist(), counts.tolist(), drafts.counts.tolist(), strict=True
+    before = (np.cumsum(counts) - counts - step.num_computed_tokens).astype(np.int32)
+    kv_indices = np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(before, counts)
+    ancestors = np.zeros(len(kv_indices), np.uint64)
+    parents: list[list[int]] = [[] for _ in counts]
+    node_ids: list[list[int]] = [[] for _ in counts]
+    if drafts is None:
+        is_tree = np.zeros(len(counts), np.uint8)
+        return TreeTokens(
+            step.token_ids, kv_indices, kv_indices, ancestors, is_tree, parents, node_ids
+        )
+    token_ids, positions = np.empty(len(kv_indices), np.int32), kv_indices.copy()
+    is_node = np.zeros(len(kv_indices), bool)
+    first = node = 0
+    all_parents, all_ids = drafts.parents.tolist(), drafts.token_ids.tolist()
+    for sequence, (start, count, nodes) in enumerate(
+        zip(step.num_computed_tokens.tolist(), counts.tolist(), drafts.counts.tolist(), strict=True)
     ):
-        own: list[int] = []
         if nodes:
             assert count == nodes + 1
-            own = [-1, *(parent + 1 for parent in above[node : node + nodes])]
+            own = [-1, *(parent + 1 for parent in all_parents[node : node + nodes])]
+            parents[sequence], node_ids[sequence] = own, [-1, *all_ids[node : node + nodes]]
             bits, depth = [1], [0]
             for index in range(1, count):
                 bits.append(bits[own[index]] | 1 << index)
                 depth.append(depth[own[index]] + 1)
-            ancestors[row : row + count] = bits
-            positions[row : row + count] = start + np.array(depth)
-            is_node[row + 1 : row + count] = True
+            ancestors[first : first + count] = bits
+            positions[first : first + count] = start + np.array(depth)
+            is_node[first + 1 : first + count] = True
             node += nodes
-        parents.append(own)
-        row += count
+        first += count
     token_ids[~is_node] = step.token_ids
     token_ids[is_node] = drafts.token_ids
     is_tree = (drafts.counts > 0).astype(np.uint8)
-    return TreeRows(token_ids, places, positions, ancestors, is_tree, parents)
+    return TreeTokens(token_ids, kv_indices, positions, ancestors, is_tree, parents, node_ids)
 
 
-def row_places(step: SchedulerOutput) -> np.ndarray:
-    """[T] int32 index of each row's KV in its sequence's."""
-    counts = step.num_scheduled_tokens
-    before = (np.cumsum(counts) - counts - step.num_computed_tokens).astype(np.int32)
-    return np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(before, counts)
+def verify_trees(step: SchedulerOutput, trees: TreeTokens, sample: SampleNodes) -> list[list[int]]:
+    """Walks the draft trees of a step from their roots, side by side, one depth at a time.
 
-
-def walk_tree(drawn: list[int], token_ids: list[int], parents: list[int]) -> list[int]:
-    """The rows that the target agrees with, the root first.
+    At each visited node the target samples one token. The walk continues at the child that carries
+    this token, the first of several, and ends where no child does. So the tokens are those of
+    plain decoding, whatever was drafted. A sequence that samples without a tree is a root alone.
 
     Args:
-        drawn: the target's token after each row.
-        token_ids: each row's own token; the root's is not looked at.
-        parents: row of each row's parent, which comes before it. Of children with the same token
-            the first counts.
+        sample: called once for each depth.
+
+    Returns:
+        The nodes that each sequence's walk visited, the root (0) first; empty where `sample`
+        rejected the root or the step samples nothing.
     """
-    path = [0]
-    for row in range(1, len(drawn)):
-        if parents[row] == path[-1] and token_ids[row] == drawn[path[-1]]:
-            path.append(row)
-    return path
+    paths: list[list[int]] = [[] for _ in trees.parents]
+    reached = {s: 0 for s, count in enumerate(step.num_samples.tolist()) if count}
+    while reached:
+        children: dict[int, int] = {}
+        for (sequence, node), token in zip(reached.items(), sample(reached), strict=True):
+            if token is None:
+                continue
+            paths[sequence].append(node)
+            child = next_node(node, token, trees.node_ids[sequence], trees.parents[sequence])
+            if child is not None:
+                children[sequence] = child
+        reached = children
+    return paths
 
 
-def next_row(row: int, drawn: int, token_ids: list[int], parents: list[int]) -> int | None:
-    """One step of the same walk: the child of `row` that carries the token drawn there."""
-    for child in range(row + 1, len(parents)):
-        if parents[child] == row and token_ids[child] == drawn:
+def next_node(node: int, token: int, token_ids: list[int], parents: list[int]) -> int | None:
+    """The first child of `node` that carries `token`; None if none does.
+
+    Args:
+        token_ids: of the tree's nodes.
+        parents: of the tree's nodes; a parent comes before its children.
+    """
+    for child in range(node + 1, len(parents)):
+        if parents[child] == node and token_ids[child] == token:
             return child
     return None
+
+
+def compact_kv(
+    step: SchedulerOutput,
+    paths: list[list[int]],
+    slot_mapping: np.ndarray,
+    move_tokens: Callable[[np.ndarray, np.ndarray], None],
+) -> None:
+    """Moves the KV of visited nodes behind their roots' where the path leaves nodes out.
+
+    Args:
+        paths: of `verify_trees`.
+        slot_mapping: [T] KV slot of each token.
+        move_tokens: takes the KV slots to read and to write; called at most once.
+    """
+    moved = [sequence for sequence, path in enumerate(paths) if has_gaps(path)]
+    if not moved:
+        return
+    firsts = (np.cumsum(step.num_scheduled_tokens) - step.num_scheduled_tokens).tolist()
+    move_tokens(
+        np.concatenate([slot_mapping[firsts[s] + np.array(paths[s])] for s in moved]),
+        np.concatenate([slot_mapping[firsts[s] : firsts[s] + len(paths[s])] for s in moved]),
+    )
+
+
+def has_gaps(path: list[int]) -> bool:
+    """Whether a path, ascending from 0, leaves nodes out."""
+    return bool(path) and path[-1] >= len(path)

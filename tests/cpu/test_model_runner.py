@@ -128,7 +128,7 @@ def served(llama: Path) -> Iterator[tuple[LLM, LLM]]:
 
 
 def test_every_family_in_float32(family: Path) -> None:
-    """Chunked prompts, several sequences, log-probabilities of all that is fed and drawn."""
+    """Chunked prompts, several sequences, log-probabilities of all that is fed and sampled."""
     params = [WITH_LOGPROBS, GREEDY, dataclasses.replace(WITH_LOGPROBS, logprobs=0), GREEDY]
     ours, others = both(family, params, max_num_batched_tokens=16)
     assert tokens_of(ours) == tokens_of(others)
@@ -230,7 +230,7 @@ def test_prompt_logprobs_in_pieces(
     served: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits of at most 5 prompt rows at once, cut anywhere, beside requests without any."""
-    monkeypatch.setattr(model_runner, "_PROMPT_LOGPROB_ROWS", 5)
+    monkeypatch.setattr(model_runner, "PROMPT_LOGPROB_TOKENS", 5)
     params = [dataclasses.replace(SAMPLED, prompt_logprobs=k) for k in (0, None, 2, 3)]
     params[3] = dataclasses.replace(params[3], n=2)
     for llm in served:

@@ -90,7 +90,7 @@ def build(
             model, config, cache,
             max_num_seqs=2, max_model_len=64, device=device, batch_invariant=kind != "torch",
         )  # fmt: skip
-        runner.gates = layer_ready
+        runner.layer_ready = layer_ready
         return Setup(cache, runner)
     speed_up(model)
     return Setup(

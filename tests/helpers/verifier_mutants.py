@@ -1,8 +1,8 @@
-"""Mistakes that a verifier could make, each a function that puts it in place of what is right.
+"""Mistakes that a verifier could make, each a function that patches one in.
 
-Tokens have to stay the same, so a verifier that keeps their law alone, as rejection sampling does,
-counts as a mistake. Not here are mutants that are none, such as following the last of two children
-alike. Of the native library, which cannot be patched, the arrays handed to it are changed instead.
+Tokens have to stay the same: a verifier that keeps only their distribution, as rejection sampling
+does, counts as a mistake. Left out are mutants that change nothing, such as following the last of
+two equal children. The native library cannot be patched: the arrays passed to it are changed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,21 @@ import torch
 
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.cpu import model_runner as native_runner
-from hetero_llm.cpu.executor import GREEDY, Executor, StepDraws, StepRows
+from hetero_llm.cpu.executor import GREEDY, Executor, StepInput, StepSamples
 from hetero_llm.runner import model_runner as torch_runner
 from hetero_llm.runner import verify as verify_module
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.scheduler import scheduler as scheduler_module
 from hetero_llm.scheduler.scheduler import Scheduler
-from hetero_llm.spec_decode.verify import TreeRows, next_row, tree_rows, walk_tree
+from hetero_llm.spec_decode import verify as trees_module
+from hetero_llm.spec_decode.verify import (
+    SampleNodes,
+    TreeTokens,
+    compact_kv,
+    next_node,
+    tree_tokens,
+    verify_trees,
+)
 from tests.helpers.draft_traffic import EVERYTHING, FAST
 from tests.helpers.drafters import Oracle, Siblings
 
@@ -33,8 +41,8 @@ Patch = pytest.MonkeyPatch
 _SOME = [name for name in EVERYTHING if name not in FAST and name not in ("ranked", "beams")]
 _DEEP = {name: EVERYTHING[name] for name in ("stop string", "stop token", *_SOME)}
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "fast": (FAST, {}),  # the library draws after all rows, then trees are walked
-    "deep": (_DEEP, {}),  # the sampler draws depth after depth, on the library's logits
+    "fast": (FAST, {}),  # the library samples after all tokens, then trees are verified
+    "deep": (_DEEP, {}),  # the sampler samples depth after depth, from the library's logits
     "torch": (_DEEP, {"batch_invariant": True}),  # the same, and torch attends
 }
 DEEP = ("deep", "torch")
@@ -53,7 +61,7 @@ MUTANTS: dict[str, Mutant] = {}
 def mutant(
     *ways: str, drafter: type[Siblings] | type[Oracle] = Siblings
 ) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
-    """Enters a function that puts a mistake in place."""
+    """Registers a function that patches a mistake in."""
 
     def enter(patch: Callable[[Patch], None]) -> Callable[[Patch], None]:
         MUTANTS[patch.__name__] = Mutant(patch, ways or tuple(WAYS), drafter)
@@ -62,18 +70,18 @@ def mutant(
     return enter
 
 
-# -- the rows of a tree ----------------------------------------------------------------------------
+# -- the tokens of a tree --------------------------------------------------------------------------
 
 
-def change_trees(patch: Patch, change: Callable[[TreeRows, SchedulerOutput], TreeRows]) -> None:
+def change_trees(patch: Patch, change: Callable[[TreeTokens, SchedulerOutput], TreeTokens]) -> None:
     for module in (native_runner, torch_runner):
-        patch.setattr(module, "tree_rows", lambda s, drafts: change(tree_rows(s, drafts), s))
+        patch.setattr(module, "tree_tokens", lambda s, drafts: change(tree_tokens(s, drafts), s))
 
 
-def within_trees(trees: TreeRows, step: SchedulerOutput) -> np.ndarray:
-    """[T] uint64 index of each row in its sequence's."""
+def within_trees(trees: TreeTokens, step: SchedulerOutput) -> np.ndarray:
+    """[T] uint64 index of each token within its sequence's of the step."""
     firsts = np.cumsum(step.num_scheduled_tokens) - step.num_scheduled_tokens
-    return (np.arange(len(trees.places)) - np.repeat(firsts, step.num_scheduled_tokens)).astype(
+    return (np.arange(len(trees.kv_indices)) - np.repeat(firsts, step.num_scheduled_tokens)).astype(
         np.uint64
     )
 
@@ -81,7 +89,7 @@ def within_trees(trees: TreeRows, step: SchedulerOutput) -> np.ndarray:
 def change_masks(patch: Patch, change: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> None:
     """`change` takes the nodes' bits and their indices."""
 
-    def changed(trees: TreeRows, step: SchedulerOutput) -> TreeRows:
+    def changed(trees: TreeTokens, step: SchedulerOutput) -> TreeTokens:
         bits, within = trees.ancestors, within_trees(trees, step)
         return replace(trees, ancestors=np.where(bits > 1, change(bits, within), bits))
 
@@ -89,7 +97,7 @@ def change_masks(patch: Patch, change: Callable[[np.ndarray, np.ndarray], np.nda
 
 
 @mutant()
-def nodes_see_all_rows_before(patch: Patch) -> None:
+def nodes_see_all_tokens_before(patch: Patch) -> None:
     one = np.uint64(1)
     change_masks(patch, lambda bits, within: (one << within) - one | one << within)
 
@@ -106,7 +114,7 @@ def nodes_miss_the_root(patch: Patch) -> None:
 
 @mutant()
 def nodes_miss_their_parents(patch: Patch) -> None:
-    def changed(trees: TreeRows, step: SchedulerOutput) -> TreeRows:
+    def changed(trees: TreeTokens, step: SchedulerOutput) -> TreeTokens:
         above = np.array(
             [p for own in map(_all_parents, trees.parents, step.num_scheduled_tokens) for p in own]
         )
@@ -121,8 +129,8 @@ def _all_parents(parents: list[int], count: int) -> list[int]:
 
 
 @mutant()
-def positions_by_row(patch: Patch) -> None:
-    change_trees(patch, lambda trees, step: replace(trees, positions=trees.places))
+def positions_by_index(patch: Patch) -> None:
+    change_trees(patch, lambda trees, step: replace(trees, positions=trees.kv_indices))
 
 
 @mutant()
@@ -137,69 +145,71 @@ def positions_one_too_deep(patch: Patch) -> None:
 
 # -- the walk --------------------------------------------------------------------------------------
 
-NextRow = Callable[[int, int, list[int], list[int]], int | None]
+NextNode = Callable[[int, int, list[int], list[int]], int | None]
 
 
-def change_walk(patch: Patch, step_down: NextRow) -> None:
-    def walk(drawn: list[int], token_ids: list[int], parents: list[int]) -> list[int]:
-        path = [0]
-        while (row := step_down(path[-1], drawn[path[-1]], token_ids, parents)) is not None:
-            path.append(row)
-        return path
-
-    patch.setattr(native_runner, "walk_tree", walk)
-    patch.setattr(verify_module, "next_row", step_down)
+def change_next_node(patch: Patch, find_child: NextNode) -> None:
+    patch.setattr(trees_module, "next_node", find_child)
 
 
 @mutant("fast", "deep")
 def a_sibling_is_taken(patch: Patch) -> None:
-    def wrong(row: int, drawn: int, token_ids: list[int], parents: list[int]) -> int | None:
-        child = next_row(row, drawn, token_ids, parents)
+    def wrong(node: int, token: int, token_ids: list[int], parents: list[int]) -> int | None:
+        child = next_node(node, token, token_ids, parents)
         if child is None:
             return None
-        return next(r for r in range(row + 1, len(parents)) if parents[r] == row)
+        return next(n for n in range(node + 1, len(parents)) if parents[n] == node)
 
-    change_walk(patch, wrong)
+    change_next_node(patch, wrong)
 
 
 @mutant("fast", "deep")
-def any_row_with_the_token_is_taken(patch: Patch) -> None:
-    def wrong(row: int, drawn: int, token_ids: list[int], parents: list[int]) -> int | None:
-        later = range(row + 1, len(parents))
-        return next((child for child in later if token_ids[child] == drawn), None)
+def any_node_with_the_token_is_taken(patch: Patch) -> None:
+    def wrong(node: int, token: int, token_ids: list[int], parents: list[int]) -> int | None:
+        later = range(node + 1, len(parents))
+        return next((child for child in later if token_ids[child] == token), None)
 
-    change_walk(patch, wrong)
+    change_next_node(patch, wrong)
 
 
 @mutant("fast", "deep")
 def one_node_too_many_is_taken(patch: Patch) -> None:
-    def wrong(row: int, drawn: int, token_ids: list[int], parents: list[int]) -> int | None:
-        child = next_row(row, drawn, token_ids, parents)
-        if child is None and row == 0:
-            child = next((r for r in range(1, len(parents)) if parents[r] == 0), None)
+    def wrong(node: int, token: int, token_ids: list[int], parents: list[int]) -> int | None:
+        child = next_node(node, token, token_ids, parents)
+        if child is None and node == 0:
+            child = next((n for n in range(1, len(parents)) if parents[n] == 0), None)
         return child
 
-    change_walk(patch, wrong)
+    change_next_node(patch, wrong)
+
+
+def change_last_token(patch: Patch, node_of: Callable[[list[int], list[int]], int]) -> None:
+    """`node_of` takes a tree's path and parents: the node after which its last token is sampled."""
+
+    def verify(step: SchedulerOutput, trees: TreeTokens, sample: SampleNodes) -> list[list[int]]:
+        paths = verify_trees(step, trees, sample)
+        right.append(paths)
+        return [
+            [*path[:-1], node_of(path, parents)] if parents else path
+            for path, parents in zip(paths, trees.parents, strict=True)
+        ]
+
+    def compact(step: SchedulerOutput, paths: list[list[int]], *others: Any) -> None:
+        compact_kv(step, right.pop(), *others)
+
+    right: list[list[list[int]]] = []  # KV moves as it should
+    patch.setattr(native_runner, "verify_trees", verify)
+    patch.setattr(native_runner, "compact_kv", compact)
 
 
 @mutant("fast")
-def the_last_token_is_drawn_after_the_last_row(patch: Patch) -> None:
-    def walk(drawn: list[int], token_ids: list[int], parents: list[int]) -> list[int]:
-        path = walk_tree(drawn, token_ids, parents)
-        drawn[path[-1]] = drawn[-1]
-        return path
-
-    patch.setattr(native_runner, "walk_tree", walk)
+def the_last_token_is_sampled_after_the_last_node(patch: Patch) -> None:
+    change_last_token(patch, lambda path, parents: len(parents) - 1)
 
 
 @mutant("fast")
-def the_last_token_is_drawn_after_the_row_before(patch: Patch) -> None:
-    def walk(drawn: list[int], token_ids: list[int], parents: list[int]) -> list[int]:
-        path = walk_tree(drawn, token_ids, parents)
-        drawn[path[-1]] = drawn[max(path[-1] - 1, 0)]
-        return path
-
-    patch.setattr(native_runner, "walk_tree", walk)
+def the_last_token_is_sampled_after_the_node_before(patch: Patch) -> None:
+    change_last_token(patch, lambda path, parents: max(path[-1] - 1, 0))
 
 
 # -- KV --------------------------------------------------------------------------------------------
@@ -247,83 +257,83 @@ def kv_moves_over_what_is_still_to_move(patch: Patch) -> None:
 
 
 @mutant("fast", "deep")
-def a_gap_of_one_row_is_overlooked(patch: Patch) -> None:
-    for module in (native_runner, verify_module):
-        patch.setattr(module, "gaps", lambda path: bool(path) and path[-1] > len(path))
+def a_gap_of_one_node_is_overlooked(patch: Patch) -> None:
+    patch.setattr(trees_module, "has_gaps", lambda path: bool(path) and path[-1] > len(path))
 
 
-# -- draws where the logits are --------------------------------------------------------------------
+# -- sampling where the logits are -----------------------------------------------------------------
 
 
-def change_draws(
-    patch: Patch, change: Callable[[StepDraws, np.ndarray, np.ndarray], StepDraws]
+def change_samples(
+    patch: Patch, change: Callable[[StepSamples, np.ndarray, np.ndarray], StepSamples]
 ) -> None:
-    """`change` takes the draws, and of each the index of its row in the sequence and whether the
-    row is a draft node."""
+    """`change` takes the samples, and for each the index of its token within the sequence's of the
+    step and whether the token is a draft node."""
     step = Executor.step
 
-    def changed(self: Executor, rows: StepRows, draws: StepDraws) -> np.ndarray:
-        firsts = np.repeat(np.cumsum(rows.counts) - rows.counts, rows.counts)[draws.rows]
-        is_node = rows.ancestors[draws.rows] > 1
-        return step(self, rows, change(draws, draws.rows - firsts, is_node))
+    def changed(self: Executor, inputs: StepInput, samples: StepSamples) -> np.ndarray:
+        counts, after = inputs.num_scheduled_tokens, samples.token_indices
+        firsts = np.repeat(np.cumsum(counts) - counts, counts)[after]
+        is_node = inputs.ancestors[after] > 1
+        return step(self, inputs, change(samples, after - firsts, is_node))
 
     patch.setattr(Executor, "step", changed)
 
 
 def roots_of(is_node: np.ndarray) -> np.ndarray:
-    """[N] of each draw the draw after its tree's root, or itself."""
+    """[N] for each sample the one after its tree's root, or itself."""
     return np.maximum.accumulate(np.where(is_node, 0, np.arange(len(is_node))))
 
 
 @mutant("fast")
-def noise_by_row_on_the_device(patch: Patch) -> None:
-    def changed(draws: StepDraws, within: np.ndarray, is_node: np.ndarray) -> StepDraws:
-        positions = draws.positions[roots_of(is_node)] + within
+def noise_by_index_on_the_device(patch: Patch) -> None:
+    def changed(samples: StepSamples, within: np.ndarray, is_node: np.ndarray) -> StepSamples:
+        positions = samples.positions[roots_of(is_node)] + within
         return replace(
-            draws, positions=np.where(is_node, positions, draws.positions).astype(np.int32)
+            samples, positions=np.where(is_node, positions, samples.positions).astype(np.int32)
         )
 
-    change_draws(patch, changed)
+    change_samples(patch, changed)
 
 
 @mutant("fast")
 def noise_of_the_root_on_the_device(patch: Patch) -> None:
-    def changed(draws: StepDraws, within: np.ndarray, is_node: np.ndarray) -> StepDraws:
-        return replace(draws, positions=draws.positions[roots_of(is_node)])
+    def changed(samples: StepSamples, within: np.ndarray, is_node: np.ndarray) -> StepSamples:
+        return replace(samples, positions=samples.positions[roots_of(is_node)])
 
-    change_draws(patch, changed)
+    change_samples(patch, changed)
 
 
 @mutant("fast")
 def nodes_are_greedy_on_the_device(patch: Patch) -> None:
-    def changed(draws: StepDraws, within: np.ndarray, is_node: np.ndarray) -> StepDraws:
-        return replace(draws, modes=np.where(is_node, GREEDY, draws.modes).astype(np.uint8))
+    def changed(samples: StepSamples, within: np.ndarray, is_node: np.ndarray) -> StepSamples:
+        return replace(samples, modes=np.where(is_node, GREEDY, samples.modes).astype(np.uint8))
 
-    change_draws(patch, changed)
-
-
-@mutant("fast")
-def nodes_draw_for_the_first_sample_on_the_device(patch: Patch) -> None:
-    def changed(draws: StepDraws, within: np.ndarray, is_node: np.ndarray) -> StepDraws:
-        indices = np.where(is_node, 0, draws.sample_indices)
-        return replace(draws, sample_indices=indices.astype(np.int32))
-
-    change_draws(patch, changed)
+    change_samples(patch, changed)
 
 
 @mutant("fast")
-def nodes_are_drawn_after_the_row_before_on_the_device(patch: Patch) -> None:
-    def changed(draws: StepDraws, within: np.ndarray, is_node: np.ndarray) -> StepDraws:
-        return replace(draws, rows=(draws.rows - is_node).astype(np.int32))
+def nodes_are_sampled_for_index_0_on_the_device(patch: Patch) -> None:
+    def changed(samples: StepSamples, within: np.ndarray, is_node: np.ndarray) -> StepSamples:
+        indices = np.where(is_node, 0, samples.sample_indices)
+        return replace(samples, sample_indices=indices.astype(np.int32))
 
-    change_draws(patch, changed)
+    change_samples(patch, changed)
 
 
-# -- draws depth after depth -----------------------------------------------------------------------
+@mutant("fast")
+def nodes_are_sampled_after_the_token_before_on_the_device(patch: Patch) -> None:
+    def changed(samples: StepSamples, within: np.ndarray, is_node: np.ndarray) -> StepSamples:
+        return replace(samples, token_indices=(samples.token_indices - is_node).astype(np.int32))
+
+    change_samples(patch, changed)
+
+
+# -- sampling depth after depth --------------------------------------------------------------------
 
 
 class Around:
-    """A sampler with a mistake for one walk. Call 0 of `sample` draws after the roots."""
+    """A sampler with a mistake for one step. Call 0 of `sample` samples after the roots."""
 
     def __init__(self, sampler: Any, drafted: verify_module.DraftedStep) -> None:
         self.sampler = sampler
@@ -336,13 +346,13 @@ class Around:
         return self.drafted.logits_after(rows)
 
     def sample(
-        self, logits: Any, slots: Any, positions: Any, samples: Any, settle: None = None
+        self, logits: Any, slots: Any, positions: Any, samples: Any, revise: None = None
     ) -> Any:
-        result = self.draw(logits, slots, positions, samples)
+        result = self.sample_from(logits, slots, positions, samples)
         self.num_calls += 1
         return result
 
-    def draw(self, logits: Any, slots: Any, positions: Any, samples: Any) -> Any:
+    def sample_from(self, logits: Any, slots: Any, positions: Any, samples: Any) -> Any:
         return self.sampler.sample(logits, slots, positions, samples)
 
     def observe(self, slot: int, position: int, token: int) -> None:
@@ -351,8 +361,8 @@ class Around:
     def ends_at(self, slot: int, token: int) -> bool:
         return bool(self.sampler.ends_at(slot, token))
 
-    def draw_with(self, name: str, value: Any, *args: Any) -> Any:
-        """Draws with an array of the sampler's set to a value, but for the roots."""
+    def sample_with(self, name: str, value: Any, *args: Any) -> Any:
+        """Samples with an array of the sampler's set to a value, except after the roots."""
         array = getattr(self.sampler, name)
         kept = array.copy()
         if self.num_calls:
@@ -375,12 +385,12 @@ def change_sampler(patch: Patch, kind: type[Around]) -> None:
 
 
 @mutant(*DEEP)
-def noise_by_row(patch: Patch) -> None:
+def noise_by_index(patch: Patch) -> None:
     class Wrong(Around):
-        def draw(self, logits: Any, slots: Any, positions: Any, samples: Any) -> Any:
+        def sample_from(self, logits: Any, slots: Any, positions: Any, samples: Any) -> Any:
             is_node = self.drafted.trees.ancestors[self.rows] > 1
-            positions = np.where(is_node, self.drafted.trees.places[self.rows] + 1, positions)
-            return super().draw(logits, slots, positions, samples)
+            positions = np.where(is_node, self.drafted.trees.kv_indices[self.rows] + 1, positions)
+            return super().sample_from(logits, slots, positions, samples)
 
     change_sampler(patch, Wrong)
 
@@ -388,8 +398,8 @@ def noise_by_row(patch: Patch) -> None:
 @mutant("deep")
 def noise_of_the_root(patch: Patch) -> None:
     class Wrong(Around):
-        def draw(self, logits: Any, slots: Any, positions: Any, samples: Any) -> Any:
-            return super().draw(logits, slots, positions - self.num_calls, samples)
+        def sample_from(self, logits: Any, slots: Any, positions: Any, samples: Any) -> Any:
+            return super().sample_from(logits, slots, positions - self.num_calls, samples)
 
     change_sampler(patch, Wrong)
 
@@ -397,32 +407,32 @@ def noise_of_the_root(patch: Patch) -> None:
 @mutant("deep")
 def nodes_are_greedy(patch: Patch) -> None:
     class Wrong(Around):
-        def draw(self, *args: Any) -> Any:
-            return self.draw_with("_temperature", 0.0, *args)
+        def sample_from(self, *args: Any) -> Any:
+            return self.sample_with("_temperature", 0.0, *args)
 
     change_sampler(patch, Wrong)
 
 
 @mutant("deep", drafter=Oracle)
-def nodes_are_drawn_without_thresholds(patch: Patch) -> None:
+def nodes_are_sampled_without_thresholds(patch: Patch) -> None:
     class Wrong(Around):
-        def draw(self, *args: Any) -> Any:
-            return self.draw_with("_restricts", False, *args)
+        def sample_from(self, *args: Any) -> Any:
+            return self.sample_with("_restricts", False, *args)
 
     change_sampler(patch, Wrong)
 
 
 @mutant("deep")
-def nodes_draw_for_the_first_sample(patch: Patch) -> None:
+def nodes_are_sampled_for_index_0(patch: Patch) -> None:
     class Wrong(Around):
-        def draw(self, *args: Any) -> Any:
-            return self.draw_with("_sample_index", 0, *args)
+        def sample_from(self, *args: Any) -> Any:
+            return self.sample_with("_sample_index", 0, *args)
 
     change_sampler(patch, Wrong)
 
 
 @mutant("deep")
-def nodes_are_drawn_after_the_row_before(patch: Patch) -> None:
+def nodes_are_sampled_after_the_token_before(patch: Patch) -> None:
     class Wrong(Around):
         def logits_after(self, rows: np.ndarray) -> torch.Tensor:
             return super().logits_after(rows - (self.drafted.trees.ancestors[rows] > 1))
@@ -432,10 +442,12 @@ def nodes_are_drawn_after_the_row_before(patch: Patch) -> None:
 
 @mutant("deep")
 def a_draft_is_accepted_as_in_rejection_sampling(patch: Patch) -> None:
-    """u < p of the first child, else a draw without it: of the right law, but not the same."""
+    """u < p of the first child, else a sample without it: the right distribution, other tokens."""
 
     class Wrong(Around):
-        def draw(self, logits: torch.Tensor, slots: Any, positions: Any, samples: Any) -> Any:
+        def sample_from(
+            self, logits: torch.Tensor, slots: Any, positions: Any, samples: Any
+        ) -> Any:
             parents, firsts = (
                 self.drafted.trees.parents,
                 np.cumsum(self.drafted.step.num_scheduled_tokens),
@@ -450,13 +462,13 @@ def a_draft_is_accepted_as_in_rejection_sampling(patch: Patch) -> None:
                     u = np.random.default_rng(row).random()
                     accepts = u < float(logits[index].softmax(0)[token])
                     logits[index, token] = 1e4 if accepts else -torch.inf
-            return super().draw(logits, slots, positions, samples)
+            return super().sample_from(logits, slots, positions, samples)
 
     change_sampler(patch, Wrong)
 
 
 @mutant(*DEEP, drafter=Oracle)
-def processors_do_not_hear_of_the_path(patch: Patch) -> None:
+def processors_do_not_observe_the_path(patch: Patch) -> None:
     class Wrong(Around):
         def observe(self, slot: int, position: int, token: int) -> None:
             pass
@@ -465,7 +477,7 @@ def processors_do_not_hear_of_the_path(patch: Patch) -> None:
 
 
 @mutant("deep", drafter=Oracle)
-def processors_hear_of_the_path_twice(patch: Patch) -> None:
+def processors_observe_the_path_twice(patch: Patch) -> None:
     class Wrong(Around):
         def observe(self, slot: int, position: int, token: int) -> None:
             self.sampler.observe(slot, position, token)
@@ -475,7 +487,7 @@ def processors_hear_of_the_path_twice(patch: Patch) -> None:
 
 
 @mutant("deep", drafter=Oracle)
-def processors_do_not_hear_of_the_last_token(patch: Patch) -> None:
+def processors_do_not_observe_the_last_token(patch: Patch) -> None:
     observe_inputs = native_runner.observe_inputs
 
     def deaf(sampler: Any, step: SchedulerOutput) -> None:
@@ -488,8 +500,8 @@ def processors_do_not_hear_of_the_last_token(patch: Patch) -> None:
 @mutant("deep")
 def nodes_have_the_log_probabilities_of_the_root(patch: Patch) -> None:
     class Wrong(Around):
-        def draw(self, logits: Any, slots: Any, positions: Any, samples: Any) -> Any:
-            result = super().draw(logits, slots, positions, samples)
+        def sample_from(self, logits: Any, slots: Any, positions: Any, samples: Any) -> Any:
+            result = super().sample_from(logits, slots, positions, samples)
             entries = result.logprob_entries()
             if self.num_calls == 0:
                 self.of_roots = dict(zip(np.repeat(slots, samples).tolist(), entries, strict=True))
@@ -529,4 +541,4 @@ def no_token_behind_the_accepted_ones(patch: Patch) -> None:
 
 
 def no_node_below_the_first_is_taken(patch: Patch) -> None:
-    change_walk(patch, lambda row, *others: None if row else next_row(row, *others))
+    change_next_node(patch, lambda node, *others: None if node else next_node(node, *others))

@@ -15,7 +15,7 @@ from hetero_llm.cpu.paged_attention import native_row_kernel
 from hetero_llm.runner.attention import TorchPagedAttention
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.runner.scored_attention import Reach, ScoredAttention, Scoring
-from hetero_llm.spec_decode.verify import TreeRows, tree_rows
+from hetero_llm.spec_decode.verify import TreeTokens, tree_tokens
 
 LAYERS, HEADS, KV_HEADS, DIM, BLOCK = 2, 6, 2, 16, 8
 STARTS, COUNTS = [0, 30, 7, 19, 64], [11, 1, 9, 1, 24]
@@ -96,7 +96,7 @@ def test_equals_softmax_over_the_context(
         assert torch.equal(stored, torch.stack((k[row], v[row])))
 
 
-def drafted(starts: list[int], chunks: list[int], nodes: list[list[int]]) -> TreeRows:
+def drafted(starts: list[int], chunks: list[int], nodes: list[list[int]]) -> TreeTokens:
     """Rows of sequences with so many rows of their own, and nodes with these parents."""
     numbers = [starts, [c + len(n) for c, n in zip(chunks, nodes)], [1] * sum(chunks)]
     counts = [len(n) for n in nodes]
@@ -110,7 +110,7 @@ def drafted(starts: list[int], chunks: list[int], nodes: list[list[int]]) -> Tre
         np.zeros((2, 0), np.int32),
         drafts,
     )
-    return tree_rows(step, drafts)
+    return tree_tokens(step, drafts)
 
 
 @pytest.mark.parametrize("kind", ["masks", "row by row", "row kernel"])
@@ -126,13 +126,13 @@ def test_nodes_see_their_own_path(
     counts = chunks + [len(n) for n in nodes]
     trees = drafted(starts.tolist(), chunks.tolist(), nodes)
     owner = np.repeat(np.arange(5), counts)
-    blocks = tables[owner, trees.places // BLOCK]
+    blocks = tables[owner, trees.kv_indices // BLOCK]
     config = config_of(None, window, softcap=softcap, alibi=alibi)
     kernel = native_row_kernel(cache, HEADS, Scoring.of(config)) if kind == "row kernel" else None
     attention = TorchPagedAttention(config, cache, kind == "row by row", kernel)
     q = torch.randn(len(owner), HEADS, DIM)
     k, v = torch.randn(2, len(owner), KV_HEADS, DIM)
-    out = attention.plan(starts, counts, tables, trees.places, blocks, trees)(1, q, k, v)
+    out = attention.plan(starts, counts, tables, trees.kv_indices, blocks, trees)(1, q, k, v)
     for row, sequence in enumerate(owner):
         path = [row - int(counts[:sequence].sum())]
         while path[0]:

@@ -1,4 +1,4 @@
-"""The walk by depth over a stand-in for a model, whose logits depend on the row's token alone."""
+"""Sampling by depth over a stand-in for a model, whose logits depend on one token alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import Sampler
-from hetero_llm.spec_decode.verify import tree_rows
+from hetero_llm.spec_decode.verify import tree_tokens
 
 VOCAB, SLOTS, BLOCK = 32, 4, 4
 PROMPT = (3, 1, 4)
@@ -22,15 +22,15 @@ GREEDY = SamplingParams(temperature=0)
 
 
 def logits_of(token: int, likely: int = 1) -> torch.Tensor:
-    """Most likely is the `likely`-th token behind, then the one behind that, ..."""
+    """Most likely is the `likely`-th token after `token`, then the next one, ..."""
     return -torch.tensor([float((t - token - likely) % VOCAB) for t in range(VOCAB)])
 
 
-class Walks:
+class Verified:
     """One step of several sequences, verified.
 
     Args:
-        trees: of each sequence, a decoding one in slot 0, 1, ...; None: it is not drafted for.
+        trees: of each sequence, in request slots 0, 1, ...; None: no draft.
         params: of each one.
         known: tokens of each one.
         likely: see `logits_of`.
@@ -68,23 +68,25 @@ class Walks:
         )
         shape = KVCacheShape(1, 1, 2, BLOCK, torch.float32)
         self.cache = PagedKVCache(shape, 64, torch.device("cpu"))
-        rows = tree_rows(self.step, drafts)
+        tokens = tree_tokens(self.step, drafts)
         self.asked: list[list[int]] = []
 
         def logits_after(asked: np.ndarray) -> torch.Tensor:
             self.asked.append(asked.tolist())
-            return torch.stack([logits_of(t, likely) for t in rows.token_ids[asked].tolist()])
+            return torch.stack([logits_of(t, likely) for t in tokens.token_ids[asked].tolist()])
 
-        self.cache_rows = np.random.default_rng(0).permutation(64 * BLOCK)[: len(rows.places)]
-        for number, place in enumerate(self.cache_rows):
+        self.slot_mapping = np.random.default_rng(0).permutation(64 * BLOCK)[
+            : len(tokens.kv_indices)
+        ]
+        for number, place in enumerate(self.slot_mapping):
             self.cache.data[place // BLOCK, 0, :, place % BLOCK] = number
-        self.drafted = DraftedStep(self.step, rows, self.cache_rows, logits_after, [])
+        self.drafted = DraftedStep(self.step, tokens, self.slot_mapping, logits_after, [])
         self.last_tokens = torch.full((SLOTS,), -1)
         self.output = verify(self.drafted, self.sampler, self.cache, self.last_tokens)
 
-    def kv_of_rows(self) -> list[int]:
-        """What lies where each row's KV was stored: the number of the row whose it was."""
-        return [int(self.cache.data[p // BLOCK, 0, 0, p % BLOCK, 0, 0]) for p in self.cache_rows]
+    def kv_of_tokens(self) -> list[int]:
+        """For each token the number of the token whose KV is now in its KV slot."""
+        return [int(self.cache.data[p // BLOCK, 0, 0, p % BLOCK, 0, 0]) for p in self.slot_mapping]
 
 
 def tree(*nodes: tuple[int, int]) -> DraftTree:
@@ -93,8 +95,8 @@ def tree(*nodes: tuple[int, int]) -> DraftTree:
     return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32))
 
 
-def test_all_sequences_are_drawn_depth_by_depth() -> None:
-    walks = Walks(
+def test_all_sequences_are_sampled_depth_by_depth() -> None:
+    verified = Verified(
         [
             tree((9, -1), (5, -1), (6, 1), (7, 1), (7, 2)),
             None,
@@ -104,17 +106,17 @@ def test_all_sequences_are_drawn_depth_by_depth() -> None:
         [GREEDY] * 4,
         [(*PROMPT, 4), (*PROMPT, 8), (*PROMPT, 5, 6), PROMPT],
     )
-    output = walks.output
+    output = verified.output
     assert output.num_tokens == [4, 1, 2, 1]
     assert output.token_ids == [5, 6, 7, 8, 9, 7, 8, 5]
     assert (output.logprobs, output.errors, output.prompt_logprobs) == (None, {}, {})
-    assert walks.asked == [[0, 6, 7, 10], [2, 8], [3], [5]]
-    assert walks.last_tokens.tolist() == [8, 9, 8, 5]
-    assert walks.kv_of_rows() == [0, 2, 3, 5, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert verified.asked == [[0, 6, 7, 10], [2, 8], [3], [5]]
+    assert verified.last_tokens.tolist() == [8, 9, 8, 5]
+    assert verified.kv_of_tokens() == [0, 2, 3, 5, 4, 5, 6, 7, 8, 9, 10, 11]
 
 
 def test_penalties_count_the_path_once() -> None:
-    """The same token is most likely again, so it is drawn until the penalty has grown: how often
+    """The same token is most likely again, so it is sampled until the penalty has grown: how often
     depends on what was accepted, and not on siblings that carry it as well."""
     params = SamplingParams(temperature=0, frequency_penalty=0.6)
     sequence = [*PROMPT, 4]
@@ -127,17 +129,17 @@ def test_penalties_count_the_path_once() -> None:
         sequence.append(expected[-1])
     assert expected == [4, 5, 5, 6, 6, 7]
     path = tree((4, -1), (4, -1), (4, 0), (5, 0), (5, 0), (5, 3), (6, 5), (5, 5), (6, 6))
-    walks = Walks([path], [params], [(*PROMPT, 4)], num_logprobs=1, likely=0)
-    assert walks.output.token_ids == expected
-    assert walks.asked == [[0], [1], [4], [6], [7], [9]]
-    assert walks.output.logprobs is not None
-    for token, logprobs, entry in zip(expected, entries, walks.output.logprobs, strict=True):
+    verified = Verified([path], [params], [(*PROMPT, 4)], num_logprobs=1, likely=0)
+    assert verified.output.token_ids == expected
+    assert verified.asked == [[0], [1], [4], [6], [7], [9]]
+    assert verified.output.logprobs is not None
+    for token, logprobs, entry in zip(expected, entries, verified.output.logprobs, strict=True):
         assert entry is not None  # the model's own, before any penalty
         assert entry.sampled == pytest.approx(float(logprobs[token]))
         assert entry.top == ((int(logprobs.argmax()), pytest.approx(float(logprobs.max()))),)
     for position, token in enumerate(sequence[:-1]):  # as the next step's root, and all before it
-        walks.sampler.observe(0, position, token)
-    history = walks.sampler._history[0]
+        verified.sampler.observe(0, position, token)
+    history = verified.sampler._history[0]
     assert history.token_ids == sequence[:-1]
     assert history.output_counts is not None
     assert history.output_counts.nonzero().flatten().tolist() == [4, 5, 6]
@@ -158,12 +160,12 @@ def test_a_users_processor_raises_further_down(stops: bool) -> None:
         temperature=0, logits_processors=[processor], stop_token_ids=[6] if stops else []
     )
     chain = tree((5, -1), (6, 0), (7, 1), (8, 2))
-    walks = Walks([chain], [params], [(*PROMPT, 4)])
-    assert walks.output.token_ids == [5, 6] and walks.output.errors == {}
+    verified = Verified([chain], [params], [(*PROMPT, 4)])
+    assert verified.output.token_ids == [5, 6] and verified.output.errors == {}
     assert calls == ([1, 2] if stops else [1, 2, 3])
     step: Any = np.zeros(1, np.int32)
-    walks.sampler.observe(0, 5, 6)
-    result = walks.sampler.sample(logits_of(6).unsqueeze(0), step, step + 6, step + 1)
+    verified.sampler.observe(0, 5, 6)
+    result = verified.sampler.sample(logits_of(6).unsqueeze(0), step, step + 6, step + 1)
     assert calls == [1, 2, 3]  # it is not asked again
     assert result.errors == {0: "logits processor processor raised ValueError: no more"}
 
@@ -174,7 +176,7 @@ def test_an_error_at_the_root_is_reported_at_once() -> None:
 
     params = SamplingParams(temperature=0, logits_processors=[processor])
     chain = tree((5, -1), (6, 0))
-    walks = Walks([chain, chain], [params, GREEDY], [(*PROMPT, 4)] * 2)
-    assert list(walks.output.errors) == [0]
-    assert walks.output.num_tokens == [1, 3]
-    assert walks.output.token_ids[1:] == [5, 6, 7]
+    verified = Verified([chain, chain], [params, GREEDY], [(*PROMPT, 4)] * 2)
+    assert list(verified.output.errors) == [0]
+    assert verified.output.num_tokens == [1, 3]
+    assert verified.output.token_ids[1:] == [5, 6, 7]

@@ -20,7 +20,7 @@ from hetero_llm.demo_models import heldout_prompts
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.runner.verify import DraftedStep, typical_bounds, verify
 from hetero_llm.sampling.sampler import Sampler
-from hetero_llm.spec_decode.verify import tree_rows
+from hetero_llm.spec_decode.verify import tree_tokens
 
 VOCAB, LENGTH = 12, 5
 RULE = TypicalAcceptance(0.09, 0.3)
@@ -54,10 +54,10 @@ def run(
         np.zeros(count, np.int32), np.ones(count, np.int32), (), (), np.zeros((3, 0), np.int32),
         np.zeros((2, 0), np.int32), drafts,
     )  # fmt: skip
-    rows = tree_rows(step, drafts)
+    rows = tree_tokens(step, drafts)
     cache = PagedKVCache(KVCacheShape(1, 1, 2, 4, torch.float32), 200, torch.device("cpu"))
     drafted = DraftedStep(
-        step, rows, np.arange(len(rows.places)), lambda asked: table[rows.token_ids[asked]], []
+        step, rows, np.arange(len(rows.kv_indices)), lambda asked: table[rows.token_ids[asked]], []
     )
     return verify(drafted, sampler, cache, typical=rule)
 
@@ -70,7 +70,7 @@ def random_tree(rng: np.random.Generator) -> DraftTree:
 
 
 def distribution(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
-    """What a request draws from, worked out in numpy: temperature and top-k."""
+    """What a request samples from, computed in numpy: temperature and top-k."""
     values = logits.double().numpy() / params.temperature
     if params.top_k > 0:
         values = np.where(values < np.sort(values)[-params.top_k], -np.inf, values)
@@ -81,7 +81,7 @@ def distribution(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
 def reference(
     tree: DraftTree, table: torch.Tensor, params: SamplingParams, sampler: Sampler, slot: int
 ) -> tuple[list[int], int]:
-    """The tokens of one sequence, and how many of them were not the target's draws."""
+    """The tokens of one sequence, and how many of them the target did not sample."""
     emitted: list[int] = []
     lossy, at, last = 0, -1, 0
     while True:
@@ -130,7 +130,7 @@ def test_every_decision_is_that_of_a_plain_walk() -> None:
 
 @pytest.mark.parametrize(("rank", "accepted"), [(0, True), (1, True), (2, False), (11, False)])
 def test_how_often_a_token_is_accepted(rank: int, accepted: bool) -> None:
-    """Always where it is typical, else as often as the target draws it."""
+    """Always where it is typical, else as often as the target samples it."""
     logits = torch.log(torch.tensor([0.5, 0.3] + [0.02] * 10))
     table = logits.expand(VOCAB, VOCAB)
     p = distribution(logits, HOT)

@@ -1,4 +1,4 @@
-"""The counter-based noise: published Philox vectors, the numpy twin, and its distribution."""
+"""The counter-based noise: published Philox vectors, the numpy reference, and its distribution."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_philox_known_answers(counter: list[int], key: list[int], expected: list
     assert [int(w) for w in words] == expected
 
 
-def test_torch_noise_equals_the_numpy_twin() -> None:
+def test_torch_noise_equals_the_numpy_reference() -> None:
     rng = np.random.default_rng(0)
     seeds = [0, 1, 2**63, 2**64 - 1, *(int(s) for s in rng.integers(0, 2**63, 20))]
     positions = rng.integers(0, 1 << 20, len(seeds))
@@ -44,9 +44,9 @@ def test_torch_noise_equals_the_numpy_twin() -> None:
     assert noise.shape == (len(seeds), 1003)
     for row, seed in enumerate(seeds):
         for token in (0, 1, 2, 3, 4, 517, 1002):
-            twin = gumbel_noise_numpy(seed, int(positions[row]), int(indices[row]), token)
+            reference = gumbel_noise_numpy(seed, int(positions[row]), int(indices[row]), token)
             # The counters agree to the bit; logarithms of two libraries may differ by an ulp.
-            assert float(noise[row, token]) == pytest.approx(float(twin), rel=1e-5, abs=1e-5)
+            assert float(noise[row, token]) == pytest.approx(float(reference), rel=1e-5, abs=1e-5)
 
 
 def test_noise_is_standard_gumbel() -> None:

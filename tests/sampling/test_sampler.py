@@ -21,8 +21,8 @@ def state(params: SamplingParams, *, slot: int = 0, **fields: object) -> Admitte
     return AdmittedSequence(request_slot=slot, params=params, **(values | fields))
 
 
-def draw_many(params: SamplingParams, count: int) -> np.ndarray:
-    """Histogram of `count` draws, each at another position."""
+def sample_many(params: SamplingParams, count: int) -> np.ndarray:
+    """Histogram of `count` samples, each at another position."""
     sampler = Sampler(1, VOCAB, torch.device("cpu"))
     sampler.admit(state(params))
     result = sampler.sample(
@@ -36,7 +36,7 @@ def draw_many(params: SamplingParams, count: int) -> np.ndarray:
 
 def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
     inside = probs > 0
-    assert counts[~inside].sum() == 0, "a token outside the support was drawn"
+    assert counts[~inside].sum() == 0, "a token outside the support was sampled"
     expected = probs[inside] * counts.sum()
     return float(((counts[inside] - expected) ** 2 / expected).sum())
 
@@ -44,21 +44,21 @@ def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_temperature_gives_the_softmax_distribution(temperature: float) -> None:
     probs = (LOGITS / temperature).softmax(-1).double().numpy()
-    counts = draw_many(SamplingParams(temperature=temperature, seed=11), 20000)
+    counts = sample_many(SamplingParams(temperature=temperature, seed=11), 20000)
     assert chi_square(counts, probs) < CHI2_999[7]
 
 
 def test_top_k_renormalises_over_k_tokens() -> None:
     probs = np.zeros(VOCAB)
     probs[:4] = LOGITS[:4].softmax(-1).double().numpy()
-    assert chi_square(draw_many(SamplingParams(top_k=4, seed=3), 20000), probs) < CHI2_999[3]
+    assert chi_square(sample_many(SamplingParams(top_k=4, seed=3), 20000), probs) < CHI2_999[3]
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     full = LOGITS.softmax(-1).double().numpy()
     assert full[:3].sum() < 0.85 <= full[:4].sum()
     probs = np.where(np.arange(VOCAB) < 4, full, 0) / full[:4].sum()
-    assert chi_square(draw_many(SamplingParams(top_p=0.85, seed=4), 20000), probs) < CHI2_999[3]
+    assert chi_square(sample_many(SamplingParams(top_p=0.85, seed=4), 20000), probs) < CHI2_999[3]
 
 
 def test_min_p_drops_tokens_relative_to_the_best() -> None:
@@ -66,11 +66,11 @@ def test_min_p_drops_tokens_relative_to_the_best() -> None:
     kept = full >= 0.15 * full.max()
     assert kept.sum() == 4
     probs = np.where(kept, full, 0) / full[kept].sum()
-    assert chi_square(draw_many(SamplingParams(min_p=0.15, seed=5), 20000), probs) < CHI2_999[3]
+    assert chi_square(sample_many(SamplingParams(min_p=0.15, seed=5), 20000), probs) < CHI2_999[3]
 
 
 def test_a_tiny_top_p_leaves_the_best_token() -> None:
-    assert draw_many(SamplingParams(top_p=1e-6, seed=1), 100)[0] == 100
+    assert sample_many(SamplingParams(top_p=1e-6, seed=1), 100)[0] == 100
 
 
 def test_restrictions_of_one_row_do_not_touch_another() -> None:
@@ -82,7 +82,7 @@ def test_restrictions_of_one_row_do_not_touch_another() -> None:
     assert torch.equal(restricted[1], LOGITS)
 
 
-def test_draws_do_not_depend_on_the_batch() -> None:
+def test_samples_do_not_depend_on_the_batch() -> None:
     params = [SamplingParams(temperature=t, top_p=p, seed=9) for t, p in ((1, 1), (0.8, 0.9))]
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0))
 
@@ -99,17 +99,17 @@ def test_draws_do_not_depend_on_the_batch() -> None:
     assert run([5, 3, 1]) == [together[5], together[3], together[1]]
 
 
-def test_forking_row_draws_one_token_per_sample_index() -> None:
+def test_a_forking_row_samples_one_token_per_sample_index() -> None:
     sampler = Sampler(2, VOCAB, torch.device("cpu"))
     params = SamplingParams(n=5, seed=2)
     sampler.admit(state(params))
     slots, positions = np.array([0], np.int32), np.array([4], np.int32)
-    drawn = sampler.sample(LOGITS[None], slots, positions, np.array([5], np.int32)).token_ids
+    sampled = sampler.sample(LOGITS[None], slots, positions, np.array([5], np.int32)).token_ids
     for index in range(5):
         sampler.admit(state(params, slot=1, sample_index=index))
         one = sampler.sample(LOGITS[None], slots + 1, positions, np.array([1], np.int32))
-        assert int(one.token_ids[0]) == int(drawn[index])
-    assert len(set(drawn.tolist())) > 1
+        assert int(one.token_ids[0]) == int(sampled[index])
+    assert len(set(sampled.tolist())) > 1
 
 
 def test_penalties_follow_their_definitions() -> None:

@@ -118,8 +118,8 @@ def test_one_kind_at_a_time(folder: Path, kind: str) -> None:
 def test_prompt_logprobs_in_pieces_beside_trees(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The native runner holds the logits of few prompt tokens: it splits steps, but no tree."""
-    monkeypatch.setattr(model_runner, "_PROMPT_LOGPROB_ROWS", 3)
+    """The native runner holds logits of few prompt rows at once: it cuts steps, but no tree."""
+    monkeypatch.setattr(model_runner, "PROMPT_LOGPROB_TOKENS", 3)
     kinds = ["plain", "presence", *["prompt logprobs"] * 5, "samples", "prompt logprobs"]
     limits = {"max_num_batched_tokens": 30, "max_num_seqs": 6}
     expected = serve(build(folder, **limits), work_of(kinds))

@@ -38,8 +38,8 @@ from hetero_llm.cpu.executor import (
     MOST_CANDIDATES,
     Candidates,
     Executor,
-    StepDraws,
-    StepRows,
+    StepInput,
+    StepSamples,
     unsupported_reason,
 )
 from hetero_llm.cpu.fused import speed_up
@@ -203,20 +203,20 @@ class _NativePath:
 
     def __init__(self, executor: Executor, kv_layout: KVLayout, found: Candidates) -> None:
         arrays = kv_layout.arrays
-        rows = StepRows(
+        rows = StepInput(
             token_ids=arrays.token_ids,
             positions=arrays.positions,
-            cache_rows=arrays.slot_mapping,
-            slots=arrays.slots,
-            starts=arrays.starts,
-            counts=arrays.counts,
+            slot_mapping=arrays.slot_mapping,
+            request_slots=arrays.slots,
+            num_computed_tokens=arrays.starts,
+            num_scheduled_tokens=arrays.counts,
             is_tree=arrays.is_tree,
             bases=arrays.bases,
             ancestors=arrays.ancestors,
-            tables=kv_layout.block_tables,
+            block_tables=kv_layout.block_tables,
         )
-        samples = StepDraws(
-            rows=arrays.sample_rows,
+        samples = StepSamples(
+            token_indices=arrays.sample_rows,
             modes=np.full(len(arrays.sample_rows), CANDIDATES, np.uint8),
             temperatures=arrays.temperatures,
             seeds=arrays.seeds,

@@ -69,7 +69,7 @@ class Sampling(NamedTuple):
 
 
 class StepArrays(NamedTuple):
-    """A step's tokens and its samples: see `cpu.executor.StepRows` and `StepDraws`."""
+    """A step's tokens and its samples: see `cpu.executor.StepInput` and `StepSamples`."""
 
     token_ids: np.ndarray
     positions: np.ndarray

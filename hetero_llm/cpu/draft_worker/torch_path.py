@@ -14,7 +14,7 @@ from hetero_llm.models.layers import CausalLM
 from hetero_llm.runner.attention import TorchPagedAttention
 from hetero_llm.runner.scored_attention import Scoring
 from hetero_llm.sampling.noise import gumbel_noise
-from hetero_llm.spec_decode.verify import TreeRows
+from hetero_llm.spec_decode.verify import TreeTokens
 
 
 class TorchPath:
@@ -41,9 +41,9 @@ class TorchPath:
         starts, counts = arrays.starts[sequences], arrays.counts[sequences]
         firsts = np.cumsum(counts) - counts
         places = np.arange(size.rows, dtype=np.int32) + np.repeat(starts - firsts, counts)
-        trees = TreeRows(
+        trees = TreeTokens(
             arrays.token_ids[rows], places, places, arrays.ancestors[rows],
-            arrays.is_tree[sequences], [], arrays.bases[sequences],
+            arrays.is_tree[sequences], [], [], arrays.bases[sequences],
         )  # fmt: skip
         blocks = arrays.slot_mapping[rows] // BLOCK
         tables = self._kv_layout.block_tables[arrays.slots[sequences]]

@@ -207,17 +207,17 @@ def test_rows_of_a_draft_step(kind: str) -> None:
     tables = draft_step.block_tables(work, blocks)
     assert len(np.unique(tables)) == tables.size
     rows, draws = draft_step.step_arrays(work, tables)
-    assert len(np.unique(rows.cache_rows)) == 4
-    assert rows.counts.sum() == 4 == len(draws.rows)
-    assert (rows.starts == 39).all() and (rows.positions == 39).all()
+    assert len(np.unique(rows.slot_mapping)) == 4
+    assert rows.num_scheduled_tokens.sum() == 4 == len(draws.token_indices)
+    assert (rows.num_computed_tokens == 39).all() and (rows.positions == 39).all()
     if kind == "branches":
         assert rows.ancestors.tolist() == [1, 2, 4, 8] and rows.is_tree.all()
-        places = rows.starts[0] + np.arange(4)
+        places = rows.num_computed_tokens[0] + np.arange(4)
         expected = tables[0][places // 16] * 16 + places % 16
     else:
         assert rows.ancestors.tolist() == [1] * 4 and not rows.is_tree.any()
         expected = tables[:, 2] * 16 + 39 % 16
-    assert rows.cache_rows.tolist() == expected.tolist()
+    assert rows.slot_mapping.tolist() == expected.tolist()
 
 
 def test_draft_step_table() -> None:

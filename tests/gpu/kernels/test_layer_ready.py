@@ -21,7 +21,7 @@ from hetero_llm.gpu.kernels.layer_ready import (
     wait_for_loads_reference,
 )
 from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
-from hetero_llm.runner.model_runner import TimedGates
+from hetero_llm.runner.model_runner import TimedLayerReadyFlags
 
 LOOKS = 3
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
@@ -155,7 +155,7 @@ def test_flags_are_armed_for_running_loads(device: torch.device) -> None:
     found = {11: LayerReadyFlag(4, 30), 12: None, 13: LayerReadyFlag(63, 2**31 + 5)}
     layer_ready = DeviceLayerReadyFlags(device, found.__getitem__, most_looks=LOOKS)
     layer_ready.flags[4], layer_ready.flags[63] = 30, 5 - 2**31
-    assert isinstance(layer_ready, TimedGates)
+    assert isinstance(layer_ready, TimedLayerReadyFlags)
     assert layer_ready.flags_address == layer_ready.flags.data_ptr()
 
     def opens(tickets: tuple[int, ...], layer: int) -> bool:

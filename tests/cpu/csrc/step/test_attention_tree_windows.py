@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_llm.cpu.executor import TREE_WINDOW, StepRows
+from hetero_llm.cpu.executor import TREE_WINDOW, StepInput
 from tests.cpu.csrc.step.test_executor import (
     BEST,
     BLOCK,
@@ -49,7 +49,7 @@ class Tree:
         return [*above, node]
 
 
-def step_rows(served: Served, trees: Sequence[Tree], parts: Sequence[Part]) -> StepRows:
+def step_rows(served: Served, trees: Sequence[Tree], parts: Sequence[Part]) -> StepInput:
     """The trees' nodes that have not been run, then the parts. Trees end up run."""
     of_parts = served.rows(parts)
     tokens: list[int] = []
@@ -76,10 +76,10 @@ def step_rows(served: Served, trees: Sequence[Tree], parts: Sequence[Part]) -> S
         of_parts,
         token_ids=joined(tokens, of_parts.token_ids),
         positions=joined(positions, of_parts.positions),
-        cache_rows=joined(places, of_parts.cache_rows),
-        slots=joined([tree.slot for tree in trees], of_parts.slots),
-        starts=joined(starts, of_parts.starts),
-        counts=joined(counts, of_parts.counts),
+        slot_mapping=joined(places, of_parts.slot_mapping),
+        request_slots=joined([tree.slot for tree in trees], of_parts.request_slots),
+        num_computed_tokens=joined(starts, of_parts.num_computed_tokens),
+        num_scheduled_tokens=joined(counts, of_parts.num_scheduled_tokens),
         bases=joined([tree.base for tree in trees], of_parts.bases),
         is_tree=joined([1] * len(trees), of_parts.is_tree),
         ancestors=joined(bits, of_parts.ancestors),

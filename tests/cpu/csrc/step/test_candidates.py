@@ -19,7 +19,7 @@ from hetero_llm.cpu.executor import (
     MOST_CANDIDATES,
     NOISY,
     Candidates,
-    StepDraws,
+    StepSamples,
 )
 from hetero_llm.cpu.step_rows import Best, NoiseKey
 from hetero_llm.demo_models import demo_folder
@@ -140,10 +140,10 @@ def test_values_that_are_no_numbers(library: ctypes.CDLL, width: int, isa: int) 
 # -- as draws of a step ---------------------------------------------------------------------------
 
 
-def draws_of(rows: np.ndarray, modes: np.ndarray, temperatures: np.ndarray) -> StepDraws:
+def draws_of(rows: np.ndarray, modes: np.ndarray, temperatures: np.ndarray) -> StepSamples:
     count = len(rows)
-    return StepDraws(
-        rows=rows.astype(np.int32),
+    return StepSamples(
+        token_indices=rows.astype(np.int32),
         modes=modes.astype(np.uint8),
         temperatures=temperatures.astype(np.float32),
         seeds=np.arange(count, dtype=np.uint64) + np.uint64(2**63 - 5),
@@ -152,9 +152,9 @@ def draws_of(rows: np.ndarray, modes: np.ndarray, temperatures: np.ndarray) -> S
     )
 
 
-def scores_of(logits: torch.Tensor, draws: StepDraws) -> NDArray[np.float32]:
+def scores_of(logits: torch.Tensor, draws: StepSamples) -> NDArray[np.float32]:
     """[N, vocab] scores, noise added where a draw's temperature is above 0."""
-    chosen = logits[torch.from_numpy(draws.rows).long()]
+    chosen = logits[torch.from_numpy(draws.token_indices).long()]
     keys = torch.tensor([signed_seed(int(seed)) for seed in draws.seeds])
     positions, indices = (
         torch.from_numpy(a).long() for a in (draws.positions, draws.sample_indices)
@@ -211,7 +211,7 @@ def test_beside_draws_of_other_modes(draft: Path, threads: int) -> None:
     found = Candidates(np.full((40, 5), -7, np.int32), np.full((40, 5), 7, np.float32))
     prepared = served.executor.prepare(rows, draws, tokens, found)
     scores = scores_of(logits, draws)
-    scores[modes == GREEDY] = logits[draws.rows[modes == GREEDY]].numpy()
+    scores[modes == GREEDY] = logits[draws.token_indices[modes == GREEDY]].numpy()
     for count in (40, 7, 2):
         tokens[:], found.tokens[:], found.log_probs[:] = -7, -7, 7
         served.executor.run(prepared, 50, 1, count)

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from hetero_llm.cpu import native
-from hetero_llm.cpu.executor import GREEDY, NOISY, Executor, StepDraws, StepRows
+from hetero_llm.cpu.executor import GREEDY, NOISY, Executor, StepInput, StepSamples
 from hetero_llm.demo_models import demo_folder, heldout_prompts
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
@@ -83,7 +83,7 @@ class Served:
             weight_format=weight_format, isa=isa,
         )  # fmt: skip
 
-    def rows(self, parts: Sequence[Part]) -> StepRows:
+    def rows(self, parts: Sequence[Part]) -> StepInput:
         positions: list[int] = []
         places: list[int] = []
         ancestors: list[int] = []
@@ -97,7 +97,7 @@ class Served:
                 positions.append(part.start + depth[row] if part.parents else at)
                 places.append(int(self.tables[part.slot, at // BLOCK]) * BLOCK + at % BLOCK)
                 ancestors.append(bits[row] if part.parents else 0)
-        return StepRows(
+        return StepInput(
             np.array([t for part in parts for t in part.tokens], np.int32),
             np.array(positions, np.int32),
             np.array(places, np.int32),
@@ -219,7 +219,7 @@ def test_draws_are_those_of_the_logits(checkpoint: Path) -> None:
     seeds = np.arange(count, dtype=np.uint64) + np.uint64(2**63 - 5)
     positions, indices = rows + 1, (np.arange(count) % 3).astype(np.int32)
     drawn = served.executor.step(
-        served.rows([part]), StepDraws(rows, modes, temperatures, seeds, positions, indices)
+        served.rows([part]), StepSamples(rows, modes, temperatures, seeds, positions, indices)
     )
     chosen = logits[torch.from_numpy(rows).long()]
     keys = torch.tensor([signed_seed(int(seed)) for seed in seeds])
