@@ -22,6 +22,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hetero_llm"
 
+_OF_DRAFTS = ("spec_decode.acceptance_stats", "spec_decode.array_table", "spec_decode.proposals")
 _DEVICE = ("core", "config", "utils", "sampling", "models", "runner", "spec_decode.verify")
 _ENGINE = (
     "core", "config", "utils", "scheduler", "kv_cache", "spec_decode", "sampling", "models",
@@ -41,7 +42,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "bridge.ipc": ("core", "utils"),
     "bridge.kv_offload": ("core", "utils", "kv_cache.host_tier"),
     "bridge.build": ("utils", "bridge.ipc", "bridge.kv_offload"),
-    "spec_decode": ("core", "config", "utils.topology", "bridge.ipc"),
+    "spec_decode": ("core", "config", "utils.topology"),
+    "spec_decode.verify": ("core",),
+    "spec_decode.lookahead": ("core", "config", *_OF_DRAFTS),
+    "spec_decode.ngram": ("core", "spec_decode.lookahead.sequence_state", *_OF_DRAFTS),
+    "spec_decode.draft_model": ("core", "config", "bridge.ipc", *_OF_DRAFTS),
     # A draft model on the target's device has block tables of its own.
     "spec_decode.draft_model.on_device": ("core", "config", "kv_cache"),
     "models": ("core", "config", "utils"),
@@ -282,6 +287,8 @@ def test_light_modules_import_nothing_heavy_at_the_top() -> None:
         ("spec_decode.a", "from hetero_llm.kv_cache import prefix_cache", "kv_cache.prefix_cache"),
         ("spec_decode.lookahead.a", "from hetero_llm.cpu import executor", "cpu.executor"),
         ("spec_decode.lookahead.a", "from hetero_llm.bridge import build", "bridge.build"),
+        ("spec_decode.lookahead.a", "from hetero_llm.spec_decode.draft_model import proposer",
+         "spec_decode.draft_model.proposer"),
         ("spec_decode.draft_model.on_device", "from hetero_llm.kv_cache import prefix_cache", None),
         ("scheduler.a", "from hetero_llm.kv_cache.block_manager import BlockManager", None),
         ("scheduler.a", "from hetero_llm.spec_decode import budget", "spec_decode.budget"),
