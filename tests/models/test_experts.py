@@ -17,9 +17,7 @@ from transformers.models.phimoe.modeling_phimoe import sparsemixer
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.gpu.weight_offload import GIB, plan_offload
 from hetero_llm.models import experts as experts_module
-from hetero_llm.models.configs.mixtral import MixtralConfig
-from hetero_llm.models.configs.phimoe import PhiMoEConfig
-from hetero_llm.models.configs.qwen2_moe import Qwen2MoeConfig
+from hetero_llm.models.configs.mixture import MixtralConfig, PhiMoEConfig, Qwen2MoeConfig
 from hetero_llm.models.experts import Experts, softmax_top_k, sparse_mixer
 from hetero_llm.models.invariant import make_batch_invariant, product_of_rows, product_of_tiles
 from hetero_llm.models.loader import load_model

@@ -139,7 +139,7 @@ class TestNotFinite:
         (record,) = caplog.records
         assert record.levelno == logging.WARNING
         assert record.getMessage().endswith(f": {name}")
-        stored = model.get_parameter("layers.1.down_proj.weight")
+        stored = model.get_parameter("layers.1.mlp.down_proj.weight")
         assert stored.isfinite().sum() == stored.numel() - 1
 
     def test_what_the_type_cannot_hold(

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from hetero_llm.core.errors import ModelLoadError
 from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.configs.common import alibi_slopes
 from hetero_llm.models.configs.falcon import _bfloat16
-from hetero_llm.models.configs.layer_norm import LayerNormConfig, alibi_slopes
+from hetero_llm.models.configs.layer_norm import LayerNormConfig
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
 from tests.models.test_registry import log_probs, random_sequences, reference_log_probs
