@@ -42,7 +42,7 @@ from hetero_llm.gpu.step_buffer import StepInputs
 from hetero_llm.gpu.uploads import Uploads
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import RotaryHeads
-from hetero_llm.models.rotary import RotaryRows
+from hetero_llm.models.rotary import StepRotary
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.scored_attention import Scoring
 
@@ -232,7 +232,7 @@ class StepAttention:
         return self._attend(layer, q, keys, values)
 
     def rotary(
-        self, layer: int, qkv: torch.Tensor, heads: RotaryHeads, rows: RotaryRows
+        self, layer: int, qkv: torch.Tensor, heads: RotaryHeads, rows: StepRotary
     ) -> torch.Tensor:
         keys, values = self._context.layer(layer)
         norm = heads.qk_norm

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetero_llm.models.blocks import LayerNames, Tensors
-from hetero_llm.models.layers import Place
+from hetero_llm.models.layers import RearrangedView
 from hetero_llm.models.llama import LlamaForCausalLM
 
 _BAICHUAN2_VOCAB_SIZE = 125696
@@ -25,7 +25,7 @@ class BaichuanForCausalLM(LlamaForCausalLM):
         tensors = super().checkpoint_tensors()
         # As in vLLM, the size of the vocabulary distinguishes Baichuan2 from Baichuan.
         if self.config.vocab_size == _BAICHUAN2_VOCAB_SIZE:
-            tensors["lm_head.weight"] = Place.of(self.lm_head.weight, _unit_rows)
+            tensors["lm_head.weight"] = RearrangedView.of(self.lm_head.weight, _unit_rows)
         return tensors
 
 

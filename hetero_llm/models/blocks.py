@@ -26,15 +26,15 @@ from hetero_llm.models.layers import (
     GatedActivation,
     GemmaRMSNorm,
     Linear,
-    Place,
+    RearrangedView,
     RMSNorm,
     RotaryHeads,
     checkpoint_views,
     split_views,
 )
-from hetero_llm.models.rotary import RotaryEmbedding, RotaryRows, half_split_order
+from hetero_llm.models.rotary import RotaryEmbedding, StepRotary, half_split_order
 
-Tensors = dict[str, Tensor | Place]
+Tensors = dict[str, Tensor | RearrangedView]
 NormClass = type[RMSNorm] | type[GemmaRMSNorm] | type[AddLayerNorm]
 
 
@@ -136,7 +136,7 @@ class Attention(nn.Module):
             config.num_heads * config.head_dim, config.hidden_size, bias=config.out_bias
         )
 
-    def forward(self, x: Tensor, rotary: RotaryRows, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rotary: StepRotary, attend: Attend) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         qkv = self.project(x, rotary)
         if self.heads is None:
@@ -146,7 +146,7 @@ class Attention(nn.Module):
             attended = attend.rotary(self.layer, qkv, self.heads, rotary)
         return self.out_proj(attended.flatten(1))
 
-    def project(self, x: Tensor, rotary: RotaryRows) -> Tensor:
+    def project(self, x: Tensor, rotary: StepRotary) -> Tensor:
         """[T, hidden] -> [T, (heads + 2 * kv_heads) * head_dim], not yet rotated."""
         qkv = self.qkv_proj(x)
         return qkv if self.head_norm is None else self.head_norm(qkv)
@@ -160,11 +160,11 @@ class Attention(nn.Module):
         tensors: Tensors = {}
         for key, parameter in self.qkv_proj.named_parameters():
             for name, count, view in zip(names.qkv, rotated, parameter.split(sizes), strict=True):
-                target: Tensor | Place = view
+                target: Tensor | RearrangedView = view
                 if names.qkv_by_kv_head and self.head_counts[1] > 1:
-                    target = Place.of(view, self._from_kv_heads)
+                    target = RearrangedView.of(view, self._from_kv_heads)
                 elif names.rotates_neighbours and count:
-                    target = Place.of(view, partial(self._from_neighbours, count))
+                    target = RearrangedView.of(view, partial(self._from_neighbours, count))
                 tensors[f"{prefix}.{name}.{key}"] = target
         if self.heads is not None and self.heads.qk_norm is not None:
             norm = self.heads.qk_norm
@@ -274,7 +274,7 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def forward(self, rotary: RotaryRows, attend: Attend, *terms: Any) -> tuple[Tensor, ...]:
+    def forward(self, rotary: StepRotary, attend: Attend, *terms: Any) -> tuple[Tensor, ...]:
         """Runs the layer.
 
         Args:
@@ -360,7 +360,7 @@ class DecoderLM(CausalLM):
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x = self.embed(input_ids, positions)
-        rotary = RotaryRows(self.rotary, positions, x.dtype)
+        rotary = StepRotary(self.rotary, positions, x.dtype)
         terms: tuple[Tensor | None, ...] = (x, None)
         for layer in self.layers:
             terms = layer(rotary, attend, *terms)

@@ -12,7 +12,7 @@ from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.gemma import Gemma2Config
 from hetero_llm.models.gemma import GemmaForCausalLM
 from hetero_llm.models.layers import Activation, Attend, GemmaRMSNorm, checkpoint_views
-from hetero_llm.models.rotary import RotaryRows
+from hetero_llm.models.rotary import StepRotary
 
 
 class Gemma2Layer(DecoderLayer):
@@ -29,7 +29,7 @@ class Gemma2Layer(DecoderLayer):
         self.post_attention_norm = GemmaRMSNorm(size, eps)
         self.post_mlp_norm = GemmaRMSNorm(size, eps)
 
-    def forward(self, rotary: RotaryRows, attend: Attend, *terms: Any) -> tuple[Tensor, ...]:
+    def forward(self, rotary: StepRotary, attend: Attend, *terms: Any) -> tuple[Tensor, ...]:
         assert self.mlp_norm is not None
         x, residual = self.attention_norm(*terms)
         x = self.post_attention_norm(self.attention(x, rotary, attend))[0]

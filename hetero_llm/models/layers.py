@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.rotary import RotaryRows, apply_rotary
+from hetero_llm.models.rotary import StepRotary, apply_rotary
 
 # (x [T, in], weight [out, in], bias [out] or None) -> [T, out]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -51,7 +51,7 @@ class Attend(Protocol):
         layer: int,
         qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
         heads: RotaryHeads,
-        rows: RotaryRows,
+        rows: StepRotary,
     ) -> Tensor:  # [T, heads, head_dim]
         """Norms and rotates the queries and keys of a fused projection, then does the same:
         `self(layer, *heads(qkv, rows))`, perhaps in fewer kernels."""
@@ -91,7 +91,7 @@ class RotaryHeads(nn.Module):
         self.head_dim = config.head_dim
         self.qk_norm = QKNorm(config) if config.qk_norm else None
 
-    def forward(self, qkv: Tensor, rows: RotaryRows) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, qkv: Tensor, rows: StepRotary) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (heads + 2 * kv_heads) * head_dim] -> q [T, heads, head_dim], k and v alike."""
         queries, keys = self.num_heads, self.num_kv_heads
         heads = qkv.view(-1, queries + 2 * keys, self.head_dim)
@@ -109,7 +109,7 @@ class RotaryHeads(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RearrangedView:
     """Where a stored tensor goes if its shape is not that of the view.
 
     Attributes:
@@ -124,9 +124,9 @@ class Place:
     arrange: Callable[[Tensor], Tensor] | None = None
 
     @staticmethod
-    def of(view: Tensor, arrange: Callable[[Tensor], Tensor]) -> Place:
+    def of(view: Tensor, arrange: Callable[[Tensor], Tensor]) -> RearrangedView:
         """For a stored tensor of the view's own shape."""
-        return Place(view, tuple(view.shape), arrange)
+        return RearrangedView(view, tuple(view.shape), arrange)
 
     def fill(self, stored: Tensor) -> None:
         """Copies a tensor of `shape` into the view."""
@@ -158,15 +158,15 @@ class CausalLM(nn.Module):
         """[R, hidden] -> [R, vocab], in the parameters' dtype."""
         raise NotImplementedError
 
-    def parameters_of_a_row(self) -> int:
+    def parameters_per_token(self) -> int:
         """Approximate number of parameters that one token is multiplied with."""
         return sum(p.numel() for p in self.parameters())
 
-    def checkpoint_tensors(self) -> Mapping[str, Tensor | Place]:
+    def checkpoint_tensors(self) -> Mapping[str, Tensor | RearrangedView]:
         """Checkpoint name -> view of our parameter to copy the tensor into.
 
         Fused projections appear as one view per checkpoint tensor, transposed ones as `.t()`,
-        anything else as a `Place`.
+        anything else as a `RearrangedView`.
         """
         raise NotImplementedError
 

@@ -49,10 +49,10 @@ class MixtralForCausalLM(DecoderLM):
         )
         return MixtralBlock(config, router)
 
-    def parameters_of_a_row(self) -> int:
+    def parameters_per_token(self) -> int:
         """A token is multiplied with some of the experts only."""
         assert isinstance(self.config, MixtralConfig)
         idle = 1 - self.config.experts_per_token / self.config.num_experts
         experts = [module for module in self.modules() if isinstance(module, Experts)]
         held = sum(p.numel() for module in experts for p in module.parameters())
-        return super().parameters_of_a_row() - int(idle * held)
+        return super().parameters_per_token() - int(idle * held)

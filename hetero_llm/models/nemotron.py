@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hetero_llm.models.blocks import LayerNames, LayerNormLM, Tensors
-from hetero_llm.models.layers import Place
+from hetero_llm.models.layers import RearrangedView
 
 
 class NemotronForCausalLM(LayerNormLM):
@@ -19,7 +19,7 @@ class NemotronForCausalLM(LayerNormLM):
         for name, view in tensors.items():
             if name.endswith("norm.weight"):
                 assert isinstance(view, Tensor)
-                tensors[name] = Place.of(view, _plus_one)
+                tensors[name] = RearrangedView.of(view, _plus_one)
         return tensors
 
 

@@ -23,10 +23,10 @@ from hetero_llm.models.layers import (
     Attend,
     Embedding,
     Linear,
-    Place,
+    RearrangedView,
     checkpoint_views,
 )
-from hetero_llm.models.rotary import RotaryRows
+from hetero_llm.models.rotary import StepRotary
 
 # OPT was trained with two rows kept for padding in front of position 0.
 _POSITION_OFFSET = 2
@@ -35,7 +35,7 @@ _POSITION_OFFSET = 2
 class PostNormLayer(DecoderLayer):
     """Attention and MLP, each added to its input and then normed."""
 
-    def forward(self, rotary: RotaryRows, attend: Attend, *terms: Any) -> tuple[Tensor, ...]:
+    def forward(self, rotary: StepRotary, attend: Attend, *terms: Any) -> tuple[Tensor, ...]:
         assert self.mlp_norm is not None
         x = terms[0]  # norms overwrite it
         x, _ = self.attention_norm(self.attention(x, rotary, attend), x)
@@ -103,7 +103,7 @@ class OPTForCausalLM(DecoderLM):
         decoder, positions = self.names.model, self.embed_positions.weight
         stored_shape = (positions.shape[0] + _POSITION_OFFSET, positions.shape[1])
         tensors = super().checkpoint_tensors()
-        tensors[f"{decoder}.embed_positions.weight"] = Place(
+        tensors[f"{decoder}.embed_positions.weight"] = RearrangedView(
             positions, stored_shape, lambda stored: stored[_POSITION_OFFSET:]
         )
         for name in ("project_in", "project_out"):

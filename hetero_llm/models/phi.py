@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hetero_llm.models.blocks import DecoderLayer, LayerNames, LayerNormLM, ModelNames, Tensors
-from hetero_llm.models.layers import Place
+from hetero_llm.models.layers import RearrangedView
 
 
 class PhiForCausalLM(LayerNormLM):
@@ -26,6 +26,6 @@ class PhiForCausalLM(LayerNormLM):
         return tensors
 
 
-def _for_all(heads: Tensor) -> Place:
+def _for_all(heads: Tensor) -> RearrangedView:
     """[heads, head_dim], stored once for all heads."""
-    return Place(heads, tuple(heads.shape[1:]), lambda stored: stored.expand_as(heads))
+    return RearrangedView(heads, tuple(heads.shape[1:]), lambda stored: stored.expand_as(heads))

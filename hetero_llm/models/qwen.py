@@ -12,7 +12,7 @@ from hetero_llm.models.blocks import Attention, LayerNames, ModelNames
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.qwen import QWenConfig
 from hetero_llm.models.llama import LlamaForCausalLM
-from hetero_llm.models.rotary import RotaryRows
+from hetero_llm.models.rotary import StepRotary
 
 
 class LogNAttention(Attention):
@@ -23,7 +23,7 @@ class LogNAttention(Attention):
         self.register_buffer("scales", None, persistent=False)
         self.scales: Tensor  # of `query_scales`, one tensor for all layers
 
-    def project(self, x: Tensor, rotary: RotaryRows) -> Tensor:
+    def project(self, x: Tensor, rotary: StepRotary) -> Tensor:
         qkv = self.qkv_proj(x)
         scales = self.scales[rotary.positions].to(qkv.dtype)
         # Before the rotation, which is linear.

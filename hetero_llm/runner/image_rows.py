@@ -10,7 +10,7 @@ import torch
 from hetero_llm.core.images import PromptImages
 from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.models.image_tokens import mrope_table
-from hetero_llm.models.multimodal import ImageCausalLM, ImageRows
+from hetero_llm.models.multimodal import ImageCausalLM, StepImages
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class SlotImages:
         if self._model.config.mrope:
             slot.table, slot.shift = mrope_table(state.num_prompt_tokens, state.images.items)
 
-    def rows(self, step: SchedulerOutput, positions: np.ndarray) -> ImageRows | None:
+    def rows(self, step: SchedulerOutput, positions: np.ndarray) -> StepImages | None:
         """What the model needs to know of a step's rows; None if they are all plain text.
 
         Args:
@@ -80,7 +80,7 @@ class SlotImages:
         embeddings = None
         if parts:
             embeddings = self._to_device(np.concatenate(rows)), torch.cat(parts)
-        return ImageRows(embeddings, None if table is None else self._to_device(table))
+        return StepImages(embeddings, None if table is None else self._to_device(table))
 
     def _parts(self, slot: _Slot, start: int, end: int) -> list[tuple[int, torch.Tensor]]:
         """The embeddings of the tokens `start .. end - 1`: index of the first one, [n, hidden]."""

@@ -307,4 +307,4 @@ def test_a_row_meets_the_experts_that_it_visits(tmp_path: Path) -> None:
     expert = 3 * config.hidden_size * config.intermediate_size
     idle = (config.num_experts - config.experts_per_token) * config.num_layers * expert
     total = sum(p.numel() for p in model.parameters())
-    assert idle > 0 and model.parameters_of_a_row() == total - idle
+    assert idle > 0 and model.parameters_per_token() == total - idle
