@@ -168,8 +168,8 @@ class Experts(nn.Module):
             return product(inner, down[expert], None).float()
 
         if x.device.type == "cpu":
-            return _by_own_rows(mlp, x, ids, weights)
-        return _by_all_rows(mlp, x, ids, weights, num_experts=gate_up.shape[0])
+            return sum_by_own_tokens(mlp, x, ids, weights)
+        return sum_by_all_tokens(mlp, x, ids, weights, num_experts=gate_up.shape[0])
 
     def checkpoint_tensors(self, prefix: str, names: tuple[str, str, str]) -> dict[str, Tensor]:
         """See `CausalLM.checkpoint_tensors`; `names`: of an expert's gate, up and down."""
@@ -191,7 +191,8 @@ class Experts(nn.Module):
 _MLP = Callable[[Tensor, int], Tensor]
 
 
-def _by_own_rows(mlp: _MLP, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def sum_by_own_tokens(mlp: _MLP, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of each token's experts; each expert computes its own tokens."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
         token, choice = (ids == expert).nonzero(as_tuple=True)
@@ -199,7 +200,10 @@ def _by_own_rows(mlp: _MLP, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return total.to(x.dtype)
 
 
-def _by_all_rows(mlp: _MLP, x: Tensor, ids: Tensor, weights: Tensor, *, num_experts: int) -> Tensor:
+def sum_by_all_tokens(
+    mlp: _MLP, x: Tensor, ids: Tensor, weights: Tensor, *, num_experts: int
+) -> Tensor:
+    """The same; each expert computes all tokens."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(num_experts):
         chosen = ids == expert

@@ -1,6 +1,6 @@
 """Modules that all model families share: products, norms, activations, and what `Attend` promises.
 
-The tokens of all sequences are flattened: a hidden state is [T, hidden], whatever the batch.
+The tokens of all sequences are flattened: a hidden state is [T, hidden].
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class _ScaleNorm(nn.Module):
 
 
 class RMSNorm(_ScaleNorm):
-    """Root-mean-square norm; float32 inside, whatever the dtype, as transformers computes it."""
+    """Root-mean-square norm; computed in float32 for every dtype, as in transformers."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps, add_rms_norm)
@@ -275,10 +275,10 @@ class AddLayerNorm(nn.Module):
     `function` may be replaced on the instance by a fused one.
     """
 
-    def __init__(self, size: int, eps: float, *, affine: bool = True, bias: bool = True) -> None:
+    def __init__(self, size: int, eps: float, *, affine: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size)) if affine else None
-        self.bias = nn.Parameter(torch.empty(size)) if affine and bias else None
+        self.bias = nn.Parameter(torch.empty(size)) if affine else None
         self.eps = eps
         self.function: AddLayerNormFunction = add_layer_norm
 

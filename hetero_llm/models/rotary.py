@@ -21,7 +21,7 @@ class RotaryEmbedding(nn.Module):
     """Table of cos and sin, indexed by positions once per forward.
 
     The table is [max_model_len, rotary_dim] fp32, cos in the first half of a row and sin in the
-    second; it is computed in fp32 whatever the default dtype. Without a `rope` it is empty.
+    second; it is computed in fp32 for every default dtype. Without a `rope` it is empty.
     """
 
     def __init__(self, rope: RopeConfig | None, max_model_len: int) -> None:

@@ -262,7 +262,7 @@ class Conversion:
 
     Args:
         max_model_len: Rows of rotary tables.
-        float32_names: Pattern of the parameters that stay float32 whatever the model's dtype.
+        float32_names: Pattern of the parameters that stay float32 in a model of any dtype.
     """
 
     def __init__(self, max_model_len: int, float32_names: str | None) -> None:

@@ -230,7 +230,7 @@ class PickledFile:
             with self.path.open("rb") as file:
                 is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
             found = torch.load(self.path, map_location=device, weights_only=True, mmap=is_zip)
-        except Exception as error:  # whatever a damaged pickle or archive provokes
+        except Exception as error:  # of any kind: the file is damaged
             raise ModelLoadError(f"{self.path}: {_why(error)}") from error
         return _only_tensors(self.path, found)
 

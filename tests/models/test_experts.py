@@ -116,9 +116,9 @@ def test_both_ways_over_experts(monkeypatch: pytest.MonkeyPatch, rows: int) -> N
     torch.testing.assert_close(own, expected, atol=1e-5, rtol=0)
 
     def all_rows(*args: Any) -> Tensor:
-        return experts_module._by_all_rows(*args, num_experts=EXPERTS)
+        return experts_module.sum_by_all_tokens(*args, num_experts=EXPERTS)
 
-    monkeypatch.setattr(experts_module, "_by_own_rows", all_rows)
+    monkeypatch.setattr(experts_module, "sum_by_own_tokens", all_rows)
     torch.testing.assert_close(experts(x, ids, weights), expected, atol=1e-5, rtol=0)
 
 
@@ -132,7 +132,7 @@ def test_an_expert_that_overflows_reaches_its_own_rows_only() -> None:
                         experts.down[expert])  # fmt: skip
 
     weights = torch.full((4, 2), 0.5)
-    total = experts_module._by_all_rows(mlp, x, ids, weights, num_experts=EXPERTS)
+    total = experts_module.sum_by_all_tokens(mlp, x, ids, weights, num_experts=EXPERTS)
     assert total.isfinite().all(1).tolist() == [True, False, True, True]
 
 

@@ -69,10 +69,10 @@ def _kv_heads(source: ConfigSource, heads: int, grouped: bool, newer: bool) -> i
 
 def _slopes(heads: int, head_dim: int) -> tuple[float, ...]:
     """Falcon rounds the slopes to bfloat16, and adds the bias before it scales the scores."""
-    return tuple(_bfloat16(slope) * head_dim**-0.5 for slope in alibi_slopes(heads))
+    return tuple(rounded_to_bfloat16(slope) * head_dim**-0.5 for slope in alibi_slopes(heads))
 
 
-def _bfloat16(value: float) -> float:
+def rounded_to_bfloat16(value: float) -> float:
     """The nearest bfloat16, even on ties."""
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000

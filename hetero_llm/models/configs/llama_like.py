@@ -43,7 +43,7 @@ def read_like(source: ConfigSource, like: str, *, partial_rotary: bool = False) 
     source.refuse("num_local_experts")
     reader = source.config
     attention_bias = reader.flag("attention_bias", False)
-    # The default of transformers' Qwen3 class, whatever the hidden size.
+    # The default of transformers' Qwen3 class for every hidden size.
     fixed_head_dim = like == "Qwen3ForCausalLM" and "head_dim" not in reader.raw
     return ModelConfig(
         **llama_fields(

@@ -100,7 +100,7 @@ def _llava(reader: Reader, config: Any) -> VisionConfig:
         image_token_id=config.image_token_id,
         patch_size=tower.patch_size,
         image_size=tower.image_size,
-        # "default" leaves out the first embedding, whatever it is.
+        # "default" leaves out the first embedding even if it is a patch's.
         num_class_tokens=_CLASS_TOKENS[kind] - (strategy == "default"),
     )
 
