@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from hetero_llm.models.blocks import Attention
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM, Linear
-from hetero_llm.models.llama import LlamaForCausalLM, LlamaLayer
+from hetero_llm.models.llama import LlamaForCausalLM
 from hetero_llm.models.registry import model_class
 from hetero_llm.runner.kv_cache import PagedKVCache
 
@@ -215,16 +216,15 @@ def unsupported_reason(config: ModelConfig, dtype: torch.dtype) -> str | None:
 def _own_arithmetic(family: type[LlamaForCausalLM], config: ModelConfig) -> str | None:
     """What a family computes differently from Llama, in a word; None if nothing. Names and layout
     of checkpoints may differ: they do not matter after loading."""
-    layer = family.layer_class(config)
-    if layer.norm_class is not LlamaLayer.norm_class:
+    if family.norm_class is not LlamaForCausalLM.norm_class:
         return "norms"
-    if layer.attention is not LlamaLayer.attention or config.rope is None:
+    if family.attention_class(config) is not Attention or config.rope is None:
         return "attention"
-    if layer.forward is not LlamaLayer.forward:
+    if family.make_layer is not LlamaForCausalLM.make_layer:
         return "layers"
     if family.logits is not LlamaForCausalLM.logits:
         return "logits"
-    return None if family.forward is LlamaForCausalLM.forward else "embeddings"
+    return None if family.embed is LlamaForCausalLM.embed else "embeddings"
 
 
 def native_format(dtype: torch.dtype, weight_dtype: str) -> str:
@@ -472,16 +472,16 @@ def _hand_over(library: ctypes.CDLL, handle: int, model: LlamaForCausalLM) -> No
 def _weights(model: LlamaForCausalLM) -> Iterator[tuple[int, int, nn.Parameter]]:
     yield _OUTSIDE_LAYERS, _EMBEDDING, model.embed_tokens.weight
     for index, layer in enumerate(model.layers):
-        assert isinstance(layer, LlamaLayer)
-        yield index, _NORM, layer.input_norm.weight
-        yield from _linear(index, layer.qkv_proj, _QKV, _QKV_BIAS)
-        if layer.heads.qk_norm is not None:
-            yield index, _Q_NORM, layer.heads.qk_norm.q_weight
-            yield index, _K_NORM, layer.heads.qk_norm.k_weight
-        yield from _linear(index, layer.o_proj, _OUT, _OUT_BIAS)
-        yield index, _SECOND_NORM, layer.post_attention_norm.weight
-        yield index, _GATE_UP, layer.gate_up_proj.weight
-        yield index, _DOWN, layer.down_proj.weight
+        attention = layer.attention
+        yield index, _NORM, layer.attention_norm.weight
+        yield from _linear(index, attention.qkv_proj, _QKV, _QKV_BIAS)
+        if attention.heads.qk_norm is not None:
+            yield index, _Q_NORM, attention.heads.qk_norm.q_weight
+            yield index, _K_NORM, attention.heads.qk_norm.k_weight
+        yield from _linear(index, attention.out_proj, _OUT, _OUT_BIAS)
+        yield index, _SECOND_NORM, layer.mlp_norm.weight
+        yield index, _GATE_UP, layer.mlp.gate_up_proj.weight
+        yield index, _DOWN, layer.mlp.down_proj.weight
     yield _OUTSIDE_LAYERS, _FINAL_NORM, model.norm.weight
     yield _OUTSIDE_LAYERS, _HEAD, model.lm_head.weight
 

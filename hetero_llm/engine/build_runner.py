@@ -205,12 +205,12 @@ def _can_be_captured(model: CausalLM) -> bool:
     device how to go on (how many rows an expert gets, for example), and are tried."""
     from hetero_llm.gpu.graph_set import why_not_captured
     from hetero_llm.models.transformers_backend import TransformersForCausalLM
-    from hetero_llm.models.transformers_check import trial_rows
+    from hetero_llm.models.transformers_check import trial_step
 
     if not isinstance(model, TransformersForCausalLM):
         return True
     for count in _TRIED_ROWS:
-        reason = why_not_captured(trial_rows(model, count))
+        reason = why_not_captured(trial_step(model, count))
         if reason is not None:
             name = type(model.causal).__name__
             logger.warning("%s of transformers runs without CUDA graphs: %s", name, reason)

@@ -199,7 +199,7 @@ def _join(
             config.speculation, model_config, max_model_len, tokenizer, proposer
         )
     _tell_costs(drafter, runner)
-    times = step_times(model_config, model.parameters_of_a_row())
+    times = step_times(model_config, model.parameters_per_token())
     tier = None if host is None else host.join(built.cache, times)
     offload = None if tier is None or host is None else host
     scheduler, hits = _scheduler(config, inputs, built, drafter, (tier, offload, times))

@@ -14,7 +14,7 @@ import numpy as np
 from hetero_llm.core.errors import ConfigError, ModelLoadError, PromptError, shown
 from hetero_llm.core.images import PromptImage, PromptImages, images_key
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig, VisionConfig
-from hetero_llm.models.image_tokens import image_grid, num_image_rows
+from hetero_llm.models.image_tokens import image_grid, num_image_tokens
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -77,7 +77,7 @@ class ImageInputs:
         if images and self._processor is None:
             raise PromptError(FIELD, f"{len(images)} images", NO_PILLOW)
         arrays = [self.processed(image, index) for index, image in enumerate(images)]
-        counts = [num_image_rows(self._vision, one) for one in arrays]
+        counts = [num_image_tokens(self._vision, one) for one in arrays]
         expanded, starts = self._expand(token_ids, counts)
         items = tuple(
             PromptImage(start, count, image_grid(self._vision, one), one)

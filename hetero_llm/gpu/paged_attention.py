@@ -27,7 +27,7 @@ from hetero_llm.gpu.library_attention import (
 from hetero_llm.gpu.step_buffer import StepInputs
 from hetero_llm.gpu.uploads import Uploads
 from hetero_llm.models.layers import RotaryHeads
-from hetero_llm.models.rotary import RotaryRows
+from hetero_llm.models.rotary import StepRotary
 from hetero_llm.runner.scored_attention import Scoring
 
 _RAGGED_TOKENS = 32
@@ -94,7 +94,7 @@ class StepAttention:
         return self._attend(layer, q, keys, values)
 
     def rotary(
-        self, layer: int, qkv: torch.Tensor, heads: RotaryHeads, rows: RotaryRows
+        self, layer: int, qkv: torch.Tensor, heads: RotaryHeads, rows: StepRotary
     ) -> torch.Tensor:
         keys, values = self._context.keys[layer], self._context.values[layer]
         norm = heads.qk_norm

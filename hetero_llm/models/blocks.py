@@ -1,19 +1,22 @@
-"""What the families with layer norms are made of: attention, MLPs, a layer, a whole model.
+"""What native families are made of: attention, MLPs, a decoder layer, a whole model.
 
-A family adds the names of its tensors and what is its own.
+A family's file states what differs from Llama: the names in its checkpoints (`ModelNames`,
+`LayerNames`) and the methods of `DecoderLM` that it overrides.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.configs.layer_norm import LayerNormConfig
 from hetero_llm.models.layers import (
     Activation,
     AddLayerNorm,
@@ -21,21 +24,62 @@ from hetero_llm.models.layers import (
     CausalLM,
     Embedding,
     GatedActivation,
+    GemmaRMSNorm,
     Linear,
-    Place,
+    RearrangedView,
+    RMSNorm,
     RotaryHeads,
     checkpoint_views,
     split_views,
 )
-from hetero_llm.models.rotary import RotaryEmbedding, RotaryRows
+from hetero_llm.models.rotary import RotaryEmbedding, StepRotary, half_split_order
 
-Tensors = dict[str, Tensor | Place]
+Tensors = dict[str, Tensor | RearrangedView]
+NormClass = type[RMSNorm] | type[GemmaRMSNorm] | type[AddLayerNorm]
 
-# Causal masks and rotary frequencies that old checkpoints stored as buffers.
-_STORED_BUFFER = re.compile(
-    r"\.(attn|attention|self_attn|self_attention)"
-    r"\.(bias|masked_bias|rotary_emb\.(inv_freq|cos_cached|sin_cached))$"
-)
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """Checkpoint names of what is outside the layers.
+
+    Attributes:
+        model: Prefix of everything except the head.
+        embed, layers, norm: Names below that prefix.
+        head: Full name of the language model's head.
+    """
+
+    model: str = "model"
+    embed: str = "embed_tokens"
+    layers: str = "layers"
+    norm: str = "norm"
+    head: str = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """Checkpoint names of a layer's tensors below the layer's prefix, and the order of their rows.
+
+    Attributes:
+        norms: The attention's norm and the MLP's, unless both share one.
+        qkv: The projections of queries, keys and values, or the one that holds all three.
+        qk_norm: Norms of query and key heads (`ModelConfig.qk_norm`).
+        out: The attention's output projection.
+        mlp_in: The MLP's gate and up projections, or its only (or fused) input projection.
+        mlp_out: The MLP's output projection.
+        qkv_by_kv_head: Rows of the fused projection are [kv_heads, group + 2, head_dim]: a KV
+            head's queries, its key, its value.
+        rotates_neighbours: Entry 2i of a head is rotated with entry 2i + 1, where `RotaryHeads`
+            rotates entry i with entry i + half; the rows are reordered when they are loaded.
+    """
+
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    out: str = "self_attn.o_proj"
+    mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    mlp_out: str = "mlp.down_proj"
+    qkv_by_kv_head: bool = False
+    rotates_neighbours: bool = False
 
 
 class HeadLayerNorm(nn.Module):
@@ -69,11 +113,11 @@ class HeadLayerNorm(nn.Module):
         return queries, keys
 
 
-class FusedAttention(nn.Module):
-    """One projection for queries, keys and values, rotary embedding if the family has one,
+class Attention(nn.Module):
+    """One projection for queries, keys and values, rotary embedding if the model has one,
     attention, output projection.
 
-    `head_norm`: see `HeadLayerNorm`.
+    `head_norm`: see `HeadLayerNorm`; `ModelConfig.qk_norm` is part of `RotaryHeads`.
     """
 
     def __init__(
@@ -86,46 +130,73 @@ class FusedAttention(nn.Module):
         rows = sum(self.head_counts) * config.head_dim
         self.qkv_proj = Linear(config.hidden_size, rows, bias=config.qkv_bias)
         self.head_norm = head_norm
-        self.heads = RotaryHeads(config) if config.rope is not None else None
+        self.heads = None if config.rope is None else RotaryHeads(config)
+        self.rotary_dim = 0 if config.rope is None else config.rope.rotary_dim
         self.out_proj = Linear(
             config.num_heads * config.head_dim, config.hidden_size, bias=config.out_bias
         )
 
-    def forward(self, x: Tensor, rotary: RotaryRows | None, attend: Attend) -> Tensor:
-        """[T, hidden] -> [T, hidden]; `rotary` is None without a rotary embedding."""
-        qkv = self.qkv_proj(x)
-        if self.head_norm is not None:
-            qkv = self.head_norm(qkv)
+    def forward(self, x: Tensor, rotary: StepRotary, attend: Attend) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        qkv = self.project(x, rotary)
         if self.heads is None:
             q, k, v = qkv.view(len(qkv), -1, self.head_dim).split(self.head_counts, dim=1)
             attended = attend(self.layer, q, k, v)
         else:
-            assert rotary is not None
             attended = attend.rotary(self.layer, qkv, self.heads, rotary)
         return self.out_proj(attended.flatten(1))
 
-    def split_tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Checkpoint names of three projections (weights and biases) -> views."""
-        sizes = [count * self.head_dim for count in self.head_counts]
-        return split_views(self.qkv_proj, list(names), sizes)
+    def project(self, x: Tensor, rotary: StepRotary) -> Tensor:
+        """[T, hidden] -> [T, (heads + 2 * kv_heads) * head_dim], not yet rotated."""
+        qkv = self.qkv_proj(x)
+        return qkv if self.head_norm is None else self.head_norm(qkv)
 
-    def grouped_tensors(self, name: str) -> Tensors:
-        """Checkpoint names -> places of a projection stored as [kv_heads, group + 2, head_dim]
-        rows: a KV head's queries, its keys, its values."""
+    def checkpoint_tensors(self, prefix: str, names: LayerNames) -> Tensors:
+        """See `CausalLM.checkpoint_tensors`; `prefix` is the layer's."""
+        counts = self.head_counts if len(names.qkv) > 1 else (sum(self.head_counts),)
+        sizes = [count * self.head_dim for count in counts]
+        # How many heads of each stored projection are rotated: all queries and all keys.
+        rotated = (*counts[:-1], 0) if len(counts) > 1 else (sum(self.head_counts[:2]),)
+        tensors: Tensors = {}
+        for key, parameter in self.qkv_proj.named_parameters():
+            for name, count, view in zip(names.qkv, rotated, parameter.split(sizes), strict=True):
+                target: Tensor | RearrangedView = view
+                if names.qkv_by_kv_head and self.head_counts[1] > 1:
+                    target = RearrangedView.of(view, self._from_kv_heads)
+                elif names.rotates_neighbours and count:
+                    target = RearrangedView.of(view, partial(self._from_neighbours, count))
+                tensors[f"{prefix}.{name}.{key}"] = target
+        if self.heads is not None and self.heads.qk_norm is not None:
+            norm = self.heads.qk_norm
+            for name, weight in zip(names.qk_norm, (norm.q_weight, norm.k_weight), strict=True):
+                tensors[f"{prefix}.{name}.weight"] = weight
+        return {**tensors, **checkpoint_views(f"{prefix}.{names.out}", self.out_proj)}
+
+    def _from_kv_heads(self, stored: Tensor) -> Tensor:
+        """See `LayerNames.qkv_by_kv_head`."""
         heads, kv_heads, _ = self.head_counts
-        if kv_heads == 1:  # our own order
-            return {**checkpoint_views(name, self.qkv_proj)}
         group = heads // kv_heads
+        grouped = stored.view(kv_heads, group + 2, self.head_dim, *stored.shape[1:])
+        parts = grouped.split((group, 1, 1), dim=1)
+        return torch.cat([part.reshape(-1, *stored.shape[1:]) for part in parts])
 
-        def arrange(stored: Tensor) -> Tensor:
-            grouped = stored.view(kv_heads, group + 2, self.head_dim, *stored.shape[1:])
-            parts = grouped.split((group, 1, 1), dim=1)
-            return torch.cat([part.reshape(-1, *stored.shape[1:]) for part in parts])
+    def _from_neighbours(self, rotated: int, stored: Tensor) -> Tensor:
+        """See `LayerNames.rotates_neighbours`; the first `rotated` heads are reordered."""
+        heads = stored.view(-1, self.head_dim, *stored.shape[1:])
+        order = half_split_order(self.head_dim, self.rotary_dim)
+        return torch.cat((heads[:rotated, order], heads[rotated:])).view(stored.shape)
 
-        return {
-            f"{name}.{key}": Place(parameter, tuple(parameter.shape), arrange)
-            for key, parameter in self.qkv_proj.named_parameters()
-        }
+
+class MLP(Protocol):
+    """What follows the attention of a layer; a module."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        ...
+
+    def checkpoint_tensors(self, prefix: str, names: LayerNames) -> dict[str, Tensor]:
+        """See `CausalLM.checkpoint_tensors`; `prefix` is the layer's."""
+        ...
 
 
 class PlainMLP(nn.Module):
@@ -142,17 +213,23 @@ class PlainMLP(nn.Module):
         """[T, hidden] -> [T, hidden]."""
         return self.fc2(self.activation(self.fc1(x)))
 
-    def tensors(self, first: str, second: str) -> dict[str, Tensor]:
-        """Checkpoint names -> views."""
-        return {**checkpoint_views(first, self.fc1), **checkpoint_views(second, self.fc2)}
+    def checkpoint_tensors(self, prefix: str, names: LayerNames) -> dict[str, Tensor]:
+        """See `MLP`."""
+        return {
+            **checkpoint_views(f"{prefix}.{names.mlp_in[0]}", self.fc1),
+            **checkpoint_views(f"{prefix}.{names.mlp_out}", self.fc2),
+        }
 
 
 class GatedMLP(nn.Module):
-    """activation(gate) * up between two projections, the first one fused."""
+    """down(activation(gate(x)) * up(x)), with one product for gate and up.
 
-    def __init__(self, config: ModelConfig) -> None:
+    `inner`: Its width if that is not `intermediate_size`.
+    """
+
+    def __init__(self, config: ModelConfig, inner: int | None = None) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner = config.hidden_size, inner or config.intermediate_size
         self.gate_up_proj = Linear(hidden, 2 * inner, bias=config.mlp_bias)
         self.activation = GatedActivation(config.hidden_act)
         self.down_proj = Linear(inner, hidden, bias=config.mlp_bias)
@@ -161,135 +238,133 @@ class GatedMLP(nn.Module):
         """[T, hidden] -> [T, hidden]."""
         return self.down_proj(self.activation(self.gate_up_proj(x)))
 
-    def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint names -> views."""
-        inner = self.down_proj.weight.shape[1]
-        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+    def checkpoint_tensors(self, prefix: str, names: LayerNames) -> dict[str, Tensor]:
+        """See `MLP`."""
+        stored = [f"{prefix}.{name}" for name in names.mlp_in]
+        rows = self.gate_up_proj.weight.shape[0] // len(stored)
         return {
-            **split_views(self.gate_up_proj, names, [inner, inner]),
-            **checkpoint_views(f"{prefix}.down_proj", self.down_proj),
+            **split_views(self.gate_up_proj, stored, [rows] * len(stored)),
+            **checkpoint_views(f"{prefix}.{names.mlp_out}", self.down_proj),
         }
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP behind layer norms, one after the other or side by side.
+    """Attention and MLP behind norms, one after the other or side by side.
 
     Args:
-        config: Of the model.
-        attention, mlp: Of this layer.
-        parallel: Both read the layer's input.
-        shared_norm: Of parallel layers: one norm serves both.
+        mlp_norm: None if the attention's norm serves the MLP too, which only parallel layers allow.
+        parallel: Attention and MLP both read the layer's input; with two norms both are
+            `AddLayerNorm`.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
-        attention: FusedAttention,
-        mlp: PlainMLP | GatedMLP,
+        attention_norm: nn.Module,
+        attention: Attention,
+        mlp_norm: nn.Module | None,
+        mlp: MLP,
         *,
         parallel: bool = False,
-        shared_norm: bool = False,
     ) -> None:
         super().__init__()
-        assert parallel or not shared_norm
+        assert parallel or mlp_norm is not None
         self.parallel = parallel
-        size, eps, affine = config.hidden_size, config.norm_eps, config.norm_affine
-        self.attention_norm = AddLayerNorm(size, eps, affine=affine)
+        self.attention_norm = attention_norm
         self.attention = attention
-        self.mlp_norm = None if shared_norm else AddLayerNorm(size, eps, affine=affine)
+        self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def forward(
-        self,
-        x: Tensor,  # [T, hidden]
-        residual: Tensor | None,  # [T, hidden], overwritten
-        extra: Tensor | None,  # [T, hidden]
-        rotary: RotaryRows | None,
-        attend: Attend,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Output of the MLP, residual, and attention's output if that, too, is still to be added
-        to the residual: the next layer's `x`, `residual` and `extra`."""
+    def forward(self, rotary: StepRotary, attend: Attend, *terms: Any) -> tuple[Tensor, ...]:
+        """Runs the layer.
+
+        Args:
+            terms: [T, hidden] each: the output of the layer before, the residual (None in the first
+                layer; overwritten) and, after a parallel layer, its attention's output. The first
+                norm adds them up.
+
+        Returns:
+            The terms of the next layer or of the final norm.
+        """
         if self.parallel and self.mlp_norm is not None:
-            normed, for_mlp, residual = self.attention_norm.with_second(
-                self.mlp_norm, x, residual, extra
-            )
+            assert isinstance(self.attention_norm, AddLayerNorm)
+            assert isinstance(self.mlp_norm, AddLayerNorm)
+            normed, mlp_input, residual = self.attention_norm.with_second(self.mlp_norm, *terms)
         else:
-            normed, residual = self.attention_norm(x, residual, extra)
-            for_mlp = normed
+            normed, residual = self.attention_norm(*terms)
+            mlp_input = normed
         attended = self.attention(normed, rotary, attend)
-        if self.parallel:
-            return self.mlp(for_mlp), residual, attended
-        assert self.mlp_norm is not None
+        if self.mlp_norm is None or self.parallel:
+            return self.mlp(mlp_input), residual, attended
         normed, residual = self.mlp_norm(attended, residual)
-        return self.mlp(normed), residual, None
+        return self.mlp(normed), residual
 
-    def norm_tensors(self, first: str, second: str) -> dict[str, Tensor]:
-        """Checkpoint names of the two norms, or of the shared one, -> views."""
-        views = checkpoint_views(first, self.attention_norm)
-        if self.mlp_norm is not None:
-            views.update(checkpoint_views(second, self.mlp_norm))
-        return views
+    def checkpoint_tensors(self, prefix: str, names: LayerNames) -> Tensors:
+        """See `CausalLM.checkpoint_tensors`; `prefix` is the layer's, without a final dot."""
+        tensors: Tensors = {}
+        for name, norm in zip(names.norms, (self.attention_norm, self.mlp_norm), strict=False):
+            if norm is not None:
+                tensors.update(checkpoint_views(f"{prefix}.{name}", norm))
+        return {
+            **tensors,
+            **self.attention.checkpoint_tensors(prefix, names),
+            **self.mlp.checkpoint_tensors(prefix, names),
+        }
 
 
-@dataclass(frozen=True, slots=True)
-class OuterNames:
-    """Checkpoint names of what is outside the layers.
+class DecoderLM(CausalLM):
+    """Embedding, decoder layers, final norm and head: Llama's, unless a family overrides them.
 
     Attributes:
-        model: Prefix of all but the head's; checkpoints of the bare model lack it.
-        embed, layers, final_norm: Below that prefix.
-        head: Of the language model's head.
+        names, layer_names: What the family's checkpoints call the parts.
+        norm_class: Of all norms.
     """
 
-    model: str
-    embed: str
-    layers: str
-    final_norm: str
-    head: str = "lm_head"
+    names = ModelNames()
+    layer_names = LayerNames()
+    norm_class: NormClass = RMSNorm
 
-
-class LayerNormLM(CausalLM):
-    """Embedding, decoder layers, final norm and head.
-
-    Args:
-        config: Of the model; has a rotary table if `config.rope` is set.
-        layers: One a layer, in order.
-        head_bias: The head adds a bias.
-    """
-
-    names: OuterNames
-
-    def __init__(
-        self, config: ModelConfig, layers: Iterable[DecoderLayer], *, head_bias: bool = False
-    ) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = (
-            None if config.rope is None else RotaryEmbedding(config.rope, config.max_model_len)
-        )
-        self.layers = nn.ModuleList(layers)
-        self.final_norm = AddLayerNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=head_bias)
+        self.embed_tokens = Embedding(config.vocab_size, config.word_embed_size)
+        self.rotary = RotaryEmbedding(config.rope, config.max_model_len)
+        self.layers = nn.ModuleList(self.make_layer(config, i) for i in range(config.num_layers))
+        self.norm = self.make_norm(config)
+        self.lm_head = Linear(config.word_embed_size, config.vocab_size, bias=config.head_bias)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
+        return DecoderLayer(
+            self.make_norm(config),
+            self.attention_class(config)(config, index),
+            self.make_norm(config),
+            self.make_mlp(config, index),
+        )
+
+    def make_norm(self, config: ModelConfig) -> nn.Module:
+        """Called for every norm of [T, hidden]."""
+        return self.norm_class(config.hidden_size, config.norm_eps)
+
+    @classmethod
+    def attention_class(cls, config: ModelConfig) -> type[Attention]:
+        return Attention
+
+    def make_mlp(self, config: ModelConfig, index: int) -> MLP:
+        """`index`: Of the layer."""
+        return GatedMLP(config)
 
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """[T] int64 each -> [T, hidden], a tensor of its own."""
         return self.embed_tokens(input_ids)
 
-    def layer_tensors(self, layer: DecoderLayer, prefix: str) -> Tensors:
-        """See `CausalLM.checkpoint_tensors`; `prefix` is the layer's, without a final dot."""
-        raise NotImplementedError
-
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x = self.embed(input_ids, positions)
-        residual: Tensor | None = None
-        extra: Tensor | None = None
-        rotary = None if self.rotary is None else RotaryRows(self.rotary, positions, x.dtype)
+        rotary = StepRotary(self.rotary, positions, x.dtype)
+        terms: tuple[Tensor | None, ...] = (x, None)
         for layer in self.layers:
-            x, residual, extra = layer(x, residual, extra, rotary, attend)
-        return self.final_norm(x, residual, extra)[0]
+            terms = layer(rotary, attend, *terms)
+        return self.norm(*terms)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)
@@ -298,7 +373,7 @@ class LayerNormLM(CausalLM):
         names = self.names
         tensors: Tensors = {
             **checkpoint_views(f"{names.model}.{names.embed}", self.embed_tokens),
-            **checkpoint_views(f"{names.model}.{names.final_norm}", self.final_norm),
+            **checkpoint_views(f"{names.model}.{names.norm}", self.norm),
             **checkpoint_views(names.head, self.lm_head),
         }
         if self.config.tie_word_embeddings:
@@ -308,11 +383,57 @@ class LayerNormLM(CausalLM):
             tensors.update(self.layer_tensors(layer, f"{names.model}.{names.layers}.{i}"))
         return tensors
 
+    def layer_tensors(self, layer: DecoderLayer, prefix: str) -> Tensors:
+        """The part of `checkpoint_tensors` for one layer."""
+        return layer.checkpoint_tensors(prefix, self.layer_names)
+
+    def checkpoint_name(self, name: str) -> str | None:
+        # Frequencies, which old checkpoints stored as buffers.
+        if name.endswith((".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq")):
+            return None
+        return None if self._is_tied_head(name) else name
+
+    def _is_tied_head(self, name: str) -> bool:
+        return self.config.tie_word_embeddings and name == f"{self.names.head}.weight"
+
+
+# Causal masks and rotary frequencies that old checkpoints stored as buffers.
+_STORED_BUFFER = re.compile(
+    r"\.(attn|attention|self_attn|self_attention)"
+    r"\.(bias|masked_bias|rotary_emb\.(inv_freq|cos_cached|sin_cached))$"
+)
+
+
+class LayerNormLM(DecoderLM):
+    """A family with layer norms and a plain MLP; `LayerNormConfig` says how layers are arranged.
+
+    Attributes:
+        head_norm_bias: Norms of query and key heads (`LayerNormConfig.qk_layer_norm`) have a bias.
+    """
+
+    norm_class: NormClass = AddLayerNorm
+    head_norm_bias = False
+
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
+        assert isinstance(config, LayerNormConfig)
+        head_norm = None
+        if config.qk_layer_norm:
+            head_norm = HeadLayerNorm(config, bias=self.head_norm_bias)
+        return DecoderLayer(
+            self.make_norm(config),
+            Attention(config, index, head_norm=head_norm),
+            None if config.shared_norm else self.make_norm(config),
+            self.make_mlp(config, index),
+            parallel=config.parallel,
+        )
+
+    def make_mlp(self, config: ModelConfig, index: int) -> MLP:
+        return PlainMLP(config)
+
     def checkpoint_name(self, name: str) -> str | None:
         """Names of the bare model get its prefix; stored masks and frequencies are skipped."""
         names = self.names
         if name.startswith(f"{names.head}."):
-            tied = self.config.tie_word_embeddings and name == f"{names.head}.weight"
-            return None if tied else name
+            return None if self._is_tied_head(name) else name
         full = name if name.startswith(f"{names.model}.") else f"{names.model}.{name}"
         return None if _STORED_BUFFER.search(full) else full

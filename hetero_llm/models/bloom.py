@@ -1,33 +1,29 @@
-"""BLOOM: ALiBi, a norm of the embedding, sequential layers, biases everywhere."""
+"""BLOOM (Le Scao et al. 2022): ALiBi, a norm of the embedding, biases everywhere."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from hetero_llm.models.blocks import (
-    DecoderLayer,
-    FusedAttention,
-    LayerNormLM,
-    OuterNames,
-    PlainMLP,
-    Tensors,
-)
+from hetero_llm.models.blocks import LayerNames, LayerNormLM, ModelNames, Tensors
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.layers import AddLayerNorm, checkpoint_views
+from hetero_llm.models.layers import checkpoint_views
 
 
 class BloomForCausalLM(LayerNormLM):
     """See `CausalLM`."""
 
-    names = OuterNames("transformer", "word_embeddings", "h", "ln_f")
+    names = ModelNames("transformer", "word_embeddings", "h", "ln_f")
+    layer_names = LayerNames(
+        qkv=("self_attention.query_key_value",),
+        out="self_attention.dense",
+        mlp_in=("mlp.dense_h_to_4h",),
+        mlp_out="mlp.dense_4h_to_h",
+        qkv_by_kv_head=True,
+    )
 
     def __init__(self, config: ModelConfig) -> None:
-        layers = (
-            DecoderLayer(config, FusedAttention(config, i), PlainMLP(config))
-            for i in range(config.num_layers)
-        )
-        super().__init__(config, layers)
-        self.embed_norm = AddLayerNorm(config.hidden_size, config.norm_eps)
+        super().__init__(config)
+        self.embed_norm = self.make_norm(config)
 
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         return self.embed_norm(self.embed_tokens(input_ids))[0]
@@ -35,13 +31,3 @@ class BloomForCausalLM(LayerNormLM):
     def checkpoint_tensors(self) -> Tensors:
         norm = checkpoint_views("transformer.word_embeddings_layernorm", self.embed_norm)
         return {**super().checkpoint_tensors(), **norm}
-
-    def layer_tensors(self, layer: DecoderLayer, prefix: str) -> Tensors:
-        assert isinstance(layer.mlp, PlainMLP)
-        attention, mlp = f"{prefix}.self_attention", f"{prefix}.mlp"
-        return {
-            **layer.norm_tensors(f"{prefix}.input_layernorm", f"{prefix}.post_attention_layernorm"),
-            **layer.attention.grouped_tensors(f"{attention}.query_key_value"),
-            **checkpoint_views(f"{attention}.dense", layer.attention.out_proj),
-            **layer.mlp.tensors(f"{mlp}.dense_h_to_4h", f"{mlp}.dense_4h_to_h"),
-        }

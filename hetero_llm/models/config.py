@@ -1,5 +1,5 @@
-"""`ModelConfig`: shape and arithmetic of a decoder-only model as one frozen object. `read_config`
-makes it of a model folder."""
+"""`ModelConfig`: shape and arithmetic of a decoder-only model as one frozen object, which
+`read_config` makes from a model folder."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from hetero_llm.models.rope_config import RopeConfig
 __all__ = ["ModelConfig", "RopeConfig"]
 
 
+# large: one field for each number that shape or arithmetic of a decoder-only model depends on.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape and arithmetic of one decoder-only model. Families with arithmetic of their own
-    subclass it (in their reader's file); engine and kernels look at these fields only.
+    subclass it (in their reader's file); engine and kernels read these fields only.
 
     Attributes:
         architecture: Name from `architectures`, a key of the registry.
@@ -22,17 +23,19 @@ class ModelConfig:
             `dataclasses.replace` it before the model is built.
         max_position_embeddings: As in the file: rows of a learned position table.
         torch_dtype: "float32", "bfloat16" or "float16", as stored.
-        rope: None for learned positions (OPT, GPT-2).
+        rope: None without a rotary embedding (OPT, GPT-2, BLOOM).
         qkv_bias, out_bias: Biases of the attention's input and output projections.
+        head_bias: Bias of the language model's head.
         qk_norm: RMS norm of each query and key head before the rotary embedding (Qwen3).
         sliding_windows: Per layer, the window in tokens or None for full attention.
         attn_scale: Multiplies the attention scores.
-        attn_softcap: Then the scores become cap * tanh(score / cap) (Gemma2); None: they stay.
-        alibi_slopes: Per query head; then slope * (position of the key - position of the query) is
-            added ("Train Short, Test Long", Press et al. 2022). None: nothing is.
-        eos_token_ids: Of config.json, then of generation_config.json, without repeats.
+        attn_softcap: The scaled scores become cap * tanh(score / cap) (Gemma2); None: no cap.
+        alibi_slopes: Per query head; slope * (position of the key - position of the query) is added
+            to the scores ("Train Short, Test Long", Press et al. 2022). None: nothing is added.
+        eos_token_ids: Those of config.json, then those of generation_config.json, each once.
         word_embed_size: Width of the embedding table; differs from hidden_size in OPT-350m.
-        pre_norm, final_norm, norm_affine: Where OPT norms, and with weights or without.
+        pre_norm, final_norm, norm_affine: OPT only: norms before attention and MLP (else after), a
+            norm after the last layer, norms with weights.
     """
 
     architecture: str
@@ -50,16 +53,17 @@ class ModelConfig:
     norm_eps: float
     tie_word_embeddings: bool
     rope: RopeConfig | None
-    qkv_bias: bool
-    out_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     hidden_act: str
     sliding_windows: tuple[int | None, ...]
     attn_scale: float
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     word_embed_size: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    qk_norm: bool = False
     pre_norm: bool = True
     final_norm: bool = True
     norm_affine: bool = True

@@ -1,4 +1,4 @@
-"""Typed access to config.json and generation_config.json, for the readers of `models.configs`."""
+"""Typed access to config.json and generation_config.json for the readers of `models.configs`."""
 
 from __future__ import annotations
 
@@ -64,6 +64,11 @@ class Reader:
         return tuple(ids)
 
 
+def short_reason(error: Exception, most: int = 200) -> str:
+    """The error's text in one line of at most `most` characters, or else its type."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 def read_json(path: Path) -> Mapping[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -91,6 +96,7 @@ def torch_dtype(reader: Reader) -> str:
 
 
 def eos_and_bos(reader: Reader, generation: Reader) -> tuple[tuple[int, ...], int | None]:
+    """`eos_token_ids` and `bos_token_id` of `ModelConfig`."""
     eos = reader.token_ids("eos_token_id") + generation.token_ids("eos_token_id")
     bos = reader.token_ids("bos_token_id") + generation.token_ids("bos_token_id")
     return tuple(dict.fromkeys(eos)), bos[0] if bos else None
@@ -104,11 +110,11 @@ def heads_of(reader: Reader, heads_key: str, hidden_key: str) -> tuple[int, int,
 
 @dataclass(frozen=True, slots=True)
 class ConfigSource:
-    """What a reader of `models.configs` gets: both files and the user's changes.
+    """Input of a reader of `models.configs`: both files and the user's changes.
 
     Attributes:
         config, generation: config.json; generation_config.json, empty if there is none.
-        architecture: The entry of `architectures` that was taken.
+        architecture: The supported entry of `architectures`.
         rope_scaling, rope_theta, disable_sliding_window: See `load_model_config`.
     """
 
@@ -120,14 +126,14 @@ class ConfigSource:
     disable_sliding_window: bool = False
 
     def refuse(self, *keys: str) -> None:
-        """Raises ModelLoadError for keys that are set: what they ask for is not computed."""
+        """Raises ModelLoadError if a key is set: what it asks for is not computed."""
         for key in keys:
             if self.config.raw.get(key) not in (None, False, [], {}):
                 raise self.config.bad(key, f"not supported with {self.architecture}")
 
     def rope(self, head_dim: int, max_position: int, *, rotary_factor: float = 1.0) -> RopeConfig:
-        """The rotary embedding; `rotary_factor`: the family's share of a head that is rotated,
-        where neither file nor user names one."""
+        """The rotary embedding; `rotary_factor`: share of each head that the family rotates if
+        neither the file nor the user states one."""
         return parse_rope(
             self.config.raw,
             where=self.config.where,
@@ -141,7 +147,7 @@ class ConfigSource:
     def served_windows(
         self, windows: tuple[int | None, ...], max_model_len: int
     ) -> tuple[tuple[int | None, ...], int]:
-        """Windows and context as served: see `disable_sliding_window`."""
+        """Windows and context length that are served: see `disable_sliding_window`."""
         if not self.disable_sliding_window:
             return windows, max_model_len
         shortest = min([max_model_len, *(w for w in windows if w is not None)])

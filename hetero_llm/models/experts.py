@@ -1,7 +1,7 @@
-"""Mixture of experts: routers, and the gated MLPs of which each row visits a few.
+"""Mixture of experts: routers, and the gated MLPs of which each token uses a few.
 
-Routing weights stay apart from the experts' outputs until the sum: outputs are rounded as a
-matrix product rounds them, weighted and summed in float32, and rounded once more.
+Each expert's output is rounded as a matrix product rounds it; then the outputs are weighted and
+summed in float32, and the sum is rounded once more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hetero_llm.models.layers import GatedActivation, Linear, Product
 
-# logits [T, experts] -> experts of each row [T, k] int, the likeliest first, and their weights
+# logits [T, experts] -> experts of each token [T, k] int, the likeliest first, and their weights
 # [T, k] float32
 Route = Callable[[Tensor], tuple[Tensor, Tensor]]
 # (x [T, hidden], ids [T, k] int, weights [T, k] float32, gate_up [experts, 2 * inner, hidden], down
@@ -25,12 +25,12 @@ ExpertsFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 def softmax_top_k(
     logits: Tensor, k: int, *, renormalize: bool, rounded: bool
 ) -> tuple[Tensor, Tensor]:
-    """The k likeliest experts of each row by a softmax in float32; see `Route`.
+    """The k likeliest experts of each token by a softmax in float32; see `Route`.
 
     Args:
         logits: [T, experts].
-        k: Experts of a row.
-        renormalize: The weights of a row are divided by their sum.
+        k: Experts of a token.
+        renormalize: The weights of a token are divided by their sum.
         rounded: Weights take the precision of `logits`, as Qwen2-MoE's do.
     """
     weights, ids = logits.softmax(-1, dtype=torch.float32).topk(k, dim=-1)
@@ -40,10 +40,10 @@ def softmax_top_k(
 
 
 def sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
-    """Two experts a row: the likeliest, then the likeliest of the others; see `Route`.
+    """Two experts a token: the likeliest, then the likeliest of the others; see `Route`.
 
-    An expert's weight is its softmax among the experts that come near it: those whose logit is
-    less than 2 * jitter (relative) below. "Sparse Backpropagation for MoE Training" (Liu et al.
+    An expert's weight is its softmax among the experts near it: those whose logit is less than
+    2 * jitter (relative) below. "Sparse Backpropagation for MoE Training" (Liu et al.
     2023) and "GRIN: GRadient-INformed MoE" (Liu et al. 2024), at inference; all arithmetic in the
     precision of `logits`.
 
@@ -64,26 +64,21 @@ def sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
 def _weight_among_near(
     logits: Tensor, left: Tensor, best: Tensor, chosen: Tensor, jitter: float
 ) -> Tensor:
-    """[T, 1]: softmax of the chosen one among those of `left` that come near `best`."""
+    """[T, 1]: softmax of the `chosen` expert among those of `left` whose logit is near `best`."""
     distance = (best - left) / torch.maximum(logits.abs(), best)
     near = left.masked_fill(distance > 2 * jitter, float("-inf"))
     return near.softmax(-1).gather(-1, chosen)
 
 
-class TopKRouter(nn.Module):
-    """`softmax_top_k` of a projection.
+class Router(nn.Module):
+    """Chooses experts by a projection; subclasses say how.
 
     `function` may be replaced on the instance by a fused one.
     """
 
-    def __init__(
-        self, hidden: int, num_experts: int, k: int, *, renormalize: bool, rounded: bool
-    ) -> None:
+    def __init__(self, hidden: int, num_experts: int) -> None:
         super().__init__()
         self.gate = Linear(hidden, num_experts, bias=False)
-        self.k = k
-        self.renormalize = renormalize
-        self.rounded = rounded
         self.function: Route = self.plain
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,31 +86,38 @@ class TopKRouter(nn.Module):
         return self.function(self.gate(x))
 
     def plain(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Route`."""
+        raise NotImplementedError
+
+
+class TopKRouter(Router):
+    """`softmax_top_k` of a projection."""
+
+    def __init__(
+        self, hidden: int, num_experts: int, k: int, *, renormalize: bool, rounded: bool
+    ) -> None:
+        super().__init__(hidden, num_experts)
+        self.k = k
+        self.renormalize = renormalize
+        self.rounded = rounded
+
+    def plain(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return softmax_top_k(logits, self.k, renormalize=self.renormalize, rounded=self.rounded)
 
 
-class SparseMixerRouter(nn.Module):
-    """`sparse_mixer` of a projection.
-
-    `function` may be replaced on the instance by a fused one.
-    """
+class SparseMixerRouter(Router):
+    """`sparse_mixer` of a projection."""
 
     def __init__(self, hidden: int, num_experts: int, jitter: float) -> None:
-        super().__init__()
-        self.gate = Linear(hidden, num_experts, bias=False)
+        super().__init__(hidden, num_experts)
         self.jitter = jitter
-        self.function: Route = self.plain
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, hidden] -> see `Route`."""
-        return self.function(self.gate(x))
 
     def plain(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return sparse_mixer(logits, self.jitter)
 
 
 class Experts(nn.Module):
-    """Gated MLPs without biases; each row visits those that its router chose.
+    """Gated MLPs without biases; each token uses those that its router chose.
 
     `function` may be replaced on the instance (grouped and row-independent products).
     """
@@ -128,11 +130,11 @@ class Experts(nn.Module):
         self.function: ExpertsFunction = self.plain
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum of the outputs of each row's experts.
+        """The weighted sum of the outputs of each token's experts.
 
         Args:
             x: [T, hidden].
-            ids: [T, k] int, all different in a row.
+            ids: [T, k] int, all different for one token.
             weights: [T, k] float32.
 
         Returns:
@@ -156,20 +158,21 @@ class Experts(nn.Module):
     ) -> Tensor:
         """One expert after the other.
 
-        On a CPU each expert gets its own rows. Elsewhere, where to ask which experts are visited
-        would stop the device (and cannot be captured in a CUDA graph), each gets all rows.
+        On a CPU each expert computes its own tokens. On other devices each computes all tokens:
+        asking which experts are used would make the host wait for the device, and cannot be
+        captured in a CUDA graph.
         """
 
-        def mlp(rows: Tensor, expert: int) -> Tensor:
-            inner = self.activation(product(rows, gate_up[expert], None))
+        def mlp(tokens: Tensor, expert: int) -> Tensor:
+            inner = self.activation(product(tokens, gate_up[expert], None))
             return product(inner, down[expert], None).float()
 
         if x.device.type == "cpu":
-            return _by_own_rows(mlp, x, ids, weights)
-        return _by_all_rows(mlp, x, ids, weights, num_experts=gate_up.shape[0])
+            return sum_by_own_tokens(mlp, x, ids, weights)
+        return sum_by_all_tokens(mlp, x, ids, weights, num_experts=gate_up.shape[0])
 
     def checkpoint_tensors(self, prefix: str, names: tuple[str, str, str]) -> dict[str, Tensor]:
-        """See `CausalLM.checkpoint_tensors`; `names` of an expert's gate, up and down."""
+        """See `CausalLM.checkpoint_tensors`; `names`: of an expert's gate, up and down."""
         gate, up, down = names
         inner = self.down.shape[2]
         tensors = {}
@@ -184,23 +187,27 @@ class Experts(nn.Module):
         return f"{num_experts} of {hidden} x {inner}"
 
 
-# (rows [R, hidden], expert) -> [R, hidden] float32
+# (tokens [N, hidden], expert) -> [N, hidden] float32
 _MLP = Callable[[Tensor, int], Tensor]
 
 
-def _by_own_rows(mlp: _MLP, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def sum_by_own_tokens(mlp: _MLP, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of each token's experts; each expert computes its own tokens."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
-        row, place = (ids == expert).nonzero(as_tuple=True)
-        total.index_add_(0, row, mlp(x[row], expert) * weights[row, place].unsqueeze(1))
+        token, choice = (ids == expert).nonzero(as_tuple=True)
+        total.index_add_(0, token, mlp(x[token], expert) * weights[token, choice].unsqueeze(1))
     return total.to(x.dtype)
 
 
-def _by_all_rows(mlp: _MLP, x: Tensor, ids: Tensor, weights: Tensor, *, num_experts: int) -> Tensor:
+def sum_by_all_tokens(
+    mlp: _MLP, x: Tensor, ids: Tensor, weights: Tensor, *, num_experts: int
+) -> Tensor:
+    """The same; each expert computes all tokens."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(num_experts):
         chosen = ids == expert
         share = torch.where(chosen, weights, 0.0).sum(1, keepdim=True)
-        visits = chosen.any(1, keepdim=True)
-        total += torch.where(visits, mlp(x, expert) * share, 0.0)
+        used = chosen.any(1, keepdim=True)
+        total += torch.where(used, mlp(x, expert) * share, 0.0)
     return total.to(x.dtype)

@@ -1,6 +1,6 @@
-"""From a model name to its folder: a local one, or a snapshot of the hub; and what lies in it.
+"""From a model name to its folder, local or a snapshot of the hub, and to its weight files.
 
-Imports no torch: who only wants to know whether a model is there gets the answer at once.
+Imports no torch, so that a missing model is reported at once.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import re
 from pathlib import Path
 
 from hetero_llm.core.errors import ModelLoadError, shown
+from hetero_llm.models.config_reader import short_reason
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
-"""How weights are stored: "auto" is safetensors, or pickled files where those are allowed; "pt" is
-pickled files; "dummy" draws random ones and needs none."""
+"""How weights are stored: "auto" is safetensors, or pickled files if those are allowed; "pt" is
+pickled files; "dummy" makes random weights and needs no file."""
 
 SAFETENSORS = ("*.safetensors",)
 PICKLED = ("*.bin", "*.pt", "*.pth")
@@ -37,7 +38,7 @@ def resolve_model_folder(
 ) -> Path:
     """The local folder of a model, downloaded from the hub if it is not one already.
 
-    Without a connection, or with HF_HUB_OFFLINE=1, a snapshot in the hub's cache serves.
+    Without a connection, or with HF_HUB_OFFLINE=1, a snapshot in the hub's cache is used.
 
     Args:
         model: A folder, or a hub id such as "org/name".
@@ -45,7 +46,7 @@ def resolve_model_folder(
         download_dir: Cache folder of the downloads; None is huggingface_hub's own.
         load_format: Of `LOAD_FORMATS`; "dummy" downloads no weights.
         allow_pickle: Pickled weights are downloaded where there are no safetensors files.
-        remote_code: The checkpoint's own code is downloaded, too.
+        remote_code: The checkpoint's own code is downloaded too.
 
     Raises:
         ModelLoadError: No such folder, or the hub did not deliver.
@@ -66,8 +67,8 @@ def resolve_model_folder(
 
 
 def weight_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """The folder's files of the first of `patterns` that has any, sorted; neither what training
-    left there nor second copies of the weights."""
+    """The folder's files, sorted, that match the first of `patterns` that any file matches;
+    without files of training and without second copies of the weights."""
     for pattern in patterns:
         files = sorted(path for path in folder.glob(pattern) if is_served_weight(path))
         if files:
@@ -76,12 +77,12 @@ def weight_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 def is_hub_snapshot(folder: Path) -> bool:
-    """Whether the folder may lack files because nobody asked the hub for them."""
+    """Whether the folder is in the hub's cache, so that it may lack files that the hub has."""
     return folder.parent.name == "snapshots"
 
 
 def is_served_weight(path: Path) -> bool:
-    """Of a file of `SAFETENSORS` or `PICKLED`."""
+    """Whether a file of `SAFETENSORS` or `PICKLED` holds the weights that are served."""
     return not any(path.match(pattern) for pattern in (*_AUTHORS_OWN, *_OF_TRAINING))
 
 
@@ -100,9 +101,8 @@ def _download(
             ignore_patterns=[*_AUTHORS_OWN, *_OF_TRAINING],
         )
     except Exception as error:  # the hub client raises its own, its HTTP library's, OS and value
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ModelLoadError(
             f"model={shown(model)}: no such folder, and the hub did not deliver it "
-            f"(revision={revision!r}): {reason}"
+            f"(revision={revision!r}): {short_reason(error)}"
         ) from error
     return Path(path)

@@ -1,4 +1,5 @@
-"""Gemma: Llama with scaled embeddings and norms whose weight is stored less one."""
+"""Gemma (Gemma team 2024): Llama with scaled embeddings and norms whose weight is stored less
+one."""
 
 from __future__ import annotations
 
@@ -6,23 +7,14 @@ import torch
 from torch import Tensor
 
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.layers import Attend, GemmaRMSNorm
-from hetero_llm.models.llama import LlamaForCausalLM, LlamaLayer
-from hetero_llm.models.rotary import RotaryRows
-
-
-class GemmaLayer(LlamaLayer):
-    """See `LlamaLayer`."""
-
-    norm_class = GemmaRMSNorm
+from hetero_llm.models.layers import GemmaRMSNorm
+from hetero_llm.models.llama import LlamaForCausalLM
 
 
 class GemmaForCausalLM(LlamaForCausalLM):
     """See `CausalLM`."""
 
-    @classmethod
-    def layer_class(cls, config: ModelConfig) -> type[LlamaLayer]:
-        return GemmaLayer
+    norm_class = GemmaRMSNorm
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -30,10 +22,5 @@ class GemmaForCausalLM(LlamaForCausalLM):
         scale = torch.tensor(config.hidden_size**0.5, dtype=torch.get_default_dtype(), device="cpu")
         self.embedding_scale = scale.item()
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        x = self.embed_tokens(input_ids).mul_(self.embedding_scale)
-        residual: Tensor | None = None
-        rotary = RotaryRows(self.rotary, positions, x.dtype)
-        for layer in self.layers:
-            x, residual = layer(x, residual, rotary, attend)
-        return self.norm(x, residual)[0]
+    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        return self.embed_tokens(input_ids).mul_(self.embedding_scale)

@@ -1,50 +1,45 @@
-"""Gemma2: Gemma with norms around attention and MLP, and a soft cap on the logits."""
+"""Gemma 2 (Gemma team 2024): Gemma with norms around attention and MLP, and a soft cap on the
+logits."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
+from hetero_llm.models.blocks import Attention, DecoderLayer, GatedMLP, LayerNames, Tensors
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.configs.gemma2 import Gemma2Config
-from hetero_llm.models.gemma import GemmaForCausalLM, GemmaLayer
-from hetero_llm.models.layers import (
-    Activation,
-    Attend,
-    GemmaRMSNorm,
-    Place,
-    checkpoint_views,
-)
-from hetero_llm.models.llama import LlamaLayer
-from hetero_llm.models.rotary import RotaryRows
+from hetero_llm.models.configs.gemma import Gemma2Config
+from hetero_llm.models.gemma import GemmaForCausalLM
+from hetero_llm.models.layers import Activation, Attend, GemmaRMSNorm, checkpoint_views
+from hetero_llm.models.rotary import StepRotary
 
 
-class Gemma2Layer(GemmaLayer):
+class Gemma2Layer(DecoderLayer):
     """Attention and gated MLP, each between two norms and added to the residual."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__(config, layer)
-        self.pre_mlp_norm = GemmaRMSNorm(config.hidden_size, config.norm_eps)
-        self.post_mlp_norm = GemmaRMSNorm(config.hidden_size, config.norm_eps)
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        size, eps = config.hidden_size, config.norm_eps
+        super().__init__(
+            GemmaRMSNorm(size, eps),
+            Attention(config, index),
+            GemmaRMSNorm(size, eps),
+            GatedMLP(config),
+        )
+        self.post_attention_norm = GemmaRMSNorm(size, eps)
+        self.post_mlp_norm = GemmaRMSNorm(size, eps)
 
-    def forward(
-        self,
-        x: Tensor,  # [T, hidden]
-        residual: Tensor | None,  # [T, hidden], overwritten
-        rotary: RotaryRows,
-        attend: Attend,
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_norm(x, residual)
-        x = self.o_proj(self.attention(x, rotary, attend).flatten(1))
-        x = self.post_attention_norm(x, None)[0]
+    def forward(self, rotary: StepRotary, attend: Attend, *terms: Any) -> tuple[Tensor, ...]:
+        assert self.mlp_norm is not None
+        x, residual = self.attention_norm(*terms)
+        x = self.post_attention_norm(self.attention(x, rotary, attend))[0]
+        x, residual = self.mlp_norm(x, residual)
+        return self.post_mlp_norm(self.mlp(x))[0], residual
 
-        x, residual = self.pre_mlp_norm(x, residual)
-        x = self.down_proj(self.activation(self.gate_up_proj(x)))
-        return self.post_mlp_norm(x, None)[0], residual
-
-    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor | Place]:
+    def checkpoint_tensors(self, prefix: str, names: LayerNames) -> Tensors:
         return {
-            **super().checkpoint_tensors(prefix),
-            **checkpoint_views(f"{prefix}.pre_feedforward_layernorm", self.pre_mlp_norm),
+            **super().checkpoint_tensors(prefix, names),
+            **checkpoint_views(f"{prefix}.post_attention_layernorm", self.post_attention_norm),
             **checkpoint_views(f"{prefix}.post_feedforward_layernorm", self.post_mlp_norm),
         }
 
@@ -52,15 +47,16 @@ class Gemma2Layer(GemmaLayer):
 class Gemma2ForCausalLM(GemmaForCausalLM):
     """See `CausalLM`."""
 
-    @classmethod
-    def layer_class(cls, config: ModelConfig) -> type[LlamaLayer]:
-        return Gemma2Layer
+    layer_names = LayerNames(norms=("input_layernorm", "pre_feedforward_layernorm"))
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         assert isinstance(config, Gemma2Config)
         self.final_softcap = config.final_softcap
         self.tanh = Activation("tanh")
+
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
+        return Gemma2Layer(config, index)
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.lm_head(hidden)

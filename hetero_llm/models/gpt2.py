@@ -1,32 +1,29 @@
-"""GPT-2: learned positions, layer norms before, plain MLP, weights stored transposed."""
+"""GPT-2 ("Language Models are Unsupervised Multitask Learners", Radford et al. 2019): learned
+positions, weights stored transposed."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from hetero_llm.models.blocks import (
-    DecoderLayer,
-    FusedAttention,
-    LayerNormLM,
-    OuterNames,
-    PlainMLP,
-    Tensors,
-)
+from hetero_llm.models.blocks import DecoderLayer, LayerNames, LayerNormLM, ModelNames, Tensors
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.layers import Embedding, Linear, checkpoint_views
+from hetero_llm.models.layers import Embedding, checkpoint_views
 
 
 class GPT2LMHeadModel(LayerNormLM):
     """See `CausalLM`."""
 
-    names = OuterNames("transformer", "wte", "h", "ln_f")
+    names = ModelNames("transformer", "wte", "h", "ln_f")
+    layer_names = LayerNames(
+        norms=("ln_1", "ln_2"),
+        qkv=("attn.c_attn",),
+        out="attn.c_proj",
+        mlp_in=("mlp.c_fc",),
+        mlp_out="mlp.c_proj",
+    )
 
     def __init__(self, config: ModelConfig) -> None:
-        layers = (
-            DecoderLayer(config, FusedAttention(config, i), PlainMLP(config))
-            for i in range(config.num_layers)
-        )
-        super().__init__(config, layers)
+        super().__init__(config)
         self.embed_positions = Embedding(config.max_position_embeddings, config.hidden_size)
 
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -37,17 +34,9 @@ class GPT2LMHeadModel(LayerNormLM):
         return {**super().checkpoint_tensors(), **positions}
 
     def layer_tensors(self, layer: DecoderLayer, prefix: str) -> Tensors:
-        assert isinstance(layer.mlp, PlainMLP)
+        """transformers' Conv1D stores [in, out]."""
+        tensors = super().layer_tensors(layer, prefix)
         return {
-            **layer.norm_tensors(f"{prefix}.ln_1", f"{prefix}.ln_2"),
-            **_transposed_views(f"{prefix}.attn.c_attn", layer.attention.qkv_proj),
-            **_transposed_views(f"{prefix}.attn.c_proj", layer.attention.out_proj),
-            **_transposed_views(f"{prefix}.mlp.c_fc", layer.mlp.fc1),
-            **_transposed_views(f"{prefix}.mlp.c_proj", layer.mlp.fc2),
+            name: view.t() if isinstance(view, Tensor) and view.dim() == 2 else view
+            for name, view in tensors.items()
         }
-
-
-def _transposed_views(prefix: str, linear: Linear) -> dict[str, Tensor]:
-    """GPT-2's Conv1D stores [in, out]."""
-    assert linear.bias is not None
-    return {f"{prefix}.weight": linear.weight.t(), f"{prefix}.bias": linear.bias}

@@ -1,4 +1,4 @@
-"""How images become tokens and positions. The front end needs it without torch."""
+"""How many tokens an image becomes, and their positions. No torch, for the front end."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hetero_llm.core.images import PromptImage
 from hetero_llm.models.configs.transformers_vision import VisionConfig
 
 
-def num_image_rows(vision: VisionConfig, arrays: Mapping[str, np.ndarray]) -> int:
-    """Embeddings of one processed image. `arrays`: see `PromptImage`."""
+def num_image_tokens(vision: VisionConfig, arrays: Mapping[str, np.ndarray]) -> int:
+    """Image tokens of one processed image. `arrays`: see `PromptImage`."""
     if vision.kind == "qwen2_vl":
         return int(arrays["image_grid_thw"].prod()) // vision.merge_size**2
     if vision.kind == "llava_next":
         height, width = arrays["image_sizes"].reshape(2).tolist()
         return _llava_next_rows(vision, height, width)
     height, width = arrays["pixel_values"].shape[-2:]
-    return (height // vision.patch_size) * (width // vision.patch_size) + vision.more_rows
+    return (height // vision.patch_size) * (width // vision.patch_size) + vision.num_class_tokens
 
 
 def image_grid(vision: VisionConfig, arrays: Mapping[str, np.ndarray]) -> tuple[int, int] | None:
@@ -30,8 +30,8 @@ def image_grid(vision: VisionConfig, arrays: Mapping[str, np.ndarray]) -> tuple[
 
 
 def _llava_next_rows(vision: VisionConfig, height: int, width: int) -> int:
-    """Of the whole image scaled down, and of its pieces without the padding, a newline embedding
-    after each of their rows (the "anyres" of LLaVA-NeXT, Liu et al. 2024).
+    """Embeddings of the image scaled down and of its pieces without padding, with a newline
+    embedding after each row of the pieces (the "anyres" of LLaVA-NeXT, Liu et al. 2024).
 
     Args:
         height, width: Of the image before processing, in pixels.
@@ -47,11 +47,11 @@ def _llava_next_rows(vision: VisionConfig, height: int, width: int) -> int:
     else:
         seen = int(round(width * (rows / height), 7))
         columns -= 2 * ((columns - seen) // 2)
-    return side * side + vision.more_rows + rows * columns + rows
+    return side * side + vision.num_class_tokens + rows * columns + rows
 
 
 def best_pinpoint(pinpoints: Sequence[tuple[int, int]], height: int, width: int) -> tuple[int, int]:
-    """The size that keeps most of an image's pixels, with the least left empty among equals."""
+    """The size that keeps most pixels of an image; among equals the one with the least padding."""
 
     def value(size: tuple[int, int]) -> tuple[int, int]:
         scale = min(size[1] / width, size[0] / height)
@@ -62,17 +62,19 @@ def best_pinpoint(pinpoints: Sequence[tuple[int, int]], height: int, width: int)
 
 
 def mrope_table(length: int, images: Sequence[PromptImage]) -> tuple[np.ndarray, int]:
-    """Positions of a prompt in Qwen2-VL (Wang et al. 2024): text goes on by one in all three
-    directions; an image's rows and columns count from where the text before ends, all of it at
-    one time, and the text after goes on behind the larger of the two.
+    """Positions of a prompt in Qwen2-VL (Wang et al. 2024).
+
+    A text token's position is one more than the one before in all three directions. An image has
+    one time; its rows and columns count from the position where the text before it ends. The text
+    after it starts at the largest of these positions plus one.
 
     Args:
         length: Tokens of the prompt.
         images: In order; each has a grid.
 
     Returns:
-        [3, length] int64 (time, height, width), and what is to be added to the index of a later
-        token to get its position.
+        [3, length] int64 (time, height, width), and the difference between position and index of
+        the tokens after the prompt.
     """
     table = np.empty((3, length), np.int64)
     at, position = 0, 0
@@ -82,10 +84,10 @@ def mrope_table(length: int, images: Sequence[PromptImage]) -> tuple[np.ndarray,
         position += image.start - at
         rows, columns = image.grid
         assert rows * columns == image.count, "an image of another size than its grid"
-        place = table[:, image.start : image.end]
-        place[0] = position
-        place[1] = position + np.arange(rows).repeat(columns)
-        place[2] = position + np.tile(np.arange(columns), rows)
+        of_image = table[:, image.start : image.end]
+        of_image[0] = position
+        of_image[1] = position + np.arange(rows).repeat(columns)
+        of_image[2] = position + np.tile(np.arange(columns), rows)
         at, position = image.end, position + max(rows, columns)
     table[:, at:] = np.arange(position, position + length - at)
     return table, position + length - at - length

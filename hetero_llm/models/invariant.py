@@ -1,20 +1,20 @@
-"""Rows that do not depend on their batch.
+"""Batch invariance: a token's results (a row of every matrix) do not depend on the other tokens.
 
-A library matrix product picks its kernel, and with it the order of additions, by the shape of the
+A library matrix product chooses its kernel, and with it the order of additions, by the shape of the
 call: the same row in another batch may differ in the last bits. The remedy is call-shape identity,
 as in "Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025): if every call has one
-shape, one kernel serves all rows. So rows go through the product in tiles of a fixed height padded
-with zeros. That a row's result does not depend on its place or its neighbours inside the tile is
-not promised by any library, so it is checked here on the real weights; where it does not hold,
-rows go one by one.
+shape, one kernel computes all rows. So the rows are multiplied in tiles of a fixed height, padded
+with zeros. No library promises that a row's result does not depend on its index or its neighbours
+in the tile, so this is checked on the real weights; where it does not hold, rows are multiplied one
+by one.
 
-Elementwise functions with an exponential (silu, gelu) have the same trouble on the CPU: the vector
+Elementwise functions with an exponential (silu, gelu) have the same problem on the CPU: the vector
 body and the scalar tail of a loop round differently, and batch size and thread count move the
-tail. They go row by row. Norms, embeddings, sums and products of tensors are row-independent as
-they are (tests/models/test_invariant.py holds them to it).
+tail. They are computed row by row. Norms, embeddings, sums and products of tensors are
+row-independent without changes (tested in tests/models/test_invariant.py).
 
-Experts are matrix products too: which rows share a tile depends on where the others are sent, which
-a row's bits then do not. Their outputs are added up in the order of the experts.
+Experts are matrix products too: the router decides which rows share a tile, but a row's bits do not
+depend on that. Outputs are added up in the order of the experts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hetero_llm.models.experts import Experts
 from hetero_llm.models.layers import Activation, CausalLM, Linear, Product
 
 TILE_ROWS = 16
-_CHECKED_PLACEMENTS = 3
+_CHECKED_ORDERS = 3
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def make_batch_invariant(model: CausalLM) -> None:
     """Replaces every product and activation of `model` by a row-independent one, in place.
 
     Call it once, after loading and before serving; the number of torch threads must not change
-    afterwards. Attention is the caller's: `attend` has to be row-independent as well.
+    afterwards. The caller's `Attend` must be row-independent too.
     """
     for module in model.modules():
         if isinstance(module, Linear):
@@ -73,7 +73,7 @@ def _in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tens
 
 
 def _product_of_experts(experts: Experts) -> Product:
-    """One for all of them: they have the same shapes."""
+    """One product for all experts: they have the same shapes."""
     matrices = (matrix for weight in (experts.gate_up, experts.down) for matrix in weight)
     tiled = all(_rows_are_independent(matrix, None) for matrix in matrices)
     return product_of_tiles if tiled else product_of_rows
@@ -90,7 +90,7 @@ def _by_row(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def _rows_are_independent(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a row of a full tile keeps its bits elsewhere, among others, and among zeros."""
+    """Whether a row keeps its bits at every index of a tile, among other rows and among zeros."""
     generator = torch.Generator(weight.device).manual_seed(0)
 
     def random_rows(count: int) -> Tensor:
@@ -104,16 +104,16 @@ def _rows_are_independent(weight: Tensor, bias: Tensor | None) -> bool:
 
     tile = random_rows(TILE_ROWS)
     expected = F.linear(tile, weight, bias)
-    for step in range(_CHECKED_PLACEMENTS):
-        # Steps 0, 1, 2 shift by 5, 10, 15: each row visits even and odd and distant places.
+    for step in range(_CHECKED_ORDERS):
+        # Steps 0, 1, 2 shift by 5, 10, 15: each row comes to even, odd and distant indices.
         order = torch.arange(TILE_ROWS, device=weight.device).roll(5 * (step + 1))
         if not torch.equal(F.linear(tile[order], weight, bias), expected[order]):
             return False
     first = tile[:1]
-    for place in range(TILE_ROWS):
-        others = torch.zeros_like(tile) if place % 2 else random_rows(TILE_ROWS)
-        others[place] = first[0]
-        if not torch.equal(F.linear(others, weight, bias)[place], expected[0]):
+    for index in range(TILE_ROWS):
+        others = torch.zeros_like(tile) if index % 2 else random_rows(TILE_ROWS)
+        others[index] = first[0]
+        if not torch.equal(F.linear(others, weight, bias)[index], expected[0]):
             return False
     return True
 

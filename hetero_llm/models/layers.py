@@ -1,6 +1,6 @@
-"""Building blocks shared by the model families.
+"""Modules that all model families share: products, norms, activations, and what `Attend` promises.
 
-Rows of all sequences are flattened: a hidden state is [T, hidden], whatever the batch.
+The tokens of all sequences are flattened: a hidden state is [T, hidden].
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.rotary import RotaryRows, apply_rotary
+from hetero_llm.models.rotary import StepRotary, apply_rotary
 
 # (x [T, in], weight [out, in], bias [out] or None) -> [T, out]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -29,12 +29,12 @@ AddLayerNormFunction = Callable[
 
 
 class Attend(Protocol):
-    """Attention over the KV cache, supplied by whoever owns the cache.
+    """Attention over the KV cache, supplied by the runner that owns the cache.
 
-    Stores `k` and `v` of these rows, then attends each row to its sequence: causal, limited to
+    Stores `k` and `v` of the step's tokens, then attends each token to its sequence: causal, within
     `config.sliding_windows[layer]` (a query at position p sees keys in (p - window, p]), scores
-    multiplied by `config.attn_scale`, then `config.attn_softcap` and `config.alibi_slopes`. The
-    inputs may be strided views (last dim contiguous).
+    multiplied by `config.attn_scale`, then `config.attn_softcap` and `config.alibi_slopes` applied.
+    The inputs may be strided views (last dim contiguous).
     """
 
     def __call__(
@@ -51,10 +51,10 @@ class Attend(Protocol):
         layer: int,
         qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
         heads: RotaryHeads,
-        rows: RotaryRows,
+        rows: StepRotary,
     ) -> Tensor:  # [T, heads, head_dim]
-        """The same from a fused projection whose queries and keys are still to be normed and
-        rotated: `self(layer, *heads(qkv, rows))`, perhaps in fewer kernels."""
+        """Norms and rotates the queries and keys of a fused projection, then does the same:
+        `self(layer, *heads(qkv, rows))`, perhaps in fewer kernels."""
         ...
 
 
@@ -77,11 +77,11 @@ class QKNorm(nn.Module):
 
 
 class RotaryHeads(nn.Module):
-    """From a fused projection to normed and rotated heads.
+    """Splits a fused projection into heads, norms them if the model does, and rotates them.
 
-    The first `rope.rotary_dim` entries of a head are rotated, entry i with entry i + half. Families
-    that rotate neighbours (GPT-J, ChatGLM) load their projections reordered instead: scores do not
-    depend on the order of a head's entries.
+    The first `rope.rotary_dim` entries of a head are rotated, entry i with entry i + half. The
+    projections of families that rotate neighbours (GPT-J, ChatGLM) are reordered when they are
+    loaded: scores do not depend on the order of a head's entries.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -91,7 +91,7 @@ class RotaryHeads(nn.Module):
         self.head_dim = config.head_dim
         self.qk_norm = QKNorm(config) if config.qk_norm else None
 
-    def forward(self, qkv: Tensor, rows: RotaryRows) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, qkv: Tensor, rows: StepRotary) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (heads + 2 * kv_heads) * head_dim] -> q [T, heads, head_dim], k and v alike."""
         queries, keys = self.num_heads, self.num_kv_heads
         heads = qkv.view(-1, queries + 2 * keys, self.head_dim)
@@ -109,7 +109,7 @@ class RotaryHeads(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RearrangedView:
     """Where a stored tensor goes if its shape is not that of the view.
 
     Attributes:
@@ -123,6 +123,11 @@ class Place:
     shape: tuple[int, ...]
     arrange: Callable[[Tensor], Tensor] | None = None
 
+    @staticmethod
+    def of(view: Tensor, arrange: Callable[[Tensor], Tensor]) -> RearrangedView:
+        """For a stored tensor of the view's own shape."""
+        return RearrangedView(view, tuple(view.shape), arrange)
+
     def fill(self, stored: Tensor) -> None:
         """Copies a tensor of `shape` into the view."""
         stored = stored.to(self.view.dtype)
@@ -131,7 +136,8 @@ class Place:
 
 
 class CausalLM(nn.Module):
-    """What the engine and the loader know of a model. Parameters have the default dtype/device."""
+    """What the engine and the loader need of a model. Parameters are created in torch's default
+    dtype and on its default device."""
 
     config: ModelConfig
 
@@ -139,8 +145,8 @@ class CausalLM(nn.Module):
         """Hidden states after the final norm.
 
         Args:
-            input_ids: [T] int64, rows of all sequences.
-            positions: [T] int64, each row's position in its sequence.
+            input_ids: [T] int64, tokens of all sequences.
+            positions: [T] int64, each token's position in its sequence.
             attend: Called once per layer, layers in order.
 
         Returns:
@@ -152,30 +158,30 @@ class CausalLM(nn.Module):
         """[R, hidden] -> [R, vocab], in the parameters' dtype."""
         raise NotImplementedError
 
-    def parameters_of_a_row(self) -> int:
-        """How many parameters one row of a step is multiplied with, about."""
+    def parameters_per_token(self) -> int:
+        """Approximate number of parameters that one token is multiplied with."""
         return sum(p.numel() for p in self.parameters())
 
-    def checkpoint_tensors(self) -> Mapping[str, Tensor | Place]:
+    def checkpoint_tensors(self) -> Mapping[str, Tensor | RearrangedView]:
         """Checkpoint name -> view of our parameter to copy the tensor into.
 
         Fused projections appear as one view per checkpoint tensor, transposed ones as `.t()`,
-        anything else as a `Place`.
+        anything else as a `RearrangedView`.
         """
         raise NotImplementedError
 
     def checkpoint_name(self, name: str) -> str | None:
-        """The name `checkpoint_tensors` uses for a stored tensor; None if it is to be skipped."""
+        """The name in `checkpoint_tensors` of a stored tensor; None if the loader skips it."""
         raise NotImplementedError
 
     def finish_loading(self, *, batch_invariant: bool) -> None:
-        """Called once before serving, with all weights and all faster parts in their places.
+        """Called once before serving, when weights are loaded and fused parts are in place.
 
         Args:
             batch_invariant: The model's products and activations are those of `invariant.py`.
 
         Raises:
-            ModelLoadError, ConfigError: The model cannot be served (so).
+            ModelLoadError, ConfigError: The model cannot be served, or not with this option.
         """
 
 
@@ -200,19 +206,17 @@ class Linear(nn.Module):
         return f"{in_features}, {out_features}, bias={self.bias is not None}"
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm; fp32 inside, whatever the dtype, as transformers computes it.
+class _ScaleNorm(nn.Module):
+    """A norm with a weight and no bias, by `function`, which may be replaced on the instance by a
+    fused one."""
 
-    `function` may be replaced on the instance by a fused one.
-    """
-
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, function: AddNorm) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
-        self.function: AddNorm = add_rms_norm
+        self.function = function
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Norm of `x + residual`, and that sum for the next residual.
 
         Args:
@@ -223,6 +227,13 @@ class RMSNorm(nn.Module):
             The norm and the sum, both [T, size].
         """
         return self.function(x, residual, self.weight, self.eps)
+
+
+class RMSNorm(_ScaleNorm):
+    """Root-mean-square norm; computed in float32 for every dtype, as in transformers."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps, add_rms_norm)
 
 
 def add_rms_norm(
@@ -241,22 +252,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, None, eps).mul_(weight)
 
 
-class GemmaRMSNorm(nn.Module):
-    """RMS norm of Gemma's: the weight is stored less one and multiplied in float32, and only the
-    product is rounded. Arguments and result as of `RMSNorm`.
-
-    `function` may be replaced on the instance by a fused one.
-    """
+class GemmaRMSNorm(_ScaleNorm):
+    """Gemma's RMS norm: the weight is stored less one and multiplied in float32, and only the
+    product is rounded."""
 
     def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
-        self.function: AddNorm = add_gemma_rms_norm
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Norm of `x + residual`, and that sum; see `RMSNorm.forward`."""
-        return self.function(x, residual, self.weight, self.eps)
+        super().__init__(size, eps, add_gemma_rms_norm)
 
 
 def add_gemma_rms_norm(
@@ -269,15 +270,15 @@ def add_gemma_rms_norm(
 
 
 class AddLayerNorm(nn.Module):
-    """Layer norm of a sum, which stays for the next residual; as `RMSNorm`.
+    """Layer norm of a sum, which is also the next residual, as in `RMSNorm`.
 
     `function` may be replaced on the instance by a fused one.
     """
 
-    def __init__(self, size: int, eps: float, *, affine: bool = True, bias: bool = True) -> None:
+    def __init__(self, size: int, eps: float, *, affine: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size)) if affine else None
-        self.bias = nn.Parameter(torch.empty(size)) if affine and bias else None
+        self.bias = nn.Parameter(torch.empty(size)) if affine else None
         self.eps = eps
         self.function: AddLayerNormFunction = add_layer_norm
 
@@ -299,7 +300,11 @@ class AddLayerNorm(nn.Module):
         return norm, total
 
     def with_second(
-        self, second: AddLayerNorm, x: Tensor, residual: Tensor | None, extra: Tensor | None
+        self,
+        second: AddLayerNorm,
+        x: Tensor,
+        residual: Tensor | None = None,
+        extra: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This norm, `second`'s of the same sum, and the sum; arguments as of `forward`."""
         assert extra is None or residual is not None
@@ -345,8 +350,8 @@ def _relu_squared(x: Tensor) -> Tensor:
 class Activation(nn.Module):
     """An elementwise function by its name in config.json.
 
-    `function` may be replaced on the instance: by a fused one, or see `invariant.py`. A `name` of
-    None is a function that only `function` knows.
+    `function` may be replaced on the instance by a fused or a batch-invariant one (`invariant.py`).
+    `name` is None if the function is a module of transformers.
     """
 
     name: str | None
@@ -398,7 +403,7 @@ def checkpoint_views(prefix: str, module: nn.Module) -> dict[str, Tensor]:
 
 
 def split_views(linear: Linear, names: list[str], sizes: list[int]) -> dict[str, Tensor]:
-    """Row ranges of a fused projection, one per separately stored projection."""
+    """Row ranges of a fused projection, one for each separately stored projection."""
     views = dict(zip((f"{n}.weight" for n in names), linear.weight.split(sizes), strict=True))
     if linear.bias is not None:
         views.update(zip((f"{n}.bias" for n in names), linear.bias.split(sizes), strict=True))

@@ -1,6 +1,6 @@
-"""From a model's folder to a module with weights: build it, match names and shapes, fill it.
+"""Builds a model, matches names and shapes of its stored tensors, and fills it with weights.
 
-`folders.py` finds the folder, `weight_files.py` the files, `weight_reader.py` moves the bytes.
+`folders.py` finds the folder, `weight_files.py` the files; `weight_reader.py` copies the bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tqdm import tqdm
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.folders import LOAD_FORMATS, resolve_model_folder
-from hetero_llm.models.layers import CausalLM, Place
+from hetero_llm.models.layers import CausalLM, RearrangedView
 from hetero_llm.models.registry import model_class
 from hetero_llm.models.weight_files import StoredTensor, WeightFile, find_weight_files
 from hetero_llm.models.weight_reader import Piece, ReadAhead, copy_pieces, pieces_of
@@ -49,8 +49,8 @@ def load_model(
 ) -> CausalLM:
     """Builds the model of `config` and fills it from the folder's weight files.
 
-    The peak is the model itself and what `weight_reader` reads ahead: at most a 20th of it, or
-    8 MiB; with a `Place`, also one stored tensor.
+    Peak memory is the model and what `weight_reader` reads ahead: at most a 20th of the model, or
+    8 MiB; with a `RearrangedView`, also one stored tensor.
 
     Args:
         folder: Of `resolve_model_folder`.
@@ -59,16 +59,16 @@ def load_model(
         device: Where the parameters live.
         show_progress: A progress bar in bytes on stderr.
         load_format: Of `LOAD_FORMATS`.
-        allow_pickle: Whether pickled files may be read; never anything but tensors from them.
-        seed: Of the random weights.
+        allow_pickle: Whether pickled files may be read; only tensors are unpickled.
+        seed: Of the random weights of "dummy".
 
     Returns:
         The model in eval mode, parameters without gradients.
 
     Raises:
-        ConfigError: `load_format` is none, or needs `allow_pickle`.
-        ModelLoadError: Files missing, damaged, or not those of `config`; the message names them.
-            Weights that are no finite numbers are a warning.
+        ConfigError: `load_format` is unknown, or needs `allow_pickle`.
+        ModelLoadError: Files are missing, damaged, or do not match `config`; the message names
+            them. Weights that are not finite are a warning.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError("load_format", load_format, "one of " + ", ".join(LOAD_FORMATS))
@@ -88,7 +88,7 @@ def load_model(
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """torch's default type while a model is built."""
+    """Sets torch's default dtype inside the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -99,11 +99,11 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """A stored tensor and where it goes."""
+    """A stored tensor and its target."""
 
     file: WeightFile
     stored: StoredTensor
-    target: Tensor | Place
+    target: Tensor | RearrangedView
 
 
 def _fill_from_files(
@@ -134,7 +134,7 @@ def _pieces(match: _Match, piece_bytes: int) -> Iterator[Piece]:
         dtype = target.dtype
         yield from pieces_of(match.file, stored, target, dtype=dtype, piece_bytes=piece_bytes)
         return
-    # On the parameter's device, so that it is arranged there.
+    # The whole tensor is copied to the parameter's device first and rearranged there.
     dtype, device = target.view.dtype, target.view.device
     whole = torch.empty(target.shape, dtype=stored.dtype, device=device)
     *pieces, last = pieces_of(match.file, stored, whole, dtype=dtype, piece_bytes=piece_bytes)
@@ -143,7 +143,7 @@ def _pieces(match: _Match, piece_bytes: int) -> Iterator[Piece]:
 
 
 def _matches(model: CausalLM, folder: Path, files: tuple[WeightFile, ...]) -> list[_Match]:
-    """Each tensor of the model exactly once, in the order of the files' bytes."""
+    """One match for each tensor of the model, in the order of the files' bytes."""
     targets = model.checkpoint_tensors()
     found: dict[str, _Match] = {}
     skipped: list[tuple[WeightFile, StoredTensor]] = []
@@ -176,17 +176,18 @@ def _matches(model: CausalLM, folder: Path, files: tuple[WeightFile, ...]) -> li
     lines = [f"tensors {kind}: {_some(names)}" for kind, names in problems.items() if names]
     if lines:
         raise ModelLoadError(f"{folder}: " + "; ".join(lines))
-    place = {id(file): index for index, file in enumerate(files)}
-    return sorted(found.values(), key=lambda match: (place[id(match.file)], match.stored.start))
+    order = {id(file): index for index, file in enumerate(files)}
+    return sorted(found.values(), key=lambda match: (order[id(match.file)], match.stored.start))
 
 
 def _use_tied_head(
     model: CausalLM,
-    targets: Mapping[str, Tensor | Place],
+    targets: Mapping[str, Tensor | RearrangedView],
     found: dict[str, _Match],
     skipped: list[tuple[WeightFile, StoredTensor]],
 ) -> None:
-    """A model whose head is its embedding may be stored under the name of either, or of both."""
+    """Handles checkpoints that store a tied head: uses it if the embedding is not stored, and warns
+    if both are stored and differ."""
     name = _tied_embedding(model, targets)
     if name is None:
         return
@@ -209,23 +210,23 @@ def _use_tied_head(
         )  # fmt: skip
 
 
-def _tied_embedding(model: CausalLM, targets: Mapping[str, Tensor | Place]) -> str | None:
-    """The name of the embedding that is the head, too; None if there is none."""
+def _tied_embedding(model: CausalLM, targets: Mapping[str, Tensor | RearrangedView]) -> str | None:
+    """The name of the embedding that is also the head; None if there is none."""
     head = getattr(getattr(model, "lm_head", None), "weight", None)
     if not isinstance(head, Tensor) or not model.config.tie_word_embeddings:
         return None
     for name, target in targets.items():
-        view = target.view if isinstance(target, Place) else target
+        view = target.view if isinstance(target, RearrangedView) else target
         if view.shape == head.shape and view.data_ptr() == head.data_ptr():
             return name
     return None
 
 
 def _differ(embedding: _Match, file: WeightFile, head: StoredTensor) -> bool:
-    """Whether two stored tensors are visibly not the same, by samples all over them."""
+    """Whether two stored tensors differ in samples spread over them."""
     stored = embedding.stored
     if stored.dtype is None or (stored.dtype, stored.shape) != (head.dtype, head.shape):
-        return False  # said elsewhere, or not comparable byte by byte
+        return False  # reported elsewhere, or not comparable byte by byte
     size = min(_SAMPLE_BYTES, stored.nbytes)
     ours, theirs = np.empty(size, np.uint8), np.empty(size, np.uint8)
     opened = {id(one): one for one in (embedding.file, file)}.values()
@@ -250,8 +251,7 @@ def _wrong_shapes(found: Mapping[str, _Match], config: ModelConfig) -> list[str]
         if stored.shape == needed:
             continue
         if needed[:1] == (config.vocab_size,) and stored.shape[1:] == needed[1:]:
-            # Not cut or padded: the ids of added tokens, or what the padding computes, would be
-            # a guess. vLLM refuses both, too.
+            # Cutting or padding would be a guess about added tokens; vLLM refuses both, too.
             rows = stored.shape[0] if stored.shape else 0
             wrong.append(
                 f"{stored.name} has {rows} rows, config.json says vocab_size={config.vocab_size}"
@@ -268,7 +268,7 @@ def _some(names: list[str]) -> str:
 
 
 def _fill_randomly(model: CausalLM, seed: int) -> None:
-    """Reproducible weights of a trained model's magnitude: norms 1, the rest uniform."""
+    """Reproducible weights of a trained model's magnitude: norms are 1, all others uniform."""
     generators: dict[torch.device, torch.Generator] = {}
     bound = _DUMMY_STD * 3**0.5
     for name, parameter in model.named_parameters():

@@ -1,10 +1,10 @@
-"""`model_sha256`: a model folder is what somebody vouched for, or it is not served.
+"""`model_sha256`: compares a model folder with a manifest of digests before it is served.
 
-A manifest has the format of the `sha256sum` command, with names relative to the folder. It is
-named by its path, or by its own SHA-256: then it is the folder's file SHA256SUMS, and one short
-value pins the whole model. All files it lists are checked, and whatever serving reads must be
-listed. This is for mix-ups, damage, and stores that others write to; somebody who can change a file
-between check and use is not stopped.
+A manifest has the format of the `sha256sum` command, with names relative to the folder. The user
+names it by its path, or by its own SHA-256: then it is the folder's file SHA256SUMS, and one short
+value pins the whole model. All files it lists are checked, and every file that serving reads must
+be listed. This protects against mix-ups, damage, and changes in shared stores, but not against
+changes between check and use.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def check_model(folder: Path, wanted: str, *, weights: bool) -> None:
 
     Args:
         wanted: Path of the manifest, or the SHA-256 of the folder's file SHA256SUMS.
-        weights: Whether weight files count, too; they take as long as the disk needs.
+        weights: Whether weight files are checked too, which takes as long as reading them.
 
     Raises:
         ConfigError: `wanted` is neither.
-        ModelLoadError: A file is not what the manifest says, is missing, or is not listed, or the
+        ModelLoadError: A file differs from the manifest, is missing, or is not listed, or the
             manifest is damaged.
     """
     path, listed = _read_manifest(folder, wanted)
@@ -57,7 +57,7 @@ def check_model(folder: Path, wanted: str, *, weights: bool) -> None:
 
 
 def manifest_of(folder: Path) -> str:
-    """The manifest's text for a folder as it is: all that serving may read, sorted."""
+    """The manifest of a folder in its present state: all files that serving may read, sorted."""
     names = sorted(_name(folder, file) for file in _files_read(folder, weights=True))
     digests = _digests(folder, names)
     return "".join(f"{digests[name]}  {name}\n" for name in names)
@@ -86,7 +86,7 @@ def _read_manifest(folder: Path, wanted: str) -> tuple[Path, Mapping[str, str]]:
 
 
 def _parsed(path: Path, text: str) -> dict[str, str]:
-    """Digests in lower case by name."""
+    """Name -> digest in lower case."""
     found: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -107,7 +107,7 @@ def _parsed(path: Path, text: str) -> dict[str, str]:
 
 
 def _files_read(folder: Path, *, weights: bool) -> list[Path]:
-    """What serving may read of a folder."""
+    """The files of a folder that serving may read."""
     patterns = (*_READ, *SAFETENSORS, *PICKLED) if weights else _READ
     files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     return sorted(path for path in files if not _is_weight(path.name) or is_served_weight(path))
@@ -122,7 +122,7 @@ def _name(folder: Path, file: Path) -> str:
 
 
 def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """By several threads: hashing one file is slower than most disks."""
+    """Name -> digest. Several threads: most disks read faster than one thread hashes."""
 
     def digest(name: str) -> str:
         try:

@@ -1,8 +1,8 @@
-"""What models that see images add to the contract of `layers.CausalLM`.
+"""`ImageCausalLM`: what models that take images add to `layers.CausalLM`.
 
 An image is a run of image tokens in the prompt, one for each embedding that the vision tower makes
-of it. The front end processes pixels and counts tokens (`vision_config`), the runner has each image
-encoded once and hands its embeddings to the rows of these tokens (`ImageRows`). All else is text.
+of it. The front end processes pixels and counts tokens (`VisionConfig`). The runner encodes each
+image once and passes its embeddings with the step that has its tokens (`StepImages`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hetero_llm.models.layers import Attend, CausalLM
 
 
 @dataclass(frozen=True, slots=True)
-class ImageRows:
-    """What images mean for the rows of a step.
+class StepImages:
+    """Images of one step.
 
     Attributes:
-        embeddings: [E] int64 rows of the step that hold image tokens, and [E, hidden] what is there
-            instead, in the parameters' dtype; None if there are none.
-        positions: [3, T] int64 (time, height, width) instead of `positions`; None where those
-            hold for all rows.
+        embeddings: [E] int64 indices of the step's image tokens, and [E, hidden] their embeddings
+            in the parameters' dtype; None if the step has no image tokens.
+        positions: [3, T] int64 (time, height, width), which replace the step's positions; None if
+            they do not.
     """
 
     embeddings: tuple[Tensor, Tensor] | None
@@ -45,7 +45,7 @@ class ImageCausalLM(CausalLM):
         input_ids: Tensor,
         positions: Tensor,
         attend: Attend,
-        images: ImageRows | None = None,
+        images: StepImages | None = None,
     ) -> Tensor:
-        """As `CausalLM.forward`; `images`: None if no row belongs to a prompt with images."""
+        """See `CausalLM.forward`; `images`: None if no token is of a prompt with images."""
         raise NotImplementedError

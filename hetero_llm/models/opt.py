@@ -1,97 +1,98 @@
-"""OPT: learned positions, layer norms before or after, plain MLP."""
+"""OPT (Zhang et al. 2022): learned positions, layer norms before or after attention and MLP, plain
+MLP; OPT-350m's embeddings are narrower than its hidden states."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
-from hetero_llm.models.blocks import FusedAttention, PlainMLP, Tensors
+from hetero_llm.models.blocks import (
+    MLP,
+    Attention,
+    DecoderLayer,
+    DecoderLM,
+    LayerNames,
+    ModelNames,
+    PlainMLP,
+    Tensors,
+)
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import (
     AddLayerNorm,
     Attend,
-    CausalLM,
     Embedding,
     Linear,
-    Place,
+    RearrangedView,
     checkpoint_views,
 )
+from hetero_llm.models.rotary import StepRotary
 
 # OPT was trained with two rows kept for padding in front of position 0.
 _POSITION_OFFSET = 2
 
 
-class OPTLayer(nn.Module):
-    """Attention and MLP with a residual around each; the norms' place depends on `pre_norm`."""
+class PostNormLayer(DecoderLayer):
+    """Attention and MLP, each added to its input and then normed."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.pre_norm = config.pre_norm
-        size, eps, affine = config.hidden_size, config.norm_eps, config.norm_affine
-        self.attention_norm = AddLayerNorm(size, eps, affine=affine)
-        self.attention = FusedAttention(config, layer)
-        self.mlp_norm = AddLayerNorm(size, eps, affine=affine)
-        self.mlp = PlainMLP(config)
-
-    def forward(
-        self,
-        x: Tensor,  # [T, hidden], overwritten
-        residual: Tensor | None,  # [T, hidden], overwritten; None with norms after
-        attend: Attend,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The output; with norms before it is still to be added to the residual, which follows."""
-        if self.pre_norm:
-            x, residual = self.attention_norm(x, residual)
-            x, residual = self.mlp_norm(self.attention(x, None, attend), residual)
-            return self.mlp(x), residual
-        x, _ = self.attention_norm(self.attention(x, None, attend), x)
+    def forward(self, rotary: StepRotary, attend: Attend, *terms: Any) -> tuple[Tensor, ...]:
+        assert self.mlp_norm is not None
+        x = terms[0]  # norms overwrite it
+        x, _ = self.attention_norm(self.attention(x, rotary, attend), x)
         x, _ = self.mlp_norm(self.mlp(x), x)
-        return x, None
-
-    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
-        """See `CausalLM.checkpoint_tensors`."""
-        attention = f"{prefix}.self_attn"
-        return {
-            **checkpoint_views(f"{prefix}.self_attn_layer_norm", self.attention_norm),
-            **checkpoint_views(f"{prefix}.final_layer_norm", self.mlp_norm),
-            **self.attention.split_tensors([f"{attention}.{name}_proj" for name in "qkv"]),
-            **checkpoint_views(f"{attention}.out_proj", self.attention.out_proj),
-            **self.mlp.tensors(f"{prefix}.fc1", f"{prefix}.fc2"),
-        }
+        return (x,)
 
 
-class OPTForCausalLM(CausalLM):
+class NoNorm(nn.Module):
+    """In the place of the final norm: adds only."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The sum, twice; see `AddLayerNorm`."""
+        total = x if residual is None else residual.add_(x)
+        return total, total
+
+
+class OPTForCausalLM(DecoderLM):
     """See `CausalLM`."""
 
+    names = ModelNames("model.decoder", norm="final_layer_norm")
+    layer_names = LayerNames(
+        norms=("self_attn_layer_norm", "final_layer_norm"),
+        out="self_attn.out_proj",
+        mlp_in=("fc1",),
+        mlp_out="fc2",
+    )
+
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         hidden, word = config.hidden_size, config.word_embed_size
-        self.embed_tokens = Embedding(config.vocab_size, word)
         self.embed_positions = Embedding(config.max_position_embeddings, hidden)
         projects = word != hidden
         self.project_in = Linear(word, hidden, bias=False) if projects else None
-        self.layers = nn.ModuleList(OPTLayer(config, i) for i in range(config.num_layers))
-        self.final_norm = (
-            AddLayerNorm(hidden, config.norm_eps, affine=config.norm_affine)
-            if config.final_norm
-            else None
-        )
         self.project_out = Linear(hidden, word, bias=False) if projects else None
-        self.lm_head = Linear(word, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+        if not config.final_norm:
+            self.norm = NoNorm()
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
+        layer_class = DecoderLayer if config.pre_norm else PostNormLayer
+        return layer_class(
+            self.make_norm(config),
+            Attention(config, index),
+            self.make_norm(config),
+            self.make_mlp(config, index),
+        )
+
+    def make_norm(self, config: ModelConfig) -> nn.Module:
+        return AddLayerNorm(config.hidden_size, config.norm_eps, affine=config.norm_affine)
+
+    def make_mlp(self, config: ModelConfig, index: int) -> MLP:
+        return PlainMLP(config)
+
+    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         x = self.embed_tokens(input_ids)
         if self.project_in is not None:
             x = self.project_in(x)
-        x = x + self.embed_positions(positions)
-        residual: Tensor | None = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, attend)
-        if self.final_norm is not None:
-            return self.final_norm(x, residual)[0]
-        return x if residual is None else residual.add_(x)
+        return x + self.embed_positions(positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self.project_out is not None:
@@ -99,30 +100,19 @@ class OPTForCausalLM(CausalLM):
         return self.lm_head(hidden)
 
     def checkpoint_tensors(self) -> Tensors:
-        decoder = "model.decoder"
-        positions = self.embed_positions.weight
+        decoder, positions = self.names.model, self.embed_positions.weight
         stored_shape = (positions.shape[0] + _POSITION_OFFSET, positions.shape[1])
-        tensors: Tensors = {
-            **checkpoint_views(f"{decoder}.embed_tokens", self.embed_tokens),
-            f"{decoder}.embed_positions.weight": Place(
-                positions, stored_shape, lambda stored: stored[_POSITION_OFFSET:]
-            ),
-        }
+        tensors = super().checkpoint_tensors()
+        tensors[f"{decoder}.embed_positions.weight"] = RearrangedView(
+            positions, stored_shape, lambda stored: stored[_POSITION_OFFSET:]
+        )
         for name in ("project_in", "project_out"):
             module = getattr(self, name)
             if module is not None:
                 tensors.update(checkpoint_views(f"{decoder}.{name}", module))
-        if self.final_norm is not None:
-            tensors.update(checkpoint_views(f"{decoder}.final_layer_norm", self.final_norm))
-        if not self.config.tie_word_embeddings:
-            tensors.update(checkpoint_views("lm_head", self.lm_head))
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, OPTLayer)
-            tensors.update(layer.checkpoint_tensors(f"{decoder}.layers.{i}"))
         return tensors
 
     def checkpoint_name(self, name: str) -> str | None:
         """Checkpoints of the bare decoder lack the `model.` prefix."""
-        if name == "lm_head.weight":
-            return None if self.config.tie_word_embeddings else name
-        return f"model.{name}" if name.startswith("decoder.") else name
+        name = f"model.{name}" if name.startswith("decoder.") else name
+        return super().checkpoint_name(name)

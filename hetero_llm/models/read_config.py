@@ -1,13 +1,11 @@
-"""config.json and generation_config.json of a model folder, read by us, as one frozen object.
+"""config.json and generation_config.json of a model folder -> `ModelConfig`.
 
 Each architecture has a reader in `models.configs`. Defaults of absent keys are those of the
-family's transformers class. A feature we do not compute is a `ModelLoadError` that names it, never
-ignored.
+family's transformers class. A feature that is not computed is a `ModelLoadError` that names it.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,8 +47,7 @@ def load_model_config(
         reader, generation, architecture, rope_scaling, rope_theta, disable_sliding_window
     )
     source.refuse("quantization_config")
-    module = importlib.import_module(f"hetero_llm.models.configs.{FAMILIES[architecture].reader}")
-    config: ModelConfig = module.read(source)
+    config = FAMILIES[architecture].read(source)
     if config.rope is None:
         for field, value in (("rope_scaling", rope_scaling), ("rope_theta", rope_theta)):
             if value is not None:

@@ -1,4 +1,4 @@
-"""Architecture name of config.json -> our class and its config reader, imported when asked for."""
+"""Architecture name of config.json -> our class and its config reader, imported on first use."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hetero_llm.core.errors import ModelLoadError, shown
 
 if TYPE_CHECKING:
+    from hetero_llm.models.config import ModelConfig
+    from hetero_llm.models.config_reader import ConfigSource
     from hetero_llm.models.layers import CausalLM
 
 
@@ -21,52 +23,74 @@ class Family:
     Attributes:
         module: In `hetero_llm.models`.
         name: Of the class there.
-        reader: In `hetero_llm.models.configs`; its `read(ConfigSource)` gives a `ModelConfig`.
+        reader: Module and function in `hetero_llm.models.configs`: `ConfigSource` ->
+            `ModelConfig`.
     """
 
     module: str
     name: str
     reader: str
 
+    def read(self, source: ConfigSource) -> ModelConfig:
+        """Raises ModelLoadError: a key is wrong or asks for what is not computed."""
+        module, function = self.reader.split(".")
+        return getattr(_module(f"configs.{module}"), function)(source)
 
-_IMAGES = Family("transformers_vision", "TransformersForImages", "transformers_vision")
+
+_IMAGES = Family("transformers_vision", "TransformersForImages", "transformers_vision.read")
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "LlamaForCausalLM": Family("llama", "LlamaForCausalLM", "llama_like"),
-        "MistralForCausalLM": Family("mistral", "MistralForCausalLM", "llama_like"),
-        "Qwen2ForCausalLM": Family("qwen2", "Qwen2ForCausalLM", "llama_like"),
-        "Qwen3ForCausalLM": Family("qwen3", "Qwen3ForCausalLM", "llama_like"),
-        "OPTForCausalLM": Family("opt", "OPTForCausalLM", "opt"),
-        "GPT2LMHeadModel": Family("gpt2", "GPT2LMHeadModel", "gpt2"),
-        "GPTNeoXForCausalLM": Family("gpt_neox", "GPTNeoXForCausalLM", "gpt_neox"),
-        "GPTJForCausalLM": Family("gptj", "GPTJForCausalLM", "gptj"),
-        "FalconForCausalLM": Family("falcon", "FalconForCausalLM", "falcon"),
-        "RWForCausalLM": Family("falcon", "FalconForCausalLM", "falcon"),
-        "BloomForCausalLM": Family("bloom", "BloomForCausalLM", "bloom"),
-        "GPTBigCodeForCausalLM": Family("gpt_bigcode", "GPTBigCodeForCausalLM", "gpt_bigcode"),
-        "PhiForCausalLM": Family("phi", "PhiForCausalLM", "phi"),
-        "StableLmForCausalLM": Family("stablelm", "StableLmForCausalLM", "stablelm"),
-        "StableLMEpochForCausalLM": Family("stablelm", "StableLmForCausalLM", "stablelm"),
-        "NemotronForCausalLM": Family("nemotron", "NemotronForCausalLM", "nemotron"),
-        "Starcoder2ForCausalLM": Family("starcoder2", "Starcoder2ForCausalLM", "starcoder2"),
-        "GemmaForCausalLM": Family("gemma", "GemmaForCausalLM", "gemma"),
-        "Gemma2ForCausalLM": Family("gemma2", "Gemma2ForCausalLM", "gemma2"),
-        "Phi3ForCausalLM": Family("phi3", "Phi3ForCausalLM", "phi3"),
-        "InternLMForCausalLM": Family("internlm", "InternLMForCausalLM", "internlm"),
-        "InternLM2ForCausalLM": Family("internlm2", "InternLM2ForCausalLM", "internlm2"),
-        "BaiChuanForCausalLM": Family("baichuan", "BaichuanForCausalLM", "baichuan"),
-        "BaichuanForCausalLM": Family("baichuan", "BaichuanForCausalLM", "baichuan"),
-        "XverseForCausalLM": Family("xverse", "XverseForCausalLM", "xverse"),
-        "ChatGLMModel": Family("chatglm", "ChatGLMForConditionalGeneration", "chatglm"),
-        "ChatGLMForConditionalGeneration": Family(
-            "chatglm", "ChatGLMForConditionalGeneration", "chatglm"
+        "LlamaForCausalLM": Family("llama", "LlamaForCausalLM", "llama_like.read"),
+        "MistralForCausalLM": Family("llama", "LlamaForCausalLM", "llama_like.read"),
+        "Qwen2ForCausalLM": Family("llama", "LlamaForCausalLM", "llama_like.read"),
+        "Qwen3ForCausalLM": Family("llama", "LlamaForCausalLM", "llama_like.read"),
+        "OPTForCausalLM": Family("opt", "OPTForCausalLM", "layer_norm.read_opt"),
+        "GPT2LMHeadModel": Family("gpt2", "GPT2LMHeadModel", "layer_norm.read_gpt2"),
+        "GPTNeoXForCausalLM": Family("gpt_neox", "GPTNeoXForCausalLM", "layer_norm.read_gpt_neox"),
+        "GPTJForCausalLM": Family("gptj", "GPTJForCausalLM", "layer_norm.read_gptj"),
+        "FalconForCausalLM": Family("falcon", "FalconForCausalLM", "falcon.read"),
+        "RWForCausalLM": Family("falcon", "FalconForCausalLM", "falcon.read"),
+        "BloomForCausalLM": Family("bloom", "BloomForCausalLM", "layer_norm.read_bloom"),
+        "GPTBigCodeForCausalLM": Family(
+            "gpt_bigcode", "GPTBigCodeForCausalLM", "layer_norm.read_gpt_bigcode"
         ),
-        "QWenLMHeadModel": Family("qwen", "QWenLMHeadModel", "qwen"),
-        "MixtralForCausalLM": Family("mixtral", "MixtralForCausalLM", "mixtral"),
-        "Qwen2MoeForCausalLM": Family("qwen2_moe", "Qwen2MoeForCausalLM", "qwen2_moe"),
-        "PhimoeForCausalLM": Family("phimoe", "PhiMoEForCausalLM", "phimoe"),
-        "PhiMoEForCausalLM": Family("phimoe", "PhiMoEForCausalLM", "phimoe"),
+        "PhiForCausalLM": Family("phi", "PhiForCausalLM", "layer_norm.read_phi"),
+        "StableLmForCausalLM": Family(
+            "stablelm", "StableLmForCausalLM", "layer_norm.read_stablelm"
+        ),
+        "StableLMEpochForCausalLM": Family(
+            "stablelm", "StableLmForCausalLM", "layer_norm.read_stablelm"
+        ),
+        "NemotronForCausalLM": Family(
+            "nemotron", "NemotronForCausalLM", "layer_norm.read_nemotron"
+        ),
+        "Starcoder2ForCausalLM": Family(
+            "starcoder2", "Starcoder2ForCausalLM", "layer_norm.read_starcoder2"
+        ),
+        "GemmaForCausalLM": Family("gemma", "GemmaForCausalLM", "gemma.read"),
+        "Gemma2ForCausalLM": Family("gemma2", "Gemma2ForCausalLM", "gemma.read_gemma2"),
+        "Phi3ForCausalLM": Family("phi3", "Phi3ForCausalLM", "llama_like.read_phi3"),
+        "InternLMForCausalLM": Family("llama", "LlamaForCausalLM", "llama_like.read_internlm"),
+        "InternLM2ForCausalLM": Family(
+            "internlm2", "InternLM2ForCausalLM", "llama_like.read_internlm"
+        ),
+        "BaiChuanForCausalLM": Family(
+            "baichuan", "BaichuanForCausalLM", "llama_like.read_baichuan"
+        ),
+        "BaichuanForCausalLM": Family(
+            "baichuan", "BaichuanForCausalLM", "llama_like.read_baichuan"
+        ),
+        "XverseForCausalLM": Family("llama", "LlamaForCausalLM", "llama_like.read_xverse"),
+        "ChatGLMModel": Family("chatglm", "ChatGLMForConditionalGeneration", "chatglm.read"),
+        "ChatGLMForConditionalGeneration": Family(
+            "chatglm", "ChatGLMForConditionalGeneration", "chatglm.read"
+        ),
+        "QWenLMHeadModel": Family("qwen", "QWenLMHeadModel", "qwen.read"),
+        "MixtralForCausalLM": Family("mixtral", "MixtralForCausalLM", "mixture.read"),
+        "Qwen2MoeForCausalLM": Family("qwen2_moe", "Qwen2MoeForCausalLM", "mixture.read_qwen2_moe"),
+        "PhimoeForCausalLM": Family("phimoe", "PhiMoEForCausalLM", "mixture.read_phimoe"),
+        "PhiMoEForCausalLM": Family("phimoe", "PhiMoEForCausalLM", "mixture.read_phimoe"),
         "LlavaForConditionalGeneration": _IMAGES,
         "LlavaNextForConditionalGeneration": _IMAGES,
         "Qwen2VLForConditionalGeneration": _IMAGES,
@@ -77,10 +101,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 REFUSED: Mapping[str, str] = MappingProxyType(
     {"Phi3SmallForCausalLM": "its block-sparse attention and muP scaling are not computed"}
 )
-"""Such names that nothing here can run, and why."""
+"""Names in `architectures` that cannot be run, and why."""
 
 TRANSFORMERS = "TransformersForCausalLM"
-"""In the place of such a name: a class of transformers, see `models.transformers_backend`."""
+"""The name under which any class of transformers runs, see `models.transformers_backend`."""
 
 
 def supported_architectures() -> tuple[str, ...]:
@@ -91,13 +115,15 @@ def supported_architectures() -> tuple[str, ...]:
 def model_class(architecture: str) -> type[CausalLM]:
     """The class that implements `architecture`."""
     if architecture == TRANSFORMERS:
-        return importlib.import_module(
-            "hetero_llm.models.transformers_backend"
-        ).TransformersForCausalLM
+        return _module("transformers_backend").TransformersForCausalLM
     if architecture not in FAMILIES:
         raise ModelLoadError(
             f"architecture {shown(architecture)} is not supported; supported are "
             + ", ".join(FAMILIES)
         )
     family = FAMILIES[architecture]
-    return getattr(importlib.import_module(f"hetero_llm.models.{family.module}"), family.name)
+    return getattr(_module(family.module), family.name)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"hetero_llm.models.{name}")

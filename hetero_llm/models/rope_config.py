@@ -1,4 +1,4 @@
-"""The rotary embedding's part of config.json, in both the old and the new spelling.
+"""Reads the rotary embedding's part of config.json, in the old and the new spelling.
 
 Old: `rope_theta` and `rope_scaling` beside each other. New (transformers 5): `rope_parameters`,
 which holds both, or one such dict per layer type.
@@ -48,7 +48,7 @@ _KEYS_OF_TYPE: Mapping[str, frozenset[str]] = {
         }
     ),
 }
-# Those that start from another context than max_position_embeddings.
+# Types whose original context is not max_position_embeddings.
 _TYPES_WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 
 
@@ -116,8 +116,8 @@ def parse_rope(
         params = dict(rope_scaling)
         theta = params.get("rope_theta", theta)
     elif _type_of(params) in _TYPES_WITH_ORIGINAL:
-        # Beside the dict it takes precedence, and the other types do not look at it, as in
-        # transformers (whose Phi3Config always writes it).
+        # The key beside the dict takes precedence and the other types ignore it, as in transformers
+        # (whose Phi3Config always writes it).
         key = "original_max_position_embeddings"
         if raw.get(key) is not None:
             params[key] = raw[key]
@@ -149,7 +149,7 @@ def scaled_max_position(rope: RopeConfig, max_position: int) -> int:
 
 
 def _rope_dict(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The one dict of rotary parameters of a config.json (a copy), whichever its spelling."""
+    """A copy of the dict of rotary parameters of a config.json, in either spelling."""
     for key in ("rope_parameters", "rope_scaling"):
         value = raw.get(key)
         if value is None:
@@ -194,7 +194,7 @@ class _Params:
         return float(value)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """So many numbers above 0."""
+        """A list of `count` numbers above 0."""
         values = self.raw.get(key)
         if values is None:
             raise self.missing(key)
@@ -236,7 +236,7 @@ def _rope_from_dict(
         )
     original = int(params.number("original_max_position_embeddings", max_position))
     if scaling_type not in _TYPES_WITH_ORIGINAL and original != max_position:
-        # transformers takes max_position_embeddings for these and never looks at this key.
+        # transformers uses max_position_embeddings for these types and ignores this key.
         raise params.bad(
             "original_max_position_embeddings",
             f"differs from max_position_embeddings={max_position}, which "
@@ -252,7 +252,7 @@ def _rope_from_dict(
 
 
 def _scaled(params: _Params, rope: RopeConfig, max_position: int) -> RopeConfig:
-    """The rotary embedding with the factors of its type."""
+    """Adds the factors of the scaling type."""
     raw, scaling_type = params.raw, rope.scaling_type
     ratio = max_position / rope.original_max_position
     if scaling_type == "longrope":

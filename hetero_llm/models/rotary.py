@@ -14,15 +14,14 @@ from hetero_llm.models.rope_config import RopeConfig
 logger = logging.getLogger(__name__)
 
 _BY_LENGTH = ("dynamic", "longrope", "qwen_ntk")
-"""Scaling types with other frequencies for long contexts, see `inverse_frequencies`."""
+"""Scaling types whose frequencies depend on the context length, see `inverse_frequencies`."""
 
 
 class RotaryEmbedding(nn.Module):
     """Table of cos and sin, indexed by positions once per forward.
 
     The table is [max_model_len, rotary_dim] fp32, cos in the first half of a row and sin in the
-    second; it is computed in fp32 whatever the default dtype. Without a `rope` it is empty: for
-    layers that never ask for it (ALiBi).
+    second; it is computed in fp32 for every default dtype. Without a `rope` it is empty.
     """
 
     def __init__(self, rope: RopeConfig | None, max_model_len: int) -> None:
@@ -45,9 +44,9 @@ class RotaryEmbedding(nn.Module):
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-class RotaryRows:
-    """One step's rows: the table, and the rows' factors, made when first asked for and then shared
-    by all layers. A fused kernel reads the table instead and never asks."""
+class StepRotary:
+    """The rotary embedding of one step's tokens: the table and, for torch, the factors, which the
+    first layer computes and all layers share. Fused kernels read the table only."""
 
     def __init__(self, embedding: RotaryEmbedding, positions: Tensor, dtype: torch.dtype) -> None:
         self.table = embedding.table
@@ -65,7 +64,7 @@ def apply_rotary(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     """Rotates [T, heads, rotary_dim]; queries and keys go through it together.
 
     Multiply and add stay apart: a fused multiply-add rounds differently in vector bodies and
-    tails, which would make a row depend on its neighbours.
+    tails, which would make a token depend on its neighbours.
     """
     low, high = x.chunk(2, dim=-1)
     swapped = torch.cat((high, low), dim=-1)
@@ -75,10 +74,10 @@ def apply_rotary(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> Tensor:
     """[rotary_dim / 2] fp32, scaled as transformers' `modeling_rope_utils` does.
 
-    With a type of `_BY_LENGTH` the models' authors keep the plain (or short) frequencies while a
-    sequence is no longer than the original context and change them with the length beyond it,
-    which would rotate cached keys anew. Here they are fixed, as in vLLM: plain if `max_model_len`
-    fits the original context, else those for `max_model_len`.
+    For types of `_BY_LENGTH` the models' authors use the plain (or short) frequencies up to the
+    original context and change them with the length of longer sequences, so that cached keys would
+    have to be rotated again. Here they are fixed, as in vLLM: plain if `max_model_len` fits the
+    original context, else those for `max_model_len`.
     """
     theta = rope.theta
     if rope.scaling_type == "dynamic":
@@ -100,8 +99,8 @@ def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> Tensor:
 
 
 def half_split_order(head_dim: int, rotary_dim: int) -> Tensor:
-    """[head_dim] int64: where each entry of a head comes from if the projection of a family that
-    rotates neighbours (GPT-J, ChatGLM) is loaded for `apply_rotary`, which pairs halves."""
+    """[head_dim] int64: the stored entry for each entry of a head, for families that rotate
+    neighbours (GPT-J, ChatGLM), where `apply_rotary` rotates halves."""
     rotated = torch.arange(rotary_dim, device="cpu")
     rest = torch.arange(rotary_dim, head_dim, device="cpu")
     return torch.cat((rotated[0::2], rotated[1::2], rest))
@@ -133,7 +132,8 @@ def _ntk_theta(rope: RopeConfig, max_model_len: int) -> float:
 
 
 def _qwen_theta(rope: RopeConfig, max_model_len: int) -> float:
-    """The base grows in steps: times 1, 3, 7, ... for contexts up to 1, 2, 4, ... originals."""
+    """The base as NTK scaling changes it; the context is stretched 1, 3, 7, ... times for served
+    contexts of up to 1, 2, 4, ... times the original one."""
     doublings = math.ceil(math.log2(max(1.0, max_model_len / rope.original_max_position)))
     stretch = 2 ** (doublings + 1) - 1
     return rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
@@ -153,7 +153,8 @@ def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, periods: Tensor) -> Tensor:
-    """Blends interpolated and kept frequencies by how often each turns within the context."""
+    """Blends interpolated and unchanged frequencies by how often each rotates within the original
+    context ("YaRN", Peng et al. 2023)."""
 
     def dim_of_rotations(rotations: float) -> float:
         turns = rope.original_max_position / (rotations * 2 * math.pi)

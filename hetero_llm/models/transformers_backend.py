@@ -1,11 +1,10 @@
-"""Decoder-only classes of transformers as `CausalLM`: the class computes, our attention attends.
+"""Decoder-only classes of transformers as `CausalLM`: the class computes everything but attention.
 
-The class runs on all rows of a step as one sequence, [1, T], without a cache of its own. Its
-attention modules look their function up in transformers' attention interface by the name in the
-config; there is ours, which hands the rows to the step's `Attend`. That one comes with the call
-itself, as a keyword that the classes pass down, as in vLLM's back end for transformers
-(https://docs.vllm.ai, "Transformers modeling backend"). For the name no mask function is
-registered, so no mask is built.
+The class gets all tokens of a step as one sequence, [1, T], and has no cache of its own. Its
+attention modules look up their function by name in transformers' attention interface, where
+`attention_function` is registered; it calls the step's `Attend`, which the classes pass down as a
+keyword, as in vLLM's back end for transformers (https://docs.vllm.ai, "Transformers modeling
+backend"). No mask function is registered for the name, so transformers builds no mask.
 """
 
 from __future__ import annotations
@@ -20,12 +19,14 @@ from torch import Tensor, nn
 
 from hetero_llm.core.errors import ModelLoadError
 from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.config_reader import short_reason
 from hetero_llm.models.configs.transformers import TransformersConfig
-from hetero_llm.models.layers import Attend, CausalLM, Place
-from hetero_llm.models.transformers_check import check_rows, try_model
+from hetero_llm.models.layers import Attend, CausalLM, RearrangedView
+from hetero_llm.models.transformers_check import check_batch_invariance, try_model
 from hetero_llm.models.transformers_modules import (
     ATTENTION,
     AttentionCall,
+    AttentionFunction,
     Conversion,
     parameters_without_memory,
 )
@@ -38,9 +39,9 @@ class TransformersForCausalLM(CausalLM):
     """See `CausalLM`.
 
     Attributes:
-        causal: The class of transformers, with parts of it replaced (`transformers_modules`).
-        auto_class: The class of transformers that finds it.
-        conversion: What replaces them.
+        causal: The model of transformers, with parts replaced (`transformers_modules`).
+        auto_class: The auto class of transformers that builds it.
+        conversion: Replaces the parts.
     """
 
     auto_class = "AutoModelForCausalLM"
@@ -61,7 +62,7 @@ class TransformersForCausalLM(CausalLM):
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return self.run(
-            self._calls(attend), input_ids=input_ids[None], position_ids=positions[None]
+            self._attention(attend), input_ids=input_ids[None], position_ids=positions[None]
         )
 
     @property
@@ -69,7 +70,7 @@ class TransformersForCausalLM(CausalLM):
         """Of the class."""
         return self.causal.get_output_embeddings()
 
-    def run(self, attention: AttentionCall, **inputs: Any) -> Tensor:
+    def run(self, attention: AttentionFunction, **inputs: Any) -> Tensor:
         """Hidden states [T, hidden] of the class below the head.
 
         Args:
@@ -83,43 +84,36 @@ class TransformersForCausalLM(CausalLM):
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def number_layers(self, modules: list[nn.Module]) -> None:
-        """Tells which attention modules there are, in order; before that, `layer_idx` counts."""
+        """Sets the order of the attention modules; until then their `layer_idx` is used."""
         self._layers = {id(module): layer for layer, module in enumerate(modules)}
 
-    def _calls(self, attend: Attend) -> AttentionCall:
+    def _attention(self, attend: Attend) -> AttentionFunction:
         layers = self._layers
 
-        def call(
-            module: nn.Module,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            mask: Tensor | None,
-            more: Mapping[str, Any],
-        ) -> Tensor:
-            layer = layers[id(module)] if layers else int(module.layer_idx)  # type: ignore[arg-type]
-            q, k, v = (_by_rows(heads) for heads in (query, key, value))
+        def attention(call: AttentionCall) -> Tensor:
+            layer = layers[id(call.module)] if layers else int(call.module.layer_idx)  # type: ignore[arg-type]
+            q, k, v = (_by_tokens(heads) for heads in (call.query, call.key, call.value))
             return attend(layer, q, k, v).unsqueeze(0)
 
-        return call
+        return attention
 
     def finish_loading(self, *, batch_invariant: bool) -> None:
         self.number_layers(try_model(self))
         if batch_invariant:
-            check_rows(self)
+            check_batch_invariance(self)
 
-    def checkpoint_tensors(self) -> Mapping[str, Tensor | Place]:
+    def checkpoint_tensors(self) -> Mapping[str, Tensor | RearrangedView]:
         return self._names.tensors()
 
     def checkpoint_name(self, name: str) -> str | None:
         return self._names.ours(name)
 
 
-def _by_rows(heads: Tensor) -> Tensor:
-    """[1, heads, T, dim] -> [T, heads, dim], a row's heads behind one another as kernels want."""
-    rows = heads[0].transpose(0, 1)
-    dim = rows.shape[2]
-    return rows if rows.stride()[1:] == (dim, 1) else rows.contiguous()
+def _by_tokens(heads: Tensor) -> Tensor:
+    """[1, heads, T, dim] -> [T, heads, dim], a token's heads contiguous as kernels need them."""
+    tokens = heads[0].transpose(0, 1)
+    dim = tokens.shape[2]
+    return tokens if tokens.stride()[1:] == (dim, 1) else tokens.contiguous()
 
 
 def attention_function(
@@ -131,20 +125,21 @@ def attention_function(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """What transformers' attention modules call; shapes of `AttentionCall`."""
-    attention: AttentionCall | None = more.pop(_KEYWORD, None)
+    attention: AttentionFunction | None = more.pop(_KEYWORD, None)
     if attention is None:
         raise ModelLoadError(
             f"{type(module).__name__} of transformers does not hand a call's arguments to its "
             "attention function, so it cannot run with ours"
         )
-    return attention(module, query, key, value, attention_mask, more), None
+    call = AttentionCall(module, query, key, value, attention_mask, more)
+    return attention(call), None
 
 
 def build_class(config: TransformersConfig, auto_class: str) -> Any:
-    """The class of transformers, its parameters on the meta device.
+    """Builds the model of transformers with its parameters on the meta device.
 
     Raises:
-        ModelLoadError: It cannot be built, or its attention cannot be replaced.
+        ModelLoadError: transformers cannot build it, or its attention cannot be replaced.
     """
     import transformers
     from transformers import AttentionInterface
@@ -152,8 +147,8 @@ def build_class(config: TransformersConfig, auto_class: str) -> Any:
     AttentionInterface.register(ATTENTION, attention_function)
     on_meta = torch.get_default_device().type == "meta"
     try:
-        # Buffers are computed on the CPU first: what a constructor allocates for parameters there
-        # costs nothing until it is written.
+        # Buffers are computed on the CPU first. Parameters that a constructor allocates there cost
+        # no memory until they are written.
         with parameters_without_memory(), torch.device("meta" if on_meta else "cpu"):
             causal = getattr(transformers, auto_class).from_config(
                 copy.deepcopy(config.source),
@@ -164,7 +159,7 @@ def build_class(config: TransformersConfig, auto_class: str) -> Any:
     except Exception as error:  # of any kind: classes check their configs in their own ways
         if isinstance(error, KeyError) and error.args == (ATTENTION,):
             raise _own_attention(config) from error
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = short_reason(error, 300)
         raise ModelLoadError(
             f"{config.class_name}: transformers cannot build it: {reason}"
         ) from error
@@ -181,7 +176,7 @@ def _own_attention(config: TransformersConfig) -> ModelLoadError:
 
 
 def base_of(causal: Any) -> nn.Module:
-    """The part of a class below its head."""
+    """The part of a model below its head."""
     base = getattr(causal, causal.base_model_prefix, None)
     if not isinstance(base, nn.Module) or base is causal:
         raise ModelLoadError(f"{type(causal).__name__} of transformers has no model below its head")
@@ -189,14 +184,14 @@ def base_of(causal: Any) -> nn.Module:
 
 
 class _Given(nn.Module):
-    """In the place of a class's base: its result is what it is called with."""
+    """In the place of a model's base: returns its input."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _GivenOutput:
         return _GivenOutput((inputs_embeds,))
 
 
 class _GivenOutput(tuple[Tensor]):
-    """A model's output, of whatever kind, with the hidden states and nothing else in it."""
+    """Any kind of model output: has the hidden states, and None for every other attribute."""
 
     __slots__ = ()
 
@@ -211,15 +206,15 @@ class _GivenOutput(tuple[Tensor]):
 
 
 def _head_of(causal: Any) -> Callable[..., Any]:
-    """The class's own forward from the hidden states on, whatever it does with them: all modules
-    and attributes are shared, but for the base."""
+    """The class's own forward from the hidden states on. All modules and attributes except the base
+    are shared with `causal`."""
     head = copy.copy(causal)
     head.__dict__["_modules"] = {**causal._modules, causal.base_model_prefix: _Given()}
     return lambda **inputs: type(causal).forward(head, **inputs)
 
 
 def _float32_names(causal: Any) -> str | None:
-    """Pattern of the parameters that the class keeps in float32."""
+    """Pattern for the names of parameters that the class keeps in float32."""
     names = set(getattr(causal, "_keep_in_fp32_modules_strict", None) or ())
     if torch.get_default_dtype() == torch.float16:
         names |= set(getattr(causal, "_keep_in_fp32_modules", None) or ())

@@ -1,15 +1,15 @@
-"""A trial of a transformers class before it serves: no answer is better than a wrong one.
+"""Tests a transformers class before it serves: an error is better than wrong answers.
 
 Two short sequences run as one step with our attention in its simplest form. Every layer must call
-the attention function once, with the shapes, the scale, the window and the soft cap that the
-`ModelConfig` promises, and ask for nothing else (a mask, sinks, a bias); and the logits must be
-those of the class left to its own attention, each sequence alone. The latter finds whatever mixes
-rows or counts positions in its own way.
+the attention function once, with the shapes, the scale, the window and the soft cap of the
+`ModelConfig`, and ask for nothing else (a mask, sinks, a bias). The logits must equal those of the
+class with its own attention and one sequence at a time: this finds classes that mix tokens or count
+positions in their own way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from hetero_llm.core.errors import ConfigError, ModelLoadError, shown
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.transformers import TransformersConfig
-from hetero_llm.models.transformers_modules import ATTENTION, AttentionCall
+from hetero_llm.models.transformers_modules import ATTENTION, AttentionCall, AttentionFunction
 
 _LENGTHS = (7, 4)
 _SPREAD = 7919  # a prime: token ids far apart
-_ROWS_CHECKED = 19
-# Of the logits, relative to the largest of a row; wrong attention is off by tenths.
+_TOKENS_CHECKED = 19
+# Of the logits, relative to the range of a token's; wrong attention is off by tenths.
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-# What attention modules pass beside the tensors and what our attention makes of it: nothing to be
-# computed, or a setting that is checked on its own.
+# Keyword arguments of attention functions: those that change no result, and those that
+# `_check_request` compares with the config.
 _HARMLESS = frozenset(
     {
         "dropout", "position_ids", "cache_position", "position_embeddings", "use_cache",
@@ -38,23 +38,23 @@ _CHECKED = frozenset({"scaling", "sliding_window", "softcap"})
 
 
 class TriedModel(Protocol):
-    """What a trial needs of `transformers_backend.TransformersForCausalLM`; see there."""
+    """The part of `transformers_backend.TransformersForCausalLM` that a trial needs."""
 
     config: ModelConfig
     causal: Any
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
-    def run(self, attention: AttentionCall, **inputs: Any) -> Tensor: ...
+    def run(self, attention: AttentionFunction, **inputs: Any) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 def try_model(model: TriedModel) -> list[nn.Module]:
-    """The attention modules in the order of layers.
+    """Runs the trial and returns the attention modules in the order of layers.
 
     Raises:
-        ModelLoadError: the model would not compute what its class does; says why.
+        ModelLoadError: The model would not compute what its class does; says why.
     """
     config = model.config
     assert isinstance(config, TransformersConfig)
@@ -116,7 +116,7 @@ def _compare(config: TransformersConfig, ours: Tensor, theirs: Tensor) -> None:
         raise _refusal(config, "with our attention it gives numbers that are not finite")
     spread = (theirs - theirs.mean(-1, keepdim=True)).abs().amax(-1)
     errors = (ours - theirs).abs().amax(-1) / spread.clamp(min=1e-6)
-    # The median: a router that stands between two experts may send single rows elsewhere.
+    # The median: a router with two nearly equal experts may choose the other one for single tokens.
     error = float(errors.nanmedian())
     if error > tolerance:
         raise _refusal(
@@ -125,10 +125,10 @@ def _compare(config: TransformersConfig, ours: Tensor, theirs: Tensor) -> None:
 
 
 class _Trial:
-    """Attends as the configuration promises, each sequence by itself, and checks every call.
+    """Attention according to the config, each sequence by itself; checks every call.
 
     Attributes:
-        modules: That called, in order.
+        modules: The attention modules that called, in order.
     """
 
     def __init__(self, config: TransformersConfig, lengths: list[int]) -> None:
@@ -136,30 +136,21 @@ class _Trial:
         self._lengths = lengths
         self.modules: list[nn.Module] = []
 
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        more: Mapping[str, Any],
-    ) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Tensor:
         layer = len(self.modules)
-        self.modules.append(module)
+        self.modules.append(call.module)
+        heads = (call.query, call.key, call.value)
         if layer < self._config.num_layers:
-            self._check_shapes(layer, (query, key, value))
-            self._check_request(layer, module, mask, more)
+            self._check_shapes(layer, heads)
+            self._check_request(layer, call)
         parts = [
-            self._attend(layer, *heads)
-            for heads in zip(
-                *(t[0].split(self._lengths, 1) for t in (query, key, value)), strict=True
-            )
+            self._attend(layer, *of_sequence)
+            for of_sequence in zip(*(t[0].split(self._lengths, 1) for t in heads), strict=True)
         ]
         return torch.cat(parts, dim=1).transpose(0, 1).unsqueeze(0).contiguous()
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[heads, n, dim] of one sequence -> the same shape; n is within every window."""
+        """[heads, n, dim] of one sequence -> the same shape."""
         config = self._config
         group = config.num_heads // config.num_kv_heads
         key, value = (t.repeat_interleave(group, dim=0).float() for t in (key, value))
@@ -187,13 +178,11 @@ class _Trial:
                     config, f"{name} of layer {layer} are {found}, config.json says {expected}"
                 )
 
-    def _check_request(
-        self, layer: int, module: nn.Module, mask: Tensor | None, more: Mapping[str, Any]
-    ) -> None:
-        config = self._config
-        if mask is not None:
+    def _check_request(self, layer: int, call: AttentionCall) -> None:
+        config, more = self._config, call.more
+        if call.mask is not None:
             raise _refusal(config, f"layer {layer} attends with a mask of its own")
-        if more.get("is_causal", getattr(module, "is_causal", True)) is False:
+        if more.get("is_causal", getattr(call.module, "is_causal", True)) is False:
             raise _refusal(config, f"layer {layer} attends to what follows (is_causal is False)")
         if more.get("dropout"):
             raise _refusal(config, f"layer {layer} drops attention at random")
@@ -225,12 +214,13 @@ class _Trial:
 
 
 @torch.inference_mode()
-def check_rows(model: TriedModel) -> None:
-    """Raises ConfigError unless a row is computed alike in every batch, but for attention."""
+def check_batch_invariance(model: TriedModel) -> None:
+    """Raises ConfigError unless the model, apart from attention, computes a token alike in every
+    batch."""
     config = model.config
     assert isinstance(config, TransformersConfig)
-    count = min(_ROWS_CHECKED, config.max_model_len)
-    ids, positions = _some_rows(model, count)
+    count = min(_TOKENS_CHECKED, config.max_model_len)
+    ids, positions = _some_tokens(model, count)
     together = model.logits(_run_alone(model, ids, positions))
     for row in (0, 1, count // 2, count - 1):
         part = slice(row, row + 1)
@@ -243,10 +233,10 @@ def check_rows(model: TriedModel) -> None:
             )
 
 
-def trial_rows(model: TriedModel, count: int) -> Callable[[], None]:
-    """What runs `count` rows, each of which sees only itself, up to their logits: for whoever asks
-    whether that can be captured in a CUDA graph."""
-    ids, positions = _some_rows(model, count)
+def trial_step(model: TriedModel, count: int) -> Callable[[], None]:
+    """A function that computes the logits of `count` tokens, each of which attends only to itself.
+    The caller tests whether a CUDA graph can capture it."""
+    ids, positions = _some_tokens(model, count)
 
     def run() -> None:
         model.logits(_run_alone(model, ids, positions))
@@ -254,7 +244,7 @@ def trial_rows(model: TriedModel, count: int) -> Callable[[], None]:
     return run
 
 
-def _some_rows(model: TriedModel, count: int) -> tuple[Tensor, Tensor]:
+def _some_tokens(model: TriedModel, count: int) -> tuple[Tensor, Tensor]:
     """Token ids and positions, both [count]."""
     config, device = model.config, next(model.parameters()).device
     ids = torch.arange(1, count + 1, device=device) * _SPREAD % config.vocab_size
@@ -262,21 +252,13 @@ def _some_rows(model: TriedModel, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _run_alone(model: TriedModel, ids: Tensor, positions: Tensor) -> Tensor:
-    """Hidden states with an attention in which every row sees only itself."""
+    """Hidden states [count, hidden] of tokens that attend only to themselves."""
     group = model.config.num_heads // model.config.num_kv_heads
 
-    def attend(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        more: Mapping[str, Any],
-    ) -> Tensor:
-        return value.repeat_interleave(group, dim=1).transpose(1, 2).contiguous()
+    def attend(call: AttentionCall) -> Tensor:
+        return call.value.repeat_interleave(group, dim=1).transpose(1, 2).contiguous()
 
-    call: AttentionCall = attend
-    return model.run(call, input_ids=ids[None], position_ids=positions[None])
+    return model.run(attend, input_ids=ids[None], position_ids=positions[None])
 
 
 def _refusal(config: TransformersConfig, reason: str) -> ModelLoadError:

@@ -1,9 +1,9 @@
-"""Parts of a transformers class replaced by ours, under the same names and with equal results.
+"""Replaces parts of a transformers class by ours, under the same names and with equal results.
 
 Products, activations, root-mean-square norms and experts become `layers.Linear`,
-`layers.Activation`, `layers.RMSNorm` and `experts.Experts`, so that whatever makes these fast or
-independent of the batch does so here, too.
-A class is built with its parameters on torch's meta device; they get their memory here.
+`layers.Activation`, `layers.RMSNorm` and `experts.Experts`, so that fused kernels and
+`make_batch_invariant` apply to them too. A class is built with its parameters on torch's meta
+device; `Conversion` allocates their memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,27 @@ from hetero_llm.models.loader import default_dtype
 ATTENTION = "hetero_llm"
 """Our name in transformers' attention interface."""
 
-# (attention module, query [1, heads, T, dim], key and value [1, kv_heads, T, dim], mask, what else
-# the module passes) -> [1, T, heads, dim]
-AttentionCall = Callable[
-    [nn.Module, Tensor, Tensor, Tensor, Tensor | None, Mapping[str, Any]], Tensor
-]
+
+class AttentionCall(NamedTuple):
+    """What an attention module of transformers calls its attention function with.
+
+    Attributes:
+        module: The attention module.
+        query: [1, heads, T, dim].
+        key, value: [1, kv_heads, T, dim].
+        more: Further keyword arguments.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    more: Mapping[str, Any]
+
+
+# AttentionCall -> [1, T, heads, dim]
+AttentionFunction = Callable[[AttentionCall], Tensor]
 
 _PROBED_ROWS = 3
 _LINEARS_OF_MLP = ("gate_proj", "up_proj", "down_proj")
@@ -50,7 +66,7 @@ _WEIGHTS_OF_EXPERTS = ("gate_up_proj", "down_proj")
 
 
 class FlatLinear(Linear):
-    """`nn.Linear`: rows may have any shape."""
+    """In the place of `nn.Linear`: takes [..., in]."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -64,7 +80,7 @@ class FlatLinear(Linear):
 
 
 class FlatActivation(Activation):
-    """An elementwise module: rows may have any shape."""
+    """An elementwise module of transformers; takes [..., size]."""
 
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
@@ -76,21 +92,22 @@ class FlatActivation(Activation):
 
 
 class FlatRMSNorm(RMSNorm):
-    """A norm without residual: rows may have any shape."""
+    """Takes [..., size] and no residual."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return self.function(_rows(x), None, self.weight, self.eps)[0].view(x.shape)
+        return _norm_flat(self, x)
 
 
 class FlatGemmaRMSNorm(GemmaRMSNorm):
-    """A norm without residual: rows may have any shape."""
+    """Takes [..., size] and no residual."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return self.function(_rows(x), None, self.weight, self.eps)[0].view(x.shape)
+        return _norm_flat(self, x)
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1]).contiguous()
+def _norm_flat(norm: RMSNorm | GemmaRMSNorm, x: Tensor) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    return norm.function(flat, None, norm.weight, norm.eps)[0].view(x.shape)
 
 
 class FlatGatedActivation(GatedActivation):
@@ -103,7 +120,7 @@ class FlatGatedActivation(GatedActivation):
         self.function = self.plain
 
 
-class GatedMLP(nn.Module):
+class FlatGatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)) with one product for gate and up."""
 
     def __init__(self, gate: nn.Linear, down: nn.Linear, name: str, activation: nn.Module) -> None:
@@ -119,7 +136,7 @@ class GatedMLP(nn.Module):
         return self.down_proj(inner).view(x.shape)
 
     def stored_tensors(self) -> dict[str, Tensor]:
-        """The class's names, below its own, -> views of the parameters."""
+        """The names of the class's tensors, below its own name -> views of the parameters."""
         inner = self.down_proj.in_features
         return {
             **split_views(self.gate_up_proj, ["gate_proj", "up_proj"], [inner, inner]),
@@ -130,8 +147,8 @@ class GatedMLP(nn.Module):
 class FlatExperts(Experts):
     """Gated MLPs under the class's names and with the order of its arguments.
 
-    transformers' own ways through them stop the device in most dtypes (to ask how many rows each
-    expert gets), or gather the weights of every row.
+    transformers' own loops make the host wait in most dtypes (to learn how many tokens each expert
+    gets), or gather the weights for every token.
 
     Args:
         gate_up: [experts, 2 * inner, hidden].
@@ -158,9 +175,9 @@ class FlatExperts(Experts):
         return self.down_proj
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[T, hidden], experts [T, k] and weights [T, k] of each row -> [T, hidden].
+        """[T, hidden], experts [T, k] and weights [T, k] of each token -> [T, hidden].
 
-        As in transformers, a number one above the last expert's stands for none.
+        As in transformers, an index one above the last expert's means no expert.
         """
         there = top_k_index < self.down_proj.shape[0]
         weights = torch.where(there, top_k_weights.float(), 0.0)
@@ -171,13 +188,14 @@ class FlatExperts(Experts):
 class RotaryTable(nn.Module):
     """A rotary embedding whose factors are looked up by position.
 
-    `max_model_len` positions go through the class's own module once, so what it makes depend on
-    the longest position seen (dynamic and long scaling) is fixed for the longest possible one, as
-    in `models.rotary`; a step neither depends on its other rows nor waits for the device.
+    The class's own module computes the factors of `max_model_len` positions once. Scaling types
+    that depend on the longest position of a call (dynamic, longrope) are thereby fixed for the
+    longest possible one, as in `models.rotary`: a token does not depend on the step's other tokens,
+    and the host does not wait for the device.
 
     Args:
-        module: called as (x, position_ids [1, T], more), with the result cos and sin [1, T, dim];
-            if it is not like that, it is called as it is.
+        module: Called as (x, position_ids [1, T], more), returns cos and sin [1, T, dim]; a module
+            with other arguments or results is called in every step.
     """
 
     def __init__(self, module: nn.Module, max_model_len: int) -> None:
@@ -187,7 +205,7 @@ class RotaryTable(nn.Module):
         self._tables: dict[Any, tuple[Tensor, Tensor] | None] = {}
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **more: Any) -> Any:
-        """See the class; `more` are the layer type, as names of transformers'."""
+        """Arguments and result of `module`; `more`: the layer type."""
         if position_ids.dim() != 2 or not _are_plain((*args, *more.values())):
             return self.module(x, position_ids, *args, **more)
         key = (x.dtype, args, tuple(sorted(more.items())))
@@ -223,15 +241,15 @@ def _are_plain(values: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def parameters_without_memory() -> Iterator[None]:
-    """Modules that are built while it is open have their parameters on the meta device; buffers
-    are computed as ever."""
+    """Modules built inside this context have their parameters on the meta device; their buffers are
+    computed as usual."""
 
     def hook(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
 
-    # torch's annotation forgets that a hook may return the parameter to register instead.
+    # torch's annotation lacks that a hook may return another parameter to register.
     handle = register_module_parameter_registration_hook(cast(Callable[..., None], hook))
     try:
         yield
@@ -240,25 +258,25 @@ def parameters_without_memory() -> Iterator[None]:
 
 
 class Conversion:
-    """Replaces modules and gives parameters their memory on torch's current default device.
+    """Replaces modules, and allocates parameters on torch's current default device.
 
     Args:
         max_model_len: Rows of rotary tables.
-        float32_names: Pattern of the parameters that stay float32 whatever the model's dtype.
+        float32_names: Pattern of the parameters that stay float32 in a model of any dtype.
     """
 
     def __init__(self, max_model_len: int, float32_names: str | None) -> None:
         self._max_model_len = max_model_len
         self._float32 = None if float32_names is None else re.compile(float32_names)
         self._device = torch.get_default_device()
-        self._parameters: dict[int, nn.Parameter] = {}  # tied ones have one place
+        self._parameters: dict[int, nn.Parameter] = {}  # by identity, so that tied ones stay tied
         self._modules: dict[int, nn.Module] = {}
         self._mlps: dict[type[nn.Module], bool] = {}
         self._experts: dict[type[nn.Module], bool] = {}
         self._norms: dict[Any, type[FlatRMSNorm] | type[FlatGemmaRMSNorm] | None] = {}
 
     def convert(self, module: nn.Module, prefix: str = "") -> None:
-        """All below `module`, in place."""
+        """Converts everything below `module`, in place."""
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
                 module._parameters[name] = self._place(parameter, f"{prefix}{name}")
@@ -295,7 +313,7 @@ class Conversion:
         return placed
 
     def _replacement(self, module: nn.Module, path: str) -> nn.Module | None:
-        """Our module in the place of `module`, None if there is none."""
+        """Our module for `module`, None if there is none."""
         if type(module) is nn.Linear:
             return self._linear(module, path)
         if is_activation(module):
@@ -324,7 +342,7 @@ class Conversion:
             setattr(made, name, place)
         return made
 
-    def _mlp(self, module: nn.Module, path: str) -> GatedMLP | None:
+    def _mlp(self, module: nn.Module, path: str) -> FlatGatedMLP | None:
         parts = [module._modules[name] for name in _LINEARS_OF_MLP]
         if not all(type(part) is nn.Linear for part in parts) or module._parameters:
             return None
@@ -341,7 +359,7 @@ class Conversion:
         if not self._mlps[type(module)]:
             return None
         with default_dtype(dtypes.pop()):
-            return GatedMLP(gate, down, name, activation)
+            return FlatGatedMLP(gate, down, name, activation)
 
     def _mlps_of_experts(self, module: nn.Module, path: str) -> FlatExperts | None:
         gate_up, down = (module._parameters[name] for name in _WEIGHTS_OF_EXPERTS)
@@ -389,8 +407,7 @@ def is_activation(module: nn.Module) -> bool:
 
 
 def name_of_activation(module: nn.Module) -> str | None:
-    """The name in `layers.Activation` of what computes the same, by its results; None if there is
-    none."""
+    """The name in `layers.Activation` of a function with equal results; None if there is none."""
     if not is_activation(module):
         return None
     with torch.device("cpu"), default_dtype(torch.float32):
@@ -402,8 +419,8 @@ def name_of_activation(module: nn.Module) -> str | None:
 
 
 def _is_plain_mlp(module: nn.Module, activation: nn.Module) -> bool:
-    """Whether the class of a gated MLP computes that and nothing more: by its results with small
-    matrices in the place of its own."""
+    """Whether the class computes a gated MLP and nothing more, tested with small matrices in the
+    place of its own."""
     generator = torch.Generator().manual_seed(0)
     with torch.device("cpu"), default_dtype(torch.float32), torch.no_grad():
         gate, up, down = (nn.Linear(*size) for size in ((6, 10), (6, 10), (10, 6)))
@@ -413,15 +430,15 @@ def _is_plain_mlp(module: nn.Module, activation: nn.Module) -> bool:
         x = torch.randn(1, _PROBED_ROWS, 6, generator=generator)
         try:
             found = type(module).forward(small, x)
-        except Exception:  # takes more than rows, or knows its sizes
+        except Exception:  # takes more than x, or depends on its sizes
             return False
         expected = down(activation(gate(x)) * up(x))
         return isinstance(found, Tensor) and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def _are_plain_experts(module: nn.Module) -> bool:
-    """Whether the class computes what `FlatExperts` does: by the results of its own loop, with
-    small matrices in the place of its own and rows so large that a limit would show."""
+    """Whether the class computes what `FlatExperts` does, tested with its own loop, small matrices
+    in the place of its own, and inputs so large that a clamp would show."""
     generator = torch.Generator().manual_seed(0)
     num_experts, hidden, inner = 4, 6, 10
     with torch.device("cpu"), default_dtype(torch.float32), torch.no_grad():
@@ -437,7 +454,7 @@ def _are_plain_experts(module: nn.Module) -> bool:
         weights = torch.rand(ids.shape, generator=generator)
         try:
             found = type(module).forward(small, x, ids, weights)
-        except Exception:  # another signature, or knows its sizes
+        except Exception:  # another signature, or depends on its sizes
             return False
         ours = Experts(num_experts, hidden, inner, "silu")
         ours.activation = FlatGatedActivation("", module.act_fn)  # type: ignore[arg-type]
@@ -448,7 +465,7 @@ def _are_plain_experts(module: nn.Module) -> bool:
 def _kind_of_norm(
     module: nn.Module, weight: nn.Parameter, eps: float
 ) -> type[FlatRMSNorm] | type[FlatGemmaRMSNorm] | None:
-    """Which of our norms computes the same, by its results for random numbers."""
+    """Which of our norms gives the same results for random numbers."""
     generator = torch.Generator().manual_seed(0)
     with torch.device("cpu"), default_dtype(torch.float32), torch.no_grad():
         probe = copy.deepcopy(module).to_empty(device="cpu").float()
@@ -458,7 +475,7 @@ def _kind_of_norm(
         x[0] *= eps  # so small that eps matters
         try:
             expected = probe(x.clone())
-        except Exception:  # takes more than rows: not a norm as ours are
+        except Exception:  # takes more than x: another kind of norm
             return None
         for kind, function in ((FlatRMSNorm, add_rms_norm), (FlatGemmaRMSNorm, add_gemma_rms_norm)):
             if torch.allclose(function(x, None, scale, eps)[0], expected, rtol=1e-5, atol=1e-6):

@@ -1,8 +1,8 @@
 """Names of a checkpoint's tensors -> parameters of a transformers class.
 
 Since version 5 some classes differ from their checkpoints: parts are renamed, experts joined into
-one tensor. transformers describes both as transformations (`get_model_conversion_mapping`); their
-patterns are used here, the tensors go their way through our loader.
+one tensor. transformers describes both as transformations (`get_model_conversion_mapping`). Their
+patterns give the names here; our loader copies the tensors.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 from torch import Tensor
 
-from hetero_llm.models.layers import Place
-from hetero_llm.models.transformers_modules import GatedMLP
+from hetero_llm.models.layers import RearrangedView
+from hetero_llm.models.transformers_modules import FlatGatedMLP
 
 
 class CheckpointNames:
     """See `CausalLM.checkpoint_tensors` and `checkpoint_name`.
 
     Args:
-        causal: The class, with its final parameters.
+        causal: The model, with its final parameters.
     """
 
     def __init__(self, causal: Any) -> None:
@@ -43,13 +43,13 @@ class CheckpointNames:
             if isinstance(transform, WeightConverter):
                 self._add_parts(transform)
 
-    def tensors(self) -> Mapping[str, Tensor | Place]:
+    def tensors(self) -> Mapping[str, Tensor | RearrangedView]:
         """Stored name -> where it goes."""
         whole = {name: t for name, t in self._own.items() if name not in self._joined}
         return {**whole, **self._merged}
 
     def ours(self, name: str) -> str | None:
-        """The name in `tensors` of a stored one, None if it is not needed."""
+        """The name in `tensors` of a stored tensor, None if it is not needed."""
         original = name
         for renaming in self._renamings:
             name = renaming.rename_source_key(name)[0]
@@ -65,8 +65,8 @@ class CheckpointNames:
         return name
 
     def _add_parts(self, converter: Any) -> None:
-        """Experts stored one by one: of each, the parts of the joined tensor. Other conversions
-        are left alone: the loader then names what is missing."""
+        """Adds a view of the joined tensor for each expert that is stored by itself. Other
+        conversions are skipped: the loader then reports what is missing."""
         kinds = [type(operation).__name__ for operation in converter.operations]
         if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
             return
@@ -89,12 +89,12 @@ class CheckpointNames:
 
 
 def _own_tensors(causal: Any) -> dict[str, Tensor]:
-    """Parameters and stored buffers under the class's names, tied ones once."""
+    """Parameters and stored buffers by the class's names; tied parameters once."""
     parameters: dict[str, Tensor] = dict(causal.named_parameters())
     stored = causal.state_dict(keep_vars=True)
     parameters.update((n, b) for n, b in causal.named_buffers() if n in stored)
     for path, module in causal.named_modules():
-        if isinstance(module, GatedMLP):
+        if isinstance(module, FlatGatedMLP):
             for name, _ in module.named_parameters():
                 del parameters[f"{path}.{name}"]
             parameters.update((f"{path}.{n}", t) for n, t in module.stored_tensors().items())

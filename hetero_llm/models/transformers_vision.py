@@ -1,5 +1,5 @@
-"""Classes of transformers that see images: the vision tower computes as it does there, one image a
-call; the text model is served as any other (`transformers_backend`)."""
+"""Classes of transformers that take images: the vision tower computes as in transformers, one image
+a call; the text model is served as any other (`transformers_backend`)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hetero_llm.core.images import PromptImage
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
 from hetero_llm.models.layers import Attend
-from hetero_llm.models.multimodal import ImageCausalLM, ImageRows
+from hetero_llm.models.multimodal import ImageCausalLM, StepImages
 from hetero_llm.models.transformers_backend import TransformersForCausalLM
 from hetero_llm.models.transformers_modules import Conversion
 
 _TOWERS = {"qwen2_vl": "visual", "llava": "vision_tower", "llava_next": "vision_tower"}
-"""Of the class's base model, by kind of `VisionConfig`."""
+"""Attribute of the base model that holds the tower, by `VisionConfig.kind`."""
 _TOWER_ATTENTION = "sdpa"
 
 
 class _TextConversion(Conversion):
-    """Leaves what only sees images as it is."""
+    """Converts the text model only."""
 
     def _replacement(self, module: nn.Module, path: str) -> nn.Module | None:
         if path.startswith("model.") and not path.startswith("model.language_model"):
@@ -46,7 +46,7 @@ class TransformersForImages(TransformersForCausalLM, ImageCausalLM):
         input_ids: Tensor,
         positions: Tensor,
         attend: Attend,
-        images: ImageRows | None = None,
+        images: StepImages | None = None,
     ) -> Tensor:
         if images is None:
             return super().forward(input_ids, positions, attend)
@@ -58,7 +58,7 @@ class TransformersForImages(TransformersForCausalLM, ImageCausalLM):
         else:
             position_ids = positions.unsqueeze(0)
         return self.run(
-            self._calls(attend), inputs_embeds=embedded.unsqueeze(0), position_ids=position_ids
+            self._attention(attend), inputs_embeds=embedded.unsqueeze(0), position_ids=position_ids
         )
 
     def encode(self, image: PromptImage) -> Tensor:

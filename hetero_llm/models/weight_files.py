@@ -1,9 +1,8 @@
-"""The weight files of a model folder: which there are, what they hold, and their bytes.
+"""The weight files of a model folder: lists them, and reads their headers and bytes.
 
-Safetensors files are read with positioned reads rather than mapped: bytes then go where they are
-wanted without pages of the file counting as our memory, several threads read one file, and a disk
-that fails is an error instead of a signal. Pickled files are read by torch, never with anything
-but tensors in them (`weights_only`).
+Safetensors files are read with positioned reads, not mapped: pages of the file do not count as the
+process's memory, several threads read one file, and a failing disk raises an error instead of a
+signal. Pickled files are read by torch with `weights_only`: they may hold tensors only.
 """
 
 from __future__ import annotations
@@ -32,18 +31,19 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""Stored types that are weights as they are; any other one needs scales."""
+"""Stored types that can be loaded; others, such as 8-bit types, would need scales."""
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What a file says of one of its tensors.
+    """The header of one tensor of a file.
 
     Attributes:
-        type_name: As safetensors calls it, or torch.
-        dtype: None for types that are no plain floating point.
-        start: Where its bytes begin, for the file's own use, and for the order of reading.
+        type_name: The type's name in safetensors, or in torch.
+        dtype: None for types that cannot be loaded.
+        start: Sorts the tensors of a file by their bytes; in a safetensors file, the offset of its
+            first byte.
     """
 
     name: str
@@ -54,7 +54,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of a tensor with a dtype."""
+        """Stored size; only of tensors with a dtype."""
         assert self.dtype is not None
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
@@ -69,11 +69,11 @@ class WeightFile(Protocol):
         """Before the first `read`."""
 
     def read(self, tensor: StoredTensor, offset: int, out: np.ndarray) -> None:
-        """Fills `out` (uint8, one-dimensional) with the tensor's bytes from `offset` on; in row
-        order, from any thread.
+        """Fills `out` (uint8, one-dimensional) with the tensor's bytes from `offset` on, in row
+        order. Any thread may call it.
 
         Raises:
-            ModelLoadError: the disk fails, or the file has become shorter.
+            ModelLoadError: The disk fails, or the file has become shorter.
         """
 
     def close(self) -> None:
@@ -83,17 +83,17 @@ class WeightFile(Protocol):
 def find_weight_files(
     folder: Path, load_format: str, *, allow_pickle: bool
 ) -> tuple[WeightFile, ...]:
-    """The files to load, opened as far as to know what they hold.
+    """The files to load, with their headers read.
 
-    An index says which files there are; without one, all files of the kind are loaded.
+    An index lists the files; without one, all files of the format are loaded.
 
     Args:
         load_format: Of `folders.LOAD_FORMATS`, but not "dummy".
 
     Raises:
         ConfigError: "pt" without `allow_pickle`.
-        ModelLoadError: There are none, one is missing or damaged, or only pickled ones are there
-            and `allow_pickle` is false.
+        ModelLoadError: There is no file, one is missing or damaged, or all are pickled and
+            `allow_pickle` is false.
     """
     if load_format == "pt" and not allow_pickle:
         raise ConfigError("load_format", load_format, f"pickled weights need {_FLAG}")
@@ -196,8 +196,8 @@ class SafetensorsFile:
 
 
 class PickledFile:
-    """See `WeightFile`. A file in torch's zip format is mapped; one in the format of torch before
-    1.6, which cannot be, is in memory as a whole while it is open."""
+    """See `WeightFile`. A file in torch's zip format is mapped; one in the format before torch 1.6
+    cannot be mapped and is in memory as a whole while it is open."""
 
     def __init__(self, path: Path) -> None:
         """Reads names and shapes."""
@@ -230,13 +230,13 @@ class PickledFile:
             with self.path.open("rb") as file:
                 is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
             found = torch.load(self.path, map_location=device, weights_only=True, mmap=is_zip)
-        except Exception as error:  # whatever a damaged pickle or archive provokes
+        except Exception as error:  # of any kind: the file is damaged
             raise ModelLoadError(f"{self.path}: {_why(error)}") from error
         return _only_tensors(self.path, found)
 
 
 def _why(error: Exception) -> str:
-    """The one of torch's many lines that concerns the reader."""
+    """The line of torch's message that names the cause."""
     text = str(error) or type(error).__name__
     marks = ("Trying to load", "WeightsUnpickler error:")
     start = next((text.find(mark) for mark in marks if mark in text), 0)

@@ -1,9 +1,10 @@
-"""Stored tensors into a model, in pieces, by a few threads that read ahead.
+"""Copies stored tensors into a model, in pieces, with a few threads that read ahead.
 
-A piece whose place is in host memory, contiguous and of the stored type is read right into it; any
-other one into a staging buffer. From there its reader converts it into a place in host memory; for
-a GPU the buffers are pinned and the calling thread starts the copies, which run beside the next
-reads, and types are converted on the device. Bytes that are read and not yet in place are bounded.
+A piece whose target is in host memory, contiguous and of the stored type is read directly into it;
+every other piece is read into a staging buffer. For a target in host memory the reading thread
+converts it from there. For a GPU the buffers are pinned, the calling thread starts the copies,
+which overlap the next reads, and the device converts types. The number of bytes that are read but
+not yet copied is bounded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hetero_llm.models.weight_files import StoredTensor, WeightFile
 _THREADS = 8
 _MIB = 1 << 20
 _MOST_AHEAD, _LEAST_AHEAD = 128 * _MIB, 8 * _MIB
-_SHARE_AHEAD = 20  # at most a 20th of the weights, so that small models load in little memory, too
+_SHARE_AHEAD = 20  # at most a 20th of the weights, so that small models load in little memory
 _PIECES_AHEAD = 16
 
 
@@ -32,11 +33,10 @@ class Piece:
     """A run of a stored tensor's bytes.
 
     Attributes:
-        offset: Of its first byte, from the tensor's first one.
-        target: Where it goes: a tensor with the elements in the same order, of any floating type,
-            strides and device.
-        dtype: In which they have to be finite numbers: the parameter's.
-        then: Called by the calling thread when the target holds them.
+        offset: Of its first byte, from the tensor's first byte.
+        target: The elements' destination in the same order: any floating type, strides and device.
+        dtype: The parameter's; the elements must be finite numbers in it.
+        then: Called by the calling thread when the target holds the piece.
     """
 
     file: WeightFile
@@ -54,7 +54,7 @@ class Piece:
 
     @property
     def is_direct(self) -> bool:
-        """Whether bytes can be read right into the target."""
+        """Whether bytes can be read directly into the target."""
         target = self.target
         run = target.dim() == 1 and target.stride(0) == 1
         return run and target.dtype == self.tensor.dtype and target.device.type == "cpu"
@@ -62,7 +62,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ReadAhead:
-    """How many bytes may be ahead of the copies, and how many a piece has if it can be cut so."""
+    """Limits of reading ahead.
+
+    Attributes:
+        bytes: Read but not yet copied.
+        piece_bytes: Of a piece; more if a row of a strided target is larger.
+    """
 
     bytes: int
     piece_bytes: int
@@ -93,18 +98,18 @@ def pieces_of(
 def copy_pieces(
     pieces: Iterable[Piece], ahead: ReadAhead, copied: Callable[[Piece], None]
 ) -> list[str]:
-    """Fills the targets; on a GPU the device's current stream may still be at it.
+    """Fills the targets; copies to a GPU may still run on the device's current stream.
 
     Args:
-        pieces: All of a file one after another. Taken one at a time, so that what they bring along
-            exists no earlier than needed.
-        copied: Called after each piece, in their order, by the calling thread.
+        pieces: Grouped by file. Taken one at a time, so that their targets are created no earlier
+            than needed.
+        copied: Called by the calling thread after each piece, in order.
 
     Returns:
-        The names of tensors that hold NaN, or what is infinite in their parameter's type.
+        The names of tensors that hold NaN, or numbers that are infinite in their parameter's type.
 
     Raises:
-        ModelLoadError: The first piece, in order, that cannot be read.
+        ModelLoadError: A piece cannot be read; of several, the first one in order.
     """
     staging = _Staging(ahead.piece_bytes, _PIECES_AHEAD)
     waiting: deque[tuple[Piece, Tensor | None, Future[bool]]] = deque()
@@ -145,7 +150,7 @@ def copy_pieces(
             while waiting:
                 finish()
         finally:
-            # A read that runs has at most a piece to go: Ctrl-C waits no longer than that.
+            # Running reads end after at most one piece: Ctrl-C waits no longer than that.
             pool.shutdown(wait=True, cancel_futures=True)
             for file in reading:
                 file.close()
@@ -154,7 +159,7 @@ def copy_pieces(
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """The readers are the parallelism. torch's threads besides would be a team for each reader."""
+    """Limits torch to one thread: each reading thread would start a team of its own."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -164,8 +169,8 @@ def _one_thread_each() -> Iterator[None]:
 
 
 def _fetch(piece: Piece, buffer: Tensor | None) -> bool:
-    """Reads a piece, and puts it in place if that is in host memory; whether all of it is finite.
-    Looking while it is in the core's cache costs half of what copying it does."""
+    """Reads a piece, and copies it to its target if that is in host memory. Returns whether all
+    numbers are finite: checking them while they are in the core's cache costs half of a copy."""
     out = piece.target.detach().view(torch.uint8) if buffer is None else buffer[: piece.nbytes]
     piece.file.read(piece.tensor, piece.offset, out.numpy())
     assert piece.tensor.dtype is not None
@@ -177,7 +182,7 @@ def _fetch(piece: Piece, buffer: Tensor | None) -> bool:
 
 
 def _start_copy(piece: Piece, buffer: Tensor) -> torch.cuda.Event:
-    """From a pinned buffer to the GPU; the event says when the buffer is free again."""
+    """Copies from a pinned buffer to the GPU; the event tells when the buffer is free again."""
     target = piece.target
     assert piece.tensor.dtype is not None
     staged = buffer[: piece.nbytes].view(piece.tensor.dtype).view(target.shape)
@@ -188,7 +193,8 @@ def _start_copy(piece: Piece, buffer: Tensor) -> torch.cuda.Event:
 
 
 class _Staging:
-    """At most `most` buffers of `size` bytes for each kind of memory; of the calling thread."""
+    """At most `most` buffers of `size` bytes for each of pageable and pinned memory. Only the
+    calling thread uses it."""
 
     def __init__(self, size: int, most: int) -> None:
         self._size, self._most = size, most
@@ -197,7 +203,7 @@ class _Staging:
         self._free = {False: deque(), True: deque()}
 
     def take(self, nbytes: int, pinned: bool) -> Tensor:
-        """Waits for the oldest copy if it has to: fewer than `most` are out at a time."""
+        """A free buffer; waits for the oldest copy if `most` buffers exist and none is free."""
         if nbytes > self._size:
             return self._make(nbytes, pinned)
         free = self._free[pinned]
@@ -213,7 +219,7 @@ class _Staging:
         return self._make(self._size, pinned)
 
     def give_back(self, buffer: Tensor, copied: torch.cuda.Event | None) -> None:
-        """`copied`: when it may be written to again; None: now."""
+        """`copied`: the event after which the buffer may be written again; None: at once."""
         if buffer.numel() == self._size:
             self._free[copied is not None].append((buffer, copied))
         elif copied is not None:

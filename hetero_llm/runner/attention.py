@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import RotaryHeads
-from hetero_llm.models.rotary import RotaryRows
+from hetero_llm.models.rotary import StepRotary
 from hetero_llm.runner.kv_cache import PagedKVCache
 from hetero_llm.runner.scored_attention import Reach, ScoredAttention, Scoring
 from hetero_llm.spec_decode.verify import TreeTokens
@@ -319,7 +319,7 @@ class PlannedAttention:
         return out
 
     def rotary(
-        self, layer: int, qkv: torch.Tensor, heads: RotaryHeads, rows: RotaryRows
+        self, layer: int, qkv: torch.Tensor, heads: RotaryHeads, rows: StepRotary
     ) -> torch.Tensor:
         return self(layer, *heads(qkv, rows))
 

@@ -10,7 +10,7 @@ import torch
 from hetero_llm.core.images import PromptImages
 from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.models.image_tokens import mrope_table
-from hetero_llm.models.multimodal import ImageCausalLM, ImageRows
+from hetero_llm.models.multimodal import ImageCausalLM, StepImages
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class SlotImages:
                 state.num_prompt_tokens, state.images.items
             )
 
-    def rows(self, step: SchedulerOutput, positions: np.ndarray) -> ImageRows | None:
+    def rows(self, step: SchedulerOutput, positions: np.ndarray) -> StepImages | None:
         """Embeddings and positions for a step's tokens; None if they are all plain text.
 
         Args:
@@ -86,7 +86,7 @@ class SlotImages:
         embeddings = None
         if parts:
             embeddings = self._to_device(np.concatenate(rows)), torch.cat(parts)
-        return ImageRows(embeddings, None if table is None else self._to_device(table))
+        return StepImages(embeddings, None if table is None else self._to_device(table))
 
     def _parts(self, sequence: _Sequence, start: int, end: int) -> list[tuple[int, torch.Tensor]]:
         """Embeddings of the image tokens in `start .. end - 1` of a sequence: for each image the

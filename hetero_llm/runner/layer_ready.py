@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from hetero_llm.models.layers import Attend, RotaryHeads
-from hetero_llm.models.rotary import RotaryRows
+from hetero_llm.models.rotary import StepRotary
 
 
 class LayerReadyFlags(Protocol):
@@ -38,7 +38,7 @@ class LayerReadyAttention:
         return self._attend(layer, q, k, v)
 
     def rotary(
-        self, layer: int, qkv: torch.Tensor, heads: RotaryHeads, rows: RotaryRows
+        self, layer: int, qkv: torch.Tensor, heads: RotaryHeads, rows: StepRotary
     ) -> torch.Tensor:
         self._layer_ready.wait(layer)
         return self._attend.rotary(layer, qkv, heads, rows)

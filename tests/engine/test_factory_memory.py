@@ -65,18 +65,18 @@ def sizes_of(model: CausalLM) -> dict[str, int]:
 def test_the_last_layers_largest_matrices_move_first(tiny_folder: Path) -> None:
     sizes = sizes_of(load(tiny_folder))
     names = list(sizes)
-    last = ["gate_up_proj", "down_proj", "qkv_proj", "o_proj"]
-    wanted = [f"layers.2.{name}" for name in last] + ["layers.1.gate_up_proj"]
+    last = ["mlp.gate_up_proj", "mlp.down_proj", "attention.qkv_proj", "attention.out_proj"]
+    wanted = [f"layers.2.{name}" for name in last] + ["layers.1.mlp.gate_up_proj"]
     budget = sum(sizes[name] for name in wanted)
     # What is left is too small for the next in turn, but just right for the smallest.
     plan = plan_offload(
-        load_model_config(tiny_folder), FP32, (budget + sizes["layers.1.o_proj"]) / GIB
+        load_model_config(tiny_folder), FP32, (budget + sizes["layers.1.attention.out_proj"]) / GIB
     )
-    chosen = [*wanted, "layers.1.o_proj"]
-    assert sizes["layers.1.down_proj"] > sizes["layers.1.o_proj"]
+    chosen = [*wanted, "layers.1.attention.out_proj"]
+    assert sizes["layers.1.mlp.down_proj"] > sizes["layers.1.attention.out_proj"]
     assert plan.chosen == {names.index(name) for name in chosen}
     assert plan.moved_bytes == sum(sizes[name] for name in chosen)
-    assert plan.staging_bytes == sizes["layers.2.gate_up_proj"]
+    assert plan.staging_bytes == sizes["layers.2.mlp.gate_up_proj"]
     assert plan.freed_bytes == plan.moved_bytes - plan.staging_bytes
     assert plan.movable_bytes == sum(sizes.values())
 

@@ -17,9 +17,7 @@ from transformers.models.phimoe.modeling_phimoe import sparsemixer
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.gpu.weight_offload import GIB, plan_offload
 from hetero_llm.models import experts as experts_module
-from hetero_llm.models.configs.mixtral import MixtralConfig
-from hetero_llm.models.configs.phimoe import PhiMoEConfig
-from hetero_llm.models.configs.qwen2_moe import Qwen2MoeConfig
+from hetero_llm.models.configs.mixture import MixtralConfig, PhiMoEConfig, Qwen2MoeConfig
 from hetero_llm.models.experts import Experts, softmax_top_k, sparse_mixer
 from hetero_llm.models.invariant import make_batch_invariant, product_of_rows, product_of_tiles
 from hetero_llm.models.loader import load_model
@@ -118,9 +116,9 @@ def test_both_ways_over_experts(monkeypatch: pytest.MonkeyPatch, rows: int) -> N
     torch.testing.assert_close(own, expected, atol=1e-5, rtol=0)
 
     def all_rows(*args: Any) -> Tensor:
-        return experts_module._by_all_rows(*args, num_experts=EXPERTS)
+        return experts_module.sum_by_all_tokens(*args, num_experts=EXPERTS)
 
-    monkeypatch.setattr(experts_module, "_by_own_rows", all_rows)
+    monkeypatch.setattr(experts_module, "sum_by_own_tokens", all_rows)
     torch.testing.assert_close(experts(x, ids, weights), expected, atol=1e-5, rtol=0)
 
 
@@ -134,7 +132,7 @@ def test_an_expert_that_overflows_reaches_its_own_rows_only() -> None:
                         experts.down[expert])  # fmt: skip
 
     weights = torch.full((4, 2), 0.5)
-    total = experts_module._by_all_rows(mlp, x, ids, weights, num_experts=EXPERTS)
+    total = experts_module.sum_by_all_tokens(mlp, x, ids, weights, num_experts=EXPERTS)
     assert total.isfinite().all(1).tolist() == [True, False, True, True]
 
 
@@ -309,4 +307,4 @@ def test_a_row_meets_the_experts_that_it_visits(tmp_path: Path) -> None:
     expert = 3 * config.hidden_size * config.intermediate_size
     idle = (config.num_experts - config.experts_per_token) * config.num_layers * expert
     total = sum(p.numel() for p in model.parameters())
-    assert idle > 0 and model.parameters_of_a_row() == total - idle
+    assert idle > 0 and model.parameters_per_token() == total - idle

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hetero_llm.core.errors import ModelLoadError
-from hetero_llm.models.layers import Place
+from hetero_llm.models.layers import RearrangedView
 from hetero_llm.models.loader import _Match, _pieces
 from hetero_llm.models.weight_reader import ReadAhead, copy_pieces
 from tests.models.loading import edit_weights, load, same_parameters
@@ -100,7 +100,7 @@ def test_a_place_is_filled_when_all_of_it_is_read() -> None:
         assert x.dtype == torch.bfloat16
         return x.flatten(0, 1).t()
 
-    targets = (Place(kept, (3, 1000, 2), arrange), Place(plain, (1000, 2)))
+    targets = (RearrangedView(kept, (3, 1000, 2), arrange), RearrangedView(plain, (1000, 2)))
     matches = [_Match(file, *pair) for pair in zip(file.tensors, targets, strict=True)]
     pieces = [piece for match in matches for piece in _pieces(match, 512)]
     assert len(pieces) > 50
@@ -139,7 +139,7 @@ class TestNotFinite:
         (record,) = caplog.records
         assert record.levelno == logging.WARNING
         assert record.getMessage().endswith(f": {name}")
-        stored = model.get_parameter("layers.1.down_proj.weight")
+        stored = model.get_parameter("layers.1.mlp.down_proj.weight")
         assert stored.isfinite().sum() == stored.numel() - 1
 
     def test_what_the_type_cannot_hold(

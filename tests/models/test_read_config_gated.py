@@ -13,7 +13,7 @@ import torch
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.cpu.executor import unsupported_reason
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.configs.gemma2 import Gemma2Config
+from hetero_llm.models.configs.gemma import Gemma2Config
 from hetero_llm.models.configs.qwen import QWenConfig
 from tests.models.test_read_config import load
 

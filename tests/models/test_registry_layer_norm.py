@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from hetero_llm.core.errors import ModelLoadError
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.configs.falcon import _bfloat16
-from hetero_llm.models.configs.layer_norm import LayerNormConfig, alibi_slopes
+from hetero_llm.models.configs.common import alibi_slopes
+from hetero_llm.models.configs.falcon import rounded_to_bfloat16
+from hetero_llm.models.configs.layer_norm import LayerNormConfig
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
 from tests.models.test_registry import log_probs, random_sequences, reference_log_probs
@@ -196,7 +197,7 @@ def test_alibi_slopes() -> None:
 def test_falcon_rounds_slopes_like_torch() -> None:
     slopes = alibi_slopes(71)
     rounded = torch.tensor(slopes).bfloat16().tolist()
-    assert [_bfloat16(slope) for slope in slopes] == rounded != list(slopes)
+    assert [rounded_to_bfloat16(slope) for slope in slopes] == rounded != list(slopes)
 
 
 @pytest.mark.parametrize(

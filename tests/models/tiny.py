@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import RotaryHeads
-from hetero_llm.models.rotary import RotaryRows
+from hetero_llm.models.rotary import StepRotary
 from tests.models import tiny_basic, tiny_gated, tiny_layer_norm, tiny_moe
 
 VOCAB_SIZE = 96
@@ -151,5 +151,5 @@ class DenseAttend:
             start += length
         return out
 
-    def rotary(self, layer: int, qkv: Tensor, heads: RotaryHeads, rows: RotaryRows) -> Tensor:
+    def rotary(self, layer: int, qkv: Tensor, heads: RotaryHeads, rows: StepRotary) -> Tensor:
         return self(layer, *heads(qkv, rows))

@@ -1,4 +1,4 @@
-"""config.json of Falcon, and of its first releases (RWForCausalLM, "refined web")."""
+"""config.json of Falcon, and of its first releases (RWForCausalLM, "RefinedWeb")."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import struct
 
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import ConfigSource
+from hetero_llm.models.configs.common import alibi_slopes, position_fields
 from hetero_llm.models.configs.layer_norm import (
     LayerNormConfig,
-    alibi_slopes,
+    all_biases,
     first_key,
     shape_fields,
 )
-from hetero_llm.models.rope_config import scaled_max_position
 
 
 def read(source: ConfigSource) -> ModelConfig:
-    """Raises ModelLoadError: a key is wrong or asks for what is not computed."""
     reader = source.config
     source.refuse("apply_residual_connection_post_layernorm")
     shape = shape_fields(
@@ -27,7 +26,7 @@ def read(source: ConfigSource) -> ModelConfig:
     )
     hidden, heads, head_dim = shape["hidden_size"], shape["num_heads"], shape["head_dim"]
     newer = source.architecture == "FalconForCausalLM"
-    # Among the first releases 40B alone names its KV heads; it has no key for its architecture.
+    # Of the first releases only 40B states its KV heads; it has no key for its architecture.
     grouped = reader.flag(
         "new_decoder_architecture", not newer and reader.raw.get("n_head_kv") is not None
     )
@@ -42,19 +41,14 @@ def read(source: ConfigSource) -> ModelConfig:
     rope = None if alibi else source.rope(head_dim, max_position)
     if rope is not None and rope.rotary_dim != head_dim:
         raise reader.bad("partial_rotary_factor", f"not supported with {source.architecture}")
-    bias = reader.flag("bias", False)
+    shape["num_kv_heads"] = _kv_heads(source, heads, grouped, newer)
     return LayerNormConfig(
         **shape,
-        num_kv_heads=_kv_heads(source, heads, grouped, newer),
+        **position_fields(rope, max_position),
+        **all_biases(reader.flag("bias", False)),
         intermediate_size=reader.integer("ffn_hidden_size", 4 * hidden),
-        max_model_len=max_position if rope is None else scaled_max_position(rope, max_position),
-        max_position_embeddings=max_position,
         norm_eps=reader.number("layer_norm_epsilon", 1e-5),
         tie_word_embeddings=reader.flag("tie_word_embeddings", True),
-        rope=rope,
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=bias,
         hidden_act=reader.activation("activation", "gelu"),
         alibi_slopes=_slopes(heads, head_dim) if alibi else None,
         parallel=parallel,
@@ -66,7 +60,7 @@ def _kv_heads(source: ConfigSource, heads: int, grouped: bool, newer: bool) -> i
     reader = source.config
     key = first_key(reader, ("num_kv_heads", "n_head_kv"))
     if not grouped and reader.flag("multi_query", newer):
-        return 1  # whatever num_kv_heads says
+        return 1  # num_kv_heads is not read then
     kv_heads = reader.integer(key, heads)
     if heads % kv_heads or (not grouped and kv_heads != heads):
         raise reader.bad(key, f"not supported with {heads} attention heads in this architecture")
@@ -74,11 +68,11 @@ def _kv_heads(source: ConfigSource, heads: int, grouped: bool, newer: bool) -> i
 
 
 def _slopes(heads: int, head_dim: int) -> tuple[float, ...]:
-    """Falcon rounds the slopes to bfloat16, and adds before it scales by the head size."""
-    return tuple(_bfloat16(slope) * head_dim**-0.5 for slope in alibi_slopes(heads))
+    """Falcon rounds the slopes to bfloat16, and adds the bias before it scales the scores."""
+    return tuple(rounded_to_bfloat16(slope) * head_dim**-0.5 for slope in alibi_slopes(heads))
 
 
-def _bfloat16(value: float) -> float:
+def rounded_to_bfloat16(value: float) -> float:
     """The nearest bfloat16, even on ties."""
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000

@@ -1,4 +1,4 @@
-"""config.json of Llama, Mistral, Qwen2 and Qwen3, and what other families' have in common."""
+"""config.json of Llama and of the families whose keys are Llama's."""
 
 from __future__ import annotations
 
@@ -6,45 +6,30 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from hetero_llm.core.errors import ModelLoadError, shown
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.config_reader import (
-    ConfigSource,
-    Reader,
-    eos_and_bos,
-    heads_of,
-    torch_dtype,
+from hetero_llm.models.config_reader import ConfigSource, Reader
+from hetero_llm.models.configs.common import (
+    Windows,
+    alibi_slopes,
+    llama_fields,
+    max_window_layers,
+    windows_of_layer_types,
+    with_defaults,
 )
-from hetero_llm.models.rope_config import scaled_max_position
 
 _QWEN = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
-# Read by other architectures; a checkpoint that sets one computes something that we do not.
-_REFUSED = (
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-    "num_local_experts",
-    "no_rope_layers",
-)
+_BAICHUAN_7B_HIDDEN_SIZE = 4096
+_PHI3_DEFAULTS = {
+    "num_key_value_heads": None,  # as many as heads
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+}
 
 
 def read(source: ConfigSource) -> ModelConfig:
-    """Raises ModelLoadError: a key is wrong or asks for what is not computed."""
+    """Llama, Mistral, Qwen2 and Qwen3."""
     return read_like(source, source.architecture)
-
-
-def with_defaults(source: ConfigSource, defaults: Mapping[str, Any]) -> ConfigSource:
-    """The same with values for keys that config.json lacks."""
-    reader = Reader({**defaults, **source.config.raw}, source.config.where)
-    return dataclasses.replace(source, config=reader)
-
-
-def without(source: ConfigSource, *keys: str) -> ConfigSource:
-    """The same without keys of config.json, which the caller reads."""
-    raw = {key: value for key, value in source.config.raw.items() if key not in keys}
-    return dataclasses.replace(source, config=Reader(raw, source.config.where))
 
 
 def read_like(source: ConfigSource, like: str, *, partial_rotary: bool = False) -> ModelConfig:
@@ -55,62 +40,28 @@ def read_like(source: ConfigSource, like: str, *, partial_rotary: bool = False) 
         like: The architecture of the four above whose defaults and sliding windows it has.
         partial_rotary: The family may rotate a part of each head.
     """
-    source.refuse(*_REFUSED)
+    source.refuse("num_local_experts")
     reader = source.config
-    raw = reader.raw
-    hidden, heads, quotient = heads_of(reader, "num_attention_heads", "hidden_size")
-    if like == "Qwen3ForCausalLM" and "head_dim" not in raw:
-        quotient = 128  # the default of transformers' class, whatever the hidden size
-    if raw.get("head_dim") is None and not quotient:
-        raise reader.bad("num_attention_heads", f"does not divide hidden_size={hidden}")
-    head_dim = reader.integer("head_dim", quotient)
-    # Only Llama's class defaults to as many KV heads as heads; the others' defaults are sizes of
-    # one particular model, so an absent key there is taken for a damaged file.
-    if like != "LlamaForCausalLM" and "num_key_value_heads" not in raw:
-        raise ModelLoadError(f"{reader.where}: the key 'num_key_value_heads' is missing")
-    kv_heads = reader.integer("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise reader.bad("num_key_value_heads", f"does not divide num_attention_heads={heads}")
-    num_layers = reader.integer("num_hidden_layers")
-    max_position = reader.integer("max_position_embeddings")
-    rope = source.rope(head_dim, max_position)
-    if rope.rotary_dim != head_dim and not partial_rotary:
-        raise reader.bad("partial_rotary_factor", f"not supported with {source.architecture}")
-    max_model_len = scaled_max_position(rope, max_position)
-    windows = _sliding_windows(source, like, num_layers)
-    windows, max_model_len = source.served_windows(windows, max_model_len)
-    qkv_bias = like == "Qwen2ForCausalLM" or reader.flag("attention_bias", False)
-    eos, bos = eos_and_bos(reader, source.generation)
+    attention_bias = reader.flag("attention_bias", False)
+    # The default of transformers' Qwen3 class for every hidden size.
+    fixed_head_dim = like == "Qwen3ForCausalLM" and "head_dim" not in reader.raw
     return ModelConfig(
-        architecture=source.architecture,
-        model_type=str(raw.get("model_type", "")),
-        vocab_size=reader.integer("vocab_size"),
-        hidden_size=hidden,
-        num_layers=num_layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=reader.integer("intermediate_size"),
-        max_model_len=max_model_len,
-        max_position_embeddings=max_position,
-        torch_dtype=torch_dtype(reader),
-        norm_eps=reader.number("rms_norm_eps", 1e-6),
-        tie_word_embeddings=reader.flag("tie_word_embeddings", False),
-        rope=rope,
-        qkv_bias=qkv_bias,
-        out_bias=reader.flag("attention_bias", False) and like != "Qwen2ForCausalLM",
+        **llama_fields(
+            source,
+            _sliding_windows(source, like, reader.integer("num_hidden_layers")),
+            norm_eps=1e-6,
+            needs_kv_heads=like != "LlamaForCausalLM",
+            default_head_dim=128 if fixed_head_dim else None,
+            partial_rotary=partial_rotary,
+        ),
+        qkv_bias=attention_bias or like == "Qwen2ForCausalLM",
+        out_bias=attention_bias and like != "Qwen2ForCausalLM",
         mlp_bias=reader.flag("mlp_bias", False),
         qk_norm=like == "Qwen3ForCausalLM",
-        hidden_act=reader.activation("hidden_act", "silu"),
-        sliding_windows=windows,
-        attn_scale=head_dim**-0.5,
-        eos_token_ids=eos,
-        bos_token_id=bos,
-        word_embed_size=hidden,
     )
 
 
-def _sliding_windows(source: ConfigSource, like: str, num_layers: int) -> tuple[int | None, ...]:
+def _sliding_windows(source: ConfigSource, like: str, num_layers: int) -> Windows:
     """The window of each layer, from the several ways the families state it."""
     reader, architecture = source.config, source.architecture
     raw = reader.raw
@@ -125,9 +76,7 @@ def _sliding_windows(source: ConfigSource, like: str, num_layers: int) -> tuple[
     else:
         off = null or not reader.flag("use_sliding_window", False)
         window = None if off else reader.integer("sliding_window", 4096)
-        first_sliding = raw.get("max_window_layers", 28)
-        if not isinstance(first_sliding, int) or first_sliding < 0:
-            raise reader.bad("max_window_layers", "a number of layers is needed")
+        first_sliding = max_window_layers(reader)
     windows = tuple(window if layer >= first_sliding else None for layer in range(num_layers))
     if raw.get("layer_types") is None:
         return windows
@@ -138,16 +87,81 @@ def _sliding_windows(source: ConfigSource, like: str, num_layers: int) -> tuple[
     return stated
 
 
-def windows_of_layer_types(
-    reader: Reader, num_layers: int, window: int | None
-) -> tuple[int | None, ...]:
-    """The windows that `layer_types` states."""
-    types = reader.raw["layer_types"]
-    if not isinstance(types, list) or len(types) != num_layers:
-        raise reader.bad("layer_types", f"a list of {num_layers} entries is needed")
-    for entry in types:
-        if entry not in ("full_attention", "sliding_attention"):
-            raise reader.bad("layer_types", f"{shown(entry)} is not supported")
-        if entry == "sliding_attention" and window is None:
-            raise reader.bad("layer_types", "sliding_attention needs a sliding_window")
-    return tuple(window if entry == "sliding_attention" else None for entry in types)
+def read_baichuan(source: ConfigSource) -> ModelConfig:
+    """Nothing in the file says whether positions are rotary or ALiBi. As in vLLM: the models of 7B
+    rotate (Baichuan 1's architecture has a capital C, Baichuan2's 7B is recognized by its hidden
+    size), those of 13B do not."""
+    source.refuse("attention_bias", "mlp_bias", "num_key_value_heads")
+    reader = source.config
+    if reader.raw.get("model_max_length") is not None:
+        length = reader.integer("model_max_length")
+        source = with_defaults(source, {"max_position_embeddings": length})
+    rotary = (
+        source.architecture == "BaiChuanForCausalLM"
+        or reader.integer("hidden_size") == _BAICHUAN_7B_HIDDEN_SIZE
+    )
+    if not rotary:
+        source.refuse("rope_theta", "rope_scaling", "rope_parameters")
+    config = read_like(source, "LlamaForCausalLM")
+    if rotary:
+        return config
+    return dataclasses.replace(config, rope=None, alibi_slopes=alibi_slopes(config.num_heads))
+
+
+def read_internlm(source: ConfigSource) -> ModelConfig:
+    """InternLM and InternLM2."""
+    source.refuse("attention_bias", "mlp_bias")
+    bias = source.config.flag("bias", True)
+    if source.architecture == "InternLMForCausalLM":
+        source = _with_rotary(source)
+    config = read_like(source, "LlamaForCausalLM")
+    return dataclasses.replace(config, qkv_bias=bias, out_bias=bias)
+
+
+def _with_rotary(source: ConfigSource) -> ConfigSource:
+    """Later releases of InternLM have `rotary` instead of rope_theta and rope_scaling."""
+    reader = source.config
+    rotary = reader.raw.get("rotary")
+    if rotary is None:
+        return source
+    known = {"base", "type", "scaling_factor"}
+    if not isinstance(rotary, Mapping) or not set(rotary) <= known:
+        raise reader.bad("rotary", "an object with the keys base, type and scaling_factor")
+    defaults = {"rope_theta": rotary.get("base", 10000)}
+    if rotary.get("type") == "dynamic":
+        factor = rotary.get("scaling_factor", 1.0)
+        defaults["rope_scaling"] = {"rope_type": "dynamic", "factor": factor}
+    elif rotary.get("type") != "origin":
+        raise reader.bad("rotary", 'the type is "origin" or "dynamic"')
+    for key in defaults:
+        if reader.raw.get(key) is not None:
+            raise reader.bad(key, "not together with rotary")
+    return with_defaults(source, defaults)
+
+
+def read_phi3(source: ConfigSource) -> ModelConfig:
+    """Phi-3 and Phi-4, which have one class."""
+    source.refuse("attention_bias", "mlp_bias")
+    raw = dict(source.config.raw)
+    for key in ("rope_scaling", "rope_parameters"):
+        raw[key] = _renamed_scaling(raw.get(key))
+    source = dataclasses.replace(
+        source,
+        config=Reader(raw, source.config.where),
+        rope_scaling=_renamed_scaling(source.rope_scaling),
+    )
+    source = with_defaults(source, _PHI3_DEFAULTS)
+    return read_like(source, "MistralForCausalLM", partial_rotary=True)
+
+
+def _renamed_scaling(scaling: Any) -> Any:
+    """The first releases call "longrope" "su" or "yarn", and transformers reads them so."""
+    if not isinstance(scaling, Mapping):
+        return scaling
+    changed = {k: "longrope" for k in ("type", "rope_type") if scaling.get(k) in ("su", "yarn")}
+    return {**scaling, **changed}
+
+
+def read_xverse(source: ConfigSource) -> ModelConfig:
+    source.refuse("bias", "num_experts")
+    return read_like(source, "LlamaForCausalLM")

@@ -6,14 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.config_reader import (
-    ConfigSource,
-    Reader,
-    eos_and_bos,
-    heads_of,
-    torch_dtype,
-)
-from hetero_llm.models.configs.llama_like import with_defaults
+from hetero_llm.models.config_reader import ConfigSource, Reader, torch_dtype
+from hetero_llm.models.configs.common import base_fields, whole_heads_of, with_defaults
 from hetero_llm.models.rope_config import RopeConfig, scaled_max_position
 
 # Qwen-VL and Qwen-Audio have the same architecture and these besides.
@@ -25,21 +19,18 @@ _TYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 class QWenConfig(ModelConfig):
     """Attributes:
     logn_length: Queries at positions from here on are multiplied by the logarithm of their
-        position (counted from 1) to this base; None: none is.
+        position (counted from 1) to this base; None: no query is.
     """
 
     logn_length: int | None
 
 
 def read(source: ConfigSource) -> QWenConfig:
-    """Raises ModelLoadError: a key is wrong or asks for what is not computed."""
     source.refuse(*_REFUSED)
     reader = source.config
     if not reader.flag("scale_attn_weights", True):
         raise reader.bad("scale_attn_weights", f"not supported with {source.architecture}")
-    hidden, heads, head_dim = heads_of(reader, "num_attention_heads", "hidden_size")
-    if not head_dim:
-        raise reader.bad("num_attention_heads", f"does not divide hidden_size={hidden}")
+    hidden, heads, head_dim = whole_heads_of(reader, "num_attention_heads", "hidden_size")
     if reader.integer("kv_channels", 128) != head_dim:
         raise reader.bad("kv_channels", f"the heads have {head_dim} channels")
     both_halves = reader.integer("intermediate_size")
@@ -47,42 +38,31 @@ def read(source: ConfigSource) -> QWenConfig:
         raise reader.bad("intermediate_size", "an even number is needed")
     seq_length = reader.integer("seq_length", 2048)
     rope, max_model_len = _rope(source, head_dim, seq_length)
-    logn = reader.flag("use_logn_attn", True)
     num_layers = reader.integer("num_hidden_layers")
     bias = not reader.flag("no_bias", True)
-    eos, bos = eos_and_bos(reader, source.generation)
+    fields = base_fields(
+        source, hidden_size=hidden, num_heads=heads, head_dim=head_dim, num_layers=num_layers
+    )
     return QWenConfig(
-        architecture=source.architecture,
-        model_type=str(reader.raw.get("model_type", "")),
-        vocab_size=reader.integer("vocab_size"),
-        hidden_size=hidden,
-        num_layers=num_layers,
-        num_heads=heads,
+        **{**fields, "torch_dtype": _type(reader)},
         num_kv_heads=heads,
-        head_dim=head_dim,
         intermediate_size=both_halves // 2,
         max_model_len=max_model_len,
         max_position_embeddings=seq_length,
-        torch_dtype=_type(reader),
         norm_eps=reader.number("layer_norm_epsilon", 1e-6),
         tie_word_embeddings=reader.flag("tie_word_embeddings", False),
         rope=rope,
         qkv_bias=True,
         out_bias=bias,
         mlp_bias=bias,
-        qk_norm=False,
         hidden_act="silu",
-        sliding_windows=(None,) * num_layers,
-        attn_scale=head_dim**-0.5,
-        eos_token_ids=eos,
-        bos_token_id=bos,
-        word_embed_size=hidden,
-        logn_length=seq_length if logn else None,
+        logn_length=seq_length if reader.flag("use_logn_attn", True) else None,
     )
 
 
 def _rope(source: ConfigSource, head_dim: int, seq_length: int) -> tuple[RopeConfig, int]:
-    """And the context: beyond `seq_length` for models with one of the two means to reach it."""
+    """The rotary embedding and the context in tokens, which exceeds `seq_length` for models with
+    dynamic NTK or log-n attention."""
     reader = source.config
     source = with_defaults(source, {"rope_theta": reader.number("rotary_emb_base", 10000.0)})
     share = reader.number("rotary_pct", 1.0)
@@ -97,7 +77,7 @@ def _rope(source: ConfigSource, head_dim: int, seq_length: int) -> tuple[RopeCon
 
 
 def _type(reader: Reader) -> str:
-    """Of the flags if need be; without any, what the models' own code takes on most devices."""
+    """As stated, else by the flags, else what the models' own code takes on most devices."""
     if reader.raw.get("dtype") is not None or reader.raw.get("torch_dtype") is not None:
         return torch_dtype(reader)
     flagged = [name for key, name in _TYPES.items() if reader.flag(key, False)]

@@ -1,8 +1,7 @@
 """Any model of transformers, as `models.transformers_backend` runs it: sizes from its own config.
 
-Nothing here imports torch; transformers is imported when a folder is read. What a class does not
-say in its config, or says and does not do, is found out by a trial after loading
-(`models.transformers_check`).
+Nothing here imports torch; transformers is imported when a folder is read. Whether a class computes
+what its config says is tested after loading (`models.transformers_check`).
 """
 
 from __future__ import annotations
@@ -13,14 +12,20 @@ from typing import Any
 
 from hetero_llm.core.errors import ModelLoadError, shown
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.config_reader import Reader, eos_and_bos, read_json, torch_dtype
+from hetero_llm.models.config_reader import (
+    Reader,
+    eos_and_bos,
+    read_json,
+    short_reason,
+    torch_dtype,
+)
 from hetero_llm.models.registry import TRANSFORMERS
 
 OLDEST = 5
-"""Major version of transformers from which on the back end runs."""
+"""Oldest major version of transformers that the back end runs with."""
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-# Keys that tell of something that paged attention does not compute, and its name.
+# Keys of configs that ask for what paged attention does not compute, and what that is.
 _OTHER_ATTENTION = {
     "kv_lora_rank": "multi-head latent attention (keys and values of different sizes)",
     "cross_attention_layers": "cross attention",
@@ -34,11 +39,11 @@ _OTHER_ATTENTION = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersConfig(ModelConfig):
-    """See `ModelConfig`; what only native families compute (rope, norms, biases) is left at values
-    that nobody looks at.
+    """See `ModelConfig`; fields that only native families use (rope, norms, biases) hold values
+    without meaning.
 
     Attributes:
-        source: The config object of transformers; not to be changed, a class gets a copy.
+        source: The config object of transformers, never changed: each class gets a copy.
         class_name: The model's class, from `architectures`.
         trust_remote_code: The class may come from the model's folder.
     """
@@ -111,10 +116,6 @@ def model_fields(
         norm_eps=0.0,
         tie_word_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
         rope=None,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
         hidden_act="",
         sliding_windows=windows,
         attn_scale=_scale(text, head_dim),
@@ -136,15 +137,11 @@ def _class_name(reader: Reader) -> str:
 
 def _source(folder: Path, reader: Reader, name: str, trust_remote_code: bool) -> Any:
     """The config object; raises ModelLoadError unless transformers may build the class."""
+    check_version(folder, name)
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if int(transformers.__version__.partition(".")[0]) < OLDEST:
-        raise ModelLoadError(
-            f"{folder}: {name} runs through transformers, version {OLDEST} or later; installed is "
-            f"{transformers.__version__}"
-        )
     auto_map = reader.raw.get("auto_map") or {}
     model_type = reader.raw.get("model_type")
     known = model_type in CONFIG_MAPPING
@@ -162,12 +159,30 @@ def _source(folder: Path, reader: Reader, name: str, trust_remote_code: bool) ->
     if name not in classes and not (trust_remote_code and remote):
         has = f"; its causal language model is {', '.join(classes)}" if classes else ""
         raise reader.bad("architectures", f"no decoder-only model of transformers{has}")
+    return load_source(reader, trust_remote_code=trust_remote_code)
+
+
+def check_version(where: Path | str, name: str) -> None:
+    """Raises ModelLoadError if the installed transformers is older than `OLDEST`."""
+    import transformers
+
+    if int(transformers.__version__.partition(".")[0]) < OLDEST:
+        raise ModelLoadError(
+            f"{where}: {name} runs through transformers, version {OLDEST} or later; installed is "
+            f"{transformers.__version__}"
+        )
+
+
+def load_source(reader: Reader, *, trust_remote_code: bool = False) -> Any:
+    """transformers' config object of the folder whose config.json `reader` has read."""
+    import transformers
+
     try:
         return transformers.AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True
+            Path(reader.where).parent, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:  # of any kind: classes check their keys in their own ways
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = short_reason(error)
         raise ModelLoadError(f"{reader.where}: transformers cannot read it: {reason}") from error
 
 
@@ -197,7 +212,7 @@ def _size(text: Any, key: str, name: str) -> int:
 
 
 def _intermediate_size(text: Any, hidden: int) -> int:
-    """Only prices steps; four times the hidden size where a config has no such key."""
+    """Used to estimate step times only; four times the hidden size if a config has no such key."""
     for key in ("intermediate_size", "ffn_dim", "n_inner"):
         value = _value(text, key, "")
         if isinstance(value, int):
@@ -228,7 +243,7 @@ def _scale(text: Any, head_dim: int) -> float:
 
 
 def _context(text: Any, name: str) -> int:
-    """Context length in tokens, scaled as `rope_config.scaled_max_position` says."""
+    """Context length in tokens, scaled like `rope_config.scaled_max_position`."""
     longest = _size(text, "max_position_embeddings", name)
     rope = getattr(text, "rope_parameters", None) or {}
     kind, factor = rope.get("rope_type"), rope.get("factor")

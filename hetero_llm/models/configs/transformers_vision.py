@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError, shown
 from hetero_llm.models.config_reader import ConfigSource, Reader
-from hetero_llm.models.configs.transformers import OLDEST, TransformersConfig, model_fields
+from hetero_llm.models.configs.transformers import (
+    TransformersConfig,
+    check_version,
+    load_source,
+    model_fields,
+)
 
 _CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """Embeddings before those of the patches, by the vision tower's model_type."""
@@ -25,10 +29,10 @@ class VisionConfig:
         patch_size: Side of a patch, in pixels.
         image_size: Side of what the tower takes at once, in pixels; unused by Qwen2-VL, whose
             tower takes any size.
-        more_rows: Embeddings of an image, or of one piece of it, that are no patch's: 1 if the
-            class token's is kept.
+        num_class_tokens: Embeddings of an image, or of one piece of it, besides those of patches: 1
+            if the class token's is kept.
         merge_size: Patches, in both directions, that become one embedding (Qwen2-VL).
-        patch_values: Numbers of a patch as the processor makes them (Qwen2-VL).
+        patch_values: How many numbers the processor makes of a patch (Qwen2-VL).
         pinpoints: Sizes in pixels (height, width) that a large image may be scaled to, to be cut
             into pieces of `image_size` (LLaVA-NeXT).
     """
@@ -37,7 +41,7 @@ class VisionConfig:
     image_token_id: int
     patch_size: int
     image_size: int = 0
-    more_rows: int = 0
+    num_class_tokens: int = 0
     merge_size: int = 1
     patch_values: int = 0
     pinpoints: tuple[tuple[int, int], ...] = ()
@@ -64,7 +68,8 @@ def read(source: ConfigSource) -> ImageModelConfig:
         if getattr(source, field) is not None:
             reason = f"needs a native implementation, and {name} runs on transformers"
             raise ConfigError(field, getattr(source, field), reason)
-    config = _transformers_config(reader, name)
+    check_version(reader.where, name)
+    config = load_source(reader)
     fields = model_fields(
         reader, name, config, disable_sliding_window=source.disable_sliding_window
     )
@@ -76,23 +81,6 @@ def read(source: ConfigSource) -> ImageModelConfig:
     tied = bool(getattr(config, "tie_word_embeddings", False))
     fields |= {"architecture": name, "tie_word_embeddings": tied, "trust_remote_code": False}
     return ImageModelConfig(**fields, vision=vision, mrope=vision.kind == "qwen2_vl")
-
-
-def _transformers_config(reader: Reader, name: str) -> Any:
-    import transformers
-
-    if int(transformers.__version__.partition(".")[0]) < OLDEST:
-        raise ModelLoadError(
-            f"{reader.where}: {name} runs through transformers, version {OLDEST} or later; "
-            f"installed is {transformers.__version__}"
-        )
-    try:
-        return transformers.AutoConfig.from_pretrained(
-            Path(reader.where).parent, local_files_only=True
-        )
-    except Exception as error:  # of any kind: classes check their keys in their own ways
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ModelLoadError(f"{reader.where}: transformers cannot read it: {reason}") from error
 
 
 def _llava(reader: Reader, config: Any) -> VisionConfig:
@@ -112,14 +100,14 @@ def _llava(reader: Reader, config: Any) -> VisionConfig:
         image_token_id=config.image_token_id,
         patch_size=tower.patch_size,
         image_size=tower.image_size,
-        # "default" leaves out the first embedding, whatever it is.
-        more_rows=_CLASS_TOKENS[kind] - (strategy == "default"),
+        # "default" leaves out the first embedding even if it is a patch's.
+        num_class_tokens=_CLASS_TOKENS[kind] - (strategy == "default"),
     )
 
 
 def _llava_next(reader: Reader, config: Any) -> VisionConfig:
     vision = _llava(reader, config)
-    if vision.more_rows:
+    if vision.num_class_tokens:
         raise reader.bad(
             "vision_feature_select_strategy", "pieces must have one embedding for each patch"
         )

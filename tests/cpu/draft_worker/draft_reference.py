@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hetero_llm.models.layers import CausalLM, RotaryHeads
-from hetero_llm.models.rotary import RotaryRows
+from hetero_llm.models.rotary import StepRotary
 from hetero_llm.sampling.noise import gumbel_noise, signed_seed
 
 SINK = 16
@@ -46,7 +46,7 @@ class _Attend:
     scale: float
 
     def rotary(
-        self, layer: int, qkv: torch.Tensor, heads: RotaryHeads, rows: RotaryRows
+        self, layer: int, qkv: torch.Tensor, heads: RotaryHeads, rows: StepRotary
     ) -> torch.Tensor:
         return self(layer, *heads(qkv, rows))
 

@@ -13,9 +13,9 @@ from hetero_llm.gpu.fused import speed_up_experts
 from hetero_llm.gpu.kernels import experts as op
 from hetero_llm.gpu.kernels import routing
 from hetero_llm.gpu.kernels.experts import GroupedConfig, Groups, VectorConfig
+from hetero_llm.models.blocks import DecoderLayer
 from hetero_llm.models.experts import Experts
 from hetero_llm.models.loader import load_model
-from hetero_llm.models.mixtral import MixtralLayer
 from hetero_llm.models.read_config import load_model_config
 from tests.models.tiny import make_tiny_checkpoint
 
@@ -322,7 +322,7 @@ def test_speed_up_replaces_routers_and_experts(
     folder = make_tiny_checkpoint(tmp_path, family, layers=1)
     config = load_model_config(folder)
     model = load_model(folder, config, dtype=torch.float32, device=device, show_progress=False)
-    (block,) = (m.mlp for m in model.modules() if isinstance(m, MixtralLayer))
+    (block,) = (m.mlp for m in model.modules() if isinstance(m, DecoderLayer))
     x = torch.randn(3, config.hidden_size, device=device)
     with torch.inference_mode():
         expected = block(x)

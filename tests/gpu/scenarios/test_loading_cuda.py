@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_llm.models.layers import Place
+from hetero_llm.models.layers import RearrangedView
 from hetero_llm.models.loader import _Match, _pieces, load_model
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.weight_reader import ReadAhead, copy_pieces
@@ -31,11 +31,11 @@ def test_buffers_are_not_written_to_too_soon(stored: torch.dtype, kept: torch.dt
     for i, tensor in enumerate(file.tensors):
         rows, columns = tensor.shape
         parameter = torch.zeros(columns, rows, dtype=kept, device=CUDA)
-        target: Tensor | Place = parameter.t()
+        target: Tensor | RearrangedView = parameter.t()
         if i % 3 == 1:
             target = parameter.view(rows, columns)
         elif i % 3 == 2:
-            target = Place(parameter, tensor.shape, Tensor.t)
+            target = RearrangedView(parameter, tensor.shape, Tensor.t)
         kept_as.append(parameter.view(rows, columns) if i % 3 == 1 else parameter.t())
         matches.append(_Match(file, tensor, target))
     busy = torch.randn(4096, 4096, device=CUDA)

@@ -1,0 +1,143 @@
+"""config.json of the mixtures of experts: Mixtral, PhiMoE and Qwen2-MoE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.config_reader import ConfigSource, Reader
+from hetero_llm.models.configs.common import (
+    Windows,
+    llama_fields,
+    max_window_layers,
+    same_window,
+    windows_of_layer_types,
+    with_rope_theta,
+)
+
+_MIXTRAL_ROPE_THETA = 1e6  # PhiMoE's, too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtralConfig(ModelConfig):
+    """A mixture of experts.
+
+    Attributes:
+        num_experts: In each layer that has experts.
+        experts_per_token: How many of them each token uses.
+        expert_size: Inner size of one expert.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhiMoEConfig(MixtralConfig):
+    """`router_jitter`: See `experts.sparse_mixer`."""
+
+    router_jitter: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen2MoeConfig(MixtralConfig):
+    """`intermediate_size` is that of the layers without experts.
+
+    Attributes:
+        sparse_layers: Which layers have experts.
+        shared_expert_size: Inner size of the expert that every token uses.
+        renormalize: The weights of a token's experts add up to one.
+    """
+
+    sparse_layers: tuple[bool, ...]
+    shared_expert_size: int
+    renormalize: bool
+
+
+def read(source: ConfigSource) -> MixtralConfig:
+    """Mixtral."""
+    source.refuse("attention_bias")
+    source = with_rope_theta(source, _MIXTRAL_ROPE_THETA)
+    reader = source.config
+    windows = same_window(reader, reader.integer("num_hidden_layers"))
+    return MixtralConfig(
+        **_fields(source, windows, norm_eps=1e-5),
+        **_expert_fields(reader, "num_local_experts", "intermediate_size", 2),
+    )
+
+
+def read_phimoe(source: ConfigSource) -> PhiMoEConfig:
+    """PhiMoE, by transformers' own class and by its remote code."""
+    source = with_rope_theta(source, _MIXTRAL_ROPE_THETA)
+    reader = source.config
+    experts = _expert_fields(reader, "num_local_experts", "intermediate_size", 2)
+    if experts["experts_per_token"] != 2:
+        raise reader.bad("num_experts_per_tok", "this router chooses 2")
+    jitter = reader.raw.get("router_jitter_noise", 0.01)
+    if not isinstance(jitter, (int, float)) or isinstance(jitter, bool) or jitter < 0:
+        raise reader.bad("router_jitter_noise", "a number from 0 on is needed")
+    windows = same_window(reader, reader.integer("num_hidden_layers"))
+    bias = reader.flag("attention_bias", False)
+    return PhiMoEConfig(
+        **_fields(source, windows, norm_eps=1e-5),
+        **experts,
+        qkv_bias=bias,
+        out_bias=bias,
+        router_jitter=float(jitter),
+        head_bias=reader.flag("lm_head_bias", False),
+    )
+
+
+def read_qwen2_moe(source: ConfigSource) -> Qwen2MoeConfig:
+    """Qwen2-MoE."""
+    source.refuse("attention_bias")
+    reader = source.config
+    num_layers = reader.integer("num_hidden_layers")
+    return Qwen2MoeConfig(
+        **_fields(source, _windows(reader, num_layers), norm_eps=1e-6),
+        **_expert_fields(reader, "num_experts", "moe_intermediate_size", 4),
+        qkv_bias=reader.flag("qkv_bias", True),
+        sparse_layers=_sparse_layers(reader, num_layers),
+        shared_expert_size=reader.integer("shared_expert_intermediate_size"),
+        renormalize=reader.flag("norm_topk_prob", False),
+    )
+
+
+def _fields(source: ConfigSource, windows: Windows, *, norm_eps: float) -> dict[str, Any]:
+    source.refuse("mlp_bias")
+    return llama_fields(source, windows, norm_eps=norm_eps, needs_kv_heads=True)
+
+
+def _expert_fields(reader: Reader, count_key: str, size_key: str, default_k: int) -> dict[str, Any]:
+    """`MixtralConfig`'s own fields."""
+    num_experts = reader.integer(count_key)
+    k = reader.integer("num_experts_per_tok", default_k)
+    if k > num_experts:
+        raise reader.bad("num_experts_per_tok", f"there are {num_experts} experts ({count_key})")
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": k,
+        "expert_size": reader.integer(size_key),
+    }
+
+
+def _sparse_layers(reader: Reader, num_layers: int) -> tuple[bool, ...]:
+    step = reader.integer("decoder_sparse_step", 1)
+    dense = reader.raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(i) is not int or i < 0 for i in dense):
+        raise reader.bad("mlp_only_layers", "a list of layers is needed")
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
+
+
+def _windows(reader: Reader, num_layers: int) -> Windows:
+    """As transformers 5 has it: sliding where `layer_types` says, by default in every other one of
+    the first `max_window_layers`, and nowhere without `use_sliding_window`."""
+    window = None
+    if reader.flag("use_sliding_window", False):
+        window = reader.integer("sliding_window", 4096)
+    if reader.raw.get("layer_types") is not None:
+        return windows_of_layer_types(reader, num_layers, window, needs="use_sliding_window")
+    sliding = max_window_layers(reader)
+    return tuple(window if i < sliding and i % 2 == 0 else None for i in range(num_layers))

@@ -1,9 +1,0 @@
-"""XVERSE: Llama by another name."""
-
-from __future__ import annotations
-
-from hetero_llm.models.llama import LlamaForCausalLM
-
-
-class XverseForCausalLM(LlamaForCausalLM):
-    """See `CausalLM`."""
