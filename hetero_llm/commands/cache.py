@@ -186,7 +186,7 @@ def _open(options: argparse.Namespace) -> tuple[SnapshotRequirements, Tokenizer]
     given = {"model": DEMO_MODEL, "use_lookahead": True, **engine_args_from_namespace(options)}
     config = EngineConfig.from_args(resolve_engine_args(given))
     from hetero_llm.engine.build_drafter import fit_to_model, requirements_for
-    from hetero_llm.engine.factory import open_model
+    from hetero_llm.engine.resolve import open_model
 
     model, max_model_len, tokenizer, _ = open_model(config)
     speculation = config.speculation
