@@ -23,7 +23,7 @@ INTRODUCTION = """\
 # Arguments
 
 Every argument of TACO-LLM's manual, and a few of our own. This file is generated from the table
-in `hetero_llm/core/args_*.py` by `tools/gen_flags_doc.py`; do not edit it.
+in `hetero_llm/config/args_*.py` by `tools/gen_flags_doc.py`; do not edit it.
 
 The same table serves Python, as `LLM(model, max_model_len=4096)`, and the command line, as
 `hetero-llm generate MODEL --max-model-len 4096`. Flags may be written with `-` or `_`; a switch

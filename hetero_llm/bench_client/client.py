@@ -1,5 +1,5 @@
-"""Requests over HTTP, each with the times of what came back. aiohttp carries the bytes, because its
-parser is in C: the client must not be what is measured."""
+"""Sends requests over HTTP and times their answers. Uses aiohttp, whose parser is in C: the client
+must not be the bottleneck of a measurement."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _LONGEST_ANSWER = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where requests go. `url` has no final slash and no `/v1`; `timeout` is how many seconds may
-    pass without a byte."""
+    """The server of the requests. `url` has no final slash and no `/v1`; `timeout`: maximum seconds
+    without a received byte."""
 
     url: str
     api_key: str | None = None
@@ -47,11 +47,14 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """One request. Times in seconds of one clock.
+    """Times and output of one request. Times are in seconds of one clock.
 
-    `arrival` is when the load wanted it sent, `start` when it was, `first` and `last` when the
-    first and the last output came, `itls` the gaps between events with output. `error` is None
-    if the answer is complete; what came before an error is kept but not counted.
+    Attributes:
+        arrival: when the load scheduled the request.
+        start: when it was sent.
+        first, last: when the first and the last output arrived.
+        itls: durations between events with output.
+        error: None if the answer is complete. Output before an error is kept but not counted.
     """
 
     arrival: float
@@ -71,10 +74,10 @@ class RequestResult:
 
 
 def base_url(url: str) -> str:
-    """`url` without a final slash or `/v1`: both are often copied along.
+    """`url` without a final slash or `/v1`, which users often copy along.
 
     Raises:
-        ConfigError: it is no http or https address.
+        ConfigError: it is not an http or https address.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -84,7 +87,7 @@ def base_url(url: str) -> str:
 
 @asynccontextmanager
 async def open_session(server: Server) -> AsyncIterator[aiohttp.ClientSession]:
-    """Connections to one server, as many as there are requests.
+    """Opens a session with one connection for each concurrent request.
 
     Raises:
         HeteroLLMError: aiohttp is not installed.
@@ -122,7 +125,7 @@ async def first_model(session: aiohttp.ClientSession, server: Server) -> str:
 
 
 async def get_json(session: aiohttp.ClientSession, server: Server, path: str) -> Any:
-    """The JSON that a GET returns; raises `ServerError`."""
+    """The JSON answer to a GET; raises `ServerError`."""
     async with _translated(server), session.get(server.url + path) as response:
         body = await response.read()
     return _decoded(response.status, body, path)
@@ -131,15 +134,15 @@ async def get_json(session: aiohttp.ClientSession, server: Server, path: str) ->
 async def count_tokens(
     session: aiohttp.ClientSession, server: Server, model: str, texts: Sequence[str]
 ) -> list[int] | None:
-    """How many tokens each text has by the server's `/tokenize`; None if it has none."""
-    gate = asyncio.Semaphore(_COUNTED_AT_ONCE)
+    """Number of tokens of each text by the server's `/tokenize`; None if the server has none."""
+    limit = asyncio.Semaphore(_COUNTED_AT_ONCE)
 
     async def count(text: str) -> int:
         if not text:
             return 0
         body = {"model": model, "prompt": text, "add_special_tokens": False}
         url = f"{server.url}/tokenize"
-        async with gate, _translated(server), session.post(url, json=body) as response:
+        async with limit, _translated(server), session.post(url, json=body) as response:
             data = await response.read()
         answer = _decoded(response.status, data, "/tokenize")
         number = answer.get("count") if isinstance(answer, dict) else None
@@ -165,7 +168,7 @@ def _decoded(status: int, body: bytes, path: str) -> Any:
 
 @asynccontextmanager
 async def _translated(server: Server) -> AsyncIterator[None]:
-    """aiohttp's errors as ours."""
+    """Raises aiohttp's errors as `ServerError`."""
     import aiohttp
 
     try:
@@ -187,9 +190,9 @@ async def pieces(
     *,
     received: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[Piece, None]:
-    """Sends one request and yields what comes back; `received` is called when bytes arrive.
+    """Sends one request and yields the parts of its answer; calls `received` when bytes arrive.
 
-    Closing the iterator closes the connection, which tells the server to stop.
+    Closing the iterator closes the connection, upon which the server stops.
 
     Raises:
         ServerError: no connection, a status other than 200, an error frame, or a stream that
@@ -220,7 +223,7 @@ async def _events(
             piece = read_event(event)
             finished = finished or piece.finish_reason is not None
             yield piece
-    # A clean end proves nothing: a proxy or a dying server closes just so.
+    # A clean end does not show success: a proxy or a dying server closes the connection cleanly.
     if not finished or not decoder.is_whole:
         raise ServerError("the stream ended before the answer did (no finish_reason, no [DONE])")
 
@@ -271,7 +274,7 @@ async def measure(
                     itls.append(now - last)
                 last = now
             elif piece.finish_reason:
-                # The end, without text: a stop token, or output that has no text at all.
+                # A last event without text: a stop token, or output without any text.
                 first = now if first is None else first
                 last = now
     except ServerError as failure:

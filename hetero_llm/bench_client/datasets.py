@@ -1,4 +1,4 @@
-"""Where the prompts of a bench come from. Everything random here is drawn from one seed."""
+"""Prompts of a bench, random or from files. All random choices depend on one seed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ DATASETS = ("random", "sharegpt", "jsonl", "heldout")
 PROMPT_FORMS = ("ids", "text")
 
 DEFAULT_OUTPUT_LEN = 128
-"""Tokens to generate where neither the user nor the data set says."""
+"""Tokens to generate if neither the user nor the data set gives a number."""
 
 DEFAULT_VOCAB_SIZE = 2000
-"""Ids below it are in the vocabulary of every model that one would bench."""
+"""Token ids below this are in the vocabulary of any usual model."""
 
 # The limits with which vLLM and SGLang read ShareGPT, so that figures can be compared.
 _FEWEST_TOKENS = 4
@@ -37,12 +37,13 @@ CountTokens = Callable[[str], int]
 
 @dataclass(frozen=True, slots=True)
 class DatasetOptions:
-    """Which prompts, and how long. Lengths in tokens, or in words for random text.
+    """Kind and lengths of the prompts. Lengths are in tokens; in words for random text.
 
-    `input_len`: of random and held-out prompts. `output_len` None: what the data set says, else
-    `DEFAULT_OUTPUT_LEN`.
-    `range_ratio` r spreads random lengths evenly over (1 - r) to (1 + r) times the given one.
-    `prefix_len` tokens stand before every random prompt, the same ones.
+    Attributes:
+        input_len: length of random and held-out prompts.
+        output_len: None: the number in the data set, else `DEFAULT_OUTPUT_LEN`.
+        range_ratio: r: random lengths are uniform in (1 - r) to (1 + r) times the given one.
+        prefix_len: length of a common prefix of all random prompts.
     """
 
     name: str = "random"
@@ -62,7 +63,8 @@ def load_samples(
     """`count` different samples.
 
     Args:
-        count_tokens: of a text; ShareGPT needs it where no output length is given.
+        count_tokens: returns the number of tokens of a text; ShareGPT needs it if no output
+            length is given.
 
     Raises:
         ConfigError: a file cannot be read, is damaged, or holds too few prompts.
@@ -147,8 +149,8 @@ def _demo_decoder() -> Callable[[Sequence[int]], str]:
 
 
 def _jsonl(options: DatasetOptions) -> Iterator[Sample]:
-    """Objects with `prompt` (text or ids) or `messages`, and perhaps `output_len`; other keys are
-    notes of the file's own."""
+    """Reads objects with `prompt` (text or ids) or `messages`, and optionally `output_len`; other
+    keys are ignored."""
     assert options.path is not None
     for number, line in enumerate(_text(options.path).split("\n"), start=1):
         if not line.strip():

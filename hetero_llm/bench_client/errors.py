@@ -1,4 +1,4 @@
-"""What can go wrong between a client and a server."""
+"""Errors between client and server."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from hetero_llm.core.errors import HeteroLLMError
 
 
 class ServerError(HeteroLLMError):
-    """The server cannot be reached, refused a request, or broke off its answer.
+    """The server cannot be reached, refused a request, or did not complete its answer.
 
-    `status` is the HTTP status, None where there was none or where the stream had begun.
+    `status`: the HTTP status; None if there was none or the stream had begun.
     """
 
     def __init__(self, message: str, *, status: int | None = None) -> None:

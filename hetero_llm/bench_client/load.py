@@ -1,4 +1,4 @@
-"""Sends the requests of a load when they are due, and watches whether the client keeps up."""
+"""Sends the requests of a load when they are due, and measures whether the client keeps up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetero_llm.bench_client.client import Clock, RequestResult
 Item = TypeVar("Item")
 
 LAG_INTERVAL = 0.01
-"""Seconds between two looks at the event loop."""
+"""Seconds between two measurements of the event loop's delay."""
 
 _MOST_LAG = 0.01
 _MOST_CPU = 0.9
@@ -23,8 +23,8 @@ _MOST_CPU = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How requests arrive: `rate` a second (infinite: all at once), gaps gamma-distributed with
-    shape `burstiness` (1 is Poisson, less is burstier), at most `max_concurrency` at a time."""
+    """Arrival of requests: `rate` per second (infinite: all at once), gaps gamma-distributed with
+    shape `burstiness` (1: Poisson, less: burstier), at most `max_concurrency` at a time."""
 
     rate: float
     burstiness: float
@@ -33,8 +33,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class ClientHealth:
-    """Whether the client itself was the bottleneck. `lag_p99` is how late the event loop ran, in
-    seconds; `cpu` the share of one core that the client used."""
+    """Whether the client itself was the bottleneck. `lag_p99`, `lag_max`: delay of the event loop
+    in seconds; `cpu`: share of one core that the client used."""
 
     lag_p99: float
     lag_max: float
@@ -43,8 +43,8 @@ class ClientHealth:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """The requests in the order of their samples; `duration` in seconds from the first arrival to
-    the end of the last answer."""
+    """Results in the order of the samples; `duration`: seconds from the first arrival to the end of
+    the last answer."""
 
     results: list[RequestResult]
     duration: float
@@ -76,16 +76,16 @@ async def run_load(
 
     Args:
         items: what to send, in order of arrival.
-        send: sends one item, which was due at the given time, and returns its result.
-        arrivals: from `arrival_times`.
-        clock: seconds; must run as fast as the event loop's own clock.
-        finished: called with each result as it comes.
+        send: sends one item that is due at the given time, and returns its result.
+        arrivals: result of `arrival_times`.
+        clock: returns seconds; must run as fast as the event loop's clock.
+        finished: called with each result.
     """
-    gate = asyncio.Semaphore(max_concurrency or len(items) or 1)
+    limit = asyncio.Semaphore(max_concurrency or len(items) or 1)
     begin, cpu = clock(), time.process_time()
 
     async def one(item: Item, due: float) -> RequestResult:
-        async with gate:
+        async with limit:
             result = await send(item, due)
         finished(result)
         return result
@@ -124,7 +124,7 @@ def _health(lags: list[float], cpu: float) -> ClientHealth:
 
 
 def saturation_warning(health: ClientHealth) -> str | None:
-    """One line if the figures may be the client's own limits, else None."""
+    """A warning if the client may have limited the figures, else None."""
     if health.lag_p99 < _MOST_LAG and health.cpu < _MOST_CPU:
         return None
     return (

@@ -1,4 +1,4 @@
-"""Figures of a load, out of the times and counts of its requests."""
+"""Computes the figures of a load from the times and token counts of its requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 """Time to first token, time per output token after it, gaps between events, end to end."""
 
 FEWEST_RUNS = 3
-"""Runs that a confidence interval needs."""
+"""Minimum number of runs for a confidence interval."""
 
 # Two-sided 95% quantiles of Student's t for 1, 2, ... degrees of freedom.
 _T95 = (
@@ -26,8 +26,8 @@ _T95_LARGE = 1.96
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A request's token counts and where the output count is from: "usage", "ids", "retokenized"
-    or "unknown". None where nothing says."""
+    """A request's token counts, None if unknown, and the source of the output count: "usage",
+    "ids", "retokenized" or "unknown"."""
 
     input_tokens: int | None
     output_tokens: int | None
@@ -36,7 +36,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Statistics of one latency in milliseconds; None without a single value."""
+    """Statistics of one latency in milliseconds; None if there are no values."""
 
     mean: float | None
     median: float | None
@@ -46,10 +46,11 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """One load. Throughputs are per second of `duration` and count complete answers only.
+    """Figures of one load. Throughputs are per second of `duration` and count complete answers.
 
-    `uncounted` complete answers have no known output count and are missing from the totals.
-    `retokenized` is the output as the tokenizer splits it again, None without one.
+    Attributes:
+        uncounted: complete answers of unknown token count, which the totals do not include.
+        retokenized: output tokens if the text is tokenized again; None without a tokenizer.
     """
 
     completed: int
@@ -83,11 +84,12 @@ class Metrics:
 def count_request(
     result: RequestResult, *, prompt_tokens: int | None, retokenized: int | None
 ) -> Counted:
-    """The best counts there are: the server's, else ids that came along, else retokenized text.
+    """Returns the best known counts: the server's usage, else token ids in the answer, else the
+    retokenized text.
 
     Args:
-        prompt_tokens: length of the prompt as the client knows it, for want of usage.
-        retokenized: tokens of the answer's text, None without a tokenizer.
+        prompt_tokens: length of the prompt as the client knows it; used without usage.
+        retokenized: number of tokens of the answer's text; None without a tokenizer.
     """
     if result.usage is not None:
         return Counted(result.usage.prompt_tokens, result.usage.completion_tokens, "usage")
@@ -109,10 +111,10 @@ def summarise(
     """All figures of one load.
 
     Args:
-        counts: one for each result; those of failed requests are not used.
+        counts: counts of each result; those of failed requests are ignored.
         duration: seconds, greater than 0.
         retokenized: sum over the complete answers.
-        percentiles: which ones to compute, 0 to 100.
+        percentiles: percentiles to compute, 0 to 100.
     """
     done = [(r, c) for r, c in zip(results, counts, strict=True) if r.ok]
     values = {
@@ -164,11 +166,12 @@ def spread(values: Sequence[float], percentiles: Sequence[float]) -> Spread:
 
 
 def percentile(ordered: Sequence[float], wanted: float) -> float:
-    """Linear between neighbours, as numpy's default; `ordered` ascends and is not empty."""
-    place = (len(ordered) - 1) * wanted / 100.0
-    below = math.floor(place)
+    """Percentile with linear interpolation, as numpy's default; `ordered` ascends and is not
+    empty."""
+    index = (len(ordered) - 1) * wanted / 100.0
+    below = math.floor(index)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (index - below)
 
 
 def confidence(values: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Benches of an `LLM` in this process: many prompts at once, or one batch again and again."""
+"""Benches of an `LLM` in this process: many prompts at once, or batches one after another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 class Generator(Protocol):
-    """What is needed of `hetero_llm.LLM`."""
+    """The methods of `hetero_llm.LLM` that the benches call."""
 
     def generate(
         self, prompts: Any, sampling_params: Sequence[SamplingParams], *, use_tqdm: bool
@@ -27,7 +27,7 @@ class Generator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """All prompts of one `generate`, over its `seconds`."""
+    """Counts and duration of one `generate` of all prompts."""
 
     seconds: float
     num_requests: int
@@ -35,7 +35,7 @@ class Throughput:
     output_tokens: int
 
     def as_json(self) -> dict[str, float]:
-        """Under vLLM's keys; rates per second."""
+        """The figures by vLLM's keys."""
         total = self.prompt_tokens + self.output_tokens
         return {
             "elapsed_time": self.seconds,
@@ -61,12 +61,12 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Seconds of each `generate` of a whole batch."""
+    """Durations in seconds of each `generate` of a whole batch."""
 
     seconds: tuple[float, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Under vLLM's keys."""
+        """The figures by vLLM's keys."""
         ordered = sorted(self.seconds)
         return {
             "avg_latency": sum(ordered) / len(ordered),
@@ -94,7 +94,7 @@ def run_throughput(
 
     Raises:
         RequestError: a prompt does not fit the model.
-        KeyboardInterrupt: the user stopped it; half a run is no figure.
+        KeyboardInterrupt: the user interrupted it, so there is no figure.
     """
     prompts = [_prompt(sample) for sample in samples]
     each = [_with_length(params, sample.output_len) for sample in samples]
@@ -120,8 +120,9 @@ def run_latency(
     num_iters: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Latency:
-    """Generates for one batch `num_warmups` + `num_iters` times and times the last ones. Every
-    batch has new prompts, so that no cache knows them; raises as `run_throughput` does."""
+    """Generates `num_warmups` + `num_iters` batches one after another and times the last
+    `num_iters`. Every batch has new prompts, so prefix caches have no hits. Raises as
+    `run_throughput` does."""
     samples = load_samples(dataset, batch_size * (num_warmups + num_iters))
     seconds = []
     for begin in range(0, len(samples), batch_size):

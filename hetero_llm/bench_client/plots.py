@@ -1,4 +1,4 @@
-"""One picture of a bench: throughput against latency, and how TTFT and ITL are distributed."""
+"""Draws a bench: latency over throughput, and the distributions of TTFT and ITL."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _itls(point: Point) -> list[float]:
 
 
 def load_name(point: Point) -> str:
-    """A load in a word or two, such as `2 req/s` or `64 at once`."""
+    """Short name of a load, such as `2 req/s` or `64 at once`."""
     parts = [] if point.rate == float("inf") else [f"{point.rate:g} req/s"]
     if point.max_concurrency is not None:
         parts.append(f"{point.max_concurrency} at once")

@@ -1,4 +1,4 @@
-"""A load's figures as TACO-LLM's result block and CSV, and as vLLM's JSON."""
+"""Writes a load's figures as TACO-LLM's result block and CSV, and as vLLM's JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TITLES = {
     "tpot": ("Time per Output Token (excl. 1st token)", "TPOT"),
     "itl": ("Inter-token Latency", "ITL"),
 }
-"""Section and name of each metric in the block, in its order."""
+"""Metric -> section and name in the block, in the block's order."""
 
 SERVER_SWITCHES = (
     "enable_prefix_cache",
@@ -35,7 +35,7 @@ _MISSING = "n/a"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a load: its figures and what they were computed from."""
+    """One run of a load: its figures and the results from which they were computed."""
 
     metrics: Metrics
     results: Sequence[RequestResult]
@@ -45,8 +45,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One load and all its runs. `pooled` counts the runs' requests together, over the sum of
-    their durations. `rate` is requests per second, `max_concurrency` None for no limit."""
+    """One load and all its runs. `pooled`: figures of the requests of all runs over the sum of
+    their durations. `rate` is in requests per second; `max_concurrency` None: no limit."""
 
     backend: str
     rate: float
@@ -66,8 +66,8 @@ def result_block(
     percentile_metrics: Sequence[str],
     percentiles: Sequence[float],
 ) -> str:
-    """TACO-LLM's block: its labels, in its order. `percentiles`, which `metrics` must have, are
-    given of `percentile_metrics`."""
+    """TACO-LLM's block, with its labels in its order. Shows `percentiles`, which `metrics` must
+    have, of `percentile_metrics`."""
     rows = [
         ("Backend:", backend),
         ("Traffic request rate:", f"{rate:g}"),
@@ -92,7 +92,8 @@ def result_block(
 
 
 def remarks(metrics: Metrics, health: ClientHealth, *, max_concurrency: int | None) -> str:
-    """What the block has no line for: failures first, then where the counts are from."""
+    """Lines that TACO's block does not have: failures, concurrency, sources of the counts, delay of
+    the client."""
     lines = []
     if metrics.failed:
         lines.append(_row(("Failed requests:", str(metrics.failed))))
@@ -259,7 +260,7 @@ CSV_COLUMNS = (
     "Max concurrency",
     "Failed requests",
 )
-"""TACO-LLM's columns, then three of ours: which load it was, and whether it failed."""
+"""TACO-LLM's columns, then three of ours: rate, concurrency and failures."""
 
 
 def csv_row(name: str, point: Point, metadata: Mapping[str, str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The bench of a server: warm-up, loads, runs, and their figures."""
+"""Bench of a server: warm-up, loads, runs, and their figures."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ _SHORTEST_SECONDS = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class ServeBench:
-    """What to send where.
+    """Settings of a bench: server, requests and loads.
 
     Attributes:
         path: the endpoint; one that ends in `/chat/completions` takes conversations.
-        backend: what the report calls the server.
-        model: None for the first one that the server offers.
-        extra: fields of every request, on top of those that the bench needs.
-        tokenizer: folder or name; None counts through the server's `/tokenize`, if it has one.
+        backend: name of the server in the report.
+        model: None: the first one that the server offers.
+        extra: more fields of every request, besides those that the bench needs.
+        tokenizer: folder or name; None: count through the server's `/tokenize`, if it has one.
         num_prompts: requests of each run of each load.
         loads: measured one after another.
         reuse_prompts: every run of every load sends the same prompts, which a server's prefix
             cache will know; else each prompt is sent once.
-        percentiles: to compute; must include the 99th.
+        percentiles: percentiles to compute; must include the 99th.
     """
 
     server: Server
@@ -76,23 +76,23 @@ async def run_bench(bench: ServeBench, report: Callable[[str, Point], None]) -> 
 
     Raises:
         ServerError: the server cannot be reached, or a warm-up request failed.
-        ConfigError: the prompts cannot be had, or not be sent to this endpoint.
+        ConfigError: the prompts cannot be loaded, or cannot be sent to this endpoint.
     """
     tokenizer = None if bench.tokenizer is None else local_tokenizer(bench.tokenizer)
     samples = _samples(bench, tokenizer)
     async with open_session(bench.server) as session:
         model = bench.model or await first_model(session, bench.server)
         sender = _Sender(bench, session, model, tokenizer)
-        bodies = [sender.body(sample) for sample in samples]  # a wrong one is found before any runs
+        bodies = [sender.body(sample) for sample in samples]  # raises before any request is sent
         await sender.warm_up(bodies[: bench.num_warmups])
-        place = bench.num_warmups
+        begin = bench.num_warmups  # of the run's samples
         for number, load in enumerate(bench.loads):
             runs = []
             for run in range(bench.num_runs):
-                chosen = slice(place, place + bench.num_prompts)
+                chosen = slice(begin, begin + bench.num_prompts)
                 seed = f"{bench.dataset.seed}/{number}/{run}"
                 runs.append(await sender.run(load, samples[chosen], bodies[chosen], seed))
-                place += 0 if bench.reuse_prompts else bench.num_prompts
+                begin += 0 if bench.reuse_prompts else bench.num_prompts
             report(model, _point(bench, load, runs))
     return model
 
@@ -108,7 +108,7 @@ def local_tokenizer(name: str) -> Tokenizer:
     """The tokenizer of a folder, a model in the local cache, or a demo model.
 
     Raises:
-        ModelLoadError: there is none.
+        ModelLoadError: there is no such tokenizer.
     """
     from pathlib import Path
 
@@ -124,7 +124,7 @@ def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 class _Sender:
-    """One server, one model, and how answers are counted."""
+    """Sends the requests to one model of a server and counts the tokens of the answers."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class _Sender:
         )
 
     async def warm_up(self, bodies: Sequence[Mapping[str, Any]]) -> None:
-        """All at once; the first failure ends the bench, before it measures nonsense."""
+        """Sends all warm-up requests at once; raises `ServerError` if one fails."""
         now = time.perf_counter()
         for result in await asyncio.gather(*(self.send(body, now) for body in bodies)):
             if result.error is not None:
@@ -185,7 +185,7 @@ class _Sender:
         return await self._counted(outcome, samples)
 
     async def _counted(self, outcome: LoadResult, samples: Sequence[Sample]) -> Run:
-        """The figures; texts are counted only now, when nothing is being timed."""
+        """Computes the figures. Texts are tokenized here, after the timed part."""
         results = outcome.results
         retokenized = await self._retokenize([r.text if r.ok else "" for r in results])
         counts = [
@@ -237,7 +237,7 @@ def pooled(
     runs: Sequence[tuple[Metrics, Sequence[RequestResult], Sequence[Counted]]],
     percentiles: Sequence[float],
 ) -> Metrics:
-    """The requests of several runs as if they were of one, as long as all of them together."""
+    """Figures of the requests of all runs, as of one run with the sum of their durations."""
     if len(runs) == 1:
         return runs[0][0]
     known = [metrics.retokenized for metrics, _, _ in runs]

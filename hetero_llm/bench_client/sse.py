@@ -1,19 +1,19 @@
-"""Server-sent events out of bytes. No input or output here, so that every split can be tested."""
+"""Decodes server-sent events from bytes; does no I/O, so tests can split the bytes anywhere."""
 
 from __future__ import annotations
 
 from hetero_llm.bench_client.errors import ServerError
 
 LONGEST_EVENT = 16 * 2**20
-"""Bytes without the end of an event after which the stream is given up."""
+"""Maximum bytes of one event; a longer one is an error."""
 
 _BOM = b"\xef\xbb\xbf"
 
 
 class SseDecoder:
-    """Takes a stream in pieces of any size and gives the data of each complete event.
+    """Decodes a stream that arrives in pieces of any size into the data of each event.
 
-    Comments and fields other than `data` are passed over, as the standard asks.
+    Comments and fields other than `data` are ignored, as the standard requires.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class SseDecoder:
         """The data of the events that `piece` completes.
 
         Raises:
-            ServerError: an event is no UTF-8 text, or longer than `LONGEST_EVENT`.
+            ServerError: an event is not UTF-8 text, or longer than `LONGEST_EVENT`.
         """
         lines = self._lines(self._rest + piece)
         events = []
@@ -46,7 +46,7 @@ class SseDecoder:
         return not self._data and not self._rest.strip(b"\r")
 
     def _lines(self, received: bytes) -> list[bytes]:
-        """The complete lines; what follows the last one is kept."""
+        """The complete lines; keeps the bytes after the last one."""
         if self._at_start:
             if _BOM.startswith(received) and len(received) < len(_BOM):
                 self._rest = received
@@ -54,7 +54,7 @@ class SseDecoder:
             received = received.removeprefix(_BOM)
             self._at_start = False
         if b"\r" in received:
-            # A carriage return that came last may be the first half of a line's end.
+            # A carriage return at the end may be the first half of a line end: it is kept back.
             held = received.endswith(b"\r")
             received = received[:-1] if held else received
             received = received.replace(b"\r\n", b"\n").replace(b"\r", b"\n")

@@ -1,4 +1,4 @@
-"""The OpenAI wire format as a client sees it: bodies that go out, answers that come back."""
+"""The OpenAI wire format of a client: request bodies and answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LONGEST_MESSAGE = 300
 class Sample:
     """One request of a load: text, token ids, or the messages of a conversation.
 
-    `output_len` is the number of tokens asked for, None for the server's default.
+    `output_len`: number of tokens to generate; None: the server's default.
     """
 
     prompt: str | tuple[int, ...] | None
@@ -31,7 +31,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts as the server gives them."""
+    """Token counts reported by the server."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -39,7 +39,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one event or one whole answer brought. `num_ids` counts token ids, where they came."""
+    """Contents of one event or one whole answer. `num_ids`: number of token ids it contains."""
 
     text: str = ""
     num_ids: int = 0
@@ -50,7 +50,7 @@ class Piece:
 def request_body(
     sample: Sample, *, chat: bool, model: str, stream: bool, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The JSON body for one sample; `extra` wins over what stands here.
+    """The JSON body of one sample; fields in `extra` override the others.
 
     Raises:
         ConfigError: the sample cannot be sent to this kind of endpoint.
@@ -79,10 +79,10 @@ def _messages(sample: Sample) -> list[Mapping[str, Any]]:
 
 
 def read_event(data: str) -> Piece:
-    """One event of a stream, or a whole answer that was not streamed.
+    """Parses one event of a stream, or a whole answer that was not streamed.
 
     Raises:
-        ServerError: it is an error, or not what the format allows.
+        ServerError: it reports an error, or violates the format.
     """
     answer = _as_object(data)
     if answer.get("error") is not None:
@@ -100,7 +100,7 @@ def read_event(data: str) -> Piece:
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:
-    """The text of a completion, a chat message or a part of one, reasoning included."""
+    """The text of a completion, a chat message or a chat delta, with its reasoning."""
     for name in ("delta", "message"):
         message = choice.get(name)
         if isinstance(message, dict):
@@ -135,7 +135,7 @@ def _as_object(data: str) -> dict[str, Any]:
 
 
 def error_text(error: Any) -> str:
-    """The message of an error object, or of whatever a server sends instead, on one line."""
+    """The message of an error object, or any other value as text, on one line."""
     message = error
     if isinstance(error, dict):
         message = error.get("message") or error.get("detail") or json.dumps(error)

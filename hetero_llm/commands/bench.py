@@ -1,4 +1,4 @@
-"""`hetero-llm bench serve`: how fast a server answers under a load. The offline benches are in
+"""`hetero-llm bench serve`: measures a server under load. The offline benches are in
 `bench_offline`."""
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ SERVE_ROWS = (*SERVER_FLAGS, *_REQUEST_FLAGS, *DATASET_FLAGS, *_LOAD_FLAGS, *_RE
 
 
 def add_bench(parser: argparse.ArgumentParser, finish: Finish) -> None:
-    """Fills the parser of `bench` with its three commands; `finish` names the one to run."""
+    """Adds the three commands of `bench`; `finish` sets the function that runs one."""
     from hetero_llm.commands import bench_offline
 
     kinds = parser.add_subparsers(title="benches", metavar="BENCH", required=True)
@@ -133,7 +133,7 @@ def _add_serve(parser: argparse.ArgumentParser, finish: Finish) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """What is shown and written of a bench."""
+    """Which figures of a bench are shown and written, and where."""
 
     percentile_metrics: tuple[str, ...]
     percentiles: tuple[float, ...]
@@ -146,7 +146,7 @@ class _Output:
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    """Measures a server; 1 if any request failed."""
+    """Measures a server. Returns the exit code: 1 if any request failed."""
     from hetero_llm.bench_client.serve import run_bench
 
     values = values_of(SERVE_ROWS, options)
@@ -272,7 +272,7 @@ def _show(point: Point, output: _Output) -> None:
 def _about(
     values: Mapping[str, Any], bench: ServeBench, model: str, output: _Output
 ) -> dict[str, Any]:
-    """What the JSON says of the bench before its figures; never the key."""
+    """Description of the bench, written into the JSON before its figures; without the API key."""
     return {
         **output.metadata,
         "date": time.strftime("%Y%m%d-%H%M%S"),
@@ -289,7 +289,7 @@ def _about(
 
 
 def _make_folder(folder: Path) -> None:
-    """Now, not when the work is done."""
+    """Creates the folder before the bench runs, so that an error shows at once."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -317,7 +317,7 @@ def _save(output: _Output, points: list[Point], about: dict[str, Any], model: st
 
 
 def _file_name(label: str, points: Sequence[Point], model: str, date: str) -> str:
-    """vLLM's name for one load, its like for several."""
+    """Name of the JSON file: vLLM's for one load, a similar one for several."""
     rates = {f"{point.rate:g}" for point in points}
     limits = {point.max_concurrency for point in points}
     rate = rates.pop() if len(rates) == 1 else "several"

@@ -1,4 +1,4 @@
-"""`hetero-llm bench throughput` and `bench latency`: the engine in this process."""
+"""`hetero-llm bench throughput` and `bench latency`: measure an engine in this process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def add_latency(parser: argparse.ArgumentParser, finish: Finish) -> None:
 
 
 def run_throughput(options: argparse.Namespace) -> int:
-    """Prints requests/s and tokens/s of one `generate`."""
+    """Prints requests/s and tokens/s of one call of `generate`."""
     from hetero_llm.bench_client import offline
     from hetero_llm.bench_client.datasets import load_samples
 
@@ -77,7 +77,7 @@ def run_throughput(options: argparse.Namespace) -> int:
 
 
 def run_latency(options: argparse.Namespace) -> int:
-    """Prints how long one batch takes: mean and percentiles."""
+    """Prints the duration of one batch: mean and percentiles."""
     from hetero_llm.bench_client import offline
     from hetero_llm.bench_client.datasets import DatasetOptions
 

@@ -1,6 +1,6 @@
-"""`hetero-llm cache`: snapshots of the lookahead cache without a running engine.
+"""`hetero-llm cache`: makes, checks and shows snapshots of the lookahead cache without an engine.
 
-Each command returns the text to print. Nothing heavy is imported before one runs.
+Each command returns the text to print. Heavy modules are imported only by the command that runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MODEL_FLAGS = (
     "download_dir", "max_model_len", "lookahead_cache_config_dir",
     "cpu_decoding_memory_utilization",
 )  # fmt: skip
-"""Engine arguments that say which tokens a cache holds, and how many."""
+"""Engine arguments that decide which tokens a cache holds, and how many."""
 
 
 def add_save(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_save(parser: argparse.ArgumentParser) -> None:
 
 
 def save(options: argparse.Namespace) -> str:
-    """Writes a snapshot of text files, each of which is one document.
+    """Writes a snapshot of text files; each file is one document.
 
     Raises:
         ConfigError: a text cannot be read, or the texts do not fit the configuration.
@@ -58,7 +58,7 @@ def save(options: argparse.Namespace) -> str:
 
     documents, nothing = Generation(), Generation().content()
     for name in options.texts:
-        # Not verbose: a text may be longer than any context.
+        # verbose=False: no warning about a text longer than the model's context.
         ids = tokenizer.hf.encode(_text(name), add_special_tokens=False, verbose=False)
         tokens = np.array(ids, np.int32)
         if len(tokens) and tokens.max() >= requirements.voc_size:
@@ -82,11 +82,11 @@ def add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def load(options: argparse.Namespace) -> str:
-    """Verifies that an engine of this model and configuration could load a snapshot.
+    """Checks that an engine of this model and configuration can load a snapshot.
 
     Raises:
         ConfigError: model or configuration are wrong.
-        SnapshotError: it could not.
+        SnapshotError: it cannot.
     """
     requirements, _ = _open(options)
     from hetero_llm.spec_decode.lookahead.snapshot import read_snapshot
@@ -105,10 +105,10 @@ def add_stats(parser: argparse.ArgumentParser) -> None:
 
 
 def stats(options: argparse.Namespace) -> str:
-    """What a snapshot holds, and the memory that it takes with the default configuration.
+    """The contents of a snapshot, and its memory with the default configuration.
 
     Raises:
-        SnapshotError: it cannot be read or is damaged.
+        SnapshotError: the snapshot cannot be read or is damaged.
     """
     from hetero_llm.config.lookahead_config import LookaheadConfig
     from hetero_llm.spec_decode.lookahead.global_cache import SPACE, GlobalCache
@@ -149,7 +149,7 @@ COMMANDS = (
     ("load", add_load, load, "check that a snapshot fits a model and a configuration"),
     ("stats", add_stats, stats, "show what a snapshot holds"),
 )
-"""Name, function that adds the arguments, function that runs, and one line of help."""
+"""(name, function that adds the arguments, function that runs, help text) of each command."""
 
 
 def add_cache(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> None:
@@ -165,7 +165,7 @@ def add_cache(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> N
 
 
 def run_cache(command: Callable[[argparse.Namespace], str], options: argparse.Namespace) -> int:
-    """Print what a command says; 1 if a snapshot is at fault."""
+    """Runs a command and prints its text. Returns the exit code: 1 if a snapshot is at fault."""
     try:
         write(command(options))
     except SnapshotError as error:
@@ -182,11 +182,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _open(options: argparse.Namespace) -> tuple[SnapshotRequirements, Tokenizer]:
-    """What the cache of an engine with these flags may hold, and its tokenizer."""
+    """Requirements on snapshots of an engine with these flags, and its tokenizer."""
     given = {"model": DEMO_MODEL, "use_lookahead": True, **engine_args_from_namespace(options)}
     config = EngineConfig.from_args(resolve_engine_args(given))
     from hetero_llm.engine.build_drafter import fit_to_model, requirements_for
-    from hetero_llm.engine.factory import open_model
+    from hetero_llm.engine.resolve import open_model
 
     model, max_model_len, tokenizer, _ = open_model(config)
     speculation = config.speculation

@@ -1,4 +1,4 @@
-"""`hetero-llm chat` and `hetero-llm complete`: words with a model, behind a server or in this
+"""`hetero-llm chat` and `hetero-llm complete`: talk to a model behind a server or in this
 process."""
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _COMPLETE_FLAGS: tuple[ArgSpec, ...] = grouped(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back: `first` and `seconds` are from the request to the first and the last text,
-    `tokens` None if nobody counted them."""
+    """The answer to one request. `first` and `seconds`: from sending the request to the first and
+    the last text; `tokens` None: number of tokens unknown."""
 
     text: str
     interrupted: bool
@@ -78,7 +78,7 @@ class Answer:
     seconds: float
 
     def stats(self) -> str:
-        """One line on how fast it was."""
+        """One line with times and speed."""
         parts = [f"first text after {self.first * 1e3:.0f} ms"]
         if self.tokens is not None:
             parts.append(f"{self.tokens} tokens")
@@ -88,7 +88,8 @@ class Answer:
 
 
 class Model(Protocol):
-    """Someone who answers a prompt or a conversation. Ctrl-C ends an answer, not the program."""
+    """Answers prompts (text) and conversations (messages). Ctrl-C ends an answer, not the
+    program."""
 
     def answer(self, request: str | Messages, write: Write) -> Answer: ...
 
@@ -127,7 +128,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def run_chat(options: argparse.Namespace) -> int:
-    """Talks until the end of the input or /quit."""
+    """Runs a conversation until the end of the input or /quit."""
     values = values_of((*_CHAT_FLAGS, *_SHOW_FLAGS), options)
     interactive = sys.stdin.isatty()
     if interactive:
@@ -146,7 +147,7 @@ def run_chat(options: argparse.Namespace) -> int:
 
 
 def run_complete(options: argparse.Namespace) -> int:
-    """Continues one prompt, streaming."""
+    """Streams the continuation of one prompt."""
     values = values_of((*_COMPLETE_FLAGS, *_SHOW_FLAGS), options)
     prompt = _prompt(options.prompt_words, values["prompt"])
     with _open_model(options, {"max_tokens": _COMPLETE_TOKENS}, None) as model:
@@ -181,14 +182,13 @@ def converse(
     interactive: bool,
     stats: bool = False,
 ) -> None:
-    """Reads and answers lines until there are none, or /quit.
+    """Reads and answers lines until the end of the input or /quit.
 
     Args:
-        read: the next line, None at the end.
-        write: shows the answers as they grow.
-        note: shows a line that is no part of an answer.
-        interactive: an error is shown and the conversation goes on without its question; else
-            it is raised.
+        read: returns the next line, None at the end.
+        write: shows new text of an answer.
+        note: shows a line that is not part of an answer.
+        interactive: show an error, drop the question and continue; else raise the error.
     """
     start: Messages = [] if system is None else [{"role": "system", "content": system}]
     messages = list(start)
@@ -217,7 +217,7 @@ def converse(
             if answer.text:
                 messages.append({"role": "assistant", "content": answer.text})
             else:
-                messages.pop()  # servers refuse empty turns
+                messages.pop()  # servers refuse empty messages
             if stats:
                 note(answer.stats())
 
@@ -242,14 +242,14 @@ def _note(line: str) -> None:
     print(f"({line})", file=sys.stderr, flush=True)
 
 
-# who answers
+# models
 
 
 @contextmanager
 def _open_model(
     options: argparse.Namespace, defaults: Mapping[str, Any], template: str | None
 ) -> Iterator[Model]:
-    """The model in this process if --model names one, else a server's."""
+    """The model that --model names, in this process; without --model that of a server."""
     given = vars(options)
     sampling = dict(defaults)
     sampling |= {row.name: given[row.name] for row in _SAMPLING_ROWS if row.name in given}
@@ -292,7 +292,8 @@ class LocalModel:
         prompt: Any = request if isinstance(request, str) else self._rendered(request)
         begin = first = last = time.perf_counter()
         text, tokens = "", 0
-        # Ctrl-C inside a step would leave device and bookkeeping apart: it waits for the step.
+        # Ctrl-C takes effect after a step: inside one it would leave scheduler and device in
+        # different states.
         with (
             _collected_interrupts() as interrupts,
             closing(self._llm.stream(prompt, self._params)) as updates,
@@ -331,7 +332,7 @@ def _collected_interrupts() -> Iterator[list[int]]:
 
 
 class ServedModel:
-    """A model behind an OpenAI-compatible server; `model` None means the first that it offers."""
+    """A model behind an OpenAI-compatible server; `model` None: the first one it offers."""
 
     def __init__(self, server: Server, model: str | None, sampling: Mapping[str, Any]) -> None:
         self._server = server
@@ -353,7 +354,8 @@ class ServedModel:
     async def _stream(
         self, request: str | Messages, write: Write, texts: list[str], times: list[float]
     ) -> int | None:
-        """Fills `texts` and `times` as the answer comes; returns the server's token count."""
+        """Appends each new text and its time to `texts` and `times`. Returns the server's token
+        count, None if it sends none."""
         from hetero_llm.bench_client.client import first_model, open_session, pieces
         from hetero_llm.bench_client.wire_format import CHAT, COMPLETIONS, Sample, request_body
 

@@ -1,4 +1,4 @@
-"""What the commands have in common: names, exit codes, how they write, and how they find `LLM`."""
+"""Shared by the commands: names, exit codes, output, and the import of `LLM`."""
 
 from __future__ import annotations
 

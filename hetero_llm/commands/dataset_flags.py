@@ -1,4 +1,4 @@
-"""Flags that say where the prompts of a bench come from."""
+"""Flags of the benches that choose their prompts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ DATASET_FLAGS: tuple[ArgSpec, ...] = grouped(
 
 
 def dataset_of(values: Mapping[str, Any], *, chat: bool, seed: int) -> DatasetOptions:
-    """The data set that the values of `DATASET_FLAGS` name; `chat` cannot take token ids."""
+    """The data set that the values of `DATASET_FLAGS` name. `chat`: the prompts go to a chat
+    endpoint, so they are text by default."""
     from hetero_llm.bench_client.datasets import DatasetOptions
 
     name = values["dataset_name"]

@@ -1,4 +1,4 @@
-"""`hetero-llm demo`: the embedded model continues three snippets, then shows how fast."""
+"""`hetero-llm demo`: the embedded model continues three snippets, then its speed is shown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEMO_PROMPTS = (
     "        return",
     'def is_prime(n):\n    """Return True if n is a prime number."""\n    for i in range(',
 )
-"""Beginnings that end within a line, which leaves a small model the least room to wander off."""
+"""Prompts that end within a line, where a small model continues best."""
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -39,7 +39,7 @@ def add_demo(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> No
 
 
 def run_demo(options: argparse.Namespace) -> int:
-    """Stream the demo model's continuations, then show how fast they were."""
+    """Streams the demo model's continuations, then shows their speed."""
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
     dim, undim = (_DIM, _PLAIN) if sys.stdout.isatty() else ("", "")
     finished: list[RequestOutput] = []
@@ -70,7 +70,12 @@ def lookahead_words(
     before: Mapping[str, float],
     after: Mapping[str, float],
 ) -> str:
-    """What drafts made of the same prompts, one after another: speed and tokens of each step."""
+    """Speed and tokens per step with drafts, and the speedup over `plain`.
+
+    Args:
+        plain, drafted: outputs without and with drafts, of the same prompts one after another.
+        before, after: the engine's metrics before and after `drafted`.
+    """
     tokens, accepted = (
         after[name] - before[name]
         for name in ("generation_tokens", "spec_decode_num_accepted_tokens")
@@ -81,7 +86,7 @@ def lookahead_words(
 
 
 def backend_line(native: Sequence[RequestOutput], torch: Sequence[RequestOutput]) -> str:
-    """How much faster the native executor is than torch on the same prompts, one after another."""
+    """Speed of the native executor and of torch on the same prompts, one after another."""
     ours, theirs = _rate(native), _rate(torch)
     if not ours or not theirs:
         return ""

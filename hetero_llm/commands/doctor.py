@@ -1,7 +1,7 @@
-"""`hetero-llm doctor`: what this machine offers, and what is missing with the command that adds it.
+"""`hetero-llm doctor`: shows what this machine offers, what is missing, and how to install it.
 
-Works on a broken installation, which is when it is needed: nothing outside the standard library
-is imported at the top, and every look at a third-party package may fail.
+It must work on a broken installation: only the standard library is imported at the top, and each
+use of a third-party package may fail.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REQUIRED_PACKAGES = {
     "psutil": "5.9",
     "tqdm": "4.66",
 }
-"""What pyproject.toml requires, with the lowest version."""
+"""Packages that pyproject.toml requires -> lowest version."""
 
 OPTIONAL_PACKAGES = ("triton",)
 DEMO_MODELS = ("demo", "demo-draft")
@@ -44,15 +44,15 @@ SUPPORTED_PYTHON = ((3, 11), (3, 13))
 
 _PACKAGE_FOLDER = Path(__file__).parents[1]
 _GIB = 1 << 30
-_USUAL_ROW = 2 << 20  # bytes of a KV block of 16 tokens of an 8B model
-_PINNED_ROWS = 32
+_USUAL_BLOCK_BYTES = 2 << 20  # a KV block of 16 tokens of an 8B model
+_PINNED_BLOCKS = 32
 
 Facts = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Something that is not there, and how to get it. `needed`: the engine cannot run without."""
+    """Something that is missing, and how to get it. `needed`: the engine cannot run without it."""
 
     what: str
     fix: str
@@ -61,7 +61,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Facts by section, in the order they are shown, and what is missing."""
+    """Facts by section, in the order in which they are shown, and what is missing."""
 
     sections: dict[str, Facts]
     missing: tuple[Missing, ...]
@@ -73,8 +73,8 @@ class Report:
 
 
 def examine() -> Report:
-    """Look at the machine. Imports torch, if it is there, to ask for the GPU, and compiles the
-    CPU library if that was not done before."""
+    """Examines the machine. Imports torch, if it is installed, to find the GPUs, and compiles the
+    CPU library unless it is in the cache."""
     sections: dict[str, Facts] = {}
     missing: list[Missing] = []
     parts: tuple[tuple[str, Callable[[], tuple[Facts, list[Missing]]]], ...] = (
@@ -157,7 +157,7 @@ def _cpu() -> tuple[Facts, list[Missing]]:
 
 
 def _core_plans(topology: Any) -> dict[str, str]:
-    """Who would compute on which core beside a draft worker, or a thread that copies KV."""
+    """The cores of engine, draft worker and KV copy thread, for each kind of target."""
     from hetero_llm.engine.core_plan import deal_cores, deal_to_engine
 
     cpus = topology.compute_cpus(reserve=0)
@@ -216,7 +216,7 @@ def _gpu() -> tuple[Facts, list[Missing]]:
 
 
 def _offload() -> tuple[Facts, list[Missing]]:
-    """What enable_prefix_cache_offload would find here."""
+    """What enable_prefix_cache_offload can use on this machine."""
     facts: Facts = {"host memory": _pool_words()}
     try:
         import torch
@@ -238,7 +238,7 @@ def _offload() -> tuple[Facts, list[Missing]]:
 
 
 def _pool_words() -> str:
-    """How much of the host's memory the defaults would take."""
+    """Size of the host pool with the default arguments."""
     topology = _import_topology()
     if topology is None:
         return "unknown: psutil is missing"
@@ -256,21 +256,21 @@ def _pool_words() -> str:
             total_bytes=host.total_memory,
             available_bytes=host.available_memory,
             headroom_bytes=None if limit is None else limit.headroom_bytes,
-            row_bytes=_USUAL_ROW,
+            row_bytes=_USUAL_BLOCK_BYTES,
         ).sentence
     except ConfigError as error:
         return str(error)
 
 
 def _pinning() -> str:
-    """Whether a little memory can be pinned for the first GPU."""
+    """Whether memory can be pinned for the first GPU; tries a small pool."""
     try:
         import torch
 
         from hetero_llm.bridge.kv_offload.pinned_pool import PinnedPool
 
         torch.zeros(1, device="cuda")  # memory is pinned for the current context
-        pool = PinnedPool(_USUAL_ROW, _PINNED_ROWS)
+        pool = PinnedPool(_USUAL_BLOCK_BYTES, _PINNED_BLOCKS)
         try:
             failure = pool.failure
             return f"does not work: {failure}" if failure else f"works, {pool.placement}"
@@ -281,7 +281,7 @@ def _pinning() -> str:
 
 
 def _calibration() -> str:
-    """What the copies of the first GPU are found to do, measured now."""
+    """Copy rates of the first GPU, measured now."""
     try:
         from hetero_llm.bridge.kv_offload.copy_calibration import calibrate_device
     except ImportError as error:
@@ -340,12 +340,13 @@ def _tools() -> tuple[Facts, list[Missing]]:
 
 
 def _first(error: Exception) -> str:
-    """The first line of its message, or its name."""
+    """The first line of the error's message, or the name of its class."""
     return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _native_executor() -> str:
-    """Whether it is there, compiled now if need be, as its first use would."""
+    """Instruction set of the native executor, which is compiled unless it is in the cache; or why
+    there is none."""
     try:
         from hetero_llm.cpu import native
         from hetero_llm.utils.env import native_choice

@@ -1,4 +1,4 @@
-"""`hetero-llm generate`: prompts of the command line, continued by a model in this process."""
+"""`hetero-llm generate`: a model in this process continues the prompts of the command line."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def run_generate(options: argparse.Namespace) -> int:
 
 
 def _was_interrupted(output: RequestOutput) -> bool:
-    """After Ctrl-C, `generate` returns what there is so far."""
+    """Whether Ctrl-C ended `generate`, which then returns unfinished outputs."""
     return any(one.finish_reason == "abort" for one in output.outputs)
 
 
@@ -119,7 +119,7 @@ def _sampling_params(options: argparse.Namespace) -> SamplingParams:
 
 
 def _check_output(options: argparse.Namespace, params: SamplingParams) -> None:
-    """Refuse to compute what the chosen form of output would not show."""
+    """Raises ConfigError for a result that the chosen form of output does not show."""
     if options.stream and params.width > 1:
         raise ConfigError("stream", True, "shows one sequence for each prompt, so n must be 1")
     if options.json:
@@ -152,7 +152,7 @@ def _prompt_in(name: str) -> str:
 
 
 def _heading(prompts: Sequence[str], index: int) -> str:
-    """What goes above a result where there are several; one result is printed alone."""
+    """The line above a result; empty if there is only one prompt."""
     return f"--- {shortened(prompts[index], 60)}\n" if len(prompts) > 1 else ""
 
 

@@ -15,7 +15,7 @@ from hetero_llm.core.errors import ConfigError
 def add_manifest(
     parser: argparse.ArgumentParser, finish: Callable[[argparse.ArgumentParser, Any], None]
 ) -> None:
-    """The flags of `manifest`."""
+    """Fills the parser of `manifest`."""
     parser.add_argument(
         "model", metavar="MODEL", help="folder or Hugging Face name of the model, or 'demo'"
     )
@@ -33,7 +33,7 @@ def add_manifest(
 
 
 def run_manifest(options: argparse.Namespace) -> int:
-    """Writes the manifest and shows its own digest, which pins it."""
+    """Writes the manifest and shows its SHA-256, which `--model-sha256` also accepts."""
     from hetero_llm.engine.resolve import resolve_alias
     from hetero_llm.models.folders import resolve_model_folder
     from hetero_llm.models.manifest import MANIFEST_NAME, manifest_of

@@ -1,4 +1,4 @@
-"""Flags of a command as rows of the argument table: same spelling, same checks, same errors."""
+"""Flags of commands as `ArgSpec`s: same spelling, checks and errors as engine arguments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SERVER_FLAGS: tuple[ArgSpec, ...] = grouped(
 
 
 def add_rows(parser: argparse.ArgumentParser, rows: Sequence[ArgSpec]) -> None:
-    """Adds the rows' flags under the rows' headings, with their defaults in the help."""
+    """Adds a flag for each `ArgSpec`, under its heading, with its default in the help."""
     groups: dict[str, Any] = {}
     for row in rows:
         if row.group not in groups:
@@ -53,7 +53,7 @@ def _with_default(row: ArgSpec) -> str:
 
 
 def values_of(rows: Sequence[ArgSpec], options: argparse.Namespace) -> dict[str, Any]:
-    """The checked value of every row, by name.
+    """The checked value of each `ArgSpec`, by name.
 
     Raises:
         ConfigError: a value is of the wrong type or out of range.
@@ -74,10 +74,10 @@ def server_of(values: dict[str, Any]) -> Any:
 
 
 def numbers(field: str, text: str, *, least: float, whole: bool = False) -> tuple[float, ...]:
-    """The numbers of a list such as `1,8,64`; `inf` is one unless they must be whole.
+    """The numbers of a list such as `1,8,64`; `inf` is allowed unless `whole`.
 
     Raises:
-        ConfigError: one of them is no number, or not above `least`.
+        ConfigError: one of them is not a number, or not greater than `least`.
     """
     found = []
     for word in text.split(","):

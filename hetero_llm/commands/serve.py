@@ -1,7 +1,7 @@
 """`hetero-llm serve` and `hetero-llm run`: the HTTP server.
 
-An option comes from the command line, else from its variable HETERO_LLM_<FLAG> (for `run` also from
-Angel-vLLM's variables), else from the file of --config, else it has its default.
+The value of an option comes from the command line, else from its variable HETERO_LLM_<FLAG>, else
+(`run` only) from Angel-vLLM's variable, else from the file of --config, else it is the default.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _SERVER = {spec.name for spec in SERVER_ARGS}
 
 
 def add_serve(parser: argparse.ArgumentParser, finish: Finish) -> None:
-    """The flags of `serve`."""
+    """Fills the parser of `serve`."""
     _add_flags(parser)
     finish(parser, run_serve)
 
 
 def add_run(parser: argparse.ArgumentParser, finish: Finish) -> None:
-    """The flags of `run`, which are those of `serve`."""
+    """Fills the parser of `run`, which has the flags of `serve`."""
     _add_flags(parser)
     names = ", ".join(env.ANGEL_NAMES)
     parser.description = f"As serve, with Angel-vLLM's variables as options, too: {names}."
@@ -59,12 +59,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    """Serve until told to stop; the exit code is 0 after SIGTERM or Ctrl-C."""
+    """Serves until SIGTERM or Ctrl-C, after which the exit code is 0."""
     return _serve(options, env.flag_variables())
 
 
 def run_run(options: argparse.Namespace) -> int:
-    """As `run_serve`, reading Angel-vLLM's variables, too."""
+    """Serves as `run_serve` does; also reads Angel-vLLM's variables."""
     return _serve(options, {**env.angel_variables(), **env.flag_variables()})
 
 
@@ -123,7 +123,8 @@ def _read_variables(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """The options of a YAML file: names as flags without their hyphens, or with underscores."""
+    """Reads the options of a YAML file. Names are flags without the leading hyphens, with hyphens
+    or underscores between words."""
     import yaml
 
     try:
@@ -160,7 +161,7 @@ def _is_words(spec: ArgSpec, text: str) -> bool:
 
 
 def _listed(spec: ArgSpec | None, value: Any) -> Any:
-    """A list may also be written as JSON, as vLLM's CORS flags are: '["*"]'."""
+    """Converts a list that is written as JSON, as vLLM's CORS flags are: '["*"]'."""
     if spec is None or spec.kind is not Kind.LIST:
         return value
     words = [value] if isinstance(value, str) else value

@@ -1,6 +1,6 @@
-"""The one table of engine and server arguments, for the Python API and the command line alike.
+"""Engine and server arguments of the Python API and the command line, in one table.
 
-Every argument of TACO-LLM's manual is here with its status: EFFECTIVE (checked and used),
+It holds every argument of TACO-LLM's manual with its status: EFFECTIVE (checked and used),
 OBSOLETE (any value accepted with one notice line) or NOT_YET (only the default is accepted).
 docs/flags.md is generated from this table by tools/gen_flags_doc.py.
 """
@@ -75,7 +75,7 @@ def resolve_server_args(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spec_of(name: str) -> ArgSpec | None:
-    """The row of an engine or server argument, by Python name or alias."""
+    """The `ArgSpec` of an engine or server argument, by Python name or alias; None if unknown."""
     return _ENGINE_BY_NAME.get(name) or _SERVER_BY_NAME.get(name)
 
 
@@ -112,7 +112,7 @@ def add_engine_arguments(
 
 
 def add_flags(group: argparse._ArgumentGroup, spec: ArgSpec) -> None:
-    """Add one row's flags in every spelling; none of them leaves an attribute unless given."""
+    """Add an argument's flags in every spelling. A flag that is not given leaves no attribute."""
     hyphened = [n.replace("_", "-") for n in (spec.name, *spec.aliases)]
     underscored = [n for n in (spec.name, *spec.aliases) if "_" in n]
     shown = spec.help.replace("%", "%%") if spec.status is Status.EFFECTIVE else argparse.SUPPRESS
@@ -124,7 +124,7 @@ def add_flags(group: argparse._ArgumentGroup, spec: ArgSpec) -> None:
 
 
 def engine_args_from_namespace(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The engine arguments that were on the command line, ready for `LLM(**...)`."""
+    """The engine arguments given on the command line, as arguments of `LLM`."""
     given = vars(namespace)
     return {spec.name: given[spec.name] for spec in ENGINE_ARGS if spec.name in given}
 

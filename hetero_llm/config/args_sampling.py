@@ -1,6 +1,6 @@
-"""The fields of `SamplingParams` as rows of the argument table, for flags and documentation.
+"""The fields of `SamplingParams` as `ArgSpec`s, for flags and documentation.
 
-Names, defaults and help are the class's own, so that there is nothing to keep in step.
+Names, defaults and help are read from the class and its docstring.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KINDS = {
     "Sequence[int] | None": Kind.JSON,
     "Mapping[int, float] | None": Kind.JSON,
 }
-"""Annotations whose values can be written on a command line."""
+"""Annotations of fields that have a flag -> kind of the flag's value."""
 
 
 def _documented_fields() -> dict[str, str]:

@@ -1,6 +1,7 @@
-"""What one row of the argument table says, and how its value is checked.
+"""`ArgSpec`: one argument of the table, and how its value is checked.
 
-`args_table.py` and `args_server.py` hold the rows; `args.py` is the part that others import.
+`args_table.py`, `args_features.py` and `args_server.py` hold the table; other packages import
+`args.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hetero_llm.core.errors import ConfigError
 
 
 class Status(Enum):
-    """What happens to a value that the user gives."""
+    """How a value given by the user is treated."""
 
     EFFECTIVE = "effective"
     """Checked, then used."""
@@ -29,7 +30,7 @@ class Status(Enum):
 
 
 class Scope(Enum):
-    """Who takes the argument."""
+    """Which part of the program takes the argument."""
 
     ENGINE = "engine"
     """`LLM(...)` and every command that runs a model."""
@@ -55,9 +56,10 @@ class Kind(Enum):
     COUNTS = "counts"
     """A mapping of names to counts, or text such as `image=2,video=0`; becomes the mapping."""
     PYTHON = "python"
-    """A Python object, which no command line can hold."""
+    """A Python object; has no flag."""
 
 
+# large: one field for each property that an argument of the manual may have
 @dataclass(frozen=True, slots=True)
 class ArgSpec:
     """One argument of the engine or of the server.
@@ -104,26 +106,26 @@ class ArgSpec:
 
 
 def effective(name: str, kind: Kind, default: Any, help: str, **rest: Any) -> ArgSpec:
-    """A row whose value is checked and used."""
+    """An argument whose value is checked and used."""
     return ArgSpec(name, kind, default, Status.EFFECTIVE, help, **rest)
 
 
 def obsolete(
     name: str, kind: Kind, default: Any, help: str, *, reason: str, **rest: Any
 ) -> ArgSpec:
-    """A row that is accepted and that nothing needs, because of `reason`."""
+    """An argument that is accepted without effect; `reason` says why it is not needed."""
     return ArgSpec(name, kind, default, Status.OBSOLETE, help, reason=reason, **rest)
 
 
 def not_yet(
     name: str, kind: Kind, default: Any, help: str, *, feature: str, **rest: Any
 ) -> ArgSpec:
-    """A row that waits for `feature`."""
+    """An argument of a feature that is not available yet."""
     return ArgSpec(name, kind, default, Status.NOT_YET, help, feature=feature, **rest)
 
 
 def grouped(group: str, *specs: ArgSpec) -> tuple[ArgSpec, ...]:
-    """The rows under one heading."""
+    """The arguments with the heading `group`."""
     return tuple(replace(spec, group=group) for spec in specs)
 
 
@@ -145,7 +147,7 @@ def checked(spec: ArgSpec, value: Any) -> Any:
 
 
 def is_default(spec: ArgSpec, value: Any) -> bool:
-    """Whether `value` means "leave it as it is": None, or the default of the same type."""
+    """Whether `value` is None, or equals the default and has its type."""
     if value is None:
         return True
     if isinstance(value, bool) is not isinstance(spec.default, bool):
@@ -154,13 +156,13 @@ def is_default(spec: ArgSpec, value: Any) -> bool:
 
 
 def from_text(spec: ArgSpec, text: str) -> Any:
-    """The value that one command-line word stands for.
+    """Converts one command-line word to the argument's value.
 
-    Text for an argument that is not EFFECTIVE is passed on as it is when it cannot be converted:
-    the table, not the parser, then decides what becomes of it.
+    If the argument is not EFFECTIVE, text that cannot be converted is returned as it is:
+    `resolve_engine_args`, not the parser, then accepts or refuses it.
 
     Raises:
-        ConfigError: The text is no value of the argument's kind.
+        ConfigError: The text is not a value of the argument's kind.
     """
     if text == "None" and spec.default is None and not spec.required:
         return None

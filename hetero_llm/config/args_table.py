@@ -1,6 +1,7 @@
-"""Every argument of the engine: the rows of TACO-LLM's manual and a few of our own.
+"""Every argument of the engine: those of TACO-LLM's manual and a few of our own.
 
-Here are those that concern every run; the larger features have theirs in `args_features.py`.
+This file has the arguments that concern every run; `args_features.py` has those of the larger
+features.
 """
 
 from __future__ import annotations

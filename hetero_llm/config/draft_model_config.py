@@ -1,4 +1,4 @@
-"""What a user wants of a draft model."""
+"""Configuration of a draft model."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DraftModelConfig:
-    """A draft model and what runs it: a worker on the CPU, or the target's own device.
+    """A draft model and where it runs: in a worker process on the CPU, or on the target's device.
 
-    What concerns the worker has its default on the device.
+    On the target's device the settings of the worker have their defaults.
 
     Attributes:
-        model: folder or hub id. revision: of the hub's repository.
-        num_tokens: most tokens of a draft from its root on, 1 to 63.
-        max_model_len: tokens of the longest sequence that is drafted for; None: the model's own.
-        threads: of the worker; None: what the machine leaves.
+        model: folder or hub id.
+        revision: branch, tag or commit of the hub's repository.
+        num_tokens: maximum depth of a draft tree in tokens, 1 to 63.
+        max_model_len: maximum length in tokens of sequences with drafts; None: the model's own.
+        threads: threads of the worker; None: all cores that the engine leaves.
         weight_dtype: "auto", "int8", "bfloat16" or "float32".
         overlap: "auto", "off" or "enumerate".
-        timeout: seconds that a step waits at most; None: by what the worker took lately.
-        optional: serve without drafts if it cannot be loaded.
-        on_cpu: in a worker's process on the CPU; else beside the target, on its device.
+        timeout: maximum seconds that a step waits for drafts; None: adapted to the worker's recent
+            durations.
+        optional: serve without drafts if the model cannot be loaded.
+        on_cpu: run in a worker process on the CPU, else on the target's device.
     """
 
     model: str

@@ -1,6 +1,5 @@
-"""Frozen configuration objects, one per component. Values are checked here or in `config/args.py`;
-nothing writes to them later: what is found out at start-up (number of blocks, device) is passed on
-as plain values."""
+"""Frozen configuration objects, one per component. Values are checked here or in `config/args.py`.
+Values that are resolved at start-up (number of blocks, device) are passed as plain arguments."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ from hetero_llm.config.speculation_config import speculation_from_args
 from hetero_llm.core.errors import ConfigError
 
 
+# large: one field for each argument that concerns loading
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
     """Where the model and tokenizer come from. `dtype` and `device` may be "auto"; `model_impl` is
@@ -44,9 +44,8 @@ class LoadConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """KV cache: `block_size` in tokens, `num_blocks` None means sized from free memory.
-    `conservative` counts memory that torch's allocator does not know of, too. `dtype` is "auto",
-    "fp8" or "fp8_e4m3"."""
+    """KV cache: `block_size` in tokens; `num_blocks` None: sized from free memory. `conservative`:
+    also count memory that was not allocated by torch. `dtype` is "auto", "fp8" or "fp8_e4m3"."""
 
     block_size: int
     dtype: str
@@ -58,8 +57,8 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class CpuConfig:
-    """What runs a model on a CPU. `backend` is "native", "torch" or "ipex", `weight_dtype` "auto"
-    or "int8"; `threads` None means one for each usable core."""
+    """How a model runs on a CPU. `backend` is "native", "torch" or "ipex"; `weight_dtype` is "auto"
+    or "int8"; `threads` None: one for each usable core."""
 
     backend: str
     weight_dtype: str
@@ -68,7 +67,7 @@ class CpuConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one step. All in tokens but `max_num_seqs`, which counts sequences."""
+    """Limits of one step, in tokens; `max_num_seqs` in sequences."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -95,9 +94,9 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything a user chose, checked. None means "decided at start-up from the machine"; no
-    `speculation` means no drafts, no `offload` no prefix cache in host memory. `max_images` is
-    of a prompt."""
+    """The checked configuration of an engine. None means "resolved at start-up", except
+    `speculation` None: no drafts, and `offload` None: no prefix cache in host memory.
+    `max_images`: maximum images of one prompt."""
 
     load: LoadConfig
     cache: CacheConfig
@@ -176,7 +175,7 @@ class EngineConfig:
 
 
 def _max_images(limits: Mapping[str, int] | None) -> int | None:
-    """None if it was not given."""
+    """Maximum images of a prompt; None if not given."""
     for name in limits or ():
         if name != "image":
             reason = "input other than text and images is not available yet"

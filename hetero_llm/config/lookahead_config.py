@@ -1,7 +1,7 @@
 """Configuration of the lookahead cache: the keys of TACO's `lookahead_cache_config.json`.
 
-Names, defaults and meanings are those of TACO-LLM's page on the lookahead cache; where that page
-is silent, `LookaheadConfig` says what was chosen.
+Names, defaults and meanings are those of TACO-LLM's page on the lookahead cache. `LookaheadConfig`
+documents our choices where that page says nothing.
 """
 
 from __future__ import annotations
@@ -21,50 +21,52 @@ FILE_NAME = "lookahead_cache_config.json"
 FOLDER_ARGUMENT = "lookahead_cache_config_dir"
 
 LARGEST_INT32 = 2**31 - 1
-_LOOKED_AT = 4096  # bytes of a warm-up file
+_HEAD_BYTES = 4096  # read from a warm-up file to recognise its format
 
 
+# large: one field for each key of TACO's file
 @dataclass(frozen=True, slots=True)
 class LookaheadConfig:
-    """Every key of the lookahead cache, checked at construction.
+    """All keys of the lookahead cache, checked at construction.
 
     Args:
-        cache_mode: 0 Raw (n-grams), 1 Turbo (suffix trie), 2 Turbo, and Raw for a sequence for
-            which Turbo finds nothing, 3 both merged into one tree (ours), in which Turbo matches
-            single tokens too if `is_hybrid` and drafts twice as many continuations.
-        cache_size: Token positions of the global cache; None means as many as fit in memory.
-        copy_length: Most tokens on one drafted path; Turbo goes twice as deep and one more where
-            the path is more likely right than not.
-        match_length: Tokens that must match for Raw to draft.
-        turbo_match_length: Most tokens that Turbo matches.
-        min_match_length: Fewest tokens that Turbo matches.
-        cell_max_size: Continuations remembered for one match.
-        voc_size: Sequences with a token id of this or above are left alone.
-        max_seq_len: Longest sequence in tokens; None means the model's.
-        eos_token_id: Tokens at which a text ends; nothing is matched or drafted across them. One
-            id or several, becomes a tuple; None means the model's.
+        cache_mode: 0: Raw (n-grams). 1: Turbo (suffix trie). 2: Turbo, and Raw for a sequence
+            without a match of Turbo. 3 (ours): both merged into one tree, in which Turbo also
+            matches single tokens if `is_hybrid` and drafts twice as many continuations.
+        cache_size: Token positions of the global cache; None: as many as fit in memory.
+        copy_length: Maximum tokens of a drafted path. On a path that is more likely right than
+            wrong, Turbo drafts up to 2 * copy_length + 1.
+        match_length: Number of tokens that Raw matches.
+        turbo_match_length: Maximum tokens that Turbo matches.
+        min_match_length: Minimum tokens that Turbo matches.
+        cell_max_size: Maximum continuations that are kept for one match.
+        voc_size: Sequences with a token id of this or above get no drafts and are not cached.
+        max_seq_len: Maximum length of a sequence in tokens; None: the model's.
+        eos_token_id: Tokens at which a text ends; no match or draft crosses them. One id or
+            several, becomes a tuple; None: the model's.
         top_k: Continuations that Raw drafts for one match, the most frequent and newest first.
-        threshold: A full cell forgets its oldest continuation seen no more often than this.
-        decay: If all were seen more often, their counts are multiplied by this before one goes.
-        is_hybrid: Raw falls back on ever shorter matches, down to one token.
-        is_debug: Log how often drafts hit.
+        threshold: A full cell evicts its oldest continuation with a count of at most this.
+        decay: If all counts are above, they are multiplied by this before one is evicted.
+        is_hybrid: Raw falls back on shorter matches, down to one token.
+        is_debug: Log the metrics of drafts.
         log_interval: Verified steps between two such log lines.
-        target_parallelism: Most rows (tokens of all sequences and their drafts) of a step. With
-            `cache_mode` 0 drafts shrink by how often each sequence's hit, as the page has it; else
-            the least likely nodes are left out.
+        target_parallelism: Maximum tokens of a step, of all sequences and their drafts. With
+            `cache_mode` 0 each sequence's draft shrinks by its hit rate, as on TACO's page; else
+            the least likely nodes are dropped.
         top_k_in_cell: Continuations of one match that Turbo considers.
         token_paths_top_k: Continuations of one match that Turbo drafts, its beam width. The page
-            gives two defaults: it is 2, but 1 where `cache_mode` is set to 0, 1 or 2 and this is
-            not (see `lookahead_config`).
-        start_freq: Count that a continuation starts with in a sequence's own cache, so that its
-            own text comes before the texts of others, whose counts start at 1.
-        num_threads: Threads that look up and build.
-        global_cache_switch: Learn from all sequences; otherwise each from itself alone.
-        ignore_prompt: Learn from outputs only.
+            gives two defaults: 2, but 1 if `cache_mode` is set to 0, 1 or 2 and this key is not
+            (see `lookahead_config`).
+        start_freq: Initial count of a continuation in a sequence's own cache. Counts in the global
+            cache start at 1, so a sequence's own text is drafted first.
+        num_threads: Threads of lookups and of cache updates.
+        global_cache_switch: Cache the tokens of all sequences; else each sequence drafts from its
+            own tokens only.
+        ignore_prompt: Cache outputs only.
         warmup_file: JSON file of `[{"prompt": [ids], "output": [ids]}]`, or a snapshot of the
-            cache, to learn from at start. A relative path is taken from the folder of the
-            configuration file. It stays in the cache, beside `cache_size` other tokens, and may
-            hold as many itself.
+            cache, that is cached at start. A relative path is taken from the folder of the
+            configuration file. Its tokens, up to `cache_size`, stay in the cache in addition to
+            `cache_size` other tokens.
 
     Raises:
         ConfigError: A value is of the wrong type, out of range or contradicts another one. Its
@@ -111,8 +113,8 @@ KEYS = tuple(field.name for field in fields(LookaheadConfig))
 _MERGED = 3  # cache_mode
 _KINDS = {"int": Kind.INT, "float": Kind.FLOAT, "bool": Kind.BOOL, "str": Kind.PATH}
 
-# Drafts have at most 63 nodes (core/draft_tree.py, which would load numpy). Counts are float32:
-# beyond 2**24 one more occurrence would be lost. The other upper bounds are far from any use.
+# Drafts have at most 63 nodes (as in core/draft_tree.py, whose import would load numpy). Counts are
+# float32, which cannot count in ones beyond 2**24. The other upper bounds are far above any use.
 _MOST_NODES = 63
 _MOST_COUNTED = 2**24
 _MOST_MATCHED = 64
@@ -157,14 +159,14 @@ SPECS = _specs()
 
 
 class Given(NamedTuple):
-    """A value as the user wrote it, and what errors call it, such as `copy_length`."""
+    """A value as the user wrote it, and its name in errors, such as `copy_length`."""
 
     path: str
     value: Any
 
 
 def load_lookahead_config(folder: str | None) -> LookaheadConfig:
-    """The configuration in a folder, or the defaults if it holds none or is None.
+    """The configuration in a folder; the defaults if the folder is None or has no such file.
 
     Raises:
         ConfigError: As `read_lookahead_file` and `lookahead_config`.
@@ -176,8 +178,8 @@ def lookahead_config(given: Mapping[str, Given]) -> LookaheadConfig:
     """The configuration with some keys given.
 
     Raises:
-        ConfigError: A key is unknown, a value wrong, the warm-up file is none. Its field is the
-            path of the key.
+        ConfigError: A key is unknown, a value is wrong, or the warm-up file is not one. Its field
+            is the path of the key.
     """
     for key, (path, value) in given.items():
         if key not in KEYS:
@@ -199,17 +201,17 @@ def lookahead_config(given: Mapping[str, Given]) -> LookaheadConfig:
 
 
 def is_snapshot(path: str) -> bool:
-    """Whether a warm-up file is a snapshot of the cache; else it is JSON. Reads its beginning only.
+    """Whether a warm-up file is a snapshot of the cache, else JSON. Reads only its beginning.
 
     Raises:
         ValueError: It is neither, or cannot be read.
     """
     try:
         with open(path, "rb") as file:
-            start = file.read(_LOOKED_AT)
+            start = file.read(_HEAD_BYTES)
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror or error}") from None
-    if b"\0" in start[:8]:  # the size of a header: no text has that
+    if b"\0" in start[:8]:  # a snapshot begins with the size of its header; text has no zero byte
         return True
     text = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text[:1] not in (b"[", b"{"):
@@ -219,20 +221,20 @@ def is_snapshot(path: str) -> bool:
 
 
 def read_lookahead_file(folder: str) -> dict[str, Given]:
-    """What `lookahead_cache_config.json` in the folder says; nothing if there is no such file.
+    """The contents of `lookahead_cache_config.json` in a folder; empty if there is no such file.
 
     Keys and values are not checked yet. A relative `warmup_file` is taken from the folder.
 
     Raises:
         ConfigError: The folder does not exist (the field is the argument that named it), the file
-            cannot be read, is no JSON object or gives a key twice.
+            cannot be read, is not a JSON object or gives a key twice.
     """
     if not os.path.isdir(folder):
         raise ConfigError(FOLDER_ARGUMENT, folder, "is not a folder")
     path = os.path.join(folder, FILE_NAME)
     try:
         with open(path, encoding="utf-8-sig") as file:
-            content = json.load(file, object_pairs_hook=_without_twins)
+            content = json.load(file, object_pairs_hook=_without_duplicates)
     except ConfigError:
         raise
     except FileNotFoundError:
@@ -256,7 +258,7 @@ def read_lookahead_file(folder: str) -> dict[str, Given]:
 
 
 def why_unknown(key: str, known: Sequence[str]) -> str:
-    """The reason for refusing a key, with the one that was probably meant."""
+    """Reason for refusing a key, with the most similar known key."""
     guess = nearest(key, known)
     return "unknown key" + (f"; did you mean {guess!r}?" if guess else "")
 
@@ -265,7 +267,7 @@ def _path(key: str) -> str:
     return f"{FILE_NAME}: {key}"
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:
@@ -275,7 +277,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked_value(key: str, path: str, value: Any) -> Any:
-    """The value, normalised; errors call it `path`."""
+    """The checked and normalised value; errors name it `path`."""
     if key == "eos_token_id":
         return _token_ids(path, value)
     return checked(replace(SPECS[key], name=path), value)
@@ -294,10 +296,11 @@ def _token_ids(path: str, value: Any) -> tuple[int, ...] | None:
 
 
 def _contradiction(values: Mapping[str, Any], given: Container[str]) -> tuple[str, str] | None:
-    """What is wrong with checked values together: a key that is among those given, and why.
+    """Checks values against each other. Returns one of the given keys and the reason why it is
+    wrong; None if there is no contradiction.
 
     Args:
-        values: Keys that are missing have their defaults.
+        values: Checked values; missing keys have their defaults.
     """
 
     def value(key: str) -> Any:

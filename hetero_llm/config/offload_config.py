@@ -1,4 +1,4 @@
-"""How blocks of the prefix cache live on in host memory, out of the arguments that say so."""
+"""Configuration of prefix cache offload, built from the arguments."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ _ROWS = {spec.name: spec for spec in OFFLOAD}
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """The tier of the prefix cache in pinned host memory.
+    """The host tier of the prefix cache, in pinned memory.
 
     Attributes:
-        memory_utilization: share of the host's total memory that is asked for, in (0, 1].
-        lazy: submit a load's layers a few at a time; else all at once. Either way each layer is
-            waited for alone.
-        lookahead: groups of layers of one load that are submitted ahead; without effect unless
-            `lazy`, as is `max_inflight_bytes`: of all loads that are submitted and not over.
-        min_uses: requests that must have used a block for it to be kept.
+        memory_utilization: requested share of the host's total memory, in (0, 1].
+        lazy: submit the layers of a load a few at a time, else all at once. A step waits for each
+            layer separately in both cases.
+        lookahead: number of layer groups of a load that are submitted ahead; `lazy` only.
+        max_inflight_bytes: maximum bytes of all submitted, unfinished loads; `lazy` only.
+        min_uses: number of requests that must have used a block before it is stored.
         hit_count: log the manual's hit line.
-        gpu_evictor_limit: most unused blocks that keep their content on the device; None: all.
-        write_policy: "victim": blocks are copied when they are about to leave the device;
-            "write_through": as soon as they are full.
-        host_policy: which block leaves host memory: "lru", "slru" or "cost".
-        load_min_tokens: shorter hits are computed instead; None: by what the load would save.
-        background_pin: serve at once while the pool is still being pinned, and let it grow.
+        gpu_evictor_limit: maximum unused blocks that keep their content on the device; None: all.
+        write_policy: "victim": store blocks shortly before their eviction from the device;
+            "write_through": store them as soon as they are full.
+        host_policy: eviction policy of host memory: "lru", "slru" or "cost".
+        load_min_tokens: compute hits shorter than this instead of loading them; None: decided by
+            the time that the load would save.
+        background_pin: begin to serve before the whole pool is pinned; it grows meanwhile.
     """
 
     memory_utilization: float
@@ -52,7 +53,7 @@ class OffloadConfig:
 
 
 def offload_from_args(args: Mapping[str, Any]) -> OffloadConfig | None:
-    """What the arguments ask for; None without `enable_prefix_cache_offload`.
+    """The configuration that the arguments give; None without `enable_prefix_cache_offload`.
 
     Args:
         args: The complete dict of `config.args.resolve_engine_args`.
@@ -92,7 +93,7 @@ def offload_from_args(args: Mapping[str, Any]) -> OffloadConfig | None:
 
 
 def no_effect_on_cpu() -> str:
-    """What the log says where the model runs on a CPU."""
+    """Text of the warning if the model runs on a CPU."""
     return (
         f"{_SWITCH} has no effect on a CPU: the prefix cache is in host memory already; raise "
         "gpu_memory_utilization or num_gpu_blocks_override for a larger one"
@@ -100,10 +101,10 @@ def no_effect_on_cpu() -> str:
 
 
 def pool_words(pool_bytes: int, method: str) -> str:
-    """The tier in a few words, for the start-up table and the log.
+    """Short description of the host tier, for the start-up table and the log.
 
     Args:
-        pool_bytes: of pinned memory, once all of it is pinned.
-        method: that moves most of it to the device, in words.
+        pool_bytes: size of the pool, once all of it is pinned.
+        method: name of the copy method for large transfers.
     """
     return f"{pool_bytes / _GIB:.1f} GiB of pinned host memory for the prefix cache, {method}"

@@ -1,5 +1,5 @@
-"""Which drafts an engine makes, out of the arguments that say so: single flags in TACO's, Angel's
-and older vLLM's spelling, or newer vLLM's `speculative_config`."""
+"""Configuration of speculation, built from the arguments: single flags in the spelling of TACO,
+Angel and older vLLM, or the `speculative_config` of newer vLLM."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ class SpeculationConfig:
     Attributes:
         method: "lookahead" (the cache), "ngram" (prompt lookup) or "draft_model", alone or beside
             the cache.
-        lookahead: of the cache; None without it.
-        num_speculative_tokens: of "ngram": most draft tokens of a sequence in one step, 1 to 63;
-            else None: `copy_length` of the cache and `num_tokens` of the draft model hold it.
+        lookahead: configuration of the lookahead cache; None without it.
+        num_speculative_tokens: "ngram" only: maximum draft tokens of a sequence in one step, 1 to
+            63. None with other methods: see `copy_length` of the cache and `num_tokens` of the
+            draft model.
         prompt_lookup_min, prompt_lookup_max: shortest and longest match of "ngram" in tokens; 0
-            with "lookahead".
-        memory_utilization: share of the host's memory that the cache may take, in (0, 1]. It
-            sizes the cache where `lookahead.cache_size` is None.
-        draft: of the draft model; None without one.
+            with other methods.
+        memory_utilization: share of the host's memory for the lookahead cache, in (0, 1]; used if
+            `lookahead.cache_size` is None.
+        draft: configuration of the draft model; None without one.
         most_sequences: steps of more sequences have no drafts; None: no limit.
-        typical: accept likely draft tokens that were not drawn, too; None: lossless.
+        typical: also accept likely draft tokens that were not sampled; None: lossless.
     """
 
     method: str
@@ -71,7 +72,7 @@ _OF_WORKER_ALONE = tuple(
 )
 
 _ROWS = {spec.name: spec for spec in (*SPECULATIVE, *LOOKAHEAD_CACHE)}
-_DEFAULT_LOOKUP = 5  # vLLM's, for both ends of the range of lengths
+_DEFAULT_LOOKUP = 5  # vLLM's default of the shortest and of the longest match
 
 _FLAGS = {
     "num_speculative_tokens": _COUNT,
@@ -87,7 +88,7 @@ _FLAGS = {
     "typical_acceptance_sampler_posterior_alpha": _ALPHA,
     **{name: name for name in _OF_WORKER},
 }
-"""Flags and the names that their values have in `speculative_config`."""
+"""Flag -> name of its value in `speculative_config`."""
 
 _MAPPING_ROWS: dict[str, ArgSpec] = {
     "method": effective(
@@ -109,10 +110,10 @@ _MAPPING_ROWS: dict[str, ArgSpec] = {
     _THRESHOLD: _ROWS["typical_acceptance_sampler_posterior_threshold"],
     _ALPHA: _ROWS["typical_acceptance_sampler_posterior_alpha"],
 }
-"""Keys of `speculative_config` beside those of `LookaheadConfig`; None is as good as absent."""
+"""Keys of `speculative_config` besides those of `LookaheadConfig`; None counts as absent."""
 
 _LATER_KEYS = ("draft_tensor_parallel_size", "quantization")
-"""Keys of vLLM's that concern draft models."""
+"""Keys of vLLM's for draft models that are not available yet."""
 
 _NEEDED = {
     _COUNT: f"a draft model, speculative_model={_NGRAM_NAMES[0]!r} or the lookahead cache",
@@ -127,21 +128,21 @@ _NEEDED_ELSE = "the lookahead cache (use_lookahead or lookahead_cache_config_dir
 
 
 def speculation_from_args(args: Mapping[str, Any]) -> SpeculationConfig | None:
-    """What the arguments ask for; None if they ask for no drafts.
+    """The configuration that the arguments give; None without drafts.
 
-    A value may be given by a flag or in `speculative_config`; given by both, it must be the same.
-    `num_speculative_tokens` is the cache's `copy_length` by another name.
+    A value may be given by a flag or in `speculative_config`; if by both, they must be equal.
+    `num_speculative_tokens` is another name of the cache's `copy_length`.
 
-    The lengths of matches follow the vLLM that each spelling is of. With flags alone (0.6):
-    the longest is required, the shortest is 1 unless given. With `speculative_config` (0.9): one
-    that is missing is as the other, and both are 5 if both are missing.
+    Defaults of the match lengths are those of the vLLM version of each spelling. With flags alone
+    (0.6): the longest is required, the shortest is 1. With `speculative_config` (0.9): a missing
+    one equals the other, and both are 5 if both are missing.
 
     Args:
         args: The complete dict of `config.args.resolve_engine_args`.
 
     Raises:
-        ConfigError: A key is unknown, a value wrong, two of them contradict each other, one is
-            missing or without effect.
+        ConfigError: A key is unknown, a value is wrong, missing or has no effect, or two values
+            contradict each other.
     """
     given, methods = _from_flags(args)
     mapping = args["speculative_config"]
@@ -166,7 +167,7 @@ def speculation_from_args(args: Mapping[str, Any]) -> SpeculationConfig | None:
 def _from_methods(
     given: Mapping[str, Given], args: Mapping[str, Any], chosen: frozenset[str], *, in_mapping: bool
 ) -> SpeculationConfig:
-    """Without what is true of every method."""
+    """The configuration without the values that are common to all methods."""
     memory = args[_MEMORY]
     if NGRAM in chosen:
         return _prompt_lookup(given, memory, in_mapping=in_mapping)
@@ -183,7 +184,11 @@ def _from_methods(
 
 
 def _typical(given: Mapping[str, Given]) -> TypicalAcceptance | None:
-    """Raises for bounds that the lossless method leaves without effect."""
+    """The bounds of typical acceptance; None for lossless acceptance.
+
+    Raises:
+        ConfigError: a bound is given, but acceptance is lossless.
+    """
     method = given.get(_ACCEPTANCE)
     if method is None or method.value != _TYPICAL:
         for path, value in (given[name] for name in (_THRESHOLD, _ALPHA) if name in given):
@@ -198,7 +203,8 @@ def _typical(given: Mapping[str, Given]) -> TypicalAcceptance | None:
 
 
 def _from_flags(args: Mapping[str, Any]) -> tuple[dict[str, Given], list[tuple[str, Given]]]:
-    """Values that are not the default, by their common name; methods, and what named them."""
+    """Returns the flags that differ from their default, by their name in `speculative_config`, and
+    the methods, each with the flag that named it."""
     given, methods = {}, []
     for flag, name in _FLAGS.items():
         if args[flag] != _ROWS[flag].default:
@@ -219,7 +225,7 @@ def _from_flags(args: Mapping[str, Any]) -> tuple[dict[str, Given], list[tuple[s
 def _from_mapping(
     mapping: Mapping[str, Any],
 ) -> tuple[dict[str, Given], list[tuple[str, Given]]]:
-    """As `_from_flags`, for `speculative_config`."""
+    """Does the same as `_from_flags` for `speculative_config`."""
     given, methods = {}, []
     for key, value in mapping.items():
         path = f"speculative_config: {key}"
@@ -248,7 +254,11 @@ def _from_mapping(
 
 
 def _merged(first: dict[str, Given], second: Mapping[str, Given]) -> dict[str, Given]:
-    """Both, where none contradicts the other."""
+    """The values of both.
+
+    Raises:
+        ConfigError: they differ in a value that both have.
+    """
     merged = dict(first)
     for name, (path, value) in second.items():
         other = merged.setdefault(name, Given(path, value))
@@ -264,7 +274,11 @@ def _contradiction(one: Given, other: Given) -> ConfigError:
 
 
 def _together(methods: list[tuple[str, Given]]) -> frozenset[str]:
-    """The methods that are asked for: one, or a draft model beside the lookahead cache."""
+    """The configured methods: one, or a draft model and the lookahead cache.
+
+    Raises:
+        ConfigError: other methods are combined.
+    """
     for method, source in methods:
         for other, another in methods:
             if method != other and NGRAM in (method, other):
@@ -273,7 +287,7 @@ def _together(methods: list[tuple[str, Given]]) -> frozenset[str]:
 
 
 def _refuse_idle(given: Mapping[str, Given], methods: frozenset[str]) -> None:
-    """Raises for a value that the methods, or the lack of any, leave without effect."""
+    """Raises ConfigError for a value that has no effect with these methods."""
     of_model = (*_OF_WORKER, _LONGEST_TEXT, _REVISION, _MODEL)
     for name, (path, value) in given.items():
         if name in (_COUNT, _MOST_SEQUENCES, *_OF_ACCEPTANCE):

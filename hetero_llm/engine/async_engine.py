@@ -34,10 +34,10 @@ from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine import messages
 from hetero_llm.engine.engine_client import EngineInfo, EngineStats
 from hetero_llm.engine.engine_launcher import EngineProcess, launch
-from hetero_llm.engine.factory import open_model
 from hetero_llm.engine.images import ImageInputs
 from hetero_llm.engine.input_processor import InputProcessor, Prompt, parse_prompt
 from hetero_llm.engine.output_stream import Assembler, OutputStream
+from hetero_llm.engine.resolve import open_model
 from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
 
 logger = logging.getLogger(__name__)

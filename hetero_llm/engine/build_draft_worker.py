@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WINDOW = 512
-"""Tokens at the end of a long sequence that the draft model sees: more improve drafts little, and
-the worker runs a prompt's while the target computes the prompt."""
+"""Number of tokens at the end of a long sequence that the draft model sees. More improve drafts
+little, and the worker must compute them while the target computes the prompt."""
 _NODES_EACH = 4  # nodes for each level of a tree that does not grow ahead
 
 
@@ -73,7 +73,7 @@ class MissingWorker:
         pass
 
 
-def attended_by(
+def background_drafter_of(
     drafter: Drafter | None, speculation: SpeculationConfig | None
 ) -> BackgroundDrafter | None:
     """The background drafter that the engine reports and shuts down: its drafter, if part of that

@@ -1,4 +1,4 @@
-"""Makes the drafter that the configuration asks for, and opens the lookahead cache's store."""
+"""Builds the configured drafter and opens the store of the lookahead cache."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from hetero_llm.spec_decode.lookahead.store import Store
 
 BYTES_PER_TOKEN = 110
-"""Of the global cache: 4 of text, about 70 of trie and 10 to 32 of n-grams on source code."""
+"""Memory of the global cache: 4 bytes of token ids, about 70 of suffix trie and, measured on source
+code, 10 to 32 of n-grams."""
 MOST_TOKENS = 64 << 20
-"""Of a cache sized by memory: more would be hash walks through slow memory for no more hits."""
+"""Maximum size of a cache sized by memory: a larger one is slower and hits no more often."""
 
 
 def make_drafter(
@@ -33,14 +34,16 @@ def make_drafter(
     tokenizer: Tokenizer | None = None,
     proposer: DraftModelProposer | None = None,
 ) -> tuple[Drafter | None, Store | None]:
-    """None without speculation; a store with the lookahead cache only, whose warm-up has begun.
+    """Builds the drafter and, with a lookahead cache, its store, whose warm-up begins.
 
     Args:
-        proposer: of a draft model whose worker is up.
+        proposer: the proposer of a running draft worker; None without one.
+
+    Returns:
+        The drafter, None without speculation; the store, None without a lookahead cache.
 
     Raises:
-        ConfigError: something that is not available yet, or a warm-up file that does not belong
-            to this model.
+        ConfigError: a feature is not available yet, or the warm-up file belongs to another model.
     """
     if speculation is None:
         return None, None
@@ -66,7 +69,7 @@ def make_drafter(
 def fit_to_model(
     config: LookaheadConfig, model: ModelConfig, max_model_len: int
 ) -> LookaheadConfig:
-    """With what the configuration leaves to the model filled in."""
+    """The configuration with the values that it leaves to the model filled in."""
     return dataclasses.replace(
         config,
         voc_size=min(config.voc_size, model.vocab_size),
@@ -78,7 +81,13 @@ def fit_to_model(
 def requirements_for(
     config: LookaheadConfig, memory_utilization: float, tokenizer: Tokenizer | None
 ) -> SnapshotRequirements:
-    """What the global cache of a configuration from `fit_to_model` may learn, and how much."""
+    """Requirements of the global cache on snapshots: tokenizer, vocabulary, end-of-text tokens, and
+    capacity in tokens.
+
+    Args:
+        config: result of `fit_to_model`.
+        memory_utilization: share of the host's memory for a cache without a configured size.
+    """
     from hetero_llm.spec_decode.lookahead.snapshot import SnapshotRequirements
 
     capacity = 0
@@ -132,7 +141,7 @@ def _model_alone(
     max_model_len: int,
     proposer: DraftModelProposer,
 ) -> Drafter:
-    """Drafts of the model without any cache."""
+    """A drafter that uses the draft model and no lookahead cache."""
     from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 
     return HybridDrafter(

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TOUCHING_THREADS = 16
-_CALIBRATED_ROWS = 64
+_PINNING_THREADS = 16
+_CALIBRATED_BLOCKS = 64  # host blocks that the calibration of the copier uses
 _NAP_S = 0.05
 _RESERVED_STEPS = 8
 
 
-class LoadGates(Protocol):
+class LoadFlags(Protocol):
     """`runner.layer_ready.LayerReadyFlags` over flags on the device.
 
     Attributes:
@@ -50,7 +50,7 @@ class LoadGates(Protocol):
     @property
     def flags_address(self) -> int: ...
 
-    def arm(self, tickets: Sequence[int]) -> None: ...
+    def arm(self, transfer_ids: Sequence[int]) -> None: ...
 
     def wait(self, layer: int) -> None: ...
 
@@ -62,14 +62,14 @@ class HostPlatform:
     Attributes:
         libcuda: the driver's library.
         current_stream: returns the handle of the stream that steps are launched on.
-        make_gates: creates the flags at which steps wait for loads.
+        make_layer_ready: creates the flags at which steps wait for loads.
         node: the device's NUMA node; None: unknown.
         core: CPU core of the copy thread; None: any.
     """
 
     libcuda: str
     current_stream: Callable[[], int]
-    make_gates: Callable[[], LoadGates]
+    make_layer_ready: Callable[[], LoadFlags]
     node: int | None = None
     core: int | None = None
 
@@ -81,7 +81,7 @@ class HostMemory:
     config: OffloadConfig
     platform: HostPlatform
     pool: PinnedPool
-    gates: LoadGates
+    layer_ready: LoadFlags
     method: str = ""
 
     def join(self, cache: PagedKVCache, times: StepTimes) -> PinnedHostTier | None:
@@ -90,7 +90,7 @@ class HostMemory:
         copier = _open_copier(self, cache)
         if copier is None:
             return None
-        self.gates.gate_of = copier.layer_ready_flag
+        self.layer_ready.gate_of = copier.layer_ready_flag
         self.method = copier.calibration.best()[-1].method.name.lower()
         shape, config = cache.shape, self.config
         rule = LoadRule(
@@ -116,8 +116,8 @@ def open_host_memory(
     scheduler: SchedulerConfig,
 ) -> HostMemory | None:
     """Opens page-locked memory for offloaded blocks. None without a configuration or a platform,
-    and with a warning if it cannot be had. To be called before the KV cache is sized: page tables
-    of a large pool take memory on the device, too.
+    and with a warning if the memory cannot be locked. To be called before the KV cache is sized:
+    page tables of a large pool take memory on the device, too.
 
     Raises:
         ConfigError: the requested share of memory is too small for a pool.
@@ -138,7 +138,7 @@ def open_host_memory(
     logger.info("%s", size.sentence)
     try:
         pool = PinnedPool(
-            row_bytes, size.num_rows, node=platform.node, threads=_TOUCHING_THREADS,
+            row_bytes, size.num_rows, node=platform.node, threads=_PINNING_THREADS,
             background=config.background_pin, libcuda=platform.libcuda,
         )  # fmt: skip
     except PoolError as error:
@@ -148,17 +148,17 @@ def open_host_memory(
         logger.warning("serving without prefix cache offload: %s", pool.failure)
         pool.close()
         return None
-    return HostMemory(config, platform, pool, platform.make_gates())
+    return HostMemory(config, platform, pool, platform.make_layer_ready())
 
 
 def _open_copier(host: HostMemory, cache: PagedKVCache) -> NativeCopier | None:
     """Opens and calibrates the copier. Without one: None with a warning, and the pool is closed."""
     config, pool, platform, shape = host.config, host.pool, host.platform, cache.shape
-    while pool.ready_rows < min(_CALIBRATED_ROWS, pool.num_rows) and not pool.wait(_NAP_S):
+    while pool.ready_rows < min(_CALIBRATED_BLOCKS, pool.num_rows) and not pool.wait(_NAP_S):
         pass  # usually ready by now: loading the weights takes longer
     rows = DeviceRows(
         cache.data.data_ptr(), cache.num_blocks, shape.block_bytes, shape.num_layers,
-        host.gates.flags_address,
+        host.layer_ready.flags_address,
     )  # fmt: skip
     options = CopyOptions(
         lookahead=config.lookahead, max_inflight=config.max_inflight_bytes, lazy=config.lazy,
@@ -175,8 +175,9 @@ def _open_copier(host: HostMemory, cache: PagedKVCache) -> NativeCopier | None:
 
 
 def offload_limits(config: OffloadConfig, scheduler: SchedulerConfig) -> OffloadLimits:
-    """When blocks are stored. As many as several of the largest steps may take are kept ready to be
-    handed out without loss, since prompts are computed faster than blocks can be stored."""
+    """Limits that decide when blocks are stored in host memory. The device blocks of several of the
+    largest steps are kept stored ahead of their eviction, since prompts are computed faster than
+    blocks can be stored."""
     reserve = _RESERVED_STEPS * -(-scheduler.max_num_batched_tokens // scheduler.block_size)
     return OffloadLimits(
         reserve, config.gpu_evictor_limit, write_through=config.write_policy == "write_through"

@@ -1,4 +1,4 @@
-"""Builds a model's runner with its KV cache, on any device. Part of the factory."""
+"""Builds a model's runner with its KV cache, on any device."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TRIED_ROWS = (1, 16)
+_TRIED_TOKENS = (1, 16)  # sizes of the steps that `_can_be_captured` tries
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltRunner:
-    """A runner and the KV cache that it works on."""
+    """A runner and its KV cache."""
 
     runner: ModelRunner[Any]
     cache: PagedKVCache
@@ -41,7 +41,7 @@ class BuiltRunner:
 
 @dataclass(frozen=True, slots=True)
 class RunnerInputs:
-    """What a runner is built from, on any device."""
+    """Everything a runner is built from. See `build_runner`."""
 
     model: CausalLM
     model_config: ModelConfig
@@ -54,11 +54,11 @@ class RunnerInputs:
     drafts: bool
     native: NativeBackend | None
     typical: TypicalAcceptance | None
-    gates: LayerReadyFlags | None
+    layer_ready: LayerReadyFlags | None
 
     @property
     def blocks_per_sequence(self) -> int:
-        """Of one sequence of max_model_len."""
+        """KV blocks of one sequence of `max_model_len` tokens."""
         return -(-self.scheduler.max_model_len // self.cache.block_size)
 
 
@@ -72,17 +72,17 @@ def build_runner(
     device: torch.device,
     drafts: bool,
     native: NativeBackend | None,
-    gates: LayerReadyFlags | None = None,
+    layer_ready: LayerReadyFlags | None = None,
 ) -> BuiltRunner:
-    """The runner with its KV cache.
+    """Builds the runner and its KV cache.
 
     Args:
-        drafts: there will be steps with draft trees.
-        native: the native executor's settings where it runs the model.
-        gates: what steps that read KV on its way from host memory wait at; None: there are none.
+        drafts: whether steps may have draft trees.
+        native: settings of the native executor; None: it does not run the model.
+        layer_ready: flags at which steps wait for KV loads from host memory; None: there are none.
 
     Raises:
-        ConfigError: there is no memory for them.
+        ConfigError: there is not enough memory.
     """
     inputs = RunnerInputs(
         model,
@@ -96,7 +96,7 @@ def build_runner(
         drafts,
         native,
         None if config.speculation is None else config.speculation.typical,
-        gates,
+        layer_ready,
     )
     _check_fixed_blocks(inputs)
     return _cuda_runner(inputs) if device.type == "cuda" else _cpu_runner(inputs)
@@ -112,7 +112,7 @@ def _cpu_runner(inputs: RunnerInputs) -> BuiltRunner:
     if num_blocks is None:
         share = inputs.cache.memory_utilization
         num_blocks = int(usable_memory_bytes() * share) // inputs.shape.block_bytes
-        # host memory beyond what sequences can fill is left alone
+        # no more host memory than max_num_seqs sequences can fill
         num_blocks = min(num_blocks, needed * inputs.scheduler.max_num_seqs)
         if num_blocks < needed:
             raise ConfigError(
@@ -124,7 +124,7 @@ def _cpu_runner(inputs: RunnerInputs) -> BuiltRunner:
             )
     cache = PagedKVCache(inputs.shape, num_blocks, inputs.device)
     if inputs.native is not None:
-        assert inputs.gates is None, "the native executor has its KV in host memory"
+        assert inputs.layer_ready is None, "the native executor has its KV in host memory"
         return BuiltRunner(_native_runner(inputs, inputs.native, cache), cache)
     row_kernel = None
     if not inputs.batch_invariant:
@@ -179,7 +179,7 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
             max_num_batched_tokens=inputs.scheduler.max_num_batched_tokens,
             graphs=graphs,
             drafts=inputs.drafts,
-            layer_ready=cast("DeviceLayerReadyFlags | None", inputs.gates),
+            layer_ready=cast("DeviceLayerReadyFlags | None", inputs.layer_ready),
         )
         runner.typical = inputs.typical
         return BuiltRunner(runner, cache)
@@ -201,15 +201,16 @@ def _cuda_runner(inputs: RunnerInputs) -> BuiltRunner:
 
 
 def _can_be_captured(model: CausalLM) -> bool:
-    """Whether steps fit into CUDA graphs. Our own models' do; classes of transformers may ask the
-    device how to go on (how many rows an expert gets, for example), and are tried."""
+    """Whether steps can be captured in CUDA graphs. Those of our own models can. A class of
+    transformers may copy values to the host within a step (such as the number of tokens of an
+    expert), so it is tried."""
     from hetero_llm.gpu.graph_set import why_not_captured
     from hetero_llm.models.transformers_backend import TransformersForCausalLM
     from hetero_llm.models.transformers_check import trial_step
 
     if not isinstance(model, TransformersForCausalLM):
         return True
-    for count in _TRIED_ROWS:
+    for count in _TRIED_TOKENS:
         reason = why_not_captured(trial_step(model, count))
         if reason is not None:
             name = type(model.causal).__name__
@@ -221,6 +222,11 @@ def _can_be_captured(model: CausalLM) -> bool:
 def cache_shape(
     config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> KVCacheShape:
+    """The shape of the model's KV cache.
+
+    Raises:
+        ConfigError: the configured dtype does not fit the model, the device or another argument.
+    """
     from hetero_llm.runner.kv_cache import KVCacheShape
 
     if config.cache.dtype != "auto" and isinstance(model_config, ImageModelConfig):
@@ -276,5 +282,5 @@ def _torch_runner(
         row_kernel=row_kernel,
     )
     runner.typical = inputs.typical
-    runner.layer_ready = inputs.gates
+    runner.layer_ready = inputs.layer_ready
     return runner

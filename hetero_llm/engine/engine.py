@@ -1,12 +1,15 @@
-"""The step loop: schedule, run, update, show.
+"""The step loop: schedule, launch, finish, update, output.
 
-Law of this file: one step is a few calls in a row, with the next step's schedule and launch put in
-between when stepping is asynchronous. What a step does belongs to the part called.
+A step is a few calls one after another. With asynchronous stepping the next step is scheduled and
+launched between the launch and the finish of this one. The loop only calls; the work is done by the
+scheduler, the runner and the output processor.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from time import perf_counter
 from typing import Any
 
 from hetero_llm.core.drafter import BackgroundDrafter
@@ -20,26 +23,72 @@ from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.speculation_log import SpeculationLog, speculation_metrics
-from hetero_llm.engine.step_clock import StepClock
 from hetero_llm.kv_cache.hit_log import HitLog
 from hetero_llm.scheduler.scheduler import Scheduler
 from hetero_llm.utils.gc_control import collect_if_due
 
 logger = logging.getLogger(__name__)
 
+PHASES = ("schedule", "launch", "wait", "update", "output")
+"""Phases of a step: choosing tokens, launching them on the device, waiting for the device, updating
+the scheduler, producing text."""
+
+_BOUNDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1,
+           0.25, 0.5, 1.0, 2.5, 10.0)  # fmt: skip
+
+
+class StepClock:
+    """Measures how long each phase of a step takes, in seconds, and keeps a histogram a phase.
+
+    A phase may run several times in a step; its durations are added up.
+
+    Attributes:
+        last_step: Unix time in seconds of the last step's end, 0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.last_step = 0.0
+        self._sums = dict.fromkeys(PHASES, 0.0)
+        self._histograms = {phase: Histogram.empty(_BOUNDS) for phase in PHASES}
+        self._last_lap = 0.0
+
+    def begin(self) -> None:
+        """Starts a step. A step without `end` before is dropped."""
+        for phase in PHASES:
+            self._sums[phase] = 0.0
+        self._last_lap = perf_counter()
+
+    def lap(self, phase: str) -> float:
+        """Adds the time since the last lap to `phase`. Returns the present `perf_counter` time."""
+        now = perf_counter()
+        self._sums[phase] += now - self._last_lap
+        self._last_lap = now
+        return now
+
+    def end(self) -> None:
+        """Ends the step: adds the sums of its phases to the histograms."""
+        self.last_step = time.time()
+        for phase, seconds in self._sums.items():
+            self._histograms[phase].observe(seconds)
+
+    def histograms(self) -> dict[str, Histogram]:
+        """Histograms of the phases in seconds, by name: "step_seconds/<phase>"."""
+        return {f"step_seconds/{phase}": kept for phase, kept in self._histograms.items()}
+
 
 class Engine:
     """Joins scheduler, runner and text processing; knows no device and no model.
 
-    Single-threaded: one caller at a time. An exception inside a step is our bug; it leaves device
-    and bookkeeping in an unknown state, so the engine refuses everything afterwards.
+    Not thread-safe: one caller at a time. An exception inside a step is a bug of ours and leaves
+    device and scheduler in an unknown state, so every later call raises `EngineDeadError`.
 
     Args:
         asynchronous: launch the next step before the last one's tokens reach the host, wherever
             the requests and the scheduler's drafter allow it. Tokens are the same; a sequence that
-            ends by a stop token or string costs one row more.
-        attended: the drafter, if something of it runs beside this process.
-        hit_log: told of every step, to log where blocks were found.
+            ends by a stop token or string has one token computed in vain.
+        background_drafter: the drafter, if part of it runs in another process; the engine reports
+            its metrics and shuts it down.
+        hit_log: notified after each step; logs where blocks were found.
     """
 
     def __init__(
@@ -51,7 +100,7 @@ class Engine:
         *,
         asynchronous: bool = False,
         speculation_log: SpeculationLog | None = None,
-        attended: BackgroundDrafter | None = None,
+        background_drafter: BackgroundDrafter | None = None,
         hit_log: HitLog | None = None,
     ) -> None:
         self._input_processor = input_processor
@@ -60,11 +109,11 @@ class Engine:
         self._output_processor = output_processor
         self._asynchronous = asynchronous
         self._speculation_log = speculation_log
-        self._attended = attended
+        self.background_drafter = background_drafter
         self._hit_log = hit_log
         self._pending: tuple[SchedulerOutput, Any, float] | None = None  # launched, not finished
         self._clock = StepClock()
-        self._finished = 0.0  # when the last step was
+        self._last_finish = 0.0  # when the last step finished, `perf_counter` time
         self._failure: BaseException | None = None
 
     @property
@@ -72,20 +121,20 @@ class Engine:
         return self._scheduler.num_unfinished > 0
 
     def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
-        """Checks everything about a request without starting it.
+        """Builds and checks a request without starting it.
 
         Raises:
-            RequestError: it could never be served here.
+            RequestError: the engine could never serve it.
         """
         request = self._input_processor.make_request(request_id, prompt, params)
         self.check_request(request)
         return request
 
     def check_request(self, request: Request) -> None:
-        """Checks what depends on the scheduler's limits: sequences at once and KV blocks.
+        """Checks a request against the scheduler's limits: concurrent sequences and KV blocks.
 
         Raises:
-            RequestError: the request could never run here.
+            RequestError: the engine could never run it.
         """
         self._scheduler.check_request(request)
 
@@ -95,17 +144,17 @@ class Engine:
         self._scheduler.add_request(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request at any time; returns its last output, None if it is not running."""
+        """Ends a request. Returns its last output, None if it is not running."""
         request = self._scheduler.abort(request_id)
         return None if request is None else self._output_processor.abort(request)
 
     def step(self) -> list[RequestOutput]:
-        """Finishes one step; returns what became visible, empty if there is nothing to do.
+        """Finishes one step and returns its outputs; none if there is nothing to do.
 
-        With asynchronous stepping the next one is launched before that and stays pending: before
-        this one's tokens are known where the scheduler allows it, else as soon as they are. When
-        the last request ends that step holds only rows nobody waits for: the next call finishes
-        it, if there is one, and drops its results.
+        With asynchronous stepping the next step is launched, too, and stays pending until the next
+        call: before this step's tokens are known where the scheduler allows it, else right after.
+        When the last request ends, the pending step computes only tokens of ended requests; the
+        next call of `step`, if there is one, finishes it and drops its results.
         """
         self._check_alive()
         clock = self._clock
@@ -113,27 +162,27 @@ class Engine:
         try:
             pending = self._pending or self._launch(self._scheduler.schedule())
             if pending is None:
-                if self._scheduler.loads:  # they are all there is to wait for
+                if self._scheduler.loads:  # all requests wait for KV loads
                     self._scheduler.loads.nap()
                 return []
             if self._asynchronous:
                 self._pending = self._launch(self._scheduler.schedule_ahead())
                 self._scheduler.run_deferred()
-                waited_for = self._scheduler.num_waiting or pending[0].has_chunks
-                collect_if_due(calm=not waited_for)
+                prompt_pending = self._scheduler.num_waiting or pending[0].has_chunks
+                collect_if_due(calm=not prompt_pending)
             step, launched, begun = pending
             output = self._runner.finish(launched)
             now = clock.lap("wait")
-            self._scheduler.observe_step(step, now - max(begun, self._finished))
-            self._finished = now
+            self._scheduler.observe_step(step, now - max(begun, self._last_finish))
+            self._last_finish = now
             touched = self._scheduler.update(step, output)
             clock.lap("update")
             if self._asynchronous and self._pending is None:
                 self._pending = self._launch(self._scheduler.schedule())
             if not self._asynchronous:
-                self._scheduler.run_deferred()  # what is drafted next may depend on it
+                self._scheduler.run_deferred()  # the next drafts may depend on these tokens
             elif not self.has_unfinished:
-                self._scheduler.observe_tokens()  # there may be no next step to do it in
+                self._scheduler.observe_tokens()  # there may be no next step that does it
             if self._speculation_log is not None:
                 self._speculation_log.note(self._scheduler.stats)
             if self._hit_log is not None:
@@ -148,7 +197,7 @@ class Engine:
             raise
 
     def metrics(self) -> dict[str, float]:
-        """Counters since start and the present state, flat."""
+        """Counters since start and gauges of the present state, by name."""
         stats = self._scheduler.stats
         return {
             "num_requests_running": self._scheduler.num_running,
@@ -165,32 +214,32 @@ class Engine:
             "spec_decode_num_draft_tokens": stats.num_draft_tokens,
             "spec_decode_num_accepted_tokens": stats.num_accepted_tokens,
             **{
-                f"spec_decode_num_accepted_tokens_per_pos_{place}": count
-                for place, count in enumerate(stats.accepted_at)
+                f"spec_decode_num_accepted_tokens_per_pos_{position}": count
+                for position, count in enumerate(stats.accepted_at)
             },
             "last_step_timestamp_seconds": self._clock.last_step,
             **self._scheduler.loads.metrics(),
             **(speculation_metrics(stats) if stats.num_drafts else {}),
-            **({} if self._attended is None else self._attended.metrics()),
+            **({} if self.background_drafter is None else self.background_drafter.metrics()),
         }
 
     def histograms(self) -> dict[str, Histogram]:
-        """What is counted of every step: its tokens, and the seconds of its phases."""
+        """Histograms over all steps: tokens of a step, and seconds of each of its phases."""
         return {
             "iteration_tokens_total": self._scheduler.stats.step_tokens,
             **self._clock.histograms(),
         }
 
     def poll_host_memory(self) -> bool:
-        """Lets copies to host memory go on while there is nothing to run; whether more is to come.
-        To be called now and then when idle."""
+        """Continues copies of KV to host memory while no request runs: the caller calls it
+        repeatedly when idle. Returns whether there is more to copy."""
         self._check_alive()
         return self._scheduler.poll_host_memory()
 
     def shut_down(self) -> None:
-        """Ends what runs beside this process; the engine is not to be used afterwards."""
-        if self._attended is not None:
-            self._attended.shut_down()
+        """Ends the draft worker and the KV copies. The engine must not be used afterwards."""
+        if self.background_drafter is not None:
+            self.background_drafter.shut_down()
         if self._hit_log is not None:
             self._hit_log.close()
         self._scheduler.loads.shut_down()
@@ -199,7 +248,8 @@ class Engine:
         self._scheduler.reset_prefix_cache()
 
     def _launch(self, step: SchedulerOutput | None) -> tuple[SchedulerOutput, Any, float] | None:
-        """The step, what its runner made of it, and when it began."""
+        """Launches a step. Returns the step, the runner's handle for `finish`, and the time when
+        the launch began; None if there is no step."""
         begun = self._clock.lap("schedule")
         if step is None:
             return None

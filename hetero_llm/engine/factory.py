@@ -1,4 +1,8 @@
-"""Builds an engine from its configuration: the only place that joins engine and devices."""
+"""Builds an engine from its configuration.
+
+Only this file and its builders (`build_runner`, `build_host_tier`, `build_drafter`,
+`build_device_draft`, `build_draft_worker`) join the engine with devices.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.engine.build_device_draft import DeviceDraft, count_blocks, draft_limits
 from hetero_llm.engine.build_draft_worker import (
     DraftModel,
-    attended_by,
+    background_drafter_of,
     find_draft_model,
     own_load_format,
     prepare_draft_model,
@@ -42,7 +46,6 @@ from hetero_llm.engine.resolve import (
     resolve_dtype,
     resolve_max_model_len,
 )
-from hetero_llm.engine.resolve import open_model as open_model  # for whoever needs no engine
 from hetero_llm.engine.speculation_log import make_log
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.kv_cache.block_manager import BlockManager
@@ -71,9 +74,13 @@ logger = logging.getLogger(__name__)
 class BuiltEngine:
     """An engine and what its callers need to know about it.
 
-    `backend` is what runs the model: "cuda", or on a CPU "native" (our executor), "torch" or
-    "ipex". `store` is there with the lookahead cache only. `offload`: see `EngineInfo`. `images`:
-    see `InputProcessor`.
+    Attributes:
+        num_blocks: number of KV blocks on the device.
+        backend: what runs the model: "cuda", or on a CPU "native" (our executor), "torch" or
+            "ipex".
+        store: the lookahead cache's; None without one.
+        offload: see `EngineInfo`.
+        images: see `InputProcessor`.
     """
 
     engine: Engine
@@ -96,14 +103,16 @@ def build_engine(
     serving: bool = False,
     platform: HostPlatform | None = None,
 ) -> BuiltEngine:
-    """Loads model and tokenizer and sizes the KV cache.
+    """Loads model and tokenizer, sizes the KV cache and builds the engine.
 
-    `drafter` proposes draft trees; None: what the configuration asks for. `serving`: somebody
-    watches the tokens come, so steps are shorter unless the configuration says how long.
-    `platform`: how KV is copied to and from host memory; None: as the device's driver does.
+    Args:
+        drafter: proposes draft trees; None: the configured one.
+        serving: users watch the tokens stream, so steps are shorter unless
+            `max_num_batched_tokens` is configured.
+        platform: access to the device for the host tier; None: through the device's driver.
 
     Raises:
-        ConfigError: arguments that this model or machine cannot serve.
+        ConfigError: this model or machine cannot serve with these arguments.
         ModelLoadError: the model folder is missing, damaged or not supported.
     """
     import torch
@@ -140,7 +149,7 @@ def build_engine(
 
 @dataclass(frozen=True, slots=True)
 class _EngineInputs:
-    """What was found out about model and machine before any weight is loaded."""
+    """Model and machine as resolved before any weight is loaded."""
 
     folder: Path
     model_config: ModelConfig
@@ -160,7 +169,7 @@ def _join(
     drafter: Drafter | None,
     draft_model: DraftModel | None,
 ) -> BuiltEngine:
-    """Loads the weights and joins all parts."""
+    """Loads the weights, builds all parts and joins them."""
     load, model_config, tokenizer = config.load, inputs.model_config, inputs.tokenizer
     device, dtype, max_model_len = inputs.device, inputs.dtype, inputs.max_model_len
     dtype_name = str(dtype).removeprefix("torch.")
@@ -187,7 +196,7 @@ def _join(
         device=device,
         drafts=drafter is not None or config.speculation is not None,
         native=native,
-        gates=None if host is None else host.gates,
+        layer_ready=None if host is None else host.layer_ready,
     )
     runner, num_blocks = built.runner, built.cache.num_blocks
     store = None
@@ -198,7 +207,7 @@ def _join(
         drafter, store = make_drafter(
             config.speculation, model_config, max_model_len, tokenizer, proposer
         )
-    _tell_costs(drafter, runner)
+    _set_step_times(drafter, runner)
     times = step_times(model_config, model.parameters_per_token())
     tier = None if host is None else host.join(built.cache, times)
     offload = None if tier is None or host is None else host
@@ -218,7 +227,7 @@ def _join(
         OutputProcessor(tokenizer, scheduler.stop_sequence),
         asynchronous=device.type == "cuda" and not _on_torch(config, model_config),
         speculation_log=make_log(config.speculation),
-        attended=attended_by(drafter, config.speculation),
+        background_drafter=background_drafter_of(drafter, config.speculation),
         hit_log=HitLog(hits) if offload is not None and offload.config.hit_count else None,
     )
     if not config.disable_log_stats:
@@ -238,10 +247,11 @@ def _scheduler(
     drafter: Drafter | None,
     memory: tuple[HostTier | None, HostMemory | None, StepTimes],
 ) -> tuple[Scheduler, HitCounter]:
-    """The scheduler with its blocks, and what counts where those come from.
+    """Builds the scheduler and its block manager. Returns the scheduler and the block manager's hit
+    counter.
 
     Args:
-        memory: behind the prefix cache, if any.
+        memory: the host tier and its memory, None without one, and the step-time predictor.
     """
     tier, host, times = memory
     shape, tokenizer = built.cache.shape, inputs.tokenizer
@@ -267,7 +277,8 @@ def _scheduler(
 def _load_device_draft(
     config: EngineConfig, inputs: _EngineInputs, backend: str
 ) -> DeviceDraft | None:
-    """The draft model that is to run beside the target, with its KV cache; None without one."""
+    """Loads the draft model that runs on the target's device, with its KV cache; None without
+    one."""
     wanted = None if config.speculation is None else config.speculation.draft
     if wanted is None or wanted.on_cpu:
         return None
@@ -283,8 +294,8 @@ def _load_device_draft(
 def _device_draft(
     config: EngineConfig, wanted: DraftModelConfig, inputs: _EngineInputs, backend: str
 ) -> DeviceDraft:
-    """As the target is built, but for what is the target's alone: the native executor, weights in
-    host memory, a KV cache out of all memory there is."""
+    """Builds the draft model as the target is built, with three differences: no native executor, no
+    weights in host memory, and a KV cache that leaves room for the target's."""
     load_format = own_load_format(config.load.load_format)
     folder, model_config = find_draft_model(
         wanted, inputs.model_config, inputs.tokenizer,
@@ -332,7 +343,7 @@ def _device_draft(
 
 
 def _room_for_caches(config: EngineConfig, device: torch.device) -> int:
-    """Bytes that the KV caches may take, with all weights loaded."""
+    """Bytes for the KV caches of both models, once all weights are loaded."""
     share = config.cache.memory_utilization
     if device.type == "cuda":
         from hetero_llm.gpu.memory import memory_left
@@ -343,15 +354,15 @@ def _room_for_caches(config: EngineConfig, device: torch.device) -> int:
     return int(usable_memory_bytes() * share)
 
 
-def _tell_costs(drafter: Drafter | None, runner: Any) -> None:
-    """Step times of runners that have measured them, to whoever weighs them."""
+def _set_step_times(drafter: Drafter | None, runner: Any) -> None:
+    """Gives the step times that the runner has measured, if any, to a drafter that uses them."""
     profile = getattr(runner, "profile", None)
     if profile and isinstance(drafter, CostAware):
         drafter.set_step_times(profile)
 
 
 def free_unreachable(device: str) -> None:
-    """Gives a GPU the memory of closed engines; nothing to do on a CPU."""
+    """Frees GPU memory of closed engines; does nothing on a CPU."""
     if device.startswith("cuda"):
         from hetero_llm.gpu.memory import free_unreachable as free
 
@@ -359,7 +370,7 @@ def free_unreachable(device: str) -> None:
 
 
 def _platform(config: EngineConfig, device: torch.device) -> HostPlatform | None:
-    """How offloaded KV moves here; None if none does."""
+    """Access to the device for the host tier; None without offload, and on a CPU."""
     if config.offload is None:
         return None
     if device.type == "cpu":
@@ -375,7 +386,7 @@ def _platform(config: EngineConfig, device: torch.device) -> HostPlatform | None
     return HostPlatform(
         libcuda="libcuda.so.1",
         current_stream=lambda: torch.cuda.current_stream(device).cuda_stream,
-        make_gates=lambda: DeviceLayerReadyFlags(device, lambda ticket: None),
+        make_layer_ready=lambda: DeviceLayerReadyFlags(device, lambda transfer_id: None),
         node=numa_node(device.index or 0),
         core=None if plan is None else plan.copy,
     )
@@ -396,14 +407,14 @@ def _check_offload(config: EngineConfig, device: torch.device) -> None:
 
 
 def _on_torch(config: EngineConfig, model_config: ModelConfig) -> bool:
-    """Whether the device-agnostic runner serves, on a GPU too."""
+    """Whether the device-agnostic torch runner runs the model, on a GPU too."""
     return config.batch_invariant or isinstance(model_config, ImageModelConfig)
 
 
 def _native_backend(
     config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> NativeBackend | None:
-    """The native executor's settings, where it is to run the model."""
+    """Settings of the native executor; None if it does not run the model."""
     cpu = config.cpu
     if device.type == "cpu":
         from hetero_llm.cpu.backend import choose_backend
@@ -420,7 +431,8 @@ def _native_backend(
 
 
 def _backend_name(config: EngineConfig, device: torch.device, *, native: bool) -> str:
-    """See `BuiltEngine`; without the native executor torch serves, or IPEX if it was asked for."""
+    """See `BuiltEngine`. On a CPU without the native executor: "ipex" if configured, else
+    "torch"."""
     if native:
         return "native"
     if device.type == "cuda":
@@ -438,10 +450,11 @@ def _load_weights(
     show_progress: bool,
     backend: str,
 ) -> CausalLM:
-    """The model with the products that the device and the configuration ask for.
+    """Loads the model and replaces its layers by the fastest ones for device and configuration.
 
     Args:
-        backend: see `BuiltEngine`; the native executor takes the weights as they are.
+        backend: see `BuiltEngine`; "native": the layers stay, since the executor reads the weights
+            itself.
     """
     from hetero_llm.models.loader import load_model
 

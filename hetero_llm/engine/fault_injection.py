@@ -1,4 +1,4 @@
-"""Injects faults that a signal from outside cannot produce; see `utils.env.faults`."""
+"""Injects faults that a signal from outside cannot cause; see `utils.env.faults`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def with_faults(step: Callable[[], T], faults: Mapping[str, float]) -> Callable[[], T]:
-    """Returns `step` itself without faults, else a function that adds them.
+    """Returns a function that calls `step` and adds the faults; `step` itself if there are none.
 
     Args:
         faults: "slow_step_ms": milliseconds added to each step. "stall_step_after": number of
@@ -36,6 +36,6 @@ def with_faults(step: Callable[[], T], faults: Mapping[str, float]) -> Callable[
 
 
 def stall_if(wanted: bool) -> None:
-    """If `wanted`, never returns and keeps the interpreter busy, as a loop with a bug would."""
+    """Loops forever if `wanted`, keeping the interpreter busy, as a loop with a bug would."""
     while wanted:
         pass

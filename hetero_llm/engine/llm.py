@@ -85,7 +85,7 @@ class LLM:
         prompt_adapter_request: None = None,
         guided_options_request: None = None,
     ) -> list[RequestOutput]:
-        """Continues prompts; all of them run together as far as memory allows.
+        """Generates a continuation of each prompt; prompts run together as far as memory allows.
 
         Args:
             prompts: a string, a dict with "prompt" or "prompt_token_ids" (and "cache_salt", and
@@ -96,11 +96,11 @@ class LLM:
             lora_request, prompt_adapter_request, guided_options_request: not available yet.
 
         Returns:
-            One finished output per prompt, in order. After Ctrl-C what there is so far, with
-            finish_reason "abort" where unfinished.
+            One finished output per prompt, in order. After Ctrl-C an unfinished one has the text
+            so far and finish_reason "abort".
 
         Raises:
-            RequestError: a prompt or parameter is wrong; names the prompt's index. Nothing has
+            RequestError: a prompt or parameter is wrong; names the prompt's index. No prompt has
                 been started.
         """
         _refuse("lora_request", lora_request, "LoRA")
@@ -175,7 +175,7 @@ class LLM:
         finished = False
         try:
             while not finished:
-                if not inbox:  # else another call has already stepped for us
+                if not inbox:  # else a step of another call has already filled it
                     inbox.extend(self._step({request.request_id}))
                     continue
                 output = inbox.popleft()
@@ -193,16 +193,17 @@ class LLM:
         return None if tokenizer is None else tokenizer.hf
 
     def get_metrics(self) -> dict[str, float]:
-        """Counters since start and present state, flat; names follow vLLM's metrics."""
+        """Counters since start and gauges of the present state, by name; names follow vLLM's
+        metrics."""
         parts = self._engine_parts()
         return parts.engine.metrics() | ({} if parts.store is None else parts.store.metrics())
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes."""
+        """Drops all cached prefixes."""
         self._engine_parts().engine.reset_prefix_cache()
 
     def save_lookahead_cache(self, path: str | os.PathLike[str]) -> None:
-        """Saves what the lookahead cache learned from all requests, texts included, in one file.
+        """Saves the lookahead cache, which holds the tokens of all requests, in one file.
 
         Raises:
             ConfigError: there is no lookahead cache.
@@ -211,13 +212,13 @@ class LLM:
         self._store().save(os.fspath(path))
 
     def load_lookahead_cache(self, path: str | os.PathLike[str]) -> None:
-        """The lookahead cache becomes what it was when the file was saved; the caches of running
-        requests stay. Tokens do not depend on it.
+        """Restores the lookahead cache from a file; the caches of running requests stay. Generated
+        tokens do not depend on it.
 
         Raises:
             ConfigError: there is no lookahead cache.
-            SnapshotError: the file is damaged, of another tokenizer, or too large; nothing has
-                changed.
+            SnapshotError: the file is damaged, of another tokenizer, or too large; the cache is
+                unchanged.
         """
         self._store().load(os.fspath(path))
 
@@ -308,8 +309,9 @@ class LLM:
 
 @contextmanager
 def _interrupt_between_steps() -> Iterator[list[int]]:
-    """Collects Ctrl-C in a list instead of raising it inside a step, which would leave device and
-    bookkeeping apart. Only the main thread gets signals; elsewhere the list stays empty."""
+    """Collects Ctrl-C in a list instead of raising it inside a step, which would leave scheduler
+    and device in different states. Only the main thread gets signals; in others the list stays
+    empty."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -322,7 +324,7 @@ def _interrupt_between_steps() -> Iterator[list[int]]:
 
 
 class _Progress:
-    """The bar of `generate`: finished prompts, input and output tokens per second."""
+    """Progress bar of `generate`: finished prompts, input and output tokens per second."""
 
     def __init__(self, total: int, shown: bool) -> None:
         self._bar = tqdm(

@@ -1,4 +1,4 @@
-"""Token ids to what the user sees: text, stop strings, log-probabilities, `RequestOutput`."""
+"""Turns sampled token ids into `RequestOutput`s: text, stop strings, log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ from hetero_llm.engine.tokenizer import Stream, Tokenizer
 
 @dataclass(slots=True)
 class _Text:
-    """Text of one sequence so far. `num_tokens` were decoded, `pending` of them gave no text yet
-    (an unfinished character); `sent_*` is what a DELTA stream has delivered."""
+    """Text of one sequence so far.
+
+    Attributes:
+        num_tokens: number of decoded tokens.
+        pending: the last of them, which gave no text yet: an unfinished character.
+        after_special: the last decoded token is a special token.
+        sent_chars: characters that a DELTA stream has delivered.
+    """
 
     stream: Stream
     text: str = ""
@@ -23,7 +29,6 @@ class _Text:
     pending: list[int] = field(default_factory=list)
     after_special: bool = False
     sent_chars: int = 0
-    sent_tokens: int = 0
 
 
 class OutputProcessor:
@@ -31,8 +36,8 @@ class OutputProcessor:
 
     Args:
         tokenizer: None if the engine was started without one.
-        stop_sequence: tells the scheduler that a stop string ended a sequence: the sequence, the
-            string, and its tokens (prompt included) up to the one that completed the string.
+        stop_sequence: ends a sequence in the scheduler. Its arguments: the sequence, the stop
+            string, and the number of tokens (prompt included) up to the end of that string.
     """
 
     def __init__(
@@ -44,10 +49,11 @@ class OutputProcessor:
         self._stop_sequence = stop_sequence
         self._texts: dict[Sequence, _Text] = {}
         self._sent: dict[Sequence, int] = {}
-        self._prompts: dict[str, list[TokenLogprobs | None]] = {}  # as far as computed
+        # Request id -> log-probabilities of the prompt, as far as computed.
+        self._prompts: dict[str, list[TokenLogprobs | None]] = {}
 
     def process(self, touched: Iterable[Sequence]) -> list[RequestOutput]:
-        """Outputs of a step, one per request at most, in the order they were scheduled."""
+        """Returns the outputs of a step, at most one a request, in the order of scheduling."""
         ready: dict[str, Request] = {}
         for sequence in touched:
             request = sequence.request
@@ -65,7 +71,7 @@ class OutputProcessor:
         return [self._output(request) for request in ready.values()]
 
     def abort(self, request: Request) -> RequestOutput:
-        """The last output of a request that was ended from outside."""
+        """The last output of an aborted request."""
         return self._output(request)
 
     # -- text -------------------------------------------------------------------------------
@@ -108,7 +114,7 @@ class OutputProcessor:
         assert self._tokenizer is not None
         new = text.stream.push(token)
         if not (params.skip_special_tokens or params.spaces_between_special_tokens):
-            # Neighbouring special tokens are shown without the space some tokenizers put between.
+            # Some tokenizers put a space between neighbouring special tokens: it is left out.
             special = self._tokenizer.added_tokens.get(token)
             if special is not None and text.after_special:
                 new = special
@@ -121,7 +127,8 @@ class OutputProcessor:
         return new
 
     def _visible(self, sequence: Sequence, text: _Text) -> str:
-        """Text that can be shown: while running, a possible start of a stop string is held."""
+        """The text that can be delivered: all but, while the sequence runs, the longest possible
+        beginning of a stop string."""
         stop = sequence.request.params.stop
         if sequence.finished or not stop or sequence.request.params.include_stop_str_in_output:
             return text.text
@@ -216,7 +223,8 @@ class OutputProcessor:
 
 
 def _find_stop(text: str, num_new: int, params: SamplingParams) -> tuple[str, int] | None:
-    """The stop string that ends earliest in the new part of a text, and where to cut."""
+    """Finds the stop string that ends first within the last `num_new` characters. Returns it and
+    the length to which the text is cut."""
     best: tuple[int, str, int] | None = None
     for stop in params.stop or ():
         at = text.find(stop, max(0, len(text) - num_new - len(stop) + 1))

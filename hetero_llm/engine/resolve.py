@@ -1,5 +1,5 @@
-"""What a configuration leaves open, found out from model folder and machine: before any weight is
-loaded."""
+"""Resolves what a configuration leaves open from model folder and machine, before any weight is
+loaded: device, dtype, context length, limits of a step, tokenizer."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"half": "float16", "float": "float32"}
-_DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}  # measured: docs/log.md
-_TOKENS_WHEN_SERVING = 2048  # on a GPU: a prompt's piece is the longest gap in others' streams
+_DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}  # measured: docs/history/log.md
+_TOKENS_WHEN_SERVING = 2048  # on a GPU: other requests' streams pause for a whole prompt chunk
 
 
 def find_model(load: LoadConfig, *, weights: bool = True) -> tuple[Path, ModelConfig]:
     """The checkpoint's folder and its configuration.
 
     Args:
-        weights: whether they are needed, too.
+        weights: whether the weight files are needed, too.
 
     Raises:
-        ConfigError: an argument that the model does not know.
-        ModelLoadError: the model folder is missing, damaged, not supported, or not as its manifest
-            says.
+        ConfigError: an argument does not apply to this model.
+        ModelLoadError: the model folder is missing, damaged, not supported, or differs from its
+            manifest.
     """
     from hetero_llm.models.folders import resolve_model_folder
     from hetero_llm.models.manifest import check_model
@@ -70,8 +70,7 @@ def find_model(load: LoadConfig, *, weights: bool = True) -> tuple[Path, ModelCo
 
 
 def _through_transformers(folder: Path, model_impl: str) -> bool:
-    """Whether a class of transformers computes the model; the log says so if it was not asked
-    for."""
+    """Whether a class of transformers computes the model; logged if the user did not ask for it."""
     from hetero_llm.models.config_reader import read_json
     from hetero_llm.models.registry import FAMILIES, REFUSED
 
@@ -79,7 +78,7 @@ def _through_transformers(folder: Path, model_impl: str) -> bool:
     if model_impl == "native" or not isinstance(names, list) or not names:
         return False
     families = [FAMILIES[name] for name in names if name in FAMILIES]
-    if model_impl == "transformers":  # whose readers are those of ours that run on it anyway
+    if model_impl == "transformers":  # families of ours may run on transformers themselves
         return not any(family.module.startswith("transformers") for family in families)
     if families or any(name in REFUSED for name in names):
         return False
@@ -109,11 +108,11 @@ def _transformers_config(folder: Path, load: LoadConfig) -> ModelConfig:
 def open_model(
     config: EngineConfig,
 ) -> tuple[ModelConfig, int, Tokenizer | None, ImageInputs | None]:
-    """A model's configuration, its context length as served, its tokenizer, and what prepares
-    images for it: all but weights.
+    """Opens a model without its weights. Returns its configuration, the context length to serve,
+    its tokenizer, and the preparation of its images.
 
     Raises:
-        ConfigError, ModelLoadError: as `build_engine`.
+        ConfigError, ModelLoadError: see `build_engine`.
     """
     folder, model_config = find_model(config.load, weights=False)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
@@ -127,7 +126,7 @@ def resolve_alias(model: str) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """ "auto": the GPU where there is one."""
+    """The device of a name; "auto" is the GPU if there is one."""
     import torch
 
     if name == "auto":
@@ -138,8 +137,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, stored: str, device: torch.device) -> str:
-    """ "auto": the checkpoint's type, but half precision instead of float32, and bfloat16 instead
-    of float16 on a CPU, which has no fast float16 path."""
+    """The dtype of a name. "auto" is the checkpoint's, with two exceptions: half precision instead
+    of float32, and bfloat16 instead of float16 on a CPU, which has no fast float16 path."""
     import torch
 
     if name != "auto":
@@ -150,7 +149,11 @@ def resolve_dtype(name: str, stored: str, device: torch.device) -> str:
 
 
 def resolve_max_model_len(wanted: int | None, model_config: ModelConfig) -> int:
-    """None: the model's own. More than that is an error."""
+    """The context length: `wanted`, or the model's own if that is None.
+
+    Raises:
+        ConfigError: the model's context is shorter.
+    """
     if wanted is None:
         return model_config.max_model_len
     if wanted > model_config.max_model_len:
@@ -165,7 +168,7 @@ def resolve_max_model_len(wanted: int | None, model_config: ModelConfig) -> int:
 def limit_steps(
     config: EngineConfig, max_model_len: int, device_type: str, *, serving: bool
 ) -> SchedulerConfig:
-    """The limits of a step; `serving`: streams of others wait for it."""
+    """The limits of a step. `serving`: other requests stream meanwhile, so steps are shorter."""
     tokens = config.max_num_batched_tokens
     if tokens is None:
         tokens = _DEFAULT_BATCHED_TOKENS[device_type]
@@ -184,7 +187,7 @@ def limit_steps(
 
 
 def open_tokenizer(config: EngineConfig, model_folder: Path) -> Tokenizer | None:
-    """None if the configuration wants none."""
+    """The configured tokenizer; None with `skip_tokenizer_init`."""
     from hetero_llm.models.folders import resolve_model_folder
 
     load = config.load

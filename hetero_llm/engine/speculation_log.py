@@ -1,8 +1,8 @@
-"""What speculation achieves, in TACO-LLM's terms, for users and for the log.
+"""Metrics of speculation in TACO-LLM's terms, for users and for the log.
 
-Names and meanings are those of its manual: iterations are decoding steps of one request, a hit is
-an accepted draft token. TACO averages each figure over requests; here the ratios are those of the
-sums, so that a long request counts for more than a short one.
+Names and meanings are those of its manual: an iteration is a decoding step of one request, a hit is
+an accepted draft token. TACO averages each ratio over requests; here a ratio is that of the sums
+over all requests, so a long request weighs more than a short one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 def speculation_metrics(stats: SchedulerStats) -> dict[str, float]:
     """num_iters, hit_iters, hit_len and invalid_len per request, and TACO's four ratios."""
     requests = max(stats.num_requests_begun, 1)
-    # An iteration yields one token more than it hits, one that ends inside a hit no more.
+    # An iteration yields its hits and one more token; the last one of a request may end within
+    # its hits.
     iterations = stats.generation_tokens - stats.num_accepted_tokens - stats.num_first_tokens
     iterations = max(iterations, stats.num_hit_drafts)
     hits, drafted = stats.num_accepted_tokens, stats.num_draft_tokens
@@ -35,13 +36,14 @@ def speculation_metrics(stats: SchedulerStats) -> dict[str, float]:
 
 
 class SpeculationLog:
-    """Writes the metrics every `interval` steps (TACO's is_debug and log_interval)."""
+    """Logs the metrics every `interval` steps (TACO's is_debug and log_interval)."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
         self._next = interval
 
     def note(self, stats: SchedulerStats) -> None:
+        """Called after each step: logs if `interval` steps have passed since the last line."""
         if stats.num_steps < self._next:
             return
         self._next = stats.num_steps + self._interval
@@ -50,6 +52,6 @@ class SpeculationLog:
 
 
 def make_log(speculation: SpeculationConfig | None) -> SpeculationLog | None:
-    """None unless the configuration says is_debug."""
+    """The log that `is_debug` asks for, else None."""
     config = None if speculation is None else speculation.lookahead
     return SpeculationLog(config.log_interval) if config is not None and config.is_debug else None

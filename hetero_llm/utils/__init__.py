@@ -1,1 +1,1 @@
-"""What any part may need of the machine: native builds, logs, environment, topology."""
+"""Services of the machine for every package: native builds, logs, environment, topology."""

@@ -9,7 +9,7 @@ from hetero_llm.core.errors import ConfigError
 
 
 def cache_dir() -> Path:
-    """Where compiled libraries are kept: HETERO_LLM_CACHE_DIR, else the user's cache folder."""
+    """Folder of compiled libraries: HETERO_LLM_CACHE_DIR, else the user's cache folder."""
     chosen = os.environ.get("HETERO_LLM_CACHE_DIR")
     if chosen:
         return Path(chosen).expanduser()
@@ -18,7 +18,7 @@ def cache_dir() -> Path:
 
 
 def cpu_isa() -> str | None:
-    """HETERO_LLM_CPU_ISA: the instruction set for the step executor; None: the machine's best."""
+    """HETERO_LLM_CPU_ISA: instruction set of the step executor; None: the machine's best."""
     return os.environ.get("HETERO_LLM_CPU_ISA") or None
 
 
@@ -31,14 +31,14 @@ def native_choice() -> str:
 
 
 FAULTS = ("slow_step_ms", "stall_step_after")
-"""Faults that can be injected, for tests of what happens then."""
+"""Faults that can be injected, for tests of how the engine handles them."""
 
 
 def faults() -> dict[str, float]:
     """HETERO_LLM_FAULTS, such as "slow_step_ms=50,stall_step_after=5": name -> value.
 
     Raises:
-        ConfigError: a name is not in `FAULTS`, or its value is no number of at least 0.
+        ConfigError: a name is not in `FAULTS`, or its value is not a whole number.
     """
     text = os.environ.get("HETERO_LLM_FAULTS", "")
     found: dict[str, float] = {}
@@ -52,14 +52,15 @@ def faults() -> dict[str, float]:
 
 
 def draft_trace() -> Path | None:
-    """HETERO_LLM_DRAFT_TRACE: where the draft worker writes, at its end, when its steps ran."""
+    """HETERO_LLM_DRAFT_TRACE: file into which the draft worker, when it ends, writes the times of
+    its steps; None: no trace."""
     chosen = os.environ.get("HETERO_LLM_DRAFT_TRACE")
     return Path(chosen) if chosen else None
 
 
 def traces_protocol() -> str:
-    """How traces are sent, "grpc" or "http/protobuf": OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, else
-    OTEL_EXPORTER_OTLP_PROTOCOL, else the first one."""
+    """Protocol of traces, "grpc" or "http/protobuf": OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, else
+    OTEL_EXPORTER_OTLP_PROTOCOL, else "grpc"."""
     for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         value = os.environ.get(name)
         if value:
@@ -98,10 +99,10 @@ ANGEL_NAMES = {
     "ENABLE_CACHE_OFFLOAD": "enable_prefix_cache_offload",
     "ENABLE_HIT_CNT": "apc_offload_enable_hit_cnt",
 }
-"""Variables of Angel-vLLM's `run`, with two switches of TACO-LLM's bench script, and the arguments
-that they stand for."""
+"""Environment variables of Angel-vLLM's `run`, and two of TACO-LLM's bench script -> our
+arguments."""
 
 
 def angel_variables() -> dict[str, str]:
-    """Those of `ANGEL_NAMES` that are set: Python name -> text."""
+    """The variables of `ANGEL_NAMES` that are set: Python name -> text."""
     return {ours: os.environ[name] for name, ours in ANGEL_NAMES.items() if os.environ.get(name)}

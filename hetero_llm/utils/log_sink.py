@@ -1,7 +1,7 @@
-"""Log lines, one per record, that never make whoever logs wait.
+"""A log handler whose caller never waits: one line per record, written by a thread.
 
-A line is made where it is logged, waits in a queue of bounded size, and is written by a thread. If
-nobody reads the other end, lines beyond the bound are lost and counted; if it is closed, all are.
+The calling thread formats the line and puts it into a queue of bounded size. If the reader of the
+log stalls, lines beyond the bound are lost and counted; if it has gone, all lines are lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from queue import SimpleQueue
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Of the HTTP request that is being answered: it is in the lines that are logged meanwhile."""
+"""Id of the HTTP request that the current task answers; added to the task's log lines."""
 
 FORMATS = ("text", "json")
 _MOST_BYTES = 4 << 20
@@ -37,9 +37,9 @@ class Pump:
     """Writes to a file descriptor from a thread of its own.
 
     Args:
-        fd: stays open when the pump is closed.
-        notice: the line that says how many were lost.
-        most_bytes: kept for a reader that does not read.
+        fd: the file descriptor; stays open when the pump is closed.
+        notice: returns the line that reports a number of lost lines.
+        most_bytes: maximum size of the queue.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Pump:
         self._thread.start()
 
     def put(self, line: str) -> None:
-        """Queues a line, or counts it as lost. Any thread may call; nobody waits."""
+        """Queues a line, or counts it as lost. Thread-safe; never waits for the reader."""
         data = line.encode("utf-8", "backslashreplace") + b"\n"
         with self._lock:
             if self._waiting + len(data) > self._most:
@@ -67,13 +67,13 @@ class Pump:
         self._lines.put(data)
 
     def flush(self, seconds: float = _SECONDS_TO_FLUSH) -> bool:
-        """Waits until all that was put before is written; False if that took too long."""
+        """Waits until all lines put before are written. Returns False after `seconds`."""
         done = threading.Event()
         self._lines.put(done)
         return done.wait(seconds)
 
     def close(self, seconds: float = _SECONDS_TO_FLUSH) -> None:
-        """Ends the thread; what it cannot write in time is lost."""
+        """Ends the thread; lines that it cannot write within `seconds` are lost."""
         self._lines.put(None)
         self._thread.join(seconds)
 
@@ -94,20 +94,20 @@ class Pump:
         while view and not self._broken:
             try:
                 view = view[os.write(self._fd, view) :]
-            except BlockingIOError:  # whoever shares it with us made it so
+            except BlockingIOError:  # a process that shares it made it non-blocking
                 select.select([], [self._fd], [])
             except OSError:
                 self._broken = True
 
 
 class LineFormatter(logging.Formatter):
-    """Makes one line of a record, whatever texts of users are in it; of an exception in "text",
-    indented lines.
+    """Formats a record as one line; control characters in it are escaped. In the format "text" an
+    exception follows as indented lines.
 
     Args:
         kind: one of `FORMATS`.
-        role: of this process, "api" or "engine".
-        secrets: texts that are never shown.
+        role: role of this process, "api" or "engine".
+        secrets: texts that are replaced by "***".
     """
 
     def __init__(self, kind: str, role: str, secrets: Iterable[str] = ()) -> None:
@@ -167,8 +167,8 @@ class LineFormatter(logging.Formatter):
 
 
 class Sink(logging.Handler):
-    """A log handler over a pump. `stop` ends it: `close` is called by others too, such as
-    `logging.config`, who do not mean the end."""
+    """A log handler over a pump. `stop` ends the pump; `close` does not, since `logging.config` and
+    others call it on handlers still in use."""
 
     def __init__(self, fd: int, formatter: LineFormatter) -> None:
         super().__init__()
@@ -191,13 +191,13 @@ class Sink(logging.Handler):
         self._pump.flush()
 
     def stop(self) -> None:
-        """Writes what it can, and nothing more afterwards."""
+        """Writes the queued lines and closes the handler; later records are lost."""
         self._pump.close()
         self.close()
 
 
 def lost_notice(formatter: LineFormatter, lost: int) -> str:
-    """The line that stands for those that were lost."""
+    """The line that reports a number of lost lines."""
     return formatter.line(
         f"{lost} lines were lost: nobody read the log",
         level="WARNING",

@@ -1,7 +1,7 @@
-"""Compiling a folder of C++ sources at first use, into a cache that processes share.
+"""Compiles a folder of C++ sources at first use, into a cache that processes share.
 
-The file name holds a hash of sources, compiler and flags, so a changed source or compiler builds
-anew. Who needs a library (cpu, bridge) says which sources and flags, and what to do without one.
+The file name holds a hash of sources, compiler and flags, so a changed source, compiler or flag
+causes a new build. The packages with sources (cpu, bridge) give the recipe and handle failures.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Recipe:
     """One library: every *.cpp in a folder and below it, with its headers.
 
     Attributes:
-        name: the file's name in the cache, before the hash.
-        folder: of the sources.
-        flags: for the compiler.
-        link_flags: for the linker.
-        flags_of: more flags for one source, decided by its path.
-        workers: compilers at a time.
+        name: name of the file in the cache, before the hash.
+        folder: folder of the sources.
+        flags: flags of the compiler.
+        link_flags: flags of the linker.
+        flags_of: returns more compiler flags for a source, given its path.
+        workers: number of compilers that run in parallel.
     """
 
     name: str
@@ -65,11 +65,11 @@ def build_library(recipe: Recipe, *, force: bool = False) -> Path:
     """Compiles the library unless the cache folder has it.
 
     Args:
-        force: Compile even so.
+        force: compile it in any case.
 
     Raises:
         RuntimeError: there is no compiler, or it reports an error.
-        OSError, subprocess.SubprocessError: it failed.
+        OSError, subprocess.SubprocessError: the compiler could not be run.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -101,11 +101,11 @@ def build_library(recipe: Recipe, *, force: bool = False) -> Path:
 
 
 def open_library(recipe: Recipe) -> ctypes.CDLL:
-    """Builds and loads the library; a damaged or foreign file in the cache is built anew, once.
+    """Builds and loads the library. If the file in the cache cannot be loaded, it is rebuilt once.
 
     Raises:
-        RuntimeError, OSError, subprocess.SubprocessError: see `build_library`, or it cannot be
-            loaded.
+        RuntimeError, OSError, subprocess.SubprocessError: see `build_library`, or the new library
+            cannot be loaded.
     """
     path = build_library(recipe)
     try:
@@ -120,11 +120,11 @@ class NativeMissingError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CallableLibrary:
-    """The same functions called in two ways.
+    """The same functions, called with or without the GIL.
 
     Attributes:
-        waiting: gives the GIL away during a call, for what may wait.
-        quick: keeps it, for what takes microseconds: who gives it away may get it back late.
+        waiting: releases the GIL during a call, for functions that may wait.
+        quick: keeps the GIL, for functions of microseconds: a released GIL may come back late.
     """
 
     waiting: ctypes.CDLL
@@ -137,8 +137,8 @@ def open_both_ways(
     """Opens the library that `recipe(sanitize=...)` describes, as HETERO_LLM_NATIVE says.
 
     Args:
-        what: the library is, in a message.
-        functions: name, result and arguments of each, as ctypes has them.
+        what: name of the library in messages.
+        functions: (name, ctypes result type, ctypes argument types) of each function.
 
     Raises:
         NativeMissingError: there is no compiler, it fails, or HETERO_LLM_NATIVE is 0.
@@ -166,9 +166,9 @@ def _digest(recipe: Recipe, files: list[Path], version: str) -> str:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether the file is there and not cut short: the loader would die of SIGBUS on such a one.
+    """Whether the file exists and is not truncated: loading a truncated file would raise SIGBUS.
 
-    The linker writes the table of sections last; the file's header says where it ends.
+    The linker writes the table of sections last; the ELF header says where it ends.
     """
     try:
         with library.open("rb") as file:

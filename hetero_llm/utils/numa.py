@@ -11,14 +11,15 @@ _ADDRESS_BYTES = 32  # "0000:9c:00.0" and its end
 
 
 def numa_node(ordinal: int) -> int | None:
-    """The NUMA node of the GPU that torch calls `cuda:ordinal`; None: not known, or the machine
-    has but one."""
+    """The NUMA node of the GPU that torch calls `cuda:ordinal`; None if it is unknown or the
+    machine has only one."""
     address = pci_address(ordinal)
     return None if address is None else numa_node_at(address)
 
 
 def pci_address(ordinal: int) -> str | None:
-    """Such as "0000:9c:00.0"; None without a driver or such a GPU. Makes no CUDA context."""
+    """The PCI address of a GPU, such as "0000:9c:00.0"; None without a driver or such a GPU.
+    Creates no CUDA context."""
     try:
         driver = ctypes.CDLL(_DRIVER)
     except OSError:
@@ -34,7 +35,7 @@ def pci_address(ordinal: int) -> str | None:
 
 
 def numa_node_at(address: str, root: Path = _ROOT) -> int | None:
-    """The NUMA node of a PCI address as sysfs under `root` knows it."""
+    """The NUMA node of a PCI address, read from sysfs under `root`; None if unknown."""
     try:
         node = int((root / "sys/bus/pci/devices" / address / "numa_node").read_text("ascii"))
     except (OSError, ValueError):

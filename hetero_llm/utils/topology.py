@@ -1,7 +1,7 @@
-"""Facts about the host: instruction sets, cores, NUMA nodes, memory, and what cgroups leave of it.
+"""Facts about the host: instruction sets, cores, NUMA nodes, memory, and limits of cgroups.
 
-Everything here is read from the kernel's text files and changes nothing. A file that is missing
-or unreadable (another system, a locked-down container) means "not known" or "no limit".
+All of them are read from the kernel's text files. A file that is missing or unreadable (another
+system, a locked-down container) means "unknown" or "no limit".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
-"""The instruction sets that kernels are chosen by, weakest first, as /proc/cpuinfo spells them."""
+"""Instruction sets for which there are kernels, weakest first, as /proc/cpuinfo spells them."""
 
 _ROOT = Path("/")
 _V1_NO_LIMIT = 1 << 62
@@ -25,7 +25,7 @@ _V1_NO_LIMIT = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class CpuInfo:
-    """What /proc/cpuinfo says. `core_of` maps a logical CPU to its (socket, core)."""
+    """Contents of /proc/cpuinfo. `core_of` maps a logical CPU to its (socket, core)."""
 
     model_name: str
     isa: tuple[str, ...]
@@ -34,7 +34,7 @@ class CpuInfo:
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """One NUMA node; nodes of memory without CPUs have no `cpus`."""
+    """A NUMA node; `cpus` is empty for a node of memory only."""
 
     index: int
     cpus: tuple[int, ...]
@@ -47,8 +47,8 @@ class MemoryLimit:
 
     Attributes:
         limit_bytes: The lowest limit of all enclosing groups.
-        headroom_bytes: What can still be allocated under every limit; file cache that the kernel
-            would drop first counts as free.
+        headroom_bytes: Bytes that can still be allocated under every limit; file cache that the
+            kernel would drop first counts as free.
     """
 
     limit_bytes: int
@@ -65,7 +65,7 @@ class CpuTopology:
         physical_cores: Cores of the host.
         allowed_cpus: Hardware threads in the affinity mask.
         allowed_cores: Different cores among `allowed_cpus`.
-        cpu_quota: CPUs' worth of time that cgroups grant, None without a limit.
+        cpu_quota: CPU time that cgroups grant, in CPUs; None without a limit.
         memory_limit: None without a limit.
     """
 
@@ -122,12 +122,12 @@ def compute_cpus(reserve: int, root: Path = _ROOT) -> tuple[int, ...]:
     Cores of the NUMA node with most of them come first, so that few threads share a node.
 
     Args:
-        reserve: Cores to leave to control threads. At least one CPU is returned nevertheless.
-        root: Where proc and sys are.
+        reserve: Number of cores left to control threads.
+        root: Folder that holds proc and sys.
 
     Returns:
-        Logical CPUs in the affinity mask, as many as affinity and the cgroup's quota allow
-        without `reserve`.
+        Logical CPUs in the affinity mask, as many as affinity and the cgroup's quota allow, less
+        `reserve`, but at least one.
     """
     assert reserve >= 0
     host = read_topology(root)
@@ -152,7 +152,7 @@ def usable_memory_bytes(root: Path = _ROOT) -> int:
 def parse_cpuinfo(text: str) -> CpuInfo:
     """Parse the text of /proc/cpuinfo.
 
-    Where it names no cores (virtual machines, other architectures), each logical CPU is one.
+    If it names no cores (virtual machines, other architectures), each logical CPU counts as one.
     """
     model_name = ""
     flags: set[str] = set()
@@ -180,7 +180,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def read_numa_nodes(root: Path = _ROOT) -> tuple[NumaNode, ...]:
-    """The NUMA nodes under `root`/sys, by index; none where the kernel has no NUMA."""
+    """The NUMA nodes under `root`/sys, by index; none if the kernel has no NUMA."""
     nodes = []
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         cpus = parse_cpu_list(_read(folder / "cpulist") or "")
@@ -190,7 +190,7 @@ def read_numa_nodes(root: Path = _ROOT) -> tuple[NumaNode, ...]:
 
 
 def read_cpu_quota(root: Path = _ROOT) -> float | None:
-    """CPUs' worth of time granted by the tightest enclosing cgroup, None without a limit."""
+    """CPU time granted by the tightest enclosing cgroup, in CPUs; None without a limit."""
     quotas = []
     for folder in _cgroup_folders(root, "cpu"):
         words = (_read(folder / "cpu.max") or "").split()  # version 2: "quota period"
@@ -226,8 +226,8 @@ def read_memory_limit(root: Path = _ROOT) -> MemoryLimit | None:
 def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
     """This process's cgroup and its ancestors, for a controller of version 1 or 2.
 
-    A container often mounts its own group as the root: of the path in /proc/self/cgroup then only
-    the ancestors that exist are there, and the path may start with "..".
+    A container often mounts its own group as the root. Then folders of the path in
+    /proc/self/cgroup may be missing, and the path may start with "..".
     """
     mount = root / "sys/fs/cgroup"
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():

@@ -33,7 +33,7 @@ def test_the_drafter_knows_what_steps_cost(folder: Path) -> None:
         profile = engine._runner.profile
         assert [rows for rows, _ in profile] == [*range(1, 9), *range(16, 65, 8)]
         assert all(0 < seconds < 1 for _, seconds in profile)
-        costs = engine._scheduler._drafter._costs
+        costs = engine._scheduler._drafter.costs
         assert costs.of(8) == pytest.approx([dict(profile)[8]])
         # The places that the measuring wrote to are anybody's.
         assert llm.get_metrics()["kv_cache_usage_perc"] == 0.0

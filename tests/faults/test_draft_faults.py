@@ -76,7 +76,7 @@ class Broken:
 
     @property
     def proposer(self) -> DraftModelProposer:
-        drafter = self.engine._attended
+        drafter = self.engine.background_drafter
         assert isinstance(drafter, HybridDrafter) and drafter._model is not None
         return drafter._model
 

@@ -25,7 +25,7 @@ from hetero_llm.bridge.kv_offload.pinned_host_tier import LoadRule, PinnedHostTi
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.request import Request
 from hetero_llm.core.step import ModelRunnerOutput
-from hetero_llm.engine import step_clock
+from hetero_llm.engine import engine as engine_module
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.kv_cache.block_manager import BlockManager
@@ -253,7 +253,7 @@ def served(
     monkeypatch.setattr(copier, "wait", machine.nap)
     clock = SimpleNamespace(monotonic=lambda: machine.now * 1e-9)
     monkeypatch.setattr(kv_loads, "time", clock)
-    monkeypatch.setattr(step_clock, "perf_counter", clock.monotonic)
+    monkeypatch.setattr(engine_module, "perf_counter", clock.monotonic)
     times = StepTimes(0.0)
     rule = LoadRule(BLOCK, LAYERS * LAYER_BYTES, LAYERS, times.predict, 0)
     tier = PinnedHostTier(HostBlockIndex(), copier, rule)

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hetero_llm.core.histogram import Histogram
 from hetero_llm.engine.async_engine import AsyncLLMEngine
+from hetero_llm.engine.engine import PHASES
 from hetero_llm.engine.engine_client import EngineStats
-from hetero_llm.engine.step_clock import PHASES
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.server.engine_metrics import BusyRatios
 from hetero_llm.server.settings import ServerSettings

@@ -71,7 +71,7 @@ def test_collections_become_rarer_and_stay_off(before: int, after: int) -> None:
 
 def test_young_garbage_is_collected_when_it_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.set_threshold(1_000_000, 1000, 1000)
-    monkeypatch.setattr(gc_control, "_YOUNG_ONES", 2)
+    monkeypatch.setattr(gc_control, "_YOUNG_COLLECTIONS", 2)
     seen: list[int] = []
 
     def note(phase: str, info: dict[str, int]) -> None:

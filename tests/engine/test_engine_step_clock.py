@@ -9,7 +9,7 @@ import pytest
 
 from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.engine.step_clock import PHASES, StepClock
+from hetero_llm.engine.engine import PHASES, StepClock
 from hetero_llm.scheduler.stats import SchedulerStats
 from tests.helpers.harness import make_request
 from tests.helpers.traffic import make_engine, run_all
@@ -88,7 +88,7 @@ def test_every_step_has_every_phase(asynchronous: bool) -> None:
 
 def test_laps_of_a_phase_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([100.0, 100.25, 100.75, 101.0, 103.0, 200.0, 200.5])
-    monkeypatch.setattr("hetero_llm.engine.step_clock.perf_counter", lambda: next(times))
+    monkeypatch.setattr("hetero_llm.engine.engine.perf_counter", lambda: next(times))
     clock = StepClock()
     clock.begin()
     for phase in ("schedule", "launch", "schedule", "wait"):
