@@ -80,16 +80,18 @@ def open_library(*, sanitize: bool = False) -> ctypes.CDLL:
 
 
 def declare(library: ctypes.CDLL) -> None:
-    library.hetero_attention_chunk.restype = _INT
+    library.hetero_attention_cut.restype = _INT
+    for name in ("attention_partial", "can_attend_chunk"):
+        function = getattr(library, f"hetero_{name}")
+        function.restype, function.argtypes = _INT, [_INT]
     library.hetero_store_kv.restype = None
     library.hetero_store_kv.argtypes = [_POINTER] * 4 + [_INT] * 7
     library.hetero_attend_rows.restype = None
     library.hetero_attend_rows.argtypes = (
-        [_POINTER] * 6 + [_INT] * 10 + [_FLOAT, _FLOAT, _POINTER, _POINTER, _INT, _INT]
+        [_POINTER] * 6 + [_INT] * 9 + [_FLOAT, _FLOAT, _POINTER, _POINTER, _INT, _INT]
     )
-    library.hetero_can_attend_chunk.restype = _INT
     library.hetero_attend_chunk.restype = None
-    library.hetero_attend_chunk.argtypes = [_POINTER] * 4 + [_INT] * 10 + [_FLOAT, _INT]
+    library.hetero_attend_chunk.argtypes = [_POINTER] * 4 + [_INT] * 9 + [_FLOAT, _INT]
     library.hetero_rms_norm_bf16.restype = None
     library.hetero_rms_norm_bf16.argtypes = [_POINTER] * 4 + [_INT] * 3 + [_FLOAT, _INT]
     library.hetero_silu_mul_bf16.restype = None

@@ -18,7 +18,6 @@ constexpr int64_t kTasksPerThread = 2;
 constexpr int64_t kShortest = 256;  // tokens of a piece of a cut context, at least
 // Up to so many lanes, products along the dimension are faster than the other kernel.
 constexpr int64_t kFewLanes = 8, kFewLanesAmx = 4;
-constexpr float kLog2e = 1.44269504088896341f;
 
 // Rows of one sequence that are attended together, for every KV head.
 struct RowTile {

@@ -5,8 +5,8 @@
 #include <cfloat>
 #include <cstdint>
 
-#include "../simd.h"
 #include "attention.h"
+#include "lanes.h"
 
 namespace hetero {
 
@@ -17,14 +17,20 @@ constexpr int64_t kAllTokens = 1 << 30;  // a window without limit; int32 sums w
 constexpr float kHidden = -FLT_MAX;
 constexpr float kLowest = -FLT_MAX / 4;  // first maximum: above kHidden, so hidden tokens weigh 0
 
-// What is the same for all tasks of a step. piece_offset: K of the layer, in pieces (K or V of one
-// layer of one block); block_pieces: pieces of a block.
+// What is the same for all tasks of a step. A piece is K or V of one layer of one block.
+// block_pieces: pieces from one block id to the next; piece_offset: of K of the layer in its block.
+// Scores are in powers of two (natural ones times log2(e)), and so are scale and softcap.
 struct Work {
     const void* cache;
     int64_t block_size, block_pieces, kv_heads, group, dim, window, piece_offset;
-    float scale;  // to scores in powers of two
+    float scale;
     const void* q;
     int64_t q_stride;
+    // Only the kernel for few lanes has these, and not for trees. softcap: scores become
+    // softcap * tanh(score / softcap); 0: they stay. slopes: of natural scores, one for each query
+    // head (ALiBi); null: none.
+    float softcap = 0;
+    const float* slopes = nullptr;
 };
 
 struct Task;

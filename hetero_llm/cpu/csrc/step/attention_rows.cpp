@@ -21,6 +21,7 @@ struct Scratch {
     float out[kMaxTile][kMaxDim];
     float scores[4][kLong];
     float top[kMaxTile], total[kMaxTile];
+    float slope[kMaxTile];
     Sight sight[kMaxTile];
     const void* queries[kMaxTile];
     const void* keys[kLong + kAhead];
@@ -110,6 +111,24 @@ DOT inline void score_dot(const Scratch& s, int64_t lane, int64_t count, int64_t
 }
 #endif
 
+// The soft cap, then ALiBi: slope times the distance from the lane's own token, which is the last one
+// that it sees, to token `begin` + t. count: a multiple of N.
+template <int N>
+INLINE void bend(float softcap, float slope, int64_t distance, int64_t count, float* scores) {
+    Floats<N> offsets;
+    for (int i = 0; i < N; ++i) offsets[i] = (float)(distance + i);
+    for (int64_t t = 0; t < count; t += N) {
+        Floats<N> x = read<N>(scores + t);
+        if (softcap != 0) {
+            const Floats<N> size = x < 0.0f ? -x : x;
+            const Floats<N> e = power_of_two<N>(size * (-2.0f * kLog2e / softcap));
+            const Floats<N> bent = softcap * ((1.0f - e) / (1.0f + e));
+            x = x < 0.0f ? -bent : bent;
+        }
+        write<N>(scores + t, x + slope * (offsets + (float)t));
+    }
+}
+
 INLINE void hide(const Sight& sight, int64_t begin, int64_t base, int64_t count, float* scores) {
     for (int64_t t = 0; t < count; ++t) {
         const int64_t token = begin + t, own = token - base;
@@ -175,6 +194,8 @@ INLINE void attend_tokens(const Work& w, const Task& task, Scratch& s, int64_t l
     float factor[G];
     for (int g = 0; g < G; ++g) {
         const Sight& sight = s.sight[lane + g];
+        if (w.softcap != 0 || w.slopes)
+            bend<N>(w.softcap, s.slope[lane + g], begin - sight.last, whole, s.scores[g]);
         for (int64_t t = count; t < whole; ++t) s.scores[g][t] = kHidden;
         if (begin < sight.first || begin + count - 1 > sight.last)
             hide(sight, begin, task.base, count, s.scores[g]);
@@ -217,6 +238,8 @@ INLINE void begin_lanes(const Work& w, const Task& task, int64_t first, int64_t 
                 write<N>(s.query[lane] + d + N, two * w.scale);
             }
         s.sight[lane] = sight_of(w, task, lane - first);
+        const int64_t head = task.kv_head * w.group + (lane - first) % w.group;
+        s.slope[lane] = w.slopes ? w.slopes[head] * kLog2e : 0;
         s.top[lane] = kLowest;
         s.total[lane] = 0;
         std::memset(s.out[lane], 0, w.dim * sizeof(float));

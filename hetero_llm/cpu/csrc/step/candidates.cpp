@@ -11,7 +11,6 @@ namespace hetero {
 
 namespace {
 
-constexpr float kLog2e = 1.44269504088896341f;
 constexpr int64_t kPiece = kNoisy;  // tokens with one maximum
 
 // Puts a token into the list where it belongs; false if it is not among the best `count`.
@@ -80,15 +79,10 @@ INLINE void add_lanes(const float* scores, int64_t size, int64_t first, const No
     }
 }
 
-ON_AVX512 void add_16(const float* scores, int64_t size, int64_t first, const Noise* noise,
-                      int64_t count, Candidates& found) {
-    add_lanes<16>(scores, size, first, noise, count, found);
-}
-
-ON_AVX2 void add_8(const float* scores, int64_t size, int64_t first, const Noise* noise,
-                   int64_t count, Candidates& found) {
-    add_lanes<8>(scores, size, first, noise, count, found);
-}
+DEFINE_WIDTHS(add,
+              (const float* scores, int64_t size, int64_t first, const Noise* noise, int64_t count,
+               Candidates& found),
+              (scores, size, first, noise, count, found))
 
 }  // namespace
 
@@ -100,9 +94,7 @@ void begin_candidates(Candidates& found) {
 
 void add_candidates(const float* scores, int64_t size, int64_t first, const Noise* noise,
                     int64_t count, Candidates& found, Isa isa) {
-    if (isa >= kAvx512) add_16(scores, size, first, noise, count, found);
-    else if (isa >= kAvx2) add_8(scores, size, first, noise, count, found);
-    else add_lanes<4>(scores, size, first, noise, count, found);
+    CALL_WIDTH(add, (scores, size, first, noise, count, found));
 }
 
 void merge_candidates(const Candidates* found, int64_t parts, int64_t stride, int64_t count,

@@ -18,7 +18,6 @@ constexpr int64_t kSplitBytes = 32 << 10;   // the same where tiles are narrower
 constexpr int64_t kAll = (int64_t)1 << 40;  // a single tile of rows takes all of k at once
 constexpr int64_t kLines = kUnroll * kStepBytes / 64;
 
-#define AVX2 __attribute__((target("avx2,fma")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
 #define INLINE inline __attribute__((always_inline))
 
@@ -80,12 +79,12 @@ INLINE float find_and_quantize(const float* x, int64_t size, int8_t* out) {
 }
 
 void round_base(const float* x, int64_t size, uint16_t* out) { round_row(x, size, out); }
-AVX2 void round_avx2(const float* x, int64_t size, uint16_t* out) { round_row(x, size, out); }
+ON_AVX2 void round_avx2(const float* x, int64_t size, uint16_t* out) { round_row(x, size, out); }
 AVX512 void round_avx512(const float* x, int64_t size, uint16_t* out) { round_row(x, size, out); }
 float quantize_base(const float* x, int64_t size, int8_t* out) {
     return find_and_quantize<false>(x, size, out);
 }
-AVX2 float quantize_avx2(const float* x, int64_t size, int8_t* out) {
+ON_AVX2 float quantize_avx2(const float* x, int64_t size, int8_t* out) {
     return find_and_quantize<true>(x, size, out);
 }
 AVX512 float quantize_avx512(const float* x, int64_t size, int8_t* out) {
