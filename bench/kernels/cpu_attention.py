@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from bench.common import print_table, write_results
+from bench.kernels.native_parts import AttentionTokens, StepAttention
 from hetero_llm.cpu import native
 from hetero_llm.cpu.paged_attention import native_row_kernel
-from hetero_llm.cpu.step_attention import StepAttention, StepRows
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 
 BLOCK_SIZE = 16
@@ -82,7 +82,7 @@ def ours(
     library: ctypes.CDLL, cache: torch.Tensor, table: np.ndarray, rows: Rows, heads: int, isa: int
 ) -> tuple[Callable[[], None], torch.Tensor]:
     ancestors = [(2 << i) - 1 if rows.tree else 0 for i in range(rows.count)]
-    step = StepRows(
+    step = AttentionTokens(
         np.zeros(1, np.int32),
         np.array([rows.start], np.int32),
         np.array([rows.count], np.int32),

@@ -11,7 +11,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from hetero_llm.cpu import step_rows
 from hetero_llm.cpu.executor import (
     CANDIDATES,
     GREEDY,
@@ -21,9 +20,10 @@ from hetero_llm.cpu.executor import (
     Candidates,
     StepDraws,
 )
-from hetero_llm.cpu.step_rows import Best, NoiseKey
 from hetero_llm.demo_models import demo_folder
 from hetero_llm.sampling.noise import gumbel_noise, signed_seed
+from tests.cpu.csrc.step import row_kernels
+from tests.cpu.csrc.step.row_kernels import Best, NoiseKey
 from tests.cpu.csrc.step.test_executor import BEST, LEVELS, Part, Served
 
 INFINITY, NAN = float("inf"), float("nan")
@@ -55,7 +55,7 @@ def test_equal_to_torch(library: ctypes.CDLL, vocab: int, parts: int, isa: int) 
     for seed, count in enumerate((1, 2, 8, MOST_CANDIDATES)):
         rng = np.random.default_rng(seed)
         scores = rng.standard_normal(vocab, dtype=np.float32) * np.float32(3 + seed)
-        tokens, log_probs = step_rows.candidates(
+        tokens, log_probs = row_kernels.candidates(
             library, scores, count, ends=ends_of(vocab, parts), key=None, isa=isa
         )
         known = min(count, vocab)
@@ -72,10 +72,10 @@ def test_noise_is_that_of_noisy_draws(
 ) -> None:
     scores = np.random.default_rng(vocab).standard_normal(vocab, dtype=np.float32) * 4
     count = min(8, vocab)
-    tokens, log_probs = step_rows.candidates(
+    tokens, log_probs = row_kernels.candidates(
         library, scores, count, ends=ends_of(vocab, 2), key=key, isa=isa
     )
-    drawn = step_rows.pick_noisy(library, scores, key, first=0, best=Best(), isa=isa)
+    drawn = row_kernels.pick_noisy(library, scores, key, first=0, best=Best(), isa=isa)
     assert tokens[0] == drawn.token
     sums = scores / np.float32(key.temperature) + noise_of(key, vocab)
     all_values = torch.from_numpy(sums).double().log_softmax(-1).numpy()
@@ -89,7 +89,7 @@ def test_equal_scores_come_in_the_order_of_their_tokens(library: ctypes.CDLL, is
     for vocab in (40, 333, 4096):
         scores = rng.integers(0, 3, vocab).astype(np.float32)
         for parts in (1, 4):
-            tokens, log_probs = step_rows.candidates(
+            tokens, log_probs = row_kernels.candidates(
                 library, scores, 16, ends=ends_of(vocab, parts), key=None, isa=isa
             )
             expected, values = likeliest(scores[None], 16)
@@ -103,7 +103,7 @@ def test_scores_far_apart(library: ctypes.CDLL, order: str, isa: int) -> None:
     scores = np.linspace(-9e4, 9e4, 1000, dtype=np.float32)
     if order == "descending":
         scores = scores[::-1].copy()
-    tokens, log_probs = step_rows.candidates(
+    tokens, log_probs = row_kernels.candidates(
         library, scores, 3, ends=ends_of(1000, 3), key=None, isa=isa
     )
     best = [999, 998, 997] if order == "ascending" else [0, 1, 2]
@@ -118,7 +118,7 @@ def test_values_that_are_no_numbers(library: ctypes.CDLL, width: int, isa: int) 
     for at in (0, 150, 299):
         few = some.copy()
         few[at] = -2
-        tokens, log_probs = step_rows.candidates(
+        tokens, log_probs = row_kernels.candidates(
             library, few, 4, ends=[160, 300], key=None, isa=isa
         )
         assert tokens.tolist() == [at, -1, -1, -1]
@@ -129,11 +129,11 @@ def test_values_that_are_no_numbers(library: ctypes.CDLL, width: int, isa: int) 
             for first in (0, 64, 300 - width):
                 scores = rest.copy()
                 scores[first : first + width] = value
-                tokens, log_probs = step_rows.candidates(
+                tokens, log_probs = row_kernels.candidates(
                     library, scores, 4, ends=[160, 300], key=None, isa=isa
                 )
                 assert (tokens == -1).all() and (log_probs == -INFINITY).all(), (value, first)
-    tokens, _ = step_rows.candidates(library, some, 4, ends=[300], key=None, isa=isa)
+    tokens, _ = row_kernels.candidates(library, some, 4, ends=[300], key=None, isa=isa)
     assert (tokens == -1).all()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hetero_llm.cpu.packed import (
+from bench.kernels.native_parts import (
     PANEL,
     STRIP,
     Format,
@@ -19,10 +19,8 @@ from hetero_llm.cpu.packed import (
     multiply,
     pack,
     prepare,
-    ref_multiply,
-    ref_quantize,
-    ref_round,
 )
+from tests.cpu.csrc.step.references import ref_multiply, ref_quantize, ref_round
 
 ISA_NAMES = ("base", "avx2", "avx512", "avx512_bf16", "amx")
 ROWS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 33, 64, 200)
