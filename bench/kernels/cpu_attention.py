@@ -1,4 +1,4 @@
-"""Attention of a step's rows on the CPU: the executor's parts against the torch path's kernels.
+"""Attention of a step's tokens on the CPU: the executor's plan against the torch path's.
 
     python -m bench.kernels.cpu_attention [--layers N] [--levels avx2 avx512_bf16] [--out FILE]
 
@@ -6,7 +6,7 @@ One thread for each, so that neither team's start counts. Layers are attended in
 default number, K and V come from memory at long contexts. A decoded row is given in GB/s of the K
 and V it reads, chunks and trees in GFLOP/s of the pairs that see each other. Both run alternately;
 the best of several rounds counts, in time on the core, so that other work on the machine matters
-less.
+less. The kernels are the same, but for short trees.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def ours(
 def torch_path(
     cache: PagedKVCache, table: np.ndarray, rows: Rows, heads: int
 ) -> tuple[Callable[[], None], torch.Tensor]:
-    """The older kernels; a tree, which is a chain here, as a chunk."""
+    """A tree, which is a chain here, as a chunk."""
     shape = cache.shape
     kernel = native_row_kernel(cache, heads, shape.head_dim**-0.5, chunks=True)
     assert kernel is not None

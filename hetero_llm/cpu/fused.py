@@ -2,8 +2,8 @@
 
 Linear layers: the weight is laid out once for oneDNN; plain `F.linear` reorders it in every call.
 Norms and gated activations: one pass over memory in our library (`csrc/elementwise.cpp`) instead
-of five to eight torch operations. Twins: `models.layers.add_rms_norm`, `GatedActivation.plain`.
-Bench: `bench/cpu_kernels.py`.
+of five to eight torch operations. References: `models.layers.add_rms_norm` and
+`GatedActivation.plain`. Bench: `bench/cpu_kernels.py`.
 """
 
 from __future__ import annotations

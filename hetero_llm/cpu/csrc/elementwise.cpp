@@ -10,14 +10,6 @@ namespace {
 constexpr int64_t kParallelElements = 32768;  // less work than this is not worth a fork
 constexpr int64_t kRows = 16;                 // rows a thread takes at a time
 
-// Rounded to bf16, as torch leaves the result of each of its operations.
-template <int N>
-INLINE Floats<N> rounded(Floats<N> v) {
-    Bf16 bits[N];
-    write<N>(bits, v);
-    return read<N>(bits);
-}
-
 // total = x + residual, rounded; out = total / rms(total) rounded, times weight: the roundings are
 // those of the torch path. residual is overwritten with the total; null means total = x.
 template <int N>
@@ -28,7 +20,7 @@ INLINE void rms_norm_row(const Bf16* x, Bf16* residual, const Bf16* weight, Bf16
         Floats<N> v = read<N>(x + i);
         if (residual) {
             v = rounded<N>(v + read<N>(residual + i));
-            write<N>(residual + i, v);
+            write_rounded<N>(residual + i, v);
         }
         squares += v * v;
     }

@@ -1,9 +1,10 @@
-// Attention of the torch path over the paged KV cache, by the step executor's kernels, and the store
-// of K and V that precedes it.
+// Attention of the torch path over the paged KV cache, by the step executor's kernels, and the
+// store of K and V that precedes it.
 //
-// Cache layout: [block][layer][K|V][token][kv_head][dim]. A piece is K or V of one layer of one block,
-// so a piece index times block_size * kv_heads * dim is an element offset. Results do not depend on
-// the number of threads: contexts are cut at fixed places, and a chunk's tokens do not meet.
+// Cache layout: [block][layer][K|V][token][kv_head][dim]. A piece is K or V of one layer of one
+// block, so a piece index times block_size * kv_heads * dim is an element offset. Results do not
+// depend on the number of threads: contexts are cut at fixed places, and no operation mixes a
+// chunk's tokens.
 //
 // Threads: OpenMP without linking a runtime. The caller has loaded the runtime that torch uses, so
 // both share one team of threads; two spinning teams on the same cores would starve each other.
@@ -21,16 +22,6 @@ constexpr int64_t kCut = 256;  // a decoded token's context is cut at multiples 
 char* scratch_of(int64_t bytes) {
     static thread_local Buffer buffer;
     return buffer.of<char>(bytes);
-}
-
-// The part of a task's work that is `count` query heads of its KV head, from `first` on: kernels take
-// at most kMaxTile.
-Work of_heads(Work work, int64_t kv_head, int64_t first, int64_t count, int64_t bytes) {
-    const int64_t shift = kv_head * (work.group - count) + first;
-    work.q = (const char*)work.q + shift * work.dim * bytes;
-    if (work.slopes) work.slopes += shift;
-    work.group = count;
-    return work;
 }
 
 void write_result(const float* from, int64_t count, bool is_bf16, void* out, int64_t at, Isa isa) {
@@ -86,13 +77,13 @@ void hetero_attend_rows(const void* q, const void* cache, const int32_t* tables,
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < num_tasks; ++i) {
             const int64_t *entry = tasks + i * 4, token = entry[0], kv_head = entry[1];
-            const int64_t position = tasks[(starts[token * kv_heads + kv_head + 1] - 1) * 4 + 3] - 1;
-            const Task task{tables + token * columns, nullptr, position, position, 0, 1, kv_head,
-                            entry[2], entry[3], token, -1, kernel, 1};
-            for (int64_t head = 0, heads; head < group; head += heads) {
-                heads = least(kMaxTile, group - head);
-                kernel(of_heads(work, kv_head, head, heads, is_bf16 ? 2 : 4), task,
-                       {partial + (i * group + head) * stride, heads * stride, stride, true},
+            const int64_t next = starts[token * kv_heads + kv_head + 1];
+            const int64_t position = tasks[(next - 1) * 4 + 3] - 1;
+            Task task{tables + token * columns, nullptr, position, position, 0, 0, 0, kv_head,
+                      entry[2], entry[3], token, -1, kernel, 1};
+            for (; task.head < group; task.head += task.lanes) {
+                task.lanes = least(kMaxTile, group - task.head);
+                kernel(work, task, {partial + (i * group + task.head) * stride, 0, stride, true},
                        scratch_of(few_lanes_scratch()));
             }
         }
@@ -101,7 +92,8 @@ void hetero_attend_rows(const void* q, const void* cache, const int32_t* tables,
             const int64_t first = starts[i], cuts = starts[i + 1] - first;
             float joined[kMaxDim];
             for (int64_t g = 0; g < group; ++g) {
-                join(partial + (first * group + g) * stride, cuts, group * stride, dim, joined, isa);
+                const float* from = partial + (first * group + g) * stride;
+                join(from, cuts, group * stride, dim, joined, isa);
                 write_result(joined, dim, is_bf16, out, (i * group + g) * dim, isa);
             }
         }
@@ -124,32 +116,27 @@ void hetero_attend_chunk(const void* q, const void* cache, const int32_t* table,
     const Kernel kernel = many_lanes_kernel(true, dim, isa);
     const Work work{cache, block_size, 1, kv_heads, group, dim, window, piece_offset,
                     scale * kLog2e, q, q_stride};
-    const int64_t most_tokens = most(1, kMaxTile / group);
-    int64_t parts = (count + most_tokens - 1) / most_tokens;
+    const int64_t lanes = count * group, vectors = (lanes + kLanes - 1) / kLanes;
+    int64_t parts = (lanes + kMaxTile - 1) / kMaxTile;
     // Few tasks should keep all threads busy.
-    while (parts * kv_heads < 4 * threads && parts * kv_heads % threads && parts < count) ++parts;
-    const int64_t size = (count + parts - 1) / parts;
-    parts = (count + size - 1) / size;
+    while (parts * kv_heads < 4 * threads && parts * kv_heads % threads && parts < vectors) ++parts;
+    const int64_t size = (vectors + parts - 1) / parts * kLanes;
+    parts = (lanes + size - 1) / size;
     // Later tokens see more: the largest tasks come first.
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
     for (int64_t i = 0; i < parts * kv_heads; ++i) {
-        const int64_t kv_head = i % kv_heads, first = (parts - 1 - i / kv_heads) * size;
-        const int64_t tokens = least(size, count - first);
-        const Task task{table, nullptr, start, start, first, tokens, kv_head,
-                        most(0, start + first - window + 1), start + first + tokens, first, -1,
-                        kernel, 1};
+        const int64_t kv_head = i % kv_heads, begin = (parts - 1 - i / kv_heads) * size;
+        const int64_t end = least(begin + size, lanes), query = begin / group;
+        const Task task{table, nullptr, start, start, query, begin % group, end - begin, kv_head,
+                        most(0, start + query - window + 1), start + (end - 1) / group + 1, query,
+                        -1, kernel, 1};
         const int64_t kernel_bytes = round_up(many_lanes_scratch(), kLine);
         char* scratch = scratch_of(kernel_bytes + kMaxTile * dim * (int64_t)sizeof(float));
         float* result = (float*)(scratch + kernel_bytes);
-        for (int64_t head = 0, heads; head < group; head += heads) {
-            heads = least(kMaxTile, group - head);
-            const int64_t width = heads * dim;
-            kernel(of_heads(work, kv_head, head, heads, 2), task, {result, width, dim, false},
-                   scratch);
-            for (int64_t t = 0; t < tokens; ++t)
-                narrow(result + t * width, width,
-                       (uint16_t*)out + (((first + t) * kv_heads + kv_head) * group + head) * dim,
-                       isa);
+        kernel(work, task, {result, group * dim, dim, false}, scratch);
+        for (int64_t lane = begin; lane < end; ++lane, result += dim) {
+            const int64_t head = (lane / group * kv_heads + kv_head) * group + lane % group;
+            narrow(result, dim, (uint16_t*)out + head * dim, isa);
         }
     }
 }

@@ -1,5 +1,6 @@
-// See candidates.h. One pass: the maximum of a piece says whether any of its tokens can be among the
-// best, which after the first pieces is rare, and what its exponentials are taken relative to.
+// See candidates.h. One pass over the scores: if the maximum of a piece is below the threshold,
+// which after the first pieces is common, none of its tokens is compared. Exponentials are relative
+// to the largest score so far.
 
 #include "candidates.h"
 
@@ -13,7 +14,7 @@ namespace {
 
 constexpr int64_t kPiece = kNoisy;  // tokens with one maximum
 
-// Puts a token into the list where it belongs; false if it is not among the best `count`.
+// Inserts a token into the sorted list; false if it is not among the best `count`.
 inline bool insert(float score, int32_t token, int64_t count, Candidates& found) {
     const auto belongs_before = [&](int64_t other) {
         return score > found.scores[other] ||
@@ -31,7 +32,7 @@ inline bool insert(float score, int32_t token, int64_t count, Candidates& found)
     return true;
 }
 
-// A whole piece, filled up with -infinity.
+// A whole piece, padded with -infinity.
 template <int N>
 INLINE void add_piece(const float* scores, int64_t first, int64_t count, Candidates& found) {
     Floats<N> values[kPiece / N], top = fill<N>(-INFINITY);
@@ -103,7 +104,7 @@ void merge_candidates(const Candidates* found, int64_t parts, int64_t stride, in
     begin_candidates(best);
     for (int64_t p = 0; p < parts; ++p) {
         const Candidates& part = found[p * stride];
-        // Best first: behind one that is not wanted nothing is.
+        // Best first: once one is not inserted, none of the others is.
         for (int32_t i = 0; i < part.held; ++i)
             if (!insert(part.scores[i], part.tokens[i], count, best)) break;
         if (part.highest > best.highest) best.highest = part.highest;
@@ -122,8 +123,8 @@ void merge_candidates(const Candidates* found, int64_t parts, int64_t stride, in
 
 }  // namespace hetero
 
-// For tests: the scores of tokens 0 .. size - 1 in parts that end at `ends`, each the multiple of 16
-// that a thread would have, but for the last. temperature 0: no noise.
+// For tests: the scores of tokens 0 .. size - 1 in parts that end at `ends`, each the multiple of
+// 16 that a thread would have, but for the last. temperature 0: no noise.
 extern "C" void hetero_candidates(const float* scores, const int64_t* ends, int64_t parts,
                                   const float* temperature, const uint64_t* seed, int64_t position,
                                   int64_t sample_index, int64_t count, int32_t* tokens,

@@ -48,8 +48,8 @@ INLINE Floats<N> read(const Bf16* p) {
     std::memcpy(&h, p, sizeof h);
     return (Floats<N>)(__builtin_convertvector(h, Words<N>) << 16);
 }
-// Two vectors of neighbours: of 2 N bf16 those at even and those at odd places, each one operation
-// away, where widening in order takes several. Floats stay in order.
+// Two vectors of neighbours: of 2 N bf16 those at even and those at odd places, which takes one
+// operation each, where widening in order takes several. Floats stay in order.
 template <int N>
 INLINE void read_two(const Bf16* p, Floats<N>& one, Floats<N>& two) {
     Words<N> both;
@@ -65,14 +65,22 @@ INLINE void read_two(const float* p, Floats<N>& one, Floats<N>& two) {
 
 template <int N>
 INLINE void write(float* p, Floats<N> v) { std::memcpy(p, &v, sizeof v); }
-// To the nearest bf16, ties to even; NaN stays NaN.
+// The nearest bf16, ties to even; NaN stays NaN.
+template <int N>
+INLINE Floats<N> rounded(Floats<N> v) {
+    const Words<N> bits = (Words<N>)v;
+    const Words<N> nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    return (Floats<N>)(v != v ? bits | 0x400000u : nearest);  // rounding could turn a NaN into 0
+}
+// `count` values that are bf16 already: the other half of each is lost.
+template <int N>
+INLINE void write_rounded(Bf16* p, Floats<N> v, int64_t count = N) {
+    const auto halves = __builtin_convertvector((Words<N>)v >> 16, typename Lanes<N>::Half);
+    std::memcpy(p, &halves, count * sizeof(Bf16));
+}
 template <int N>
 INLINE void write(Bf16* p, Floats<N> v, int64_t count = N) {
-    Words<N> bits = (Words<N>)v;
-    bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    bits = v != v ? (Words<N>)v >> 16 | 0x40u : bits;  // rounding could turn a NaN into 0
-    const auto halves = __builtin_convertvector(bits, typename Lanes<N>::Half);
-    std::memcpy(p, &halves, count * sizeof(Bf16));
+    write_rounded<N>(p, rounded<N>(v), count);
 }
 
 // The first `count` < N values, zeros behind them.

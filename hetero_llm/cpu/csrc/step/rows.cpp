@@ -136,11 +136,11 @@ INLINE void narrow_lanes(const float* x, int64_t size, uint16_t* out) {
     if (i < size) write<N>((Bf16*)(out + i), read_some<N>(x + i, size - i), size - i);
 }
 
-// The maximum first, without positions: most calls do not change the best and end there.
+// Finds the maximum first, without its position: most calls do not change the best and end there.
 template <int N>
 INLINE void pick_greedy_lanes(const float* scores, int64_t size, int64_t first, float* best,
                               int64_t* token) {
-    if (*token < 0) *token = first;  // a row of NaN or -infinity has a token, too
+    if (*token < 0) *token = first;  // with nothing but NaN or -infinity, too
     const Floats<N> lowest = fill<N>(-INFINITY);
     Floats<N> top[4] = {lowest, lowest, lowest, lowest};
     int64_t i = 0;
@@ -207,7 +207,9 @@ void add_block(float* x, int64_t stride, const Block& y, const float* bias, Isa 
 
 void add(float* x, const float* y, int64_t size, Isa isa) { CALL_WIDTH(add, (x, y, size)); }
 
-void widen(const uint16_t* x, int64_t size, float* out, Isa isa) { CALL_WIDTH(widen, (x, size, out)); }
+void widen(const uint16_t* x, int64_t size, float* out, Isa isa) {
+    CALL_WIDTH(widen, (x, size, out));
+}
 
 void narrow(const float* x, int64_t size, uint16_t* out, Isa isa) {
     CALL_WIDTH(narrow, (x, size, out));
@@ -225,7 +227,7 @@ void pick_noisy(const float* scores, int64_t size, int64_t first, const Noise& n
 
 }  // namespace hetero
 
-// For tests and benches; scalars other than integers come by pointer.
+// For tests; scalars other than integers come by pointer.
 extern "C" {
 
 void hetero_rows_rms_norm(const float* x, const float* weight, const float* eps, int64_t size,
