@@ -1,4 +1,4 @@
-"""Attention of a step on the CPU: the executor's kernels beside those of the torch path.
+"""Attention of a step's tokens on the CPU: the executor's plan against the torch path's.
 
     python -m bench.kernels.cpu_attention [--layers N] [--levels avx2 avx512_bf16] [--out FILE]
 
@@ -6,7 +6,7 @@ One thread for each, so that starting threads costs neither. Layers take turns: 
 number, K and V come from memory at long contexts. A decoded token is given in GB/s of the K and V
 that it reads, chunks and trees in GFLOP/s of the pairs that see each other. Both run alternately;
 the best of several rounds counts, in time on the core, so that other work on the machine matters
-less.
+less. The kernels are the same, but for short trees.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from bench.common import bench_parser, print_table, write_results
+from bench.kernels.native_parts import AttentionTokens, StepAttention
 from hetero_llm.cpu import native
 from hetero_llm.cpu.paged_attention import native_row_kernel
-from hetero_llm.cpu.step_attention import StepAttention, StepRows
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 
 BLOCK_SIZE = 16
@@ -81,7 +81,7 @@ def ours(
     library: ctypes.CDLL, cache: torch.Tensor, table: np.ndarray, rows: Rows, heads: int, isa: int
 ) -> tuple[Callable[[], None], torch.Tensor]:
     ancestors = [(2 << i) - 1 if rows.tree else 0 for i in range(rows.count)]
-    step = StepRows(
+    step = AttentionTokens(
         np.zeros(1, np.int32),
         np.array([rows.start], np.int32),
         np.array([rows.count], np.int32),
@@ -106,7 +106,7 @@ def ours(
 def torch_path(
     cache: PagedKVCache, table: np.ndarray, rows: Rows, heads: int
 ) -> tuple[Callable[[], None], torch.Tensor]:
-    """The older kernels; a tree, which is a chain here, as a chunk."""
+    """A tree, which is a chain here, as a chunk."""
     shape = cache.shape
     kernel = native_row_kernel(cache, heads, shape.head_dim**-0.5, chunks=True)
     assert kernel is not None

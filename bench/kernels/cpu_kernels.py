@@ -1,4 +1,4 @@
-"""The compiled CPU kernels beside their torch references, and packed beside plain linear layers.
+"""The compiled CPU kernels against their torch references, and packed against plain linear layers.
 
 Shapes are those of the demo target in a decode batch of 16 and a prefill chunk of 1,024 rows.
 """

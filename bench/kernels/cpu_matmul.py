@@ -19,8 +19,7 @@ import torch
 
 from bench.common import bench_parser, print_table, write_results
 from bench.cpu_limits import ReadProbe
-from hetero_llm.cpu import native
-from hetero_llm.cpu.packed import (
+from bench.kernels.native_parts import (
     STRIP,
     Format,
     PackedMatrix,
@@ -29,6 +28,7 @@ from hetero_llm.cpu.packed import (
     pack,
     prepare,
 )
+from hetero_llm.cpu import native
 
 SIZES = {
     "68M": ((768, 2304), (768, 768), (768, 6144), (3072, 768), (768, 32000)),

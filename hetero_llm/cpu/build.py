@@ -1,4 +1,4 @@
-"""Builds the CPU library ahead of its first use: `python -m hetero_llm.cpu.build`."""
+"""Builds the CPU library before its first use: `python -m hetero_llm.cpu.build`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hetero_llm.cpu import native
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Builds the library, and prints its path and the instruction set it will use.
+    """Builds the library and prints its path and the instruction set it will use.
 
     Returns:
         The exit code: 1 if there is no compiler, if it fails or if the library cannot be loaded.

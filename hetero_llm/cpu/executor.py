@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 from torch import nn
 
-from hetero_llm.models.blocks import Attention
+from hetero_llm.models.blocks import Attention, DecoderLayer
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM, Linear
 from hetero_llm.models.llama import LlamaForCausalLM
@@ -471,7 +472,8 @@ def _hand_over(library: ctypes.CDLL, handle: int, model: LlamaForCausalLM) -> No
 
 def _weights(model: LlamaForCausalLM) -> Iterator[tuple[int, int, nn.Parameter]]:
     yield _OUTSIDE_LAYERS, _EMBEDDING, model.embed_tokens.weight
-    for index, layer in enumerate(model.layers):
+    layers = cast("Sequence[DecoderLayer]", model.layers)
+    for index, layer in enumerate(layers):
         attention = layer.attention
         yield index, _NORM, layer.attention_norm.weight
         yield from _linear(index, attention.qkv_proj, _QKV, _QKV_BIAS)

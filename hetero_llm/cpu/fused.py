@@ -2,7 +2,7 @@
 
 Linear layers: the weight is laid out once for oneDNN; plain `F.linear` reorders it in every call.
 Norms and gated activations: one pass over memory in our library (`csrc/elementwise.cpp`) instead
-of five to eight torch operations. References: `models.layers.add_rms_norm`,
+of five to eight torch operations. References: `models.layers.add_rms_norm` and
 `GatedActivation.plain`. Bench: `bench/kernels/cpu_kernels.py`.
 """
 

@@ -1,11 +1,11 @@
 """The compiled CPU library: built at first use, loaded with ctypes.
 
-`utils/native_build.py` compiles it and keeps it. The code itself picks its instruction set at run
-time. Without a compiler there is no library and callers stay on torch.
+`utils/native_build.py` compiles it and caches the file. The library chooses its instruction set at
+run time. Without a compiler there is no library, and callers stay on torch.
 
-OpenMP: the library names the runtime's functions but is linked against none. `load` first makes
-the symbols of the runtime that torch has loaded visible, so that both use one team of threads.
-The step executor (csrc/step) has threads of its own and is compiled without OpenMP.
+OpenMP: the library uses the runtime's functions but is linked against none. `load` first makes the
+symbols of the runtime that torch has loaded visible, so that both use one team of threads. The step
+executor (csrc/step) has threads of its own and is compiled without OpenMP.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL | None:
-    """The library, compiled if need be; None (said once in the log) if that is impossible."""
+    """The library, compiled if the cache has none. None if HETERO_LLM_NATIVE is 0 or, with a
+    warning in the log, if it cannot be compiled or loaded."""
     choice = native_choice()
     if choice == "0":
         return None
@@ -50,10 +51,10 @@ def isa_level(library: ctypes.CDLL | None = None) -> int:
     The machine's best, or the lower one that HETERO_LLM_CPU_ISA names.
 
     Args:
-        library: Whom to ask; `load()`'s if None, which must have one then.
+        library: of `open_library`; None for that of `load`, which must not be None.
 
     Raises:
-        ConfigError: HETERO_LLM_CPU_ISA is no such name, or more than the machine has.
+        ConfigError: HETERO_LLM_CPU_ISA is not one of `ISA_NAMES`, or above the machine's level.
     """
     library = library or load()
     assert library is not None
@@ -68,7 +69,7 @@ def isa_level(library: ctypes.CDLL | None = None) -> int:
 
 
 def open_library(*, sanitize: bool = False) -> ctypes.CDLL:
-    """Builds and loads the library; a damaged or foreign file in the cache is built anew, once.
+    """Builds and loads the library; a cached file that cannot be loaded is built again, once.
 
     Raises:
         RuntimeError, OSError, subprocess.SubprocessError: see `build`, or it cannot be loaded.
@@ -80,16 +81,19 @@ def open_library(*, sanitize: bool = False) -> ctypes.CDLL:
 
 
 def declare(library: ctypes.CDLL) -> None:
-    library.hetero_attention_chunk.restype = _INT
+    """Sets argument and result types: of the torch path's functions and of `hetero_isa_best`."""
+    library.hetero_attention_cut.restype = _INT
+    for name in ("attention_partial", "can_attend_chunk"):
+        function = getattr(library, f"hetero_{name}")
+        function.restype, function.argtypes = _INT, [_INT]
     library.hetero_store_kv.restype = None
     library.hetero_store_kv.argtypes = [_POINTER] * 4 + [_INT] * 7
     library.hetero_attend_rows.restype = None
     library.hetero_attend_rows.argtypes = (
-        [_POINTER] * 6 + [_INT] * 10 + [_FLOAT, _FLOAT, _POINTER, _POINTER, _INT, _INT]
+        [_POINTER] * 6 + [_INT] * 9 + [_FLOAT, _FLOAT, _POINTER, _POINTER, _INT, _INT]
     )
-    library.hetero_can_attend_chunk.restype = _INT
     library.hetero_attend_chunk.restype = None
-    library.hetero_attend_chunk.argtypes = [_POINTER] * 4 + [_INT] * 10 + [_FLOAT, _INT]
+    library.hetero_attend_chunk.argtypes = [_POINTER] * 4 + [_INT] * 9 + [_FLOAT, _INT]
     library.hetero_rms_norm_bf16.restype = None
     library.hetero_rms_norm_bf16.argtypes = [_POINTER] * 4 + [_INT] * 3 + [_FLOAT, _INT]
     library.hetero_silu_mul_bf16.restype = None
@@ -102,9 +106,9 @@ def build(*, sanitize: bool = False, force: bool = False) -> Path:
     """Compiles the library unless the cache folder has it.
 
     Args:
-        sanitize: The one with AddressSanitizer and UBSan; a process can load it only if
-            libasan was preloaded.
-        force: Compile even so.
+        sanitize: with AddressSanitizer and UBSan; a process can load that library only if libasan
+            was preloaded.
+        force: compile although the cache has it.
 
     Raises:
         RuntimeError: there is no compiler, or it reports an error.
@@ -119,7 +123,7 @@ def _recipe(*, sanitize: bool) -> Recipe:
         _SOURCES,
         (*PORTABLE, *(SANITIZED if sanitize else FAST)),
         link_flags=SANITIZERS if sanitize else (),
-        # At compile time only: linked with it, a second runtime would be loaded.
+        # Only for the compiler: linked with it, the library would load a second runtime.
         flags_of=lambda source: ("-fopenmp",) if source.parent == _SOURCES else (),
         workers=read_topology().usable_cores,
     )

@@ -1,7 +1,6 @@
-"""Native attention over the paged cache: wrapper of `csrc/paged_attention.cpp` for single rows
-and of `csrc/paged_prefill.cpp` for chunks of rows.
+"""Native attention of the torch path over the paged cache: wrapper of `csrc/paged_attention.cpp`.
 
-Twin: `runner.attention.PlannedAttention` without a row kernel. Bench:
+Reference: `runner.attention.PlannedAttention` without a row kernel. Bench:
 `bench/kernels/cpu_kernels.py`.
 """
 
@@ -20,17 +19,19 @@ from hetero_llm.utils.topology import read_topology
 
 _MAX_HEAD_DIM = 256
 _LANES = 16
-_CHUNK_LANES = 32
 _NO_WINDOW = 2**30  # more tokens than any sequence has; int32 sums with it do not overflow
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Work list of one step's single rows, for one window.
+    """Work list of one step's decoded tokens, for one window.
 
-    tasks: [K, 4] int64 row, KV head, first and last token of a chunk. starts: [B * N + 1] where
-    the chunks of each (row, KV head) begin. partial: float32 scratch.
+    Attributes:
+        tables: [B, columns] int32 K piece of layer 0 of each block.
+        tasks: [K, 4] int64 token, KV head, first and last token of a part of its context.
+        starts: [B * N + 1] int64 where the tasks of each (token, KV head) begin.
+        partial: float32 scratch.
     """
 
     tables: np.ndarray
@@ -41,7 +42,11 @@ class RowPlan:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """Rows start .. start + count of one sequence; table: the K piece of layer 0 of each block."""
+    """Tokens start .. start + count of one sequence, for one window.
+
+    Attributes:
+        table: [columns] int32 K piece of layer 0 of each block.
+    """
 
     start: int
     count: int
@@ -50,9 +55,9 @@ class ChunkPlan:
 
 
 class NativeRowKernel:
-    """Attends rows that are alone in their sequence (plain decoding) and, where the CPU has bf16
-    dot products and scores are only scaled, chunks of rows of one sequence. A row's result depends
-    on its own context only: neither on the batch nor on the number of threads."""
+    """Attends decoded tokens, one of a sequence, and, where the CPU has bf16 dot products and
+    scores are only scaled, chunks of one sequence. A token's result depends on its own context
+    only: neither on the batch nor on the number of threads."""
 
     def __init__(
         self,
@@ -67,18 +72,17 @@ class NativeRowKernel:
         self._cache = cache
         self._num_heads = num_heads
         self._scoring = scoring
-        self._scale = scoring.scale
         self._slopes = None
         if scoring.slopes is not None:
             assert len(scoring.slopes) == num_heads
             self._slopes = np.array(scoring.slopes, np.float32)
-        self._chunk = int(library.hetero_attention_chunk())
+        self._cut = int(library.hetero_attention_cut())
+        self._partial = int(library.hetero_attention_partial(cache.shape.head_dim))
         self._supports_chunks = (
             chunks
             and scoring.is_plain
             and cache.shape.dtype == torch.bfloat16
-            and cache.shape.head_dim % _CHUNK_LANES == 0
-            and bool(library.hetero_can_attend_chunk())
+            and bool(library.hetero_can_attend_chunk(cache.shape.head_dim))
         )
 
     @property
@@ -91,10 +95,10 @@ class NativeRowKernel:
         return self._scoring
 
     def plan(self, contexts: np.ndarray, pieces: np.ndarray, window: int | None) -> RowPlan:
-        """Prepares B rows.
+        """Prepares B decoded tokens, each the last one of its sequence.
 
         Args:
-            contexts: [B] tokens each row sees, itself included, before any window.
+            contexts: [B] tokens each one sees, itself included, before any window.
             pieces: [B, columns] int64 index of the K piece of layer 0 of each block.
             window: sliding window in tokens.
         """
@@ -103,27 +107,26 @@ class NativeRowKernel:
         first = np.zeros_like(contexts)
         if window is not None:
             first = np.maximum(contexts - window, 0)
-        chunks = -(-(contexts - first) // self._chunk)
-        per_head = np.repeat(chunks, shape.num_kv_heads)
+        # Contexts are cut at multiples of `_cut`, where the library's own groups of tokens end.
+        first_cut = first // self._cut
+        per_head = np.repeat(-(-contexts // self._cut) - first_cut, shape.num_kv_heads)
         starts = np.zeros(len(per_head) + 1, np.int64)
         np.cumsum(per_head, out=starts[1:])
         pair = np.repeat(np.arange(len(per_head)), per_head)
-        within = np.arange(starts[-1]) - starts[pair]
-        row = pair // shape.num_kv_heads
-        begin = first[row] + within * self._chunk
+        token = pair // shape.num_kv_heads
+        begin = (first_cut[token] + np.arange(starts[-1]) - starts[pair]) * self._cut
+        end = np.minimum(begin + self._cut, contexts[token])
         tasks = np.stack(
-            (row, pair % shape.num_kv_heads, begin, np.minimum(begin + self._chunk, contexts[row])),
-            axis=1,
+            (token, pair % shape.num_kv_heads, np.maximum(begin, first[token]), end), axis=1
         )
         group = self._num_heads // shape.num_kv_heads
-        partial = torch.empty(len(tasks) * group * (shape.head_dim + _LANES))
-        return RowPlan(np.ascontiguousarray(pieces), tasks, starts, partial)
+        partial = torch.empty(len(tasks) * group * self._partial)
+        return RowPlan(np.ascontiguousarray(pieces, np.int32), tasks, starts, partial)
 
     def attend(self, plan: RowPlan, layer: int, q: torch.Tensor) -> torch.Tensor:
         """q [B, heads, dim] (last dim contiguous) -> [B, heads, dim]; K and V are stored."""
         shape = self._cache.shape
-        assert q.dtype == shape.dtype and q.stride(2) == 1 and q.shape[1] == self._num_heads
-        out = torch.empty(q.shape, dtype=q.dtype)
+        q, out = self._checked(q)
         self._library.hetero_attend_rows(
             q.data_ptr(),
             self._cache.data.data_ptr(),
@@ -139,9 +142,8 @@ class NativeRowKernel:
             shape.block_size,
             plan.tables.shape[1],
             q.stride(0),
-            q.stride(1),
             2 * layer,
-            self._scale,
+            self._scoring.scale,
             self._scoring.softcap or 0.0,
             None if self._slopes is None else self._slopes.ctypes.data,
             plan.partial.data_ptr(),
@@ -153,13 +155,13 @@ class NativeRowKernel:
     def plan_chunk(
         self, start: int, count: int, pieces: np.ndarray, window: int | None
     ) -> ChunkPlan:
-        """Prepares `count` rows that follow `start` cached tokens.
+        """Prepares `count` tokens that follow `start` cached ones.
 
         Args:
             pieces: [columns] int64 index of the K piece of layer 0 of each block.
             window: sliding window in tokens.
         """
-        table = np.ascontiguousarray(pieces, dtype=np.int64)
+        table = np.ascontiguousarray(pieces, np.int32)
         return ChunkPlan(
             start, count, table, _NO_WINDOW if window is None else min(window, _NO_WINDOW)
         )
@@ -167,9 +169,8 @@ class NativeRowKernel:
     def attend_chunk(self, plan: ChunkPlan, layer: int, q: torch.Tensor) -> torch.Tensor:
         """q [count, heads, dim] (last dim contiguous) -> the same shape; K and V are stored."""
         shape = self._cache.shape
-        assert q.dtype == shape.dtype and q.stride(2) == 1
-        assert q.shape[:2] == (plan.count, self._num_heads)
-        out = torch.empty(q.shape, dtype=q.dtype)
+        assert len(q) == plan.count
+        q, out = self._checked(q)
         self._library.hetero_attend_chunk(
             q.data_ptr(),
             self._cache.data.data_ptr(),
@@ -182,13 +183,20 @@ class NativeRowKernel:
             shape.head_dim,
             shape.block_size,
             q.stride(0),
-            q.stride(1),
             2 * layer,
             plan.window,
-            self._scale,
+            self._scoring.scale,
             torch.get_num_threads(),
         )
         return out
+
+    def _checked(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q with its heads side by side, and room for the result."""
+        shape = self._cache.shape
+        assert q.dtype == shape.dtype and q.stride(2) == 1 and q.shape[1] == self._num_heads
+        if q.stride(1) != shape.head_dim:
+            q = q.contiguous()
+        return q, torch.empty(q.shape, dtype=q.dtype)
 
     def store(self, layer: int, token_rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes k and v [T, kv_heads, dim] to the K rows `token_rows` [T] of layer 0, shifted."""
@@ -220,9 +228,9 @@ def native_row_kernel(
     """The kernel for this cache; None where the library or the shape does not allow it.
 
     Args:
-        scoring: what becomes of the scores; a number is their scale alone.
+        scoring: how products become scores; a number is their scale alone.
         chunks: also attend chunks; None decides by the CPU. With AMX, torch's attention runs on
-            tiles and is faster from about 30 rows up (docs/log.md).
+            tiles and is faster from about 30 tokens up (docs/history/log.md).
     """
     scoring = scoring if isinstance(scoring, Scoring) else Scoring(scoring)
     if not supports(cache.shape) or cache.data.device.type != "cpu":

@@ -159,9 +159,9 @@ def _attend_by_library(
 class LibraryPlanner:
     """Decides which chunks of an uncaptured step go through a library.
 
-    Measured (docs/log.md): one chunk is fastest through cuDNN from a thousand tokens on; a call for
-    each of many shorter ones costs more than FlashAttention's single call for all. Models with soft
-    caps or ALiBi use neither.
+    Measured (docs/history/log.md): one chunk is fastest through cuDNN from a thousand tokens on; a
+    call for each of many shorter ones costs more than FlashAttention's single call for all. Models
+    with soft caps or ALiBi use neither.
     """
 
     def __init__(self, context: AttentionContext, dtype: torch.dtype) -> None:

@@ -35,8 +35,8 @@ def attend_both(
     counts: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Layer 1's output by torch and by the kernel, and whether both left the same cache."""
-    twin, ours, _, same_cache = attend_all(case, dtype, starts, counts)
-    return twin, ours, same_cache
+    reference, ours, _, same_cache = attend_all(case, dtype, starts, counts)
+    return reference, ours, same_cache
 
 
 def attend_all(
@@ -79,7 +79,7 @@ def attend_all(
         attention = TorchPagedAttention(config, cache, False, chosen)  # type: ignore[arg-type]
         planned = attention.plan(first, count, tables, positions, blocks)
         results.append((planned(1, q, k, v), cache.data.clone()))
-    (twin, twin_cache), (ours, our_cache) = results
+    (reference, reference_cache), (ours, our_cache) = results
     tokens = our_cache[:, 1].transpose(0, 1)  # [K|V, block, token, kv_head, dim]
     exact = torch.cat(
         [
@@ -87,7 +87,7 @@ def attend_all(
             for i, table in enumerate(tables)
         ]
     )
-    return twin, ours, exact, torch.equal(twin_cache, our_cache)
+    return reference, ours, exact, torch.equal(reference_cache, our_cache)
 
 
 def slopes_of(case: AttentionCase) -> tuple[float, ...] | None:

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels against their torch twins, and the loader without a compiler."""
+"""The compiled CPU kernels against their torch references, and the loader without a compiler."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def two_threads() -> Iterator[None]:
     ],
     ids=str,
 )
-def test_row_attention_equals_its_twin(case: AttentionCase, dtype: torch.dtype) -> None:
-    twin, ours, exact, same_cache = attend_all(case, dtype)
+def test_row_attention_equals_its_reference(case: AttentionCase, dtype: torch.dtype) -> None:
+    reference, ours, exact, same_cache = attend_all(case, dtype)
     assert same_cache, "K and V were stored differently"
     tolerance = 2e-6 if dtype is torch.float32 else 1e-2
-    torch.testing.assert_close(ours, twin, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(ours, reference, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=tolerance)
 
 
@@ -114,17 +114,19 @@ def chunk_kernel(cache: PagedKVCache, heads: int, scale: float) -> NativeRowKern
     ],
     ids=str,
 )
-def test_chunk_attention_equals_its_twin(case: AttentionCase) -> None:
+def test_chunk_attention_equals_its_reference(case: AttentionCase) -> None:
     """Alone and between decoding rows; on a CPU without bf16 dot products torch serves both."""
     chunks = [(0, 2), (0, 63), (0, 65), (1, 64), (5, 5), (61, 64), (300, 300), (932, 36)]
     steps = [([start], [count]) for start, count in chunks]
     steps.append(([40, 9, 0, 77, 200], [1, 5, 64, 1, 70]))
     for starts, counts in steps:
-        twin, ours, exact, same_cache = attend_all(case, torch.bfloat16, starts, counts)
+        reference, ours, exact, same_cache = attend_all(case, torch.bfloat16, starts, counts)
         assert same_cache
-        torch.testing.assert_close(ours, twin, rtol=1e-2, atol=1e-2)
-        twin_error, our_error = ((x.double() - exact).square().mean().sqrt() for x in (twin, ours))
-        assert our_error <= 1.5 * twin_error, (starts, counts)
+        torch.testing.assert_close(ours, reference, rtol=1e-2, atol=1e-2)
+        reference_error, our_error = (
+            (x.double() - exact).square().mean().sqrt() for x in (reference, ours)
+        )
+        assert our_error <= 1.5 * reference_error, (starts, counts)
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -161,7 +163,7 @@ def test_a_chunk_reads_only_the_tokens_it_sees(start: int, window: int | None) -
     first, last = 0 if window is None else start - window + 1, start + count
     for position in range(first, last):
         cache.data[table[position // 16], 1, :, position % 16] = 0.5
-    # Entries that no row looks at may point anywhere.
+    # Entries that no token sees may point anywhere.
     columns = np.arange(6)
     seen = (columns >= first // 16) & (columns * 16 < last)
     pieces = np.where(seen, table * 4, 2**40)
@@ -205,8 +207,8 @@ def test_chunks_the_kernel_cannot_do_stay_on_torch(
     assert kernel is not None and not kernel.supports_chunks
     alibi = scoring.slopes is not None
     case = AttentionCase(2, 1, dim, None, 16, softcap=scoring.softcap, alibi=alibi)
-    twin, ours, _ = attend_both(case, dtype, [20, 3], [7, 1])
-    assert torch.equal(twin[:7], ours[:7])
+    reference, ours, _ = attend_both(case, dtype, [20, 3], [7, 1])
+    assert torch.equal(reference[:7], ours[:7])
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(24, torch.float32), (64, torch.float16)])
@@ -273,11 +275,11 @@ def test_the_library_is_built_once_and_can_be_switched_off(
 def test_mixed_steps_use_the_kernel_for_single_rows_only() -> None:
     """A chunk between two decoding rows: the same result with and without the kernel."""
     case = AttentionCase(heads=4, kv_heads=2, dim=32, window=None, block_size=8)
-    twin, ours, same_cache = attend_both(
+    reference, ours, same_cache = attend_both(
         case, torch.float32, starts=[40, 9, 0, 77], counts=[1, 5, 6, 1]
     )
     assert same_cache
-    torch.testing.assert_close(ours, twin, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
 
 
 def test_with_amx_chunks_are_left_to_torch() -> None:

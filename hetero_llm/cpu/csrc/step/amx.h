@@ -1,4 +1,4 @@
-// Products of AMX tiles as attention takes them.
+// The product of AMX tiles that attention uses.
 
 #pragma once
 
@@ -8,8 +8,8 @@ namespace hetero {
 
 // out[r][i] (+)= sum over k of x[r][k] * panel[k][i] in bf16, for 16 or 32 rows. x: rows x_stride
 // bytes apart; panel: [steps][64][2], k in pairs, as a packed matrix has it; strips: of 16 outputs,
-// at most 4; steps: pairs of k, a multiple of 16; out_stride: floats. Whatever the caller wrote to
-// memory before the call is seen: the call is not inlined.
+// at most 4; steps: pairs of k, a multiple of 16; out_stride: floats. The
+// call is not inlined, so it reads what the caller has written to memory before.
 void multiply_tiles(const void* x, int64_t x_stride, int64_t rows, const void* panel,
                     int64_t steps, int64_t strips, float* out, int64_t out_stride, bool add);
 

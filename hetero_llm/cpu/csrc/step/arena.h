@@ -1,4 +1,4 @@
-// Memory that begins as zeros, in one piece: huge pages where the system gives them.
+// Two kinds of zeroed memory: an arena in huge pages, and scratch buffers that grow.
 
 #pragma once
 
@@ -14,7 +14,8 @@ constexpr int64_t kHugePage = 2 << 20, kLine = 64;
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Fixed size, given out front to back, in the order of use: one stream for the prefetcher.
+// Memory of a fixed size, given out front to back in the order of use: one stream for the
+// prefetcher.
 class Arena {
   public:
     ~Arena() {
@@ -27,10 +28,10 @@ class Arena {
         if (got == MAP_FAILED) return false;
         base_ = (char*)got;
         next_ = round_up((int64_t)base_, kHugePage) - (int64_t)base_;
-        madvise(base_, size_, MADV_HUGEPAGE);  // a wish: a refusal costs a few percent
+        madvise(base_, size_, MADV_HUGEPAGE);  // if refused, steps are a few percent slower
         return true;
     }
-    // Null if more is asked for than was reserved.
+    // Null if less than `bytes` is left.
     void* take(int64_t bytes) {
         const int64_t begin = next_;
         if (begin + round_up(bytes, kLine) > size_) return nullptr;
@@ -55,7 +56,7 @@ class Buffer {
             size_ = bytes + bytes / 4;
             size_ = round_up(size_, kLine);
             data_ = std::aligned_alloc(kLine, size_);
-            if (!data_) std::abort();  // a step has no way to go on
+            if (!data_) std::abort();  // a step cannot report an error
             std::memset(data_, 0, size_);
         }
         return (T*)data_;

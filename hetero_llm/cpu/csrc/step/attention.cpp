@@ -1,4 +1,5 @@
-// The step's attention as tasks: who attends what, and where results meet. See attention.h.
+// Attention of a step as tasks: cuts tokens and contexts into tasks, runs them, and joins the
+// results of cut contexts. See attention.h.
 
 #include "attention.h"
 
@@ -16,18 +17,18 @@ namespace {
 
 constexpr int64_t kTasksPerThread = 2;
 constexpr int64_t kShortest = 256;  // tokens of a piece of a cut context, at least
-// Up to so many lanes, products along the dimension are faster than the other kernel.
+// The most lanes for which products along the dimension are faster than the kernel for many lanes.
 constexpr int64_t kFewLanes = 8, kFewLanesAmx = 4;
-constexpr float kLog2e = 1.44269504088896341f;
 
-// Rows of one sequence that are attended together, for every KV head.
-struct RowTile {
-    int64_t sequence, step_row, row, rows, first, last, pieces;
+// Queries of one sequence that are attended together, for every KV head; pieces: parts of their
+// context first .. last, which become tasks of their own.
+struct QueryTile {
+    int64_t sequence, step_token, query, queries, first, last, pieces;
 };
 
 // Partial results of one task in pieces: [pieces][lanes][stride] floats from `partial`.
 struct Join {
-    int64_t step_row, kv_head, partial, pieces, lanes;
+    int64_t step_token, kv_head, partial, pieces, lanes;
 };
 
 }  // namespace
@@ -38,7 +39,7 @@ struct AttentionPlan {
     Isa isa;
     Kernel few, many;
     int64_t scratch_bytes, stride, lanes_joined, heads_together, few_lanes;
-    std::vector<RowTile> tiles;
+    std::vector<QueryTile> tiles;
     std::vector<Task> tasks;
     std::vector<Join> joins;
     Buffer scratch_memory, partial_memory;
@@ -49,40 +50,40 @@ struct AttentionPlan {
 
 namespace {
 
-int64_t tokens_of(const RowTile& tile) { return tile.last - tile.first; }
+int64_t tokens_of(const QueryTile& tile) { return tile.last - tile.first; }
 
 // What one KV head of a tile costs, in arbitrary units: reading a token, and each lane's products.
-int64_t cost_of(const AttentionPlan& plan, const RowTile& tile) {
-    return tokens_of(tile) * (4 + tile.rows * plan.work.group);
+int64_t cost_of(const AttentionPlan& plan, const QueryTile& tile) {
+    return tokens_of(tile) * (4 + tile.queries * plan.work.group);
 }
 
-void make_tiles(AttentionPlan* plan, const AttentionRows& rows, int64_t most_lanes) {
+void make_tiles(AttentionPlan* plan, const AttentionTokens& tokens, int64_t most_lanes) {
     const int64_t group = plan->work.group, window = plan->work.window;
     plan->tiles.clear();
-    int64_t step_row = 0;
-    for (int64_t s = 0; s < rows.sequences; ++s) {
-        const int64_t start = rows.starts[s], count = rows.counts[s];
-        // Rows of a tree share their context: the fewer passes over it the better.
-        const int64_t most_rows = most(1, (rows.is_tree[s] ? kMaxTile : most_lanes) / group);
-        const int64_t parts = (count + most_rows - 1) / most_rows;
+    int64_t step_token = 0;
+    for (int64_t s = 0; s < tokens.sequences; ++s) {
+        const int64_t start = tokens.num_computed[s], count = tokens.num_scheduled[s];
+        // Nodes of a tree share their context: the fewer passes over it the better.
+        const int64_t most_queries = most(1, (tokens.is_tree[s] ? kMaxTile : most_lanes) / group);
+        const int64_t parts = (count + most_queries - 1) / most_queries;
         // Even tiles, but of whole vectors where the group allows it.
         const int64_t unit = kLanes % group == 0 ? kLanes / group : 1;
-        const int64_t even = least(most_rows, round_up((count + parts - 1) / parts, unit));
-        for (int64_t row = 0; row < count; row += even) {
-            const int64_t size = least(even, count - row);
-            const int64_t position = rows.is_tree[s] ? rows.bases[s] : start + row;
-            const int64_t last = start + (rows.is_tree[s] ? count : row + size);
-            plan->tiles.push_back({s, step_row + row, row, size, most(0, position - window + 1),
-                                   last, 1});
+        const int64_t even = least(most_queries, round_up((count + parts - 1) / parts, unit));
+        for (int64_t query = 0; query < count; query += even) {
+            const int64_t size = least(even, count - query);
+            const int64_t position = tokens.is_tree[s] ? tokens.bases[s] : start + query;
+            const int64_t last = start + (tokens.is_tree[s] ? count : query + size);
+            const int64_t first = most(0, position - window + 1);
+            plan->tiles.push_back({s, step_token + query, query, size, first, last, 1});
         }
-        step_row += count;
+        step_token += count;
     }
 }
 
 // The time of all tasks, in units of cost, when threads take one after the other.
 int64_t makespan(const AttentionPlan& plan, std::vector<int64_t>& busy) {
     busy.assign(plan.threads, 0);
-    for (const RowTile& tile : plan.tiles)
+    for (const QueryTile& tile : plan.tiles)
         for (int64_t head = 0; head < plan.work.kv_heads; ++head)
             *std::min_element(busy.begin(), busy.end()) += cost_of(plan, tile);
     return *std::max_element(busy.begin(), busy.end());
@@ -92,7 +93,7 @@ int64_t makespan(const AttentionPlan& plan, std::vector<int64_t>& busy) {
 void cut_contexts(AttentionPlan* plan) {
     const int64_t heads = plan->work.kv_heads, threads = plan->threads;
     int64_t total = 0, largest = 0;
-    for (RowTile& tile : plan->tiles) {
+    for (QueryTile& tile : plan->tiles) {
         total += cost_of(*plan, tile) * heads;
         largest = most(largest, cost_of(*plan, tile));
     }
@@ -103,34 +104,35 @@ void cut_contexts(AttentionPlan* plan) {
     const int64_t time = count <= 4 * threads ? makespan(*plan, busy) : largest;
     if (time * 4 <= share * 5) return;
     const int64_t limit = most(1, share / kTasksPerThread);
-    for (RowTile& tile : plan->tiles) {
+    for (QueryTile& tile : plan->tiles) {
         const int64_t wanted = (cost_of(*plan, tile) + limit - 1) / limit;
         tile.pieces = most(1, least(wanted, tokens_of(tile) / kShortest));
     }
 }
 
-// KV heads of a task of a single row: as many as leave threads enough tasks and fit the scratch.
+// KV heads of a task of a single query: as many as leave threads enough tasks and fit the scratch.
 int64_t heads_together(const AttentionPlan& plan) {
     const int64_t tasks = (int64_t)plan.tiles.size() * plan.work.kv_heads;
     const int64_t spare = tasks / (kTasksPerThread * plan.threads);
     return most(1, least(least(spare, plan.work.kv_heads), kMaxTile / plan.work.group));
 }
 
-void add_tasks(AttentionPlan* plan, const AttentionRows& rows, const RowTile& tile,
+void add_tasks(AttentionPlan* plan, const AttentionTokens& tokens, const QueryTile& tile,
                int64_t* partial) {
-    const int64_t s = tile.sequence, lanes = tile.rows * plan->work.group;
+    const int64_t s = tile.sequence, lanes = tile.queries * plan->work.group;
     const int64_t length = round_up((tokens_of(tile) + tile.pieces - 1) / tile.pieces, kTokens);
     // By the whole sequence, so that results do not depend on how tiles are cut.
-    const bool few = !plan->many || rows.counts[s] * plan->work.group <= plan->few_lanes;
+    const bool few = !plan->many || tokens.num_scheduled[s] * plan->work.group <= plan->few_lanes;
     const Kernel kernel = few ? plan->few : plan->many;
     const uint64_t* ancestors =
-        rows.is_tree[s] ? rows.ancestors + tile.step_row - tile.row : nullptr;
-    const int64_t base = rows.is_tree[s] ? rows.bases[s] : rows.starts[s];
-    Task task{rows.tables + rows.slots[s] * rows.columns, ancestors, rows.starts[s], base, tile.row,
-              tile.rows, 0, tile.first, tile.last, tile.step_row, -1, kernel, 1};
+        tokens.is_tree[s] ? tokens.ancestors + tile.step_token - tile.query : nullptr;
+    const int64_t base = tokens.is_tree[s] ? tokens.bases[s] : tokens.num_computed[s];
+    const int32_t* block_table = tokens.block_tables + tokens.request_slots[s] * tokens.columns;
+    Task task{block_table, ancestors, tokens.num_computed[s], base, tile.query, 0, lanes, 0,
+              tile.first, tile.last, tile.step_token, -1, kernel, 1};
     const int64_t heads = plan->work.kv_heads;
     if (tile.pieces == 1) {
-        const int64_t together = few && tile.rows == 1 ? plan->heads_together : 1;
+        const int64_t together = few && tile.queries == 1 ? plan->heads_together : 1;
         for (; task.kv_head < heads; task.kv_head += task.kv_heads) {
             task.kv_heads = least(together, heads - task.kv_head);
             plan->tasks.push_back(task);
@@ -138,7 +140,7 @@ void add_tasks(AttentionPlan* plan, const AttentionRows& rows, const RowTile& ti
         return;
     }
     for (; task.kv_head < heads; ++task.kv_head) {
-        Join join{tile.step_row, task.kv_head, *partial, 0, lanes};
+        Join join{tile.step_token, task.kv_head, *partial, 0, lanes};
         task.first = tile.first;
         while (task.first < tile.last) {
             const int64_t end = (task.first / kTokens) * kTokens + length;
@@ -159,14 +161,15 @@ void add_tasks(AttentionPlan* plan, const AttentionRows& rows, const RowTile& ti
 AttentionPlan* new_attention_plan(int threads) {
     AttentionPlan* plan = new AttentionPlan();
     plan->threads = threads;
-    plan->scratch_bytes = round_up(most(tiles_scratch(), most(few_lanes_scratch(), many_lanes_scratch())), 4096);
+    const int64_t many = most(tiles_scratch(), many_lanes_scratch());
+    plan->scratch_bytes = round_up(most(few_lanes_scratch(), many), 4096);
     plan->scratch = plan->scratch_memory.of<char>(plan->scratch_bytes * threads);
     return plan;
 }
 
 void free_attention_plan(AttentionPlan* plan) { delete plan; }
 
-void plan_attention(AttentionPlan* plan, const CacheShape& cache, const AttentionRows& rows,
+void plan_attention(AttentionPlan* plan, const CacheShape& cache, const AttentionTokens& tokens,
                     int64_t heads, int64_t window, float scale, Isa isa) {
     const int64_t all = window > 0 ? least(window, kAllTokens) : kAllTokens;
     plan->work = {cache.data, cache.block_size, 2 * cache.layers, cache.kv_heads,
@@ -180,12 +183,12 @@ void plan_attention(AttentionPlan* plan, const CacheShape& cache, const Attentio
     // Smaller tiles of a chunk before cut contexts: they need no joining.
     const int64_t enough = kTasksPerThread * plan->threads;
     for (int64_t lanes = kMaxTile; lanes >= kLanes; lanes = lanes == kMaxTile ? 48 : lanes / 3) {
-        make_tiles(plan, rows, lanes);
+        make_tiles(plan, tokens, lanes);
         if ((int64_t)plan->tiles.size() * cache.kv_heads >= enough) break;
     }
     // Large tasks first, so that the last ones to end are small.
     std::stable_sort(plan->tiles.begin(), plan->tiles.end(),
-                     [plan](const RowTile& a, const RowTile& b) {
+                     [plan](const QueryTile& a, const QueryTile& b) {
                          return cost_of(*plan, a) > cost_of(*plan, b);
                      });
     cut_contexts(plan);
@@ -194,7 +197,7 @@ void plan_attention(AttentionPlan* plan, const CacheShape& cache, const Attentio
     plan->joins.clear();
     plan->lanes_joined = 0;
     int64_t partial = 0;
-    for (const RowTile& tile : plan->tiles) add_tasks(plan, rows, tile, &partial);
+    for (const QueryTile& tile : plan->tiles) add_tasks(plan, tokens, tile, &partial);
     plan->partial = plan->partial_memory.of<float>(partial);
 }
 
@@ -216,7 +219,7 @@ void attend(AttentionPlan* plan, int64_t layer, const void* q, int64_t q_stride,
         const Task& task = plan->tasks[i];
         Results to;
         if (task.partial < 0)
-            to = {out + task.step_row * out_stride + task.kv_head * work.group * work.dim,
+            to = {out + task.step_token * out_stride + task.kv_head * work.group * work.dim,
                   out_stride, work.dim, false};
         else
             to = {plan->partial + task.partial, work.group * plan->stride,
@@ -232,11 +235,11 @@ void merge(AttentionPlan* plan, float* out, int64_t out_stride, int thread) {
     int64_t begin = 0;
     for (const Join& j : plan->joins) {
         for (int64_t lane = most(first - begin, 0); lane < least(last - begin, j.lanes); ++lane) {
-            const int64_t row = j.step_row + lane / work.group;
+            const int64_t token = j.step_token + lane / work.group;
             const int64_t head = j.kv_head * work.group + lane % work.group;
             const float* partial = plan->partial + j.partial;
             join(partial + lane * plan->stride, j.pieces, j.lanes * plan->stride, work.dim,
-                 out + row * out_stride + head * work.dim, plan->isa);
+                 out + token * out_stride + head * work.dim, plan->isa);
         }
         begin += j.lanes;
     }
@@ -253,15 +256,18 @@ void hetero_attention_free(void* plan) {
     hetero::free_attention_plan((hetero::AttentionPlan*)plan);
 }
 
-// sizes: is_bf16, layers, block size, KV heads, dim, sequences, rows, columns, heads, window, isa.
-void hetero_attention_plan(void* plan, void* cache, const int64_t* sizes, const int32_t* slots,
-                           const int32_t* starts, const int32_t* counts, const int32_t* bases,
+// sizes: is_bf16, layers, block size, KV heads, dim, sequences, tokens, columns, heads, window,
+// isa.
+void hetero_attention_plan(void* plan, void* cache, const int64_t* sizes,
+                           const int32_t* request_slots, const int32_t* num_computed,
+                           const int32_t* num_scheduled, const int32_t* bases,
                            const uint8_t* is_tree, const uint64_t* ancestors,
-                           const int32_t* tables, const float* scale) {
+                           const int32_t* block_tables, const float* scale) {
     const hetero::CacheShape shape{cache, sizes[0] != 0, sizes[1], sizes[2], sizes[3], sizes[4]};
-    const hetero::AttentionRows rows{sizes[5], sizes[6],  slots,  starts,  counts,
-                                     bases,    is_tree,   ancestors, tables, sizes[7]};
-    hetero::plan_attention((hetero::AttentionPlan*)plan, shape, rows, sizes[8], sizes[9], *scale,
+    const hetero::AttentionTokens tokens{sizes[5], sizes[6], request_slots, num_computed,
+                                         num_scheduled, bases, is_tree, ancestors, block_tables,
+                                         sizes[7]};
+    hetero::plan_attention((hetero::AttentionPlan*)plan, shape, tokens, sizes[8], sizes[9], *scale,
                            (hetero::Isa)sizes[10]);
 }
 

@@ -1,9 +1,10 @@
-// Attention of a step's rows over the paged KV cache, in parts that threads share.
+// Attention of a step's tokens over the paged KV cache, in tasks that threads share.
 //
-// Cache: [block][layer][K|V][token][kv_head][dim], bf16 or float. Rows of one sequence follow each
-// other. Three kinds of sequences: one row (decoding), a draft tree (each row sees everything before
-// a base and, from there on, its ancestors and itself, some of which may be in the cache since
-// earlier steps), a chunk (rows see everything up to themselves).
+// Cache: [block][layer][K|V][token][kv_head][dim], bf16 or float. A step's tokens are ordered by
+// sequence. A sequence has one of three kinds of tokens: a single one (decoding); a chunk, whose
+// tokens see everything up to themselves; a draft tree, whose nodes see everything before a base
+// and, from the base on, their ancestors and themselves. Earlier steps may have left some of these
+// ancestors in the cache.
 
 #pragma once
 
@@ -19,39 +20,39 @@ struct CacheShape {
     int64_t layers, block_size, kv_heads, dim;
 };
 
-struct AttentionRows {
-    int64_t sequences, rows;
-    const int32_t* slots;       // [sequences]
-    const int32_t* starts;      // [sequences] tokens in the cache before the step
-    const int32_t* counts;      // [sequences] rows
-    // [sequences] of a tree: where its window begins, at most its start; the window, up to the
-    // tree's last row, has at most 64 tokens. Others are not looked at.
+struct AttentionTokens {
+    int64_t sequences, tokens;
+    const int32_t* request_slots;  // [sequences] row of block_tables
+    const int32_t* num_computed;   // [sequences] tokens in the cache before the step
+    const int32_t* num_scheduled;  // [sequences] tokens in the step
+    // [sequences] where a tree's window begins, at most num_computed; the window, up to the tree's
+    // last node, has at most 64 tokens. Unused for other sequences.
     const int32_t* bases;
-    const uint8_t* is_tree;     // [sequences]
-    const uint64_t* ancestors;  // [rows] tree rows: bit j says that the row sees token base + j
-    const int32_t* tables;      // [slots][columns] block ids
+    const uint8_t* is_tree;        // [sequences]
+    const uint64_t* ancestors;     // [tokens] of tree nodes: bit j: the node sees token base + j
+    const int32_t* block_tables;   // [request slots][columns] block ids
     int64_t columns;
 };
 
-// The rows' queries after rotation: [rows][heads][dim], bf16 or float as the cache; outputs float.
+// The tasks of a step and their scratch memory, which grows and is used again by the next step. An
+// executor has one for each window.
 struct AttentionPlan;
-
-// Scratch is the plan's; it grows and is used again. One plan per executor.
 AttentionPlan* new_attention_plan(int threads);
 void free_attention_plan(AttentionPlan* plan);
 
 // Cuts the step's attention into tasks, once per step and window (the same for all layers). Called
-// by one thread. window: tokens a row sees, itself included; 0: all. What a tree's row does not see
-// does not count, so that its window is that of its path as a chunk. heads: query heads.
-void plan_attention(AttentionPlan* plan, const CacheShape& cache, const AttentionRows& rows,
+// by one thread. window: tokens a token sees, itself included; 0: all. For a tree's node only the
+// tokens of its path count, as if the path were a chunk. heads: query heads.
+void plan_attention(AttentionPlan* plan, const CacheShape& cache, const AttentionTokens& tokens,
                     int64_t heads, int64_t window, float scale, Isa isa);
 
-// Whether results of cut contexts have to be merged (after a barrier).
+// Whether contexts were cut, so that `merge` has to follow `attend`, behind a barrier.
 bool needs_merge(const AttentionPlan* plan);
 
-// This thread's share of the tasks of one layer; q and out as above, rows `stride` elements apart.
-// Tasks are handed out dynamically: begin_layer (by one thread, before a barrier) resets the
-// counter.
+// Runs tasks of one layer until none is left. q: rotated queries [tokens][heads][dim], bf16 or
+// float as the cache; out: the same shape in float; tokens are q_stride and out_stride elements
+// apart. Every thread takes the next task of a counter, which begin_layer resets (called by one
+// thread, before a barrier).
 void begin_layer(AttentionPlan* plan);
 void attend(AttentionPlan* plan, int64_t layer, const void* q, int64_t q_stride, float* out,
             int64_t out_stride, int thread);

@@ -1,11 +1,11 @@
-// Attention kernel for many lanes, chunks of rows and draft trees, on AMX tiles.
+// Attention kernel for many lanes (chunks and draft trees) on AMX tiles.
 //
 // Both products have a panel of 64 lanes as their right side: queries as pairs of dims, weights as
-// pairs of tokens, which is how weigh() leaves them. K comes straight from the cache wherever 16
+// pairs of tokens, as weigh() leaves them. K comes straight from the cache wherever 16
 // tokens lie in one block; V is turned to dims x tokens once for all tiles of a task.
 
 #include "amx.h"
-#include "attention_lanes.h"
+#include "attention_tile.h"
 
 namespace hetero {
 
@@ -28,7 +28,7 @@ struct Scratch {
     const Bf16* keys[2][kTokens];            // of this group and of the next
 };
 
-// 16 rows of 16 words, turned.
+// Transposes 16 rows of 16 words.
 DOT inline void turn(__m512i (&v)[16]) {
     __m512i t[16];
     for (int i = 0; i < 16; i += 2) {
@@ -71,7 +71,7 @@ DOT void turn_values(const Work& w, const Bf16* const* keys, uint32_t (*values)[
         }
 }
 
-// Brings K and V of a group nearer while the one before it is attended: blocks of a layer lie far
+// Prefetches K and V of a group while the one before it is attended: blocks of a layer lie far
 // apart, which stops the hardware's prefetcher at each of them.
 void fetch_group(const Work& w, const Bf16* const* keys) {
     const int64_t piece = w.block_size * w.kv_heads * w.dim;
@@ -101,7 +101,7 @@ void align_keys(const Work& w, Scratch& s, const Bf16* const* keys, const Bf16**
     }
 }
 
-// Scales scores to powers of two and hides what a lane must not see; top: running maxima.
+// Scales scores to powers of two and hides tokens that a lane does not see; top: running maxima.
 template <int V>
 DOT inline void mask(const Work& w, const Tile& tile, int64_t base, int64_t begin, int64_t tokens,
                      float (*scores)[kWide], __m512* top) {
@@ -155,7 +155,7 @@ const Attend kAttend[] = {attend_tokens<1>, attend_tokens<2>, attend_tokens<3>, 
 DOT void attend_many(const Work& w, const Task& task, const Results& to, void* scratch) {
     constexpr int64_t kStep = 2 * kLanes;  // tokens of a product with V
     Scratch& s = *(Scratch*)scratch;
-    const int64_t lanes = lanes_of(w, task);
+    const int64_t lanes = task.lanes;
     int64_t tiles = 0;
     for (int64_t lane = 0; lane < lanes; lane += kWide)
         begin_tile(w, task, lane, least(kWide, lanes - lane), s.tiles[tiles++]);

@@ -1,5 +1,6 @@
-// See candidates.h. One pass: the maximum of a piece says whether any of its tokens can be among the
-// best, which after the first pieces is rare, and what its exponentials are taken relative to.
+// See candidates.h. One pass over the scores: if the maximum of a piece is below the threshold,
+// which after the first pieces is common, none of its tokens is compared. Exponentials are relative
+// to the largest score so far.
 
 #include "candidates.h"
 
@@ -11,10 +12,9 @@ namespace hetero {
 
 namespace {
 
-constexpr float kLog2e = 1.44269504088896341f;
 constexpr int64_t kPiece = kNoisy;  // tokens with one maximum
 
-// Puts a token into the list where it belongs; false if it is not among the best `count`.
+// Inserts a token into the sorted list; false if it is not among the best `count`.
 inline bool insert(float score, int32_t token, int64_t count, Candidates& found) {
     const auto belongs_before = [&](int64_t other) {
         return score > found.scores[other] ||
@@ -32,7 +32,7 @@ inline bool insert(float score, int32_t token, int64_t count, Candidates& found)
     return true;
 }
 
-// A whole piece, filled up with -infinity.
+// A whole piece, padded with -infinity.
 template <int N>
 INLINE void add_piece(const float* scores, int64_t first, int64_t count, Candidates& found) {
     Floats<N> values[kPiece / N], top = fill<N>(-INFINITY);
@@ -80,15 +80,10 @@ INLINE void add_lanes(const float* scores, int64_t size, int64_t first, const No
     }
 }
 
-ON_AVX512 void add_16(const float* scores, int64_t size, int64_t first, const Noise* noise,
-                      int64_t count, Candidates& found) {
-    add_lanes<16>(scores, size, first, noise, count, found);
-}
-
-ON_AVX2 void add_8(const float* scores, int64_t size, int64_t first, const Noise* noise,
-                   int64_t count, Candidates& found) {
-    add_lanes<8>(scores, size, first, noise, count, found);
-}
+DEFINE_WIDTHS(add,
+              (const float* scores, int64_t size, int64_t first, const Noise* noise, int64_t count,
+               Candidates& found),
+              (scores, size, first, noise, count, found))
 
 }  // namespace
 
@@ -100,9 +95,7 @@ void begin_candidates(Candidates& found) {
 
 void add_candidates(const float* scores, int64_t size, int64_t first, const Noise* noise,
                     int64_t count, Candidates& found, Isa isa) {
-    if (isa >= kAvx512) add_16(scores, size, first, noise, count, found);
-    else if (isa >= kAvx2) add_8(scores, size, first, noise, count, found);
-    else add_lanes<4>(scores, size, first, noise, count, found);
+    CALL_WIDTH(add, (scores, size, first, noise, count, found));
 }
 
 void merge_candidates(const Candidates* found, int64_t parts, int64_t stride, int64_t count,
@@ -111,7 +104,7 @@ void merge_candidates(const Candidates* found, int64_t parts, int64_t stride, in
     begin_candidates(best);
     for (int64_t p = 0; p < parts; ++p) {
         const Candidates& part = found[p * stride];
-        // Best first: behind one that is not wanted nothing is.
+        // Best first: once one is not inserted, none of the others is.
         for (int32_t i = 0; i < part.held; ++i)
             if (!insert(part.scores[i], part.tokens[i], count, best)) break;
         if (part.highest > best.highest) best.highest = part.highest;
@@ -130,8 +123,8 @@ void merge_candidates(const Candidates* found, int64_t parts, int64_t stride, in
 
 }  // namespace hetero
 
-// For tests: the scores of tokens 0 .. size - 1 in parts that end at `ends`, each the multiple of 16
-// that a thread would have, but for the last. temperature 0: no noise.
+// For tests: the scores of tokens 0 .. size - 1 in parts that end at `ends`, each the multiple of
+// 16 that a thread would have, but for the last. temperature 0: no noise.
 extern "C" void hetero_candidates(const float* scores, const int64_t* ends, int64_t parts,
                                   const float* temperature, const uint64_t* seed, int64_t position,
                                   int64_t sample_index, int64_t count, int32_t* tokens,

@@ -1,4 +1,5 @@
-// The likeliest tokens of a row and their log-probabilities, found piece by piece.
+// The likeliest tokens of a sample and their log-probabilities, from scores that come piece by
+// piece.
 
 #pragma once
 
@@ -11,8 +12,8 @@ namespace hetero {
 
 constexpr int64_t kMostCandidates = 16;
 
-// What a thread knows about the scores it has seen of one row. held: tokens in the list, best
-// first, at most as many as are wanted; threshold: the score of the last one once it is full.
+// Summary of the scores that one thread has added for one sample. held: tokens in the list, best
+// first; threshold: the score of the last one once the list is full.
 // highest: the largest score; sum: of exp(score - highest), NaN if a score was.
 struct alignas(64) Candidates {
     float scores[kMostCandidates];
@@ -24,14 +25,14 @@ struct alignas(64) Candidates {
 
 void begin_candidates(Candidates& found);
 
-// Takes in scores of the tokens first, first + 1, ..., which come in ascending order; `count` are
-// wanted. noise: as in `pick_noisy`, or null for the scores as they are.
+// Adds scores of the tokens first, first + 1, ...; calls come in ascending order of tokens. count:
+// the size of the list. noise: as in `pick_noisy`, or null for the scores as they are.
 void add_candidates(const float* scores, int64_t size, int64_t first, const Noise* noise,
                     int64_t count, Candidates& found, Isa isa);
 
-// Of parts found[0], found[stride], ...: tokens and log-probabilities [count], best first, the lower
-// token first where scores are equal. Without enough tokens of any probability the last ones are -1
-// with -infinity; a row with NaN or +infinity has none.
+// Merges found[0], found[stride], ... into tokens and log-probabilities [count], best first, the
+// lower token first where scores are equal. If fewer tokens have a probability, the last ones are
+// -1 with -infinity; if a score was NaN or +infinity, all are.
 void merge_candidates(const Candidates* found, int64_t parts, int64_t stride, int64_t count,
                       int32_t* tokens, float* log_probs);
 

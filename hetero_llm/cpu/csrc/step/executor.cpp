@@ -1,14 +1,14 @@
 // The whole step of a Llama-shaped decoder in one parallel region: C ABI in executor.h.
 //
 // Threads share a phase by outputs (strips of the weight matrix), so each part of the weights is
-// read once; between phases there is a barrier. Most of its share a thread takes without asking, the
-// rest goes to whoever comes first: cores that a virtual machine grants are not equally fast. A
-// thread's outputs leave registers for a small tile and go straight to where the next phase wants
-// them: rotated into queries and the KV cache, added to the residual, gated. The residual is float;
-// what enters a product is rounded to the weights' kind.
+// read once; between phases there is a barrier. Most of a phase is divided evenly, the rest in
+// units that the next free thread takes: cores that a virtual machine grants are not equally fast.
+// A thread's outputs leave registers for a small tile and go from there to where the next phase
+// reads them: rotated into queries and the KV cache, added to the residual, gated. The residual is
+// float; inputs of a product are rounded to the weights' format.
 //
-// With few rows every thread norms and rounds the product's input for itself, which is cheaper than
-// a barrier; with many rows they share that, too.
+// A token is one row of every product. With few rows every thread norms and rounds a product's
+// input for itself, which is cheaper than a barrier; many rows are divided among the threads.
 
 #include "executor.h"
 
@@ -27,24 +27,25 @@ namespace {
 
 constexpr int64_t kRowBlock = 512;         // rows whose outputs a thread holds at a time
 constexpr int64_t kLeastRowBlock = 64;     // rows for which a panel of weights is worth fetching
-constexpr int64_t kPrivateElements = 4096; // up to so many inputs are prepared by every thread
+constexpr int64_t kPrivateElements = 4096; // at most, for every thread to prepare them itself
 constexpr int64_t kPrivateRows = kPrivateElements / kDepth;
 constexpr int64_t kSpin = 2000;            // microseconds between steps before threads sleep
 constexpr int64_t kPerPanel = kPanel / kStrip;
-// Of more rows than kFewRows, so many panels take a block of their inputs while a cache has it.
+// With more rows than kFewRows, kPanelsTogether panels use a block of inputs while a cache has it.
 constexpr int64_t kFewRows = 32, kPanelsTogether = 4;
-// Up to so many rows' candidates the caller merges alone, which takes less time than a barrier.
+// The most samples whose candidates the caller merges alone, which takes less time than a barrier.
 constexpr int64_t kMergedAlone = 2;
 
-// Modes of a sampled row, see executor.h.
-enum : uint8_t { kGreedy = 0, kNoisyDraw = 1, kNone = 2, kCandidates = 3 };
+// Modes of a sample, see executor.h.
+enum : uint8_t { kGreedy = 0, kNoisySample = 1, kNone = 2, kCandidates = 3 };
 
 struct Best {
     float score;
     int64_t token;
 };
 
-// Units of a product's rest that threads have taken; phases use two in turns.
+// Units of a phase, behind the evenly divided ones, that threads have taken. Two phases in a row
+// use different ones.
 struct alignas(128) Rest {
     std::atomic<int64_t> taken{0};
 };
@@ -68,7 +69,7 @@ struct Executor {
     }
 };
 
-// One step: sizes, buffers and what the phases need of them.
+// One step: sizes, and where its buffers begin.
 struct Run {
     Executor& e;
     const HeteroModel& m;
@@ -76,14 +77,14 @@ struct Run {
     Format format;
     Isa isa;
     int threads;
-    int64_t rows, head_width, gate_width;  // heads * dim; inner, in whole strips
+    int64_t tokens, head_width, gate_width;  // heads * dim; inner, in whole strips
     int64_t shared_stride, gate_stride;    // elements of a row in `shared` and `gate`
     int64_t tile_size;                     // floats of a thread's tile
     int64_t panels;                        // of a tile
-    float* x = nullptr;                    // [rows][hidden], the residual
-    float* attended = nullptr;             // [rows][head_width]
-    char* gate = nullptr;                  // [rows][gate_stride], float or as products take it
-    char* queries = nullptr;               // [rows][head_width], as the cache
+    float* x = nullptr;                    // [tokens][hidden], the residual
+    float* attended = nullptr;             // [tokens][head_width]
+    char* gate = nullptr;                  // [tokens][gate_stride], float or as products take it
+    char* queries = nullptr;               // [tokens][head_width], as the cache
     char *shared = nullptr, *privates = nullptr;  // products' inputs
     float *shared_scales = nullptr, *private_scales = nullptr;
     float* tiles = nullptr;
@@ -97,8 +98,8 @@ inline int64_t share(int64_t count, int thread, int threads) { return count * th
 float* tile_of(const Run& r, int thread) { return r.tiles + thread * r.tile_size; }
 
 // Prepares rows of `size` floats for a product; norm: weights of an RMS norm before it, or null.
-// All threads call it; there is a barrier inside unless every thread prepares its own copy. Returns
-// where the calling thread finds them.
+// All threads call it; unless every thread prepares a copy of its own, it contains a barrier.
+// Returns the rows that the calling thread has to use.
 Rows prepare(const Run& r, const float* from, int64_t from_stride, int64_t rows, int64_t size,
              const float* norm, const Matrix& matrix, int thread) {
     const bool mine = rows * matrix.padded_depth <= kPrivateElements;
@@ -157,9 +158,8 @@ void product(const Run& r, const Matrix& matrix, const Rows& in, Range rows, int
     }
 }
 
-// Calls body(first, last) until the threads together have done `count` units: three quarters of
-// them in even shares, each from first to last, the others one by one behind these. There is a
-// barrier before and after each phase.
+// Divides `count` units among the threads, which call body(first, last): three quarters in even
+// shares, then the others one by one. The caller has a barrier before and after each phase.
 template <typename Body>
 void share_units(const Run& r, int64_t phase, int64_t count, int thread, Body body) {
     if (r.threads == 1) {
@@ -178,7 +178,7 @@ void share_units(const Run& r, int64_t phase, int64_t count, int thread, Body bo
     }
 }
 
-// Rows of a unit of work: fewer than a tile holds where panels alone are too few to share evenly.
+// Rows of a unit of work: fewer than a tile holds if there are too few panels to share evenly.
 int64_t row_block(const Run& r, int64_t rows, int64_t panels) {
     int64_t block = kRowBlock;
     while (block > kLeastRowBlock && panels * ((rows + block - 1) / block) < 4 * r.threads)
@@ -186,8 +186,8 @@ int64_t row_block(const Run& r, int64_t rows, int64_t panels) {
     return block;
 }
 
-// A product whose strips the threads share: by panels, or by `finest` strips where panels are few
-// and rows, too, or by blocks of a panel's rows.
+// A product shared by the threads, in units of a panel and a block of rows, or of `finest` strips
+// if both panels and rows are few.
 template <typename Done>
 void share_product(const Run& r, int64_t phase, const Matrix& matrix, const Rows& in, int64_t rows,
                    int64_t strips, int64_t finest, int thread, Done done) {
@@ -213,12 +213,13 @@ void share_product(const Run& r, int64_t phase, const Matrix& matrix, const Rows
 
 // -- queries, keys, values ------------------------------------------------------------------------
 
-void* cache_place(const Run& r, int64_t layer, int64_t row, int64_t kind, int64_t head) {
+// kind: 0 K, 1 V.
+void* cache_place(const Run& r, int64_t layer, int64_t token, int64_t kind, int64_t head) {
     const CacheShape& c = r.e.cache;
-    const int64_t place = r.step.cache_rows[row];
-    const int64_t token = ((place / c.block_size * c.layers + layer) * 2 + kind) * c.block_size +
-                          place % c.block_size;
-    return (char*)c.data + (token * c.kv_heads + head) * c.dim * (c.is_bf16 ? 2 : 4);
+    const int64_t slot = r.step.slot_mapping[token];
+    const int64_t at = ((slot / c.block_size * c.layers + layer) * 2 + kind) * c.block_size +
+                       slot % c.block_size;
+    return (char*)c.data + (at * c.kv_heads + head) * c.dim * (c.is_bf16 ? 2 : 4);
 }
 
 void put(const Run& r, const float* from, void* to) {
@@ -230,8 +231,8 @@ void put(const Run& r, const float* from, void* to) {
 
 constexpr int64_t kPhases = 4;  // that share a layer's products
 
-// One head of one row as the product left it: bias, norm, rotation, then to its place.
-void place_head(const Run& r, const Layer& layer, int64_t index, int64_t row, int64_t head,
+// One head of one token as the product left it: adds the bias, norms and rotates it, and stores it.
+void place_head(const Run& r, const Layer& layer, int64_t index, int64_t token, int64_t head,
                 float* values) {
     const HeteroModel& m = r.m;
     add(values, layer.qkv_bias + head * m.dim, m.dim, r.isa);
@@ -239,25 +240,25 @@ void place_head(const Run& r, const Layer& layer, int64_t index, int64_t row, in
     if (m.qk_norm && (query || key))
         rms_norm(values, query ? layer.q_norm : layer.k_norm, (float)m.eps, m.dim, values, r.isa);
     if (query || key)
-        rotate(values, r.e.rotary.data() + r.step.positions[row] * m.rotary_dim, m.rotary_dim,
+        rotate(values, r.e.rotary.data() + r.step.positions[token] * m.rotary_dim, m.rotary_dim,
                r.isa);
     if (query)
-        put(r, values, r.queries + (row * m.heads + head) * m.dim * (r.e.cache.is_bf16 ? 2 : 4));
+        put(r, values, r.queries + (token * m.heads + head) * m.dim * (r.e.cache.is_bf16 ? 2 : 4));
     else if (key)
-        put(r, values, cache_place(r, index, row, 0, head - m.heads));
+        put(r, values, cache_place(r, index, token, 0, head - m.heads));
     else
-        put(r, values, cache_place(r, index, row, 1, head - m.heads - m.kv_heads));
+        put(r, values, cache_place(r, index, token, 1, head - m.heads - m.kv_heads));
 }
 
-// Threads share whole heads, or pairs of them where a head is half a strip more.
+// Threads share whole heads, or pairs of heads where a head is not a whole number of strips.
 void project_heads(const Run& r, const Layer& layer, int64_t index, const Rows& in, int thread) {
     const int64_t heads = r.e.model.all_heads(), dim = r.m.dim;
     const int64_t together = dim % kStrip ? 2 : 1, width = together * dim;
     const int64_t units = (heads + together - 1) / together;
-    const int64_t block = row_block(r, r.rows, units), blocks = (r.rows + block - 1) / block;
+    const int64_t block = row_block(r, r.tokens, units), blocks = (r.tokens + block - 1) / block;
     float* tile = tile_of(r, thread);
     const auto project = [&](int64_t unit, int64_t row) {
-        const int64_t count = r.rows - row < block ? r.rows - row : block;
+        const int64_t count = r.tokens - row < block ? r.tokens - row : block;
         multiply_to_tile(r, layer.qkv, from_row(in, row, r.format), count, unit * width / kStrip,
                          width / kStrip, tile, width);
         for (int64_t i = 0; i < count; ++i)
@@ -284,7 +285,7 @@ void add_product(const Run& r, int64_t phase, const Matrix& matrix, const float*
         add_block(r.x + row * hidden + first, hidden, {tile, stride, rows, size}, bias + first,
                   r.isa);
     };
-    share_product(r, phase, matrix, in, r.rows, strips, 1, thread, add_tile);
+    share_product(r, phase, matrix, in, r.tokens, strips, 1, thread, add_tile);
 }
 
 // gate = act(gate) * up; strips of both take turns in the weights.
@@ -301,20 +302,20 @@ void gate_product(const Run& r, int64_t phase, const Layer& layer, const Rows& i
             else std::memcpy(to, tile + i * stride, size * 4);
         }
     };
-    share_product(r, phase, layer.gate_up, in, r.rows, 2 * (r.gate_width / kStrip), 2, thread,
+    share_product(r, phase, layer.gate_up, in, r.tokens, 2 * (r.gate_width / kStrip), 2, thread,
                   gate_tile);
 }
 
-// What `gate_product` has left as the next product's input. Where rows are few every thread takes a
-// copy, which comes faster than the pieces in the middle of a product.
+// The output of `gate_product` as the next product's input. With few rows every thread makes a
+// copy, which is faster than fetching pieces of it in the middle of a product.
 Rows gated_rows(const Run& r, const Matrix& matrix, int thread) {
     if (r.format == Format::kInt8)
-        return prepare(r, (const float*)r.gate, r.gate_stride, r.rows, r.m.inner, nullptr, matrix,
+        return prepare(r, (const float*)r.gate, r.gate_stride, r.tokens, r.m.inner, nullptr, matrix,
                        thread);
-    if (r.rows * r.gate_stride > kPrivateElements) return {r.gate, r.gate_stride, nullptr};
+    if (r.tokens * r.gate_stride > kPrivateElements) return {r.gate, r.gate_stride, nullptr};
     const int64_t bytes = element_bytes(r.format);
     char* own = r.privates + thread * kPrivateElements * bytes;
-    std::memcpy(own, r.gate, r.rows * r.gate_stride * bytes);
+    std::memcpy(own, r.gate, r.tokens * r.gate_stride * bytes);
     return {own, r.gate_stride, nullptr};
 }
 
@@ -323,8 +324,8 @@ void run_layer(const Run& r, int64_t index, int thread) {
     Team& team = *r.e.team;
     AttentionPlan* plan = r.e.plans[r.e.window_of[index]];
     const HeteroModel& m = r.m;
-    if (thread == 0) begin_layer(plan);  // all have left the last one's attention
-    const Rows in = prepare(r, r.x, m.hidden, r.rows, m.hidden, layer.norm, layer.qkv, thread);
+    if (thread == 0) begin_layer(plan);  // the last layer's attention has ended on all threads
+    const Rows in = prepare(r, r.x, m.hidden, r.tokens, m.hidden, layer.norm, layer.qkv, thread);
     project_heads(r, layer, index, in, thread);
     team.barrier(thread);
     attend(plan, index, r.queries, r.head_width, r.attended, r.head_width, thread);
@@ -334,11 +335,11 @@ void run_layer(const Run& r, int64_t index, int thread) {
         team.barrier(thread);
     }
     const Rows heads =
-        prepare(r, r.attended, r.head_width, r.rows, r.head_width, nullptr, layer.out, thread);
+        prepare(r, r.attended, r.head_width, r.tokens, r.head_width, nullptr, layer.out, thread);
     add_product(r, kPhases * index + 1, layer.out, layer.out_bias, heads, thread);
     team.barrier(thread);
     const Rows second =
-        prepare(r, r.x, m.hidden, r.rows, m.hidden, layer.second_norm, layer.gate_up, thread);
+        prepare(r, r.x, m.hidden, r.tokens, m.hidden, layer.second_norm, layer.gate_up, thread);
     gate_product(r, kPhases * index + 2, layer, second, thread);
     team.barrier(thread);
     const Rows inner = gated_rows(r, layer.down, thread);
@@ -348,24 +349,25 @@ void run_layer(const Run& r, int64_t index, int thread) {
 
 // -- begin and end --------------------------------------------------------------------------------
 
-void embed_rows(const Run& r, int thread) {
-    const int64_t last = share(r.rows, thread + 1, r.threads);
-    for (int64_t row = share(r.rows, thread, r.threads); row < last; ++row)
-        embed(r.e.model, r.step.token_ids[row], r.x + row * r.m.hidden, r.isa);
+void embed_tokens(const Run& r, int thread) {
+    const int64_t last = share(r.tokens, thread + 1, r.threads);
+    for (int64_t token = share(r.tokens, thread, r.threads); token < last; ++token)
+        embed(r.e.model, r.step.token_ids[token], r.x + token * r.m.hidden, r.isa);
 }
 
-// The final norm of all rows, if they are wanted, and the sampled rows where the head finds them.
-void finish_rows(const Run& r, int thread) {
+// The final norm of all tokens, if the caller wants them, and copies of those that samples follow,
+// as the head's input.
+void finish_tokens(const Run& r, int thread) {
     const int64_t hidden = r.m.hidden;
     if (r.step.hidden) {
-        const int64_t last = share(r.rows, thread + 1, r.threads);
-        for (int64_t row = share(r.rows, thread, r.threads); row < last; ++row)
-            rms_norm(r.x + row * hidden, r.e.model.final_norm, (float)r.m.eps, hidden,
-                     r.step.hidden + row * hidden, r.isa);
+        const int64_t last = share(r.tokens, thread + 1, r.threads);
+        for (int64_t token = share(r.tokens, thread, r.threads); token < last; ++token)
+            rms_norm(r.x + token * hidden, r.e.model.final_norm, (float)r.m.eps, hidden,
+                     r.step.hidden + token * hidden, r.isa);
     }
-    const int64_t last = share(r.step.samples, thread + 1, r.threads);
-    for (int64_t i = share(r.step.samples, thread, r.threads); i < last; ++i)
-        std::memcpy(r.final_rows + i * hidden, r.x + r.step.sample_rows[i] * hidden, hidden * 4);
+    const int64_t last = share(r.step.num_samples, thread + 1, r.threads);
+    for (int64_t i = share(r.step.num_samples, thread, r.threads); i < last; ++i)
+        std::memcpy(r.final_rows + i * hidden, r.x + r.step.sampled_after[i] * hidden, hidden * 4);
 }
 
 void pick(const Run& r, int64_t sample, const float* scores, int64_t size, int64_t first,
@@ -377,23 +379,23 @@ void pick(const Run& r, int64_t sample, const float* scores, int64_t size, int64
         pick_greedy(scores, size, first, &best.score, &best.token, r.isa);
         return;
     }
-    const Noise noise{s.temperatures[sample], s.seeds[sample], (uint32_t)s.draw_positions[sample],
+    const Noise noise{s.temperatures[sample], s.seeds[sample], (uint32_t)s.sample_positions[sample],
                       (uint32_t)s.sample_indices[sample]};
-    if (mode == kNoisyDraw)
+    if (mode == kNoisySample)
         pick_noisy(scores, size, first, noise, &best.score, &best.token, r.isa);
     else
-        add_candidates(scores, size, first, noise.temperature > 0 ? &noise : nullptr, s.count,
-                       *found, r.isa);
+        add_candidates(scores, size, first, noise.temperature > 0 ? &noise : nullptr,
+                       s.num_candidates, *found, r.isa);
 }
 
 void run_head(const Run& r, int thread) {
     const HeteroStep& s = r.step;
     const int64_t vocab = r.m.vocab, strips = round_up(vocab, kStrip) / kStrip;
-    Best* best = r.best + thread * s.samples;
-    for (int64_t i = 0; i < s.samples; ++i) best[i] = {-INFINITY, -1};
-    Candidates* found = r.found ? r.found + thread * s.samples : nullptr;
-    for (int64_t i = 0; found && i < s.samples; ++i) begin_candidates(found[i]);
-    const Rows in = prepare(r, r.final_rows, r.m.hidden, s.samples, r.m.hidden,
+    Best* best = r.best + thread * s.num_samples;
+    for (int64_t i = 0; i < s.num_samples; ++i) best[i] = {-INFINITY, -1};
+    Candidates* found = r.found ? r.found + thread * s.num_samples : nullptr;
+    for (int64_t i = 0; found && i < s.num_samples; ++i) begin_candidates(found[i]);
+    const Rows in = prepare(r, r.final_rows, r.m.hidden, s.num_samples, r.m.hidden,
                             r.e.model.final_norm, r.e.model.head, thread);
     const auto pick_tile = [&](int64_t row, int64_t rows, int64_t strip, int64_t count,
                                float* tile, int64_t stride) {
@@ -406,23 +408,23 @@ void run_head(const Run& r, int thread) {
             if (s.logits) std::memcpy(s.logits + (row + i) * vocab + first, scores, size * 4);
         }
     };
-    share_product(r, kPhases * r.m.layers, r.e.model.head, in, s.samples, strips, 1, thread,
+    share_product(r, kPhases * r.m.layers, r.e.model.head, in, s.num_samples, strips, 1, thread,
                   pick_tile);
 }
 
-// Of equal scores the first token stays; each thread has seen ascending ones.
+// The best of all threads; of equal scores the lowest token.
 void choose_tokens(const Run& r) {
-    for (int64_t i = 0; i < r.step.samples; ++i) {
-        if (r.step.modes[i] != kGreedy && r.step.modes[i] != kNoisyDraw) continue;
+    for (int64_t i = 0; i < r.step.num_samples; ++i) {
+        if (r.step.modes[i] != kGreedy && r.step.modes[i] != kNoisySample) continue;
         Best chosen = r.best[i];
         for (int t = 1; t < r.threads; ++t) {
-            const Best& other = r.best[t * r.step.samples + i];
+            const Best& other = r.best[t * r.step.num_samples + i];
             if (other.token >= 0 &&
                 (chosen.token < 0 || other.score > chosen.score ||
                  (other.score == chosen.score && other.token < chosen.token)))
                 chosen = other;
         }
-        r.step.tokens[i] = chosen.token;
+        r.step.sampled[i] = chosen.token;
     }
 }
 
@@ -430,24 +432,25 @@ void merge_found(const Run& r, int64_t first, int64_t last) {
     const HeteroStep& s = r.step;
     for (int64_t i = first; i < last; ++i)
         if (s.modes[i] == kCandidates)
-            merge_candidates(r.found + i, r.threads, s.samples, s.count, s.candidates + i * s.count,
-                             s.log_probs + i * s.count);
+            merge_candidates(r.found + i, r.threads, s.num_samples, s.num_candidates,
+                             s.candidates + i * s.num_candidates,
+                             s.log_probs + i * s.num_candidates);
 }
 
 void run_thread(void* context, int thread) {
     const Run& r = *(const Run*)context;
-    embed_rows(r, thread);
+    embed_tokens(r, thread);
     r.e.team->barrier(thread);
     for (int64_t layer = 0; layer < r.m.layers; ++layer) run_layer(r, layer, thread);
-    finish_rows(r, thread);
-    if (r.step.samples) {
+    finish_tokens(r, thread);
+    if (r.step.num_samples) {
         r.e.team->barrier(thread);
         run_head(r, thread);
     }
-    if (r.found && r.step.samples > kMergedAlone) {
+    if (r.found && r.step.num_samples > kMergedAlone) {
         r.e.team->barrier(thread);
-        merge_found(r, share(r.step.samples, thread, r.threads),
-                    share(r.step.samples, thread + 1, r.threads));
+        merge_found(r, share(r.step.num_samples, thread, r.threads),
+                    share(r.step.num_samples, thread + 1, r.threads));
     }
     release_tiles();
 }
@@ -455,37 +458,38 @@ void run_thread(void* context, int thread) {
 Run make_run(Executor& e, const HeteroStep& step) {
     const HeteroModel& m = e.model.sizes;
     const int64_t head_width = m.heads * m.dim;
-    Run r{e, m, step, e.model.format, e.isa, e.team->size(), step.rows, head_width,
+    Run r{e, m, step, e.model.format, e.isa, e.team->size(), step.num_tokens, head_width,
           round_up(m.inner, kStrip), 0, round_up(m.inner, kDepth), 0, 1};
     const int64_t wide = m.hidden > head_width ? m.hidden : head_width;
     r.shared_stride = round_up(m.inner > wide ? m.inner : wide, kDepth);
-    const int64_t samples = step.samples, threads = r.threads;
-    const int64_t most = r.rows > samples ? r.rows : samples;
+    const int64_t samples = step.num_samples, threads = r.threads;
+    const int64_t most = r.tokens > samples ? r.tokens : samples;
     if (most > kFewRows) r.panels = kPanelsTogether;
     const int64_t across = 2 * m.dim > r.panels * kPanel ? 2 * m.dim : r.panels * kPanel;
     r.tile_size = round_up((most < kRowBlock ? most : kRowBlock) * across, kPanel);
     if (r.tile_size < r.shared_stride) r.tile_size = r.shared_stride;  // a normed row
     const int64_t bytes = element_bytes(r.format);
-    r.x = e.x.of<float>(r.rows * m.hidden);
-    r.attended = e.attended.of<float>(r.rows * head_width);
-    r.gate = e.gate.of<char>(r.rows * r.gate_stride * (r.format == Format::kBf16 ? 2 : 4));
-    r.queries = e.queries.of<char>(r.rows * head_width * (e.cache.is_bf16 ? 2 : 4));
+    r.x = e.x.of<float>(r.tokens * m.hidden);
+    r.attended = e.attended.of<float>(r.tokens * head_width);
+    r.gate = e.gate.of<char>(r.tokens * r.gate_stride * (r.format == Format::kBf16 ? 2 : 4));
+    r.queries = e.queries.of<char>(r.tokens * head_width * (e.cache.is_bf16 ? 2 : 4));
     r.shared = e.shared.of<char>(most * r.shared_stride * bytes);
     r.shared_scales = e.shared_scales.of<float>(most);
     r.privates = e.privates.of<char>(threads * kPrivateElements * bytes);
     r.private_scales = e.private_scales.of<float>(threads * kPrivateRows);
     r.tiles = e.tiles.of<float>(threads * r.tile_size);
     r.best = e.best.of<Best>(threads * samples);
-    if (step.count) r.found = e.found.of<Candidates>(threads * samples);
+    if (step.num_candidates) r.found = e.found.of<Candidates>(threads * samples);
     r.final_rows = e.final_rows.of<float>(samples * m.hidden);
     return r;
 }
 
 void plan_step(Executor& e, const HeteroStep& s) {
-    const AttentionRows rows{s.sequences, s.rows,      s.slots,  s.starts, s.counts, s.bases,
-                             s.is_tree,   s.ancestors, s.tables, s.columns};
+    const AttentionTokens tokens{s.num_sequences, s.num_tokens,    s.request_slots, s.num_computed,
+                                 s.num_scheduled, s.bases,         s.is_tree,       s.ancestors,
+                                 s.block_tables,  s.columns};
     for (size_t i = 0; i < e.plans.size(); ++i)
-        plan_attention(e.plans[i], e.cache, rows, e.model.sizes.heads, e.windows[i],
+        plan_attention(e.plans[i], e.cache, tokens, e.model.sizes.heads, e.windows[i],
                        (float)e.model.sizes.attention_scale, e.isa);
 }
 
@@ -553,7 +557,7 @@ void hetero_executor_step(void* executor, const HeteroStep* step) {
     Run run = make_run(e, *step);
     e.team->run(run_thread, &run);
     choose_tokens(run);
-    if (run.found && step->samples <= kMergedAlone) merge_found(run, 0, step->samples);
+    if (run.found && step->num_samples <= kMergedAlone) merge_found(run, 0, step->num_samples);
 }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// The whole step of a Llama-shaped decoder as one call: C ABI, see executor.cpp.
+// The whole step of a Llama-shaped decoder as one call: C ABI of executor.cpp.
 
 #pragma once
 
@@ -13,25 +13,29 @@ struct HeteroModel {
     double eps, attention_scale;
 };
 
-// Rows to run. Arrays as in attention.h; cache_rows: KV slot (block * block size + offset) of each
-// row; positions: of each row. sample_rows [samples]: rows to draw after. modes [samples]:
-// 0 greedy, 1 noisy, 2 none (logits only), 3 the `count` likeliest tokens (with the noise of mode 1 if
-// the temperature is not 0). Outputs: tokens [samples] int64, of modes 0 and 1; candidates and
-// log_probs [samples][count], of mode 3, null without it (candidates.h: merge_candidates); logits
-// [samples][vocab] float or null; hidden [rows][hidden] float after the final norm, or null.
+// What a step runs. Arrays of tokens and sequences as in attention.h, and of each token its
+// slot_mapping: the KV slot (block * block size + offset) for its K and V.
+//
+// Samples: sampled_after [samples] is the token that each one follows. modes [samples]: 0 greedy, 1
+// with noise, 2 logits only, 3 the `num_candidates` likeliest tokens (with noise if the temperature
+// is not 0). sample_positions: of the tokens to be sampled, for the noise.
+//
+// Outputs: sampled [samples], of modes 0 and 1; candidates and log_probs [samples][num_candidates],
+// of mode 3, null without it (candidates.h: merge_candidates); logits [samples][vocab] or null;
+// hidden [tokens][hidden] after the final norm, or null.
 struct HeteroStep {
-    int64_t rows, sequences, samples, columns, count;
-    const int32_t *token_ids, *positions, *cache_rows;
-    const int32_t *slots, *starts, *counts, *bases;
+    int64_t num_tokens, num_sequences, num_samples, columns, num_candidates;
+    const int32_t *token_ids, *positions, *slot_mapping;
+    const int32_t *request_slots, *num_computed, *num_scheduled, *bases;
     const uint8_t* is_tree;
     const uint64_t* ancestors;
-    const int32_t* tables;
-    const int32_t* sample_rows;
+    const int32_t* block_tables;
+    const int32_t* sampled_after;
     const uint8_t* modes;
     const float* temperatures;
     const uint64_t* seeds;
-    const int32_t *draw_positions, *sample_indices;
-    int64_t* tokens;
+    const int32_t *sample_positions, *sample_indices;
+    int64_t* sampled;
     int32_t* candidates;
     float* log_probs;
     float* logits;

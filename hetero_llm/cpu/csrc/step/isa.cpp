@@ -1,4 +1,4 @@
-// Looks once at what the processor has and the system lets us use.
+// Detects once what the processor has and the system permits.
 
 #include "isa.h"
 
@@ -41,7 +41,7 @@ bool may_use_tiles() {
 
 bool has(uint32_t word, int bit) { return word >> bit & 1; }
 
-Found look() {
+Found detect() {
     Found found{kBase, false};
     uint32_t a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return found;
@@ -67,12 +67,12 @@ Found look() {
 
 #else
 
-Found look() { return {kBase, false}; }
+Found detect() { return {kBase, false}; }
 
 #endif
 
 const Found& found() {
-    static const Found once = look();
+    static const Found once = detect();
     return once;
 }
 

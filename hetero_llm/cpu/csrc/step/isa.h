@@ -1,8 +1,21 @@
-// What instructions this machine runs, and what of them we use.
+// Instruction sets: levels that kernels are compiled for, and the level of this machine.
 
 #pragma once
 
 #include <cstdint>
+
+// Functions compiled for a level, whatever the compiler's own target is. HAS_DOT: the compiler
+// knows bf16 dot products.
+#if defined(__x86_64__) && __GNUC__ >= 11
+#include <immintrin.h>
+#define HAS_DOT 1
+#define DOT __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+#define ON_AVX2 __attribute__((target("avx2,fma")))
+#define ON_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")))
+#else
+#define ON_AVX2
+#define ON_AVX512
+#endif
 
 namespace hetero {
 
@@ -10,7 +23,7 @@ namespace hetero {
 enum Isa : int { kBase = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4 };
 
 // The best level of this machine. kAmx needs AMX-TILE, AMX-BF16 and AMX-INT8, and the system's
-// permission to use tiles (arch_prctl), which is asked for here, once for the process.
+// permission to use tiles (arch_prctl), which the first call requests for the process.
 Isa best_isa();
 
 // Whether 8-bit dot products (AVX512-VNNI) are there; part of every kAmx machine.

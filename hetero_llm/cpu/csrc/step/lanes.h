@@ -10,18 +10,15 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../simd.h"
 #include "isa.h"
 
-#ifdef HAS_DOT
-#define ON_AVX2 __attribute__((target("avx2,fma")))
-#define ON_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")))
-#else
-#define ON_AVX2
-#define ON_AVX512
-#endif
+#define INLINE inline __attribute__((always_inline))
 
 namespace hetero {
+
+constexpr int kLanes = 16;  // floats of the widest vector
+
+struct Bf16 { uint16_t bits; };
 
 template <int N>
 struct Lanes {
@@ -51,8 +48,8 @@ INLINE Floats<N> read(const Bf16* p) {
     std::memcpy(&h, p, sizeof h);
     return (Floats<N>)(__builtin_convertvector(h, Words<N>) << 16);
 }
-// Two vectors of neighbours: of 2 N bf16 those at even and those at odd places, each one operation
-// away, where widening in order takes several. Floats stay in order.
+// Two vectors of neighbours: of 2 N bf16 those at even and those at odd places, which takes one
+// operation each, where widening in order takes several. Floats stay in order.
 template <int N>
 INLINE void read_two(const Bf16* p, Floats<N>& one, Floats<N>& two) {
     Words<N> both;
@@ -68,6 +65,23 @@ INLINE void read_two(const float* p, Floats<N>& one, Floats<N>& two) {
 
 template <int N>
 INLINE void write(float* p, Floats<N> v) { std::memcpy(p, &v, sizeof v); }
+// The nearest bf16, ties to even; NaN stays NaN.
+template <int N>
+INLINE Floats<N> rounded(Floats<N> v) {
+    const Words<N> bits = (Words<N>)v;
+    const Words<N> nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    return (Floats<N>)(v != v ? bits | 0x400000u : nearest);  // rounding could turn a NaN into 0
+}
+// `count` values that are bf16 already: the other half of each is lost.
+template <int N>
+INLINE void write_rounded(Bf16* p, Floats<N> v, int64_t count = N) {
+    const auto halves = __builtin_convertvector((Words<N>)v >> 16, typename Lanes<N>::Half);
+    std::memcpy(p, &halves, count * sizeof(Bf16));
+}
+template <int N>
+INLINE void write(Bf16* p, Floats<N> v, int64_t count = N) {
+    write_rounded<N>(p, rounded<N>(v), count);
+}
 
 // The first `count` < N values, zeros behind them.
 template <int N>
@@ -168,4 +182,24 @@ INLINE Floats<N> power_of_two(Floats<N> x) {
     return x < -125.0f ? fill<N>(0.0f) : p * scale;
 }
 
+constexpr float kLog2e = 1.44269504088896341f;
+
+// 1 / (1 + exp(-x)), by exp of a negative number only, so that nothing overflows.
+template <int N>
+INLINE Floats<N> sigmoid(Floats<N> x) {
+    const Floats<N> e = power_of_two<N>((x < 0.0f ? x : -x) * kLog2e);
+    return (x < 0.0f ? e : fill<N>(1.0f)) / (1.0f + e);
+}
+
 }  // namespace hetero
+
+// Defines NAME_16, NAME_8 and NAME_4 from the template NAME_lanes<N>. PARAMETERS and ARGUMENTS come
+// in parentheses.
+#define DEFINE_WIDTHS(NAME, PARAMETERS, ARGUMENTS)                                                 \
+    ON_AVX512 static void NAME##_16 PARAMETERS { NAME##_lanes<16> ARGUMENTS; }                     \
+    ON_AVX2 static void NAME##_8 PARAMETERS { NAME##_lanes<8> ARGUMENTS; }                         \
+    static void NAME##_4 PARAMETERS { NAME##_lanes<4> ARGUMENTS; }
+
+// Calls the one of them that `isa` allows.
+#define CALL_WIDTH(NAME, ARGUMENTS)                                                                \
+    (isa >= kAvx512 ? NAME##_16 ARGUMENTS : isa >= kAvx2 ? NAME##_8 ARGUMENTS : NAME##_4 ARGUMENTS)

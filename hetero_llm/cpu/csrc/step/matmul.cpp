@@ -1,4 +1,4 @@
-// Packed products: packing, preparation of rows, and the way through a matrix in register tiles.
+// Packed products: packs weights, prepares rows, and cuts a product into register tiles.
 
 #include "matmul.h"
 
@@ -12,13 +12,12 @@
 namespace hetero {
 namespace {
 
-constexpr int64_t kAmxRowsInt8 = 8;         // of int8, fewer rows are faster on vectors
-constexpr int64_t kBlockBytes = 128 << 10;  // of a panel that several tiles of rows share, in L2
-constexpr int64_t kSplitBytes = 32 << 10;   // the same where tiles are narrower than a panel: L1
+constexpr int64_t kAmxRowsInt8 = 8;         // with fewer rows, int8 is faster on vectors
+constexpr int64_t kBlockBytes = 128 << 10;  // of a panel, for several tiles of rows: stays in L2
+constexpr int64_t kSplitBytes = 32 << 10;   // the same if tiles are narrower than a panel: L1
 constexpr int64_t kAll = (int64_t)1 << 40;  // a single tile of rows takes all of k at once
 constexpr int64_t kLines = kUnroll * kStepBytes / 64;
 
-#define AVX2 __attribute__((target("avx2,fma")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
 #define INLINE inline __attribute__((always_inline))
 
@@ -44,7 +43,7 @@ INLINE int32_t largest_bits(const float* x, int64_t size) {
     return top;
 }
 
-// The scale for a largest absolute value; nothing but zeros where its inverse might overflow.
+// The scale for a largest absolute value; 0 where its inverse might overflow.
 INLINE float scale_of(int32_t largest, float* inverse) {
     float value;
     std::memcpy(&value, &largest, sizeof value);
@@ -53,8 +52,9 @@ INLINE float scale_of(int32_t largest, float* inverse) {
     return is_zero ? 0.0f : value / 127.0f;
 }
 
-// Returns the sum of the integers. Infinity and NaN give any integers; their scale tells. Adding
-// 1.5 * 2^23 rounds too and needs no SSE4, but with FMA at hand GCC fuses it with the product.
+// Returns the sum of the integers. Infinity and NaN give any integers; the result's scale shows
+// them. Adding 1.5 * 2^23 rounds too and needs no SSE4, but with FMA at hand GCC fuses it with the
+// product.
 template <bool kHasRint>
 INLINE int32_t quantize_row(const float* x, int64_t size, float inverse, int8_t* out) {
     int32_t sum = 0;
@@ -80,12 +80,12 @@ INLINE float find_and_quantize(const float* x, int64_t size, int8_t* out) {
 }
 
 void round_base(const float* x, int64_t size, uint16_t* out) { round_row(x, size, out); }
-AVX2 void round_avx2(const float* x, int64_t size, uint16_t* out) { round_row(x, size, out); }
+ON_AVX2 void round_avx2(const float* x, int64_t size, uint16_t* out) { round_row(x, size, out); }
 AVX512 void round_avx512(const float* x, int64_t size, uint16_t* out) { round_row(x, size, out); }
 float quantize_base(const float* x, int64_t size, int8_t* out) {
     return find_and_quantize<false>(x, size, out);
 }
-AVX2 float quantize_avx2(const float* x, int64_t size, int8_t* out) {
+ON_AVX2 float quantize_avx2(const float* x, int64_t size, int8_t* out) {
     return find_and_quantize<true>(x, size, out);
 }
 AVX512 float quantize_avx512(const float* x, int64_t size, int8_t* out) {
@@ -206,15 +206,15 @@ Blocks blocks_of(const Tiles& tiles, int64_t steps, int64_t rows, int64_t strips
     return {steps, (steps / kUnroll + blocks - 1) / blocks * kUnroll, groups};
 }
 
-// All rows with strips of one panel and one block of k, which `c` says; `ahead` are the weights
-// that are wanted next, if any: each pass fetches its share of them.
+// All rows with strips of one panel and one block of k, given by `c`. ahead: weights of the next
+// call, or null; each pass prefetches its share of them.
 void multiply_block(const Tiles& tiles, const Matrix& matrix, const Rows& x, int64_t rows,
                     int64_t strip, int64_t strips, TileCall c, const Blocks& blocks,
                     const char* ahead, float* out) {
     const int64_t groups = blocks.groups;
     const int64_t width = tiles.strips[(rows + groups - 1) / groups - 1];
     const int64_t passes = groups * ((strips + width - 1) / width);
-    // A single pass does not: it is one stream, which processors fetch better by themselves.
+    // Not in a single pass: it is one stream, which processors prefetch better by themselves.
     const bool fetch = ahead && strips == kTileStrips && passes > 1;
     const int64_t share = (kLines + passes - 1) / passes;
     const char *weights = c.weights, *inputs = c.x;
@@ -295,7 +295,7 @@ void multiply(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first, 
             next = least(last, (strip / kTileStrips + 1) * kTileStrips);
             c.weights = weights_at(strip, begin);
             c.x = (const char*)x.data + begin * 4;
-            // Behind the last block of a call lies what other threads work on.
+            // The weights behind the last block are read by other threads.
             const char* ahead = next < last ? weights_at(next, begin)
                                 : c.last    ? nullptr
                                             : weights_at(first, begin + blocks.block);

@@ -54,14 +54,14 @@ void prepare_row(Format format, const float* x, int64_t depth, int64_t padded_de
                  float* scale, Isa isa);
 
 // out[r * out_stride + 16 * s + i] for rows [0, rows) of x and strips [first, first + strips):
-// float sums in float (bf16, float) or exact integers scaled once (int8). Overwrites `out`.
-// x points to the first row wanted; `out` has room for padded outputs. A result does not depend on
-// how rows and strips are shared out among calls. int8 gives the same to the last bit at every level.
+// float sums in float (bf16, float) or exact integers scaled once (int8). Overwrites `out`. x
+// points to the first row; `out` has room for padded outputs. A result does not depend on how rows
+// and strips are divided among calls. int8 results are equal to the last bit at every level.
 void multiply(const Matrix& matrix, const Rows& x, int64_t rows, int64_t first, int64_t strips,
               float* out, int64_t out_stride, Isa isa);
 
-// Gives up the calling thread's AMX tiles, whose state slows down its switches; `multiply` takes
-// them again where needed.
+// Releases the calling thread's AMX tiles, whose state slows down context switches; `multiply`
+// configures them again.
 void release_tiles();
 
 }  // namespace hetero

@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t kTileSteps = 16;     // of k in a tile
 constexpr int64_t kTileRow = 64;       // bytes
 constexpr int64_t kGroup = 32;         // rows
-constexpr int64_t kBlockSteps = 256;   // two strips of so many steps stay in the L1 cache
+constexpr int64_t kBlockSteps = 256;   // two strips of that depth stay in the L1 cache
 constexpr int64_t kAheadBytes = 8192;  // two steps of tiles
 
 typedef int32_t Ints __attribute__((vector_size(64)));
@@ -30,7 +30,7 @@ struct alignas(64) Config {
     uint8_t rows[16] = {};
 };
 
-// Rows of the tiles 0, 1, 4 and of the tiles 2, 3, 5 that this thread has set; 0: none.
+// Rows of the tiles 0, 1, 4 and of the tiles 2, 3, 5 in this thread's configuration; 0: none.
 thread_local int64_t loaded_low = 0, loaded_lower = 0;
 
 // low, high: rows of the upper and lower tiles; high = 0: all sums are of the upper one.
@@ -43,7 +43,8 @@ AMX void set_tiles(int64_t low, int64_t high) {
         config.row_bytes[i] = kTileRow;
         config.rows[i] = (uint8_t)rows[i];
     }
-    // GCC's intrinsic tells the compiler of the first 8 bytes only: the rest would not be written.
+    // GCC's intrinsic reads, to the compiler, the first 8 bytes only: without this the rest would
+    // not be written.
     __asm__ volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
     loaded_low = low;
@@ -58,7 +59,7 @@ struct Part {
     int64_t out_stride;  // elements
     int64_t low, high, strips;
     bool add;
-    int64_t fetch;  // cache lines of each step to bring in ahead: those of all strips wanted
+    int64_t fetch;  // cache lines of each step to prefetch: those of all strips of the call
 };
 
 AMX inline void fetch_ahead(const Part& p, const char* w) {
@@ -163,7 +164,7 @@ void group(Part p, bool is_int8, int64_t rows) {
     else (is_int8 ? flat<true> : flat<false>)(p);
 }
 
-// Integers, which the tiles have left in `out`, to results.
+// Converts integers, which the tiles have left in `out`, to results.
 AMX void scale_sums(const float* x_scales, const float* scales, int64_t rows, int64_t strips,
                     float* out, int64_t out_stride) {
     for (int64_t r = 0; r < rows; ++r)

@@ -29,12 +29,10 @@ void base_tile(const TileCall& c) {
     for (int n = 0; n < N; ++n) c.out[n] = (float)sums[n] * (c.x_scales[0] * c.scales[n]);
 }
 
-#define AVX2 __attribute__((target("avx2,fma")))
-
 // Products of the absolute row values with the weights in the rows' signs: a sum of two fits in 16
 // bits because nothing is below -127.
 template <int R, int S>
-AVX2 void avx2_tile(const TileCall& c) {
+ON_AVX2 void avx2_tile(const TileCall& c) {
     constexpr int N = S * 2;
     __m256i sums[R][N];
 #pragma GCC unroll 4

@@ -1,4 +1,4 @@
-// Between the parts of matmul: what a register tile is told, and where the tiles are.
+// The register tiles that matmul.cpp calls, and their arguments.
 //
 // In every format a step of k is 4 bytes of a row and 4 bytes of each of a panel's 64 outputs: two
 // bf16, one float or four int8.
@@ -20,9 +20,9 @@ struct TileCall {
     int64_t steps;        // multiple of kUnroll
     float* out;
     int64_t out_stride;  // elements
-    bool add;            // go on with the sums that `out` holds (int8: as int32)
+    bool add;            // to the sums that `out` holds (int8: as int32)
     bool last;           // int8: no more steps, scale the sums
-    const char* ahead;   // weights that are wanted next
+    const char* ahead;   // weights to prefetch
     int64_t lines;       // cache lines of them to fetch for each kUnroll steps
     const float *x_scales, *scales;  // int8
     const int32_t* sums;             // int8
@@ -30,7 +30,7 @@ struct TileCall {
 using Tile = void (*)(const TileCall& call);
 
 // Tiles of one format and instruction set: tile[rows - 1][strips - 1], null where registers do not
-// suffice. strips[rows - 1] is the most there are for so many rows.
+// suffice. strips[rows - 1]: the widest tile with that number of rows.
 struct Tiles {
     Tile tile[kTileRows][kTileStrips];
     int rows;

@@ -3,10 +3,10 @@
 // Bits and fma, with TILE the functions' target. No include guard for that reason.
 //
 // Every output is one chain of sums in the order of k, whatever the tile, so results do not depend
-// on how rows and strips are shared out.
+// on how rows and strips are divided.
 
 constexpr int kParts = kStrip / kWidth;  // vectors of a strip
-// Steps in one piece. With 16 registers, GCC would mix several so much that sums go to memory.
+// Steps to unroll together. With 16 registers, GCC would interleave several so that sums spill.
 constexpr int kTogether = kWidth == 16 ? 4 : 1;
 
 TILE inline Vector load_vector(const void* p) {

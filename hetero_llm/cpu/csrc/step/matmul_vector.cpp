@@ -21,7 +21,7 @@ namespace avx2 {
 constexpr int kWidth = 8;
 typedef float Vector __attribute__((vector_size(32)));
 typedef uint32_t Bits __attribute__((vector_size(32)));
-#define TILE __attribute__((target("avx2,fma")))
+#define TILE ON_AVX2
 TILE inline Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
 #include "matmul_tile.h"
 #undef TILE
@@ -38,8 +38,6 @@ TILE inline Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a,
 }  // namespace avx512
 
 namespace {
-
-#define DOT __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
 
 template <int R, int S>
 DOT void dot_tile(const TileCall& c) {

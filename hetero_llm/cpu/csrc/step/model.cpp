@@ -1,4 +1,4 @@
-// Where weights lie, and how they get there: see model.h.
+// Lays out the weights in the arena and packs them: see model.h.
 
 #include "model.h"
 

@@ -34,8 +34,8 @@ struct Model {
 // Reserves memory for all weights; false if there is none.
 bool reserve_model(Model& model, const HeteroModel& sizes);
 
-// See hetero_executor_set. parts: `part` of so many packs its share of the rows (vectors: part 0).
-// False if the shape is not the model's.
+// See hetero_executor_set. Thread `part` of `parts` packs its share of the rows; part 0 copies
+// vectors. False if the shape is not the model's.
 bool set_weight(Model& model, int64_t layer, int64_t which, const void* data, int64_t rows,
                 int64_t columns, bool is_bf16, int64_t part, int64_t parts);
 

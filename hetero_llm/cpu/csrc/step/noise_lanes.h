@@ -9,7 +9,7 @@
 
 namespace hetero {
 
-constexpr int64_t kNoisy = 64;  // tokens that get their noise before they are looked at
+constexpr int64_t kNoisy = 64;  // tokens that get their noise at a time
 
 // log(x) for normal x > 0 as exponent and a polynomial around 1: accurate next to 1 as well.
 template <int N>
@@ -72,7 +72,7 @@ INLINE void philox(typename Lanes<N>::Long c0, const Noise& noise, Words<N>* out
 }
 
 // sums[i] = scores[i] / temperature + noise of token first + i, i < count <= kNoisy; first is a
-// multiple of 4. Behind them some values are left that mean nothing.
+// multiple of 4. Values of sums from `count` on are undefined.
 template <int N>
 INLINE void add_noise(const float* scores, int64_t count, int64_t first, const Noise& noise,
                       float* sums) {

@@ -1,5 +1,5 @@
 // Row-wise parts of a decoder layer, see rows.h. Each kernel is a template over the vector width;
-// ROWS_FUNCTION makes its three instances and the choice among them.
+// DEFINE_WIDTHS makes its three instances and the choice among them.
 
 #include "rows.h"
 
@@ -12,8 +12,6 @@
 namespace hetero {
 
 namespace {
-
-constexpr float kLog2e = 1.44269504088896341f;
 
 template <int N>
 INLINE void rms_norm_lanes(const float* x, const float* weight, float eps, int64_t size,
@@ -53,13 +51,6 @@ INLINE void rotate_lanes(float* head, const float* factors, int64_t rotary_dim) 
         head[i] = a * cosines[i] - b * sines[i];
         head[half + i] = b * cosines[i] + a * sines[i];
     }
-}
-
-// 1 / (1 + exp(-x)); exp of a negative number alone, so nothing overflows.
-template <int N>
-INLINE Floats<N> sigmoid(Floats<N> x) {
-    const Floats<N> e = power_of_two<N>((x < 0.0f ? x : -x) * kLog2e);
-    return (x < 0.0f ? e : fill<N>(1.0f)) / (1.0f + e);
 }
 
 // The normal distribution function. With z = |x| / sqrt(2) and t = 1 / (1 + z / 2),
@@ -139,26 +130,17 @@ INLINE void widen_lanes(const uint16_t* x, int64_t size, float* out) {
 }
 
 template <int N>
-INLINE void narrow_vector(Floats<N> v, uint16_t* out, int64_t count) {
-    Words<N> bits = (Words<N>)v;
-    bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    bits = v != v ? (Words<N>)v >> 16 | 0x40u : bits;  // rounding could turn a NaN into 0
-    const auto halves = __builtin_convertvector(bits, typename Lanes<N>::Half);
-    std::memcpy(out, &halves, count * sizeof(uint16_t));
-}
-
-template <int N>
 INLINE void narrow_lanes(const float* x, int64_t size, uint16_t* out) {
     int64_t i = 0;
-    for (; i + N <= size; i += N) narrow_vector<N>(read<N>(x + i), out + i, N);
-    if (i < size) narrow_vector<N>(read_some<N>(x + i, size - i), out + i, size - i);
+    for (; i + N <= size; i += N) write<N>((Bf16*)(out + i), read<N>(x + i));
+    if (i < size) write<N>((Bf16*)(out + i), read_some<N>(x + i, size - i), size - i);
 }
 
-// The maximum first, without positions: most calls do not change the best and end there.
+// Finds the maximum first, without its position: most calls do not change the best and end there.
 template <int N>
 INLINE void pick_greedy_lanes(const float* scores, int64_t size, int64_t first, float* best,
                               int64_t* token) {
-    if (*token < 0) *token = first;  // a row of NaN or -infinity has a token, too
+    if (*token < 0) *token = first;  // with nothing but NaN or -infinity, too
     const Floats<N> lowest = fill<N>(-INFINITY);
     Floats<N> top[4] = {lowest, lowest, lowest, lowest};
     int64_t i = 0;
@@ -188,70 +170,64 @@ INLINE void pick_noisy_lanes(const float* scores, int64_t size, int64_t first, c
 
 }  // namespace
 
-// NAME with its three widths; PARAMETERS and ARGUMENTS in parentheses.
-#define ROWS_FUNCTION(NAME, PARAMETERS, ARGUMENTS)                                                 \
-    ON_AVX512 static void NAME##_16 PARAMETERS { NAME##_lanes<16> ARGUMENTS; }                     \
-    ON_AVX2 static void NAME##_8 PARAMETERS { NAME##_lanes<8> ARGUMENTS; }                         \
-    static void NAME##_4 PARAMETERS { NAME##_lanes<4> ARGUMENTS; }
-#define CHOOSE(NAME, ARGUMENTS)                                                                    \
-    (isa >= kAvx512 ? NAME##_16 ARGUMENTS : isa >= kAvx2 ? NAME##_8 ARGUMENTS : NAME##_4 ARGUMENTS)
-
-ROWS_FUNCTION(rms_norm, (const float* x, const float* weight, float eps, int64_t size, float* out),
+DEFINE_WIDTHS(rms_norm, (const float* x, const float* weight, float eps, int64_t size, float* out),
               (x, weight, eps, size, out))
-ROWS_FUNCTION(rotate, (float* head, const float* factors, int64_t rotary_dim),
+DEFINE_WIDTHS(rotate, (float* head, const float* factors, int64_t rotary_dim),
               (head, factors, rotary_dim))
-ROWS_FUNCTION(gated, (const Block& in, int kind, float* out, int64_t out_stride),
+DEFINE_WIDTHS(gated, (const Block& in, int kind, float* out, int64_t out_stride),
               (in, kind, out, out_stride))
-ROWS_FUNCTION(add_block, (float* x, int64_t stride, const Block& y, const float* bias),
+DEFINE_WIDTHS(add_block, (float* x, int64_t stride, const Block& y, const float* bias),
               (x, stride, y, bias))
-ROWS_FUNCTION(add, (float* x, const float* y, int64_t size), (x, y, size))
-ROWS_FUNCTION(widen, (const uint16_t* x, int64_t size, float* out), (x, size, out))
-ROWS_FUNCTION(narrow, (const float* x, int64_t size, uint16_t* out), (x, size, out))
-ROWS_FUNCTION(pick_greedy,
+DEFINE_WIDTHS(add, (float* x, const float* y, int64_t size), (x, y, size))
+DEFINE_WIDTHS(widen, (const uint16_t* x, int64_t size, float* out), (x, size, out))
+DEFINE_WIDTHS(narrow, (const float* x, int64_t size, uint16_t* out), (x, size, out))
+DEFINE_WIDTHS(pick_greedy,
               (const float* scores, int64_t size, int64_t first, float* best, int64_t* token),
               (scores, size, first, best, token))
-ROWS_FUNCTION(pick_noisy,
+DEFINE_WIDTHS(pick_noisy,
               (const float* scores, int64_t size, int64_t first, const Noise& noise, float* best,
                int64_t* token),
               (scores, size, first, noise, best, token))
 
 void rms_norm(const float* x, const float* weight, float eps, int64_t size, float* out, Isa isa) {
-    CHOOSE(rms_norm, (x, weight, eps, size, out));
+    CALL_WIDTH(rms_norm, (x, weight, eps, size, out));
 }
 
 void rotate(float* head, const float* factors, int64_t rotary_dim, Isa isa) {
-    CHOOSE(rotate, (head, factors, rotary_dim));
+    CALL_WIDTH(rotate, (head, factors, rotary_dim));
 }
 
 void gated(const Block& in, int kind, float* out, int64_t out_stride, Isa isa) {
-    CHOOSE(gated, (in, kind, out, out_stride));
+    CALL_WIDTH(gated, (in, kind, out, out_stride));
 }
 
 void add_block(float* x, int64_t stride, const Block& y, const float* bias, Isa isa) {
-    CHOOSE(add_block, (x, stride, y, bias));
+    CALL_WIDTH(add_block, (x, stride, y, bias));
 }
 
-void add(float* x, const float* y, int64_t size, Isa isa) { CHOOSE(add, (x, y, size)); }
+void add(float* x, const float* y, int64_t size, Isa isa) { CALL_WIDTH(add, (x, y, size)); }
 
-void widen(const uint16_t* x, int64_t size, float* out, Isa isa) { CHOOSE(widen, (x, size, out)); }
+void widen(const uint16_t* x, int64_t size, float* out, Isa isa) {
+    CALL_WIDTH(widen, (x, size, out));
+}
 
 void narrow(const float* x, int64_t size, uint16_t* out, Isa isa) {
-    CHOOSE(narrow, (x, size, out));
+    CALL_WIDTH(narrow, (x, size, out));
 }
 
 void pick_greedy(const float* scores, int64_t size, int64_t first, float* best, int64_t* token,
                  Isa isa) {
-    CHOOSE(pick_greedy, (scores, size, first, best, token));
+    CALL_WIDTH(pick_greedy, (scores, size, first, best, token));
 }
 
 void pick_noisy(const float* scores, int64_t size, int64_t first, const Noise& noise, float* best,
                 int64_t* token, Isa isa) {
-    CHOOSE(pick_noisy, (scores, size, first, noise, best, token));
+    CALL_WIDTH(pick_noisy, (scores, size, first, noise, best, token));
 }
 
 }  // namespace hetero
 
-// For tests and benches; scalars other than integers come by pointer.
+// For tests; scalars other than integers come by pointer.
 extern "C" {
 
 void hetero_rows_rms_norm(const float* x, const float* weight, const float* eps, int64_t size,

@@ -1,4 +1,4 @@
-// Row-wise parts of a decoder layer. All float unless said otherwise.
+// Row-wise parts of a decoder layer, in float unless said otherwise.
 
 #pragma once
 
@@ -21,8 +21,8 @@ struct Block {
     int64_t stride, rows, size;
 };
 
-// out[i] = silu(gate[i]) * up[i]; kind 1: gelu with tanh, kind 2: exact gelu. In the block strips of 16
-// gates and of 16 ups take turns; `size` counts the pairs, a multiple of 16.
+// out[i] = activation(gate[i]) * up[i]; kind 0: silu, 1: gelu with tanh, 2: exact gelu. The block
+// has strips of 16 gates and of 16 ups alternately; `size` counts the pairs, a multiple of 16.
 void gated(const Block& in, int kind, float* out, int64_t out_stride, Isa isa);
 
 // x += y + bias, row by row; bias [size].
@@ -35,8 +35,8 @@ void add(float* x, const float* y, int64_t size, Isa isa);
 void widen(const uint16_t* x, int64_t size, float* out, Isa isa);
 void narrow(const float* x, int64_t size, uint16_t* out, Isa isa);
 
-// Picks from scores, `first` is the token of scores[0]. best/token: running maximum and its token,
-// lowest token on ties; start with -infinity and -1.
+// Updates the largest score so far, `best`, and its token (the lowest one on ties); `first` is the
+// token of scores[0]. Callers begin with -infinity and -1.
 void pick_greedy(const float* scores, int64_t size, int64_t first, float* best, int64_t* token,
                  Isa isa);
 

@@ -1,8 +1,9 @@
 // Threads that wait for the next run: spinning first, then asleep on a futex.
 //
 // The barrier is a dissemination barrier: in round r thread i signals thread i + 2^r and waits for
-// thread i - 2^r. After log2(n) rounds everybody has heard of everybody. Each thread spins on lines
-// that one other thread writes, so nothing is contended, whatever the number of threads.
+// thread i - 2^r. After log2(n) rounds every thread has, directly or through others, a signal of
+// every other. A thread spins on cache lines that one other thread writes, so no line is contended,
+// whatever the number of threads.
 
 #include "team.h"
 
@@ -22,8 +23,8 @@
 namespace hetero {
 namespace {
 
-// 5 to 10 microseconds. Yielding costs little where nobody else wants the core, and where a thread
-// of the team has none, spinning longer makes each barrier that much slower.
+// 5 to 10 microseconds. Yielding costs little if no other thread wants the core; if a thread of the
+// team has no core, longer spinning makes each barrier that much slower.
 constexpr int kBarrierSpins = 200;
 constexpr int kSpinsPerClock = 64;
 
@@ -35,7 +36,7 @@ struct alignas(128) Word {
 struct alignas(128) Seat {
     pthread_t handle{};
     int cpu = -1;
-    uint32_t barriers = 0;  // passed so far; the thread's own
+    uint32_t barriers = 0;  // passed so far; only this thread uses it
     std::atomic<int64_t> delay_ns{0};
 };
 
@@ -65,7 +66,7 @@ void futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
 }  // namespace
 
 struct Team::State {
-    struct Start {  // what a new thread is told
+    struct Start {  // argument of a new thread
         State* state;
         int thread;
     };
@@ -86,18 +87,18 @@ struct Team::State {
     void launch();
     void announce(Body body, void* context);
     uint32_t await(uint32_t seen);
-    void meet(int thread);
+    void wait_for_all(int thread);
     static void* work(void* start);
 };
 
-// Makes the threads, or as many as the system lets us: the team is that small then.
+// Makes the threads; if the system refuses one, the team consists of those made so far.
 void Team::State::launch() {
     born = forks.load(std::memory_order_relaxed);
     order.runs.store(0, std::memory_order_relaxed);
     asleep.value.store(0, std::memory_order_relaxed);
     seats[0].barriers = 0;
     starts.resize(threads);
-    // Signals are for the program's own threads.
+    // Signals are handled by the program's other threads.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -108,7 +109,7 @@ void Team::State::launch() {
         if (pthread_create(&seats[made].handle, nullptr, work, &starts[made]) != 0) break;
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    // Nobody looks at these before the first run.
+    // No thread reads these before the first run.
     threads = made;
     rounds = 0;
     while (1 << rounds < threads) ++rounds;
@@ -143,7 +144,7 @@ uint32_t Team::State::await(uint32_t seen) {
     return order.runs.load(std::memory_order_acquire);
 }
 
-void Team::State::meet(int thread) {
+void Team::State::wait_for_all(int thread) {
     const uint32_t barrier = ++seats[thread].barriers;
     for (int round = 0; round < rounds; ++round) {
         const int to = (thread + (1 << round)) % threads;
@@ -167,7 +168,7 @@ void* Team::State::work(void* start) {
     pthread_setname_np(pthread_self(), "hetero-cpu");
     const int cpu = state->seats[thread].cpu;
     if (cpu >= 0) {
-        // Refused only for a CPU taken away meanwhile; the system's choice then is as good as any.
+        // Fails only if the CPU was taken away meanwhile; then the system chooses.
         cpu_set_t* set = CPU_ALLOC(cpu + 1);
         CPU_ZERO_S(CPU_ALLOC_SIZE(cpu + 1), set);
         CPU_SET_S(cpu, CPU_ALLOC_SIZE(cpu + 1), set);
@@ -179,7 +180,7 @@ void* Team::State::work(void* start) {
         const Body body = state->order.body;
         if (body == nullptr) return nullptr;
         body(state->order.context, thread);
-        state->meet(thread);
+        state->wait_for_all(thread);
     }
 }
 
@@ -204,11 +205,11 @@ Team::~Team() {
 int Team::size() const { return state_->threads; }
 
 void Team::run(Body body, void* context) {
-    // A fork copies the memory, not the threads: the child makes its own.
+    // A fork copies the memory but not the threads: the child makes its own.
     if (state_->born != forks.load(std::memory_order_relaxed)) state_->launch();
     state_->announce(body, context);
     body(context, 0);
-    state_->meet(0);
+    state_->wait_for_all(0);
 }
 
 void Team::barrier(int thread) {
@@ -217,7 +218,7 @@ void Team::barrier(int thread) {
         const timespec wait{(time_t)(delay / 1000000000), (long)(delay % 1000000000)};
         nanosleep(&wait, nullptr);
     }
-    state_->meet(thread);
+    state_->wait_for_all(thread);
 }
 
 void Team::delay(int thread, int64_t nanoseconds) {
@@ -226,7 +227,8 @@ void Team::delay(int thread, int64_t nanoseconds) {
 
 namespace {
 
-// Every thread writes its number of the round, meets the others, and adds up what all wrote.
+// In each round every thread writes its number of the round and, behind a barrier, adds up the
+// numbers of all.
 struct SumCheck {
     Team* team;
     int64_t rounds;
@@ -249,13 +251,13 @@ struct SumCheck {
     }
 };
 
-struct Meetings {
+struct Barriers {
     Team* team;
     int64_t count;
 
     static void body(void* context, int thread) {
-        const Meetings& meetings = *static_cast<Meetings*>(context);
-        for (int64_t i = 0; i < meetings.count; ++i) meetings.team->barrier(thread);
+        const Barriers& barriers = *static_cast<Barriers*>(context);
+        for (int64_t i = 0; i < barriers.count; ++i) barriers.team->barrier(thread);
     }
 };
 
@@ -264,7 +266,7 @@ struct Meetings {
 
 extern "C" {
 
-// cpus: [threads] or null. For these functions' `team` see Team in team.h.
+// The functions of Team in team.h, and checks of it for tests. cpus: [threads] or null.
 void* hetero_team_new(int64_t threads, const int32_t* cpus, int64_t spin_us) {
     return new hetero::Team((int)threads, cpus, spin_us);
 }
@@ -277,8 +279,8 @@ void hetero_team_delay(void* team, int64_t thread, int64_t nanoseconds) {
     static_cast<hetero::Team*>(team)->delay((int)thread, nanoseconds);
 }
 
-// One run of 2 * rounds barriers; returns how many sums were wrong. A thread that did not take
-// part counts as one too.
+// One run of 2 * rounds barriers. Returns the number of wrong sums; a thread that did not take part
+// counts as one.
 int64_t hetero_team_check(void* handle, int64_t rounds) {
     hetero::Team* team = static_cast<hetero::Team*>(handle);
     const size_t threads = (size_t)team->size();
@@ -290,11 +292,11 @@ int64_t hetero_team_check(void* handle, int64_t rounds) {
     return wrong;
 }
 
-// Nanoseconds of `runs` runs with so many barriers in each.
+// Nanoseconds that `runs` runs with `barriers` barriers each take.
 int64_t hetero_team_time(void* handle, int64_t runs, int64_t barriers) {
-    hetero::Meetings meetings{static_cast<hetero::Team*>(handle), barriers};
+    hetero::Barriers body{static_cast<hetero::Team*>(handle), barriers};
     const int64_t begin = hetero::now_ns();
-    for (int64_t i = 0; i < runs; ++i) meetings.team->run(hetero::Meetings::body, &meetings);
+    for (int64_t i = 0; i < runs; ++i) body.team->run(hetero::Barriers::body, &body);
     return hetero::now_ns() - begin;
 }
 

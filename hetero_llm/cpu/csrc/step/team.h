@@ -1,4 +1,5 @@
-// A team of threads that stays: one parallel region per step, barriers inside it.
+// A team of threads that lives as long as its executor: one parallel region per step, with barriers
+// inside it.
 
 #pragma once
 
@@ -11,8 +12,8 @@ using Body = void (*)(void* context, int thread);
 
 class Team {
   public:
-    // cpus: one logical CPU for each thread but the caller's (cpus[0] is not looked at), or null to
-    // leave placement to the system. A thread without work spins for about `spin_us` microseconds,
+    // cpus: [threads] the logical CPU of each thread; cpus[0], the caller's, is ignored. Null
+    // leaves placement to the system. A thread without work spins for about `spin_us` microseconds,
     // then sleeps until the next run.
     Team(int threads, const int* cpus, int64_t spin_us);
     ~Team();
@@ -23,10 +24,10 @@ class Team {
     // Runs `body` on all threads and returns when all have returned. One caller at a time.
     void run(Body body, void* context);
     // Inside run: returns when every thread has called it; what they wrote before is visible.
-    // Spins a bounded time, then yields the core, so that a thread without one cannot stall others
-    // for longer than the system makes it wait.
+    // Spins a bounded time, then yields the core: a thread that waits for a core delays the others
+    // only until the system gives it one.
     void barrier(int thread);
-    // For tests: before each barrier this thread waits so long.
+    // For tests: this thread sleeps for `nanoseconds` before each barrier.
     void delay(int thread, int64_t nanoseconds);
 
   private:

@@ -1,8 +1,8 @@
 """The tests of products and attention on AMX tiles, where the machine has none, by an emulation.
 
 The two sources that use tiles are compiled once more with `amx_emulation.h` ahead of them. A copy
-of the library then finds their functions instead of its own, because symbols that were loaded for
-everybody come first.
+of the library then finds their functions instead of its own, because globally loaded symbols
+come first.
 """
 
 # ruff: noqa: F401, tests of other files run here with the fixtures below
@@ -29,7 +29,7 @@ from tests.cpu.csrc.step.test_attention import (
 from tests.cpu.csrc.step.test_matmul import (
     test_integers_give_the_same_on_every_instruction_set,
     test_nan_reaches_the_result,
-    test_products_equal_their_twin,
+    test_products_equal_their_reference,
     test_results_do_not_depend_on_how_strips_and_rows_are_shared,
 )
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_llm.cpu.step_attention import StepAttention, StepRows, ref_attention
+from bench.kernels.native_parts import AttentionTokens, StepAttention
+from tests.cpu.csrc.step.references import ref_attention
 
 LAYERS = 2
 BF16, FLOAT = torch.bfloat16, torch.float32
@@ -37,7 +38,7 @@ class Sequence:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    rows: StepRows
+    rows: AttentionTokens
     cache: torch.Tensor
     q: torch.Tensor
     scale: float
@@ -64,8 +65,8 @@ def random_tree(rng: np.random.Generator, count: int) -> list[int]:
     return bits
 
 
-def make_rows(sequences: tuple[Sequence, ...], block_size: int) -> StepRows:
-    """Slots and blocks in random order; one slot stays unused."""
+def make_rows(sequences: tuple[Sequence, ...], block_size: int) -> AttentionTokens:
+    """Request slots and blocks in random order; one slot stays unused."""
     rng = np.random.default_rng(len(sequences))
     count = len(sequences)
     columns = -(-max(s.start + s.count for s in sequences) // block_size)
@@ -76,7 +77,7 @@ def make_rows(sequences: tuple[Sequence, ...], block_size: int) -> StepRows:
         for s in sequences
         for bits in (random_tree(rng, s.window + s.count)[s.window :] if s.tree else [0] * s.count)
     ]
-    return StepRows(
+    return AttentionTokens(
         slots,
         np.array([s.start for s in sequences], np.int32),
         np.array([s.count for s in sequences], np.int32),
@@ -91,20 +92,20 @@ def make_rows(sequences: tuple[Sequence, ...], block_size: int) -> StepRows:
 def make_case(
     shape: Shape, dtype: torch.dtype, window: int, sequences: tuple[Sequence, ...]
 ) -> Case:
-    """Layer 1 of a cache that holds NaN wherever nobody may read."""
+    """Layer 1 of a cache that holds NaN wherever no token may read."""
     size = shape.block_size
     rows = make_rows(sequences, size)
     generator = torch.Generator().manual_seed(5)
-    blocks = rows.tables.size
+    blocks = rows.block_tables.size
     cache = torch.full((blocks, LAYERS, 2, size, shape.kv_heads, shape.dim), torch.nan)
-    for slot, sequence in zip(rows.slots, sequences):
+    for slot, sequence in zip(rows.request_slots, sequences):
         count = sequence.start + sequence.count
         tokens = np.arange(count)
-        block = torch.from_numpy(rows.tables[slot][tokens // size]).long()
+        block = torch.from_numpy(rows.block_tables[slot][tokens // size]).long()
         values = torch.randn(count, 2, shape.kv_heads, shape.dim, generator=generator)
         cache[block, 1, :, torch.from_numpy(tokens % size)] = values
     width = shape.heads * shape.dim
-    q = torch.randn(rows.rows, width + 24, generator=generator).to(dtype)[:, :width]
+    q = torch.randn(rows.count, width + 24, generator=generator).to(dtype)[:, :width]
     cache, scale = cache.to(dtype), shape.dim**-0.5 * 1.5
     expected = ref_attention(cache, rows, q, layer=1, heads=shape.heads, window=window, scale=scale)
     return Case(rows, cache, q, scale, expected)
@@ -120,10 +121,10 @@ def check(
     window: int = 0,
     threads: int = 1,
 ) -> bool:
-    """Compares with the twin; returns whether contexts were cut."""
+    """Compares with the reference; returns whether contexts were cut."""
     case = make_case(shape, dtype, window, sequences)
     width = shape.heads * shape.dim
-    out = torch.full((case.rows.rows, width + 8), 7.0)
+    out = torch.full((case.rows.count, width + 8), 7.0)
     attention = StepAttention(library, threads)
     try:
         cut = attention.plan(
@@ -222,7 +223,7 @@ def test_a_rows_result_does_not_depend_on_threads_or_neighbours(
     case = make_case(shape, BF16, 0, sequences)
     rows = case.rows
 
-    def run(part: StepRows, queries: torch.Tensor, threads: int) -> torch.Tensor:
+    def run(part: AttentionTokens, queries: torch.Tensor, threads: int) -> torch.Tensor:
         out = torch.empty(queries.shape)
         attention = StepAttention(library, threads)
         assert not attention.plan(case.cache, part, heads=8, window=0, scale=0.1, isa=isa)
@@ -234,14 +235,14 @@ def test_a_rows_result_does_not_depend_on_threads_or_neighbours(
     first = 0
     for s, sequence in enumerate(sequences):
         one, last = slice(s, s + 1), first + sequence.count
-        alone = StepRows(
-            rows.slots[one],
-            rows.starts[one],
-            rows.counts[one],
+        alone = AttentionTokens(
+            rows.request_slots[one],
+            rows.num_computed[one],
+            rows.num_scheduled[one],
             rows.bases[one],
             rows.is_tree[one],
             rows.ancestors[first:last],
-            rows.tables,
+            rows.block_tables,
         )
         assert torch.equal(run(alone, case.q[first:last], 1), together[first:last])
         first = last
@@ -254,11 +255,11 @@ def test_scores_far_apart_neither_overflow_nor_vanish(
 ) -> None:
     """One token far above all others, which are far apart: its V comes out alone."""
     rows = make_rows((Sequence(400, count),), 16)
-    tokens = torch.arange(rows.tables.shape[1] * 16)
+    tokens = torch.arange(rows.block_tables.shape[1] * 16)
     keys = torch.where(tokens % 2 == 1, -3e4, -1e4)
     keys[100] = 3e4
-    cache = torch.empty(rows.tables.size, 1, 2, 16, 1, 32, dtype=dtype)
-    table = torch.from_numpy(rows.tables[rows.slots[0]]).long()
+    cache = torch.empty(rows.block_tables.size, 1, 2, 16, 1, 32, dtype=dtype)
+    table = torch.from_numpy(rows.block_tables[rows.request_slots[0]]).long()
     for part, values in enumerate((keys, tokens % 7)):
         cache[table, 0, part] = values.to(dtype).view(-1, 16, 1, 1).expand(-1, -1, 1, 32)
     q = torch.ones(count, 32, dtype=dtype)

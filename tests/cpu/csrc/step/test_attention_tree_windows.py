@@ -107,7 +107,7 @@ def along_paths(served: Served, known: list[int], tree: Tree) -> torch.Tensor:
 
 
 def check_growing(folder: Path, served: Served, tolerance: float, sizes: list[list[int]]) -> None:
-    """Trees that get so many nodes a step, each beside decoded rows, a chunk and a plain tree.
+    """Trees that grow in every step, each beside decoded rows, a chunk and a plain tree.
 
     Args:
         sizes: of each tree, nodes of each step; 0 leaves it out of the step.

@@ -1,5 +1,5 @@
 """The likeliest tokens of a row against torch: scores, noise, ties, values that are no numbers;
-then as draws of whole steps, beside draws of other modes."""
+then as samples of whole steps, beside samples of other modes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from hetero_llm.cpu import step_rows
 from hetero_llm.cpu.executor import (
     CANDIDATES,
     GREEDY,
@@ -21,9 +20,10 @@ from hetero_llm.cpu.executor import (
     Candidates,
     StepSamples,
 )
-from hetero_llm.cpu.step_rows import Best, NoiseKey
 from hetero_llm.demo_models import demo_folder
 from hetero_llm.sampling.noise import gumbel_noise, signed_seed
+from tests.cpu.csrc.step import row_kernels
+from tests.cpu.csrc.step.row_kernels import Best, NoiseKey
 from tests.cpu.csrc.step.test_executor import BEST, LEVELS, Part, Served
 
 INFINITY, NAN = float("inf"), float("nan")
@@ -55,7 +55,7 @@ def test_equal_to_torch(library: ctypes.CDLL, vocab: int, parts: int, isa: int) 
     for seed, count in enumerate((1, 2, 8, MOST_CANDIDATES)):
         rng = np.random.default_rng(seed)
         scores = rng.standard_normal(vocab, dtype=np.float32) * np.float32(3 + seed)
-        tokens, log_probs = step_rows.candidates(
+        tokens, log_probs = row_kernels.candidates(
             library, scores, count, ends=ends_of(vocab, parts), key=None, isa=isa
         )
         known = min(count, vocab)
@@ -72,11 +72,11 @@ def test_noise_is_that_of_noisy_draws(
 ) -> None:
     scores = np.random.default_rng(vocab).standard_normal(vocab, dtype=np.float32) * 4
     count = min(8, vocab)
-    tokens, log_probs = step_rows.candidates(
+    tokens, log_probs = row_kernels.candidates(
         library, scores, count, ends=ends_of(vocab, 2), key=key, isa=isa
     )
-    drawn = step_rows.pick_noisy(library, scores, key, first=0, best=Best(), isa=isa)
-    assert tokens[0] == drawn.token
+    sampled = row_kernels.pick_noisy(library, scores, key, first=0, best=Best(), isa=isa)
+    assert tokens[0] == sampled.token
     sums = scores / np.float32(key.temperature) + noise_of(key, vocab)
     all_values = torch.from_numpy(sums).double().log_softmax(-1).numpy()
     assert len(set(tokens.tolist())) == count
@@ -89,7 +89,7 @@ def test_equal_scores_come_in_the_order_of_their_tokens(library: ctypes.CDLL, is
     for vocab in (40, 333, 4096):
         scores = rng.integers(0, 3, vocab).astype(np.float32)
         for parts in (1, 4):
-            tokens, log_probs = step_rows.candidates(
+            tokens, log_probs = row_kernels.candidates(
                 library, scores, 16, ends=ends_of(vocab, parts), key=None, isa=isa
             )
             expected, values = likeliest(scores[None], 16)
@@ -103,7 +103,7 @@ def test_scores_far_apart(library: ctypes.CDLL, order: str, isa: int) -> None:
     scores = np.linspace(-9e4, 9e4, 1000, dtype=np.float32)
     if order == "descending":
         scores = scores[::-1].copy()
-    tokens, log_probs = step_rows.candidates(
+    tokens, log_probs = row_kernels.candidates(
         library, scores, 3, ends=ends_of(1000, 3), key=None, isa=isa
     )
     best = [999, 998, 997] if order == "ascending" else [0, 1, 2]
@@ -118,7 +118,7 @@ def test_values_that_are_no_numbers(library: ctypes.CDLL, width: int, isa: int) 
     for at in (0, 150, 299):
         few = some.copy()
         few[at] = -2
-        tokens, log_probs = step_rows.candidates(
+        tokens, log_probs = row_kernels.candidates(
             library, few, 4, ends=[160, 300], key=None, isa=isa
         )
         assert tokens.tolist() == [at, -1, -1, -1]
@@ -129,18 +129,18 @@ def test_values_that_are_no_numbers(library: ctypes.CDLL, width: int, isa: int) 
             for first in (0, 64, 300 - width):
                 scores = rest.copy()
                 scores[first : first + width] = value
-                tokens, log_probs = step_rows.candidates(
+                tokens, log_probs = row_kernels.candidates(
                     library, scores, 4, ends=[160, 300], key=None, isa=isa
                 )
                 assert (tokens == -1).all() and (log_probs == -INFINITY).all(), (value, first)
-    tokens, _ = step_rows.candidates(library, some, 4, ends=[300], key=None, isa=isa)
+    tokens, _ = row_kernels.candidates(library, some, 4, ends=[300], key=None, isa=isa)
     assert (tokens == -1).all()
 
 
-# -- as draws of a step ---------------------------------------------------------------------------
+# -- as samples of a step -------------------------------------------------------------------------
 
 
-def draws_of(rows: np.ndarray, modes: np.ndarray, temperatures: np.ndarray) -> StepSamples:
+def samples_of(rows: np.ndarray, modes: np.ndarray, temperatures: np.ndarray) -> StepSamples:
     count = len(rows)
     return StepSamples(
         token_indices=rows.astype(np.int32),
@@ -152,15 +152,15 @@ def draws_of(rows: np.ndarray, modes: np.ndarray, temperatures: np.ndarray) -> S
     )
 
 
-def scores_of(logits: torch.Tensor, draws: StepSamples) -> NDArray[np.float32]:
-    """[N, vocab] scores, noise added where a draw's temperature is above 0."""
-    chosen = logits[torch.from_numpy(draws.token_indices).long()]
-    keys = torch.tensor([signed_seed(int(seed)) for seed in draws.seeds])
+def scores_of(logits: torch.Tensor, samples: StepSamples) -> NDArray[np.float32]:
+    """[N, vocab] scores, noise added where a sample's temperature is above 0."""
+    chosen = logits[torch.from_numpy(samples.token_indices).long()]
+    keys = torch.tensor([signed_seed(int(seed)) for seed in samples.seeds])
     positions, indices = (
-        torch.from_numpy(a).long() for a in (draws.positions, draws.sample_indices)
+        torch.from_numpy(a).long() for a in (samples.positions, samples.sample_indices)
     )
     noise = gumbel_noise(keys, positions, indices, logits.shape[1])
-    heat = torch.from_numpy(draws.temperatures).unsqueeze(1)
+    heat = torch.from_numpy(samples.temperatures).unsqueeze(1)
     return torch.where(heat > 0, chosen / heat + noise, chosen).numpy()
 
 
@@ -193,9 +193,9 @@ def test_a_steps_candidates_are_those_of_its_logits(
     for rows in (np.array([59]), np.arange(3), np.arange(60)):  # above 32 in larger tiles
         for temperature in (0.0, 0.8):
             heat = np.full(len(rows), temperature)
-            draws = draws_of(rows, np.full(len(rows), CANDIDATES), heat)
-            tokens, found = served.executor.candidates(served.rows([part]), draws, 8)
-            check_candidates(scores_of(logits, draws), draws.temperatures, tokens, found)
+            samples = samples_of(rows, np.full(len(rows), CANDIDATES), heat)
+            tokens, found = served.executor.candidates(served.rows([part]), samples, 8)
+            check_candidates(scores_of(logits, samples), samples.temperatures, tokens, found)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
@@ -206,33 +206,33 @@ def test_beside_draws_of_other_modes(draft: Path, threads: int) -> None:
     rows, logits = served.rows([part]), served.logits([part])
     modes = np.resize([CANDIDATES, GREEDY, CANDIDATES, NOISY, LOGITS_ONLY], 40)
     heat = np.resize([0.0, 1.0, 0.7, 1.3, 1.0, 1.1, 1.0, 0.0, 0.9, 1.0], 40)
-    draws = draws_of(np.arange(40) % 50, modes, heat)
+    samples = samples_of(np.arange(40) % 50, modes, heat)
     tokens = np.full(40, -7, np.int64)
     found = Candidates(np.full((40, 5), -7, np.int32), np.full((40, 5), 7, np.float32))
-    prepared = served.executor.prepare(rows, draws, tokens, found)
-    scores = scores_of(logits, draws)
-    scores[modes == GREEDY] = logits[draws.token_indices[modes == GREEDY]].numpy()
+    prepared = served.executor.prepare(rows, samples, tokens, found)
+    scores = scores_of(logits, samples)
+    scores[modes == GREEDY] = logits[samples.token_indices[modes == GREEDY]].numpy()
     for count in (40, 7, 2):
         tokens[:], found.tokens[:], found.log_probs[:] = -7, -7, 7
         served.executor.run(prepared, 50, 1, count)
         mine = np.flatnonzero(modes[:count] == CANDIDATES)
         check_candidates(
-            scores[mine], draws.temperatures[mine], found.tokens[mine], found.log_probs[mine]
+            scores[mine], samples.temperatures[mine], found.tokens[mine], found.log_probs[mine]
         )
-        drawn = np.flatnonzero(np.isin(modes[:count], (GREEDY, NOISY)))
-        best = scores[drawn].max(1)
-        assert (best - scores[drawn, tokens[drawn]] < 1e-5).all()
-        for array, written in ((tokens, drawn), (found.tokens, mine)):
+        sampled = np.flatnonzero(np.isin(modes[:count], (GREEDY, NOISY)))
+        best = scores[sampled].max(1)
+        assert (best - scores[sampled, tokens[sampled]] < 1e-5).all()
+        for array, written in ((tokens, sampled), (found.tokens, mine)):
             assert (np.delete(array, written, 0) == -7).all()
         assert (np.delete(found.log_probs, mine, 0) == 7).all()
 
 
-def test_a_token_drawn_with_noise_is_the_first_candidate(draft: Path) -> None:
+def test_a_token_sampled_with_noise_is_the_first_candidate(draft: Path) -> None:
     served = Served(draft, "int8", BEST, 2, blocks=4)
     part = Part(0, 0, np.random.default_rng(2).integers(0, 4096, 40).tolist())
     heat = np.full(40, 0.9)
-    noisy = draws_of(np.arange(40), np.full(40, NOISY), heat)
-    drawn = served.executor.step(served.rows([part]), noisy)
-    wanted = draws_of(np.arange(40), np.full(40, CANDIDATES), heat)
+    noisy = samples_of(np.arange(40), np.full(40, NOISY), heat)
+    sampled = served.executor.step(served.rows([part]), noisy)
+    wanted = samples_of(np.arange(40), np.full(40, CANDIDATES), heat)
     tokens, _ = served.executor.candidates(served.rows([part]), wanted, 1)
-    np.testing.assert_array_equal(tokens[:, 0], drawn)
+    np.testing.assert_array_equal(tokens[:, 0], sampled)

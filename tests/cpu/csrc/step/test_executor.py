@@ -218,7 +218,7 @@ def test_draws_are_those_of_the_logits(checkpoint: Path) -> None:
     temperatures = np.tile(np.array([1.0, 0.7, 1.3], np.float32), count // 3)
     seeds = np.arange(count, dtype=np.uint64) + np.uint64(2**63 - 5)
     positions, indices = rows + 1, (np.arange(count) % 3).astype(np.int32)
-    drawn = served.executor.step(
+    sampled = served.executor.step(
         served.rows([part]), StepSamples(rows, modes, temperatures, seeds, positions, indices)
     )
     chosen = logits[torch.from_numpy(rows).long()]
@@ -231,8 +231,8 @@ def test_draws_are_those_of_the_logits(checkpoint: Path) -> None:
         noisy, chosen / torch.from_numpy(temperatures).unsqueeze(1) + noise, chosen
     )
     best = scores.max(dim=-1).values
-    assert (best - scores.gather(1, torch.from_numpy(drawn).unsqueeze(1))[:, 0]).max() < 1e-5
-    assert len(set(drawn.tolist())) > 5
+    assert (best - scores.gather(1, torch.from_numpy(sampled).unsqueeze(1))[:, 0]).max() < 1e-5
+    assert len(set(sampled.tolist())) > 5
 
 
 def test_int8_keeps_the_perplexity_of_the_demo_target() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hetero_llm.cpu.packed import (
+from bench.kernels.native_parts import (
     PANEL,
     STRIP,
     Format,
@@ -19,10 +19,8 @@ from hetero_llm.cpu.packed import (
     multiply,
     pack,
     prepare,
-    ref_multiply,
-    ref_quantize,
-    ref_round,
 )
+from tests.cpu.csrc.step.references import ref_multiply, ref_quantize, ref_round
 
 ISA_NAMES = ("base", "avx2", "avx512", "avx512_bf16", "amx")
 ROWS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 33, 64, 200)
@@ -63,7 +61,7 @@ def bound(
 
 @pytest.mark.parametrize("format", Format, ids=lambda f: f.name)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_products_equal_their_twin(
+def test_products_equal_their_reference(
     library: ctypes.CDLL, format: Format, size: tuple[int, int], isa: int
 ) -> None:
     outputs, depth = size
@@ -121,7 +119,7 @@ def test_integers_give_the_same_on_every_instruction_set(library: ctypes.CDLL, i
     np.testing.assert_array_equal(got, want)
 
 
-def test_rows_are_prepared_as_by_their_twins(library: ctypes.CDLL, isa: int) -> None:
+def test_rows_are_prepared_as_by_their_references(library: ctypes.CDLL, isa: int) -> None:
     x = random(5, 6, 331) * np.float32(3)
     x[1] = 0
     x[2, ::3] = np.float32(1.00390625)  # a tie between two bf16

@@ -10,10 +10,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from hetero_llm.cpu import step_rows
-from hetero_llm.cpu.packed import ref_round
-from hetero_llm.cpu.step_rows import Best, NoiseKey
 from hetero_llm.sampling.noise import gumbel_noise, signed_seed
+from tests.cpu.csrc.step import row_kernels
+from tests.cpu.csrc.step.references import ref_round
+from tests.cpu.csrc.step.row_kernels import Best, NoiseKey
 
 SIZES = (1, 3, 8, 16, 17, 63, 64, 100, 768, 1001)
 INFINITY = float("inf")
@@ -33,7 +33,7 @@ def assert_near(ours: NDArray[np.float32], expected: torch.Tensor, tolerance: fl
 def test_rms_norm(library: ctypes.CDLL, size: int, isa: int) -> None:
     x, weight = random(1, size) * 3, random(2, size)
     for eps in (1e-5, 0.5):
-        ours = step_rows.rms_norm(library, x, weight, eps=eps, isa=isa)
+        ours = row_kernels.rms_norm(library, x, weight, eps=eps, isa=isa)
         wide = torch.from_numpy(x).double()
         expected = wide / (wide.square().mean() + eps).sqrt() * torch.from_numpy(weight)
         assert_near(ours, expected, 1e-6)
@@ -45,7 +45,7 @@ def test_rotation_turns_pairs_of_halves(
 ) -> None:
     head, angles = random(1, size), random(2, rotary // 2)
     factors = np.concatenate((np.cos(angles), np.sin(angles)))
-    ours = step_rows.rotate(library, head, factors, isa=isa)
+    ours = row_kernels.rotate(library, head, factors, isa=isa)
     half = rotary // 2
     pairs = (head[:half] + 1j * head[half:rotary]) * np.exp(1j * angles.astype(np.float64))
     np.testing.assert_allclose(ours[:half], pairs.real, atol=1e-6)
@@ -53,12 +53,14 @@ def test_rotation_turns_pairs_of_halves(
     np.testing.assert_array_equal(ours[rotary:], head[rotary:])
 
 
-@pytest.mark.parametrize("kind", range(3), ids=step_rows.ACTIVATIONS)
+@pytest.mark.parametrize("kind", range(3), ids=row_kernels.ACTIVATIONS)
 @pytest.mark.parametrize("size", [1, 16, 37, 6001])
 def test_gated(library: ctypes.CDLL, size: int, kind: int, isa: int) -> None:
     gate = np.linspace(-12, 12, size, dtype=np.float32) if size > 1 else random(3, 1)
     up = random(4, size)
-    ours = step_rows.gated(library, np.stack((up, gate)), np.stack((gate, up)), kind=kind, isa=isa)
+    ours = row_kernels.gated(
+        library, np.stack((up, gate)), np.stack((gate, up)), kind=kind, isa=isa
+    )
     ours = ours[1]
     wide = torch.from_numpy(gate).double()
     activated = (
@@ -77,34 +79,36 @@ def test_gated(library: ctypes.CDLL, size: int, kind: int, isa: int) -> None:
     assert (error <= tolerance * scale + 1e-30).all()
 
 
-@pytest.mark.parametrize("kind", range(3), ids=step_rows.ACTIVATIONS)
+@pytest.mark.parametrize("kind", range(3), ids=row_kernels.ACTIVATIONS)
 def test_gates_of_any_size_stay_finite(library: ctypes.CDLL, kind: int, isa: int) -> None:
     gate = np.array([-3e4, -200, -100, 100, 200, 3e4], np.float32)
-    ours = step_rows.gated(library, gate[None], np.ones((1, 6), np.float32), kind=kind, isa=isa)
+    ours = row_kernels.gated(library, gate[None], np.ones((1, 6), np.float32), kind=kind, isa=isa)
     np.testing.assert_array_equal(ours[0], np.maximum(gate, 0))
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_add(library: ctypes.CDLL, size: int, isa: int) -> None:
     x, y = random(1, size), random(2, size)
-    np.testing.assert_array_equal(step_rows.add(library, x, y, isa=isa), x + y)
+    np.testing.assert_array_equal(row_kernels.add(library, x, y, isa=isa), x + y)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_add_block(library: ctypes.CDLL, size: int, isa: int) -> None:
     x, y, bias = random(1, 3 * size), random(2, 3 * size), random(3, size)
     x, y = x.reshape(3, size), y.reshape(3, size)
-    ours = step_rows.add_block(library, x, y, bias, isa=isa)
+    ours = row_kernels.add_block(library, x, y, bias, isa=isa)
     np.testing.assert_allclose(ours, x + (y + bias), rtol=1e-6, atol=1e-6)
 
 
 def test_every_bf16_is_widened_and_narrowed(library: ctypes.CDLL, isa: int) -> None:
     bits = np.arange(1 << 16, dtype=np.uint16)[:-1]
-    wide = step_rows.widen(library, bits, isa=isa)
+    wide = row_kernels.widen(library, bits, isa=isa)
     expected = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float().numpy()
     np.testing.assert_array_equal(wide.view(np.uint32), expected.view(np.uint32))
     numbers = ~np.isnan(wide)
-    np.testing.assert_array_equal(step_rows.narrow(library, wide, isa=isa)[numbers], bits[numbers])
+    np.testing.assert_array_equal(
+        row_kernels.narrow(library, wide, isa=isa)[numbers], bits[numbers]
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -113,7 +117,7 @@ def test_narrow_rounds_to_nearest_even(library: ctypes.CDLL, size: int, isa: int
     bits[::3] = bits[::3] & 0xFFFF0000 | 0x8000  # ties
     bits[::7] = 0x7FFFFFFF  # NaN that a carry would turn into a number
     x = bits.view(np.float32)
-    np.testing.assert_array_equal(step_rows.narrow(library, x, isa=isa), ref_round(x))
+    np.testing.assert_array_equal(row_kernels.narrow(library, x, isa=isa), ref_round(x))
 
 
 @pytest.mark.parametrize("size", [*SIZES, 32003])
@@ -121,7 +125,7 @@ def test_greedy_takes_the_lowest_token_of_the_best(
     library: ctypes.CDLL, size: int, isa: int
 ) -> None:
     scores = np.rint(random(size, size) * 2)  # many ties
-    ours = step_rows.pick_greedy(library, scores, first=100, best=Best(), isa=isa)
+    ours = row_kernels.pick_greedy(library, scores, first=100, best=Best(), isa=isa)
     assert ours == Best(float(scores.max()), 100 + int(scores.argmax()))
 
 
@@ -131,7 +135,7 @@ def test_greedy_goes_on_where_it_stopped(library: ctypes.CDLL, isa: int) -> None
     for order in (pieces, pieces[::-1]):
         best = Best()
         for begin, end in order:
-            best = step_rows.pick_greedy(
+            best = row_kernels.pick_greedy(
                 library, scores[begin:end].copy(), first=begin, best=best, isa=isa
             )
         assert best == Best(float(scores.max()), int(scores.argmax()))
@@ -152,7 +156,7 @@ def test_greedy_of_special_values(
     library: ctypes.CDLL, scores: list[float], token: int, isa: int
 ) -> None:
     values = np.array(scores, np.float32)
-    assert step_rows.pick_greedy(library, values, first=0, best=Best(), isa=isa).token == token
+    assert row_kernels.pick_greedy(library, values, first=0, best=Best(), isa=isa).token == token
 
 
 KEYS = (
@@ -170,7 +174,7 @@ def test_noise_equals_its_twin(library: ctypes.CDLL, key: NoiseKey, isa: int) ->
     for token in range(0, vocab, 7):
         scores = np.full(vocab, -INFINITY, np.float32)
         scores[token] = 0
-        ours = step_rows.pick_noisy(library, scores, key, first=0, best=Best(), isa=isa)
+        ours = row_kernels.pick_noisy(library, scores, key, first=0, best=Best(), isa=isa)
         assert ours.token == token
         assert abs(ours.score - expected[token]) < 2e-6
 
@@ -192,13 +196,13 @@ def test_noisy_takes_the_best_sum(
     scores = random(vocab, vocab) * 4
     sums = scores / np.float32(key.temperature) + noise_of(key, vocab)
     expected = Best(float(sums.max()), int(sums.argmax()))
-    whole = step_rows.pick_noisy(library, scores, key, first=0, best=Best(), isa=isa)
+    whole = row_kernels.pick_noisy(library, scores, key, first=0, best=Best(), isa=isa)
     assert whole.token == expected.token
     assert abs(whole.score - expected.score) < 4e-6
     best, cut = Best(), vocab // 2 // 4 * 4
     for begin, end in ((0, cut), (cut, vocab)):
         if begin < end:
-            best = step_rows.pick_noisy(
+            best = row_kernels.pick_noisy(
                 library, scores[begin:end].copy(), key, first=begin, best=best, isa=isa
             )
     assert best == whole
@@ -210,10 +214,10 @@ def test_the_largest_and_smallest_noise(library: ctypes.CDLL, isa: int) -> None:
         key = NoiseKey(1.0, seed, seed, 0)
         noise = noise_of(key, 131072)
         scores = np.zeros(131072, np.float32)
-        ours = step_rows.pick_noisy(library, scores, key, first=0, best=Best(), isa=isa)
+        ours = row_kernels.pick_noisy(library, scores, key, first=0, best=Best(), isa=isa)
         assert ours.token == int(noise.argmax()) and abs(ours.score - noise.max()) < 2e-6
         lowest = int(noise.argmin()) // 4 * 4
         least = scores[:4] - INFINITY
         least[int(noise.argmin()) - lowest] = 0
-        ours = step_rows.pick_noisy(library, least, key, first=lowest, best=Best(), isa=isa)
+        ours = row_kernels.pick_noisy(library, least, key, first=lowest, best=Best(), isa=isa)
         assert ours.token == int(noise.argmin()) and abs(ours.score - noise.min()) < 2e-6

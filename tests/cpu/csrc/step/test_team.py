@@ -65,12 +65,12 @@ def team_threads(*, but: Container[int] = ()) -> dict[int, str]:
 
 def test_ten_thousand_runs_with_random_threads_and_barriers(library: ctypes.CDLL) -> None:
     before = team_threads()
-    draw = random.Random(0)
+    rng = random.Random(0)
     runs = 0
     while runs < 10_000:
-        with team_of(library, draw.randint(1, MOST_THREADS), spin_us=draw.choice((0, 20))) as team:
-            for _ in range(draw.randint(1, 400)):
-                assert library.hetero_team_check(team, draw.randint(0, 3)) == 0
+        with team_of(library, rng.randint(1, MOST_THREADS), spin_us=rng.choice((0, 20))) as team:
+            for _ in range(rng.randint(1, 400)):
+                assert library.hetero_team_check(team, rng.randint(0, 3)) == 0
                 runs += 1
     assert team_threads(but=before) == {}
 
@@ -114,7 +114,7 @@ def test_a_cpu_that_is_not_there_leaves_the_thread_unpinned(library: ctypes.CDLL
         assert library.hetero_team_check(team, 3) == 0
 
 
-def test_a_competitor_on_one_core_stops_nobody(library: ctypes.CDLL) -> None:
+def test_a_competitor_on_one_core_stops_no_thread(library: ctypes.CDLL) -> None:
     granted = sorted(os.sched_getaffinity(0))
     cpus = [granted[0], granted[-1]]
     code = f"import os\nos.sched_setaffinity(0, [{cpus[1]}])\nprint(flush=True)\nwhile True: pass"

@@ -1,9 +1,9 @@
 // Attention kernel for few lanes: products along the head's dimension, one token after the other.
 //
-// Runs on every instruction set and every shape. A single row reads K and V once at the speed of
-// memory; up to four heads of a group share each load. Dims are taken 2 N at a time, which `dim` is
-// a multiple of; bf16 ones as even and odd dims (lanes.h), and so lie queries and results until
-// finish_lanes puts them in order.
+// Runs on every instruction set and every shape. A single token reads K and V once at the speed of
+// memory; up to four heads of a group share each load. `dim` is a multiple of 2 N, and 2 N dims are
+// processed at a time: of bf16 first the even, then the odd ones (lanes.h). Queries and results
+// have this order, too, until finish_lanes restores the natural one.
 
 #include "attention_parts.h"
 #include "lanes.h"
@@ -14,13 +14,14 @@ namespace {
 
 constexpr int64_t kLong = 256;   // tokens between two updates of the maximum, few lanes
 constexpr int64_t kAhead = 24;   // tokens between prefetch and use
-constexpr int64_t kFew = 16;     // lanes that still take kLong
+constexpr int64_t kFew = 16;     // most lanes for which kLong is used
 
 struct Scratch {
     float query[kMaxTile][kMaxDim];
     float out[kMaxTile][kMaxDim];
     float scores[4][kLong];
     float top[kMaxTile], total[kMaxTile];
+    float slope[kMaxTile];
     Sight sight[kMaxTile];
     const void* queries[kMaxTile];
     const void* keys[kLong + kAhead];
@@ -42,8 +43,8 @@ INLINE void find_keys(const Work& w, const Task& task, int64_t begin, int64_t co
     }
 }
 
-// K of a token ahead and V of this one, which is wanted when the scores are done: blocks of a layer
-// lie far apart, which stops the hardware's prefetcher at each of them.
+// Fetches K of a later token and V of this one, which is read once the scores are done: blocks of a
+// layer lie far apart, which stops the hardware's prefetcher at each of them.
 template <typename T>
 INLINE void prefetch(const T* ahead, const T* value, int64_t dim) {
     for (int64_t b = 0; b < dim * (int64_t)sizeof(T); b += 64) {
@@ -110,6 +111,24 @@ DOT inline void score_dot(const Scratch& s, int64_t lane, int64_t count, int64_t
 }
 #endif
 
+// The soft cap, then ALiBi: slope times the distance from the lane's own token, which is the last
+// one that it sees, to token `begin` + t. count: a multiple of N.
+template <int N>
+INLINE void bend(float softcap, float slope, int64_t distance, int64_t count, float* scores) {
+    Floats<N> offsets;
+    for (int i = 0; i < N; ++i) offsets[i] = (float)(distance + i);
+    for (int64_t t = 0; t < count; t += N) {
+        Floats<N> x = read<N>(scores + t);
+        if (softcap != 0) {
+            const Floats<N> size = x < 0.0f ? -x : x;
+            const Floats<N> e = power_of_two<N>(size * (-2.0f * kLog2e / softcap));
+            const Floats<N> bent = softcap * ((1.0f - e) / (1.0f + e));
+            x = x < 0.0f ? -bent : bent;
+        }
+        write<N>(scores + t, x + slope * (offsets + (float)t));
+    }
+}
+
 INLINE void hide(const Sight& sight, int64_t begin, int64_t base, int64_t count, float* scores) {
     for (int64_t t = 0; t < count; ++t) {
         const int64_t token = begin + t, own = token - base;
@@ -119,7 +138,8 @@ INLINE void hide(const Sight& sight, int64_t begin, int64_t base, int64_t count,
     }
 }
 
-// Scores to weights. Returns what the sums of earlier tokens shrink by. count: a multiple of N.
+// Turns scores into weights. Returns the factor for the sums of earlier tokens. count: a multiple
+// of N.
 template <int N>
 INLINE float weigh(float* scores, int64_t count, float* top, float* sum) {
     Floats<N> highest = fill<N>(*top);
@@ -175,6 +195,8 @@ INLINE void attend_tokens(const Work& w, const Task& task, Scratch& s, int64_t l
     float factor[G];
     for (int g = 0; g < G; ++g) {
         const Sight& sight = s.sight[lane + g];
+        if (w.softcap != 0 || w.slopes)
+            bend<N>(w.softcap, s.slope[lane + g], begin - sight.last, whole, s.scores[g]);
         for (int64_t t = count; t < whole; ++t) s.scores[g][t] = kHidden;
         if (begin < sight.first || begin + count - 1 > sight.last)
             hide(sight, begin, task.base, count, s.scores[g]);
@@ -217,6 +239,8 @@ INLINE void begin_lanes(const Work& w, const Task& task, int64_t first, int64_t 
                 write<N>(s.query[lane] + d + N, two * w.scale);
             }
         s.sight[lane] = sight_of(w, task, lane - first);
+        const int64_t head = task.kv_head * w.group + (task.head + lane - first) % w.group;
+        s.slope[lane] = w.slopes ? w.slopes[head] * kLog2e : 0;
         s.top[lane] = kLowest;
         s.total[lane] = 0;
         std::memset(s.out[lane], 0, w.dim * sizeof(float));
@@ -228,7 +252,7 @@ INLINE void finish_lanes(const Work& w, int64_t first, int64_t lanes, const Resu
                          const Scratch& s) {
     for (int64_t lane = first; lane < first + lanes; ++lane) {
         float* out = result_of(w, to, lane - first);
-        const float factor = to.ends ? 1.0f : 1.0f / s.total[lane];
+        const float factor = to.is_partial ? 1.0f : 1.0f / s.total[lane];
         for (int64_t d = 0; d < w.dim; d += 2 * N) {
             Floats<N> one = read<N>(s.out[lane] + d) * factor;
             Floats<N> two = read<N>(s.out[lane] + d + N) * factor;
@@ -236,7 +260,7 @@ INLINE void finish_lanes(const Work& w, int64_t first, int64_t lanes, const Resu
             write<N>(out + d, one);
             write<N>(out + d + N, two);
         }
-        if (!to.ends) continue;
+        if (!to.is_partial) continue;
         out[w.dim] = s.top[lane];
         out[w.dim + 1] = s.total[lane];
     }
@@ -247,7 +271,7 @@ template <typename T, int N, bool kDot>
 INLINE void attend_head(const Work& w, const Task& task, Scratch& s, int64_t first, int64_t begin,
                         int64_t end) {
     constexpr int kMost = N == 16 ? 4 : 2;  // lanes at a time, as many as there are registers for
-    const int64_t count = end - begin, last = first + lanes_of(w, task);
+    const int64_t count = end - begin, last = first + task.lanes;
     const int64_t found = least(count + kAhead, task.last - begin);
     find_keys<T>(w, task, begin, found, s.keys);
     for (int64_t t = found; t < (count + 3) / 4 * 4 + kAhead; ++t) s.keys[t] = s.keys[found - 1];
@@ -269,9 +293,10 @@ INLINE void attend_head(const Work& w, const Task& task, Scratch& s, int64_t fir
 template <typename T, int N, bool kDot>
 INLINE void attend_few(const Work& w, const Task& task, const Results& to, void* scratch) {
     Scratch& s = *(Scratch*)scratch;
-    const int64_t lanes = lanes_of(w, task);
-    // With several heads tokens are few, so that they are in a cache still when the next one comes;
-    // by the model, not by the task, so that results do not depend on how heads are shared out.
+    const int64_t lanes = task.lanes;
+    // With several heads groups of tokens are short, so that they are still in a cache when the
+    // next head reads them. The model decides, not the task, so that results do not depend on how
+    // many heads a task has.
     const int64_t tokens = lanes > kFew || w.kv_heads > 1 ? kTokens : kLong;
     Task head = task;
     for (int64_t h = 0; h < task.kv_heads; ++h, ++head.kv_head)

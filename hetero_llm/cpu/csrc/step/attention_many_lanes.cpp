@@ -1,9 +1,9 @@
-// Attention kernel for many lanes, chunks of rows and draft trees, with bf16 dot products.
+// Attention kernel for many lanes (chunks and draft trees) with bf16 dot products.
 //
 // A pair of K values is broadcast straight from the cache against a vector of 16 lanes' queries, so
 // K needs no packing.
 
-#include "attention_lanes.h"
+#include "attention_tile.h"
 
 namespace hetero {
 
@@ -40,17 +40,18 @@ DOT void pack_values(const Work& w, const Bf16* const* keys, int64_t tokens, uin
     }
 }
 
-// scores[t][lane] in powers of two, kHidden where the lane must not look; top: running maxima.
+// scores[t][lane] in powers of two, kHidden where the lane does not see the token; top: running
+// maxima.
 template <int V>
 DOT inline void score(const Work& w, const Tile& tile, int64_t base, int64_t begin,
                       int64_t tokens, const Bf16* const* keys, float (*scores)[kWide],
                       __m512* top) {
     const bool masked = begin < tile.open_first || begin + tokens - 1 > tile.open_last;
     for (int64_t t = 0; t < tokens; t += kTall) {
-        const Bf16* rows[kTall];
+        const Bf16* k_of[kTall];
         __m512 acc[kTall][V];
         for (int r = 0; r < kTall; ++r) {
-            rows[r] = keys[t + r];
+            k_of[r] = keys[t + r];
             for (int v = 0; v < V; ++v) acc[r][v] = _mm512_setzero_ps();
         }
         for (int64_t p = 0; p < w.dim / 2; ++p) {
@@ -58,7 +59,7 @@ DOT inline void score(const Work& w, const Tile& tile, int64_t base, int64_t beg
             for (int v = 0; v < V; ++v)
                 q[v] = (__m512bh)_mm512_loadu_si512(tile.q[p] + v * kLanes);
             for (int r = 0; r < kTall; ++r) {
-                const __m512bh k = (__m512bh)_mm512_set1_epi32(load_pair(rows[r] + 2 * p));
+                const __m512bh k = (__m512bh)_mm512_set1_epi32(load_pair(k_of[r] + 2 * p));
                 for (int v = 0; v < V; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], q[v], k);
             }
         }
@@ -116,7 +117,7 @@ INLINE int64_t whole_tiles(int64_t seen) {
 
 DOT void attend_many(const Work& w, const Task& task, const Results& to, void* scratch) {
     Scratch& s = *(Scratch*)scratch;
-    const int64_t lanes = lanes_of(w, task);
+    const int64_t lanes = task.lanes;
     int64_t tiles = 0;
     for (int64_t lane = 0; lane < lanes; lane += kWide)
         begin_tile(w, task, lane, least(kWide, lanes - lane), s.tiles[tiles++]);

@@ -1,11 +1,11 @@
-// What the kernels for many lanes share: a tile of lanes, its masks, weights and results.
+// A tile of lanes, its masks, weights and results: shared by the two kernels for many lanes.
 //
 // Flash attention in one pass. Scores are computed transposed, tokens x lanes, so that maxima and
-// sums need no reduction across a vector, and a lane never meets another. The output is accumulated
-// as dim x lanes and turned once at the end.
+// sums need no reduction across a vector, and no operation mixes lanes. The output is accumulated
+// as dim x lanes and transposed once at the end.
 //
-// Groups of tokens begin at multiples of kTokens of the sequence, and a token that a lane must not
-// see adds an exact zero: a lane's result does not depend on the lanes it shares a task with.
+// Groups of tokens begin at multiples of kTokens of the sequence, and a token that a lane does not
+// see adds an exact zero: a lane's result does not depend on the other lanes of its task.
 
 #pragma once
 
@@ -18,7 +18,8 @@ namespace hetero {
 alignas(64) inline const Bf16 kZeros[kMaxDim] = {};
 
 // Up to W lanes, a multiple of kLanes. first, last, own: Sight of each lane; open_first ..
-// open_last: tokens that all lanes see.
+// open_last: tokens that all lanes see. sees_last: the last one that
+// any lane sees.
 template <int W>
 struct LaneTile {
     alignas(64) uint32_t q[kMaxDim / 2][W];  // pairs of bf16
@@ -114,7 +115,7 @@ DOT inline __mmask16 seen(const LaneTile<W>& tile, int64_t token, int64_t base, 
     return lanes;
 }
 
-// Scores to weights. factor: what the sums of earlier tokens shrink by.
+// Turns scores into weights. factor: for the sums of earlier tokens.
 template <int V, int W>
 DOT inline void weigh(LaneTile<W>& tile, int64_t tokens, const float (*scores)[W],
                       const __m512* top, uint32_t (*weights)[W], __m512* factor) {
@@ -139,12 +140,12 @@ DOT inline void finish_tile(const Work& w, const Results& to, int64_t begin,
     const __m512 one = _mm512_set1_ps(1.0f);
     for (int64_t at = 0; at < tile.lanes; at += kLanes) {
         const __m512 factor =
-            to.ends ? one : _mm512_div_ps(one, _mm512_loadu_ps(tile.total + at));
+            to.is_partial ? one : _mm512_div_ps(one, _mm512_loadu_ps(tile.total + at));
         const int64_t lanes = least(tile.lanes - at, kLanes);
         float* out[kLanes];
         for (int64_t i = 0; i < lanes; ++i) {
             out[i] = result_of(w, to, begin + at + i);
-            if (!to.ends) continue;
+            if (!to.is_partial) continue;
             out[i][w.dim] = tile.top[at + i];
             out[i][w.dim + 1] = tile.total[at + i];
         }
