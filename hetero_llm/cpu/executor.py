@@ -10,13 +10,13 @@ import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
 
-from hetero_llm.models.blocks import Attention, DecoderLayer
+from hetero_llm.models.blocks import Attention
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM, Linear
 from hetero_llm.models.llama import LlamaForCausalLM
@@ -472,7 +472,7 @@ def _hand_over(library: ctypes.CDLL, handle: int, model: LlamaForCausalLM) -> No
 
 def _weights(model: LlamaForCausalLM) -> Iterator[tuple[int, int, nn.Parameter]]:
     yield _OUTSIDE_LAYERS, _EMBEDDING, model.embed_tokens.weight
-    layers = cast("Sequence[DecoderLayer]", model.layers)
+    layers = cast("Sequence[Any]", model.layers)  # a module's attributes have no types
     for index, layer in enumerate(layers):
         attention = layer.attention
         yield index, _NORM, layer.attention_norm.weight
