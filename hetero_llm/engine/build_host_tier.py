@@ -41,11 +41,11 @@ class LoadFlags(Protocol):
     """`runner.layer_ready.LayerReadyFlags` over flags on the device.
 
     Attributes:
-        gate_of: transfer id -> flag of a load, None if it has ended; set once there is a copier.
+        flag_of: transfer id -> flag of a load, None if it has ended; set once there is a copier.
         flags_address: of the flags, int32, initially zero.
     """
 
-    gate_of: Callable[[int], LayerReadyFlag | None]
+    flag_of: Callable[[int], LayerReadyFlag | None]
 
     @property
     def flags_address(self) -> int: ...
@@ -90,7 +90,7 @@ class HostMemory:
         copier = _open_copier(self, cache)
         if copier is None:
             return None
-        self.layer_ready.gate_of = copier.layer_ready_flag
+        self.layer_ready.flag_of = copier.layer_ready_flag
         self.method = copier.calibration.best()[-1].method.name.lower()
         shape, config = cache.shape, self.config
         rule = LoadRule(

@@ -30,12 +30,12 @@ class DeviceLayerReadyFlags:
 
     Args:
         device: of the flags.
-        gate_of: the flag of a load by its transfer id, None if it has finished (`Copier.gate` of
-            `copier_protocol`).
+        flag_of: the flag of a load by its transfer id, None if it has finished
+            (`copier_protocol.Copier.layer_ready_flag`).
         most_looks: see `kernels.layer_ready.wait_for_loads`.
 
     Attributes:
-        gate_of: may be set later, before the first step with loads: the copier has to know
+        flag_of: may be set later, before the first step with loads: the copier has to know
             `flags_address` first.
         flags: [PLACES] int32 on the device; loads write them.
         turn: names the step armed last.
@@ -44,12 +44,12 @@ class DeviceLayerReadyFlags:
     def __init__(
         self,
         device: torch.device,
-        gate_of: Callable[[int], LayerReadyFlag | None],
+        flag_of: Callable[[int], LayerReadyFlag | None],
         *,
         most_looks: int = MOST_LOOKS,
     ) -> None:
         pin = device.type == "cuda"  # else Triton's interpreter: for tests
-        self.gate_of = gate_of
+        self.flag_of = flag_of
         self.flags = torch.zeros(PLACES, dtype=torch.int32, device=device)
         self.turn = 0
         self._most_looks = most_looks
@@ -79,7 +79,7 @@ class DeviceLayerReadyFlags:
         row[:] = 0
         row[TURN] = turn
         for transfer_id in transfer_ids:
-            flag = self.gate_of(transfer_id)
+            flag = self.flag_of(transfer_id)
             if flag is not None:
                 assert not row[PLACES + flag.place], "two loads at one place"
                 row[flag.place] = (flag.base + 2**31) % 2**32 - 2**31

@@ -115,7 +115,7 @@ def _paths(fields: dict[str, _Field], prefix: str = "") -> Iterator[tuple[str, _
 
 class ArrayTable:
     """Holds values under the names of a declaration, for compiled functions. One thread writes, and
-    nobody reads meanwhile.
+    no other one reads meanwhile.
 
     Attributes:
         table: [rows, 4] int64 for compiled functions: address and sizes of each array. Good as long

@@ -30,7 +30,7 @@ class PolledGates:
     """Flags in host memory, looked at until they say what is waited for."""
 
     def __init__(self) -> None:
-        self.gate_of: Callable[[int], LayerReadyFlag | None] = lambda transfer_id: None
+        self.flag_of: Callable[[int], LayerReadyFlag | None] = lambda transfer_id: None
         self._flags = np.zeros(NUM_FLAGS, np.int32)
         self._armed: list[LayerReadyFlag] = []
 
@@ -39,7 +39,7 @@ class PolledGates:
         return self._flags.ctypes.data
 
     def arm(self, transfer_ids: Sequence[int]) -> None:
-        flags = [self.gate_of(transfer_id) for transfer_id in transfer_ids]
+        flags = [self.flag_of(transfer_id) for transfer_id in transfer_ids]
         self._armed = [flag for flag in flags if flag is not None]
 
     def wait(self, layer: int) -> None:

@@ -46,11 +46,12 @@ class StepTimes:
         return found
 
     def of(self, rows: int) -> float:
-        """Seconds of a step of so many rows."""
+        """Seconds of a step of this many tokens."""
         return float(self._table[min(rows, len(self._table) - 1)] * self._scale)
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A step of so many rows took so long: contexts grow, neighbours work."""
+        """Report a finished step: its number of tokens and duration in seconds. Longer contexts and
+        other programs on the machine make the same step slower over time."""
         expected = self.of(rows)
         if rows < len(self._table) and seconds < _OUTLIER * expected:
             self._scale *= 1.0 + _WEIGHT * (seconds / expected - 1.0)

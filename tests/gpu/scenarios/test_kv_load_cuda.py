@@ -212,7 +212,7 @@ def test_two_loads_of_one_step(checkpoint: Path) -> None:
     layers = content.shape[1]
     loader = StreamLoader(layers)
     places = {1: LayerReadyFlag(PLACE, BASE), 2: LayerReadyFlag(7, 0)}
-    loader.gate_of = places.__getitem__
+    loader.flag_of = places.__getitem__
     arm = build(checkpoint, DEVICE, "kernels", loader, graphs=True)
     spoil(arm)
     for before in prefix_steps(late=True):
