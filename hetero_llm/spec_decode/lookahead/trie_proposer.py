@@ -165,7 +165,7 @@ def _gather(
         times = freq - start_freq + 1.0 if freq >= start_freq else freq / start_freq
         weights[index, min(trie, GLOBAL)] += times
         weights[index, _SUM] += freq
-        # Where the trie ends, the newest occurrence goes on in the text.
+        # Where the trie ends, the tokens after the newest occurrence are read from the text.
         found[index, _PLACES + trie] = child if child >= 0 else -2 - (last + 1)
     return count
 
@@ -431,8 +431,8 @@ def _grow(
     """Turns the `held` candidates and what follows them into nodes, the likeliest first.
 
     Candidates leave the heap with falling path probabilities, so one whose node is there already
-    cannot make it likelier. What a shorter context goes on with below it is left out: it would
-    bring one accepted token more in three hundred, and takes several times as long.
+    cannot make it likelier. Continuations that a shorter context knows below such a node are left
+    out: they would bring one accepted token more in three hundred, and take several times as long.
 
     Returns:
         The number of nodes.
