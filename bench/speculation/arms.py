@@ -11,7 +11,7 @@ import argparse
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from bench.generation import add_requests, greedy, step_outputs
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.draft_tree import DraftBatch
-from hetero_llm.core.drafter import Drafter, PromptObserver
+from hetero_llm.core.drafter import ArrayDrafter, Drafter, PromptObserver, StepReport
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.demo_models import ALIASES, demo_folder, heldout_prompts
 from hetero_llm.engine.build_draft_worker import DraftModel, prepare_draft_model
@@ -29,7 +29,7 @@ from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import build_engine
 from hetero_llm.kv_cache.prefix_cache import hash_root
 from hetero_llm.models.read_config import load_model_config
-from hetero_llm.spec_decode.budget import StepCosts
+from hetero_llm.spec_decode.budget import IdleTimes, StepCosts
 from hetero_llm.spec_decode.draft_model.on_device import ChainDrafter
 from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 from hetero_llm.spec_decode.lookahead.sequence_state import namespace_salt
@@ -84,6 +84,14 @@ def repeats(tokens: list[int]) -> bool:
     return len(set(spans)) < len(spans)
 
 
+class Times(NamedTuple):
+    """What a drafter learned of the times of steps."""
+
+    costs: StepCosts
+    proposal_idle: IdleTimes
+    plain_idle: IdleTimes
+
+
 class SwitchedDrafter:
     """Drafts with `inner`, which may be exchanged between runs; idle without one."""
 
@@ -105,13 +113,27 @@ class SwitchedDrafter:
         assert self.inner is not None
         return self.inner.propose(sequences, limits, num_rows)
 
+    def rows_of(self, sequences: list[Sequence]) -> np.ndarray | None:
+        return self.inner.rows_of(sequences) if isinstance(self.inner, ArrayDrafter) else None
+
+    def propose_next(
+        self,
+        sequences: list[Sequence],
+        rows: np.ndarray,
+        token_ids: np.ndarray,
+        sizes: np.ndarray,
+        limits: np.ndarray,
+    ) -> DraftBatch:
+        assert isinstance(self.inner, ArrayDrafter)
+        return self.inner.propose_next(sequences, rows, token_ids, sizes, limits)
+
     def close(self, request: Request) -> None:
         if self.inner is not None:
             self.inner.close(request)
 
-    def observe_step(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, report: StepReport) -> None:
         if self.inner is not None:
-            self.inner.observe_step(num_rows, seconds)
+            self.inner.observe_step(report)
 
     def run_deferred(self) -> None:
         if self.inner is not None:
@@ -154,33 +176,38 @@ class Bench:
         folder = demo_folder(args.model) if args.model in ALIASES else Path(args.model)
         self._model = load_model_config(folder)
         config = EngineConfig.from_args(resolve_engine_args(self._given))
-        self.draft, config = self._start_draft(args, config)
+        self.draft: DraftModel | None = None
+        if args.draft is not None:
+            config = self.start_draft(args, args.draft)
         self._chains: ChainDrafter | None = None
         self.engine = self._build(args, config, gpu_draft=gpu_draft)
-        self._known: dict[str, tuple[StepCosts, float]] = {}
+        self._known: dict[str, Times] = {}
         self._runs = 0
         self.drafter_metrics: dict[str, float] = {}  # of the last run's drafter
 
-    def _start_draft(
-        self, args: argparse.Namespace, config: EngineConfig
-    ) -> tuple[DraftModel | None, EngineConfig]:
-        """The draft model's worker, and the configuration with the threads left for the target."""
-        if args.draft is None:
-            return None, config
+    def set_temperature(self, temperature: float) -> None:
+        """Of the runs from now on."""
+        self._temperature = temperature
+
+    def start_draft(self, args: argparse.Namespace, folder: str | Path) -> EngineConfig:
+        """Starts the worker of a draft model, in the place of the one before. Returns the engine's
+        configuration with the threads left for the target."""
+        self.close()
+        config = EngineConfig.from_args(resolve_engine_args(self._given))
         self._draft_args = {
-            "speculative_model": args.draft, "num_speculative_tokens": args.draft_tokens,
+            "speculative_model": str(folder), "num_speculative_tokens": args.draft_tokens,
             "cpu_draft_worker": True, "speculative_overlap": args.overlap,
             "draft_threads": args.draft_threads, "draft_weight_dtype": args.draft_weights,
         }  # fmt: skip
         wanted = EngineConfig.from_args(resolve_engine_args({**self._given, **self._draft_args}))
         config = replace(config, speculation=wanted.speculation)
-        config, draft = prepare_draft_model(
+        config, self.draft = prepare_draft_model(
             config, self._model, None, target_on_cpu=args.device == "cpu",
             max_model_len=self._given["max_model_len"],
         )  # fmt: skip
-        assert draft is not None
-        draft.worker.wait_ready()
-        return draft, replace(config, speculation=None)
+        assert self.draft is not None
+        self.draft.worker.wait_ready()
+        return replace(config, speculation=None)
 
     def _build(self, args: argparse.Namespace, config: EngineConfig, *, gpu_draft: bool) -> Engine:
         """The engine. With `gpu_draft` it has a draft model on the device, whose drafter is used in
@@ -213,7 +240,6 @@ class Bench:
 
     def use(self, arm: str) -> None:
         """Gives the engine a new drafter of an arm, with the step times of the last one."""
-        self._remember()
         self.switch.inner = None
         settings = ARMS[arm]
         if settings is None:
@@ -240,19 +266,13 @@ class Bench:
         if isinstance(drafter, HybridDrafter):
             if self.switch.profile:
                 drafter.set_step_times(self.switch.profile)
-            drafter.costs, drafter._turn = self._known.get(arm, (drafter.costs, 0.0))
-            self._known[arm] = drafter.costs, drafter._turn
+            own = Times(drafter.costs, drafter.proposal_idle, drafter.plain_idle)
+            known = self._known.setdefault(arm, own)
+            drafter.costs, drafter.proposal_idle, drafter.plain_idle = known
             if arm == "warm":
                 for tick, text in enumerate(other_text(self._sizes)):
                     drafter.global_cache.add(text, 0, namespace_salt(hash_root()), tick)
         self.switch.inner = drafter
-
-    def _remember(self) -> None:
-        inner = self.switch.inner
-        if isinstance(inner, HybridDrafter):
-            for arm, (costs, _) in self._known.items():
-                if costs is inner.costs:
-                    self._known[arm] = costs, inner._turn
 
     def run(
         self, arm: str, batches: list[list[list[int]]]

@@ -39,8 +39,11 @@ from hetero_llm.spec_decode.proposal_step import ProposalStep
 _PARTS: list[tuple[type, str, str]] = [
     (Scheduler, "update", "update"),
     (Scheduler, "schedule", "schedule"),
+    (Scheduler, "schedule_next", "schedule"),
     (HybridDrafter, "propose", "propose"),
+    (HybridDrafter, "propose_next", "propose"),
     (SequenceStates, "follow", "follow"),
+    (SequenceStates, "follow_arrays", "follow"),
     (ProposalStep, "take_in", "catch up"),
     (ProposalStep, "look_up", "look up"),
     (ProposalStep, "merge", "merge"),

@@ -29,7 +29,7 @@ from bench.speculation.arms import repeats
 from hetero_llm import LLM
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.draft_tree import MAX_NODES
-from hetero_llm.core.drafter import Drafter
+from hetero_llm.core.drafter import Drafter, StepReport
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
@@ -145,7 +145,7 @@ def drafter_of(settings: dict[str, Any] | None, clock: Clock | None) -> Drafter:
     config = dataclasses.replace(config, num_threads=1, **settings)
     if clock is None:
         return HybridDrafter(config, width=WIDTH, capacity=CAPACITY)
-    drafter = HybridDrafter(config, width=WIDTH, capacity=CAPACITY, clock=lambda: clock.now)
+    drafter = HybridDrafter(config, width=WIDTH, capacity=CAPACITY)
     drafter.set_step_times(clock.profile())
     return drafter
 
@@ -195,8 +195,9 @@ def replay(
         if clock is not None:
             rows = len(sequences) + (int(drafts.counts.sum()) if drafts else 0)
             clock.now += clock.seconds(rows)
-            drafter.observe_step(rows, clock.seconds(rows))
-            clock.now += clock.gap if drafts else 0.0
+            asks, idle = drafts is not None, clock.gap if drafts else 0.0
+            drafter.observe_step(StepReport(len(sequences), rows, clock.seconds(rows), idle, asks))
+            clock.now += idle
             sums["run"] += clock.seconds(rows) + (clock.gap if drafts else 0.0)
             if sums["tokens"] < len(prompts) * (len(outputs[0]) - 1) / 2:
                 sums["half"] = sums["run"]

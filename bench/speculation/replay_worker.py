@@ -35,6 +35,7 @@ from hetero_llm.bridge.ipc.rings import Consumer, Producer, create_ring
 from hetero_llm.config.draft_model_config import DraftModelConfig
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.draft_tree import MAX_NODES
+from hetero_llm.core.drafter import StepReport
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel, DraftSizes
 from hetero_llm.cpu.draft_worker.step_times import StepTimes
 from hetero_llm.cpu.draft_worker.tree_ops import WINDOW
@@ -232,7 +233,7 @@ class Player:
             drafter.run_deferred()
             seconds = clock.seconds(1 + len(tokens))
             worker.now += seconds
-            drafter.observe_step(1 + len(tokens), seconds)
+            drafter.observe_step(StepReport(1, 1 + len(tokens), seconds, 0.0, asks))
             accepted = accepted_depth(tokens, parents, output[done:-1])
             if tokens:
                 sums.update(asked=1, firsts=tokens[0] == output[done])

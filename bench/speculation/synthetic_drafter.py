@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit
 
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
+from hetero_llm.core.drafter import StepReport
 from hetero_llm.core.request import Request, Sequence
 
 
@@ -81,7 +82,7 @@ class SyntheticDrafter:
     def close(self, request: Request) -> None:
         self._open.pop(request.request_id, None)
 
-    def observe_step(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, report: StepReport) -> None:
         pass
 
     def run_deferred(self) -> None:

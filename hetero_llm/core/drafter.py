@@ -1,12 +1,33 @@
-"""The protocol of drafters, and three more that a drafter may support. Drafters are in
+"""The protocol of drafters, and four more that a drafter may support. Drafters are in
 `spec_decode`."""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.request import Request, Sequence
+
+
+class StepReport(NamedTuple):
+    """A finished step.
+
+    Attributes:
+        num_sequences: scheduled in it.
+        num_tokens: its tokens, drafts included.
+        seconds: its duration.
+        idle_seconds: how long the device had waited for its launch; 0.0 if it was launched ahead.
+        proposed: whether drafts were proposed for it, be it none.
+    """
+
+    num_sequences: int
+    num_tokens: int
+    seconds: float
+    idle_seconds: float
+    proposed: bool
 
 
 class Drafter(Protocol):
@@ -36,13 +57,49 @@ class Drafter(Protocol):
         it."""
         ...
 
-    def observe_step(self, num_rows: int, seconds: float) -> None:
-        """Reports a finished step: its token count (drafts included) and duration in seconds."""
+    def observe_step(self, report: StepReport) -> None:
+        """Reports a finished step without prompt chunks."""
         ...
 
     def run_deferred(self) -> None:
         """Does work that the next proposals do not need; called once a step while the device
         works."""
+        ...
+
+
+@runtime_checkable
+class ArrayDrafter(Protocol):
+    """A drafter that takes new tokens in arrays, too: without work for each sequence between the
+    tokens and the drafts."""
+
+    def rows_of(self, sequences: list[Sequence]) -> NDArray[np.int64] | None:
+        """Called while the device works.
+
+        Returns:
+            [S] a number for each sequence, for the next `propose_next`; None if that must not be
+            called for these.
+        """
+        ...
+
+    def propose_next(
+        self,
+        sequences: list[Sequence],
+        rows: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        limits: NDArray[np.int64],
+    ) -> DraftBatch:
+        """Drafts for sequences that have just got tokens, in a step of one token of each.
+
+        Args:
+            sequences: [S], which have not got the tokens yet; not to be read.
+            rows: [S] their numbers.
+            token_ids: new tokens, one sequence after the other. sizes: [S] of each.
+            limits: [S] maximum number of nodes of each draft, at least 1.
+
+        Returns:
+            As `Drafter.propose`.
+        """
         ...
 
 

@@ -168,13 +168,18 @@ class Engine:
             if self._asynchronous:
                 self._pending = self._launch(self._scheduler.schedule_ahead())
                 self._scheduler.run_deferred()
+                if self._pending is None:
+                    self._scheduler.prepare_next()
                 prompt_pending = self._scheduler.num_waiting or pending[0].has_chunks
                 collect_if_due(calm=not prompt_pending)
             step, launched, begun = pending
             output = self._runner.finish(launched)
             now = clock.lap("wait")
-            self._scheduler.observe_step(step, now - max(begun, self._last_finish))
+            idle = begun - self._last_finish
             self._last_finish = now
+            if self._asynchronous and self._pending is None:
+                self._pending = self._launch(self._scheduler.schedule_next(output))
+            self._scheduler.observe_step(step, now - begun + min(idle, 0.0), max(idle, 0.0))
             touched = self._scheduler.update(step, output)
             clock.lap("update")
             if self._asynchronous and self._pending is None:

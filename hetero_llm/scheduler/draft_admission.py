@@ -58,54 +58,67 @@ def choose_drafts(
         return None
     proposed = drafter.propose(asked, limits, sum(num_scheduled_tokens))
     assert len(proposed.counts) == len(asked), "a drafter answers every request"
-    sizes: list[int] = proposed.counts.tolist()
-    kept = _allocate_nodes(sizes, asked, limits, blocks, budget, reserve=len(sequences))
-    if not any(kept):
-        return None
-    if kept != sizes:
-        proposed = _truncate(proposed, kept)
-    if len(asked) == len(sequences):
-        return proposed
+    assert (proposed.counts <= np.array(limits)).all(), "a drafter keeps to its limits"
+    kept = allocate_nodes(
+        proposed,
+        [sequence.request_slot for sequence in asked],
+        [sequence.num_computed_tokens for sequence in asked],
+        blocks,
+        budget,
+        reserve=len(sequences),
+    )
+    if kept is None or len(asked) == len(sequences):
+        return kept
     counts = np.zeros(len(sequences), np.int32)
-    counts[indexes] = proposed.counts
-    return DraftBatch(counts, proposed.token_ids, proposed.parents)
+    counts[indexes] = kept.counts
+    return DraftBatch(counts, kept.token_ids, kept.parents)
 
 
-def _allocate_nodes(
-    sizes: list[int],
-    sequences: list[Sequence],
-    limits: list[int],
+def allocate_nodes(
+    drafts: DraftBatch,
+    request_slots: list[int],
+    num_computed_tokens: list[int],
     blocks: BlockManager,
     budget: int,
     *,
     reserve: int,
-) -> list[int]:
-    """Allocates blocks for each sequence's draft so that `reserve` blocks stay free; returns how
-    many nodes of each can run."""
+) -> DraftBatch | None:
+    """Allocates blocks for each sequence's draft so that `reserve` blocks stay free.
+
+    Args:
+        drafts: of S sequences. request_slots, num_computed_tokens: [S].
+        budget: nodes that the step can still hold.
+
+    Returns:
+        The nodes that can run; None if none can.
+    """
     kept: list[int] = []
+    sizes: list[int] = drafts.counts.tolist()
     num_writable = blocks.num_writable
     plenty = reserve + blocks.blocks_for(MAX_NODES) + 1
-    for sequence, size, limit in zip(sequences, sizes, limits, strict=True):
-        assert size <= limit, "a drafter keeps to its limits"
+    for slot, start, size in zip(request_slots, num_computed_tokens, sizes, strict=True):
         num_nodes = size if size < budget else budget
-        start = sequence.num_computed_tokens
         end = start + 1 + num_nodes
-        if num_nodes and num_writable[sequence.request_slot] < end:
+        if num_nodes and num_writable[slot] < end:
             if blocks.num_free < plenty:
-                num_nodes = max(0, _num_fitting(blocks, sequence, num_nodes, reserve))
+                num_nodes = max(0, _num_fitting(blocks, slot, start, num_nodes, reserve))
                 end = start + 1 + num_nodes
-            if num_nodes and not blocks.allocate(sequence.request_slot, start, end):
+            if num_nodes and not blocks.allocate(slot, start, end):
                 num_nodes = 0
         kept.append(num_nodes)
         budget -= num_nodes
-    return kept
+    if not any(kept):
+        return None
+    return drafts if kept == sizes else _truncate(drafts, kept)
 
 
-def _num_fitting(blocks: BlockManager, sequence: Sequence, num_nodes: int, reserve: int) -> int:
-    """How many of `num_nodes` nodes behind the sequence's next token fit into its blocks and the
-    free ones but `reserve`; may be negative."""
-    num_blocks = len(blocks.block_ids(sequence.request_slot)) + max(blocks.num_free - reserve, 0)
-    return min(num_nodes, num_blocks * blocks.block_size - sequence.num_computed_tokens - 1)
+def _num_fitting(
+    blocks: BlockManager, slot: int, num_computed: int, num_nodes: int, reserve: int
+) -> int:
+    """How many of `num_nodes` nodes behind a sequence's next token fit into its blocks and the free
+    ones but `reserve`; may be negative."""
+    num_blocks = len(blocks.block_ids(slot)) + max(blocks.num_free - reserve, 0)
+    return min(num_nodes, num_blocks * blocks.block_size - num_computed - 1)
 
 
 def _truncate(drafts: DraftBatch, kept: list[int]) -> DraftBatch:

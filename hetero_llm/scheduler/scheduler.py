@@ -15,9 +15,11 @@ from array import array
 from collections import deque
 from collections.abc import Iterable
 
+import numpy as np
+
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.draft_tree import DraftBatch
-from hetero_llm.core.drafter import Drafter, PromptObserver
+from hetero_llm.core.drafter import ArrayDrafter, Drafter, PromptObserver, StepReport
 from hetero_llm.core.errors import PromptError, SamplingError
 from hetero_llm.core.request import FinishReason, Request, Sequence
 from hetero_llm.core.step import (
@@ -34,10 +36,16 @@ from hetero_llm.scheduler.deferred_work import (
     OffloadThrottle,
     allocate_ahead,
 )
-from hetero_llm.scheduler.draft_admission import choose_drafts
+from hetero_llm.scheduler.draft_admission import allocate_nodes, choose_drafts
 from hetero_llm.scheduler.kv_loads import KVLoadQueue, NoKVLoads
 from hetero_llm.scheduler.request_slots import RequestSlots
 from hetero_llm.scheduler.stats import SchedulerStats
+from hetero_llm.scheduler.steady_batch import (
+    SteadyBatch,
+    build_steady_step,
+    count_as_scheduled,
+    steady_batch,
+)
 from hetero_llm.scheduler.step_builder import InFlight, admitted_sequence, build_step
 from hetero_llm.scheduler.waiting_queue import WaitingQueue
 
@@ -90,6 +98,7 @@ class Scheduler:
         self._caching = DeferredCaching(blocks)
         self._offload_throttle = OffloadThrottle()
         self._num_synchronous = 0  # running sequences of requests that allow no step ahead
+        self._steady: SteadyBatch | None = None  # from `prepare_next` to `schedule_next`
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -201,12 +210,13 @@ class Scheduler:
         preemptions = self.stats.num_preemptions
         budget = self._schedule_running(sequences, num_scheduled_tokens)
         assert budget is not None
-        drafts = None
+        drafts, proposed = None, False
         if preemptions == self.stats.num_preemptions:
             budget = self._schedule_loading(sequences, num_scheduled_tokens, budget)
             budget = self._schedule_waiting(sequences, num_scheduled_tokens, budget)
             waits = self.loads.any_joined
             if self._drafter is not None and not self._drafter.idle and not waits:
+                proposed = True
                 drafts = choose_drafts(
                     self._drafter, sequences, num_scheduled_tokens, self._blocks, budget
                 )
@@ -217,7 +227,9 @@ class Scheduler:
             # preempt the youngest group until the oldest has the whole pool.
             self._preempt(self._running[-1])
             return self.schedule()
-        return self._begin_step(sequences, num_scheduled_tokens, drafts)
+        step = self._begin_step(sequences, num_scheduled_tokens, drafts)
+        self._in_flight[-1].proposed = proposed
+        return step
 
     def schedule_ahead(self) -> SchedulerOutput | None:
         """Makes the step after the one in flight, whose sampled tokens have not reached the host.
@@ -255,11 +267,45 @@ class Scheduler:
         self._schedule_waiting(sequences, num_scheduled_tokens, budget)
         return self._begin_step(sequences, num_scheduled_tokens) if sequences else None
 
+    def schedule_next(self, output: ModelRunnerOutput) -> SchedulerOutput | None:
+        """Makes the step after the one in flight from that one's results, which `update` has not
+        got yet: in a steady batch whose sequences all go on, nothing else is needed.
+
+        Returns:
+            None if the step has to be made by `schedule`, after `update`.
+        """
+        batch, self._steady = self._steady, None
+        if batch is None or output.errors or output.kv_loads_timed_out:
+            return None
+        assert isinstance(self._drafter, ArrayDrafter)
+        count = len(batch.sequences)
+        sizes = np.array(output.num_tokens or [1] * count, np.int64)
+        token_ids = np.array(output.token_ids, np.int64)
+        advanced = batch.advance(token_ids, sizes)
+        if advanced is None:
+            return None
+        drafts: DraftBatch | None = self._drafter.propose_next(
+            batch.sequences, batch.rows, token_ids, sizes, advanced.limits
+        )
+        assert drafts is not None
+        ends = advanced.num_computed_tokens + 1 + drafts.counts
+        budget = self._config.max_num_batched_tokens - count
+        if len(drafts.token_ids) > budget or (ends > batch.num_writable).any():
+            slots, starts = batch.request_slots.tolist(), advanced.num_computed_tokens.tolist()
+            drafts = allocate_nodes(drafts, slots, starts, self._blocks, budget, reserve=count)
+        elif not len(drafts.token_ids):
+            drafts = None
+        flight = build_steady_step(batch, advanced, self._blocks.take_changes(), drafts)
+        self._in_flight.append(flight)
+        self.stats.num_steps += 1
+        return flight.step
+
     def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[Sequence]:
         """Applies a step's result: appends tokens, ends sequences, notes full blocks for caching.
 
         Steps are updated in the order they were scheduled. Results of sequences that have ended
-        or left their request slot since are dropped.
+        or left their request slot since are dropped. A step that `schedule_next` has made from the
+        same result is counted as scheduled afterwards.
 
         Returns:
             Sequences that got a token or ended, in the order they were scheduled.
@@ -325,16 +371,28 @@ class Scheduler:
                     touched.extend(samples)
         for request in complete_groups:
             touched.extend(self._advance_beams(request))
+        if self._in_flight and self._in_flight[0].is_steady:
+            count_as_scheduled(self._in_flight[0])
         num_generated = self.stats.generation_tokens - generated_before
         self.stats.step_tokens.observe(flight.num_prompt_tokens + num_generated)
         return touched
 
-    def observe_step(self, step: SchedulerOutput, seconds: float) -> None:
+    def observe_step(self, step: SchedulerOutput, seconds: float, idle_seconds: float) -> None:
         """Reports a finished step's duration to the load queue, and to the drafter if the step had
-        no prompt chunks."""
+        no prompt chunks.
+
+        Args:
+            idle_seconds: how long the device had waited for its launch.
+        """
         self.loads.observe(step, seconds)
+        flight = self._in_flight[0]
+        assert flight.step is step, "a step is reported before its update"
         if self._drafter is not None and not step.has_chunks:
-            self._drafter.observe_step(int(step.num_scheduled_tokens.sum()), seconds)
+            num_tokens = int(step.num_scheduled_tokens.sum())
+            count = len(flight.sequences)
+            self._drafter.observe_step(
+                StepReport(count, num_tokens, seconds, idle_seconds, flight.proposed)
+            )
 
     def step_launched(self) -> None:
         """Called after each launch: notifies the block manager, and the drafter of newly admitted
@@ -355,6 +413,26 @@ class Scheduler:
         most = self._offload_throttle.num_blocks(num_prompt_tokens, loads_began=bool(begun))
         if most:
             self._blocks.offload(most)
+
+    def prepare_next(self) -> None:
+        """Collects the batch in flight for `schedule_next`, if the next step will most likely run
+        the same sequences, each with one token and a draft. To be called while the device works,
+        as the last call before its results; `schedule_next` then has to follow."""
+        self._collect_transfers()
+        self._steady = None
+        drafter = self._drafter
+        if len(self._in_flight) != 1 or not isinstance(drafter, ArrayDrafter):
+            return
+        flight = self._in_flight[0]
+        newcomers = self._waiting or self.loads or self._admitted or self._num_synchronous
+        if newcomers or drafter.idle or flight.sequences != self._running:
+            return
+        if flight.num_samples != [1] * len(flight.sequences):
+            return
+        rows = drafter.rows_of(flight.sequences)
+        if rows is not None:
+            budget = self._config.max_num_batched_tokens
+            self._steady = steady_batch(flight, rows, self._blocks, budget)
 
     def observe_tokens(self) -> None:
         """Lets the drafter learn from the tokens that the last steps sampled."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.request import Sequence
@@ -25,6 +26,8 @@ class InFlight:
         num_samples: tokens to sample, as in `SchedulerOutput`.
         num_nodes: draft nodes.
         num_prompt_tokens: prompt tokens that the step computes, of all sequences together.
+        proposed: the drafter was asked for drafts for it.
+        is_steady: made before its sequences got the tokens of the step before (steady_batch.py).
     """
 
     step: SchedulerOutput
@@ -35,6 +38,8 @@ class InFlight:
     num_samples: list[int]
     num_nodes: list[int]
     num_prompt_tokens: int
+    proposed: bool = False
+    is_steady: bool = False
 
 
 def build_step(
@@ -87,23 +92,17 @@ def build_step(
         num_samples.append(samples)
         sequence.num_computed_tokens = end
         sequence.num_pending_tokens += samples
-    with_nodes = np.array(num_scheduled_tokens, np.int32)
-    num_nodes = [0] * len(sequences)
-    if drafts is not None:
-        with_nodes += drafts.counts
-        num_nodes = drafts.counts.tolist()
+    scheduled, num_nodes = with_nodes(np.array(num_scheduled_tokens, np.int32), drafts)
     step = SchedulerOutput(
         request_slots=np.array(request_slots, np.int32),
         num_computed_tokens=np.array(num_computed_tokens, np.int32),
-        num_scheduled_tokens=with_nodes,
+        num_scheduled_tokens=scheduled,
         token_ids=np.array(token_ids, np.int32),
         num_samples=np.array(num_samples, np.int32),
         prompt_logprob_spans=tuple(logprob_spans),
         admitted=admitted,
-        block_table_writes=changes.writes() if changes.runs else _NO_WRITES,
-        block_copies=_NO_COPIES
-        if not changes.copy_to
-        else np.array((changes.copy_from, changes.copy_to), np.int32),
+        block_table_writes=block_table_writes(changes),
+        block_copies=block_copies(changes),
         drafts=drafts,
         kv_loads=loads,
     )
@@ -117,6 +116,28 @@ def build_step(
         num_nodes,
         num_prompt_tokens,
     )
+
+
+def with_nodes(
+    num_scheduled: NDArray[np.int32], drafts: DraftBatch | None
+) -> tuple[NDArray[np.int32], list[int]]:
+    """[S] scheduled tokens with the nodes of the drafts, and the nodes of each sequence."""
+    if drafts is None:
+        return num_scheduled, [0] * len(num_scheduled)
+    num_scheduled += drafts.counts
+    return num_scheduled, drafts.counts.tolist()
+
+
+def block_table_writes(changes: TableChanges) -> NDArray[np.int32]:
+    """[3, N], see `SchedulerOutput`."""
+    return changes.writes() if changes.runs else _NO_WRITES
+
+
+def block_copies(changes: TableChanges) -> NDArray[np.int32]:
+    """[2, M], see `SchedulerOutput`."""
+    if not changes.copy_to:
+        return _NO_COPIES
+    return np.array((changes.copy_from, changes.copy_to), np.int32)
 
 
 def admitted_sequence(sequence: Sequence) -> AdmittedSequence:

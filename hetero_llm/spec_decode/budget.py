@@ -3,6 +3,8 @@
 Goodput as in SmartSpec (Liu et al., arXiv 2406.14066) and vLLM's adaptive verification: with B
 sequences and nodes of path probabilities p_1 >= p_2 >= ..., a step with the first b nodes yields
 B + p_1 + ... + p_b tokens and takes T(rows + b) seconds, which is learned from the steps that ran.
+To these comes the time that the device idles: a step with drafts can only be made when the tokens
+of the one before are known, and one without drafts is launched before.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ _SETTLED = 0.01  # of a size's own correction: the part that all sizes take on w
 _KEPT = 0.995  # of the other sizes' own corrections, at every step
 _KNOWN = 0.1  # how fresh a size's time must be to bound those of its neighbours
 _LEAST = 0.5  # of the profile, whatever was observed
+_MAX_BUCKETS = 16
+_IDLE_WEIGHT = 0.1  # of a new time in the average
+_FIRST_IDLE = 2e-3  # most seconds that the first time counts for
+_MARGIN = 1.01  # drafts pay if tokens come at least that much faster
 MEMORY = 1000
 """Steps after which the time of a size that did not run again is forgotten, so that a size that was
 slow once is tried again."""
@@ -30,6 +36,34 @@ _EDGES = np.array(
 )  # fmt: skip
 """Step sizes that differ, unless `StepCosts.price` says which: a step between two of them takes as
 long as the larger one."""
+
+
+class IdleTimes:
+    """How long the device idles before a step: moving averages in seconds, by the number of
+    sequences (one bucket for each power of two)."""
+
+    def __init__(self) -> None:
+        self._seconds = np.zeros(_MAX_BUCKETS)
+        self._counts = np.zeros(_MAX_BUCKETS, np.int64)
+
+    def observe(self, num_sequences: int, seconds: float) -> None:
+        """Report a step: its number of sequences, and for how long the device had idled before. A
+        single long time counts little: there may have been nothing to do."""
+        at = min(num_sequences.bit_length(), _MAX_BUCKETS - 1)
+        known = self._counts[at]
+        weight = max(_IDLE_WEIGHT, 1.0 / (known + 1))
+        most = 2 * self._seconds[at] + 1e-4 if known else _FIRST_IDLE
+        self._seconds[at] += weight * (min(seconds, most) - self._seconds[at])
+        self._counts[at] = known + 1
+
+    def of(self, num_sequences: int) -> float:
+        """Seconds; of a number that was not seen those of the next smaller one that was, or of the
+        next larger one; 0.0 before any was seen."""
+        at = min(num_sequences.bit_length(), _MAX_BUCKETS - 1)
+        for bucket in (*range(at, -1, -1), *range(at + 1, _MAX_BUCKETS)):
+            if self._counts[bucket]:
+                return float(self._seconds[bucket])
+        return 0.0
 
 
 class StepCosts:
@@ -123,33 +157,6 @@ class StepCosts:
         """Seconds of steps of these numbers of rows."""
         return self.table()[np.searchsorted(self.edges, rows)].tolist()
 
-    def choose(
-        self,
-        path_probs: NDArray[np.float32],
-        counts: NDArray[np.int32],
-        scales: NDArray[np.float32],
-        num_rows: int,
-        turn: float,
-        most_rows: int = MOST_ROWS,
-    ) -> NDArray[np.int32]:
-        """How many nodes of each draft to verify, its first ones. None of any means that the plain
-        step yields tokens faster. Nodes that padding has room for are free.
-
-        Args:
-            path_probs: [S, most] path probabilities of each draft's nodes. Scaled in place, and
-                lowered so that no node is likelier than those before it.
-            counts: [S] nodes of each draft.
-            scales: [S] acceptance scale: what to scale the odds of the estimates by.
-            num_rows: of the step without drafts; each sequence yields a token without them, too.
-            turn: seconds that the device waits for a proposal.
-            most_rows: of the step with drafts.
-        """
-        kept = np.zeros(len(counts), np.int32)
-        choose(
-            path_probs, counts, scales, self.table(), self.edges, num_rows, turn, most_rows, kept
-        )  # fmt: skip
-        return kept
-
 
 @njit(cache=True, nogil=True)
 def _corrected(
@@ -197,11 +204,30 @@ def choose(
     table: np.ndarray,
     edges: np.ndarray,
     num_rows: int,
-    turn: float,
+    idle: float,
+    plain_idle: float,
     most_rows: int,
     kept: np.ndarray,
-) -> None:
-    """See `StepCosts.choose`; writes `kept`."""
+) -> bool:
+    """How many nodes of each draft to verify, its first ones. None of any means that the step
+    yields tokens faster without drafts. Nodes that padding has room for are free.
+
+    Args:
+        path_probs: [S, most] path probabilities of each draft's nodes. Scaled in place, and
+            lowered so that no node is likelier than those before it.
+        counts: [S] nodes of each draft.
+        scales: [S] acceptance scale: what to scale the odds of the estimates by.
+        table, edges: `StepCosts.table` and its `edges`.
+        num_rows: of the step without drafts; each sequence yields a token without them, too.
+        idle: seconds that the device idles before a step for which drafts are proposed.
+        plain_idle: the same before steps for which none are.
+        most_rows: of the step with drafts.
+        kept: [S], written.
+
+    Returns:
+        Whether drafts pay: tokens come faster than they would without any proposals. The nodes kept
+        are best for this step alone, whose device has idled already.
+    """
     likeliest = np.empty(counts.sum(), np.float32)
     size = 0
     for row in range(len(counts)):
@@ -217,11 +243,10 @@ def choose(
     likeliest.sort()
     likeliest = likeliest[::-1]
     most = max(min(size, min(edges[-1], most_rows) - num_rows), 0)
-    at = np.searchsorted(edges, num_rows)
-    best, total = 0.0, most
+    total, pays = most, most > 0
     if table[-1] > 0.0:
-        # The device has waited for this proposal, whatever becomes of it.
-        best, total = len(counts) / (table[min(at, len(edges) - 1)] + turn), 0
+        plain = table[min(np.searchsorted(edges, num_rows), len(edges) - 1)]
+        best, total = len(counts) / (plain + idle), 0
         gained, node = float(len(counts)), 0
         while node < most:
             # All that fits in the same size of step costs the same.
@@ -229,11 +254,12 @@ def choose(
             end = min(most, edges[at] - num_rows)
             gained += likeliest[node:end].sum()
             node = end
-            rate = gained / (table[at] + turn)
+            rate = gained / (table[at] + idle)
             if rate > best:
                 best, total = rate, node
+        pays = total > 0 and best * (plain + plain_idle) > _MARGIN * len(counts)
     if total <= 0:
-        return
+        return False
     least = likeliest[total - 1]
     ties = total - np.sum(likeliest[:total] > least)
     for row in range(len(counts)):
@@ -245,3 +271,4 @@ def choose(
                 ties -= 1
             else:
                 break
+    return pays

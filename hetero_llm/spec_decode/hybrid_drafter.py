@@ -8,16 +8,14 @@ cache is `ngram_index`, its Turbo cache `suffix_trie`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from time import perf_counter
-
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.draft_tree import DraftBatch
+from hetero_llm.core.drafter import StepReport
 from hetero_llm.core.request import Request, Sequence
-from hetero_llm.spec_decode.budget import StepCosts
+from hetero_llm.spec_decode.budget import IdleTimes, StepCosts
 from hetero_llm.spec_decode.lookahead.global_cache import GlobalCache
 from hetero_llm.spec_decode.lookahead.indexes import (
     RAW,
@@ -39,20 +37,21 @@ from hetero_llm.spec_decode.lookahead.sequence_state import (
     SequenceRows,
     SequenceStates,
 )
-from hetero_llm.spec_decode.proposal_step import ProposalStep
+from hetero_llm.spec_decode.proposal_step import ProposalIdle, ProposalStep
 from hetero_llm.spec_decode.proposals import DraftModel, NoDraftModel
 from hetero_llm.utils.topology import read_topology
 
 _CHUNK = 64  # tokens of an output that enter the global cache together
-_MAX_USELESS = 4  # proposals without a node that pays, after which the drafter pauses
-_MIN_PAUSE, _MAX_PAUSE = 2, 8  # steps; twice as many after each further useless proposal
-_MAX_PAUSE_WITH_MODEL = 16  # whose worker drafts for each proposal, whether it pays or not
+_MAX_USELESS = 4  # proposals in a row that do not pay, after which the drafter pauses
+_MIN_PAUSE, _MAX_PAUSE = 2, 32  # steps; twice as many after each further useless proposal
+_PAUSE_UNKNOWN = 16  # the longest pause as long as step times are not known
+_PROBE_SHARE = 0.005  # of the time, at most, that proposals between pauses cost
 
 
 # large: policy of one drafter: what a step may cost, when to pause, what to learn and to share.
 class HybridDrafter:
-    """See `core.drafter`: a `Drafter` that is `CostAware`, a `PromptObserver` and a
-    `BackgroundDrafter`. One thread at a time.
+    """See `core.drafter`: a `Drafter` that is an `ArrayDrafter`, `CostAware`, a `PromptObserver`
+    and a `BackgroundDrafter`. One thread at a time.
 
     Args:
         config: with eos_token_id, voc_size and max_seq_len filled in.
@@ -61,12 +60,13 @@ class HybridDrafter:
         uses_cache: whether drafts come from the cache; else from the model alone.
         model: a draft model, whose drafts are merged with the cache's.
         most_sequences: larger steps get no drafts; None: no limit.
-        clock: seconds since some moment.
 
     Attributes:
         acceptance: [buckets, 2] float32, accepted and tried nodes of each acceptance bucket: the
             trie's, then the n-gram index's. To be read only.
         costs: seconds of steps by their tokens.
+        proposal_idle, plain_idle: how long the device idles before steps for which drafts are
+            proposed, and before the others.
         states: of the running sequences. To be read only.
     """
 
@@ -79,7 +79,6 @@ class HybridDrafter:
         uses_cache: bool = True,
         model: DraftModel | None = None,
         most_sequences: int | None = None,
-        clock: Callable[[], float] = perf_counter,
     ) -> None:
         assert config.max_seq_len is not None and config.eos_token_id is not None
         self.states = SequenceStates(width)
@@ -111,16 +110,13 @@ class HybridDrafter:
         )  # fmt: skip
         self._tick = 0
         self.costs = StepCosts()
-        self._clock = clock
-        self._observed: list[tuple[int, float]] = []  # steps that `costs` do not know yet
-        self._step_finished = 0.0  # when; 0 if a proposal has followed
-        self._turn = 0.0  # moving average of the seconds from there to the end of the proposal
+        self.proposal_idle, self.plain_idle = IdleTimes(), IdleTimes()
+        self._observed: list[StepReport] = []  # that `costs` and idle times do not know yet
         # Rows of the last proposal and the verified nodes of each, until the model knows them.
         self._verified: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None
         self._num_useless = 0  # proposals since the last one that paid
         self._paused_for = 0  # steps
         self._next_pause = _MIN_PAUSE
-        self._max_pause = _MAX_PAUSE if model is None else _MAX_PAUSE_WITH_MODEL
         self._has_proposed = False  # since the last `run_deferred`
         self._compile()
 
@@ -135,7 +131,8 @@ class HybridDrafter:
             index.learn(buffer.tokens, new, 0)
             index.forget(buffer.tokens, known)
         buffer.close(span.row)
-        self._propose([], [], 0)
+        self._propose([], self.states.follow([], [], None), 0)
+        self._num_useless = 0
 
     @property
     def global_cache(self) -> GlobalCache:
@@ -167,37 +164,48 @@ class HybridDrafter:
     def prompts_started(self, sequences: list[Sequence]) -> None:
         if self._ended:  # the worker has no more slots than there are running sequences
             self._learn_and_forget()
-        new = self._follow(sequences, [0] * len(sequences))
-        self._step.take_in(new, proposes=False)
+        self._follow(sequences)
 
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
-        self._has_proposed = True
-        if self._most_sequences is not None and len(sequences) > self._most_sequences:
-            self._paused_for = self._max_pause
+        if not self._may_propose(len(sequences)):
             nothing = np.zeros(0, np.int32)
             return DraftBatch(np.zeros(len(sequences), np.int32), nothing, nothing)
-        begin = self._step_finished or self._clock()
-        batch = self._propose(sequences, limits, num_rows)
-        # The device has waited since the last step finished. A single long wait counts little.
-        seconds = self._clock() - begin
-        self._turn += 0.1 * (min(seconds, 2 * self._turn + 1e-4) - self._turn)
-        self._step_finished = 0.0
-        return batch
+        return self._propose(
+            sequences, self.states.follow(sequences, limits, self._index_from), num_rows
+        )
+
+    def rows_of(self, sequences: list[Sequence]) -> NDArray[np.int64] | None:
+        most = self._most_sequences
+        if most is not None and len(sequences) > most:
+            return None
+        return self.states.rows_of(sequences)
+
+    def propose_next(
+        self,
+        sequences: list[Sequence],
+        rows: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        limits: NDArray[np.int64],
+    ) -> DraftBatch:
+        new = self.states.follow_arrays(rows, token_ids, sizes, limits)
+        return self._propose(sequences, new, len(sequences))
 
     def set_step_times(self, profile: list[tuple[int, float]]) -> None:
         self.costs.price(profile)
 
-    def observe_step(self, num_rows: int, seconds: float) -> None:
-        self._observed.append((num_rows, seconds))  # the device waits now
-        self._step_finished = self._clock()
+    def observe_step(self, report: StepReport) -> None:
+        self._observed.append(report)  # the device may wait now
 
     def close(self, request: Request) -> None:
         self._ended += self.states.end_request(request)  # the device waits now
 
     def run_deferred(self) -> None:
         self._paused_for = max(self._paused_for - 1, 0)
-        for num_rows, seconds in self._observed:
-            self.costs.observe(num_rows, seconds)
+        for report in self._observed:
+            self.costs.observe(report.num_tokens, report.seconds)
+            idle = self.proposal_idle if report.proposed else self.plain_idle
+            idle.observe(report.num_sequences, report.idle_seconds)
         self._observed.clear()
         self._learn_and_forget()
         if not self._has_proposed and self._paused_for <= 1 and self._proposing_model is not None:
@@ -210,30 +218,50 @@ class HybridDrafter:
 
     # -- proposing --------------------------------------------------------------------------
 
-    def _propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
+    def _may_propose(self, num_sequences: int) -> bool:
+        """Whether steps of so many sequences get drafts; else the drafter pauses."""
+        if self._most_sequences is None or num_sequences <= self._most_sequences:
+            return True
+        self._has_proposed = True
+        self._paused_for = _MAX_PAUSE
+        return False
+
+    def _propose(self, sequences: list[Sequence], new: NewTokens, num_rows: int) -> DraftBatch:
         """Drafts of the nodes that make tokens come fastest, which may be none. After some
-        proposals without any the drafter pauses, so that steps are launched ahead."""
-        new = self._follow(sequences, limits)
-        batch, pays = self._step.propose(
-            new, self.costs, num_rows, self._turn, self._proposing_model
-        )
-        self._verified = (new.rows, batch.counts) if pays else None
+        proposals that do not pay the drafter pauses, so that steps are launched ahead."""
+        self._has_proposed = True
+        self._take_new(new, sequences)
+        count = new.num_sequences
+        idle = ProposalIdle(self.proposal_idle.of(count), self.plain_idle.of(count))
+        batch, pays = self._step.propose(new, self.costs, num_rows, idle, self._proposing_model)
+        self._verified = (new.rows, batch.counts) if len(batch.token_ids) else None
         if pays:
             self._num_useless, self._next_pause = 0, _MIN_PAUSE
             return batch
         self._num_useless += 1
         if self._num_useless >= _MAX_USELESS:
             self._paused_for = self._next_pause
-            self._next_pause = min(2 * self._next_pause, self._max_pause)
+            self._next_pause = min(2 * self._next_pause, self._longest_pause(num_rows, idle))
         return batch
 
-    def _follow(self, sequences: list[Sequence], limits: list[int]) -> NewTokens:
-        """The sequences' new tokens, which are sent to the worker: it drafts while the indexes are
-        looked up."""
-        new = self.states.follow(sequences, limits, self._index_from)
+    def _longest_pause(self, num_rows: int, idle: ProposalIdle) -> int:
+        """Steps of a pause behind which the idle time of one proposal does not count."""
+        (seconds,) = self.costs.of(num_rows)
+        if not seconds:
+            return _PAUSE_UNKNOWN
+        share = (idle.proposed - idle.plain) / (seconds + idle.plain)
+        return int(min(max(share / _PROBE_SHARE, _MIN_PAUSE), _MAX_PAUSE))
+
+    def _follow(self, sequences: list[Sequence]) -> None:
+        """Takes in the sequences' new tokens without a proposal."""
+        new = self.states.follow(sequences, [0] * len(sequences), self._index_from)
+        self._take_new(new, sequences)
+        self._step.take_in(new, proposes=False)
+
+    def _take_new(self, new: NewTokens, sequences: list[Sequence]) -> None:
+        """Sends new tokens to the worker, which drafts while the indexes are looked up."""
         self._with_new_tokens.append(new.rows)
         self._model.commit(new.rows, new.tokens, new.sizes, sequences)
-        return new
 
     def _commit_before_proposal(self) -> None:
         """Sends the worker the new tokens of all sequences at the end of a pause, so that it has
@@ -241,8 +269,7 @@ class HybridDrafter:
         sequences = [each for each in self.states.sequences if each.request.may_draft]
         most = self._most_sequences
         if sequences and (most is None or len(sequences) <= most):
-            new = self._follow(sequences, [0] * len(sequences))
-            self._step.take_in(new, proposes=False)
+            self._follow(sequences)
 
     # -- learning ---------------------------------------------------------------------------
 

@@ -78,6 +78,14 @@ _KEPT_SHARE = 0.8  # of the moving averages of hits, kept at each step
 _MIN_SCALE, _MAX_SCALE = 0.1, 2.0  # of a sequence's acceptance scale
 
 
+class ProposalIdle(NamedTuple):
+    """Seconds that the device idles before a step for which drafts are proposed, and before one for
+    which none are."""
+
+    proposed: float
+    plain: float
+
+
 class _Buffers(NamedTuple):
     """What compiled functions write for the S sequences of a proposal.
 
@@ -179,6 +187,7 @@ class ProposalStep:
         self._depth = config.copy_length
         self._number = 0  # of the last proposal
         self._count = 0  # its sequences
+        self._least_kept = 0.0  # least path probability of its nodes that are verified
         self._num_threads = num_threads
         self._pool = ThreadPoolExecutor(max(num_threads - 1, 1), "hetero-lookahead")
         self._arrays = ArrayTable(_Arrays)
@@ -230,7 +239,12 @@ class ProposalStep:
             self._arrays.cut(name + "text", part.end)
 
     def propose(
-        self, new: NewTokens, costs: StepCosts, num_rows: int, turn: float, model: DraftModel | None
+        self,
+        new: NewTokens,
+        costs: StepCosts,
+        num_rows: int,
+        idle: ProposalIdle,
+        model: DraftModel | None,
     ) -> tuple[DraftBatch, bool]:
         """Drafts for sequences.
 
@@ -238,19 +252,20 @@ class ProposalStep:
             new: the sequences and their new tokens.
             costs: seconds of steps by their tokens.
             num_rows: tokens of the step without drafts.
-            turn: seconds that the device waits for a proposal.
+            idle: of the device.
             model: a draft model, which has got the new tokens already; its drafts are added.
 
         Returns:
-            the drafts, and whether there are nodes that pay.
+            the drafts, and whether they pay (`budget.choose`).
         """
         self.take_in(new, proposes=True)
         self.look_up(self._count)
         if model is not None:
             (seconds,) = costs.of(num_rows)
-            model.propose(new.rows, self._buffers.limits[: self._count], seconds, self.found)
+            limits = self._buffers.limits[: self._count]
+            model.propose(new.rows, limits, seconds + idle.proposed, self.found, self._least_kept)
             self.merge(model.drafts)
-        return self.choose(costs, num_rows, turn)
+        return self.choose(costs, num_rows, idle)
 
     def take_in(self, new: NewTokens, *, proposes: bool) -> None:
         """Appends new tokens to their sequences.
@@ -296,15 +311,17 @@ class ProposalStep:
         self._arrays.put("of_model", drafts)
         _merge_model(self._arrays.table, self._count)
 
-    def choose(self, costs: StepCosts, num_rows: int, turn: float) -> tuple[DraftBatch, bool]:
+    def choose(
+        self, costs: StepCosts, num_rows: int, idle: ProposalIdle
+    ) -> tuple[DraftBatch, bool]:
         """Chooses the nodes that make tokens come fastest and notes which sequence got which; see
         `propose`."""
         count, buffers = self._count, self._buffers
         self.set_step_times(costs)
         self._number += 1
-        pays, size = _choose(
-            self._arrays.table, count, self._number, num_rows, turn, self._max_tokens, self._target,
-            self._depth,
+        pays, size, self._least_kept = _choose(
+            self._arrays.table, count, self._number, num_rows, idle.proposed, idle.plain,
+            self._max_tokens, self._target, self._depth,
         )  # fmt: skip
         batch = DraftBatch(
             buffers.kept[:count].copy(),
@@ -471,27 +488,31 @@ def _choose(
     count: int,
     number: int,
     num_rows: int,
-    turn: float,
+    idle: float,
+    plain_idle: float,
     max_tokens: int,
     target: int,
     depth: int,
-) -> tuple[bool, int]:
-    """Chooses nodes and notes which sequence got which. Returns whether there are nodes that pay,
-    and how many are to be verified."""
+) -> tuple[bool, int, float]:
+    """Chooses nodes and notes which sequence got which. Returns whether they pay, how many are to
+    be verified, and the least path probability of these, 0 if all are."""
     found, buffers = rows_of(_read(table, "found"), 0, count), _read(table, "buffers")
     states = _read(table, "states")
     rows, kept = buffers.rows[:count], buffers.kept[:count]
     kept[:] = 0
-    budget.choose(
+    pays = budget.choose(
         found.path_probs, found.counts, buffers.scales[:count], _read(table, "step_seconds"),
-        _read(table, "step_sizes"), num_rows, turn, max_tokens, kept,
+        _read(table, "step_sizes"), num_rows, idle, plain_idle, max_tokens, kept,
     )  # fmt: skip
-    pays = kept.sum() > 0
     if target > 0:
         _keep_to_target(target, depth, states.averages, rows, kept)
     size = kept.sum()
     _hand_over(states, rows, number, found, kept, buffers.token_ids, buffers.parents)
-    return pays, size
+    least = 1.0 if size < found.counts.sum() else 0.0
+    for i in range(count):
+        if least > 0.0 and kept[i] > 0:
+            least = min(least, found.path_probs[i, kept[i] - 1])
+    return pays, size, least
 
 
 @njit(cache=True, nogil=True)

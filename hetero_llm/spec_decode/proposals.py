@@ -88,13 +88,15 @@ class DraftModel(Protocol):
         most: NDArray[np.int32],
         seconds: float,
         found: Proposals,
+        least: float,
     ) -> Proposals:
         """Drafts for S sequences, whose new tokens are committed; they are `drafts`, too.
 
         Args:
             rows: [S]. most: [S] nodes of each draft.
-            seconds: that the step takes without drafts.
+            seconds: that the step takes without drafts, idle time included.
             found: [S] drafts of the indexes: where there are good ones it pays less to wait.
+            least: path probability below which nodes were not verified lately.
         """
         ...
 

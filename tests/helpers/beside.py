@@ -16,6 +16,7 @@ from hetero_llm import SamplingParams
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.draft_tree import DraftBatch, DraftTree, join_trees
+from hetero_llm.core.drafter import StepReport
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.engine.engine import Engine
@@ -117,7 +118,7 @@ class Trees:
     def close(self, request: Request) -> None:
         pass
 
-    def observe_step(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, report: StepReport) -> None:
         pass
 
     def run_deferred(self) -> None:

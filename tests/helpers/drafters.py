@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch, DraftTree, chain, join_trees
-from hetero_llm.core.drafter import Drafter
+from hetero_llm.core.drafter import Drafter, StepReport
 from hetero_llm.core.request import Request, Sequence
 
 Record = Mapping[tuple[str, int], list[int]]
@@ -51,9 +51,9 @@ class Switch:
         if self.drafter is not None:
             self.drafter.close(request)
 
-    def observe_step(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, report: StepReport) -> None:
         if self.drafter is not None:
-            self.drafter.observe_step(num_rows, seconds)
+            self.drafter.observe_step(report)
 
     def run_deferred(self) -> None:
         if self.drafter is not None:
@@ -86,7 +86,7 @@ class Guesser:
     def close(self, request: Request) -> None:
         pass
 
-    def observe_step(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, report: StepReport) -> None:
         pass
 
     def run_deferred(self) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hetero_llm import SamplingParams
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch, DraftTree, chain, join_trees
+from hetero_llm.core.drafter import StepReport
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import RequestOutputKind
 from hetero_llm.core.step import LAST_SAMPLED, SchedulerOutput
@@ -56,7 +57,7 @@ class TreeDrafter:
     def close(self, request: Request) -> None:
         self.closed.append(request.request_id)
 
-    def observe_step(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, report: StepReport) -> None:
         pass
 
     def run_deferred(self) -> None:
@@ -108,7 +109,7 @@ class ChainDrafter:
     def close(self, request: Request) -> None:
         pass
 
-    def observe_step(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, report: StepReport) -> None:
         pass
 
     def run_deferred(self) -> None:

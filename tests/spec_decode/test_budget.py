@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_llm.spec_decode.budget import MEMORY, StepCosts
+from hetero_llm.spec_decode import budget
+from hetero_llm.spec_decode.budget import MEMORY, MOST_ROWS, IdleTimes, StepCosts
 
 CHANCES = st.floats(0.0078125, 1.0, width=32)
 
@@ -26,14 +27,37 @@ def seconds(costs: StepCosts, *rows: int) -> list[float]:
 
 
 def choose(
-    costs: StepCosts, drafts: list[list[float]], num_rows: int, turn: float = 0.0
+    costs: StepCosts,
+    drafts: list[list[float]],
+    num_rows: int,
+    idle: float = 0.0,
+    *,
+    most_rows: int = MOST_ROWS,
 ) -> list[int]:
+    return verdict(costs, drafts, num_rows, idle, most_rows=most_rows)[0]
+
+
+def verdict(
+    costs: StepCosts,
+    drafts: list[list[float]],
+    num_rows: int,
+    idle: float = 0.0,
+    plain_idle: float = 0.0,
+    *,
+    most_rows: int = MOST_ROWS,
+) -> tuple[list[int], bool]:
+    """Nodes kept of each draft, and whether drafts pay."""
     counts = np.array([len(draft) for draft in drafts], np.int32)
     survival = np.full((len(drafts), 63), np.float32(0.5))
     for row, draft in enumerate(drafts):
         survival[row, : len(draft)] = draft
-    trust = np.ones(len(drafts), np.float32)
-    return costs.choose(survival, counts, trust, num_rows, turn).tolist()
+    scales = np.ones(len(drafts), np.float32)
+    kept = np.zeros(len(drafts), np.int32)
+    pays = budget.choose(
+        survival, counts, scales, costs.table(), costs.edges, num_rows, idle, plain_idle,
+        most_rows, kept,
+    )  # fmt: skip
+    return kept.tolist(), pays
 
 
 def test_steps_are_interpolated_and_never_get_cheaper() -> None:
@@ -105,11 +129,10 @@ def test_nodes_fill_what_steps_are_padded_to() -> None:
 
 
 def test_no_step_becomes_larger_than_asked() -> None:
-    survival = np.full((3, 63), np.float32(0.9))
-    counts, trust = np.full(3, 20, np.int32), np.ones(3, np.float32)
+    drafts = [[0.9] * 20] * 3
     for costs in (StepCosts(), costs_of((3, 1.0), (63, 1.01))):
         for most, expected in ((63, 60), (20, 17), (4, 1), (3, 0), (2, 0)):
-            assert costs.choose(survival, counts, trust, 3, 0.0, most).sum() == expected
+            assert sum(choose(costs, drafts, 3, most_rows=most)) == expected
 
 
 def test_before_anything_is_known_all_nodes_are_kept() -> None:
@@ -148,11 +171,35 @@ def test_no_other_choice_is_faster(
 
 
 def test_estimates_are_scaled_and_made_to_fall() -> None:
-    survival = np.zeros((2, 63), np.float32)
+    survival, kept = np.zeros((2, 63), np.float32), np.zeros(2, np.int32)
     survival[0, :3] = [0.8, 0.9, 0.2]
     survival[1, :2] = [0.9, 0.5]
     counts, trust = np.array([3, 2], np.int32), np.array([0.5, 4.0], np.float32)
-    kept = costs_of((2, 1.0), (4, 1.01), (7, 9.0)).choose(survival, counts, trust, 2, 0.0)
+    costs = costs_of((2, 1.0), (4, 1.01), (7, 9.0))
+    table = costs.table()
+    budget.choose(survival, counts, trust, table, costs.edges, 2, 0.0, 0.0, MOST_ROWS, kept)
     np.testing.assert_allclose(survival[0, :3], [2 / 3, 2 / 3, 1 / 9], rtol=1e-6)
     np.testing.assert_allclose(survival[1, :2], [36 / 37, 4 / 5], rtol=1e-6)
     assert kept.tolist() == [0, 2]
+
+
+def test_drafts_must_pay_for_the_device_that_idles() -> None:
+    costs = costs_of((4, 1.0), (8, 1.1), (16, 5.0))
+    drafts = [[0.6] * 1] * 4
+    assert verdict(costs, drafts, 4, 0.1) == ([1] * 4, True)
+    assert verdict(costs, drafts, 4, 0.6) == ([1] * 4, False), "best for a device that has idled"
+    assert verdict(costs, drafts, 4, 0.6, 0.6) == ([1] * 4, True), "it idles without them, too"
+    assert verdict(costs, [[0.01]] * 4, 4, 0.0) == ([0] * 4, False)
+
+
+def test_idle_times_are_kept_by_the_number_of_sequences() -> None:
+    idle = IdleTimes()
+    assert idle.of(8) == 0.0
+    for _ in range(50):
+        idle.observe(1, 1e-4)
+        idle.observe(32, 6e-4)
+    assert [idle.of(count) for count in (1, 2, 32, 63, 500)] == pytest.approx(
+        [1e-4, 1e-4, 6e-4, 6e-4, 6e-4]
+    )
+    idle.observe(32, 30.0)
+    assert idle.of(32) < 8e-4, "there was nothing to do for half a minute"

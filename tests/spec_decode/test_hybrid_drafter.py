@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.draft_tree import DraftBatch
+from hetero_llm.core.drafter import StepReport
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
@@ -342,18 +343,20 @@ def test_loops_are_gone_round_as_often_as_is_likely() -> None:
     assert draft == [50, 51, 52] * 5, "15 deep: twice copy_length and one more"
 
 
-def test_the_wait_between_steps_is_measured_from_their_end() -> None:
-    now = [5.0]
-    config = dataclasses.replace(RAW, cache_mode=2)
-    drafter = HybridDrafter(config, width=4096, capacity=0, clock=lambda: now[0])
-    sequence = make_sequence("a", [*PHRASE, 1, 40])
-    drafter.set_step_times([(1, 1.0), (64, 1.01)])
-    for _ in range(80):
-        drafter.observe_step(1, 1.0)
-        now[0] += 0.0025
-        ask(drafter, sequence)
-        now[0] += 1.0
-    assert drafter._turn == pytest.approx(0.0025, rel=0.05)
+def test_a_drafter_pauses_where_drafts_do_not_pay_for_the_idle_device() -> None:
+    drafter = make_drafter(cache_mode=1, capacity=0)
+    sequence = make_sequence("a", [*PHRASE, 1, *PHRASE[:6]])
+    drafter.set_step_times([(1, 5e-3), (64, 5.1e-3)])
+    num_paused = {}
+    for idle in (0.0, 0.1):
+        num_paused[idle] = 0
+        for _ in range(200):
+            drafter.observe_step(StepReport(1, 1, 5e-3, idle, not drafter.idle))
+            drafter.run_deferred()
+            num_paused[idle] += drafter.idle
+            if not drafter.idle:
+                drafter.propose([sequence], [8], 1)
+    assert num_paused[0.0] == 0 and num_paused[0.1] > 100
 
 
 def test_branches_are_drafted_where_a_text_went_on_in_two_ways() -> None:
@@ -486,7 +489,9 @@ class Stepwise:
         for row, size in zip(rows.tolist(), sizes.tolist()):
             self._lengths[row] = self._lengths.get(row, 0) + size
 
-    def propose(self, rows: Any, most: Any, seconds: float, found: Proposals) -> Proposals:
+    def propose(
+        self, rows: Any, most: Any, seconds: float, found: Proposals, least: float
+    ) -> Proposals:
         for index, row in enumerate(rows.tolist()):
             known = self._lengths[row]
             left = max(self._drafted.get(row, -_LEVELS) + _LEVELS - known, 0)

@@ -20,6 +20,7 @@ import numpy as np
 
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.draft_tree import DraftBatch, chain, join_trees
+from hetero_llm.core.drafter import StepReport
 from hetero_llm.core.model_runner import ModelRunner
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
@@ -180,7 +181,7 @@ class ChainDrafter:
             if state is not None:
                 self._drop(state)
 
-    def observe_step(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, report: StepReport) -> None:
         pass
 
     def run_deferred(self) -> None:

@@ -61,6 +61,7 @@ _INITIAL_LEVEL_SECONDS = 5e-4  # time of the worker for a tree's next level, unt
 _EMA_WEIGHT = 0.1  # of a new observation in moving averages
 _FIRST_CHOICES = np.r_[:NUM_ODDS, NUM_RANKS * NUM_ODDS : (NUM_RANKS + 1) * NUM_ODDS]
 """Buckets of the most likely candidates, without and with sampling noise."""
+_PROBE_EVERY = 64  # proposals that would not wait, after which one waits, to learn what it brings
 _MAX_TIMED_OUT = 3  # consecutive waits without a message after which proposals stop waiting
 _MAX_SENDS = 8  # of a whole sequence to a worker that loses messages of it
 _MIN_SENT_PROB = np.float32(0.02)  # path probability of external nodes sent to the worker
@@ -96,6 +97,48 @@ class _Arrays:
 
 
 _read = reader_of(_Arrays)
+
+
+class WaitWorth:
+    """What waiting for the worker has brought, in steps of about the same number of sequences.
+
+    Attributes:
+        seconds: moving average of a wait.
+        level_seconds: moving average of the time to the next message.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self.level_seconds = _INITIAL_LEVEL_SECONDS
+        self._kept = 1.0  # moving average: tokens that a wait brought, over those promised
+        self._num_observed = 0
+        self._num_declined = 0
+
+    def pays(self, promised: float, tokens: float, step_seconds: float) -> bool:
+        """Whether to wait. Now and then it says so although it would not pay, to learn.
+
+        Args:
+            promised: expected accepted tokens that the next level of all drafts adds.
+            tokens: of a step as it is. step_seconds: its duration.
+        """
+        if promised * self._kept * step_seconds > tokens * self.seconds:
+            return True
+        # A promise of nothing would teach nothing.
+        self._num_declined += promised * step_seconds > tokens * self.level_seconds
+        if self._num_declined < _PROBE_EVERY:
+            return False
+        self._num_declined = 0
+        return True
+
+    def observe_level(self, seconds: float) -> None:
+        """Report the time to a message."""
+        self.level_seconds += _EMA_WEIGHT * (seconds - self.level_seconds)
+
+    def observe(self, promised: float, brought: float, seconds: float) -> None:
+        """Report a wait: the tokens promised before, those that it brought, and its duration."""
+        self._num_observed += 1
+        weight = max(_EMA_WEIGHT, 1.0 / (self._num_observed + 1))
+        self.seconds += weight * (seconds - self.seconds)
+        self._kept += weight * (brought / max(promised, 1e-6) - self._kept)
 
 
 # large: state of every sequence in the worker, the array table, and the estimate of waiting.
@@ -135,7 +178,7 @@ class DraftModelProposer:
         self._sequences: dict[int, Sequence] = {}
         self._unsent: list[int] = []  # slots whose sequence must be sent (again)
         self._worker_was_up = True
-        self._level_seconds = _INITIAL_LEVEL_SECONDS
+        self._wait_worth: dict[int, WaitWorth] = {}  # by bit length of the number of sequences
         self._num_timed_out = 0
         self._arrays = ArrayTable(_Arrays)
         self._arrays.put("replica", self._replica.arrays)
@@ -152,6 +195,7 @@ class DraftModelProposer:
         external = _pack_external_nodes(self.drafts, np.zeros(_INITIAL_ROOM, np.int32))
         assert not len(external[1])
         _expected_gain(self._arrays.table, 0, self.drafts.path_probs, self.drafts.counts)
+        _expected_tokens(self._arrays.table, 0, self.drafts.path_probs, self.drafts.counts, 0.0)
 
     def _make_room(self, rows: int, tokens: int) -> None:
         """Allocate buffers for `rows` sequences and `tokens` new tokens."""
@@ -284,6 +328,7 @@ class DraftModelProposer:
         most: NDArray[np.int32],
         seconds: float,
         found: Proposals,
+        least: float,
     ) -> Proposals:
         """Propose the most likely nodes below each sequence: [S] rows, overwritten by the next
         call.
@@ -291,8 +336,9 @@ class DraftModelProposer:
         Args:
             rows: [S] rows of the sequences.
             most: [S] maximum number of nodes.
-            seconds: duration of the step without drafts.
+            seconds: duration of the step without drafts, idle time included.
             found: proposals of other proposers; they make waiting less worthwhile.
+            least: path probability below which nodes were not verified lately.
         """
         num_queried, misses = self._fill_drafts(rows, most)
         if misses and self._receive():
@@ -301,7 +347,7 @@ class DraftModelProposer:
         self._counts["hits"] += num_queried - misses
         may_wait = self._config.overlap != "enumerate" and self._worker.is_up
         if may_wait and self._num_timed_out < _MAX_TIMED_OUT:
-            self._wait(rows, most, seconds, found)
+            self._wait(rows, most, seconds, found, least)
         return self.drafts.some(slice(len(rows)))
 
     def _fill_drafts(self, rows: NDArray[np.int64], most: NDArray[np.int32]) -> tuple[int, int]:
@@ -343,31 +389,39 @@ class DraftModelProposer:
         most: NDArray[np.int32],
         seconds: float,
         found: Proposals,
+        least: float,
     ) -> None:
-        """Wait for further levels of the drafts while their expected gain exceeds their cost."""
+        """Wait for further levels of the drafts, if earlier waits of this kind brought more tokens
+        than the device yields in the time that they took."""
+        table, count = self._arrays.table, len(rows)
+        promised = _expected_gain(table, count, found.path_probs, found.counts)
+        worth = self._wait_worth.setdefault(count.bit_length(), WaitWorth())
+        tokens = count * self._tokens_per_step
+        if not worth.pays(promised, tokens, seconds):
+            return
         limit = self._config.timeout
         if limit is None:
-            level = max(self._level_seconds, _INITIAL_LEVEL_SECONDS)
-            limit = min(2 * level * self._config.num_tokens, _MAX_WAIT_SECONDS)
+            limit = min(4 * max(worth.seconds, _INITIAL_LEVEL_SECONDS), _MAX_WAIT_SECONDS)
+        self._counts["waits"] += 1
+        before = _expected_tokens(table, count, found.path_probs, found.counts, least)
         begin = now = self._clock()
-        while True:
-            gain = _expected_gain(self._arrays.table, len(rows), found.path_probs, found.counts)
-            # Stop if one more level does not increase the tokens per second.
-            tokens = len(rows) * self._tokens_per_step
-            if gain * (seconds + now - begin) <= tokens * self._level_seconds:
-                break
+        gain = promised
+        while gain * (seconds + now - begin) > tokens * worth.level_seconds:
             left = limit - (now - begin)
             if left <= 0:
                 break
-            before, self._counts["waits"] = now, self._counts["waits"] + 1
+            level_begin = now
             came = self._receive(int(left * 1e6) + 1)
             now = self._clock()
             if not came:
                 self._num_timed_out += 1
                 self._counts["timeouts"] += 1
                 break
-            self._level_seconds += _EMA_WEIGHT * (now - before - self._level_seconds)
+            worth.observe_level(now - level_begin)
             self._fill_drafts(rows, most)
+            gain = _expected_gain(table, count, found.path_probs, found.counts)
+        after = _expected_tokens(table, count, found.path_probs, found.counts, least)
+        worth.observe(promised, after - before, now - begin)
         self._waited += now - begin
 
     def _receive(self, timeout_us: int = 0) -> bool:
@@ -407,6 +461,7 @@ class DraftModelProposer:
             "draft_hits": self._counts["hits"],
             "draft_misses": self._counts["misses"],
             "draft_timeouts": self._counts["timeouts"],
+            "draft_waits": self._counts["waits"],
             "draft_wait_seconds": self._waited,
             "draft_first_accepted": _first_choice_rate(self._stats.table),
             "draft_rejected_messages": self._counts["rejected"]
@@ -508,6 +563,26 @@ def _expected_gain(
         other = float(path_probs[i, 0]) if counts[i] > 0 else 0.0
         gain += (1.0 - other) * start
     return gain * _first_choice_rate(_read(table, "replica").table)
+
+
+@njit(cache=True, nogil=True)
+def _expected_tokens(
+    table: np.ndarray, count: int, path_probs: np.ndarray, counts: np.ndarray, least: float
+) -> float:
+    """Expected accepted tokens of the worker's drafts where other proposals have none.
+
+    Args:
+        count, path_probs, counts: see `_expected_gain`.
+        least: nodes of a lower path probability do not count.
+    """
+    own = _read(table, "drafts")
+    total = 0.0
+    for i in range(count):
+        other = float(path_probs[i, 0]) if counts[i] > 0 else 0.0
+        for node in range(own.counts[i]):
+            if own.path_probs[i, node] >= least:
+                total += (1.0 - other) * own.path_probs[i, node]
+    return total
 
 
 @njit(cache=True, nogil=True)

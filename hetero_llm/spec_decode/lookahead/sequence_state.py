@@ -209,7 +209,8 @@ class SequenceStates:
         )
         self._row_of: dict[Sequence, int] = {}
         self._of_request: dict[str, list[Sequence]] = {}
-        self._num_followed: list[int] = []  # by row: tokens that `follow` has returned
+        # By row: tokens that `follow` has returned.
+        self._num_followed: NDArray[np.int64] = np.zeros(0, np.int64)
 
     @property
     def num_out_of_vocab(self) -> int:
@@ -238,21 +239,45 @@ class SequenceStates:
         rows: list[int] = []
         new: list[int] = []
         sizes: list[int] = []
-        num_followed, row_of = self._num_followed, self._row_of
+        row_of = self._row_of
         for sequence in sequences:
             row = row_of.get(sequence)
-            if row is None:
-                row = self._open(sequence, index_from)
-            tokens = sequence.token_ids
-            before, known = num_followed[row], len(tokens)
-            rows.append(row)
+            rows.append(self._open(sequence, index_from) if row is None else row)
+        num_followed: list[int] = self._num_followed[rows].tolist()
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        for sequence, before, known in zip(sequences, num_followed, lengths, strict=True):
             sizes.append(max(known - before, 0))  # a stop string may have taken some back
             if known - before == 1:
-                new.append(tokens[before])
+                new.append(sequence.token_ids[before])
             else:
-                new += tokens[before:]
-            num_followed[row] = known
+                new += sequence.token_ids[before:]
+        self._num_followed[rows] = lengths
         return NewTokens(len(rows), np.array(rows + limits + sizes + new, np.int64))
+
+    def rows_of(self, sequences: list[Sequence]) -> NDArray[np.int64] | None:
+        """[S] rows of sequences all of whose tokens have been followed; None if they are not."""
+        found = [self._row_of.get(sequence, -1) for sequence in sequences]
+        if -1 in found:
+            return None
+        rows = np.array(found, np.int64)
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        return rows if self._num_followed[rows].tolist() == lengths else None
+
+    def follow_arrays(
+        self,
+        rows: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        limits: NDArray[np.int64],
+    ) -> NewTokens:
+        """As `follow`, for sequences of these rows, which will have got these tokens by the next
+        call of `follow`.
+
+        Args:
+            rows: [S]. token_ids: one sequence after the other. sizes: [S] of each. limits: [S].
+        """
+        self._num_followed[rows] += sizes
+        return NewTokens(len(rows), np.concatenate((rows, limits, sizes, token_ids)))
 
     def spans(self, rows: NDArray[np.int64]) -> SequenceRows:
         """Where the sequences of these rows lie."""
@@ -288,7 +313,7 @@ class SequenceStates:
         row, start = span.row, span.start
         if row >= len(self._num_followed):
             more = 2 * row + 1 - len(self._num_followed)
-            self._num_followed += [0] * more
+            self._num_followed = np.concatenate([self._num_followed, np.zeros(more, np.int64)])
             numbers, averages, totals = self.arrays
             numbers = np.concatenate([numbers, np.zeros((more, _NUM_COLUMNS), np.int64)])
             averages = np.concatenate([averages, np.zeros((more, 3))])

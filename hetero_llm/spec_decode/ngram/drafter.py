@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
+from hetero_llm.core.drafter import StepReport
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.spec_decode.lookahead.sequence_state import TokenBuffer, TokenSpan
 from hetero_llm.spec_decode.ngram.prompt_lookup import propose_ngrams
@@ -77,7 +78,7 @@ class PromptLookupDrafter:
         for span in self._spans.pop(request.request_id, {}).values():
             self._buffer.close(span.row)
 
-    def observe_step(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, report: StepReport) -> None:
         pass
 
     def run_deferred(self) -> None:
