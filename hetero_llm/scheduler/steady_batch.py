@@ -2,8 +2,8 @@
 
 Between the results of a step with drafts and the launch of the next step the device waits. So the
 scheduler collects what the next step depends on while the device still works (`steady_batch`).
-Once the results are there, one compiled call takes them in (`SteadyBatch.advance`) and says whether
-the next step runs the same sequences again. The sequences themselves are updated behind the launch
+Once the results are there, `SteadyBatch.advance` takes them in and says whether the next step runs
+the same sequences again. The sequences themselves are updated behind the launch
 of that step, and come to the state that the arrays had before.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
@@ -41,8 +40,7 @@ class SteadyBatch:
         request_slots: [S] int32.
         num_tokens: [S] int64 tokens known.
         max_tokens: [S] int64 tokens at which each sequence ends.
-        first_end: [S] int64 fewest tokens at which an end token ends it.
-        end_ids: [S, E] int64, padded with -1.
+        end_ids: [S, E] int64 tokens that end it, padded with -1.
         num_writable: [S] int64 leading positions with KV blocks of its own.
         most_nodes: of one draft, by the token budget.
     """
@@ -53,7 +51,6 @@ class SteadyBatch:
     request_slots: NDArray[np.int32]
     num_tokens: NDArray[np.int64]
     max_tokens: NDArray[np.int64]
-    first_end: NDArray[np.int64]
     end_ids: NDArray[np.int64]
     num_writable: NDArray[np.int64]
     most_nodes: int
@@ -68,14 +65,17 @@ class SteadyBatch:
             None if a sequence ends, or has no room for its next token or for a draft: then the next
             step has to be scheduled sequence by sequence.
         """
-        count = len(sizes)
-        limits = np.empty(count, np.int64)
-        num_computed, last = np.empty(count, np.int32), np.empty(count, np.int32)
-        fine = _advance(
-            self.num_tokens, self.max_tokens, self.first_end, self.end_ids, self.num_writable,
-            token_ids, sizes, self.most_nodes, limits, num_computed, last,
-        )  # fmt: skip
-        return Advanced(limits, num_computed, last) if fine else None
+        known = self.num_tokens + sizes
+        # If all nodes are accepted, one more token follows them.
+        limits = np.minimum(self.max_tokens - known - 1, self.most_nodes)
+        if sizes.min() < 1 or limits.min() < 1 or (self.num_writable < known).any():
+            return None
+        if self.end_ids.shape[1]:
+            owners = np.repeat(np.arange(len(sizes)), sizes)
+            if (token_ids[:, None] == self.end_ids[owners]).any():
+                return None
+        last = token_ids[np.cumsum(sizes) - 1]
+        return Advanced(limits, (known - 1).astype(np.int32), last.astype(np.int32))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +105,7 @@ def steady_batch(
     """
     sequences = flight.sequences
     size = max(len(sequence.request.end_ids) for sequence in sequences)
-    num_tokens, max_tokens, first_end, num_writable = [], [], [], []
+    num_tokens, max_tokens, num_writable = [], [], []
     slots: list[int] = []
     end_ids: list[list[int]] = []
     for sequence in sequences:
@@ -113,7 +113,6 @@ def steady_batch(
         slots.append(slot)
         num_tokens.append(len(sequence.token_ids))
         max_tokens.append(request.max_total_tokens)
-        first_end.append(sequence.num_prompt_tokens + request.params.min_tokens + 1)
         num_writable.append(blocks.num_writable[slot])
         ends = list(request.end_ids)
         end_ids.append(ends + [_NO_TOKEN] * (size - len(ends)))
@@ -124,7 +123,6 @@ def steady_batch(
         request_slots=np.array(slots, np.int32),
         num_tokens=np.array(num_tokens, np.int64),
         max_tokens=np.array(max_tokens, np.int64),
-        first_end=np.array(first_end, np.int64),
         end_ids=np.array(end_ids, np.int64).reshape(len(sequences), size),
         num_writable=np.array(num_writable, np.int64),
         most_nodes=min(MAX_NODES, token_budget - len(sequences)),
@@ -169,37 +167,3 @@ def count_as_scheduled(flight: InFlight) -> None:
             assert len(sequence.token_ids) == num_computed + 1, "the arrays and the sequence differ"
             sequence.num_computed_tokens = num_computed + 1
             sequence.num_pending_tokens += 1
-
-
-@njit(cache=True, nogil=True)
-def _advance(
-    num_tokens: np.ndarray,
-    max_tokens: np.ndarray,
-    first_end: np.ndarray,
-    end_ids: np.ndarray,
-    num_writable: np.ndarray,
-    token_ids: np.ndarray,
-    sizes: np.ndarray,
-    most_nodes: int,
-    limits: np.ndarray,
-    num_computed: np.ndarray,
-    last: np.ndarray,
-) -> bool:
-    """See `SteadyBatch.advance`; writes `limits`, `num_computed` and `last`."""
-    first = 0
-    for i in range(len(sizes)):
-        count = sizes[i]
-        for index in range(count):
-            if num_tokens[i] + index + 1 < first_end[i]:
-                continue
-            for end_id in end_ids[i]:
-                if token_ids[first + index] == end_id:
-                    return False
-        first += count
-        known = num_tokens[i] + count
-        # If all nodes are accepted, one more token follows them.
-        limit = min(max_tokens[i] - known - 1, most_nodes)
-        if count < 1 or limit < 1 or num_writable[i] < known:
-            return False
-        limits[i], num_computed[i], last[i] = limit, known - 1, token_ids[first - 1]
-    return True

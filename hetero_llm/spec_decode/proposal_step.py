@@ -156,6 +156,7 @@ class _Arrays:
 _read = reader_of(_Arrays)
 
 
+# large: what stays of a proposal from one call to the next.
 class ProposalStep:
     """See the module. One thread at a time.
 
