@@ -3,8 +3,8 @@
 Between the results of a step with drafts and the launch of the next step the device waits. So the
 scheduler collects what the next step depends on while the device still works (`steady_batch`).
 Once the results are there, `SteadyBatch.advance` takes them in and says whether the next step runs
-the same sequences again. The sequences themselves are updated behind the launch
-of that step, and come to the state that the arrays had before.
+the same sequences again. The sequences themselves are updated behind the launch of that step, and
+come to the state that the arrays had before.
 """
 
 from __future__ import annotations
