@@ -9,7 +9,8 @@ prompts are those whose plain greedy output repeats no span of 32 tokens. One en
 new drafter with a cold cache each run; runs without drafts alternate with the others.
 
 "over none": tokens a second over those of the same repeat's run without drafts, medians of both;
-tokens behind the first one over the time that they take. "a1": share of proposals whose first token
+tokens behind the first one over the time that they take. "first half": the same until half of the
+tokens are there: a batch ends with its slowest sequence. "a1": share of proposals whose first token
 was right. "wait": share of the time in which a step waited for the draft worker. "same": share of
 requests whose tokens are those of the plain run; in bfloat16 a verify step may round near ties
 differently.
@@ -86,6 +87,8 @@ def measure(
         rows.append({
             "batch": size, "none": middle["none"]["tok/s"], "tok/s": found["tok/s"],
             "over none": found["tok/s"] / middle["none"]["tok/s"],
+            "first half": found["half tok/s"] / middle["none"]["half tok/s"],
+            "steps": found["steps"],
             "tokens/step": found["tokens/step"], "nodes/token": found["drafted/token"],
             "a1": found["a1"], "wait": found["wait"], "same": float(np.mean(same)),
         })  # fmt: skip
@@ -136,8 +139,10 @@ def main() -> None:
                 bench.start_draft(args, args.drafts / f"draft-{rate:g}")
                 note(f"draft {rate:g} {overlap}", temperature, goal, "draft")
     bench.close()
+    profile = [(rows, round(seconds * 1e3, 3)) for rows, seconds in bench.profile]
     settings = {"model": Path(args.model).name, "device": args.device, "dtype": args.dtype,
-                "prompt": args.prompt, "tokens": args.tokens, "repeats": args.repeats}  # fmt: skip
+                "prompt": args.prompt, "tokens": args.tokens, "repeats": args.repeats,
+                "profile_ms": profile}  # fmt: skip
     write_results("never_slower", {**settings, "rows": table}, args.out)
 
 

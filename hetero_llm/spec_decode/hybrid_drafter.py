@@ -233,7 +233,10 @@ class HybridDrafter:
         self._take_new(new, sequences)
         count = new.num_sequences
         idle = ProposalIdle(self.proposal_idle.of(count), self.plain_idle.of(count))
-        batch, pays = self._step.propose(new, self.costs, num_rows, idle, self._proposing_model)
+        batch, pays = self._step.propose(
+            new, self.costs, num_rows, idle, self._proposing_model,
+            may_wait=self._num_useless < _MAX_USELESS,
+        )  # fmt: skip
         self._verified = (new.rows, batch.counts) if len(batch.token_ids) else None
         if pays:
             self._num_useless, self._next_pause = 0, _MIN_PAUSE

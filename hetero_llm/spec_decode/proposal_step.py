@@ -246,6 +246,8 @@ class ProposalStep:
         num_rows: int,
         idle: ProposalIdle,
         model: DraftModel | None,
+        *,
+        may_wait: bool,
     ) -> tuple[DraftBatch, bool]:
         """Drafts for sequences.
 
@@ -255,6 +257,7 @@ class ProposalStep:
             num_rows: tokens of the step without drafts.
             idle: of the device.
             model: a draft model, which has got the new tokens already; its drafts are added.
+            may_wait: whether to wait for the model where that pays.
 
         Returns:
             the drafts, and whether they pay (`budget.choose`).
@@ -264,7 +267,10 @@ class ProposalStep:
         if model is not None:
             (seconds,) = costs.of(num_rows)
             limits = self._buffers.limits[: self._count]
-            model.propose(new.rows, limits, seconds + idle.proposed, self.found, self._least_kept)
+            model.propose(
+                new.rows, limits, seconds + idle.proposed, self.found, self._least_kept,
+                may_wait=may_wait,
+            )  # fmt: skip
             self.merge(model.drafts)
         return self.choose(costs, num_rows, idle)
 

@@ -89,6 +89,8 @@ class DraftModel(Protocol):
         seconds: float,
         found: Proposals,
         least: float,
+        *,
+        may_wait: bool,
     ) -> Proposals:
         """Drafts for S sequences, whose new tokens are committed; they are `drafts`, too.
 
@@ -97,6 +99,7 @@ class DraftModel(Protocol):
             seconds: that the step takes without drafts, idle time included.
             found: [S] drafts of the indexes: where there are good ones it pays less to wait.
             least: path probability below which nodes were not verified lately.
+            may_wait: whether to wait for the model where that pays.
         """
         ...
 

@@ -351,7 +351,8 @@ def test_a_drafter_pauses_where_drafts_do_not_pay_for_the_idle_device() -> None:
     for idle in (0.0, 0.1):
         num_paused[idle] = 0
         for _ in range(200):
-            drafter.observe_step(StepReport(1, 1, 5e-3, idle, not drafter.idle))
+            asks = not drafter.idle
+            drafter.observe_step(StepReport(1, 1, 5e-3, idle if asks else 0.0, asks))
             drafter.run_deferred()
             num_paused[idle] += drafter.idle
             if not drafter.idle:
@@ -489,9 +490,7 @@ class Stepwise:
         for row, size in zip(rows.tolist(), sizes.tolist()):
             self._lengths[row] = self._lengths.get(row, 0) + size
 
-    def propose(
-        self, rows: Any, most: Any, seconds: float, found: Proposals, least: float
-    ) -> Proposals:
+    def propose(self, rows: Any, most: Any, *_: Any, may_wait: bool) -> Proposals:
         for index, row in enumerate(rows.tolist()):
             known = self._lengths[row]
             left = max(self._drafted.get(row, -_LEVELS) + _LEVELS - known, 0)

@@ -50,6 +50,7 @@ from hetero_llm.spec_decode.draft_model.tree_replica import (
     TreeReplica,
     caught_up_all,
     commit_all,
+    has_answered,
     propose_all,
 )
 from hetero_llm.spec_decode.draft_model.worker_client import DraftWorkerClient
@@ -329,6 +330,8 @@ class DraftModelProposer:
         seconds: float,
         found: Proposals,
         least: float,
+        *,
+        may_wait: bool,
     ) -> Proposals:
         """Propose the most likely nodes below each sequence: [S] rows, overwritten by the next
         call.
@@ -339,13 +342,14 @@ class DraftModelProposer:
             seconds: duration of the step without drafts, idle time included.
             found: proposals of other proposers; they make waiting less worthwhile.
             least: path probability below which nodes were not verified lately.
+            may_wait: whether to wait for the worker where that pays.
         """
         num_queried, misses = self._fill_drafts(rows, most)
         if misses and self._receive():
             num_queried, misses = self._fill_drafts(rows, most)
         self._counts["misses"] += misses
         self._counts["hits"] += num_queried - misses
-        may_wait = self._config.overlap != "enumerate" and self._worker.is_up
+        may_wait = may_wait and self._config.overlap != "enumerate" and self._worker.is_up
         if may_wait and self._num_timed_out < _MAX_TIMED_OUT:
             self._wait(rows, most, seconds, found, least)
         return self.drafts.some(slice(len(rows)))
@@ -420,9 +424,10 @@ class DraftModelProposer:
             worth.observe_level(now - level_begin)
             self._fill_drafts(rows, most)
             gain = _expected_gain(table, count, found.path_probs, found.counts)
-        after = _expected_tokens(table, count, found.path_probs, found.counts, least)
-        worth.observe(promised, after - before, now - begin)
         self._waited += now - begin
+        if not self._num_timed_out:  # silence is counted elsewhere
+            after = _expected_tokens(table, count, found.path_probs, found.counts, least)
+            worth.observe(promised, after - before, now - begin)
 
     def _receive(self, timeout_us: int = 0) -> bool:
         """Process messages of the worker. Returns whether there were any."""
@@ -554,10 +559,11 @@ def _expected_gain(
         path_probs, counts: [S, MAX_NODES], [S] path probabilities and sizes of other proposals.
     """
     own, (_, _, query, caught_up) = _read(table, "drafts"), _read(table, "buffers")
-    deepest = query[2]
+    deepest, state = query[2], _read(table, "replica").state
     gain = 0.0
     for i in range(count):
-        start = 0.0 if caught_up[i] else 1.0
+        comes = not caught_up[i] and has_answered(state, query[0, i])
+        start = 1.0 if comes else 0.0
         if own.counts[i] > 0:
             start = _open_leaves(own.parents[i], own.path_probs[i], own.counts[i], deepest[i])
         other = float(path_probs[i, 0]) if counts[i] > 0 else 0.0

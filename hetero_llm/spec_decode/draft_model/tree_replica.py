@@ -440,6 +440,12 @@ def propose_all(
 
 
 @njit(**BORROWING)
+def has_answered(state: np.ndarray, slot: int) -> bool:
+    """Whether the worker has sent nodes of the slot's sequence: it knows the prompt, then."""
+    return state[slot, _LAST] > 0
+
+
+@njit(**BORROWING)
 def caught_up_all(state: np.ndarray, slots: np.ndarray, out: np.ndarray) -> None:
     """See `TreeReplica.caught_up`; slots is int32, out bool."""
     for i in range(len(slots)):

@@ -18,7 +18,7 @@ from hetero_llm.config.draft_model_config import DraftModelConfig
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel
 from hetero_llm.cpu.draft_worker.kv_layout import no_tree_nodes
 from hetero_llm.spec_decode.draft_model import proposer as proposer_module
-from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
+from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer, WaitWorth
 from hetero_llm.spec_decode.proposals import Proposals
 from tests.cpu.draft_worker.test_worker import greedy
 from tests.spec_decode.draft_model.local_worker import LocalWorker, Setting, as_any, load_model
@@ -101,7 +101,9 @@ class Texts:
         found = Proposals.empty(len(rows))
         found.counts[:] = 0
         limits = np.full(len(rows), most, np.int32)
-        own = self.proposer.propose(np.array(rows, np.int64), limits, STEP, found, 0.0)
+        own = self.proposer.propose(
+            np.array(rows, np.int64), limits, STEP, found, 0.0, may_wait=True
+        )
         drafts = []
         for index in range(len(rows)):
             count = int(own.counts[index])
@@ -386,7 +388,9 @@ def test_garbage_from_the_worker(texts: Texts) -> None:
 def test_nobody_waits_for_one_that_stands_still(worker: LocalWorker) -> None:
     texts = Texts(worker)
     texts.open(0, text_of(0, 20))
+    wait_for_drafts(texts, [0])
     worker.stands_still = True
+    texts.commit({0: text_of(5, 9)})  # which it has not drafted
     for _ in range(10):
         assert texts.propose([0]) == [([], [])]
     assert 1 <= texts.metric("draft_timeouts") <= 3
@@ -517,3 +521,25 @@ def test_only_what_the_worker_cannot_know_is_sent(texts: Texts) -> None:
     assert commits([(1, -1, 0.0)]) == 0
     assert commits([(1, -1, 0.9)], row=1) == 0  # a text that is not open
     assert commits([(1, -1, 0.9)], row=SLOTS) == 0
+
+
+def test_a_worker_that_has_not_seen_the_prompt_is_not_waited_for(worker: LocalWorker) -> None:
+    texts = Texts(worker)
+    worker.stands_still = True
+    texts.open(0, text_of(0, 20))
+    assert texts.propose([0]) == [([], [])]
+    assert texts.metric("draft_waits") == 0
+
+
+def test_waits_that_bring_nothing_become_rare() -> None:
+    worth = WaitWorth()
+    waits = 0
+    for _ in range(2000):
+        if worth.pays(1.0, 1.0, 4e-3):
+            waits += 1
+            worth.observe(1.0, 0.02, 1e-3)
+    assert 20 < waits < 60, "now and then, to learn"
+    for _ in range(200):
+        if worth.pays(1.0, 1.0, 4e-3):
+            worth.observe(1.0, 1.0, 1e-3)
+    assert not worth.pays(0.1, 1.0, 4e-3)
