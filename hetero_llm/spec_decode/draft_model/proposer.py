@@ -101,15 +101,11 @@ _read = reader_of(_Arrays)
 
 
 class WaitWorth:
-    """What waiting for the worker has brought, in steps of about the same number of sequences.
-
-    Attributes:
-        seconds: moving average of a wait.
-        level_seconds: moving average of the time to the next message.
-    """
+    """What waiting for one message of the worker has brought, in steps of about the same number of
+    sequences."""
 
     def __init__(self) -> None:
-        self.seconds = self.level_seconds = _INITIAL_LEVEL_SECONDS
+        self._seconds = _INITIAL_LEVEL_SECONDS  # moving average of a wait
         self._kept = 1.0  # moving average: tokens that a wait brought, over those promised
         self._num_observed = 0
         self._num_declined = 0
@@ -121,24 +117,20 @@ class WaitWorth:
             promised: expected accepted tokens that the next level of all drafts adds.
             tokens: of a step as it is. step_seconds: its duration.
         """
-        if promised * self._kept * step_seconds > tokens * self.seconds:
+        if promised * self._kept * step_seconds > tokens * self._seconds:
             return True
-        # A promise of nothing would teach nothing.
-        self._num_declined += promised * step_seconds > tokens * self.level_seconds
+        # A promise of little would teach nothing.
+        self._num_declined += promised * step_seconds > tokens * _INITIAL_LEVEL_SECONDS
         if self._num_declined < _PROBE_EVERY:
             return False
         self._num_declined = 0
         return True
 
-    def observe_level(self, seconds: float) -> None:
-        """Report the time to a message."""
-        self.level_seconds += _EMA_WEIGHT * (seconds - self.level_seconds)
-
     def observe(self, promised: float, brought: float, seconds: float) -> None:
         """Report a wait: the tokens promised before, those that it brought, and its duration."""
         self._num_observed += 1
         weight = max(_EMA_WEIGHT, 1.0 / (self._num_observed + 1))
-        self.seconds += weight * (seconds - self.seconds)
+        self._seconds += weight * (seconds - self._seconds)
         self._kept += weight * (brought / max(promised, 1e-6) - self._kept)
 
 
@@ -395,39 +387,31 @@ class DraftModelProposer:
         found: Proposals,
         least: float,
     ) -> None:
-        """Wait for further levels of the drafts, if earlier waits of this kind brought more tokens
-        than the device yields in the time that they took."""
+        """Wait for messages of the worker as long as earlier waits brought more tokens than the
+        device yields in the time that they took."""
         table, count = self._arrays.table, len(rows)
-        promised = _expected_gain(table, count, found.path_probs, found.counts)
         worth = self._wait_worth.setdefault(count.bit_length(), WaitWorth())
         tokens = count * self._tokens_per_step
-        if not worth.pays(promised, tokens, seconds):
-            return
-        limit = self._config.timeout
-        if limit is None:
-            limit = min(4 * max(worth.seconds, _INITIAL_LEVEL_SECONDS), _MAX_WAIT_SECONDS)
-        self._counts["waits"] += 1
-        before = _expected_tokens(table, count, found.path_probs, found.counts, least)
+        limit = _MAX_WAIT_SECONDS if self._config.timeout is None else self._config.timeout
+        others = found.path_probs, found.counts
+        promised = _expected_gain(table, count, *others)
         begin = now = self._clock()
-        gain = promised
-        while gain * (seconds + now - begin) > tokens * worth.level_seconds:
-            left = limit - (now - begin)
-            if left <= 0:
-                break
-            level_begin = now
-            came = self._receive(int(left * 1e6) + 1)
+        while now - begin < limit and worth.pays(promised, tokens, seconds + now - begin):
+            before = _expected_tokens(table, count, *others, least)
+            round_begin = now
+            came = self._receive(int((limit - (now - begin)) * 1e6) + 1)
             now = self._clock()
+            self._counts["waits"] += 1
+            if came:
+                self._fill_drafts(rows, most)
+            brought = _expected_tokens(table, count, *others, least) - before
+            worth.observe(promised, brought, now - round_begin)
             if not came:
                 self._num_timed_out += 1
                 self._counts["timeouts"] += 1
                 break
-            worth.observe_level(now - level_begin)
-            self._fill_drafts(rows, most)
-            gain = _expected_gain(table, count, found.path_probs, found.counts)
+            promised = _expected_gain(table, count, *others)
         self._waited += now - begin
-        if not self._num_timed_out:  # silence is counted elsewhere
-            after = _expected_tokens(table, count, found.path_probs, found.counts, least)
-            worth.observe(promised, after - before, now - begin)
 
     def _receive(self, timeout_us: int = 0) -> bool:
         """Process messages of the worker. Returns whether there were any."""
