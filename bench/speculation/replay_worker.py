@@ -37,7 +37,7 @@ from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.core.drafter import StepReport
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel, DraftSizes
-from hetero_llm.cpu.draft_worker.step_times import StepTimes
+from hetero_llm.cpu.draft_worker.step_times import DraftStepTimes
 from hetero_llm.cpu.draft_worker.tree_ops import WINDOW
 from hetero_llm.cpu.draft_worker.tree_pool import TreePool
 from hetero_llm.cpu.draft_worker.worker import Worker
@@ -54,7 +54,7 @@ DRAFT_STEPS = "1:0.30 2:0.31 4:0.32 8:0.37 16:0.45 32:0.58 64:0.91"
 NEWS = 0.2  # of the gap, until tokens are known
 
 
-class FixedTimes(StepTimes):
+class FixedTimes(DraftStepTimes):
     """Steps take what was said, whatever they take here."""
 
     def observe(self, rows: int, seconds: float) -> None:
@@ -76,7 +76,7 @@ class PlayedWorker:
     def __init__(
         self,
         model: DraftModel,
-        times: StepTimes,
+        times: DraftStepTimes,
         stats: BucketStats,
         *,
         ahead: bool,

@@ -53,7 +53,7 @@ from hetero_llm.kv_cache.block_transfers import BlockTransfers
 from hetero_llm.kv_cache.hit_log import HitCounter, HitLog
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
-from hetero_llm.scheduler.kv_loads import KVLoadQueue, StepTimes
+from hetero_llm.scheduler.kv_loads import ContextStepTimes, KVLoadQueue
 from hetero_llm.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def _scheduler(
     inputs: _EngineInputs,
     built: BuiltRunner,
     drafter: Drafter | None,
-    memory: tuple[HostTier | None, HostMemory | None, StepTimes],
+    memory: tuple[HostTier | None, HostMemory | None, ContextStepTimes],
 ) -> tuple[Scheduler, HitCounter]:
     """Builds the scheduler and its block manager. Returns the scheduler and the block manager's hit
     counter.

@@ -29,7 +29,7 @@ _NEWEST = 0.25
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 1e-3
 
 
-class StepTimes:
+class ContextStepTimes:
     """Predicts the duration of steps from those observed, by their number of tokens (one bucket
     for each power of two). A token's time grows with its context by a known share.
 
@@ -116,7 +116,7 @@ class KVLoadQueue:
         blocks: BlockManager,
         transfers: BlockTransfers,
         num_layers: int,
-        times: StepTimes,
+        times: ContextStepTimes,
         *,
         chunked: bool = True,
     ) -> None:

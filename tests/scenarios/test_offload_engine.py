@@ -22,7 +22,7 @@ from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.block_transfers import BlockTransfers, OffloadLimits
 from hetero_llm.kv_cache.hit_log import hit_line
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
-from hetero_llm.scheduler.kv_loads import KVLoadQueue, StepTimes
+from hetero_llm.scheduler.kv_loads import ContextStepTimes, KVLoadQueue
 from hetero_llm.scheduler.scheduler import Scheduler
 from tests.bridge.kv_offload.model_copier import ModelCopier
 from tests.helpers import offload_traffic as traffic
@@ -111,7 +111,7 @@ def build(
     device = runner.bytes_of()
     host = np.zeros((host_blocks, *device.shape[1:]), np.uint8)
     copier = runner.copier = ModelCopier(device, host, host_blocks, random.Random(seed))
-    times = StepTimes(0.0)
+    times = ContextStepTimes(0.0)
     rule = LoadRule(BLOCK, device[0].nbytes, LAYERS, lambda start, count: float(count), 0)
     tier = PinnedHostTier(HostBlockIndex(policy=policy, min_uses=min_uses), copier, rule)
     prefix = PrefixCache()

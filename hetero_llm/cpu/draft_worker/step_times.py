@@ -18,7 +18,7 @@ _REPEATS = 5
 _WEIGHT, _OUTLIER = 0.05, 4.0
 
 
-class StepTimes:
+class DraftStepTimes:
     """Seconds of steps of 0 .. `most` rows.
 
     Args:
@@ -57,7 +57,7 @@ class StepTimes:
             self._scale *= 1.0 + _WEIGHT * (seconds / expected - 1.0)
 
 
-def measure(model: DraftModel, slots: int, context: int) -> StepTimes:
+def measure(model: DraftModel, slots: int, context: int) -> DraftStepTimes:
     """Times steps of a model that holds no text; it holds none afterwards.
 
     Every row is a text of its own of `context` tokens, or several of one where slots are few.
@@ -65,7 +65,7 @@ def measure(model: DraftModel, slots: int, context: int) -> StepTimes:
     sizes, seconds = [], []
     repeats = min(_REPEATS, model.max_positions - 1)
     if not repeats:  # a text of one token has no draft
-        return StepTimes([1], [1.0], 8 * WINDOW)
+        return DraftStepTimes([1], [1.0], 8 * WINDOW)
     full = np.arange(max(context, SIZES[-1]), dtype=np.int32) % model.vocab_size
     for size in SIZES:
         texts = min(size, slots)
@@ -88,7 +88,7 @@ def measure(model: DraftModel, slots: int, context: int) -> StepTimes:
         sizes.append(texts * rows)
         seconds.append(min(times))
     keep = [i for i, size in enumerate(sizes) if i == 0 or size > sizes[i - 1]]
-    return StepTimes([sizes[i] for i in keep], [seconds[i] for i in keep], 8 * WINDOW)
+    return DraftStepTimes([sizes[i] for i in keep], [seconds[i] for i in keep], 8 * WINDOW)
 
 
 def _run(model: DraftModel) -> None:

@@ -43,7 +43,7 @@ from hetero_llm.core.errors import HeteroLLMError, PromptError
 from hetero_llm.cpu import native
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel, DraftSizes, best_format
 from hetero_llm.cpu.draft_worker.kv_layout import TreeNodes
-from hetero_llm.cpu.draft_worker.step_times import StepTimes, measure
+from hetero_llm.cpu.draft_worker.step_times import DraftStepTimes, measure
 from hetero_llm.cpu.draft_worker.tree_ops import WINDOW
 from hetero_llm.cpu.draft_worker.tree_pool import TreePool
 from hetero_llm.spec_decode.draft_model.node_buckets import BucketStats
@@ -100,7 +100,7 @@ class Worker:
         self,
         model: DraftModel,
         pool: TreePool,
-        times: StepTimes,
+        times: DraftStepTimes,
         inbox: Consumer,
         answers: Producer,
         *,
@@ -362,7 +362,7 @@ class Worker:
             logger.debug("%d records wait for the engine", len(self._outbox))
 
 
-def load(settings: WorkerSettings) -> tuple[DraftModel, StepTimes]:
+def load(settings: WorkerSettings) -> tuple[DraftModel, DraftStepTimes]:
     """Load the model and measure its step times.
 
     Raises:

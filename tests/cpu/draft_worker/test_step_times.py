@@ -5,25 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hetero_llm.cpu.draft_worker.step_times import SIZES, StepTimes, measure
+from hetero_llm.cpu.draft_worker.step_times import SIZES, DraftStepTimes, measure
 from hetero_llm.demo_models import demo_folder
 from tests.spec_decode.draft_model.local_worker import Setting, load_model
 
 
 def test_straight_lines_between_and_beyond_what_was_measured() -> None:
-    times = StepTimes([1, 4, 8], [1.0, 4.0, 6.0], 12)
+    times = DraftStepTimes([1, 4, 8], [1.0, 4.0, 6.0], 12)
     expected = [1.0, 1.0, 2.0, 3.0, 4.0, 4.5, 5.0, 5.5, 6.0, 6.5, 7.0, 7.5, 8.0]
     np.testing.assert_allclose(times.beside(0, 12), expected)
     assert [times.of(rows) for rows in (1, 6, 12)] == [1.0, 5.0, 8.0]
 
 
 def test_larger_steps_are_never_cheaper() -> None:
-    times = StepTimes([1, 2, 4, 8], [1.0, 3.0, 2.0, 2.5], 10)
+    times = DraftStepTimes([1, 2, 4, 8], [1.0, 3.0, 2.0, 2.5], 10)
     assert (np.diff(times.beside(0, 10)) >= 0).all() and times.of(4) == 3.0
 
 
 def test_beside_rows_that_run_anyway() -> None:
-    times = StepTimes([1, 4], [1.0, 4.0], 8)
+    times = DraftStepTimes([1, 4], [1.0, 4.0], 8)
     np.testing.assert_allclose(times.beside(3, 4), [3.0, 4.0, 5.0, 6.0, 7.0])
     np.testing.assert_allclose(times.beside(6, 4), [6.0, 7.0, 8.0, 8.0, 8.0])  # its end
     np.testing.assert_allclose(times.beside(100, 2), [8.0, 8.0, 8.0])
@@ -31,11 +31,11 @@ def test_beside_rows_that_run_anyway() -> None:
 
 
 def test_one_measurement() -> None:
-    np.testing.assert_allclose(StepTimes([1], [2.0], 3).beside(0, 3), 2.0)
+    np.testing.assert_allclose(DraftStepTimes([1], [2.0], 3).beside(0, 3), 2.0)
 
 
 def test_steps_correct_it() -> None:
-    times = StepTimes([1, 2], [1.0, 2.0], 4)
+    times = DraftStepTimes([1, 2], [1.0, 2.0], 4)
     for _ in range(200):
         times.observe(2, 3.0)
     assert times.of(1) == pytest.approx(1.5, rel=0.01)
