@@ -87,6 +87,8 @@ class Scheduler:
         self._blocks = blocks
         self._holds_stop = holds_stop
         self._drafter = drafter
+        # Asked once: a check against a protocol takes 20 us.
+        self._array_drafter = drafter if isinstance(drafter, ArrayDrafter) else None
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
         self._request_slots = RequestSlots(config.max_num_seqs)
@@ -275,16 +277,16 @@ class Scheduler:
             None if the step has to be made by `schedule`, after `update`.
         """
         batch, self._steady = self._steady, None
-        if batch is None or output.errors or output.kv_loads_timed_out:
+        drafter = self._array_drafter
+        if batch is None or drafter is None or output.errors or output.kv_loads_timed_out:
             return None
-        assert isinstance(self._drafter, ArrayDrafter)
         count = len(batch.sequences)
         sizes = np.array(output.num_tokens or [1] * count, np.int64)
         token_ids = np.array(output.token_ids, np.int64)
         advanced = batch.advance(token_ids, sizes)
         if advanced is None:
             return None
-        drafts: DraftBatch | None = self._drafter.propose_next(
+        drafts: DraftBatch | None = drafter.propose_next(
             batch.sequences, batch.rows, token_ids, sizes, advanced.limits
         )
         assert drafts is not None
@@ -420,12 +422,12 @@ class Scheduler:
         as the last call before its results; `schedule_next` then has to follow."""
         self._collect_transfers()
         self._steady = None
-        drafter = self._drafter
-        if len(self._in_flight) != 1 or not isinstance(drafter, ArrayDrafter):
+        drafter = self._array_drafter
+        if len(self._in_flight) != 1 or drafter is None or drafter.idle:
             return
         flight = self._in_flight[0]
         newcomers = self._waiting or self.loads or self._admitted or self._num_synchronous
-        if newcomers or drafter.idle or flight.sequences != self._running:
+        if newcomers or flight.sequences != self._running:
             return
         if flight.num_samples != [1] * len(flight.sequences):
             return

@@ -24,7 +24,7 @@ _LEAST = 0.5  # of the profile, whatever was observed
 _MAX_BUCKETS = 16
 _IDLE_WEIGHT = 0.1  # of a new time in the average
 _FIRST_IDLE = 2e-3  # most seconds that the first time counts for
-_MARGIN = 1.01  # drafts pay if tokens come at least that much faster
+_GUESSED_GAIN, _GUESSED_LOSS = 1.2, 0.95  # with and without nodes, as long as no step was seen
 MEMORY = 1000
 """Steps after which the time of a size that did not run again is forgotten, so that a size that was
 slow once is tried again."""
@@ -208,7 +208,7 @@ def choose(
     plain_idle: float,
     most_rows: int,
     kept: np.ndarray,
-) -> bool:
+) -> float:
     """How many nodes of each draft to verify, its first ones. None of any means that the step
     yields tokens faster without drafts. Nodes that padding has room for are free.
 
@@ -225,8 +225,8 @@ def choose(
         kept: [S], written.
 
     Returns:
-        Whether drafts pay: tokens come faster than they would without any proposals. The nodes kept
-        are best for this step alone, whose device has idled already.
+        Tokens a second of this step over those of a step for which nothing is proposed. The nodes
+        kept are best for this step alone, whose device has idled already.
     """
     likeliest = np.empty(counts.sum(), np.float32)
     size = 0
@@ -243,7 +243,7 @@ def choose(
     likeliest.sort()
     likeliest = likeliest[::-1]
     most = max(min(size, min(edges[-1], most_rows) - num_rows), 0)
-    total, pays = most, most > 0
+    total, gain = most, _GUESSED_GAIN if most > 0 else _GUESSED_LOSS
     if table[-1] > 0.0:
         plain = table[min(np.searchsorted(edges, num_rows), len(edges) - 1)]
         best, total = len(counts) / (plain + idle), 0
@@ -257,9 +257,9 @@ def choose(
             rate = gained / (table[at] + idle)
             if rate > best:
                 best, total = rate, node
-        pays = total > 0 and best * (plain + plain_idle) > _MARGIN * len(counts)
+        gain = best * (plain + plain_idle) / max(len(counts), 1)
     if total <= 0:
-        return False
+        return gain
     least = likeliest[total - 1]
     ties = total - np.sum(likeliest[:total] > least)
     for row in range(len(counts)):
@@ -271,4 +271,4 @@ def choose(
                 ties -= 1
             else:
                 break
-    return pays
+    return gain

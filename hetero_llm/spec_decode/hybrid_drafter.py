@@ -42,8 +42,9 @@ from hetero_llm.spec_decode.proposals import DraftModel, NoDraftModel
 from hetero_llm.utils.topology import read_topology
 
 _CHUNK = 64  # tokens of an output that enter the global cache together
-_MAX_USELESS = 4  # proposals in a row that do not pay, after which the drafter pauses
-_MIN_PAUSE, _MAX_PAUSE = 2, 32  # steps; twice as many after each further useless proposal
+_GAIN_WEIGHT = 0.15  # of a proposal in the moving average of gains
+_FIRST_GAIN = 1.05  # so that the drafter begins with proposals
+_MIN_PAUSE, _MAX_PAUSE = 2, 32  # steps; twice as many after each pause that ends in a loss
 _PAUSE_UNKNOWN = 16  # the longest pause as long as step times are not known
 _PROBE_SHARE = 0.005  # of the time, at most, that proposals between pauses cost
 
@@ -114,7 +115,8 @@ class HybridDrafter:
         self._observed: list[StepReport] = []  # that `costs` and idle times do not know yet
         # Rows of the last proposal and the verified nodes of each, until the model knows them.
         self._verified: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None
-        self._num_useless = 0  # proposals since the last one that paid
+        # Moving average: tokens a second with proposals over those without, as estimated.
+        self._gain = _FIRST_GAIN
         self._paused_for = 0  # steps
         self._next_pause = _MIN_PAUSE
         self._has_proposed = False  # since the last `run_deferred`
@@ -132,7 +134,7 @@ class HybridDrafter:
             index.forget(buffer.tokens, known)
         buffer.close(span.row)
         self._propose([], self.states.follow([], [], None), 0)
-        self._num_useless = 0
+        self._gain, self._paused_for, self._next_pause = _FIRST_GAIN, 0, _MIN_PAUSE
 
     @property
     def global_cache(self) -> GlobalCache:
@@ -227,24 +229,24 @@ class HybridDrafter:
         return False
 
     def _propose(self, sequences: list[Sequence], new: NewTokens, num_rows: int) -> DraftBatch:
-        """Drafts of the nodes that make tokens come fastest, which may be none. After some
-        proposals that do not pay the drafter pauses, so that steps are launched ahead."""
+        """Drafts of the nodes that make tokens come fastest, which may be none. Where proposals
+        have not paid lately the drafter pauses, so that steps are launched ahead."""
         self._has_proposed = True
         self._take_new(new, sequences)
         count = new.num_sequences
         idle = ProposalIdle(self.proposal_idle.of(count), self.plain_idle.of(count))
-        batch, pays = self._step.propose(
+        batch, gain = self._step.propose(
             new, self.costs, num_rows, idle, self._proposing_model,
-            may_wait=self._num_useless < _MAX_USELESS,
+            may_wait=self._next_pause == _MIN_PAUSE,
         )  # fmt: skip
         self._verified = (new.rows, batch.counts) if len(batch.token_ids) else None
-        if pays:
-            self._num_useless, self._next_pause = 0, _MIN_PAUSE
-            return batch
-        self._num_useless += 1
-        if self._num_useless >= _MAX_USELESS:
+        self._gain += _GAIN_WEIGHT * (gain - self._gain)
+        if self._gain < 1.0:  # the next proposal decides whether to go on
+            self._gain = 1.0
             self._paused_for = self._next_pause
             self._next_pause = min(2 * self._next_pause, self._longest_pause(num_rows, idle))
+        elif gain > 1.0 and self._next_pause > _MIN_PAUSE:  # as at the beginning
+            self._next_pause, self._gain = _MIN_PAUSE, max(self._gain, _FIRST_GAIN)
         return batch
 
     def _longest_pause(self, num_rows: int, idle: ProposalIdle) -> int:

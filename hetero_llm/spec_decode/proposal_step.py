@@ -248,7 +248,7 @@ class ProposalStep:
         model: DraftModel | None,
         *,
         may_wait: bool,
-    ) -> tuple[DraftBatch, bool]:
+    ) -> tuple[DraftBatch, float]:
         """Drafts for sequences.
 
         Args:
@@ -260,7 +260,7 @@ class ProposalStep:
             may_wait: whether to wait for the model where that pays.
 
         Returns:
-            the drafts, and whether they pay (`budget.choose`).
+            the drafts, and what they gain (`budget.choose`).
         """
         self.take_in(new, proposes=True)
         self.look_up(self._count)
@@ -320,13 +320,13 @@ class ProposalStep:
 
     def choose(
         self, costs: StepCosts, num_rows: int, idle: ProposalIdle
-    ) -> tuple[DraftBatch, bool]:
+    ) -> tuple[DraftBatch, float]:
         """Chooses the nodes that make tokens come fastest and notes which sequence got which; see
         `propose`."""
         count, buffers = self._count, self._buffers
         self.set_step_times(costs)
         self._number += 1
-        pays, size, self._least_kept = _choose(
+        gain, size, self._least_kept = _choose(
             self._arrays.table, count, self._number, num_rows, idle.proposed, idle.plain,
             self._max_tokens, self._target, self._depth,
         )  # fmt: skip
@@ -335,7 +335,7 @@ class ProposalStep:
             buffers.token_ids[:size].copy(),
             buffers.parents[:size].copy(),
         )
-        return batch, pays
+        return batch, gain
 
 
 # -- compiled -------------------------------------------------------------------------------
@@ -500,14 +500,14 @@ def _choose(
     max_tokens: int,
     target: int,
     depth: int,
-) -> tuple[bool, int, float]:
-    """Chooses nodes and notes which sequence got which. Returns whether they pay, how many are to
-    be verified, and the least path probability of these, 0 if all are."""
+) -> tuple[float, int, float]:
+    """Chooses nodes and notes which sequence got which. Returns what they gain, how many are to be
+    verified, and the least path probability of these, 0 if all are."""
     found, buffers = rows_of(_read(table, "found"), 0, count), _read(table, "buffers")
     states = _read(table, "states")
     rows, kept = buffers.rows[:count], buffers.kept[:count]
     kept[:] = 0
-    pays = budget.choose(
+    gain = budget.choose(
         found.path_probs, found.counts, buffers.scales[:count], _read(table, "step_seconds"),
         _read(table, "step_sizes"), num_rows, idle, plain_idle, max_tokens, kept,
     )  # fmt: skip
@@ -519,7 +519,7 @@ def _choose(
     for i in range(count):
         if least > 0.0 and kept[i] > 0:
             least = min(least, found.path_probs[i, kept[i] - 1])
-    return pays, size, least
+    return gain, size, least
 
 
 @njit(cache=True, nogil=True)

@@ -45,19 +45,19 @@ def verdict(
     plain_idle: float = 0.0,
     *,
     most_rows: int = MOST_ROWS,
-) -> tuple[list[int], bool]:
-    """Nodes kept of each draft, and whether drafts pay."""
+) -> tuple[list[int], float]:
+    """Nodes kept of each draft, and what they gain."""
     counts = np.array([len(draft) for draft in drafts], np.int32)
     survival = np.full((len(drafts), 63), np.float32(0.5))
     for row, draft in enumerate(drafts):
         survival[row, : len(draft)] = draft
     scales = np.ones(len(drafts), np.float32)
     kept = np.zeros(len(drafts), np.int32)
-    pays = budget.choose(
+    gain = budget.choose(
         survival, counts, scales, costs.table(), costs.edges, num_rows, idle, plain_idle,
         most_rows, kept,
     )  # fmt: skip
-    return kept.tolist(), pays
+    return kept.tolist(), gain
 
 
 def test_steps_are_interpolated_and_never_get_cheaper() -> None:
@@ -186,10 +186,13 @@ def test_estimates_are_scaled_and_made_to_fall() -> None:
 def test_drafts_must_pay_for_the_device_that_idles() -> None:
     costs = costs_of((4, 1.0), (8, 1.1), (16, 5.0))
     drafts = [[0.6] * 1] * 4
-    assert verdict(costs, drafts, 4, 0.1) == ([1] * 4, True)
-    assert verdict(costs, drafts, 4, 0.6) == ([1] * 4, False), "best for a device that has idled"
-    assert verdict(costs, drafts, 4, 0.6, 0.6) == ([1] * 4, True), "it idles without them, too"
-    assert verdict(costs, [[0.01]] * 4, 4, 0.0) == ([0] * 4, False)
+    kept, gain = verdict(costs, drafts, 4, 0.1)
+    assert kept == [1] * 4 and gain == pytest.approx(1.6 / 1.2)
+    kept, gain = verdict(costs, drafts, 4, 0.7)
+    assert kept == [1] * 4, "best for a device that has idled"
+    assert gain == pytest.approx(1.6 / 1.8), "but it should not have"
+    assert verdict(costs, drafts, 4, 0.7, 0.7)[1] == pytest.approx(1.6 * 1.7 / 1.8)
+    assert verdict(costs, [[0.01]] * 4, 4, 0.25) == ([0] * 4, pytest.approx(0.8))
 
 
 def test_idle_times_are_kept_by_the_number_of_sequences() -> None:

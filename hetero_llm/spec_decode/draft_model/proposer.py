@@ -599,7 +599,7 @@ def _open_leaves(parents: np.ndarray, path_probs: np.ndarray, count: int, deepes
 @njit(cache=True, nogil=True)
 def _first_choice_rate(stats: np.ndarray) -> float:
     """Recent acceptance rate of the worker's most likely candidates."""
-    accepted, tried = 1.0, 2.0
+    accepted, tried = 0.5, 2.0  # not to wait for a model before it was right
     for kind in _FIRST_CHOICES:
         if stats[kind, 1] > PRIOR_TRIALS:  # the prior is no measurement
             accepted += stats[kind, 0]

@@ -466,7 +466,7 @@ def test_leaves_that_a_level_starts_from() -> None:
 def test_the_rate_of_first_choices_is_what_came_of_them(texts: Texts) -> None:
     """What is expected of kinds that were never tried does not count."""
     stats = texts.proposer._stats.table
-    assert texts.metric("draft_first_accepted") == 0.5
+    assert texts.metric("draft_first_accepted") == 0.25
     first = proposer_module._FIRST_CHOICES[9]
     stats[first] += 180.0, 200.0
     assert texts.metric("draft_first_accepted") == pytest.approx(0.9, abs=0.06)
