@@ -55,6 +55,7 @@ from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
 from hetero_llm.scheduler.kv_loads import ContextStepTimes, KVLoadQueue
 from hetero_llm.scheduler.scheduler import Scheduler
+from hetero_llm.utils import compile_progress
 
 if TYPE_CHECKING:
     import torch
@@ -145,6 +146,8 @@ def build_engine(
         if draft_model is not None:
             draft_model.worker.close()
         raise
+    finally:
+        compile_progress.finish()
 
 
 @dataclass(frozen=True, slots=True)

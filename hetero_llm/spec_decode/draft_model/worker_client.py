@@ -28,8 +28,9 @@ from hetero_llm.spec_decode.draft_model.worker_settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 120.0
-"""Time within which a worker must be ready."""
+START_SECONDS = 600.0
+"""Time within which a worker must be ready. A first start compiles, and a machine may be busy; a
+worker that ends is noticed at once."""
 HANG_SECONDS = 5.0
 """A worker without a message for so long counts as hung."""
 
