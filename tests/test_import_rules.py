@@ -75,6 +75,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "commands.doctor": (
         "core", "config", "utils", "bridge.kv_offload", "cpu", "engine.core_plan",
     ),
+    "commands.warmup": (
+        "core", "config", "utils", "bridge.build", "cpu.native",
+    ),
     "cli": ("core", "config", "commands"),
     "demo_models": (),
 }  # fmt: skip

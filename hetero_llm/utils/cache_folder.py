@@ -38,7 +38,7 @@ _SEAL_BYTES = len(_SEAL) + hashlib.sha256().digest_size
 
 def write_folder() -> Path:
     """The folder for new files. It exists and can be written."""
-    return _writable(cache_dir())
+    return _writable(cache_dir())[0]
 
 
 def folders() -> tuple[Path, ...]:
@@ -88,11 +88,15 @@ def throw_away(path: Path, reason: str) -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Seals the content and puts it in place under its name, all at once.
+    """Seals the content and puts it in place under its name, all at once. The first file that goes
+    to the private temporary folder is worth a warning.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
     """
+    folder, reason = _writable(cache_dir())
+    if reason is not None:
+        _announce(folder, reason)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
     try:
@@ -143,18 +147,21 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 @cache
-def _writable(chosen: Path | None) -> Path:
-    """`chosen`, or where it cannot be written, a private temporary folder."""
-    if chosen is not None and (reason := _refusal(chosen)) is None:
-        return chosen
-    folder = _temporary()
-    which = "there is no home folder" if chosen is None else f"{chosen}: {reason}"
+def _writable(chosen: Path | None) -> tuple[Path, str | None]:
+    """`chosen` and None; or where it cannot be written, a private temporary folder and why."""
+    if chosen is None:
+        return _temporary(), "there is no home folder"
+    reason = _refusal(chosen)
+    return (chosen, None) if reason is None else (_temporary(), f"{chosen}: {reason}")
+
+
+@cache
+def _announce(folder: Path, reason: str) -> None:
     logger.warning(
         "compiled code cannot be kept (%s); %s is used instead: set HETERO_LLM_CACHE_DIR to a "
         "folder that this user can write",
-        which, folder,
+        reason, folder,
     )  # fmt: skip
-    return folder
 
 
 def _refusal(folder: Path) -> str | None:

@@ -45,6 +45,7 @@ _IMPORT = re.compile(
     re.MULTILINE,
 )
 _DIGITS = 20  # of hashes in names
+_FORMAT = "1"  # of our files
 
 _functions: list[Any] = []
 
@@ -138,12 +139,14 @@ def source_digest(module: str) -> str:
 
 @cache
 def _imports(module: str) -> tuple[str, ...]:
-    """Our modules that a module's text imports, wherever in the text that is."""
+    """Our modules that a module's text imports, wherever in the text that is; but this one, of which
+    compiled code holds nothing."""
     found = []
     for package, names, plain in _IMPORT.findall(_source(module).decode(errors="replace")):
         words = re.findall(r"(\w+)(?:\s+as\s+\w+)?", names)
         found += [package or plain, *(f"{package}.{word}" for word in words if package)]
-    return tuple(name for name in dict.fromkeys(found) if _file(name) is not None)
+    found = [name for name in dict.fromkeys(found) if name != __name__]
+    return tuple(name for name in found if _file(name) is not None)
 
 
 @cache
@@ -166,8 +169,9 @@ def _file(module: str) -> Path | None:
 
 @cache
 def _versions() -> str:
-    """What compiled code depends on besides our sources and the CPU."""
-    return " ".join((sys.version, numba.__version__, llvmlite.__version__, np.__version__))
+    """What compiled code and its files depend on besides our sources and the CPU."""
+    numbers = numba.__version__, llvmlite.__version__, np.__version__
+    return " ".join((_FORMAT, sys.version, *numbers))
 
 
 @cache

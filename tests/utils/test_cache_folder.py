@@ -47,8 +47,9 @@ def test_a_folder_that_cannot_be_made_leaves_a_private_one(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HETERO_LLM_CACHE_DIR", str(tmp_path / "file" / "cache"))
     private = tmp_path / f"hetero-llm-{os.getuid()}"
-    for _ in range(3):
-        assert cache_folder.write_folder() == private
+    assert cache_folder.write_folder() == private and not caplog.records
+    for name in ("one", "two"):
+        cache_folder.write(private / name, b"")
     assert private.stat().st_mode & 0o777 == 0o700
     assert len(caplog.records) == 1 and "set HETERO_LLM_CACHE_DIR" in caplog.text
     assert cache_folder.folders() == (private, tmp_path / "file" / "cache", cache_folder.PREBUILT)
