@@ -139,8 +139,8 @@ def source_digest(module: str) -> str:
 
 @cache
 def _imports(module: str) -> tuple[str, ...]:
-    """Our modules that a module's text imports, wherever in the text that is; but this one, of which
-    compiled code holds nothing."""
+    """Our modules that a module's text imports, wherever in the text that is. Not this one:
+    compiled code holds nothing of it."""
     found = []
     for package, names, plain in _IMPORT.findall(_source(module).decode(errors="replace")):
         words = re.findall(r"(\w+)(?:\s+as\s+\w+)?", names)
