@@ -10,6 +10,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from hetero_llm.utils.neighbours import busy_line, cpu_ticks
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -80,32 +82,25 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _cpu_ticks() -> list[int]:
-    """/proc/stat's first line: user, nice, system, idle, iowait, irq, softirq, steal of all cores
-    since boot (guests' time is part of user and nice); empty where there is none."""
-    try:
-        return [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    except OSError:
-        return []
-
-
 def _steal_since(before: list[int]) -> float | None:
-    after = _cpu_ticks()
+    after = cpu_ticks()
     if len(before) < 8 or len(after) < 8:
         return None
     spent = [b - a for a, b in zip(before, after, strict=True)]
     return round(spent[7] / max(sum(spent), 1), 4)
 
 
-_CPU_TICKS_AT_IMPORT = _cpu_ticks()
+_CPU_TICKS_AT_IMPORT = cpu_ticks()
 
 
 def write_results(name: str, results: dict[str, Any], out: str | None) -> None:
-    """Writes `results` with the environment as JSON, to `out` or bench/results; prints where."""
+    """Writes `results` with the environment as JSON, to `out` or bench/results; prints where, and
+    whether other programs use the machine."""
     path = Path(out) if out else RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"bench": name, **environment(), **results}, indent=1) + "\n")
     print(f"written: {path}")
+    print(busy_line(), end="")
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

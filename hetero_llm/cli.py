@@ -28,12 +28,13 @@ from hetero_llm.core.errors import HeteroLLMError
 _COMMANDS = (
     ("demo", "demo", "add_demo", "continue three Python snippets with the embedded model"),
     ("generate", "generate", "add_generate", "continue prompts with a model"),
-    ("cache", "cache", "add_cache", "save and check the lookahead cache"),
+    ("cache", "cache", "add_cache", "save and check the lookahead cache; show compiled code"),
     ("serve", "serve", "add_serve", "serve a model over HTTP, as OpenAI does"),
     ("run", "serve", "add_run", "serve, as Angel-vLLM's run is told to"),
     ("chat", "chat", "add_chat", "talk with a model, served or run here"),
     ("complete", "chat", "add_complete", "continue a prompt, served or here"),
     ("bench", "bench", "add_bench", "measure a server, or the engine here"),
+    ("warmup", "warmup", "add_warmup", "compile everything that a first start would compile"),
     ("manifest", "manifest", "add_manifest", "write a model's checksums"),
     ("doctor", "doctor", "add_doctor", "show what this machine offers and what is missing"),
 )

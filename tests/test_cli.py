@@ -226,9 +226,10 @@ class TestDemo:
         assert FakeLLM.last.args["model"] == "demo"
         assert all(p.greedy and p.max_tokens == 6 for p in FakeLLM.last.params)
         table = shown[shown.index("prompt ") :].splitlines()
-        assert len(table) == 2 + len(demo.DEMO_PROMPTS) + 2
-        words = " 5 tokens/s, 1.0x, 2.0 tokens a step"
-        assert table[-1] == f"with the lookahead cache{words}, then, as it knows them,{words}"
+        assert len(table) == 2 + len(demo.DEMO_PROMPTS) + 3
+        words = "5 tokens/s, 1.0x, 2.0 tokens a step"
+        assert table[-2] == f"lookahead cache, text that it has not seen: {words}"
+        assert table[-1] == f"lookahead cache, the same text again: {words}"
         assert FakeLLM.last.args["use_lookahead"] is True
         assert table[2].split()[-3:] == ["6", "5.0", "250.0"]
 
@@ -238,7 +239,7 @@ class TestDemo:
         monkeypatch.setattr(FakeLLM, "backend", "native")
         assert cli.main(["demo"]) == 0
         shown = capsys.readouterr().out.splitlines()
-        assert shown[-2] == "native executor 5 tokens/s, torch on this CPU 5: 1.0x"
+        assert shown[-3] == "native executor 5 tokens/s, torch on this CPU 5: 1.0x"
         assert FakeLLM.last.closed
         assert FakeLLM.last.prompts == 2 * list(demo.DEMO_PROMPTS)
 

@@ -35,6 +35,8 @@ def test_the_image_runs_a_command_that_there_is() -> None:
     (command,) = (json.loads(line[4:]) for line in lines if line.startswith("CMD "))
     assert parses(command)
     for line in lines:
+        if line.startswith("RUN hetero-llm "):
+            assert parses(shlex.split(line)[2:]), line
         if line.startswith("COPY "):
             assert all((ROOT / name).exists() for name in line.split()[1:-1]), line
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -42,11 +42,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "bridge.ipc": ("core", "utils"),
     "bridge.kv_offload": ("core", "utils", "kv_cache.host_tier"),
     "bridge.build": ("utils", "bridge.ipc", "bridge.kv_offload"),
-    "spec_decode": ("core", "config", "utils.topology"),
+    "spec_decode": ("core", "config", "utils.jit", "utils.topology"),
     "spec_decode.verify": ("core",),
-    "spec_decode.lookahead": ("core", "config", *_OF_DRAFTS),
-    "spec_decode.ngram": ("core", "spec_decode.lookahead.sequence_state", *_OF_DRAFTS),
-    "spec_decode.draft_model": ("core", "config", "bridge.ipc", *_OF_DRAFTS),
+    "spec_decode.lookahead": ("core", "config", "utils.jit", *_OF_DRAFTS),
+    "spec_decode.ngram": ("core", "utils.jit", "spec_decode.lookahead.sequence_state", *_OF_DRAFTS),
+    "spec_decode.draft_model": ("core", "config", "utils.jit", "bridge.ipc", *_OF_DRAFTS),
     # A draft model on the target's device has block tables of its own.
     "spec_decode.draft_model.on_device": ("core", "config", "kv_cache"),
     "models": ("core", "config", "utils"),
@@ -74,6 +74,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "commands.doctor": (
         "core", "config", "utils", "bridge.kv_offload", "cpu", "engine.core_plan",
+    ),
+    "commands.warmup": (
+        "core", "config", "utils", "bridge.build", "cpu.native",
     ),
     "cli": ("core", "config", "commands"),
     "demo_models": (),

@@ -1,5 +1,5 @@
-"""Build the compiled libraries of the bridge (rings, KV copier) ahead of their first use:
-`python -m hetero_llm.bridge.build`."""
+"""Build the compiled libraries of the bridge (rings, KV copier, pool of host memory) ahead of their
+first use: `python -m hetero_llm.bridge.build`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import sys
 
 from hetero_llm.bridge.ipc import ring_library as rings
 from hetero_llm.bridge.kv_offload import copier_library as copier
+from hetero_llm.bridge.kv_offload import pinned_pool as pool
 from hetero_llm.utils.native_build import build_library, reason
+
+RECIPES = (("rings", rings.recipe), ("KV copier", copier.recipe), ("host pool", pool.recipe))
+"""Name and build recipe of each library."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--sanitize", action="store_true", help="also one with AddressSanitizer and UBSan"
     )
     options = parser.parse_args(arguments)
-    for name, recipe in (("rings", rings.recipe), ("KV copier", copier.recipe)):
+    for name, recipe in RECIPES:
         try:
             print(f"{name}: {build_library(recipe(), force=options.force)}")
             if options.sanitize:

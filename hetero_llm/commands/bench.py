@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_llm.commands.console import note_neighbours
 from hetero_llm.commands.dataset_flags import DATASET_FLAGS, dataset_of
 from hetero_llm.commands.options import SERVER_FLAGS, add_rows, numbers, server_of, values_of
 from hetero_llm.config.args_spec import ArgSpec, Kind, effective, grouped
@@ -155,6 +156,7 @@ def run_serve(options: argparse.Namespace) -> int:
     if output.save:
         _make_folder(output.folder)
     points: list[Point] = []
+    note_neighbours()
 
     def report(model: str, point: Point) -> None:
         points.append(point)

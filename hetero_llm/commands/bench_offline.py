@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_llm.commands.console import DEMO_MODEL, llm_class
+from hetero_llm.commands.console import DEMO_MODEL, llm_class, note_neighbours
 from hetero_llm.commands.dataset_flags import DATASET_FLAGS, dataset_of
 from hetero_llm.commands.options import add_rows, values_of
 from hetero_llm.config.args import add_engine_arguments, engine_args_from_namespace
@@ -69,6 +69,7 @@ def run_throughput(options: argparse.Namespace) -> int:
     engine_args = engine_args_from_namespace(options)
     dataset = dataset_of(values, chat=False, seed=engine_args.get("seed", 0))
     params = _params(values)
+    note_neighbours()
     with _llm(engine_args) as llm:
         samples = load_samples(dataset, values["num_prompts"], _counter(llm))
         figures = offline.run_throughput(llm, samples, params=params, use_tqdm=sys.stderr.isatty())
@@ -90,6 +91,7 @@ def run_latency(options: argparse.Namespace) -> int:
         seed=engine_args.get("seed", 0),
     )
     params = _params(values)
+    note_neighbours()
     with _llm(engine_args) as llm:
         figures = offline.run_latency(
             llm,

@@ -1,4 +1,5 @@
-"""`hetero-llm cache`: makes, checks and shows snapshots of the lookahead cache without an engine.
+"""`hetero-llm cache`: makes, checks and shows snapshots of the lookahead cache without an engine;
+shows and clears the cache of compiled code.
 
 Each command returns the text to print. Heavy modules are imported only by the command that runs.
 """
@@ -133,6 +134,35 @@ def stats(options: argparse.Namespace) -> str:
     return "".join(f"{_LABELS[key]:<28}{value}\n" for key, value in report.items())
 
 
+def add_compiled(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--clear", action="store_true", help="delete what is in the cache")
+
+
+def compiled(options: argparse.Namespace) -> str:
+    """The folders of compiled code and what they hold.
+
+    Raises:
+        ConfigError: the folder that is written to cannot be cleared.
+    """
+    from hetero_llm.utils import cache_folder
+
+    written = cache_folder.write_folder()
+    if options.clear:
+        try:
+            cache_folder.clear(written)
+        except OSError as error:
+            reason = f"cannot be cleared: {error.strerror}"
+            raise ConfigError("HETERO_LLM_CACHE_DIR", str(written), reason) from None
+    lines = []
+    for folder in cache_folder.folders():
+        if folder != written and not folder.is_dir():
+            continue
+        held = cache_folder.usage(folder)
+        kind = "" if folder == written else ", read only"
+        lines.append(f"{folder}: {held.files} files, {held.bytes / 1e6:.1f} MB{kind}\n")
+    return "".join(lines)
+
+
 _LABELS = {
     "tokens": "tokens",
     "documents": "documents",
@@ -148,6 +178,7 @@ COMMANDS = (
     ("save", add_save, save, "write a snapshot that an engine can start from, from text files"),
     ("load", add_load, load, "check that a snapshot fits a model and a configuration"),
     ("stats", add_stats, stats, "show what a snapshot holds"),
+    ("compiled", add_compiled, compiled, "show or clear the cache of compiled code"),
 )
 """(name, function that adds the arguments, function that runs, help text) of each command."""
 

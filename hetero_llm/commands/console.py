@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.core.errors import HeteroLLMError
+from hetero_llm.utils.neighbours import busy_line
 
 if TYPE_CHECKING:
     from hetero_llm.core.outputs import RequestOutput
@@ -60,6 +61,11 @@ def write(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
+
+
+def note_neighbours() -> None:
+    """Says on standard error that other programs use this machine, before figures are measured."""
+    sys.stderr.write(busy_line())
 
 
 def shortened(text: str, width: int = 40) -> str:

@@ -5,9 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hetero_llm.commands.console import DEMO_MODEL, llm_class, shortened, stream_text, write
+from hetero_llm.commands.console import (
+    DEMO_MODEL,
+    llm_class,
+    note_neighbours,
+    shortened,
+    stream_text,
+    write,
+)
 from hetero_llm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,26 +49,31 @@ def run_demo(options: argparse.Namespace) -> int:
     """Streams the demo model's continuations, then shows their speed."""
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
     dim, undim = (_DIM, _PLAIN) if sys.stdout.isatty() else ("", "")
-    finished: list[RequestOutput] = []
+    shown: list[RequestOutput] = []
+    note_neighbours()
     with llm_class()(options.model) as llm:
         for prompt in DEMO_PROMPTS:
             write(f"{dim}{prompt}{undim}")
-            finished.append(stream_text(llm.stream(prompt, params)))
+            shown.append(stream_text(llm.stream(prompt, params)))
             write("\n\n")
+        plain = _one_after_another(llm, params)
         backend = llm.backend
-    write(speed_table(finished))
+    write(speed_table(shown))
     if backend == "native":
         with llm_class()(options.model, cpu_backend="torch") as llm:
-            plain = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in DEMO_PROMPTS]
-        write(backend_line(finished, plain))
+            write(backend_line(plain, _one_after_another(llm, params)))
     with llm_class()(options.model, use_lookahead=True) as llm:
-        line = "with the lookahead cache"
-        for when in ("", ", then, as it knows them,"):
+        for what in ("text that it has not seen", "the same text again"):
             before = llm.get_metrics()
-            again = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in DEMO_PROMPTS]
-            line += when + lookahead_words(finished, again, before, llm.get_metrics())
-    write(f"{line}\n")
+            drafted = _one_after_another(llm, params)
+            words = lookahead_words(plain, drafted, before, llm.get_metrics())
+            write(f"lookahead cache, {what}: {words}\n")
     return 0
+
+
+def _one_after_another(llm: Any, params: SamplingParams) -> list[RequestOutput]:
+    """The outputs of the demo's prompts, each alone, without a stream to be shown."""
+    return [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in DEMO_PROMPTS]
 
 
 def lookahead_words(
@@ -82,7 +94,7 @@ def lookahead_words(
     )
     ours, theirs = _rate(drafted), _rate(plain)
     times = f", {ours / theirs:.1f}x" if theirs else ""
-    return f" {ours:.0f} tokens/s{times}, {tokens / max(tokens - accepted, 1):.1f} tokens a step"
+    return f"{ours:.0f} tokens/s{times}, {tokens / max(tokens - accepted, 1):.1f} tokens a step"
 
 
 def backend_line(native: Sequence[RequestOutput], torch: Sequence[RequestOutput]) -> str:

@@ -331,12 +331,35 @@ def _demo_models() -> tuple[Facts, list[Missing]]:
 
 def _tools() -> tuple[Facts, list[Missing]]:
     path = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if path is None:
-        fix = "install a C++ compiler, e.g. apt-get install g++"
-        facts = {"C++ compiler": "none", "native CPU executor": _native_executor()}
-        return facts, [Missing("a C++ compiler", fix, needed=False)]
-    version = _first_line([path, "--version"]) or path
-    return {"C++ compiler": version, "native CPU executor": _native_executor()}, []
+    version = "none" if path is None else _first_line([path, "--version"]) or path
+    executor = _native_executor()
+    facts = {"C++ compiler": version, "native CPU executor": executor, **_compiled_code()}
+    if path is not None or not executor.startswith("none"):
+        return facts, []
+    fix = "install a C++ compiler, e.g. apt-get install g++"
+    return facts, [Missing("a C++ compiler", fix, needed=False)]
+
+
+def _compiled_code() -> Facts:
+    """Folders of compiled code: the one that is written to, and one that is only read."""
+    from hetero_llm.utils import cache_folder
+    from hetero_llm.utils.env import cache_dir
+
+    written, chosen = cache_folder.write_folder(), cache_dir()
+    facts = {"compiled code": _held(written)}
+    if chosen not in (None, written):
+        facts["compiled code, read only"] = _held(chosen)
+    if cache_folder.PREBUILT.is_dir():
+        facts["prebuilt libraries"] = _held(cache_folder.PREBUILT)
+    return facts
+
+
+def _held(folder: Path | None) -> str:
+    from hetero_llm.utils import cache_folder
+
+    assert folder is not None
+    held = cache_folder.usage(folder)
+    return f"{folder}, {held.files} files, {held.bytes / 1e6:.1f} MB"
 
 
 def _first(error: Exception) -> str:

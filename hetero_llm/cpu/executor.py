@@ -10,12 +10,15 @@ import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
 
+from hetero_llm.cpu.core_watch import CoreWatch
 from hetero_llm.models.blocks import Attention
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM, Linear
@@ -291,6 +294,7 @@ class Executor:
         self._handle = handle
         self._cache = cache  # the library reads and writes its memory
         self._free = weakref.finalize(self, library.hetero_executor_free, handle)
+        self._watch = CoreWatch(partial(library.hetero_executor_slept, handle), threads)
         _hand_over(library, handle, model)
 
     def step(self, inputs: StepInput, samples: StepSamples) -> np.ndarray:
@@ -343,7 +347,7 @@ class Executor:
         struct = step.struct
         struct.num_tokens, struct.num_sequences = num_tokens, num_sequences
         struct.num_samples = num_samples
-        self._run(self._handle, ctypes.byref(struct))
+        self._watched(struct)
 
     def logits(self, inputs: StepInput, after: np.ndarray) -> torch.Tensor:
         """Runs a step without sampling.
@@ -387,7 +391,12 @@ class Executor:
         step.num_samples = len(samples.modes)
         if logits is not None:
             step.logits = logits.data_ptr()
+        self._watched(step)
+
+    def _watched(self, step: _Step) -> None:
+        begin = perf_counter()
         self._run(self._handle, ctypes.byref(step))
+        self._watch.on_step(perf_counter() - begin)
 
 
 def _step(
@@ -416,6 +425,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.hetero_executor_new.argtypes = [
         *(_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _LONG)
     ]
+    library.hetero_executor_slept.restype = _LONG
+    library.hetero_executor_slept.argtypes = [_POINTER]
     library.hetero_executor_free.restype = None
     library.hetero_executor_free.argtypes = [_POINTER]
     library.hetero_executor_set.restype = _LONG

@@ -7,11 +7,11 @@ Plain steps have no draft trees, no log-probabilities, and sample greedily or wi
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from hetero_llm.core.step import AdmittedSequence, SchedulerOutput, depends_on_history
 from hetero_llm.cpu.executor import GREEDY, LOGITS_ONLY, NOISY, StepInput, StepSamples
 from hetero_llm.sampling.sampler import restricts_support
+from hetero_llm.utils.jit import njit
 
 _SEED_MASK = (1 << 64) - 1
 

@@ -55,6 +55,7 @@ from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
 from hetero_llm.scheduler.kv_loads import ContextStepTimes, KVLoadQueue
 from hetero_llm.scheduler.scheduler import Scheduler
+from hetero_llm.utils import compile_progress, triton_cache
 
 if TYPE_CHECKING:
     import torch
@@ -120,6 +121,8 @@ def build_engine(
     load = config.load
     device = resolve_device(load.device)
     free_unreachable(device.type)
+    if device.type == "cuda":
+        triton_cache.prepare()
     _check_offload(config, device)
     folder, model_config = find_model(load)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
@@ -145,6 +148,8 @@ def build_engine(
         if draft_model is not None:
             draft_model.worker.close()
         raise
+    finally:
+        compile_progress.finish()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from hetero_llm.gpu.kernels.paged_attention import CUT_ROW_FIELDS, WORK_FIELDS
+from hetero_llm.utils.jit import njit
 
 _WAVES = (1, 2, 3, 4, 6)
 _ITEM_COST = 96

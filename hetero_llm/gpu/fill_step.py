@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
@@ -18,6 +17,7 @@ from hetero_llm.gpu.kernels.sample import POSITION, ROW_FIELDS, SAMPLE_INDEX, pa
 from hetero_llm.gpu.step_buffer import RING, StepBuffer, StepLayout, step_offsets, step_views
 from hetero_llm.gpu.uploads import Uploads
 from hetero_llm.sampling.noise import signed_seed
+from hetero_llm.utils.jit import njit
 
 _TOP_P_OFF = 2.0
 _NO_NODES = np.zeros(0, np.int32)

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numba import njit
 
 from hetero_llm.core.acceptance import TypicalAcceptance
 from hetero_llm.core.draft_tree import DraftBatch
@@ -50,6 +49,7 @@ from hetero_llm.runner.upload import upload
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import Sampler
 from hetero_llm.spec_decode.verify import tree_tokens
+from hetero_llm.utils.jit import njit
 
 _RESULTS = 4
 """Places for results: more than the steps that run at once."""

@@ -8,8 +8,9 @@ it was verified or not, since the tokens that followed show what it was worth.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from hetero_llm.utils.jit import njit
 
 MEMORY = 512.0
 """Tried nodes of a bucket after which older ones begin to fade."""

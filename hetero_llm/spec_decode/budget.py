@@ -10,8 +10,9 @@ of the one before are known, and one without drafts is launched before.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from hetero_llm.utils.jit import njit
 
 _FASTER, _SLOWER = 0.3, 0.1  # weight of a new time below and above the known one
 _OUTLIER = 4.0  # times the known one: something else happened
@@ -82,6 +83,14 @@ class StepCosts:
         self.edges = _EDGES
         self._profile = np.zeros(len(_EDGES))
         self._forget()
+
+    @staticmethod
+    def compile() -> None:
+        """Makes both kinds of tables once, so that no step waits for the compiler."""
+        costs = StepCosts()
+        costs.table()
+        costs.price([(1, 1.0)])
+        costs.table()
 
     def _forget(self) -> None:
         self._seconds = np.zeros(len(self.edges))

@@ -124,6 +124,7 @@ class HybridDrafter:
 
     def _compile(self) -> None:
         """Calls everything that is compiled at its first use."""
+        StepCosts.compile()
         buffer = self.states.buffer
         span = buffer.open()
         buffer.extend(span, [0, 1, 0])

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from hetero_llm.config.lookahead_config import LookaheadConfig
@@ -68,6 +67,7 @@ from hetero_llm.spec_decode.lookahead.suffix_trie import TrieArrays
 from hetero_llm.spec_decode.lookahead.trie_proposer import TrieProposalParams
 from hetero_llm.spec_decode.merge_trees import merge
 from hetero_llm.spec_decode.proposals import DraftModel, Proposals, rows_of
+from hetero_llm.utils.jit import njit
 
 _NO_INDEX = -1  # instead of a cache mode
 _NO_PROPOSAL = -2  # a number that no proposal has

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
 from hetero_llm.core.request import Sequence
 from hetero_llm.spec_decode.array_table import Float32Matrix, Int32Matrix, Int32Vector
+from hetero_llm.utils.jit import njit
 
 
 class Proposals(NamedTuple):

@@ -8,13 +8,15 @@ from pathlib import Path
 from hetero_llm.core.errors import ConfigError
 
 
-def cache_dir() -> Path:
-    """Folder of compiled libraries: HETERO_LLM_CACHE_DIR, else the user's cache folder."""
+def cache_dir() -> Path | None:
+    """Folder of compiled code: HETERO_LLM_CACHE_DIR, else the user's cache folder; None for a user
+    without a home folder. `cache_folder` says where else code is kept if this cannot be written."""
     chosen = os.environ.get("HETERO_LLM_CACHE_DIR")
-    if chosen:
-        return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "hetero_llm"
+    try:
+        return Path(chosen).expanduser() if chosen else Path(base).expanduser() / "hetero_llm"
+    except RuntimeError:  # neither HOME nor an entry in the list of users
+        return None
 
 
 def cpu_isa() -> str | None:

@@ -1,25 +1,32 @@
 """Compiles a folder of C++ sources at first use, into a cache that processes share.
 
-The file name holds a hash of sources, compiler and flags, so a changed source, compiler or flag
-causes a new build. The packages with sources (cpu, bridge) give the recipe and handle failures.
+The file name holds a hash of sources and flags, so a changed source or flag causes a new build, and
+a library that exists is found without a compiler: in the cache, or in a wheel that brings it along.
+The packages with sources (cpu, bridge) give the recipe and handle failures.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
+import logging
 import os
+import platform
 import shutil
-import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_llm.utils.env import cache_dir, native_choice
+from hetero_llm.utils import cache_folder, compile_progress
+from hetero_llm.utils.env import native_choice
+
+logger = logging.getLogger(__name__)
 
 PORTABLE = ("-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti", "-Wall", "-Wextra", "-Wno-psabi")
 FAST = ("-O3",)
@@ -62,46 +69,70 @@ def find_compiler() -> str | None:
 
 
 def build_library(recipe: Recipe, *, force: bool = False) -> Path:
-    """Compiles the library unless the cache folder has it.
+    """Finds the library in the folders of `cache_folder`, or compiles it.
+
+    Processes that need the same library wait for the one that compiles it.
 
     Args:
         force: compile it in any case.
 
     Raises:
-        RuntimeError: there is no compiler, or it reports an error.
+        RuntimeError: it has to be compiled, and there is no compiler, or it reports an error.
+        OSError, subprocess.SubprocessError: the compiler could not be run.
+    """
+    name = library_name(recipe)
+    found = None if force else cache_folder.find(name)
+    if found is not None:
+        return found
+    if find_compiler() is None:
+        raise RuntimeError("no C++ compiler found")
+    library = cache_folder.write_folder() / name
+    with _alone(library.parent):
+        if force or cache_folder.read(library) is None:  # else another process has made it
+            compile_library(recipe, library)
+    return library
+
+
+def library_name(recipe: Recipe) -> str:
+    """Name of the library's file: a hash of all sources, flags, and the machine's architecture."""
+    parts = [platform.machine().encode()]
+    parts += [" ".join(flags).encode() for flags in (recipe.flags, recipe.link_flags)]
+    for path in sorted(recipe.folder.rglob("*.h")) + _sources(recipe):
+        parts += [str(path.relative_to(recipe.folder)).encode(), path.read_bytes()]
+        parts.append(" ".join(recipe.flags_of(path)).encode())
+    return f"{recipe.name}-{hashlib.sha256(bytes(1).join(parts)).hexdigest()[:16]}.so"
+
+
+def compile_library(recipe: Recipe, library: Path) -> None:
+    """Compiles the library into a file.
+
+    Raises:
+        RuntimeError: there is no compiler, it reports an error, or a source changed meanwhile.
         OSError, subprocess.SubprocessError: the compiler could not be run.
     """
     compiler = find_compiler()
     if compiler is None:
         raise RuntimeError("no C++ compiler found")
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, check=True, timeout=_TIMEOUT_S
-    ).stdout
-    sources = sorted(recipe.folder.rglob("*.cpp"))
-    everything = [*sources, *sorted(recipe.folder.rglob("*.h"))]
-    digest = _digest(recipe, everything, version)
-    library = cache_dir() / f"{recipe.name}-{digest}.so"
-    if not force and _is_whole(library):
-        return library
-    library.parent.mkdir(parents=True, exist_ok=True)
+    name = library_name(recipe)
+    compile_progress.begin()
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / "built.so"
         commands, objects = [], []
-        for index, source in enumerate(sources):
+        for index, source in enumerate(_sources(recipe)):
             objects.append(f"{folder}/{index}.o")
             flags = (*recipe.flags, *recipe.flags_of(source))
             commands.append([compiler, *flags, "-c", str(source), "-o", objects[-1]])
         with ThreadPoolExecutor(recipe.workers) as pool:
-            list(pool.map(_run, commands))
+            for _ in pool.map(_run, commands):
+                compile_progress.advance()
         _run([compiler, "-shared", "-pthread", *recipe.link_flags, *objects, "-o", str(built)])
-        if _digest(recipe, everything, version) != digest:
+        if library_name(recipe) != name:
             raise RuntimeError("the sources changed while they were compiled; try again")
-        os.replace(built, library)
-    return library
+        cache_folder.write(library, built.read_bytes())
 
 
 def open_library(recipe: Recipe) -> ctypes.CDLL:
-    """Builds and loads the library. If the file in the cache cannot be loaded, it is rebuilt once.
+    """Finds or builds the library and loads it. One that cannot be loaded is rebuilt once.
 
     Raises:
         RuntimeError, OSError, subprocess.SubprocessError: see `build_library`, or the new library
@@ -110,7 +141,10 @@ def open_library(recipe: Recipe) -> ctypes.CDLL:
     path = build_library(recipe)
     try:
         return ctypes.CDLL(str(path))
-    except OSError:
+    except OSError as error:
+        if find_compiler() is None:
+            raise
+        logger.warning("%s cannot be loaded (%s): it is compiled again", path, reason(error))
         return ctypes.CDLL(str(build_library(recipe, force=True)))
 
 
@@ -158,28 +192,20 @@ def open_both_ways(
     return CallableLibrary(library, quick)
 
 
-def _digest(recipe: Recipe, files: list[Path], version: str) -> str:
-    parts = [version.encode(), " ".join(recipe.flags).encode()]
-    for path in files:
-        parts += [str(path.relative_to(recipe.folder)).encode(), path.read_bytes()]
-    return hashlib.sha256(b"\x00".join(parts)).hexdigest()[:16]
+def _sources(recipe: Recipe) -> list[Path]:
+    return sorted(recipe.folder.rglob("*.cpp"))
 
 
-def _is_whole(library: Path) -> bool:
-    """Whether the file exists and is not truncated: loading a truncated file would raise SIGBUS.
-
-    The linker writes the table of sections last; the ELF header says where it ends.
-    """
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock, where the file system has locks."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        with library.open("rb") as file:
-            header = file.read(64)
-        if len(header) < 64 or header[:5] != b"\x7fELF\x02":
-            return False
-        (table,) = struct.unpack_from("<Q", header, 40)
-        entry_size, entries = struct.unpack_from("<HH", header, 58)
-        return library.stat().st_size >= table + entry_size * entries
-    except OSError:
-        return False
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _run(command: list[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from hetero_llm import cli
 from hetero_llm.config.lookahead_config import FILE_NAME
+from hetero_llm.utils import cache_folder
 
 TEXTS = ("def add(a, b):\n    return a + b\n", "import os\nimport sys\n" * 20)
 
@@ -130,6 +131,21 @@ def test_mistakes_are_one_line_and_code_2(
         assert error.startswith("hetero-llm: error: ") and error.count("\n") == 1
         assert reason in error
     assert not os.path.exists(out[1])
+
+
+def test_compiled_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("HETERO_LLM_CACHE_DIR", str(folder))
+    cache_folder.write(folder / "numba" / "function", bytes(1_500_000))
+    assert cache("compiled") == 0
+    assert capsys.readouterr().out == f"{folder}: 1 files, 1.5 MB\n"
+    monkeypatch.setattr(cache_folder, "PREBUILT", folder / "numba")
+    assert cache("compiled") == 0
+    assert capsys.readouterr().out.splitlines()[1] == f"{folder}/numba: 1 files, 1.5 MB, read only"
+    assert cache("compiled", "--clear") == 0
+    assert capsys.readouterr().out == f"{folder}: 0 files, 0.0 MB\n" and not list(folder.iterdir())
 
 
 @pytest.mark.parametrize(

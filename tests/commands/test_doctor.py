@@ -15,6 +15,8 @@ import pytest
 from hetero_llm import cli
 from hetero_llm.commands import doctor
 from hetero_llm.commands.doctor import Missing, Report
+from hetero_llm.cpu import native
+from hetero_llm.utils import cache_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -254,10 +256,17 @@ def test_no_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "usable now" not in report.sections["Memory"]
 
 
-def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    native.build()
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    facts, missing = doctor._tools()
+    assert not missing, "the library is there"
+    assert facts["native CPU executor"].startswith("for ")
+    assert facts["compiled code"].startswith(f"{cache_folder.write_folder()}, ")
+    monkeypatch.setenv("HETERO_LLM_CACHE_DIR", str(tmp_path))
     report = doctor.examine()
     assert report.can_run
+    assert report.sections["Tools"]["compiled code"] == f"{tmp_path}, 0 files, 0.0 MB"
     assert "a C++ compiler" in [thing.what for thing in report.missing]
     executor = report.sections["Tools"]["native CPU executor"]
     assert executor == "none, plain torch serves: no C++ compiler found"

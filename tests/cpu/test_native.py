@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hetero_llm.cpu import build, native
+from hetero_llm.utils import cache_folder
 from hetero_llm.utils.env import cache_dir
 
 OUTER = (
@@ -96,7 +97,8 @@ def test_a_library_that_cannot_be_loaded_is_built_anew_once(
         native.open_library()
     with caplog.at_level(logging.WARNING):
         assert native.load() is None and native.load() is None
-    assert len(caplog.records) == 1 and "plain torch serves" in caplog.text
+    assert caplog.text.count("plain torch serves") == 1
+    assert "cannot be loaded" in caplog.text and "it is compiled again" in caplog.text
 
 
 def test_a_failing_compiler_leaves_torch_and_one_line(
@@ -151,3 +153,18 @@ def test_several_processes_may_build_at_once() -> None:
         children.append(child)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
     assert len(list(cache_dir().iterdir())) == 1
+
+
+def test_no_compiler_is_asked_for_once_the_library_is_there(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = native.build()
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert native.build() == path and native.open_library().hetero_isa_best() == 0
+    assert build.main([]) == 0
+    monkeypatch.setenv("HETERO_LLM_CACHE_DIR", str(sources.parent / "empty"))
+    with pytest.raises(RuntimeError, match="no C\\+\\+ compiler found"):
+        native.build()
+    # A wheel brings it along.
+    monkeypatch.setattr(cache_folder, "PREBUILT", path.parent)
+    assert native.build() == path and native.open_library().hetero_isa_best() == 0

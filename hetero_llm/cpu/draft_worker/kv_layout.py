@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 
 from hetero_llm.core.errors import PromptError
 from hetero_llm.cpu.draft_worker.tree_ops import WINDOW, Moves
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.spec_decode.array_table import BORROWING
 from hetero_llm.spec_decode.draft_model.tree_arrays import INT32, fit
+from hetero_llm.utils.jit import njit
 
 BLOCK = 16
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from hetero_llm.spec_decode.array_table import BORROWING
 from hetero_llm.spec_decode.draft_model.node_buckets import bucket_of, external_bucket
@@ -28,6 +27,7 @@ from hetero_llm.spec_decode.draft_model.tree_arrays import (
     renumber_subtree,
     sort_descending,
 )
+from hetero_llm.utils.jit import njit
 
 WINDOW = 64
 """KV places of a slot's tree: the maximum number of nodes with computed KV."""

@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from hetero_llm.spec_decode.acceptance_stats import rates_of
+from hetero_llm.utils.jit import njit
 
 NUM_ODDS = 16
 """Intervals of log-odds."""

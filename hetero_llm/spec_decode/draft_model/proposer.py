@@ -13,7 +13,6 @@ from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from hetero_llm.bridge.ipc.messages import (
@@ -55,6 +54,7 @@ from hetero_llm.spec_decode.draft_model.tree_replica import (
 )
 from hetero_llm.spec_decode.draft_model.worker_client import DraftWorkerClient
 from hetero_llm.spec_decode.proposals import Proposals, rows_of
+from hetero_llm.utils.jit import njit
 
 _CLOSED, _REFUSED = -1, -2  # instead of a generation
 _MAX_WAIT_SECONDS = 2e-3  # unless configured

@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from hetero_llm.spec_decode.acceptance_stats import MEMORY
 from hetero_llm.spec_decode.array_table import BORROWING
+from hetero_llm.utils.jit import njit
 
 ID, PARENT, TOKEN, BUCKET = range(4)
 """Columns of a node; PARENT is the row of its parent."""

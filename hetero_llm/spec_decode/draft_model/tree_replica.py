@@ -20,7 +20,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from hetero_llm.bridge.ipc.messages import (
     BASE_LENGTH,
@@ -62,6 +61,7 @@ from hetero_llm.spec_decode.draft_model.tree_arrays import (
     sort_descending,
 )
 from hetero_llm.spec_decode.proposals import Proposals
+from hetero_llm.utils.jit import njit
 
 CAPACITY = 1024
 """Maximum nodes of a tree: children of all nodes that the worker can have run, and evicted ones."""

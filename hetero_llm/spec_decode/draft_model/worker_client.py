@@ -29,7 +29,10 @@ from hetero_llm.spec_decode.draft_model.worker_settings import WorkerSettings
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
-"""Time within which a worker must be ready."""
+"""Time within which a restarted worker must be ready."""
+FIRST_START_SECONDS = 600.0
+"""Time within which the first worker must be ready: it may compile, on a busy machine. A worker
+that ends is noticed at once."""
 HANG_SECONDS = 5.0
 """A worker without a message for so long counts as hung."""
 
@@ -160,7 +163,7 @@ class DraftWorkerClient:
         self._generation = self._generation % 0x7FFFFFFF + 1
         return self._generation
 
-    def wait_ready(self, seconds: float = START_SECONDS) -> None:
+    def wait_ready(self, seconds: float = FIRST_START_SECONDS) -> None:
         """Wait until the first worker is up.
 
         Raises:

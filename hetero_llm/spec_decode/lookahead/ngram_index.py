@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from hetero_llm.spec_decode.array_table import (
     Float32Matrix,
@@ -23,6 +22,7 @@ from hetero_llm.spec_decode.array_table import (
     Int64Matrix,
     Int64Vector,
 )
+from hetero_llm.utils.jit import njit
 
 SIGNATURE_TOKENS = 4
 """Phrases of one cell are the same if their first `SIGNATURE_TOKENS` tokens are."""
@@ -120,6 +120,7 @@ class NgramIndex:
         self._keys_per_token = params.match_length if params.is_hybrid else 1
         self._largest_class = (params.cell_max_size - 1).bit_length()
         self.arrays = _new_arrays(_MIN_SLOTS, 0)
+        _rehash(self.arrays.slots[:0], self.arrays.slots)  # compiles, before the index ever grows
         self.reserve(tokens)
 
     @property

@@ -17,7 +17,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from hetero_llm.spec_decode.array_table import (
     BORROWING,
@@ -27,6 +26,7 @@ from hetero_llm.spec_decode.array_table import (
     Int64Vector,
 )
 from hetero_llm.spec_decode.lookahead.ngram_index import find_slot, hash_tokens
+from hetero_llm.utils.jit import njit
 
 MAX_CELL = 256
 """Largest `cell_max_size`."""
@@ -109,6 +109,7 @@ class SuffixTrie:
         self._largest_class = (params.cell_max_size - 1).bit_length()
         # Source code takes 1.7 to 2.3 nodes and as many entries a token.
         self.arrays = _new_arrays(_num_slots(tokens // 3), 5 * tokens // 2, 5 * tokens // 2)
+        _rehash(self.arrays.slots[:0], self.arrays.slots)  # compiles, before the trie ever grows
 
     @property
     def num_bytes(self) -> int:

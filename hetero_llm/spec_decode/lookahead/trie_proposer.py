@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from hetero_llm.spec_decode.array_table import BORROWING
 from hetero_llm.spec_decode.lookahead.suffix_trie import (
@@ -37,6 +36,7 @@ from hetero_llm.spec_decode.lookahead.trie_buckets import (
     SECOND,
     SHARES,
 )
+from hetero_llm.utils.jit import njit
 
 _LONGEST = int(LENGTHS[-1])
 _SURE = np.float32(0.5)

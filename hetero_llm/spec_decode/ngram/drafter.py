@@ -40,6 +40,7 @@ class PromptLookupDrafter:
         self._ngrams = smallest, largest
         self._num_tokens = min(num_tokens, MAX_NODES)
         self._proposals = Proposals.empty(1)
+        self.propose([], [], 0)  # compiles, so that no request waits for that
 
     @property
     def idle(self) -> bool:

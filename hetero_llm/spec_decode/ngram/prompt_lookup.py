@@ -7,7 +7,8 @@ newest of its occurrences is taken, which is right a little more often than the 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from hetero_llm.utils.jit import njit
 
 _MAX_NODES = 63
 _FIRST_RATES = np.array([0.0, 0.15, 0.45, 0.5, 0.6], np.float32)

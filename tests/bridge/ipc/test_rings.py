@@ -411,7 +411,7 @@ def test_build_command(
     assert build.main(["--sanitize"]) == 0
     lines = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
     built = {Path(path) for path in lines.values()}
-    assert len(built) == 4 and set(tmp_path.iterdir()) == built
+    assert len(built) == 6 and set(tmp_path.iterdir()) == built
     for name in ("rings", "KV copier"):
         plain, sanitized = Path(lines[name]), Path(lines[f"{name} with sanitizers"])
         assert b"__asan_init" in sanitized.read_bytes()

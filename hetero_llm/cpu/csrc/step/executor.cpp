@@ -541,6 +541,10 @@ void* hetero_executor_new(const HeteroModel* model, void* cache, int64_t block_s
 
 void hetero_executor_free(void* executor) { delete (hetero::Executor*)executor; }
 
+int64_t hetero_executor_slept(void* executor) {
+    return ((hetero::Executor*)executor)->team->slept_ns();
+}
+
 int64_t hetero_executor_set(void* executor, int64_t layer, int64_t which, const void* data,
                             int64_t rows, int64_t columns, int64_t dtype) {
     using namespace hetero;

@@ -50,6 +50,9 @@ void* hetero_executor_new(const HeteroModel* model, void* cache, int64_t block_s
                           const int32_t* cpus, int64_t isa);
 void hetero_executor_free(void* executor);
 
+// Team::slept_ns of its threads.
+int64_t hetero_executor_slept(void* executor);
+
 // Weights, row-major, copied and packed. which: 0 embedding, 1 final norm, 2 head; of a layer: 3
 // input norm, 4 qkv, 5 qkv bias, 6 output, 7 output bias, 8 second norm, 9 gate and up, 10 down,
 // 11 q norm, 12 k norm. dtype: 0 bf16, 1 float, of norms and biases too. Returns 0, or -1 if the

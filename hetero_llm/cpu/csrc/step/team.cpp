@@ -4,6 +4,12 @@
 // thread i - 2^r. After log2(n) rounds every thread has, directly or through others, a signal of
 // every other. A thread spins on cache lines that one other thread writes, so no line is contended,
 // whatever the number of threads.
+//
+// A thread that waits at a barrier spins for its patience and then sleeps until the sender wakes it.
+// It does not yield: on a core that others want, every yield hands them a whole time slice, while a
+// thread that slept gets its core back as soon as it is woken. A wait that outlasts the patience
+// halves it, since the sender has lost its core and will be late again; a shorter wait restores it
+// bit by bit.
 
 #include "team.h"
 
@@ -15,6 +21,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <climits>
 #include <memory>
@@ -23,21 +30,25 @@
 namespace hetero {
 namespace {
 
-// 5 to 10 microseconds. Yielding costs little if no other thread wants the core; if a thread of the
-// team has no core, longer spinning makes each barrier that much slower.
-constexpr int kBarrierSpins = 200;
+// Longer than parts of a step differ on cores of our own; waking up takes 5 to 50 microseconds.
+constexpr int64_t kMostPatience = 200000, kLeastPatience = 2000;  // nanoseconds
+constexpr int64_t kRestored = 100;  // of the patience, by each shorter wait
 constexpr int kSpinsPerClock = 64;
 
 // A word on a cache line of its own; a pair of lines, as Intel's prefetcher fetches pairs.
 struct alignas(128) Word {
     std::atomic<uint32_t> value{0};
+    std::atomic<uint32_t> asleep{0};  // whether the reader of a signal sleeps on it
 };
 
 struct alignas(128) Seat {
     pthread_t handle{};
     int cpu = -1;
-    uint32_t barriers = 0;  // passed so far; only this thread uses it
+    // Only this thread uses these two.
+    uint32_t barriers = 0;  // passed so far
+    int64_t patience_ns = kMostPatience;
     std::atomic<int64_t> delay_ns{0};
+    std::atomic<int64_t> slept_ns{0};  // at barriers
 };
 
 std::atomic<uint32_t> forks{0};
@@ -88,6 +99,7 @@ struct Team::State {
     void announce(Body body, void* context);
     uint32_t await(uint32_t seen);
     void wait_for_all(int thread);
+    void wait_for(Word& signal, uint32_t barrier, Seat& seat);
     static void* work(void* start);
 };
 
@@ -148,19 +160,39 @@ void Team::State::wait_for_all(int thread) {
     const uint32_t barrier = ++seats[thread].barriers;
     for (int round = 0; round < rounds; ++round) {
         const int to = (thread + (1 << round)) % threads;
-        signals[to * rounds + round].value.store(barrier, std::memory_order_release);
-        // The sender may be one barrier ahead already: compared with wrap-around.
-        const std::atomic<uint32_t>& mine = signals[thread * rounds + round].value;
-        int spins = 0;
-        while ((int32_t)(mine.load(std::memory_order_acquire) - barrier) < 0) {
-            if (spins < kBarrierSpins) {
-                ++spins;
-                pause_briefly();
-            } else {
-                sched_yield();
-            }
+        Word& theirs = signals[to * rounds + round];
+        // Either the reader's `asleep` is seen here, or the reader sees the value before it sleeps.
+        theirs.value.store(barrier, std::memory_order_seq_cst);
+        if (theirs.asleep.load(std::memory_order_seq_cst) != 0) {
+            futex(&theirs.value, FUTEX_WAKE_PRIVATE, 1);
         }
+        wait_for(signals[thread * rounds + round], barrier, seats[thread]);
     }
+}
+
+// Returns when the sender has reached the barrier. It may be one barrier ahead already: compared
+// with wrap-around.
+void Team::State::wait_for(Word& signal, uint32_t barrier, Seat& seat) {
+    const auto reached = [&](uint32_t value) { return (int32_t)(value - barrier) >= 0; };
+    int64_t until = 0;
+    for (int spins = 1; !reached(signal.value.load(std::memory_order_acquire)); ++spins) {
+        pause_briefly();
+        if (spins % kSpinsPerClock != 0) continue;
+        const int64_t now = now_ns();
+        if (until == 0) until = now + seat.patience_ns;
+        if (now < until) continue;
+        seat.patience_ns = std::max(seat.patience_ns / 2, kLeastPatience);
+        signal.asleep.store(1, std::memory_order_seq_cst);
+        uint32_t value = signal.value.load(std::memory_order_seq_cst);
+        while (!reached(value)) {
+            futex(&signal.value, FUTEX_WAIT_PRIVATE, value);
+            value = signal.value.load(std::memory_order_seq_cst);
+        }
+        signal.asleep.store(0, std::memory_order_relaxed);
+        seat.slept_ns.fetch_add(now_ns() - now, std::memory_order_relaxed);
+        return;
+    }
+    seat.patience_ns = std::min(seat.patience_ns + kRestored, kMostPatience);
 }
 
 void* Team::State::work(void* start) {
@@ -221,6 +253,14 @@ void Team::barrier(int thread) {
     state_->wait_for_all(thread);
 }
 
+int64_t Team::slept_ns() const {
+    int64_t sum = 0;
+    for (int i = 0; i < state_->threads; ++i) {
+        sum += state_->seats[i].slept_ns.load(std::memory_order_relaxed);
+    }
+    return sum;
+}
+
 void Team::delay(int thread, int64_t nanoseconds) {
     state_->seats[thread].delay_ns.store(nanoseconds, std::memory_order_relaxed);
 }
@@ -274,6 +314,8 @@ void* hetero_team_new(int64_t threads, const int32_t* cpus, int64_t spin_us) {
 void hetero_team_free(void* team) { delete static_cast<hetero::Team*>(team); }
 
 int64_t hetero_team_size(void* team) { return static_cast<hetero::Team*>(team)->size(); }
+
+int64_t hetero_team_slept(void* team) { return static_cast<hetero::Team*>(team)->slept_ns(); }
 
 void hetero_team_delay(void* team, int64_t thread, int64_t nanoseconds) {
     static_cast<hetero::Team*>(team)->delay((int)thread, nanoseconds);

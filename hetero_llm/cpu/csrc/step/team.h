@@ -24,9 +24,12 @@ class Team {
     // Runs `body` on all threads and returns when all have returned. One caller at a time.
     void run(Body body, void* context);
     // Inside run: returns when every thread has called it; what they wrote before is visible.
-    // Spins a bounded time, then yields the core: a thread that waits for a core delays the others
-    // only until the system gives it one.
+    // Spins a bounded time, then sleeps: on a core that other programs want, a thread that sleeps
+    // is back as soon as it is woken.
     void barrier(int thread);
+    // Nanoseconds that all threads together have slept at barriers since the team was made: long
+    // where a thread has to wait for its core.
+    int64_t slept_ns() const;
     // For tests: this thread sleeps for `nanoseconds` before each barrier.
     void delay(int thread, int64_t nanoseconds);
 

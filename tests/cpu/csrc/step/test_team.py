@@ -31,6 +31,7 @@ def library() -> ctypes.CDLL:
         ("new", POINTER, [INT, POINTER, INT]),
         ("free", None, [POINTER]),
         ("size", INT, [POINTER]),
+        ("slept", INT, [POINTER]),
         ("delay", None, [POINTER, INT, INT]),
         ("check", INT, [POINTER, INT]),
         ("time", INT, [POINTER, INT, INT]),
@@ -92,7 +93,10 @@ def test_a_delayed_thread_is_waited_for(library: ctypes.CDLL, late: int) -> None
         library.hetero_team_delay(team, late, 0)
         delay = 20_000_000
         library.hetero_team_delay(team, late, delay)
+        slept = library.hetero_team_slept(team)
         assert library.hetero_team_time(team, 1, 2) >= 2 * delay
+        # Nobody spins or yields meanwhile: the two others sleep, but for their patience.
+        assert library.hetero_team_slept(team) - slept > 2 * delay
 
 
 def test_threads_are_pinned_and_fall_asleep(library: ctypes.CDLL) -> None:
