@@ -17,7 +17,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -40,11 +39,13 @@ from hetero_llm.server.logs import log_stats, server_log
 from hetero_llm.server.settings import TEMPLATE_KWARGS, Cors, Limits, ServerSettings
 from hetero_llm.server.startup import plan_table, ready_text
 from hetero_llm.server.tracing import TraceHeaders, Tracer, open_provider
+from hetero_llm.utils.files import MIB, read_text
 
 logger = logging.getLogger(__name__)
 
 EXIT_ENGINE_DEAD = 70
 _KEEP_ALIVE_SECONDS = 10
+_MOST_TEMPLATE = MIB
 _POLL_SECONDS = 0.5
 _HANG_GRACE = 5.0
 """Seconds in which a hung engine may recover, with /live at 503, before the server ends."""
@@ -166,12 +167,16 @@ def read_template(value: str | None) -> str | None:
     if value is None:
         return None
     try:
-        return Path(value).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(value, most=_MOST_TEMPLATE, pipes=True)
+    except (OSError, ValueError) as error:  # not text, or a name that no file can have
         if "{" in value:
             return value.replace("\\n", "\n")
-        reason = f"is neither a template nor a file that can be read: {error}"
+        reason = f"is neither a template nor a file that can be read: {_why(error)}"
         raise ConfigError("chat_template", value, reason) from None
+
+
+def _why(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
 
 
 def bind(host: str, port: int) -> socket.socket:
