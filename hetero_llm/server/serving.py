@@ -219,7 +219,6 @@ def uvicorn_config(app: FastAPI, args: Mapping[str, Any]) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         server_header=False,
-        h11_max_incomplete_event_size=256 << 10,  # above our own limit, whose error is clearer
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=2,
         backlog=_BACKLOG,
