@@ -61,7 +61,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    """Serves until SIGTERM or Ctrl-C, after which the exit code is 0."""
+    """Serves until SIGTERM, SIGHUP or Ctrl-C, after which the exit code is 0."""
     return _serve(options, env.flag_variables())
 
 

@@ -2,7 +2,9 @@
 
 The port is bound before the model loads, so that a wrong one is reported at once. The first SIGTERM
 drains: /ready turns to 503, running requests get `shutdown_timeout`, then the engine and the server
-end. A second signal ends both at once. A dead engine, or one that stays hung, ends the server.
+end. A second signal ends both at once. SIGHUP, sent when a terminal closes, drains as well, however
+often it comes; where it is ignored at the start (nohup), it stays ignored. A dead engine, or one
+that stays hung, ends the server.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import inspect
 import logging
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from types import FrameType
@@ -272,6 +275,7 @@ class Server(uvicorn.Server):
         """Serves; returns the exit code."""
         self._loop = asyncio.get_running_loop()
         self._stop, self._end_at_once = asyncio.Event(), asyncio.Event()
+        drain_on_hangup(self.handle_exit)
         serving = asyncio.create_task(self.serve(sockets=[listener]))
         end = asyncio.create_task(self._until_the_end())
         await asyncio.wait([serving, end], return_when=asyncio.FIRST_COMPLETED)
@@ -328,9 +332,12 @@ class Server(uvicorn.Server):
         return False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """uvicorn's signal handler. The first signal starts draining, the second ends at once."""
+        """Signal handler. The first signal starts draining, the second ends at once; but for
+        SIGHUP, which a shell sends again to the jobs of a terminal that has closed."""
         assert self._stop is not None and self._loop is not None
-        if not self.context.leaving and sig in (signal.SIGTERM, signal.SIGINT):
+        if self.context.leaving and sig == signal.SIGHUP:
+            return
+        if not self.context.leaving and sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             self.context.leaving = True
             self.context.draining = self._drain_delay == 0
             self._loop.call_soon_threadsafe(self._stop.set)
@@ -343,6 +350,15 @@ class Server(uvicorn.Server):
         self.force_exit = True
         self._end_at_once.set()
         self._ending = asyncio.ensure_future(self._client.shutdown(0.0))
+
+
+def drain_on_hangup(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Installs the handler for SIGHUP, unless this process was told to ignore the signal. uvicorn
+    installs those for SIGTERM and SIGINT."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # as uvicorn: only the main thread may install handlers
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, handler)
 
 
 def _warn_if_open(args: Mapping[str, Any]) -> None:

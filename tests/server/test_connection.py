@@ -140,16 +140,18 @@ VERSIONS = (b"HTTP/1.1",) * 6 + (
     b"",
     b"HTTP/1.1 ",
 )
-HEADERS = (b"content-length: 2", b"content-length: 2", b"content-length: -1",
-           b"content-length: 1e9", b"content-length: 99999999999999999999", b"content-length: 2, 2", b"content-length:",
-           b"transfer-encoding: chunked", b"transfer-encoding: identity", b"transfer-encoding:\x0b",
-           b"Transfer-Encoding : chunked", b"content-type: application/json", b"content-type: \xff",
-           b"content-encoding: gzip", b"authorization: Bearer x", b"authorization: Basic \x00",
-           b"expect: 100-continue", b"expect: x", b"connection: close", b"connection: upgrade",
-           b"upgrade: websocket", b"upgrade: h2c", b"x-request-id: \xc3\xa9",
-           b"x: " + b"y" * 40_000,           b" folded: yes", b"no colon", b": no name", b"x-request-timeout-ms: nan",
-           b"range: bytes=0-",           b"host: b", b"sec-websocket-key: x", b"x-forwarded-for: \"", b"cookie: " + b";" * 9000,
-           b"traceparent: 00-0-0-0")  # fmt: skip
+HEADERS = (
+    b"content-length: 2", b"content-length: 2", b"content-length: -1", b"content-length: 1e9",
+    b"content-length: 99999999999999999999", b"content-length: 2, 2", b"content-length:",
+    b"transfer-encoding: chunked", b"transfer-encoding: identity", b"transfer-encoding:\x0b",
+    b"Transfer-Encoding : chunked", b"content-type: application/json", b"content-type: \xff",
+    b"content-encoding: gzip", b"authorization: Bearer x", b"authorization: Basic \x00",
+    b"expect: 100-continue", b"expect: x", b"connection: close", b"connection: upgrade",
+    b"upgrade: websocket", b"upgrade: h2c", b"x-request-id: \xc3\xa9", b"x: " + b"y" * 40_000,
+    b" folded: yes", b"no colon", b": no name", b"x-request-timeout-ms: nan", b"range: bytes=0-",
+    b"host: b", b"sec-websocket-key: x", b"x-forwarded-for: \"", b"cookie: " + b";" * 9000,
+    b"traceparent: 00-0-0-0",
+)  # fmt: skip
 BODIES = (b"", b"{}", b'{"prompt": "a"}', b"[" * 20_000, b'{"prompt": ' + b"9" * 5000 + b"}",
           b"2\r\n{}\r\n0\r\n\r\n", b"2;x=y\r\n{}\r\n0\r\nx: y\r\n\r\n", b"ffffffffffffffffff\r\n",
           b"-2\r\n{}\r\n0\r\n\r\n", b"\xff\xfe", b"GET /metrics HTTP/1.1\r\nhost: a\r\n\r\n",
