@@ -17,9 +17,11 @@ import inspect
 import logging
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -42,13 +44,14 @@ from hetero_llm.server.logs import log_stats, server_log
 from hetero_llm.server.settings import TEMPLATE_KWARGS, Cors, Limits, ServerSettings
 from hetero_llm.server.startup import plan_table, ready_text
 from hetero_llm.server.tracing import TraceHeaders, Tracer, open_provider
-from hetero_llm.utils.files import MIB, read_text
+from hetero_llm.utils.files import MIB, check_regular, read_text
 
 logger = logging.getLogger(__name__)
 
 EXIT_ENGINE_DEAD = 70
 _KEEP_ALIVE_SECONDS = 10
 _MOST_TEMPLATE = MIB
+_MOST_TLS = 16 * MIB
 _POLL_SECONDS = 0.5
 _HANG_GRACE = 5.0
 """Seconds in which a hung engine may recover, with /live at 503, before the server ends."""
@@ -75,6 +78,7 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
     arguments = AsyncEngineArgs(**engine_args)
     settings = settings_of(server_args)
     middleware = [import_middleware(path) for path in server_args["middleware"]]
+    check_tls(server_args)
     collector = server_args["otlp_traces_endpoint"]
     traces = None if collector is None else open_provider(collector)
     listener = bind(server_args["host"], server_args["port"])
@@ -180,6 +184,38 @@ def read_template(value: str | None) -> str | None:
 
 def _why(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
+
+
+def check_tls(args: Mapping[str, Any]) -> None:
+    """Reads certificate and key as uvicorn will, before the model loads. Pipes are left to uvicorn:
+    they can be read once.
+
+    Raises:
+        ConfigError: a file cannot be read, or they are not a certificate and its key.
+    """
+    certificate, key = args["ssl_certfile"], args["ssl_keyfile"]
+    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        if args[name] is not None and Path(args[name]).is_fifo():
+            return
+        if args[name] is not None:
+            try:
+                check_regular(args[name], most=_MOST_TLS)
+            except OSError as error:
+                raise ConfigError(name, args[name], f"cannot be read: {_why(error)}") from None
+    if certificate is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key)
+    except OSError as error:  # ssl's own errors, too
+        reason = f"is not a certificate with its key (ssl_keyfile={key!r}): {_why(error)}"
+        raise ConfigError("ssl_certfile", certificate, reason) from None
+    if args["ssl_ca_certs"] is not None:
+        try:
+            context.load_verify_locations(args["ssl_ca_certs"])
+        except OSError as error:
+            reason = f"holds no certificates: {_why(error)}"
+            raise ConfigError("ssl_ca_certs", args["ssl_ca_certs"], reason) from None
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -28,6 +28,7 @@ from hetero_llm.server.serving import (
     EXIT_ENGINE_DEAD,
     Server,
     bind,
+    check_tls,
     drain_on_hangup,
     freeze_collector,
     read_template,
@@ -300,6 +301,30 @@ def test_a_whole_server_in_its_process(tmp_path: Path) -> None:
         finally:
             process.kill()
             process.wait()
+
+
+def test_tls_files_are_read_before_the_model(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.pem"
+    wrong.write_text("no certificate")
+
+    def refusal(**paths: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check_tls(resolve_server_args({name: str(path) for name, path in paths.items()}))
+        return str(caught.value)
+
+    said = refusal(ssl_certfile=wrong, ssl_keyfile=wrong)
+    assert said.startswith("ssl_certfile=") and "is not a certificate with its key" in said
+    said = refusal(ssl_certfile="/dev/zero", ssl_keyfile=wrong)
+    assert said.startswith("ssl_certfile='/dev/zero': cannot be read: is a device")
+    said = refusal(ssl_certfile=wrong, ssl_keyfile=tmp_path / "nowhere")
+    assert said.startswith("ssl_keyfile=") and "No such file" in said
+    check_tls(resolve_server_args({}))
+
+
+def test_a_template_that_never_ends() -> None:
+    for path, reason in (("/dev/zero", "is larger than 1 MiB"), ("/tmp", "Is a directory")):
+        with pytest.raises(ConfigError, match=reason):
+            read_template(path)
 
 
 def test_a_hangup_that_is_ignored_stays_ignored() -> None:
