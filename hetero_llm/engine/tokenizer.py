@@ -213,6 +213,7 @@ def load_tokenizer(folder: Path, *, mode: str, trust_remote_code: bool) -> Token
             trust_remote_code=trust_remote_code,
             local_files_only=True,
         )
+        hf_tokenizer.decode(hf_tokenizer.encode("a"))  # some settings fail only in use
     except Exception as error:
         reason = short_reason(error)
         if not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Any
 from hetero_llm.core.errors import HeteroLLMError, ModelLoadError, shown
 from hetero_llm.models.rope_config import RopeConfig, is_number, parse_rope
 from hetero_llm.utils.files import MIB, read_text
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("silu", "relu", "relu2", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
@@ -138,11 +141,27 @@ def torch_dtype(reader: Reader) -> str:
     return name
 
 
-def eos_and_bos(reader: Reader, generation: Reader) -> tuple[tuple[int, ...], int | None]:
-    """`eos_token_ids` and `bos_token_id` of `ModelConfig`."""
-    eos = reader.token_ids("eos_token_id") + generation.token_ids("eos_token_id")
-    bos = reader.token_ids("bos_token_id") + generation.token_ids("bos_token_id")
-    return tuple(dict.fromkeys(eos)), bos[0] if bos else None
+def eos_and_bos(
+    reader: Reader, generation: Reader, vocab_size: int
+) -> tuple[tuple[int, ...], int | None]:
+    """`eos_token_ids` and `bos_token_id` of `ModelConfig`. Ids beyond the vocabulary, which no step
+    can sample, are left out and logged."""
+
+    def ids(key: str) -> tuple[int, ...]:
+        found = []
+        for source in (reader, generation):
+            for token in source.token_ids(key):
+                if token < vocab_size:
+                    found.append(token)
+                else:
+                    logger.warning(
+                        "%s: %s=%d is beyond the vocabulary of %d tokens and left out",
+                        *(source.where, key, token, vocab_size),
+                    )
+        return tuple(dict.fromkeys(found))
+
+    bos = ids("bos_token_id")
+    return ids("eos_token_id"), bos[0] if bos else None
 
 
 def heads_of(reader: Reader, heads_key: str, hidden_key: str) -> tuple[int, int, int]:

@@ -208,6 +208,26 @@ def test_a_tokenizer_that_names_an_endless_file(
     assert TOKENIZER in line and "vocab_file" in line and "device" in line
 
 
+def test_an_end_token_beyond_the_vocabulary(
+    folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """min_tokens forbids end tokens by their ids: one that is none failed the step."""
+    rewrite_config(folder, eos_token_id=[2, 1 << 20])
+    (folder / GENERATION).write_text('{"eos_token_id": 1048577}')
+    assert generate(folder, "--min-tokens", "2", "--num-gpu-blocks-override", "64") == 0
+    said = [r.getMessage() for r in caplog.records if "beyond the vocabulary" in r.getMessage()]
+    assert len(said) == 2 and "eos_token_id=1048576" in said[0] and GENERATION in said[1]
+
+
+@pytest.mark.parametrize("value", [[], {}, ""])
+def test_a_tokenizer_that_fails_only_in_use(
+    folder: Path, capfd: pytest.CaptureFixture[str], value: Any
+) -> None:
+    settings = json.loads((folder / TOKENIZER).read_text())
+    (folder / TOKENIZER).write_text(json.dumps({**settings, "model_max_length": value}))
+    assert "no usable tokenizer" in check_refused(folder, capfd)
+
+
 HOSTILE: tuple[Any, ...] = (
     None, True, -1, 0, 0.5, 1 << 31, 1 << 62, 10**400, 1e30, 1e308, float("inf"), float("nan"),
     "", "x" * 10_000, "\0", [], [[]], [1] * 1000, {}, {"rope_type": []}, {"": {}},

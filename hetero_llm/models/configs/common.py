@@ -32,11 +32,12 @@ def base_fields(
 ) -> dict[str, Any]:
     """Fields of `ModelConfig` that every family reads alike, with full attention in all layers."""
     reader = source.config
-    eos, bos = eos_and_bos(reader, source.generation)
+    vocab_size = reader.integer(vocab_key)
+    eos, bos = eos_and_bos(reader, source.generation, vocab_size)
     return {
         "architecture": source.architecture,
         "model_type": str(reader.raw.get("model_type", "")),
-        "vocab_size": reader.integer(vocab_key),
+        "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "num_layers": num_layers,
         "num_heads": num_heads,

@@ -105,11 +105,12 @@ def model_fields(
     if disable_sliding_window:
         longest = min([longest, *(w for w in windows if w is not None)])
         windows = (None,) * layers
-    eos, bos = _token_ids(path.parent, source, text)
+    vocab_size = _size(text, "vocab_size", name)
+    eos, bos = _token_ids(path.parent, source, text, vocab_size)
     return dict(
         architecture=TRANSFORMERS,
         model_type=str(getattr(source, "model_type", "")),
-        vocab_size=_size(text, "vocab_size", name),
+        vocab_size=vocab_size,
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
@@ -269,7 +270,9 @@ def _dtype(reader: Reader) -> str:
     )
 
 
-def _token_ids(folder: Path, source: Any, text: Any) -> tuple[tuple[int, ...], int | None]:
+def _token_ids(
+    folder: Path, source: Any, text: Any, vocab_size: int
+) -> tuple[tuple[int, ...], int | None]:
     own = {
         key: value
         for key in ("eos_token_id", "bos_token_id")
@@ -277,4 +280,5 @@ def _token_ids(folder: Path, source: Any, text: Any) -> tuple[tuple[int, ...], i
     }
     path = folder / "generation_config.json"
     generation = read_json(path) if path.exists() else {}
-    return eos_and_bos(Reader(own, str(folder / "config.json")), Reader(generation, str(path)))
+    config = Reader(own, str(folder / "config.json"))
+    return eos_and_bos(config, Reader(generation, str(path)), vocab_size)
