@@ -337,7 +337,7 @@ def test_drafts_are_those_without_or_those_with_the_file(tmp_path: Path) -> None
     assert warm.num_records == 3001 and warm.problem is None
 
 
-def _endless(_: Any) -> Iterator[WarmupRecord]:
+def _endless(_: Any, **__: Any) -> Iterator[WarmupRecord]:
     while True:
         yield WarmupRecord(1, GOOD)
 
