@@ -342,8 +342,14 @@ def _endless(_: Any, **__: Any) -> Iterator[WarmupRecord]:
         yield WarmupRecord(1, GOOD)
 
 
-def test_a_load_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading ends neither with the file nor once the cache is full."""
     monkeypatch.setattr(warmup, "read_records", _endless)
+    monkeypatch.setattr(warmup, "_MOST_IN_A_ROW", 10**12)
+
+
+def test_a_load_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_for_ever(monkeypatch)
     drafter, path = make_drafter(), str(tmp_path / "a")
     store = Store(drafter.global_cache, make_place())
     store.warm_up(write(tmp_path, [GOOD]), namespace=SPACE, ignore_prompt=False)
@@ -357,7 +363,7 @@ def test_a_load_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_save_before_its_end_says_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(warmup, "read_records", _endless)
+    read_for_ever(monkeypatch)
     store = Store(make_drafter().global_cache, make_place())
     store.warm_up(write(tmp_path, [GOOD]), namespace=SPACE, ignore_prompt=False)
     store.save(str(tmp_path / "a"))
@@ -365,7 +371,7 @@ def test_a_save_before_its_end_says_what_is_missing(
 
 
 def test_it_ends_with_the_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warmup, "read_records", _endless)
+    read_for_ever(monkeypatch)
     drafter = make_drafter()
     history = weakref.ref(drafter.global_cache)
     path, place = write(tmp_path, [GOOD]), make_place()
