@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core": (),
     "utils": ("core",),
     "config": ("core",),
+    "config.lookahead_config": ("core", "utils.files"),
     "sampling": ("core",),
     "kv_cache": ("core", "config"),
     "scheduler": ("core", "config", "kv_cache"),
@@ -44,7 +45,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "bridge.build": ("utils", "bridge.ipc", "bridge.kv_offload"),
     "spec_decode": ("core", "config", "utils.jit", "utils.topology"),
     "spec_decode.verify": ("core",),
-    "spec_decode.lookahead": ("core", "config", "utils.jit", *_OF_DRAFTS),
+    "spec_decode.lookahead": ("core", "config", "utils.files", "utils.jit", *_OF_DRAFTS),
     "spec_decode.ngram": ("core", "utils.jit", "spec_decode.lookahead.sequence_state", *_OF_DRAFTS),
     "spec_decode.draft_model": ("core", "config", "utils.jit", "bridge.ipc", *_OF_DRAFTS),
     # A draft model on the target's device has block tables of its own.
@@ -67,7 +68,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.build_draft_worker": _BUILDER,
     "engine.build_device_draft": _BUILDER,
     "server": ("core", "config", "utils", "engine"),
-    "bench_client": ("core", "demo_models", "engine.tokenizer"),
+    "bench_client": ("core", "utils.files", "demo_models", "engine.tokenizer"),
     "commands": (
         "core", "config", "utils", "engine", "models", "server", "bench_client", "spec_decode",
         "kv_cache",

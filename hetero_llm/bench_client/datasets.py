@@ -7,11 +7,11 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hetero_llm.bench_client.wire_format import Sample
 from hetero_llm.core.errors import ConfigError, shown
+from hetero_llm.utils.files import MIB, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,8 @@ _LONGEST_TOTAL = 2048
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant"}
 _SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ru", "sa", "te", "vi", "zo")
+
+_MOST_DATASET = 4096 * MIB
 
 CountTokens = Callable[[str], int]
 
@@ -227,7 +229,7 @@ def _sized(
 
 def _text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_text(path, most=_MOST_DATASET, pipes=True)
     except OSError as error:
         raise ConfigError("dataset_path", path, error.strerror or str(error)) from None
     except UnicodeDecodeError as error:

@@ -23,11 +23,13 @@ from hetero_llm.config.args import (
 )
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import ConfigError, SnapshotError
+from hetero_llm.utils.files import MIB, read_bytes
 
 if TYPE_CHECKING:
     from hetero_llm.engine.tokenizer import Tokenizer
     from hetero_llm.spec_decode.lookahead.snapshot import SnapshotRequirements
 
+_MOST_TEXT = 256 * MIB
 _MODEL_FLAGS = (
     "model", "tokenizer", "tokenizer_mode", "trust_remote_code", "revision", "tokenizer_revision",
     "download_dir", "max_model_len", "lookahead_cache_config_dir",
@@ -228,7 +230,7 @@ def _open(options: argparse.Namespace) -> tuple[SnapshotRequirements, Tokenizer]
 
 def _text(name: str) -> str:
     try:
-        return Path(name).read_bytes().decode("utf-8")
+        return read_bytes(name, most=_MOST_TEXT, pipes=True).decode("utf-8")
     except OSError as error:
         raise ConfigError("TEXT", name, error.strerror or str(error)) from None
     except UnicodeDecodeError as error:

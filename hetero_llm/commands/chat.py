@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hetero_llm.commands.console import EXIT_INTERRUPTED, llm_class, write
@@ -21,6 +20,7 @@ from hetero_llm.config.args_sampling import SAMPLING_ARGS
 from hetero_llm.config.args_spec import ArgSpec, Kind, effective, grouped
 from hetero_llm.core.errors import ConfigError, HeteroLLMError
 from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.utils.files import MIB, read_text
 
 if TYPE_CHECKING:
     from hetero_llm.bench_client.client import Server
@@ -275,7 +275,7 @@ def _open_model(
 
 def _file(name: str) -> str:
     try:
-        return Path(name).read_text(encoding="utf-8")
+        return read_text(name, most=MIB, pipes=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("chat_template", name, str(error)) from None
 

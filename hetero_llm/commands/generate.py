@@ -7,7 +7,6 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.commands.console import (
@@ -28,10 +27,12 @@ from hetero_llm.config.args_sampling import SAMPLING_ARGS
 from hetero_llm.config.args_spec import Kind
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.utils.files import MIB, read_bytes
 
 if TYPE_CHECKING:
     from hetero_llm.core.outputs import RequestOutput, TokenLogprobs
 
+_MOST_PROMPT = 256 * MIB
 _EARLY_STOPPING_WORDS: dict[str, bool | str] = {"true": True, "false": False}
 
 
@@ -143,8 +144,9 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 def _prompt_in(name: str) -> str:
     """The whole text of a file, its last newline included."""
     try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-        return data.decode("utf-8")
+        if name == "-":
+            return sys.stdin.buffer.read().decode("utf-8")
+        return read_bytes(name, most=_MOST_PROMPT, pipes=True).decode("utf-8")
     except OSError as error:
         raise ConfigError("prompt_file", name, error.strerror or str(error)) from None
     except UnicodeDecodeError as error:

@@ -24,11 +24,13 @@ from hetero_llm.config.args import (
 from hetero_llm.config.args_spec import ArgSpec, Kind, from_text
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.utils import env
+from hetero_llm.utils.files import MIB, read_text
 
 Finish = Callable[[argparse.ArgumentParser, Any], None]
 
 _ENGINE = {spec.name for spec in ENGINE_ARGS}
 _SERVER = {spec.name for spec in SERVER_ARGS}
+_MOST_FILE = MIB
 
 
 def add_serve(parser: argparse.ArgumentParser, finish: Finish) -> None:
@@ -59,7 +61,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    """Serves until SIGTERM or Ctrl-C, after which the exit code is 0."""
+    """Serves until SIGTERM, SIGHUP or Ctrl-C, after which the exit code is 0."""
     return _serve(options, env.flag_variables())
 
 
@@ -128,8 +130,8 @@ def _read_file(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        content = yaml.safe_load(read_text(path, most=_MOST_FILE, pipes=True))
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("config", str(path), f"cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError("config", str(path), f"is not YAML: {error}") from None

@@ -197,7 +197,7 @@ _OURS: tuple[ArgSpec, ...] = (
         "shutdown_timeout",
         _FLOAT,
         30.0,
-        "Seconds that running requests get after the first SIGTERM.",
+        "Seconds that running requests get after the first SIGTERM or SIGHUP.",
         minimum=0,
     ),
     _serve(

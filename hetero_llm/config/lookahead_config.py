@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 from hetero_llm.config.args import nearest
 from hetero_llm.config.args_spec import ArgSpec, Kind, checked, effective
 from hetero_llm.core.errors import ConfigError
+from hetero_llm.utils.files import MIB, check_regular, read_text
 
 FILE_NAME = "lookahead_cache_config.json"
 FOLDER_ARGUMENT = "lookahead_cache_config_dir"
 
 LARGEST_INT32 = 2**31 - 1
+_MOST_FILE_BYTES = MIB
 _HEAD_BYTES = 4096  # read from a warm-up file to recognise its format
 
 
@@ -207,6 +209,7 @@ def is_snapshot(path: str) -> bool:
         ValueError: It is neither, or cannot be read.
     """
     try:
+        check_regular(path)
         with open(path, "rb") as file:
             start = file.read(_HEAD_BYTES)
     except OSError as error:
@@ -233,8 +236,8 @@ def read_lookahead_file(folder: str) -> dict[str, Given]:
         raise ConfigError(FOLDER_ARGUMENT, folder, "is not a folder")
     path = os.path.join(folder, FILE_NAME)
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            content = json.load(file, object_pairs_hook=_without_duplicates)
+        text = read_text(path, most=_MOST_FILE_BYTES, encoding="utf-8-sig")
+        content = json.loads(text, object_pairs_hook=_without_duplicates)
     except ConfigError:
         raise
     except FileNotFoundError:

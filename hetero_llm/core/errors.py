@@ -26,7 +26,10 @@ _SHOWN_VALUE_CHARS = 80
 
 def shown(value: Any) -> str:
     """`repr(value)`, shortened to fit a log line: both ends stay, since paths differ there."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
     if len(text) <= _SHOWN_VALUE_CHARS:
         return text
     kept = _SHOWN_VALUE_CHARS - 3

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LARGE_TABLE = 1 << 30  # bytes
 _TRIED_TOKENS = (1, 16)  # sizes of the steps that `_can_be_captured` tries
 
 
@@ -98,30 +99,20 @@ def build_runner(
         None if config.speculation is None else config.speculation.typical,
         layer_ready,
     )
-    _check_fixed_blocks(inputs)
+    if config.cache.num_blocks is not None:
+        needed, length = inputs.blocks_per_sequence, scheduler_config.max_model_len
+        _check_fixed_blocks(config.cache.num_blocks, needed, length)
     return _cuda_runner(inputs) if device.type == "cuda" else _cpu_runner(inputs)
 
 
 def _cpu_runner(inputs: RunnerInputs) -> BuiltRunner:
     from hetero_llm.runner.kv_cache import PagedKVCache
-    from hetero_llm.utils.topology import usable_memory_bytes
 
     if inputs.cache.conservative:
         logger.warning("conservative_dry_run has no effect on a CPU: there is no profile run")
-    needed, num_blocks = inputs.blocks_per_sequence, inputs.cache.num_blocks
+    num_blocks = inputs.cache.num_blocks
     if num_blocks is None:
-        share = inputs.cache.memory_utilization
-        num_blocks = int(usable_memory_bytes() * share) // inputs.shape.block_bytes
-        # no more host memory than max_num_seqs sequences can fill
-        num_blocks = min(num_blocks, needed * inputs.scheduler.max_num_seqs)
-        if num_blocks < needed:
-            raise ConfigError(
-                "gpu_memory_utilization",
-                share,
-                f"gives {num_blocks} KV blocks of the free host memory, one sequence of "
-                f"max_model_len ({inputs.scheduler.max_model_len}) needs {needed}; lower "
-                f"max_model_len or raise gpu_memory_utilization",
-            )
+        num_blocks = _blocks_in_host_memory(inputs.cache, inputs.scheduler, inputs.shape)
     cache = PagedKVCache(inputs.shape, num_blocks, inputs.device)
     if inputs.native is not None:
         assert inputs.layer_ready is None, "the native executor has its KV in host memory"
@@ -134,6 +125,81 @@ def _cpu_runner(inputs: RunnerInputs) -> BuiltRunner:
         config = inputs.model_config
         row_kernel = native_row_kernel(cache, config.num_heads, Scoring.of(config))
     return BuiltRunner(_torch_runner(inputs, cache, row_kernel), cache)
+
+
+def _blocks_in_host_memory(
+    cache: CacheConfig, scheduler: SchedulerConfig, shape: KVCacheShape
+) -> int:
+    """KV blocks for the configured share of the free host memory, no more than `max_num_seqs`
+    sequences can fill.
+
+    Raises:
+        ConfigError: they do not hold one sequence of `max_model_len`.
+    """
+    from hetero_llm.utils.topology import usable_memory_bytes
+
+    share = cache.memory_utilization
+    needed = -(-scheduler.max_model_len // cache.block_size)
+    num_blocks = int(usable_memory_bytes() * share) // shape.block_bytes
+    num_blocks = min(num_blocks, needed * scheduler.max_num_seqs)
+    if num_blocks < needed:
+        raise ConfigError(
+            "gpu_memory_utilization",
+            share,
+            f"gives {num_blocks} KV blocks of the free host memory, one sequence of "
+            f"max_model_len ({scheduler.max_model_len}) needs {needed}; lower "
+            f"max_model_len or raise gpu_memory_utilization",
+        )
+    return num_blocks
+
+
+def check_context(
+    config: EngineConfig,
+    scheduler: SchedulerConfig,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Checks that a sequence of `max_model_len` tokens fits, before anything is loaded or
+    allocated: the length may come from a config.json that nobody has looked at. A rotary table of
+    more than 1 GiB is logged.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    shape, cache = cache_shape(config, model_config, dtype, device), config.cache
+    length = scheduler.max_model_len
+    needed = -(-length // cache.block_size)
+    if cache.num_blocks is not None:
+        _check_fixed_blocks(cache.num_blocks, needed, length)
+    elif device.type == "cpu":
+        _blocks_in_host_memory(cache, scheduler, shape)
+    else:
+        _check_device_memory(cache, shape, length, device)
+    table = 0 if model_config.rope is None else 4 * length * model_config.rope.rotary_dim
+    if table > _LARGE_TABLE:
+        logger.warning(
+            "a context of %d tokens has a rotary table of %.1f GiB; max_model_len lowers it",
+            *(length, table / 2**30),
+        )
+
+
+def _check_device_memory(
+    cache: CacheConfig, shape: KVCacheShape, length: int, device: torch.device
+) -> None:
+    """Compares one sequence with all of the GPU's memory; `measure_room` does so with what is left
+    after loading."""
+    import torch
+
+    total = torch.cuda.get_device_properties(device).total_memory
+    needed = -(-length // cache.block_size) * shape.block_bytes
+    if needed > total:
+        raise ConfigError(
+            "max_model_len",
+            length,
+            f"the KV cache of one such sequence takes {needed / 2**30:.1f} GiB, the GPU has "
+            f"{total / 2**30:.1f} GiB; lower max_model_len",
+        )
 
 
 def _native_runner(
@@ -255,13 +321,12 @@ def _cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device)
     return torch.float8_e4m3fn
 
 
-def _check_fixed_blocks(inputs: RunnerInputs) -> None:
-    fixed, needed = inputs.cache.num_blocks, inputs.blocks_per_sequence
-    if fixed is not None and fixed < needed:
+def _check_fixed_blocks(fixed: int, needed: int, max_model_len: int) -> None:
+    if fixed < needed:
         raise ConfigError(
             "num_gpu_blocks_override",
             fixed,
-            f"one sequence of max_model_len ({inputs.scheduler.max_model_len}) needs {needed}; "
+            f"one sequence of max_model_len ({max_model_len}) needs {needed}; "
             "lower max_model_len or raise num_gpu_blocks_override",
         )
 

@@ -33,7 +33,12 @@ from hetero_llm.engine.build_host_tier import (
     open_host_memory,
     step_times,
 )
-from hetero_llm.engine.build_runner import BuiltRunner, build_runner, cache_shape
+from hetero_llm.engine.build_runner import (
+    BuiltRunner,
+    build_runner,
+    cache_shape,
+    check_context,
+)
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.images import ImageInputs, open_images
 from hetero_llm.engine.input_processor import InputProcessor
@@ -132,6 +137,7 @@ def build_engine(
     tokenizer = open_tokenizer(config, folder)
     images = open_images(folder, model_config, config.max_images)
     dtype: torch.dtype = getattr(torch, dtype_name)
+    check_context(config, steps, model_config, dtype, device)
     draft_model = None
     if drafter is None:
         config, draft_model = prepare_draft_model(

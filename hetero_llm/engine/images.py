@@ -13,6 +13,7 @@ import numpy as np
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError, PromptError, shown
 from hetero_llm.core.images import PromptImage, PromptImages, images_key
+from hetero_llm.models.config_reader import short_reason
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig, VisionConfig
 from hetero_llm.models.image_tokens import image_grid, num_image_tokens
 
@@ -183,7 +184,7 @@ def open_images(folder: Path, config: ModelConfig, limit: int | None) -> ImageIn
             str(folder), backend="pil", local_files_only=True
         )
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = short_reason(error)
         raise ModelLoadError(f"{folder}: no usable image processor: {reason}") from error
     _check_processor(folder, processor, config.vision)
     return ImageInputs(processor, config.vision, limit=1 if limit is None else limit)

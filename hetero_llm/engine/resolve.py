@@ -71,11 +71,12 @@ def find_model(load: LoadConfig, *, weights: bool = True) -> tuple[Path, ModelCo
 
 def _through_transformers(folder: Path, model_impl: str) -> bool:
     """Whether a class of transformers computes the model; logged if the user did not ask for it."""
-    from hetero_llm.models.config_reader import read_json
+    from hetero_llm.models.config_reader import Reader, read_json
     from hetero_llm.models.registry import FAMILIES, REFUSED
 
-    names = read_json(folder / "config.json").get("architectures")
-    if model_impl == "native" or not isinstance(names, list) or not names:
+    path = folder / "config.json"
+    names = Reader(read_json(path), str(path)).class_names()
+    if model_impl == "native" or not names:
         return False
     families = [FAMILIES[name] for name in names if name in FAMILIES]
     if model_impl == "transformers":  # families of ours may run on transformers themselves

@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 from tokenizers.decoders import DecodeStream
 
-from hetero_llm.core.errors import ModelLoadError, RequestError
+from hetero_llm.core.errors import ModelLoadError, RequestError, shown
+from hetero_llm.models.config_reader import read_json, short_reason
 
 T = TypeVar("T")
 
@@ -212,8 +213,9 @@ def load_tokenizer(folder: Path, *, mode: str, trust_remote_code: bool) -> Token
             trust_remote_code=trust_remote_code,
             local_files_only=True,
         )
+        hf_tokenizer.decode(hf_tokenizer.encode("a"))  # some settings fail only in use
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = short_reason(error)
         if not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
             reason = (
                 "the folder has no tokenizer's files; name one with --tokenizer, or serve token "
@@ -228,10 +230,7 @@ def load_tokenizer(folder: Path, *, mode: str, trust_remote_code: bool) -> Token
 
 def _processor_template(path: Path) -> str:
     """The template of a folder that has it for its processor alone (LLaVA)."""
-    try:
-        template = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelLoadError(f"{path}: no usable chat template: {error!r}") from error
+    template = read_json(path).get("chat_template")
     if not isinstance(template, str):
-        raise ModelLoadError(f"{path}: chat_template must be a text")
+        raise ModelLoadError(f"{path}: chat_template={shown(template)}: a text is needed")
     return template

@@ -108,7 +108,8 @@ def plan_offload(config: ModelConfig, dtype: torch.dtype, offload_gb: float) -> 
 
 @contextmanager
 def weights_on_host(plan: OffloadPlan, *, pin: bool = True) -> Iterator[list[Linear]]:
-    """While it is open, the next model that is built gets the plan's weights in host memory.
+    """While it is open, the next model that is built with memory gets the plan's weights in host
+    memory.
 
     Args:
         plan: of `plan_offload` for the same configuration and dtype.
@@ -126,6 +127,8 @@ def weights_on_host(plan: OffloadPlan, *, pin: bool = True) -> Iterator[list[Lin
 
     def place(linear: Linear, weight: nn.Parameter) -> nn.Parameter | None:
         nonlocal index
+        if weight.is_meta:  # of a model that the loader builds for its sizes alone
+            return None
         index += 1
         if index not in plan.chosen:
             return None

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_llm.core.errors import ModelLoadError, shown
-from hetero_llm.models.rope_config import RopeConfig, parse_rope
+from hetero_llm.core.errors import HeteroLLMError, ModelLoadError, shown
+from hetero_llm.models.rope_config import RopeConfig, is_number, parse_rope
+from hetero_llm.utils.files import MIB, read_text
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("silu", "relu", "relu2", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 """Names that `layers.Activation` computes."""
+LARGEST_SIZE = 2**31 - 1
+"""Sizes, positions and token ids are int32 in kernels."""
+MOST_HEADS = 1 << 16
+MOST_LAYERS = 10_000
+_MOST_TOKEN_IDS = 1000
+_MOST_JSON = 16 * MIB  # some carry the names of 100,000 labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +37,26 @@ class Reader:
     def bad(self, key: str, reason: str) -> ModelLoadError:
         return ModelLoadError(f"{self.where}: {key}={shown(self.raw.get(key))}: {reason}")
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer; required without a default, null counts as absent."""
+    def integer(self, key: str, default: int | None = None, *, most: int = LARGEST_SIZE) -> int:
+        """An integer from 1 to `most`; required without a default, null counts as absent."""
         value = self.raw.get(key)
         value = default if value is None else value
         if value is None:
             raise ModelLoadError(f"{self.where}: the key {key!r} is missing")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.bad(key, "a positive integer is needed")
+        if value > most:
+            raise self.bad(key, f"at most {most} is possible")
         return value
+
+    def layers(self, key: str) -> int:
+        """A number of layers: readers make an entry for each."""
+        return self.integer(key, most=MOST_LAYERS)
 
     def number(self, key: str, default: float) -> float:
         value = self.raw.get(key, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-            raise self.bad(key, "a number above 0 is needed")
+        if not is_number(value):
+            raise self.bad(key, "a number above 0 is needed, from 1e-30 to 1e30")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -55,12 +72,21 @@ class Reader:
             raise self.bad(key, "supported are " + ", ".join(ACTIVATIONS))
         return value
 
+    def class_names(self) -> tuple[str, ...]:
+        """`architectures`; empty without the key."""
+        names = self.raw.get("architectures")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return ()
+        return tuple(names)
+
     def token_ids(self, key: str) -> tuple[int, ...]:
         """An id, a list of ids or null."""
         value = self.raw.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
             raise self.bad(key, "a token id or a list of token ids is needed")
+        if len(ids) > _MOST_TOKEN_IDS or max(ids, default=0) > LARGEST_SIZE:
+            raise self.bad(key, f"at most {_MOST_TOKEN_IDS} ids up to {LARGEST_SIZE} are possible")
         return tuple(ids)
 
 
@@ -69,17 +95,37 @@ def short_reason(error: Exception, most: int = 200) -> str:
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
-def read_json(path: Path) -> Mapping[str, Any]:
+@contextmanager
+def values_of(path: Path) -> Iterator[None]:
+    """Reports values of a configuration file that its reader does not foresee, such as those whose
+    product or quotient is no number, as a `ModelLoadError` with the file's path."""
     try:
-        text = path.read_text(encoding="utf-8")
+        yield
+    except HeteroLLMError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {short_reason(error)}"
+        raise ModelLoadError(f"{path}: holds a value that cannot be used: {reason}") from error
+
+
+def read_json(path: Path, *, most: int = _MOST_JSON) -> Mapping[str, Any]:
+    """The object in a JSON file of at most `most` bytes.
+
+    Raises:
+        ModelLoadError: There is no such file, or it is no regular one, too large, or not JSON.
+    """
+    try:
+        text = read_text(path, most=most)
     except FileNotFoundError as error:
         raise ModelLoadError(f"{path}: no such file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path}: cannot be read: {error}") from error
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ModelLoadError(f"{path}: not usable JSON: it is nested too deeply") from error
+    except ValueError as error:  # of its form, or an integer of more than 4,300 digits
+        raise ModelLoadError(f"{path}: not valid JSON: {short_reason(error)}") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path}: a JSON object is needed, not {shown(value)}")
     return value
@@ -95,16 +141,32 @@ def torch_dtype(reader: Reader) -> str:
     return name
 
 
-def eos_and_bos(reader: Reader, generation: Reader) -> tuple[tuple[int, ...], int | None]:
-    """`eos_token_ids` and `bos_token_id` of `ModelConfig`."""
-    eos = reader.token_ids("eos_token_id") + generation.token_ids("eos_token_id")
-    bos = reader.token_ids("bos_token_id") + generation.token_ids("bos_token_id")
-    return tuple(dict.fromkeys(eos)), bos[0] if bos else None
+def eos_and_bos(
+    reader: Reader, generation: Reader, vocab_size: int
+) -> tuple[tuple[int, ...], int | None]:
+    """`eos_token_ids` and `bos_token_id` of `ModelConfig`. Ids beyond the vocabulary, which no step
+    can sample, are left out and logged."""
+
+    def ids(key: str) -> tuple[int, ...]:
+        found = []
+        for source in (reader, generation):
+            for token in source.token_ids(key):
+                if token < vocab_size:
+                    found.append(token)
+                else:
+                    logger.warning(
+                        "%s: %s=%d is beyond the vocabulary of %d tokens and left out",
+                        *(source.where, key, token, vocab_size),
+                    )
+        return tuple(dict.fromkeys(found))
+
+    bos = ids("bos_token_id")
+    return ids("eos_token_id"), bos[0] if bos else None
 
 
 def heads_of(reader: Reader, heads_key: str, hidden_key: str) -> tuple[int, int, int]:
     """hidden_size, number of heads and their quotient (0 if it is none)."""
-    hidden, heads = reader.integer(hidden_key), reader.integer(heads_key)
+    hidden, heads = reader.integer(hidden_key), reader.integer(heads_key, most=MOST_HEADS)
     return hidden, heads, 0 if hidden % heads else hidden // heads
 
 

@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 
 from hetero_llm.core.errors import ModelLoadError, shown
-from hetero_llm.models.config_reader import short_reason
+from hetero_llm.models.config_reader import read_json, short_reason
+from hetero_llm.utils.files import MIB, check_regular
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 """How weights are stored: "auto" is safetensors, or pickled files if those are allowed; "pt" is
@@ -23,6 +24,15 @@ _CODE = ("*.py",)
 _AUTHORS_OWN = ("original/*", "consolidated*")  # the weights again, in another layout
 _OF_TRAINING = (
     "training_args.bin", "optimizer.*", "scheduler.*", "scaler.*", "rng_state*", "random_states*",
+)  # fmt: skip
+_TEMPLATES = "additional_chat_templates/*.jinja"
+# Of files that transformers opens itself, by name, the first match; other files have no limit.
+_MOST_BYTES = (
+    ("tokenizer_config.json", 64 * MIB), ("added_tokens.json", 64 * MIB),
+    ("special_tokens_map.json", 16 * MIB), ("*processor*_config.json", 16 * MIB),
+    ("*config.json", 16 * MIB), ("chat_template.json", 16 * MIB), ("*.jinja", 16 * MIB),
+    ("tokenizer*.json", 512 * MIB), ("vocab*", 512 * MIB), ("merges.txt", 512 * MIB),
+    ("tekken.json", 512 * MIB), ("*.model", 512 * MIB), ("*.tiktoken", 512 * MIB),
 )  # fmt: skip
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -49,10 +59,12 @@ def resolve_model_folder(
         remote_code: The checkpoint's own code is downloaded too.
 
     Raises:
-        ModelLoadError: No such folder, or the hub did not deliver.
+        ModelLoadError: No such folder, or the hub did not deliver, or a file of it is no regular
+            one or far larger than such files are.
     """
     folder = Path(model).expanduser()
     if model and folder.is_dir():
+        _check_files(folder)
         return folder
     if model and folder.exists():
         raise ModelLoadError(f"model={shown(model)}: a file, where a model folder is needed")
@@ -63,6 +75,7 @@ def resolve_model_folder(
     folder = _download(model, revision, download_dir, wanted)
     if load_format == "auto" and allow_pickle and not weight_files(folder, SAFETENSORS):
         folder = _download(model, revision, download_dir, PICKLED)
+    _check_files(folder)
     return folder
 
 
@@ -84,6 +97,33 @@ def is_hub_snapshot(folder: Path) -> bool:
 def is_served_weight(path: Path) -> bool:
     """Whether a file of `SAFETENSORS` or `PICKLED` holds the weights that are served."""
     return not any(path.match(pattern) for pattern in (*_AUTHORS_OWN, *_OF_TRAINING))
+
+
+def _check_files(folder: Path) -> None:
+    """Checks the files that libraries open by their names: those would wait for a pipe, or read a
+    device for ever. Also checks files elsewhere that tokenizer_config.json names."""
+    patterns = (*_PLAIN, _TEMPLATES, *SAFETENSORS, *PICKLED)
+    try:
+        files = {path for pattern in patterns for path in folder.glob(pattern)}
+    except OSError as error:
+        raise ModelLoadError(f"{folder}: cannot be read: {error.strerror or error}") from error
+    settings = folder / "tokenizer_config.json"
+    for path in sorted(files):
+        most = next((most for name, most in _MOST_BYTES if path.match(name)), None)
+        _check_file(path, path, most)
+    if settings in files:
+        for key, value in read_json(settings, most=64 * MIB).items():
+            if key.endswith("_file") and isinstance(value, str) and Path(value).exists():
+                _check_file(Path(value), f"{settings}: {key}={shown(value)}", 512 * MIB)
+
+
+def _check_file(path: Path, where: Path | str, most: int | None) -> None:
+    if not path.exists() or path.is_dir():  # a link that leads nowhere: as if it were absent
+        return
+    try:
+        check_regular(path, most=most)
+    except OSError as error:
+        raise ModelLoadError(f"{where}: {error.strerror or error}") from error
 
 
 def _download(

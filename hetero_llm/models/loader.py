@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,11 +20,14 @@ from tqdm import tqdm
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.models.config import ModelConfig
+from hetero_llm.models.config_reader import short_reason
+from hetero_llm.models.configs.transformers import TransformersConfig
 from hetero_llm.models.folders import LOAD_FORMATS, resolve_model_folder
 from hetero_llm.models.layers import CausalLM, RearrangedView
 from hetero_llm.models.registry import model_class
 from hetero_llm.models.weight_files import StoredTensor, WeightFile, find_weight_files
 from hetero_llm.models.weight_reader import Piece, ReadAhead, copy_pieces, pieces_of
+from hetero_llm.utils.topology import usable_memory_bytes
 
 __all__ = ["LOAD_FORMATS", "default_dtype", "load_model", "resolve_model_folder"]
 
@@ -73,17 +77,83 @@ def load_model(
     if load_format not in LOAD_FORMATS:
         raise ConfigError("load_format", load_format, "one of " + ", ".join(LOAD_FORMATS))
     folder = Path(folder)
-    files: tuple[WeightFile, ...] = ()
+    files: tuple[WeightFile, ...] | None = None
     if load_format != "dummy":
         files = find_weight_files(folder, load_format, allow_pickle=allow_pickle)
+        _check_sizes(folder, config, files)
+    _check_without_memory(folder, config, files, dtype, torch.device(device))
     with default_dtype(dtype), torch.device(device):
         model = model_class(config.architecture)(config)
     model.eval().requires_grad_(False)
-    if load_format == "dummy":
+    if files is None:
         _fill_randomly(model, seed)
     else:
         _fill_from_files(model, folder, files, show_progress)
     return model
+
+
+def _check_sizes(folder: Path, config: ModelConfig, files: tuple[WeightFile, ...]) -> None:
+    """Refuses sizes in config.json that the weight files cannot fill, before even modules without
+    memory are built from them.
+
+    Raises:
+        ModelLoadError: There are fewer tensors than layers, or fewer numbers than the embedding
+            alone has.
+    """
+    tensors = [stored for file in files for stored in file.tensors]
+    numbers = sum(math.prod(stored.shape) for stored in tensors)
+    if config.num_layers > len(tensors):
+        said, held = f"{config.num_layers} layers", f"{len(tensors)} tensors"
+    elif config.vocab_size * config.word_embed_size > numbers:
+        said = f"an embedding of {config.vocab_size} x {config.word_embed_size}"
+        held = f"{numbers} numbers"
+    else:
+        return
+    raise ModelLoadError(f"{folder}: config.json says {said}, the weight files hold {held}")
+
+
+def _check_without_memory(
+    folder: Path,
+    config: ModelConfig,
+    files: tuple[WeightFile, ...] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Builds the model on torch's meta device and compares it with the weight files and with the
+    free host memory, so that a wrong or hostile config.json costs no memory.
+
+    Classes of transformers are left out: their code may need real tensors.
+
+    Args:
+        files: None for random weights.
+
+    Raises:
+        ModelLoadError: The model cannot be built, differs from the files, or does not fit.
+    """
+    if isinstance(config, TransformersConfig):
+        return
+    try:
+        with default_dtype(dtype), torch.device("meta"):
+            model = model_class(config.architecture)(config)
+    except (ArithmeticError, ValueError, RuntimeError) as error:
+        reason = short_reason(error)
+        raise ModelLoadError(
+            f"{folder}: config.json: no such model can be built: {reason}"
+        ) from error
+    if files is not None:
+        _matches(model, folder, files)
+    if device.type == "cpu":
+        needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        free = usable_memory_bytes()
+        if needed > free:
+            raise ModelLoadError(
+                f"{folder}: the model needs {_gib(needed)} of host memory, tables for a context of "
+                f"{config.max_model_len} tokens included, and {_gib(free)} are free"
+            )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
 
 
 @contextmanager
@@ -202,7 +272,7 @@ def _use_tied_head(
     file, head = heads[0]
     if name not in found:
         found[name] = _Match(file, head, targets[name])
-    elif _differ(found[name], file, head):
+    elif not next(model.parameters()).is_meta and _differ(found[name], file, head):
         logger.warning(
             "%s: %s is not %s, but config.json ties them and the second one serves as both; "
             "tie_word_embeddings=false there keeps them apart",

@@ -17,10 +17,12 @@ from pathlib import Path, PurePosixPath
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError, shown
 from hetero_llm.models.folders import PICKLED, SAFETENSORS, is_served_weight
+from hetero_llm.utils.files import MIB, read_bytes
 
 MANIFEST_NAME = "SHA256SUMS"
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
 _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
+_MOST_MANIFEST = 64 * MIB
 _THREADS = 8
 # Configuration, tokenizer, chat templates, remote code.
 _READ = (
@@ -67,10 +69,12 @@ def _read_manifest(folder: Path, wanted: str) -> tuple[Path, Mapping[str, str]]:
     by_digest = _HEX.fullmatch(wanted) is not None
     path = folder / MANIFEST_NAME if by_digest else Path(wanted).expanduser()
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, most=_MOST_MANIFEST)
         text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        reason = "it is not UTF-8 text"
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
         if by_digest:
             raise ModelLoadError(
                 f"{path}: the manifest whose digest is model_sha256 cannot be read: {reason}; "

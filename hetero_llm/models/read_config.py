@@ -12,7 +12,7 @@ from typing import Any
 
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.config_reader import ConfigSource, Reader, read_json
+from hetero_llm.models.config_reader import ConfigSource, Reader, read_json, values_of
 from hetero_llm.models.registry import FAMILIES, REFUSED, supported_architectures
 
 
@@ -47,7 +47,8 @@ def load_model_config(
         reader, generation, architecture, rope_scaling, rope_theta, disable_sliding_window
     )
     source.refuse("quantization_config")
-    config = FAMILIES[architecture].read(source)
+    with values_of(path):
+        config = FAMILIES[architecture].read(source)
     if config.rope is None:
         for field, value in (("rope_scaling", rope_scaling), ("rope_theta", rope_theta)):
             if value is not None:
@@ -56,11 +57,9 @@ def load_model_config(
 
 
 def _architecture(reader: Reader) -> str:
-    names = reader.raw.get("architectures")
-    if isinstance(names, list):
-        for name in names:
-            if name in FAMILIES:
-                return name
-            if name in REFUSED:
-                raise reader.bad("architectures", f"not supported, {REFUSED[name]}")
+    for name in reader.class_names():
+        if name in FAMILIES:
+            return name
+        if name in REFUSED:
+            raise reader.bad("architectures", f"not supported, {REFUSED[name]}")
     raise reader.bad("architectures", "supported are " + ", ".join(supported_architectures()))

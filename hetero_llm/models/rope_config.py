@@ -14,6 +14,7 @@ from typing import Any
 from hetero_llm.core.errors import ConfigError, ModelLoadError, shown
 
 _DEFAULT_THETA = 10000.0
+_SMALLEST, _LARGEST = 1e-30, 1e30
 _COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 # "finetuned" is written by YaRN's own authors and says nothing about the computation.
 _KEYS_OF_TYPE: Mapping[str, frozenset[str]] = {
@@ -108,7 +109,7 @@ def parse_rope(
         rope_theta: The user's replacement for the file's base, or None.
         rotary_factor: Share of each head that is rotated, unless the file says.
     """
-    if rope_theta is not None and not (_is_number(rope_theta) and rope_theta > 0):
+    if rope_theta is not None and not is_number(rope_theta):
         raise ConfigError("rope_theta", rope_theta, "a number above 0 is needed")
     params = _rope_dict(raw, where)
     theta = params.get("rope_theta", raw.get("rope_theta"))
@@ -189,8 +190,8 @@ class _Params:
         value = default if value is None else value
         if value is None:
             raise self.missing(key)
-        if not _is_number(value) or value <= 0:
-            raise self.bad(key, "a number above 0 is needed")
+        if not is_number(value):
+            raise self.bad(key, "a number above 0 is needed, from 1e-30 to 1e30")
         return float(value)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
@@ -198,11 +199,7 @@ class _Params:
         values = self.raw.get(key)
         if values is None:
             raise self.missing(key)
-        if (
-            not isinstance(values, list)
-            or len(values) != count
-            or not all(_is_number(value) and value > 0 for value in values)
-        ):
+        if not isinstance(values, list) or len(values) != count or not all(map(is_number, values)):
             raise self.bad(key, f"{count} numbers above 0 are needed")
         return tuple(float(value) for value in values)
 
@@ -268,7 +265,9 @@ def _scaled(params: _Params, rope: RopeConfig, max_position: int) -> RopeConfig:
     if scaling_type == "yarn":
         if raw.get("truncate") not in (None, True, False):
             raise params.bad("truncate", "true or false is needed")
-        attention_factor = params.number("attention_factor", _yarn_attention_factor(raw, factor))
+        if rope.theta <= 1:
+            raise params.bad("rope_theta", "rope_type='yarn' needs more than 1")
+        attention_factor = params.number("attention_factor", _yarn_attention_factor(params, factor))
         return replace(
             rope,
             factor=factor,
@@ -284,7 +283,7 @@ def _longrope(params: _Params, rope: RopeConfig, ratio: float) -> RopeConfig:
     """`short_mscale` and `long_mscale` are the attention factors of PhiMoE."""
     factor = params.number("factor", ratio)
     default = 1.0
-    if factor > 1:
+    if factor > 1 and rope.original_max_position > 1:
         default = math.sqrt(1 + math.log(factor) / math.log(rope.original_max_position))
     attention_factor = params.number("attention_factor", default)
     return replace(
@@ -297,17 +296,20 @@ def _longrope(params: _Params, rope: RopeConfig, ratio: float) -> RopeConfig:
     )
 
 
-def _yarn_attention_factor(params: Mapping[str, Any], factor: float) -> float:
+def _yarn_attention_factor(params: _Params, factor: float) -> float:
     """YaRN's correction of the softmax temperature, applied to cos and sin."""
 
     def mscale_of(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    mscale, all_dim = params.get("mscale"), params.get("mscale_all_dim")
-    if mscale and all_dim:
+    if params.raw.get("mscale") and params.raw.get("mscale_all_dim"):
+        mscale, all_dim = params.number("mscale"), params.number("mscale_all_dim")
         return mscale_of(mscale) / mscale_of(all_dim)
     return mscale_of(1.0)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def is_number(value: Any) -> bool:
+    """Whether a value is a number above 0 that is one in float32, too: neither NaN nor infinite
+    there, nor 0."""
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return real and _SMALLEST <= value <= _LARGEST

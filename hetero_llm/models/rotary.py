@@ -13,6 +13,7 @@ from hetero_llm.models.rope_config import RopeConfig
 
 logger = logging.getLogger(__name__)
 
+_ROWS_AT_ONCE = 1 << 17
 _BY_LENGTH = ("dynamic", "longrope", "qwen_ntk")
 """Scaling types whose frequencies depend on the context length, see `inverse_frequencies`."""
 
@@ -107,18 +108,27 @@ def half_split_order(head_dim: int, rotary_dim: int) -> Tensor:
 
 
 def _table(rope: RopeConfig, max_model_len: int) -> Tensor:
+    table = torch.empty(max_model_len, rope.rotary_dim, dtype=torch.float32)
+    if table.is_meta:  # a model whose sizes alone matter
+        return table
     if rope.scaling_type in _BY_LENGTH and _is_long(rope, max_model_len):
         logger.info(
             "rotary frequencies for contexts of %d tokens (%s); max_model_len up to %d keeps those "
             "of the original context",
             *(max_model_len, rope.scaling_type, rope.original_max_position),
         )
-    positions = torch.arange(max_model_len, dtype=torch.float32)
-    angles = torch.outer(positions, inverse_frequencies(rope, max_model_len))
+    frequencies = inverse_frequencies(rope, max_model_len)
     scale = rope.attention_factor
     if rope.scaling_type == "longrope" and _is_long(rope, max_model_len):
         scale = rope.long_attention_factor
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
+    half = rope.rotary_dim // 2
+    for first in range(0, max_model_len, _ROWS_AT_ONCE):  # temporaries stay small
+        rows = table[first : first + _ROWS_AT_ONCE]
+        positions = torch.arange(first, first + len(rows), dtype=torch.float32)
+        angles = torch.outer(positions, frequencies)
+        rows[:, :half] = angles.cos() * scale
+        rows[:, half:] = angles.sin() * scale
+    return table
 
 
 def _is_long(rope: RopeConfig, max_model_len: int) -> bool:

@@ -19,10 +19,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError, shown
+from hetero_llm.models.config_reader import read_json
 from hetero_llm.models.folders import PICKLED, SAFETENSORS, is_hub_snapshot, weight_files
+from hetero_llm.utils.files import MIB, check_regular
 
 _SAFETENSORS_INDEX = "model.safetensors.index.json"
 _PICKLED_INDEX = "pytorch_model.bin.index.json"
+_MOST_INDEX = 256 * MIB
 _ZIP_MAGIC = b"PK\x03\x04"
 _FLAG = "--allow-pickle-weights (allow_pickle_weights=True)"
 _DTYPES = {
@@ -121,21 +124,27 @@ def find_weight_files(
 
 def _listed(folder: Path, index_name: str, patterns: tuple[str, ...]) -> list[Path]:
     index = folder / index_name
-    return _indexed_files(index) if index.exists() else weight_files(folder, patterns)
+    paths = _indexed_files(index) if index.exists() else weight_files(folder, patterns)
+    for path in paths:
+        try:
+            check_regular(path)
+        except OSError as error:
+            raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return paths
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{index}: not a weight index: {error!r}") from error
+    weight_map = read_json(index, most=_MOST_INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadError(f"{index}: not a weight index: weight_map={shown(weight_map)}")
+    names = weight_map.values()
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
             raise ModelLoadError(f"{index}: {shown(name)} is not a file name")
+    for name in sorted(set(names)):
         if not (index.parent / name).is_file():
             raise ModelLoadError(f"{index}: names the shard {name}, which is missing")
-    return [index.parent / name for name in names]
+    return [index.parent / name for name in sorted(set(names))]
 
 
 class SafetensorsFile:
@@ -151,7 +160,7 @@ class SafetensorsFile:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length))
-        except (SafetensorError, OSError, ValueError) as error:
+        except (SafetensorError, OSError, ValueError, MemoryError) as error:
             raise ModelLoadError(
                 f"{path}: not a readable safetensors file, copy or download it again: {error}"
             ) from error

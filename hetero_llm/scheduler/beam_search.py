@@ -8,12 +8,20 @@ request slot or a block: the scheduler forks and releases sequences as the resul
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import cache
+from heapq import merge
+from itertools import islice
 
 from hetero_llm.core.request import FinishReason, Request, Sequence
 from hetero_llm.core.step import SampleLogprobs
 
+_STOP_TAIL = 64
+_TOKENS_OF_A_CHARACTER = 4
+"""Last output tokens of which a stop string is looked for in the text: so many for each of its
+characters, and some more. Not all, whose text takes longer and longer for every beam of a step."""
 Candidates = tuple[tuple[int, float], ...]
 """Most likely next tokens of one beam: (token id, log-probability), best first."""
 
@@ -82,9 +90,9 @@ class BeamGroup:
 
 
 def candidates_needed(width: int, num_end_ids: int) -> int:
-    """How many candidates per beam leave `width` unfinished ones even if every end token is among
-    the best."""
-    return max(2, 1 + num_end_ids) * width
+    """How many candidates of each beam the search looks at: as many as leave `width` that do not
+    end, should every end token be among the best."""
+    return width + max(width, num_end_ids)
 
 
 def advance_group(
@@ -100,17 +108,19 @@ def advance_group(
     candidates = [group.pending[s.index] for s in beams]
     needed = candidates_needed(group.width, len(request.end_ids))
     wanted = request.params.logprobs
+    may_end = beams[0].may_end(len(beams[0].token_ids) + 1)  # all beams have one length
 
-    def ends(item: Continuation) -> bool:
-        beam = beams[item.parent]
-        if not beam.may_end(len(beam.token_ids) + 1):
-            return False
-        if item.token in request.end_ids:
-            return True
-        if not request.params.stop:
+    stop = (request.params.stop or ()) if may_end else ()
+    tail = _STOP_TAIL + _TOKENS_OF_A_CHARACTER * max(map(len, stop), default=0)
+
+    @cache
+    def completes_stop(item: Continuation) -> bool:
+        if not stop:
             return False
         assert holds_stop is not None
-        return holds_stop(request, [*beam.output_ids, item.token])
+        beam = beams[item.parent]
+        first = max(beam.num_prompt_tokens, len(beam.token_ids) - tail)
+        return holds_stop(request, [*beam.token_ids[first:], item.token])
 
     def logprobs_of(item: Continuation) -> list[SampleLogprobs] | None:
         before = beams[item.parent].logprobs
@@ -121,9 +131,10 @@ def advance_group(
 
     kept = advance(
         group,
-        [(s.token_ids.tolist(), s.cumulative_logprob) for s in beams],
+        [(s.token_ids, s.cumulative_logprob) for s in beams],
         [c[:needed] for c in candidates],
-        ends,
+        request.end_ids if may_end else frozenset(),
+        completes_stop,
         logprobs_of,
     )
     group.pending = {}
@@ -132,18 +143,25 @@ def advance_group(
 
 def advance(
     group: BeamGroup,
-    beams: list[tuple[list[int], float]],
-    candidates: list[Candidates],
-    ends: Callable[[Continuation], bool],
+    beams: SequenceOf[tuple[SequenceOf[int], float]],
+    candidates: SequenceOf[Candidates],
+    end_ids: frozenset[int],
+    completes_stop: Callable[[Continuation], bool],
     logprobs_of: Callable[[Continuation], list[SampleLogprobs] | None],
 ) -> list[Continuation]:
     """Advances a search by one token; the algorithm itself, on plain numbers.
 
+    The `width` best continuations that end become hypotheses if they are among the `width` best of
+    all; the `width` best that do not end go on. All candidates are looked at only for the ids of
+    their tokens: a request with many end tokens must not hold up the others.
+
     Args:
         group: updated in place: new hypotheses, `improvable`.
         beams: token ids and summed log-probability of each unfinished beam.
-        candidates: of each beam, equally many.
-        ends: whether a continuation ends its sequence.
+        candidates: of each beam, best first.
+        end_ids: tokens that end a sequence now.
+        completes_stop: whether the text of a continuation completes a stop string. Asked for at
+            most 3 * `width` of them.
         logprobs_of: log-probabilities of a continuation that becomes a hypothesis.
 
     Returns:
@@ -152,23 +170,20 @@ def advance(
     length = len(beams[0][0]) + 1
     num_generated = length - group.num_prompt_tokens
     at_limit = length >= group.max_total_tokens
-    pool = [
-        Continuation(index, token, beams[index][1] + logprob, logprob, rank)
-        for index, continuations in enumerate(candidates)
-        for rank, (token, logprob) in enumerate(continuations, start=1)
-    ]
-    pool.sort(key=lambda c: -c.score)
-    unfinished: list[Continuation] = []
     full = len(group.hypotheses) == group.width
-    accepts = group.improvable and not (full and group.early_stopping is True)
-    for rank, item in enumerate(pool[: len(candidates[0])]):
-        if not (at_limit or ends(item)):
-            if len(unfinished) < group.width:
-                unfinished.append(item)
-        elif rank < group.width and accepts:
-            tokens = [*beams[item.parent][0], item.token]
-            normalized = item.score / num_generated**group.length_penalty
-            group.hypotheses.append(Hypothesis(tokens, item.score, normalized, logprobs_of(item)))
+    if group.improvable and not (full and group.early_stopping is True):
+        for item in islice(_best_first(beams, candidates), group.width):
+            if at_limit or item.token in end_ids or completes_stop(item):
+                tokens = [*beams[item.parent][0], item.token]
+                normalized = item.score / num_generated**group.length_penalty
+                group.hypotheses.append(
+                    Hypothesis(tokens, item.score, normalized, logprobs_of(item))
+                )
+    unfinished: list[Continuation] = []
+    if not at_limit:
+        going_on = _best_first(beams, candidates, without=end_ids)
+        texts = (item for item in islice(going_on, 2 * group.width) if not completes_stop(item))
+        unfinished = list(islice(texts, group.width))
     group.hypotheses.sort(key=lambda h: -h.normalized_score)
     del group.hypotheses[group.width :]
     if not unfinished:
@@ -179,6 +194,23 @@ def advance(
     if not group.improvable or (full and group.early_stopping is True):
         return []
     return unfinished
+
+
+def _best_first(
+    beams: SequenceOf[tuple[SequenceOf[int], float]],
+    candidates: SequenceOf[Candidates],
+    without: frozenset[int] = frozenset(),
+) -> Iterator[Continuation]:
+    """The continuations of all beams by their scores, each made when it is taken. Of equal ones
+    the earlier beam's comes first, then the better candidate."""
+
+    def of_beam(index: int) -> Iterator[Continuation]:
+        summed = beams[index][1]
+        for rank, (token, logprob) in enumerate(candidates[index], start=1):
+            if token not in without:
+                yield Continuation(index, token, summed + logprob, logprob, rank)
+
+    return merge(*map(of_beam, range(len(beams))), key=lambda item: -item.score)
 
 
 def _may_improve(group: BeamGroup, best_score: float, num_generated: int) -> bool:

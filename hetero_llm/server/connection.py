@@ -1,7 +1,8 @@
 """One client's connection: the limits that apply before a request reaches the application.
 
 uvicorn gives a client unlimited time to send a request's head, and accepts any number of
-connections. Both are limited here, with errors in OpenAI's form; so are bytes that are no HTTP.
+connections. Both are limited here, with errors in OpenAI's form; so are bytes that are no HTTP, and
+requests whose end a proxy may see elsewhere than we do (RFC 9112, section 6.3).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _RETRY_SECONDS = 1.0
 _OTHER_FILES = 128
 """File descriptors besides connections: the engine's socket, libraries, files."""
 _FEWEST_CONNECTIONS = 8
+_MOST_HEAD_BYTES = 256 << 10  # above the middleware's own limit, whose error is clearer
 _MOST_NOT_SENT = 128 << 10  # bytes
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 
@@ -43,6 +45,46 @@ class _DelayedLogger:
 
     def info(self, text: str, *values: Any) -> None:
         asyncio.get_running_loop().call_soon(self._info, text, *values)
+
+
+class _StrictHttp(h11.Connection):
+    """h11's parser that refuses what h11 lets through: other major versions of HTTP, and two
+    statements about the length of one body.
+
+    Attributes:
+        refused: The error of the refused request; None before.
+    """
+
+    refused: ApiError | None = None
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self.refused = _why_refused(event)
+            if self.refused is not None:
+                raise h11.RemoteProtocolError(self.refused.message)
+        return event
+
+
+def _why_refused(request: h11.Request) -> ApiError | None:
+    version = request.http_version.decode("ascii")
+    if not version.startswith("1."):
+        return ApiError(
+            505,
+            "http_version_not_supported",
+            f"HTTP/{version} is not supported, only HTTP/1.1 and 1.0",
+            headers={"x-should-retry": "false"},
+        )
+    names = {name for name, _ in request.headers}
+    if b"transfer-encoding" not in names:
+        return None
+    if b"content-length" in names:
+        reason = "Content-Length and Transfer-Encoding in one request: send one of them"
+    elif version == "1.0":
+        reason = "HTTP/1.0 has no Transfer-Encoding"
+    else:
+        return None
+    return ApiError(400, "invalid_http", reason)
 
 
 class Connection(H11Protocol):
@@ -62,6 +104,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.conn = _StrictHttp(h11.SERVER, _MOST_HEAD_BYTES)
         self.access_logger = _DelayedLogger(self.access_logger)  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -89,7 +132,9 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, "invalid_http", "what came is not a valid HTTP request"))
+        assert isinstance(self.conn, _StrictHttp)
+        invalid = ApiError(400, "invalid_http", "what came is not a valid HTTP request")
+        self._refuse(self.conn.refused or invalid)
 
     def _start_clock(self) -> None:
         """Starts the head's time limit; further bytes of the same head do not extend it."""

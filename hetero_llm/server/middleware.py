@@ -13,7 +13,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import sha256
 from hmac import compare_digest
@@ -37,6 +37,11 @@ PUBLIC = frozenset(
 """Paths without data about models or users. All others need a key, those that do not exist
 included."""
 _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+_ONCE = frozenset(
+    (b"authorization", b"proxy-authorization", b"x-api-key", b"api-key", b"host", b"content-type",
+     b"content-length", b"content-encoding", b"x-request-timeout-ms")
+)  # fmt: skip
+"""Headers that have one value."""
 _FULL_RETRY_SECONDS = 1.0
 _AT_ONCE_RETRY_SECONDS = 1.0
 
@@ -104,7 +109,8 @@ class RequestMiddleware:
         """Checks headers, key and load; the context counts the request of its key as running.
 
         Raises:
-            ApiError: 431, 401, 503 for too many at once, or 429 for too many of one key.
+            ApiError: 431, 400 for a header that is given twice, 401, 503 for too many at once, or
+                429 for too many of one key.
         """
         limits = self._context.settings.limits
         raw = scope["headers"]
@@ -114,6 +120,9 @@ class RequestMiddleware:
                 "headers_too_large",
                 f"the headers are more than {limits.headers} or {limits.header_bytes} bytes",
             )
+        twice = _given_twice(raw)
+        if twice is not None:
+            raise ApiError(400, "duplicate_header", f"the header {twice} is given more than once")
         path = _path(scope)
         if path not in self._public:
             if self._keys:
@@ -144,6 +153,17 @@ def _path(scope: Scope) -> str:
 def _request_id(headers: Headers) -> str:
     given = headers.get("x-request-id", "")
     return given if _ID.fullmatch(given) else uuid4().hex
+
+
+def _given_twice(raw: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """The first of `_ONCE` with several values: a proxy may have looked at another one than we."""
+    seen = set()
+    for name, _ in raw:
+        if name in _ONCE:
+            if name in seen:
+                return name.decode("ascii")
+            seen.add(name)
+    return None
 
 
 def _header_bytes(header: tuple[bytes, bytes]) -> int:

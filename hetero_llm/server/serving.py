@@ -2,7 +2,9 @@
 
 The port is bound before the model loads, so that a wrong one is reported at once. The first SIGTERM
 drains: /ready turns to 503, running requests get `shutdown_timeout`, then the engine and the server
-end. A second signal ends both at once. A dead engine, or one that stays hung, ends the server.
+end. A second signal ends both at once. SIGHUP, sent when a terminal closes, drains as well, however
+often it comes; where it is ignored at the start (nohup), it stays ignored. A dead engine, or one
+that stays hung, ends the server.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import inspect
 import logging
 import signal
 import socket
+import ssl
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,11 +44,14 @@ from hetero_llm.server.logs import log_stats, server_log
 from hetero_llm.server.settings import TEMPLATE_KWARGS, Cors, Limits, ServerSettings
 from hetero_llm.server.startup import plan_table, ready_text
 from hetero_llm.server.tracing import TraceHeaders, Tracer, open_provider
+from hetero_llm.utils.files import MIB, check_regular, read_text
 
 logger = logging.getLogger(__name__)
 
 EXIT_ENGINE_DEAD = 70
 _KEEP_ALIVE_SECONDS = 10
+_MOST_TEMPLATE = MIB
+_MOST_TLS = 16 * MIB
 _POLL_SECONDS = 0.5
 _HANG_GRACE = 5.0
 """Seconds in which a hung engine may recover, with /live at 503, before the server ends."""
@@ -71,6 +78,7 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
     arguments = AsyncEngineArgs(**engine_args)
     settings = settings_of(server_args)
     middleware = [import_middleware(path) for path in server_args["middleware"]]
+    check_tls(server_args)
     collector = server_args["otlp_traces_endpoint"]
     traces = None if collector is None else open_provider(collector)
     listener = bind(server_args["host"], server_args["port"])
@@ -166,12 +174,48 @@ def read_template(value: str | None) -> str | None:
     if value is None:
         return None
     try:
-        return Path(value).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(value, most=_MOST_TEMPLATE, pipes=True)
+    except (OSError, ValueError) as error:  # not text, or a name that no file can have
         if "{" in value:
             return value.replace("\\n", "\n")
-        reason = f"is neither a template nor a file that can be read: {error}"
+        reason = f"is neither a template nor a file that can be read: {_why(error)}"
         raise ConfigError("chat_template", value, reason) from None
+
+
+def _why(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
+
+
+def check_tls(args: Mapping[str, Any]) -> None:
+    """Reads certificate and key as uvicorn will, before the model loads. Pipes are left to uvicorn:
+    they can be read once.
+
+    Raises:
+        ConfigError: a file cannot be read, or they are not a certificate and its key.
+    """
+    certificate, key = args["ssl_certfile"], args["ssl_keyfile"]
+    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        if args[name] is not None and Path(args[name]).is_fifo():
+            return
+        if args[name] is not None:
+            try:
+                check_regular(args[name], most=_MOST_TLS)
+            except OSError as error:
+                raise ConfigError(name, args[name], f"cannot be read: {_why(error)}") from None
+    if certificate is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key)
+    except OSError as error:  # ssl's own errors, too
+        reason = f"is not a certificate with its key (ssl_keyfile={key!r}): {_why(error)}"
+        raise ConfigError("ssl_certfile", certificate, reason) from None
+    if args["ssl_ca_certs"] is not None:
+        try:
+            context.load_verify_locations(args["ssl_ca_certs"])
+        except OSError as error:
+            reason = f"holds no certificates: {_why(error)}"
+            raise ConfigError("ssl_ca_certs", args["ssl_ca_certs"], reason) from None
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -214,7 +258,6 @@ def uvicorn_config(app: FastAPI, args: Mapping[str, Any]) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         server_header=False,
-        h11_max_incomplete_event_size=256 << 10,  # above our own limit, whose error is clearer
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=2,
         backlog=_BACKLOG,
@@ -268,6 +311,7 @@ class Server(uvicorn.Server):
         """Serves; returns the exit code."""
         self._loop = asyncio.get_running_loop()
         self._stop, self._end_at_once = asyncio.Event(), asyncio.Event()
+        drain_on_hangup(self.handle_exit)
         serving = asyncio.create_task(self.serve(sockets=[listener]))
         end = asyncio.create_task(self._until_the_end())
         await asyncio.wait([serving, end], return_when=asyncio.FIRST_COMPLETED)
@@ -324,9 +368,12 @@ class Server(uvicorn.Server):
         return False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """uvicorn's signal handler. The first signal starts draining, the second ends at once."""
+        """Signal handler. The first signal starts draining, the second ends at once; but for
+        SIGHUP, which a shell sends again to the jobs of a terminal that has closed."""
         assert self._stop is not None and self._loop is not None
-        if not self.context.leaving and sig in (signal.SIGTERM, signal.SIGINT):
+        if self.context.leaving and sig == signal.SIGHUP:
+            return
+        if not self.context.leaving and sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             self.context.leaving = True
             self.context.draining = self._drain_delay == 0
             self._loop.call_soon_threadsafe(self._stop.set)
@@ -339,6 +386,15 @@ class Server(uvicorn.Server):
         self.force_exit = True
         self._end_at_once.set()
         self._ending = asyncio.ensure_future(self._client.shutdown(0.0))
+
+
+def drain_on_hangup(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Installs the handler for SIGHUP, unless this process was told to ignore the signal. uvicorn
+    installs those for SIGTERM and SIGINT."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # as uvicorn: only the main thread may install handlers
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, handler)
 
 
 def _warn_if_open(args: Mapping[str, Any]) -> None:

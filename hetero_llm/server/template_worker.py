@@ -53,7 +53,8 @@ class Rendered(msgspec.Struct):
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; this ends at EOF
+    for number in (signal.SIGINT, signal.SIGHUP):  # they reach the group; this ends at EOF
+        signal.signal(number, signal.SIG_IGN)
     for name in _UNUSED:
         sys.modules[name] = None  # type: ignore[assignment]
     with socket.socket(fileno=int(sys.argv[1])) as end, end.makefile("rwb") as stream:

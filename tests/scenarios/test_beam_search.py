@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,16 @@ import torch
 import transformers
 
 from hetero_llm import LLM, CompletionOutput, SamplingParams
-from hetero_llm.scheduler.beam_search import BeamGroup, advance, candidates_needed
+from hetero_llm.core.request import Request
+from hetero_llm.scheduler import beam_search
+from hetero_llm.scheduler.beam_search import (
+    BeamGroup,
+    Continuation,
+    advance,
+    advance_group,
+    candidates_needed,
+)
+from tests.helpers.harness import make_request, make_sequence
 
 PROMPTS = ["beam", "a longer prompt for it", "xyz"]
 
@@ -137,7 +147,8 @@ def test_advance_ranks_all_beams_together() -> None:
             ((7, -2.0), (8, -3.0), (4, -4.0), (2, -5.0)),
             ((9, -0.1), (3, -0.2), (8, -5.0), (4, -6.0)),
         ],
-        lambda item: item.token == 3,
+        frozenset({3}),
+        lambda item: False,
         lambda item: item.rank,
     )
     assert [(c.parent, c.token) for c in chosen] == [(1, 9), (0, 7)]
@@ -146,9 +157,88 @@ def test_advance_ranks_all_beams_together() -> None:
     assert group.hypotheses[0].normalized_score == pytest.approx(-1.3 / 2)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_advance_equals_the_sorted_pool(seed: int) -> None:
+    """The definition, as transformers has it: all candidates of all beams in one sorted list."""
+    rng = random.Random(seed)
+    width, vocab = rng.choice((2, 3, 8)), 40
+    end_ids = frozenset(rng.sample(range(vocab), rng.choice((0, 1, 5, 20))))
+    beams = [([1, 5 + i], -rng.random()) for i in range(width)]
+    tops = []
+    for _ in range(width):
+        bias = rng.choice((0.0, 0.9))  # end tokens may be the best
+        values = [rng.choice((-1.0, -2.5, -rng.random() * 4)) for _ in range(vocab)]
+        pairs = [(t, v + bias * (t in end_ids)) for t, v in enumerate(values)]
+        tops.append(tuple(sorted(pairs, key=lambda pair: -pair[1])))
+    needed = candidates_needed(width, len(end_ids))
+    group = BeamGroup(width, 1, 10**9, 1.0, "never")
+    asked: list[Continuation] = []
+
+    def completes_stop(item: Continuation) -> bool:
+        asked.append(item)
+        return False
+
+    chosen = advance(
+        group, beams, [top[:needed] for top in tops], end_ids, completes_stop, lambda _: None
+    )
+    pool = [(-(beams[i][1] + v), i, r, t) for i, top in enumerate(tops)
+            for r, (t, v) in enumerate(top, 1)]  # fmt: skip
+    pool.sort(key=lambda one: one[0])
+    going_on = [one for one in pool if one[3] not in end_ids][:width]
+    assert [(c.parent, c.token, c.rank) for c in chosen] == [(i, t, r) for _, i, r, t in going_on]
+    ended = [[*beams[i][0], t] for _, i, _, t in pool[:width] if t in end_ids]
+    assert sorted(h.token_ids for h in group.hypotheses) == sorted(ended)
+    assert len(asked) <= 3 * width
+
+
+def test_a_step_makes_few_continuations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide beams with a thousand end tokens, all of them the best: the work of a step is bounded by
+    the width, not by the number of end tokens."""
+    made = 0
+
+    def counted(*fields: Any) -> Continuation:
+        nonlocal made
+        made += 1
+        return Continuation(*fields)
+
+    monkeypatch.setattr(beam_search, "Continuation", counted)
+    width, ends = 64, 1000
+    top = tuple((token, -0.001 * token) for token in range(candidates_needed(width, ends)))
+    assert len(top) == 1064
+    group = BeamGroup(width, 1, 10**9, 1.0, "never")
+    beams = [([1, 2], -0.01 * i) for i in range(width)]
+    never = lambda _: False  # noqa: E731
+    chosen = advance(group, beams, [top] * width, frozenset(range(ends)), never, lambda _: None)
+    assert len(chosen) == width and len(group.hypotheses) == width
+    assert made <= 4 * width + 2
+
+
+def test_a_stop_string_is_looked_for_at_the_end() -> None:
+    """Every beam of a step would otherwise decode all of its text."""
+    lengths: list[int] = []
+
+    def holds_stop(request: Request, output_ids: list[int]) -> bool:
+        lengths.append(len(output_ids))
+        return False
+
+    params = SamplingParams(
+        use_beam_search=True, n=2, best_of=2, temperature=0, stop=["abcd"], max_tokens=None
+    )
+    request = make_request("r", [5], params, max_model_len=4096)
+    group = BeamGroup.of(request)
+    beams = [make_sequence(request) for _ in range(2)]
+    for index, beam in enumerate(beams):
+        beam.index = index
+        beam.token_ids.extend([7] * 3000)
+        group.pending[index] = ((3, -1.0), (4, -2.0), (6, -3.0), (8, -4.0))
+    assert advance_group(request, group, beams, holds_stop)
+    assert max(lengths) == 64 + 4 * 4 + 1 and len(lengths) <= 4
+
+
 def test_candidates_leave_enough_after_every_end_token() -> None:
     assert candidates_needed(4, 0) == 8
-    assert candidates_needed(4, 3) == 16
+    assert candidates_needed(4, 3) == 8
+    assert candidates_needed(64, 1000) == 1064
 
 
 def test_stop_strings_finish_beams_like_end_tokens(tiny: LLM) -> None:

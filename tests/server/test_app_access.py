@@ -45,6 +45,22 @@ def test_every_route_but_the_public_ones_needs_a_key(tokenizer: Tokenizer) -> No
                 assert answer.status_code != 401, (path, header)
 
 
+def test_a_header_that_is_given_twice(tokenizer: Tokenizer) -> None:
+    """Whichever of the two counts, a proxy may have looked at the other one."""
+    good, bad = ("authorization", "Bearer key-one"), ("authorization", "Bearer wrong")
+    with serving(FakeEngine(tokenizer), KEYS) as served:
+        for pair in (
+            [good, bad], [bad, good], [good, good],
+            [good, ("X-Api-Key", "a"), ("x-api-key", "b")],
+            [good, ("content-type", "application/json"), ("content-type", "text/plain")],
+        ):  # fmt: skip
+            for path in ("/v1/models", "/health?verbose=1", "/live"):
+                answer = served.http.get(path, headers=pair)
+                assert answer.status_code == 400, (pair, path)
+                assert answer.json()["error"]["code"] == "duplicate_header"
+        assert served.http.get("/v1/models", headers=[good, ("x-other", "1"), ("x-other", "2")])
+
+
 def test_the_401_is_an_openai_error(tokenizer: Tokenizer) -> None:
     with serving(FakeEngine(tokenizer), KEYS) as served:
         answer = served.http.get("/v1/models")

@@ -4,10 +4,12 @@ open."""
 from __future__ import annotations
 
 import logging
+import random
 import re
 import resource
 import socket
-from contextlib import ExitStack
+from collections import Counter
+from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
@@ -82,6 +84,132 @@ def test_what_is_no_http(tokenizer: Tokenizer) -> None:
                 answer = all_of(client)
                 assert answer.startswith(b"HTTP/1.1 400 ") and b'"code":"invalid_http"' in answer
         assert httpx.get(f"{run.url}/live").status_code == 200
+
+
+POST = b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+SMUGGLED = b"5\r\n{}   \r\n0\r\n\r\nGET /v1/models HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
+REFUSED_HEADS = [
+    (POST + b"content-length: 2\r\ntransfer-encoding: chunked", 400, "invalid_http"),
+    (POST + b"transfer-encoding: chunked\r\ncontent-length: 2", 400, "invalid_http"),
+    (POST + b"transfer-encoding: chunked, chunked", 400, "invalid_http"),
+    (POST + b"transfer-encoding: gzip", 400, "invalid_http"),
+    (POST + b"content-length: 2\r\ncontent-length: 3", 400, "invalid_http"),
+    (POST + b"content-length: 0x2", 400, "invalid_http"),
+    (POST + b"host: b", 400, "invalid_http"),
+    (POST.replace(b"1.1", b"1.0") + b"transfer-encoding: chunked", 400, "invalid_http"),
+    (b"GET /live HTTP/9.9\r\nhost: a", 505, "http_version_not_supported"),
+    (b"GET /live HTTP/0.9\r\nhost: a", 505, "http_version_not_supported"),
+    (b"PRI * HTTP/2.0", 505, "http_version_not_supported"),
+]
+
+
+def test_one_error_and_the_end(tokenizer: Tokenizer) -> None:
+    """Nothing behind such a head is read as another request: who looked at it before us may have
+    seen its end elsewhere."""
+    with running(FakeEngine(tokenizer)) as run:
+        for head, status, code in REFUSED_HEADS:
+            with connect(run, head + b"\r\n\r\n" + SMUGGLED) as client:
+                answer = all_of(client)
+            assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"%d" % status], head
+            assert b'"code":"%s"' % code.encode() in answer, head
+            assert b"connection: close" in answer.lower()
+        assert httpx.get(f"{run.url}/live").status_code == 200
+
+
+def test_a_refused_head_behind_a_good_request(tokenizer: Tokenizer) -> None:
+    good = b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n"
+    with running(FakeEngine(tokenizer)) as run:
+        bad = POST + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n"
+        with connect(run, good + bad + SMUGGLED) as client:
+            answer = all_of(client)
+    assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"400"]
+
+
+METHODS = (b"GET", b"POST", b"HEAD", b"OPTIONS", b"PUT", b"TRACE", b"CONNECT", b"get", b"G\x00T",
+           b"", b"X" * 5000)  # fmt: skip
+TARGETS = (b"/live", b"/v1/models", b"/tokenize", b"/v1/completions", b"/metrics", b"*", b"//",
+           b"/v1/../live", b"/%2e%2e/%00", b"http://b/live", b"/" + b"a" * 70_000, b"/\xff", b"/?" +
+           b"a=&" * 3000, b"/v1/models/%0d%0aX:1", b"", b"/status.json#x")  # fmt: skip
+VERSIONS = (b"HTTP/1.1",) * 6 + (
+    b"HTTP/1.0",
+    b"HTTP/9.9",
+    b"HTTP/1",
+    b"http/1.1",
+    b"",
+    b"HTTP/1.1 ",
+)
+HEADERS = (
+    b"content-length: 2", b"content-length: 2", b"content-length: -1", b"content-length: 1e9",
+    b"content-length: 99999999999999999999", b"content-length: 2, 2", b"content-length:",
+    b"transfer-encoding: chunked", b"transfer-encoding: identity", b"transfer-encoding:\x0b",
+    b"Transfer-Encoding : chunked", b"content-type: application/json", b"content-type: \xff",
+    b"content-encoding: gzip", b"authorization: Bearer x", b"authorization: Basic \x00",
+    b"expect: 100-continue", b"expect: x", b"connection: close", b"connection: upgrade",
+    b"upgrade: websocket", b"upgrade: h2c", b"x-request-id: \xc3\xa9", b"x: " + b"y" * 40_000,
+    b" folded: yes", b"no colon", b": no name", b"x-request-timeout-ms: nan", b"range: bytes=0-",
+    b"host: b", b"sec-websocket-key: x", b"x-forwarded-for: \"", b"cookie: " + b";" * 9000,
+    b"traceparent: 00-0-0-0",
+)  # fmt: skip
+BODIES = (b"", b"{}", b'{"prompt": "a"}', b"[" * 20_000, b'{"prompt": ' + b"9" * 5000 + b"}",
+          b"2\r\n{}\r\n0\r\n\r\n", b"2;x=y\r\n{}\r\n0\r\nx: y\r\n\r\n", b"ffffffffffffffffff\r\n",
+          b"-2\r\n{}\r\n0\r\n\r\n", b"\xff\xfe", b"GET /metrics HTTP/1.1\r\nhost: a\r\n\r\n",
+          b"0\r\n\r\nGET /load HTTP/1.1\r\n\r\n")  # fmt: skip
+
+
+ROUTES = (
+    b"/tokenize", b"/detokenize", b"/v1/completions", b"/v1/chat/completions", b"/live",
+    b"/metrics",
+)  # fmt: skip
+
+
+def hostile_request(rng: random.Random) -> bytes:
+    """A request of which about two parts are wrong, or wrong together."""
+
+    def mostly(good: bytes, strange: tuple[bytes, ...]) -> bytes:
+        return good if rng.random() < 0.85 else rng.choice(strange)
+
+    body = mostly(b'{"prompt": "a", "max_tokens": 1}', BODIES)
+    end = mostly(b"\r\n", (b"\n", b"\r", b"\r\n\r"))
+    route = mostly(rng.choice(ROUTES), TARGETS)
+    method = mostly(b"GET" if route in ROUTES[4:] else b"POST", METHODS)
+    lines = [b" ".join((method, route, mostly(b"HTTP/1.1", VERSIONS[6:])))]
+    lines += [b"host: a"] * rng.choice((1,) * 8 + (0, 2))
+    lines += [mostly(b"content-length: %d" % len(body), HEADERS)]
+    lines += [mostly(b"content-type: application/json", HEADERS)]
+    lines += rng.choices(HEADERS, k=rng.choice((0, 0, 0, 1, 2, 300)))
+    data = end.join(lines) + end * 2 + body
+    if rng.random() < 0.1:
+        return data[: rng.randrange(len(data))]
+    return data + rng.choice((b"", b"", b"\r\n", data))
+
+
+def test_200_hostile_requests(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    """Every answer is a whole one, none a 500, no connection stays open, nothing reaches the log as
+    an error, and afterwards the server answers as before."""
+    rng = random.Random(7)
+    statuses: Counter[int] = Counter()
+    with running(FakeEngine(tokenizer), header_timeout=1.0) as run:
+        before = httpx.get(f"{run.url}/load").json()
+        for number in range(200):
+            data = hostile_request(rng)
+            with connect(run) as client:
+                with suppress(OSError):  # it may refuse before it has read all
+                    client.sendall(data)
+                    client.shutdown(socket.SHUT_WR)
+                answer = b""
+                with suppress(ConnectionError):
+                    answer = all_of(client)
+            found = [int(code) for code in re.findall(rb"(?:^|\n|}|>)HTTP/1\.1 (\d{3}) ", answer)]
+            assert not set(found) & {500, 502}, (number, data[:300], answer[:500])
+            assert not answer or found, (number, data[:300], answer[:500])
+            statuses.update(found)
+        assert httpx.get(f"{run.url}/load").json() == before
+        assert httpx.get(f"{run.url}/live").status_code == 200
+    assert len(statuses) > 5, statuses
+    wrong = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert not wrong, wrong[0].getMessage()
 
 
 def test_more_connections_than_there_should_be(

@@ -28,6 +28,8 @@ from hetero_llm.server.serving import (
     EXIT_ENGINE_DEAD,
     Server,
     bind,
+    check_tls,
+    drain_on_hangup,
     freeze_collector,
     read_template,
     settings_of,
@@ -257,15 +259,17 @@ def test_middleware_is_imported_or_refused() -> None:
 
 
 def test_a_whole_server_in_its_process(tmp_path: Path) -> None:
-    """The command, its engine's process, a request, SIGTERM; nothing is left behind."""
+    """The command, its engine's process, requests, the end of the terminal, which a shell reports
+    twice to all processes: a running stream is finished, and nothing is left behind."""
     environment = {**os.environ, "HETERO_LLM_API_KEY": "secret"}
     command = [sys.executable, "-m", "hetero_llm.cli", "serve", "demo", "--device", "cpu"]
     command += ["--port", "0", "--middleware", "tests.server.middleware.Tag"]
     command += ["--max-model-len", "512", "--cpu-threads", "1"]
     with (tmp_path / "log").open("w+") as log:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
-        )
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
         try:
             assert process.stdout is not None
             said = ""
@@ -283,12 +287,58 @@ def test_a_whole_server_in_its_process(tmp_path: Path) -> None:
             assert httpx.post(f"{url}/v1/completions", json=BODY).status_code == 401
             children = _children(process.pid)
             assert children
-            process.send_signal(signal.SIGTERM)
+            endless = {**BODY, "max_tokens": 480, "stream": True}
+            target = f"{url}/v1/completions"
+            with httpx.stream("POST", target, json=endless, headers=headers, timeout=60) as stream:
+                lines = stream.iter_lines()
+                assert next(lines).startswith("data: {")
+                for _ in range(2):
+                    os.killpg(process.pid, signal.SIGHUP)
+                rest = [line for line in lines if line]
+            assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
             assert process.wait(20) == 0
             assert not any(Path(f"/proc/{child}").exists() for child in children)
         finally:
             process.kill()
             process.wait()
+
+
+def test_tls_files_are_read_before_the_model(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.pem"
+    wrong.write_text("no certificate")
+
+    def refusal(**paths: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check_tls(resolve_server_args({name: str(path) for name, path in paths.items()}))
+        return str(caught.value)
+
+    said = refusal(ssl_certfile=wrong, ssl_keyfile=wrong)
+    assert said.startswith("ssl_certfile=") and "is not a certificate with its key" in said
+    said = refusal(ssl_certfile="/dev/zero", ssl_keyfile=wrong)
+    assert said.startswith("ssl_certfile='/dev/zero': cannot be read: is a device")
+    said = refusal(ssl_certfile=wrong, ssl_keyfile=tmp_path / "nowhere")
+    assert said.startswith("ssl_keyfile=") and "No such file" in said
+    check_tls(resolve_server_args({}))
+
+
+def test_a_template_that_never_ends() -> None:
+    for path, reason in (("/dev/zero", "is larger than 1 MiB"), ("/tmp", "Is a directory")):
+        with pytest.raises(ConfigError, match=reason):
+            read_template(path)
+
+
+def test_a_hangup_that_is_ignored_stays_ignored() -> None:
+    """nohup starts a command with SIGHUP ignored."""
+    handler = lambda *_: None  # noqa: E731
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        drain_on_hangup(handler)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        drain_on_hangup(handler)
+        assert signal.getsignal(signal.SIGHUP) is handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _children(pid: int) -> list[int]:

@@ -409,7 +409,8 @@ def serve(settings: WorkerSettings) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles Ctrl-C
+    for number in (signal.SIGINT, signal.SIGHUP):  # they reach the group; this ends with the engine
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="draft worker: %(message)s")
     settings = WorkerSettings.from_json(sys.argv[1])
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.config_reader import ConfigSource, Reader
+from hetero_llm.models.config_reader import MOST_HEADS, ConfigSource, Reader
 from hetero_llm.models.configs.common import base_fields, position_fields, with_defaults
 
 _REFUSED = (
@@ -35,7 +35,7 @@ def read(source: ConfigSource) -> ModelConfig:
             hidden_size=reader.integer("hidden_size"),
             num_heads=heads,
             head_dim=head_dim,
-            num_layers=reader.integer("num_layers"),
+            num_layers=reader.layers("num_layers"),
             vocab_key="padded_vocab_size",
         ),
         **position_fields(source.rope(head_dim, max_position, rotary_factor=0.5), max_position),
@@ -59,7 +59,7 @@ def _refuse(source: ConfigSource) -> None:
 
 def _heads(reader: Reader) -> tuple[int, int]:
     """Number of heads, and of KV heads."""
-    heads = reader.integer("num_attention_heads")
+    heads = reader.integer("num_attention_heads", most=MOST_HEADS)
     if not reader.flag("multi_query_attention", False):
         return heads, heads
     groups = reader.integer("multi_query_group_num", 1)

@@ -8,7 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero_llm.core.errors import ModelLoadError, shown
-from hetero_llm.models.config_reader import ConfigSource, Reader, eos_and_bos, heads_of, torch_dtype
+from hetero_llm.models.config_reader import (
+    LARGEST_SIZE,
+    ConfigSource,
+    Reader,
+    eos_and_bos,
+    heads_of,
+    torch_dtype,
+)
 from hetero_llm.models.rope_config import RopeConfig, scaled_max_position
 
 Windows = tuple[int | None, ...]
@@ -25,11 +32,12 @@ def base_fields(
 ) -> dict[str, Any]:
     """Fields of `ModelConfig` that every family reads alike, with full attention in all layers."""
     reader = source.config
-    eos, bos = eos_and_bos(reader, source.generation)
+    vocab_size = reader.integer(vocab_key)
+    eos, bos = eos_and_bos(reader, source.generation, vocab_size)
     return {
         "architecture": source.architecture,
         "model_type": str(reader.raw.get("model_type", "")),
-        "vocab_size": reader.integer(vocab_key),
+        "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "num_layers": num_layers,
         "num_heads": num_heads,
@@ -45,9 +53,15 @@ def base_fields(
 
 def position_fields(rope: RopeConfig | None, max_position: int) -> dict[str, Any]:
     """Fields of `ModelConfig` on positions; `max_position`: in tokens, before rope scaling."""
+    longest = max_position if rope is None else scaled_max_position(rope, max_position)
+    if longest > LARGEST_SIZE:
+        raise ModelLoadError(
+            f"max_position_embeddings={max_position} with rope scaling: a context of {longest} "
+            f"tokens; at most {LARGEST_SIZE} are possible"
+        )
     return {
         "rope": rope,
-        "max_model_len": max_position if rope is None else scaled_max_position(rope, max_position),
+        "max_model_len": longest,
         "max_position_embeddings": max_position,
     }
 

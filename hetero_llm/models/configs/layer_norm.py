@@ -60,7 +60,7 @@ def shape_fields(
     head_dim = reader.integer("head_dim", quotient)
     if not free_head_dim and head_dim != quotient:
         raise reader.bad("head_dim", f"{source.architecture} has heads of {quotient}")
-    num_layers = reader.integer(first_key(reader, layers))
+    num_layers = reader.layers(first_key(reader, layers))
     fields = base_fields(
         source, hidden_size=size, num_heads=count, head_dim=head_dim, num_layers=num_layers
     )
@@ -114,7 +114,7 @@ def read_gpt2(source: ConfigSource) -> ModelConfig:
         if reader.flag(key, False):
             raise reader.bad(key, "not supported with GPT2LMHeadModel")
     hidden, heads, head_dim = whole_heads_of(reader, "n_head", "n_embd")
-    num_layers = reader.integer("n_layer")
+    num_layers = reader.layers("n_layer")
     fields = base_fields(
         source, hidden_size=hidden, num_heads=heads, head_dim=head_dim, num_layers=num_layers
     )
@@ -226,7 +226,7 @@ def read_bloom(source: ConfigSource) -> ModelConfig:
 def read_opt(source: ConfigSource) -> ModelConfig:
     reader = source.config
     hidden, heads, head_dim = whole_heads_of(reader, "num_attention_heads", "hidden_size")
-    num_layers = reader.integer("num_hidden_layers")
+    num_layers = reader.layers("num_hidden_layers")
     fields = base_fields(
         source, hidden_size=hidden, num_heads=heads, head_dim=head_dim, num_layers=num_layers
     )

@@ -48,7 +48,7 @@ def read_like(source: ConfigSource, like: str, *, partial_rotary: bool = False) 
     return ModelConfig(
         **llama_fields(
             source,
-            _sliding_windows(source, like, reader.integer("num_hidden_layers")),
+            _sliding_windows(source, like, reader.layers("num_hidden_layers")),
             norm_eps=1e-6,
             needs_kv_heads=like != "LlamaForCausalLM",
             default_head_dim=128 if fixed_head_dim else None,

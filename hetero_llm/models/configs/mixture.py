@@ -61,7 +61,7 @@ def read(source: ConfigSource) -> MixtralConfig:
     source.refuse("attention_bias")
     source = with_rope_theta(source, _MIXTRAL_ROPE_THETA)
     reader = source.config
-    windows = same_window(reader, reader.integer("num_hidden_layers"))
+    windows = same_window(reader, reader.layers("num_hidden_layers"))
     return MixtralConfig(
         **_fields(source, windows, norm_eps=1e-5),
         **_expert_fields(reader, "num_local_experts", "intermediate_size", 2),
@@ -78,7 +78,7 @@ def read_phimoe(source: ConfigSource) -> PhiMoEConfig:
     jitter = reader.raw.get("router_jitter_noise", 0.01)
     if not isinstance(jitter, (int, float)) or isinstance(jitter, bool) or jitter < 0:
         raise reader.bad("router_jitter_noise", "a number from 0 on is needed")
-    windows = same_window(reader, reader.integer("num_hidden_layers"))
+    windows = same_window(reader, reader.layers("num_hidden_layers"))
     bias = reader.flag("attention_bias", False)
     return PhiMoEConfig(
         **_fields(source, windows, norm_eps=1e-5),
@@ -94,7 +94,7 @@ def read_qwen2_moe(source: ConfigSource) -> Qwen2MoeConfig:
     """Qwen2-MoE."""
     source.refuse("attention_bias")
     reader = source.config
-    num_layers = reader.integer("num_hidden_layers")
+    num_layers = reader.layers("num_hidden_layers")
     return Qwen2MoeConfig(
         **_fields(source, _windows(reader, num_layers), norm_eps=1e-6),
         **_expert_fields(reader, "num_experts", "moe_intermediate_size", 4),

@@ -38,7 +38,7 @@ def read(source: ConfigSource) -> QWenConfig:
         raise reader.bad("intermediate_size", "an even number is needed")
     seq_length = reader.integer("seq_length", 2048)
     rope, max_model_len = _rope(source, head_dim, seq_length)
-    num_layers = reader.integer("num_hidden_layers")
+    num_layers = reader.layers("num_hidden_layers")
     bias = not reader.flag("no_bias", True)
     fields = base_fields(
         source, hidden_size=hidden, num_heads=heads, head_dim=head_dim, num_layers=num_layers

@@ -13,11 +13,14 @@ from typing import Any
 from hetero_llm.core.errors import ModelLoadError, shown
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.config_reader import (
+    LARGEST_SIZE,
+    MOST_LAYERS,
     Reader,
     eos_and_bos,
     read_json,
     short_reason,
     torch_dtype,
+    values_of,
 )
 from hetero_llm.models.registry import TRANSFORMERS
 
@@ -73,7 +76,8 @@ def load_transformers_config(
     if reader.raw.get("quantization_config"):
         raise reader.bad("quantization_config", f"not supported with {name}")
     source = _source(Path(folder), reader, name, trust_remote_code)
-    fields = model_fields(reader, name, source, disable_sliding_window=disable_sliding_window)
+    with values_of(path):
+        fields = model_fields(reader, name, source, disable_sliding_window=disable_sliding_window)
     return TransformersConfig(**fields, trust_remote_code=trust_remote_code)
 
 
@@ -86,7 +90,7 @@ def model_fields(
     text = source.get_text_config()
     _refuse_other_kinds(reader, name, source, text)
     heads, hidden = _size(text, "num_attention_heads", name), _size(text, "hidden_size", name)
-    layers = _size(text, "num_hidden_layers", name)
+    layers = _size(text, "num_hidden_layers", name, most=MOST_LAYERS)
     head_dim = _value(text, "head_dim", name) or hidden // heads
     kv_heads = _value(text, "num_key_value_heads", name)
     if kv_heads is None:
@@ -95,15 +99,18 @@ def model_fields(
         if not isinstance(value, int):
             raise ModelLoadError(f"{path}: {key}={shown(value)}: other sizes in other layers")
     longest = _context(text, name)
+    if not 1 <= longest <= LARGEST_SIZE:
+        raise ModelLoadError(f"{path}: a context of {longest} tokens with rope scaling")
     windows = _windows(text, layers, name)
     if disable_sliding_window:
         longest = min([longest, *(w for w in windows if w is not None)])
         windows = (None,) * layers
-    eos, bos = _token_ids(path.parent, source, text)
+    vocab_size = _size(text, "vocab_size", name)
+    eos, bos = _token_ids(path.parent, source, text, vocab_size)
     return dict(
         architecture=TRANSFORMERS,
         model_type=str(getattr(source, "model_type", "")),
-        vocab_size=_size(text, "vocab_size", name),
+        vocab_size=vocab_size,
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
@@ -129,8 +136,8 @@ def model_fields(
 
 
 def _class_name(reader: Reader) -> str:
-    names = reader.raw.get("architectures")
-    if isinstance(names, list) and names and isinstance(names[0], str):
+    names = reader.class_names()
+    if names:
         return names[0]
     raise reader.bad("architectures", "the name of the model's class is needed")
 
@@ -204,10 +211,10 @@ def _value(text: Any, key: str, name: str) -> Any:
         raise ModelLoadError(f"{name}: {key}: other sizes in other layers") from error
 
 
-def _size(text: Any, key: str, name: str) -> int:
+def _size(text: Any, key: str, name: str, *, most: int = LARGEST_SIZE) -> int:
     value = _value(text, key, name)
-    if not isinstance(value, int) or value < 1:
-        raise ModelLoadError(f"{name}: {key}={shown(value)}: a positive integer is needed")
+    if not isinstance(value, int) or not 1 <= value <= most:
+        raise ModelLoadError(f"{name}: {key}={shown(value)}: an integer from 1 to {most} is needed")
     return value
 
 
@@ -263,7 +270,9 @@ def _dtype(reader: Reader) -> str:
     )
 
 
-def _token_ids(folder: Path, source: Any, text: Any) -> tuple[tuple[int, ...], int | None]:
+def _token_ids(
+    folder: Path, source: Any, text: Any, vocab_size: int
+) -> tuple[tuple[int, ...], int | None]:
     own = {
         key: value
         for key in ("eos_token_id", "bos_token_id")
@@ -271,4 +280,5 @@ def _token_ids(folder: Path, source: Any, text: Any) -> tuple[tuple[int, ...], i
     }
     path = folder / "generation_config.json"
     generation = read_json(path) if path.exists() else {}
-    return eos_and_bos(Reader(own, str(folder / "config.json")), Reader(generation, str(path)))
+    config = Reader(own, str(folder / "config.json"))
+    return eos_and_bos(config, Reader(generation, str(path)), vocab_size)

@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from hetero_llm.spec_decode.lookahead.global_cache import (
     GenerationContent,
 )
 from hetero_llm.spec_decode.lookahead.sequence_state import SEPARATOR, with_separators
+from hetero_llm.utils.files import check_regular, read_bytes
 
 FORMAT = "hetero_llm lookahead cache"
 VERSION = "1"
@@ -48,6 +48,7 @@ _TENSORS = {
 }
 """Names, and what they have behind the first dimension: type and shape."""
 _DTYPES: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
+_DOCUMENT_BYTES = 4 * _DTYPES["I64"].itemsize
 _LONGEST_HEADER = 1 << 16
 _SHOWN = 12  # characters of a fingerprint
 _LARGEST = 2**31 - 1
@@ -73,6 +74,11 @@ class Header:
     def num_tokens(self) -> int:
         """Separators included."""
         return self.static + self.old + self.young
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors in the file."""
+        return _DTYPES["I32"].itemsize * self.num_tokens + _DOCUMENT_BYTES * self.num_documents
 
     @property
     def needed(self) -> int:
@@ -142,6 +148,7 @@ def read_header(path: str) -> Header:
         SnapshotError: it cannot be read, is no snapshot, or is one of another version.
     """
     try:
+        check_regular(path)
         with open(path, "rb") as file:
             start = file.read(8 + _LONGEST_HEADER)
     except OSError as error:
@@ -164,13 +171,16 @@ def read_snapshot(
         SnapshotError: as `read_header` and `SnapshotRequirements.check`; it is damaged; a token is
             beyond the vocabulary.
     """
+    stated = read_header(path)
+    if requirements is not None:
+        requirements.check(path, stated, as_static=as_static)
     try:
-        data = Path(path).read_bytes()
+        data = read_bytes(path, most=8 + _LONGEST_HEADER + stated.num_bytes)
     except OSError as error:
         raise SnapshotError(path, f"cannot be read: {error.strerror or error}") from None
     header, about = _parse_header(path, data)
-    if requirements is not None:
-        requirements.check(path, header, as_static=as_static)
+    if header != stated:
+        raise SnapshotError(path, "has changed while it was read")
     try:
         tensors = {
             name: np.frombuffer(one["data"], _DTYPES[one["dtype"]]).reshape(one["shape"])

@@ -6,7 +6,9 @@ objects one a line (JSON Lines) will do as well; its texts belong to no cache_sa
 A thread of its own builds the static generation and puts it in place when it is whole; until then
 drafts come without it. Compiled code holds no lock, and the thread works a fifth of the time, in
 short bursts, so that the step loop hardly waits for it. Records that cannot be used are skipped and
-counted, and one line of the log names the first reason.
+counted, and one line of the log names the first reason. Reading is bounded: it ends at 64 MiB plus
+32 characters for each token of `cache_size`, at a record of more than 4 MiB, and behind a thousand
+records in a row that cannot be used.
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ logger = logging.getLogger(__name__)
 _KEYS = ("prompt", "output")
 _CHUNK = 1 << 20  # characters read at once
 _MARGIN = 1024  # a mistake that far from the end of what was read is not for want of the rest
+_MOST_RECORD = 4 << 20  # characters; parsing one holds up the step loop
+_LEAST_FILE, _CHARACTERS_OF_A_TOKEN = 64 << 20, 32
+_MOST_IN_A_ROW = 1000  # records that cannot be used
 _BATCH = 4096  # tokens learned at once
 _BURST = 2e-4  # seconds of work before a rest
 _REST = 4  # times as long: of equal length, rests let steps on two cores take half as long again
@@ -64,6 +69,7 @@ class Warmup:
         num_records, num_left_out, num_tokens: so far: records read, those that could not be used,
             and tokens learned. Of a snapshot each document is a record.
         problem: the first reason for leaving something out.
+        not_read: why the rest of the file was not read; "" if all was, or was damaged.
 
     Raises:
         SnapshotError: the file is a snapshot that does not belong here.
@@ -87,6 +93,7 @@ class Warmup:
             requirements.check(path, read_header(path), as_static=True)
         self.num_records = self.num_left_out = self.num_tokens = 0
         self.problem: str | None = None
+        self.not_read = ""
         self._stop = Event()
         self._busy_since = 0.0
         goal = weakref.ref(cache), cache.new_static()
@@ -128,8 +135,9 @@ class Warmup:
             logger.info("warm-up file %s: %d records, %d tokens in %.1f s", self._path, *counts)
             return
         logger.warning(
-            "warm-up file %s: %s (%d of %d records left out; %d tokens learned)",
+            "warm-up file %s: %s (%d of %d records left out; %d tokens learned%s)",
             self._path, self.problem, self.num_left_out, self.num_records, self.num_tokens,
+            self.not_read,
         )  # fmt: skip
 
     def _learn_snapshot(self, static: Generation) -> None:
@@ -146,8 +154,10 @@ class Warmup:
 
     def _learn_records(self, static: Generation) -> None:
         batch = _Batch(static)
+        most = _LEAST_FILE + _CHARACTERS_OF_A_TOKEN * self._requirements.capacity
+        in_a_row = 0
         with open(self._path, encoding="utf-8-sig") as file:
-            for line, value, problem in read_records(file):
+            for line, value, problem in read_records(file, most=most):
                 self.num_records += 1
                 try:
                     tokens = self._document(value, problem)
@@ -155,7 +165,13 @@ class Warmup:
                         raise ValueError(f"cache_size ({self._requirements.capacity}) is full")
                 except ValueError as error:
                     self._leave_out(f"line {line}: {error}")
+                    in_a_row += 1
+                    if in_a_row == _MOST_IN_A_ROW:
+                        reason = f"{in_a_row} records in a row cannot be used"
+                        self.not_read = f"; what follows line {line} is not read: {reason}"
+                        break
                 else:
+                    in_a_row = 0
                     self.num_tokens += len(tokens)
                     batch.add(tokens, 0, self._namespace)
                 if not self._may_continue():
@@ -230,13 +246,14 @@ def _end(stop: Event, thread: Thread) -> None:
         thread.join()
 
 
-def read_records(file: TextIO) -> Iterator[WarmupRecord]:
-    """The values of a JSON list, or of each line if it begins otherwise.
+def read_records(file: TextIO, *, most: int = _LEAST_FILE) -> Iterator[WarmupRecord]:
+    """The values of a JSON list, or of each line if it begins otherwise; of a file of at most
+    `most` characters.
 
     A line that is no JSON is a record with a problem. So is the last one where a list, or a file,
     cannot be read on.
     """
-    source = _Source(file)
+    source = _Source(file, most)
     try:
         yield from _of_list(source) if source.peek() == "[" else _of_lines(source)
     except RecursionError:
@@ -283,14 +300,17 @@ def _of_lines(source: _Source) -> Iterator[WarmupRecord]:
 
 
 class _Source:
-    """A file's characters, read in chunks.
+    """A file's characters, read in chunks, up to `most`.
+
+    Methods raise ValueError where the file, a value, a line, or white space is too long.
 
     Attributes:
         line: of the next character.
     """
 
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, file: TextIO, most: int) -> None:
         self._file = file
+        self._most = self._left = most
         self._text = ""
         self._at = 0
         self.line = 1
@@ -302,12 +322,15 @@ class _Source:
 
     def peek(self) -> str:
         """Skips white space and returns the next character; "" at the end."""
+        skipped = 0
         while True:
             space = _SPACE.match(self._text, self._at)
             assert space is not None
+            skipped += space.end() - self._at
             self.skip(space.end() - self._at)
             if self._at < len(self._text):
                 return self._text[self._at]
+            _check_length(skipped)
             if not self._read_on():
                 return ""
 
@@ -318,8 +341,10 @@ class _Source:
                 value, end = _decode(self._text, self._at)
             except json.JSONDecodeError as error:
                 cut = error.pos > len(self._text) - _MARGIN or error.msg.startswith("Unterminated")
-                if cut and self._read_on():
-                    continue
+                if cut:
+                    _check_length(len(self._text) - self._at)
+                    if self._read_on():
+                        continue
                 self.skip(error.pos - self._at)
                 raise
             self.skip(end - self._at)
@@ -329,6 +354,7 @@ class _Source:
         begin = 0
         while (end := self._text.find("\n", self._at + begin)) < 0:
             begin = len(self._text) - self._at
+            _check_length(begin)
             if not self._read_on():
                 end = len(self._text)
                 break
@@ -339,6 +365,14 @@ class _Source:
     def _read_on(self) -> bool:
         """Appends at least as much as is left, so that a long value is not parsed too often."""
         rest = self._text[self._at :]
-        more = self._file.read(max(_CHUNK, len(rest)))
+        more = self._file.read(min(max(_CHUNK, len(rest)), self._left + 1))
+        if len(more) > self._left:
+            raise ValueError(f"the file is longer than {self._most} characters")
+        self._left -= len(more)
         self._text, self._at = rest + more, 0
         return bool(more)
+
+
+def _check_length(characters: int) -> None:
+    if characters > _MOST_RECORD:
+        raise ValueError(f"a record is longer than {_MOST_RECORD} characters")

@@ -208,6 +208,47 @@ def test_what_is_too_much_is_left_out(tmp_path: Path) -> None:
     assert chain_of(drafter, [9, 40, 41]) == PHRASE[2:9]
 
 
+def test_reading_ends_after_a_thousand_records_in_vain(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file of a million texts beside a small cache, or of numbers that are no tokens."""
+    large = {"prompt": [], "output": [*range(60, 80)]}
+    path = write(tmp_path, "\n".join([FIRST] + [json.dumps(large)] * 3000))
+    drafter, warm = warmed(path, capacity=20)
+    assert (warm.num_records, warm.num_left_out) == (1001, 1000)
+    assert chain_of(drafter, [9, 40, 41]) == PHRASE[2:9]
+    (line,) = [record.message for record in caplog.records]
+    assert "line 2: cache_size (20) is full (1000 of 1001 records left out" in line
+    assert line.endswith(
+        "; what follows line 1001 is not read: 1000 records in a row cannot be used)"
+    )
+    absurd = json.dumps({"prompt": [10**40], "output": [-1]})
+    path = write(tmp_path, "\n".join(([absurd] * 999 + [FIRST]) * 2))
+    drafter, warm = warmed(path)
+    assert (warm.num_records, warm.num_left_out, warm.not_read) == (2000, 1998, "")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (f"[{FIRST},\n" + '{"prompt": [' + "1," * 2000 + "1]}]", "a record is longer than 1000"),
+        (f"{FIRST}\n" + '{"prompt": [' + "1," * 2000 + "1]}\n", "a record is longer than 1000"),
+        (f"[{FIRST},\n" + " " * 5000 + "1]", "a record is longer than 1000"),
+        (f"[{FIRST},\n" + f"{FIRST}," * 200, "the file is longer than 9000 characters"),
+    ],
+)
+def test_what_is_too_long_is_not_read_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, content: str, reason: str
+) -> None:
+    monkeypatch.setattr(warmup, "_MOST_RECORD", 1000)
+    monkeypatch.setattr(warmup, "_CHUNK", 100)
+    file = io.StringIO(content + "x" * 10**6)
+    *good, last = read_records(file, most=9000)
+    assert good[0].value == GOOD and last.problem is not None
+    assert last.problem.startswith(reason) and last.problem.endswith("; the rest cannot be read")
+    assert file.tell() < 10_000
+
+
 class _Failing(io.StringIO):
     def read(self, size: int | None = -1) -> str:
         text = super().read(size)
@@ -296,13 +337,19 @@ def test_drafts_are_those_without_or_those_with_the_file(tmp_path: Path) -> None
     assert warm.num_records == 3001 and warm.problem is None
 
 
-def _endless(_: Any) -> Iterator[WarmupRecord]:
+def _endless(_: Any, **__: Any) -> Iterator[WarmupRecord]:
     while True:
         yield WarmupRecord(1, GOOD)
 
 
-def test_a_load_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading ends neither with the file nor once the cache is full."""
     monkeypatch.setattr(warmup, "read_records", _endless)
+    monkeypatch.setattr(warmup, "_MOST_IN_A_ROW", 10**12)
+
+
+def test_a_load_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_for_ever(monkeypatch)
     drafter, path = make_drafter(), str(tmp_path / "a")
     store = Store(drafter.global_cache, make_place())
     store.warm_up(write(tmp_path, [GOOD]), namespace=SPACE, ignore_prompt=False)
@@ -316,7 +363,7 @@ def test_a_load_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_save_before_its_end_says_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(warmup, "read_records", _endless)
+    read_for_ever(monkeypatch)
     store = Store(make_drafter().global_cache, make_place())
     store.warm_up(write(tmp_path, [GOOD]), namespace=SPACE, ignore_prompt=False)
     store.save(str(tmp_path / "a"))
@@ -324,7 +371,7 @@ def test_a_save_before_its_end_says_what_is_missing(
 
 
 def test_it_ends_with_the_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warmup, "read_records", _endless)
+    read_for_ever(monkeypatch)
     drafter = make_drafter()
     history = weakref.ref(drafter.global_cache)
     path, place = write(tmp_path, [GOOD]), make_place()
@@ -337,7 +384,7 @@ def test_it_ends_with_the_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_our_own_mistakes_do_not_reach_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def wrong(_: Any) -> Iterator[WarmupRecord]:
+    def wrong(_: Any, **__: Any) -> Iterator[WarmupRecord]:
         yield WarmupRecord(1, GOOD)
         raise ZeroDivisionError
 
