@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from hetero_llm.core.outputs import shared_ranks
 from hetero_llm.core.request import FinishReason, Request, Sequence
 from hetero_llm.core.step import SampleLogprobs
 
@@ -24,7 +25,7 @@ token completes."""
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Beam `parent` continued by `token`, its `rank`-th best continuation (from 1).
+    """Beam `parent` continued by `token`; `rank` is that among the beam's candidates, from 1.
 
     `score` is the summed log-probability, `logprob` the token's share of it.
     """
@@ -155,7 +156,9 @@ def advance(
     pool = [
         Continuation(index, token, beams[index][1] + logprob, logprob, rank)
         for index, continuations in enumerate(candidates)
-        for rank, (token, logprob) in enumerate(continuations, start=1)
+        for (token, logprob), rank in zip(
+            continuations, shared_ranks(value for _, value in continuations), strict=True
+        )
     ]
     pool.sort(key=lambda c: -c.score)
     unfinished: list[Continuation] = []
