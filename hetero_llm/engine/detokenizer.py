@@ -13,7 +13,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -40,6 +40,26 @@ class TextStream(Protocol):
         """Ends the text. Returns what `push` held back."""
 
 
+class _Bytes:
+    """Decodes the bytes of an output into whole characters.
+
+    Args:
+        prompt: the last bytes of the prompt, four if it has as many.
+    """
+
+    def __init__(self, prompt: bytes) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(prompt)
+        self._prompt_is_open = bool(self._decoder.getstate()[0])
+
+    def add(self, data: bytes, *, last: bool = False) -> str:
+        text = self._decoder.decode(data, last)
+        if text and self._prompt_is_open:
+            self._prompt_is_open = False
+            return text.removeprefix(REPLACEMENT)
+        return text
+
+
 class ByteStream:
     """For tokenizers whose text is the bytes of their tokens, one after another.
 
@@ -57,29 +77,73 @@ class ByteStream:
     ) -> None:
         self._bytes_of = bytes_of
         self._skipped = skipped
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         tail = b""
         for token in reversed(prompt_ids):
             if token not in skipped:
                 tail = bytes_of(token) + tail
             if len(tail) >= _LONGEST_CHARACTER:
                 break
-        self._decoder.decode(tail)
-        self._prompt_is_open = bool(self._decoder.getstate()[0])
+        self._bytes = _Bytes(tail)
+
+    def push(self, token_id: int) -> str:
+        return "" if token_id in self._skipped else self._bytes.add(self._bytes_of(token_id))
+
+    def flush(self) -> str:
+        return self._bytes.add(b"", last=True)
+
+
+class ByteFallbackStream:
+    """For tokenizers that have tokens of one byte for characters that are no token.
+
+    Runs of byte tokens are decoded here: where one byte of a run is wrong, the tokenizer would show
+    each byte of it as U+FFFD, that of whole characters, too.
+
+    Args:
+        decode: token ids to text.
+        byte_tokens: the byte of each byte token.
+        skipped: tokens that are left out of the text.
+        prompt_ids: the tokens before.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        byte_tokens: Mapping[int, bytes],
+        skipped: Collection[int],
+        prompt_ids: Sequence[int],
+    ) -> None:
+        self._decode = decode
+        self._byte_tokens = byte_tokens
+        self._skipped = skipped
+        self._some_text = [next(token for token, byte in byte_tokens.items() if byte == b"a")]
+        tail = b""
+        for token in reversed(prompt_ids):
+            if token not in skipped:
+                if token not in byte_tokens or len(tail) == _LONGEST_CHARACTER:
+                    break
+                tail = byte_tokens[token] + tail
+        self._bytes = _Bytes(tail)
+        self._in_bytes = bool(tail)
+        self._tokens = WindowStream(decode, self._some_text if tail else prompt_ids)
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        return self._added(self._decoder.decode(self._bytes_of(token_id)))
+        byte = self._byte_tokens.get(token_id)
+        if byte is not None:
+            before = "" if self._in_bytes else self._tokens.flush()
+            self._in_bytes = True
+            return before + self._bytes.add(byte)
+        before = ""
+        if self._in_bytes:
+            before = self._bytes.add(b"", last=True)
+            self._in_bytes = False
+            # To the other tokens, any text before them is the same.
+            self._tokens = WindowStream(self._decode, self._some_text)
+        return before + self._tokens.push(token_id)
 
     def flush(self) -> str:
-        return self._added(self._decoder.decode(b"", True))
-
-    def _added(self, text: str) -> str:
-        if text and self._prompt_is_open:
-            self._prompt_is_open = False
-            return text.removeprefix(REPLACEMENT)
-        return text
+        return self._bytes.add(b"", last=True) if self._in_bytes else self._tokens.flush()
 
 
 class WindowStream:
@@ -126,9 +190,7 @@ class WindowStream:
         for before in (self._before, self._whole):
             if text.startswith(before):
                 return text[len(before) :]
-        # Bytes that are no character changed the text before them, too: a byte-fallback decoder
-        # shows a whole run of byte tokens as replacement characters.
-        return self._decode(held)
+        return self._decode(held)  # they changed the text before them: take theirs alone
 
 
 def _context(
@@ -146,8 +208,7 @@ def _context(
 
 
 def _whole_tail(decode: Callable[[list[int]], str], token_ids: list[int]) -> list[int]:
-    """A few last tokens with text that start with a whole character: of byte tokens that start
-    inside a character, byte-fallback decoders make only replacement characters."""
+    """A few last tokens with text that start with a whole character, if there are such."""
     best: list[int] = []
     fewest = None
     for length in range(_CONTEXT_TOKENS, _MOST_CONTEXT_TOKENS + 1):

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from hetero_llm.core.errors import ModelLoadError, RequestError
 from hetero_llm.engine.detokenizer import (
     REPLACEMENT,
+    ByteFallbackStream,
     ByteStream,
     TextStream,
     WindowStream,
@@ -44,11 +45,12 @@ class Tokenizer:
         self.added_tokens: dict[int, str] = {
             index: str(token) for index, token in hf_tokenizer.added_tokens_decoder.items()
         }
-        self._skipped = frozenset(
+        self._special = frozenset(
             index for index, token in hf_tokenizer.added_tokens_decoder.items() if token.special
         )
         self.decode_token = lru_cache(maxsize=65536)(self._decode_token)
         self._bytes = lru_cache(maxsize=None)(self._byte_level_bytes)
+        self._byte_tokens = {} if self._byte_level else self._find_byte_tokens()
 
     @property
     def hf(self) -> Any:
@@ -69,17 +71,19 @@ class Tokenizer:
 
     def decode_stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
         """The text of tokens that follow `prompt_ids`."""
-        if self._fast is None:
+        skipped = self._special if skip_special_tokens else frozenset()
+        if self._text_is_bytes:
+            return ByteStream(self._bytes, skipped, prompt_ids)
+        if self._fast is not None:
+            decode = partial(self._fast.decode, skip_special_tokens=skip_special_tokens)
+        else:
             decode = partial(
                 self._hf.decode,
                 skip_special_tokens=skip_special_tokens,
                 clean_up_tokenization_spaces=False,  # it would change text before the last token
             )
-            return WindowStream(decode, prompt_ids)
-        if self._text_is_bytes:
-            skipped = self._skipped if skip_special_tokens else frozenset()
-            return ByteStream(self._bytes, skipped, prompt_ids)
-        decode = partial(self._fast.decode, skip_special_tokens=skip_special_tokens)
+        if self._byte_tokens:
+            return ByteFallbackStream(decode, self._byte_tokens, skipped, prompt_ids)
         return WindowStream(decode, prompt_ids)
 
     def decode_token_at(self, token_ids: Sequence[int], position: int, token_id: int) -> str:
@@ -126,6 +130,15 @@ class Tokenizer:
                 "messages", messages, f"the chat template failed: {error}"
             ) from error
         return self.encode(text, add_special_tokens=False)
+
+    def _find_byte_tokens(self) -> dict[int, bytes]:
+        """The byte of each of the 256 byte tokens ("<0x61>"), if it has them and decodes them."""
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        ids = self._hf.convert_tokens_to_ids(names)
+        if None in ids or self._hf.convert_ids_to_tokens(ids) != names:
+            return {}
+        sample = self.decode([ids[byte] for byte in "中".encode()], skip_special_tokens=False)
+        return {ids[byte]: bytes([byte]) for byte in range(256)} if sample == "中" else {}
 
     def _byte_level_bytes(self, token_id: int) -> bytes:
         """A byte-level tokenizer's bytes of a token, added tokens and unknown ids included, as the
