@@ -1,6 +1,6 @@
 """Token ids to text, token by token, in whole characters.
 
-The text of an output is what its tokens add to the text of the prompt, P to P + output:
+The text of an output is what its tokens add to the text of the prompt:
 
 - A character that the prompt begins and the output completes belongs to the output. If the output
   does not complete it, its replacement character (U+FFFD) belongs to the prompt.

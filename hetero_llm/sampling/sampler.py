@@ -24,6 +24,7 @@ ReviseTokens = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Processed logits [N, vocab] float32 and sampled tokens [N] int64, to the tokens to emit."""
 
 _NO_LOGPROBS = -1
+_TIE_ROWS = 32
 _TOP_P_OFF = 2.0  # above any cumulative probability, rounding included
 
 
@@ -152,11 +153,21 @@ def most_likely(logprobs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
     ids, values = ids[:, :count], values[:, :count]
     if logprobs.device.type == "cpu" and not is_cut.any():  # on a GPU asking would wait for it
         return ids, values
-    everything = torch.arange(vocab, device=logprobs.device)
-    lowest = torch.where(logprobs == last, everything, vocab).topk(count, dim=-1, largest=False)
-    place = everything[:count] - (values > last).sum(dim=-1, keepdim=True)
-    tied = lowest.values.gather(1, place.clamp(min=0))
+    place = torch.arange(count, device=logprobs.device) - (values > last).sum(-1, keepdim=True)
+    tied = _lowest_ids(logprobs, last, count).gather(1, place.clamp(min=0))
     return torch.where(is_cut & (place >= 0), tied, ids), values
+
+
+def _lowest_ids(logprobs: torch.Tensor, wanted: torch.Tensor, count: int) -> torch.Tensor:
+    """[R, count] int64, in ascending order: the lowest ids whose value is `wanted` [R, 1], then the
+    size of the vocabulary. A few rows at a time, for the sake of memory."""
+    vocab = logprobs.shape[-1]
+    everything = torch.arange(vocab, device=logprobs.device, dtype=torch.int32)
+    found = [
+        torch.where(rows == value, everything, vocab).topk(count, dim=-1, largest=False).values
+        for rows, value in zip(logprobs.split(_TIE_ROWS), wanted.split(_TIE_ROWS), strict=True)
+    ]
+    return torch.cat(found).long()
 
 
 def restricts_support(params: SamplingParams) -> bool:

@@ -119,7 +119,8 @@ def finite(logprob: float) -> float:
 
 
 def _decoded(tokenizer: ApiTokenizer, token_id: int, entry: Logprob, as_ids: bool) -> str:
-    if as_ids or entry.decoded_token is None:
+    """vLLM shows a part of a character by what it adds to the text."""
+    if as_ids or entry.decoded_token is None or tokenizer.is_whole(token_id):
         return token_label(tokenizer, token_id, as_id=as_ids)
     return entry.decoded_token
 

@@ -185,7 +185,7 @@ def test_the_echo_of_token_ids_has_their_special_tokens(server: Served) -> None:
     name, special = next(iter(server.context.tokenizer.special_tokens.items()))
     body = {"prompt": [66, special, 67], "max_tokens": 1, "echo": True, "logprobs": 0}
     choice = server.post(COMPLETIONS, body).json()["choices"][0]
-    assert choice["text"].startswith(f"a{name} b")
+    assert choice["text"].startswith(f"a{name}b")
     tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
     for token, offset in zip(tokens, offsets, strict=True):
         assert choice["text"].startswith(token, offset)
@@ -280,9 +280,13 @@ def test_templates_are_sandboxed(tokenizer: Tokenizer) -> None:
 
 def test_without_a_tokenizer() -> None:
     with serving(FakeEngine(None)) as served:
-        body = {"prompt": [66, 67], "max_tokens": 2, "detokenize": False, "logprobs": 0}
-        choice = served.post(COMPLETIONS, body).json()["choices"][0]
-        assert choice["logprobs"]["tokens"] == ["token_id:66", "token_id:67"]
+        body = {"prompt": [66, 67], "max_tokens": 2, "logprobs": 0}
+        for more in ({}, {"detokenize": False}):
+            choice = served.post(COMPLETIONS, body | more).json()["choices"][0]
+            assert choice["text"] == ""
+            assert choice["logprobs"]["tokens"] == ["token_id:66", "token_id:67"]
+        refused = served.post(COMPLETIONS, body | {"stop": "x"})
+        assert refused.status_code == 400 and "needs a tokenizer" in refused.text
         for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
             answer = served.post(path, body)
             assert answer.status_code == 400 and "without a tokenizer" in answer.text
