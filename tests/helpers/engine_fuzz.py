@@ -96,22 +96,30 @@ class Reference:
 
     def serve(self, case: Case) -> list[Expected]:
         params = case.params
+        if params.use_beam_search:
+            return []
         if params.greedy:
             return [self._sample(case.prompt, params, 0)] * params.n
         return [self._sample(case.prompt, params, index) for index in range(params.n)]
 
-    def _sample(self, prompt: list[int], params: SamplingParams, index: int) -> Expected:
-        tokens, scores, safe, ended = self._run(prompt, params, index)
+    def text(
+        self, prompt: list[int], tokens: list[int], params: SamplingParams, *, ended: bool
+    ) -> tuple[str, int, str | None]:
+        """See `text_reference`; `ended`: the last token is an end token."""
         pieces = [self.bytes_of(token, params) for token in tokens]
         if ended and not params.include_stop_str_in_output:
             pieces[-1] = b""
-        text, count, stop = text_reference(
+        return text_reference(
             b"".join(self.bytes_of(token, params) for token in prompt),
             pieces,
             params.stop,
             min_tokens=params.min_tokens,
             include=params.include_stop_str_in_output,
         )
+
+    def _sample(self, prompt: list[int], params: SamplingParams, index: int) -> Expected:
+        tokens, scores, safe, ended = self._run(prompt, params, index)
+        text, count, stop = self.text(prompt, tokens, params, ended=ended)
         reason: int | str | None = stop
         if stop is None and ended and tokens[-1] in params.stop_token_ids:
             reason = tokens[-1]
@@ -124,7 +132,7 @@ class Reference:
     ) -> tuple[list[int], list[torch.Tensor], int, bool]:
         """Tokens up to an end token or the length, raw log-probabilities, tokens before the first
         near tie, and whether an end token was the last one."""
-        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+        ends = _end_tokens(params)
         most = min(params.max_tokens or MAX_LEN, MAX_LEN - len(prompt))
         tokens: list[int] = []
         scores: list[torch.Tensor] = []
@@ -147,6 +155,10 @@ class Reference:
             if tokens[-1] in ends and len(tokens) > params.min_tokens:
                 return tokens, scores, len(tokens) if safe is None else safe, True
         return tokens, scores, len(tokens) if safe is None else safe, False
+
+
+def _end_tokens(params: SamplingParams) -> set[int]:
+    return set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
 
 
 def _processed(
@@ -196,20 +208,34 @@ def make_cases(rng: Random, tokenizer: Any) -> list[Case]:
     def ids(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
+    def one() -> int:
+        return rng.choice((*common, rng.randrange(VOCAB)))
+
     common = ids(SAMPLE)
     stems = [[rng.choice(common) for _ in range(40)] for _ in range(2)]
     cases = []
     for number in range(rng.randint(6, 12)):
         prompt = stems[number % 2][: rng.choice((0, 8, 17, 40))]
-        prompt = prompt + [
-            rng.choice((*common, rng.randrange(VOCAB))) for _ in range(rng.randint(1, 6))
-        ]
+        prompt = prompt + [one() for _ in range(rng.randint(1, 6))]
         params = _params(rng, common, number)
         aborts = rng.randint(1, 8) if params.n == 1 and rng.random() < 0.15 else None
-        cases.append(
-            Case(str(number), prompt, params, rng.choice((0, 0, rng.randint(1, 12))), aborts)
-        )
-    return cases
+        arrives = rng.choice((0, 0, rng.randint(1, 12)))
+        cases.append(Case(str(number), prompt, params, arrives, aborts))
+    return [*cases, _beams(Random(sum(cases[0].prompt)), common, len(cases))]
+
+
+def _beams(rng: Random, common: list[int], number: int) -> Case:
+    """A request for beams that fits into the shortest memory."""
+    while (params := _params(rng, common, number)).num_speculative_tokens is not None:
+        pass
+    most = rng.randint(1, 20)
+    params = replace(
+        params, n=2, use_beam_search=True, temperature=0.0, max_tokens=most,
+        min_tokens=min(params.min_tokens, most), length_penalty=rng.choice((0.0, 1.0)),
+        logits_processors=None,
+    )  # fmt: skip
+    prompt = [rng.choice(common) for _ in range(rng.randint(1, 6))]
+    return Case(str(number), prompt, params, rng.randint(0, 6), None)
 
 
 def _params(rng: Random, common: list[int], number: int) -> SamplingParams:
@@ -311,6 +337,18 @@ def serve(engine: Engine, cases: list[Case]) -> Iterator[tuple[Case, list[Reques
     yield from running.values()
 
 
+def check_beams(case: Case, output: RequestOutput, reference: Reference) -> None:
+    """Checks that the texts of beams belong to their tokens."""
+    for beam in output.outputs:
+        last = beam.token_ids[-1]
+        ended = last in _end_tokens(case.params) and len(beam.token_ids) > case.params.min_tokens
+        text, count, stop = reference.text(case.prompt, beam.token_ids, case.params, ended=ended)
+        assert (beam.text, len(beam.token_ids)) == (text, count)
+        assert beam.finish_reason == ("stop" if ended or stop else "length")
+        if stop is not None:
+            assert beam.stop_reason == stop
+
+
 def check_outputs(case: Case, outputs: list[RequestOutput], expected: list[Expected]) -> str:
     """Compares what a user saw. Returns "aborted", "tie" or "equal"."""
     aborted = outputs[-1].outputs and outputs[-1].outputs[0].finish_reason == "abort"
@@ -373,6 +411,10 @@ def run_seed(seed: int, folder: Path, reference: Reference) -> Counter[str]:
     try:
         for case, outputs in serve(engine, cases):
             try:
+                if case.params.use_beam_search:
+                    check_beams(case, outputs[-1], reference)
+                    counts["beams"] += 1
+                    continue
                 counts[check_outputs(case, outputs, expected[case.name])] += 1
             except AssertionError as error:
                 raise AssertionError(f"seed {seed}, {text}\n{case}\n{error}") from error
