@@ -70,7 +70,7 @@ class OutputProcessor:
             params = request.params
             final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
             if final_only or params.use_beam_search or params.ranks_by_logprob:
-                if params.stop and not (params.use_beam_search and sequence.finished):
+                if params.stop and not params.use_beam_search:  # which looks for them itself
                     self._decode(sequence)
                 if request.num_unfinished == 0:
                     ready[request.request_id] = request
@@ -95,7 +95,7 @@ class OutputProcessor:
         assert self._tokenizer is not None
         text = self._texts.get(sequence)
         if text is None:
-            prompt = sequence.token_ids[: sequence.num_prompt_tokens].tolist()
+            prompt = sequence.token_ids[: sequence.num_prompt_tokens]
             stream = self._tokenizer.decode_stream(
                 prompt, skip_special_tokens=params.skip_special_tokens
             )
