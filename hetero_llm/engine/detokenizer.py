@@ -163,15 +163,15 @@ class WindowStream:
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
-        new = self._added()
         held = self._window[self._num_returned :]
+        new = self._added(held)
         if (not new or new.endswith(REPLACEMENT)) and len(held) < _MOST_HELD:
             return ""
         self._restart(held)
         return new
 
     def flush(self) -> str:
-        return self._added()
+        return self._added(self._window[self._num_returned :])
 
     def _restart(self, returned: list[int], whole: str = "") -> None:
         """Makes `returned`, tokens whose text has been returned, the window. `whole`: their text
@@ -181,9 +181,8 @@ class WindowStream:
         self._before = self._decode(returned)
         self._whole = max(whole, self._before.rstrip(REPLACEMENT), key=len)
 
-    def _added(self) -> str:
+    def _added(self, held: list[int]) -> str:
         """The text of the tokens held back."""
-        held = self._window[self._num_returned :]
         if not held:
             return ""
         text = self._decode(self._window)

@@ -49,6 +49,9 @@ class Tokenizer:
             index for index, token in hf_tokenizer.added_tokens_decoder.items() if token.special
         )
         self.decode_token = lru_cache(maxsize=65536)(self._decode_token)
+        self._decode_one = lru_cache(maxsize=65536)(
+            lambda token_id, skip: self._decode_uncached([token_id], skip)
+        )
         self._bytes = lru_cache(maxsize=None)(self._byte_level_bytes)
         self._byte_tokens = {} if self._byte_level else self._find_byte_tokens()
 
@@ -74,14 +77,7 @@ class Tokenizer:
         skipped = self._special if skip_special_tokens else frozenset()
         if self._text_is_bytes:
             return ByteStream(self._bytes, skipped, prompt_ids)
-        if self._fast is not None:
-            decode = partial(self._fast.decode, skip_special_tokens=skip_special_tokens)
-        else:
-            decode = partial(
-                self._hf.decode,
-                skip_special_tokens=skip_special_tokens,
-                clean_up_tokenization_spaces=False,  # it would change text before the last token
-            )
+        decode = partial(self._decode_some, skip=skip_special_tokens)
         if self._byte_tokens:
             return ByteFallbackStream(decode, self._byte_tokens, skipped, prompt_ids)
         return WindowStream(decode, prompt_ids)
@@ -130,6 +126,20 @@ class Tokenizer:
                 "messages", messages, f"the chat template failed: {error}"
             ) from error
         return self.encode(text, add_special_tokens=False)
+
+    def _decode_some(self, token_ids: list[int], skip: bool) -> str:
+        """The text of a few tokens, without transformers' cleaning, which would change text before
+        the last token."""
+        if len(token_ids) == 1:  # as in every second call of a stream
+            return self._decode_one(token_ids[0], skip)
+        return self._decode_uncached(token_ids, skip)
+
+    def _decode_uncached(self, token_ids: list[int], skip: bool) -> str:
+        if self._fast is not None:
+            return self._fast.decode(token_ids, skip_special_tokens=skip)
+        return self._hf.decode(
+            token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+        )
 
     def _find_byte_tokens(self) -> dict[int, bytes]:
         """The byte of each of the 256 byte tokens ("<0x61>"), if it has them and decodes them."""

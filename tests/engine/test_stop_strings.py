@@ -98,7 +98,7 @@ CUTS = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     prompt=st.lists(RAW, min_size=1, max_size=6),
     output=st.lists(RAW, min_size=1, max_size=14),

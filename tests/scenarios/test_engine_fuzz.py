@@ -11,7 +11,7 @@ from hetero_llm.spec_decode.budget import StepCosts
 from tests.helpers.draft_traffic import make_model
 from tests.helpers.engine_fuzz import Reference, run_seed
 
-SEEDS = (2, 4, 6, 14, 22)
+SEEDS = (2, 6, 14)
 
 
 @pytest.fixture(scope="module")
