@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's log-probability; `rank` is 1 for the most likely token."""
+    """One token's log-probability.
+
+    Attributes:
+        rank: 1 + number of tokens with a higher log-probability.
+        decoded_token: its text; of a token that is part of a character, that of the whole
+            character if it completes it here, else "" or U+FFFD. None without detokenization.
+    """
 
     logprob: float
     rank: int | None = None
@@ -16,6 +23,16 @@ class Logprob:
 
 TokenLogprobs = dict[int, Logprob]
 """Token id to its log-probability, at one position."""
+
+
+def shared_ranks(logprobs: Iterable[float]) -> list[int]:
+    """Ranks of log-probabilities in descending order, from 1: equal ones share a rank."""
+    ranks: list[int] = []
+    before = None
+    for place, value in enumerate(logprobs, start=1):
+        ranks.append(ranks[-1] if value == before else place)
+        before = value
+    return ranks
 
 
 @dataclass(slots=True)

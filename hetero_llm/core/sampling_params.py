@@ -47,20 +47,22 @@ class SamplingParams:
         length_penalty: Beam scores are divided by (generated length) ** length_penalty.
         early_stopping: Beam search: True, False or "never" (see transformers' `generate`).
         stop: Strings that end generation; not part of the text unless
-            `include_stop_str_in_output`.
-        stop_token_ids: Token ids that end generation. They stay in `token_ids`.
+            `include_stop_str_in_output`. docs/design/text.md says what they are looked for in.
+        stop_token_ids: Token ids that end generation. They stay in `token_ids`; their text is not
+            part of the text unless `include_stop_str_in_output`.
         ignore_eos: Do not end at the end-of-sequence token.
         max_tokens: Most tokens generated per sequence; None means up to the context length.
         min_tokens: Neither EOS nor a stop token can be drawn before this many tokens.
         logprobs: Return the log-probabilities of this many most likely tokens, and of the drawn
             one (-1: the whole vocabulary). They are the model's own, before any processing; with
-            beam search those that the search ranks by, after penalties and masks.
+            beam search those that the search ranks by, after penalties and masks. Of equally
+            likely tokens the lower id comes first; they share a rank.
         prompt_logprobs: The same for every prompt token (the first has none).
-        detokenize: Produce text.
+        detokenize: Produce text; without a tokenizer there is none.
         skip_special_tokens: Leave special tokens out of the text.
         spaces_between_special_tokens: Keep the spaces a tokenizer puts between special tokens.
         logits_processors: Callables `f(output_ids, logits) -> logits`, or
-            `f(prompt_ids, output_ids, logits)` when they take three arguments.
+            `f(prompt_ids, output_ids, logits)` when they take three arguments. Lists are copies.
         include_stop_str_in_output: Keep the stop string (or stop token's text) in the text.
         truncate_prompt_tokens: Keep only this many last tokens of the prompt.
         no_repeat_ngram_size: No n-gram of this size occurs twice in prompt plus output; 0 is off.

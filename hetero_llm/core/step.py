@@ -147,8 +147,8 @@ class SampleLogprobs:
 
     Attributes:
         sampled: that of the sampled token.
-        rank: of the sampled token, from 1.
-        top: (id, log-probability) of the most likely tokens, best first.
+        rank: of the sampled token: 1 + number of tokens with a higher log-probability.
+        top: (id, log-probability) of the most likely tokens, best first; of equals the lower id.
     """
 
     sampled: float

@@ -42,7 +42,7 @@ from hetero_llm.engine.build_runner import (
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.images import ImageInputs, open_images
 from hetero_llm.engine.input_processor import InputProcessor
-from hetero_llm.engine.output_processor import OutputProcessor, holds_stop
+from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.resolve import (
     find_model,
     limit_steps,
@@ -52,6 +52,7 @@ from hetero_llm.engine.resolve import (
     resolve_max_model_len,
 )
 from hetero_llm.engine.speculation_log import make_log
+from hetero_llm.engine.stop_strings import holds_stop
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.block_transfers import BlockTransfers

@@ -301,7 +301,7 @@ class InputProcessor:
                         name, token, f"is outside the vocabulary (0 to {self._vocab_size - 1})"
                     )
         if self._tokenizer is None:
-            for name in ("detokenize", "bad_words"):
+            for name in ("stop", "bad_words"):
                 if getattr(params, name):
                     raise SamplingError(
                         name,

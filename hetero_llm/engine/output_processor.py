@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass
+from functools import partial
 
-from hetero_llm.core.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from hetero_llm.core.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    TokenLogprobs,
+    shared_ranks,
+)
 from hetero_llm.core.request import FinishReason, Request, Sequence
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.core.step import SampleLogprobs
-from hetero_llm.engine.tokenizer import Stream, Tokenizer
+from hetero_llm.engine.detokenizer import TextStream
+from hetero_llm.engine.stop_strings import find_stop, num_undecided
+from hetero_llm.engine.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
@@ -18,15 +28,15 @@ class _Text:
 
     Attributes:
         num_tokens: number of decoded tokens.
-        pending: the last of them, which gave no text yet: an unfinished character.
+        complete: nothing will be added.
         after_special: the last decoded token is a special token.
         sent_chars: characters that a DELTA stream has delivered.
     """
 
-    stream: Stream
+    stream: TextStream
     text: str = ""
     num_tokens: int = 0
-    pending: list[int] = field(default_factory=list)
+    complete: bool = False
     after_special: bool = False
     sent_chars: int = 0
 
@@ -60,12 +70,12 @@ class OutputProcessor:
             params = request.params
             final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
             if final_only or params.use_beam_search or params.ranks_by_logprob:
-                if params.stop and not (params.use_beam_search and sequence.finished):
+                if params.stop and not params.use_beam_search:  # which looks for them itself
                     self._decode(sequence)
                 if request.num_unfinished == 0:
                     ready[request.request_id] = request
             else:
-                if params.detokenize:
+                if self._wants_text(params):
                     self._decode(sequence)
                 ready[request.request_id] = request
         return [self._output(request) for request in ready.values()]
@@ -76,39 +86,35 @@ class OutputProcessor:
 
     # -- text -------------------------------------------------------------------------------
 
+    def _wants_text(self, params: SamplingParams) -> bool:
+        return params.detokenize and self._tokenizer is not None
+
     def _decode(self, sequence: Sequence) -> None:
-        """Decodes new tokens; ends the sequence at a stop string."""
+        """Decodes new tokens; ends the sequence at a stop string (see `stop_strings`)."""
         params = sequence.request.params
         assert self._tokenizer is not None
         text = self._texts.get(sequence)
         if text is None:
-            prompt = sequence.token_ids[: sequence.num_prompt_tokens].tolist()
+            prompt = sequence.token_ids[: sequence.num_prompt_tokens]
             stream = self._tokenizer.decode_stream(
                 prompt, skip_special_tokens=params.skip_special_tokens
             )
             text = self._texts[sequence] = _Text(stream)
+        if text.complete:
+            return
         tokens = sequence.token_ids
         end = len(tokens)
-        if sequence.finish_reason is FinishReason.STOP and not (
-            params.include_stop_str_in_output or isinstance(sequence.stop_reason, str)
-        ):
+        if sequence.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output:
             end -= 1  # the token that ended it is not part of the text
         for position in range(sequence.num_prompt_tokens + text.num_tokens, end):
             new = self._push(text, tokens[position], params)
             text.num_tokens += 1
-            generated = position + 1 - sequence.num_prompt_tokens
-            if new and params.stop and generated > params.min_tokens:
-                found = _find_stop(text.text, len(new), params)
-                if found is not None:
-                    stop, cut = found
-                    text.text = text.text[:cut]
-                    self._stop_sequence(sequence, stop, position + 1)
-                    return
-        if sequence.finished and text.pending:
-            text.text += self._tokenizer.decode(
-                text.pending, skip_special_tokens=params.skip_special_tokens
-            )
-            text.pending.clear()
+            self._add(sequence, text, new, position + 1)
+            if text.complete:
+                return
+        if sequence.finished:
+            self._add(sequence, text, text.stream.flush(), len(tokens))
+            text.complete = True
 
     def _push(self, text: _Text, token: int, params: SamplingParams) -> str:
         assert self._tokenizer is not None
@@ -119,21 +125,36 @@ class OutputProcessor:
             if special is not None and text.after_special:
                 new = special
             text.after_special = special is not None
-        if new:
-            text.text += new
-            text.pending.clear()
-        else:
-            text.pending.append(token)
         return new
 
+    def _add(self, sequence: Sequence, text: _Text, new: str, num_tokens: int) -> None:
+        """Adds text; ends the sequence at a stop string in it.
+
+        Args:
+            num_tokens: tokens of the sequence, prompt included, up to the one that brought it.
+        """
+        if not new:
+            return
+        text.text += new
+        params = sequence.request.params
+        if sequence.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            return
+        if not params.stop or not sequence.may_end(num_tokens):
+            return
+        found = find_stop(text.text, len(new), params)
+        if found is not None:
+            stop, cut = found
+            text.text = text.text[:cut]
+            text.complete = True
+            self._stop_sequence(sequence, stop, num_tokens)
+
     def _visible(self, sequence: Sequence, text: _Text) -> str:
-        """The text that can be delivered: all but, while the sequence runs, the longest possible
+        """The text that can be delivered: all but, while the sequence runs, what may be the
         beginning of a stop string."""
-        stop = sequence.request.params.stop
-        if sequence.finished or not stop or sequence.request.params.include_stop_str_in_output:
+        params = sequence.request.params
+        if sequence.finished or not params.stop or params.include_stop_str_in_output:
             return text.text
-        held = max(map(len, stop)) - 1
-        return text.text[: len(text.text) - held] if held else text.text
+        return text.text[: len(text.text) - num_undecided(text.text, params.stop)]
 
     # -- outputs ----------------------------------------------------------------------------
 
@@ -170,7 +191,8 @@ class OutputProcessor:
     def _completion(self, sequence: Sequence, index: int) -> CompletionOutput:
         params = sequence.request.params
         shown = ""
-        if params.detokenize:
+        wants_text = self._wants_text(params)
+        if wants_text:
             self._decode(sequence)
             shown = self._visible(sequence, self._texts[sequence])
         token_ids = sequence.output_ids
@@ -178,15 +200,15 @@ class OutputProcessor:
         if params.output_kind is RequestOutputKind.DELTA:
             first = self._sent.get(sequence, 0)
             self._sent[sequence] = -1 if sequence.finished else len(token_ids)
-            if params.detokenize:
+            if wants_text:
                 text = self._texts[sequence]
                 shown, text.sent_chars = shown[text.sent_chars :], len(shown)
         logprobs = None
         if sequence.logprobs is not None:
-            logprobs = [
-                self._token_logprobs(token, entry)
-                for token, entry in zip(token_ids[first:], sequence.logprobs[first:], strict=True)
-            ]
+            start = sequence.num_prompt_tokens + first
+            logprobs = self._token_logprobs(
+                params, sequence.token_ids, start, sequence.logprobs[first:]
+            )
         counted = sequence.request.num_logprobs is not None
         return CompletionOutput(
             index=index,
@@ -199,44 +221,41 @@ class OutputProcessor:
         )
 
     def _prompt_logprobs(self, request: Request) -> list[TokenLogprobs | None] | None:
-        if request.prompt_logprobs is None:
+        entries = request.prompt_logprobs
+        if entries is None:
             return None
         shown = self._prompts.get(request.request_id, [])
-        if len(shown) < len(request.prompt_logprobs):
-            entries = zip(request.prompt_token_ids, request.prompt_logprobs, strict=False)
-            shown = self._prompts[request.request_id] = [
-                None if entry is None else self._token_logprobs(token, entry)
-                for token, entry in entries
-            ]
+        if len(shown) < len(entries):
+            tokens, params = request.prompt_token_ids, request.params
+            known = [entry for entry in entries if entry is not None]
+            shown = [None, *self._token_logprobs(params, tokens, 1, known)]
+            self._prompts[request.request_id] = shown
         return shown
 
-    def _token_logprobs(self, token: int, entry: SampleLogprobs) -> TokenLogprobs:
-        """The token itself first, then the most likely ones."""
-        result = {token: Logprob(entry.sampled, entry.rank, self._shown(token))}
-        for rank, (other, value) in enumerate(entry.top, start=1):
-            if other != token:
-                result[other] = Logprob(value, rank, self._shown(other))
+    def _token_logprobs(
+        self,
+        params: SamplingParams,
+        token_ids: TokenIds[int],
+        start: int,
+        entries: Iterable[SampleLogprobs],
+    ) -> list[TokenLogprobs]:
+        """Those of the tokens from position `start` on: of each the token itself first, then the
+        most likely ones."""
+        result = []
+        for position, entry in enumerate(entries, start):
+            token, shown = token_ids[position], partial(self._shown, params, token_ids, position)
+            found = {token: Logprob(entry.sampled, entry.rank, shown(token))}
+            ranks = shared_ranks(value for _, value in entry.top)
+            for (other, value), rank in zip(entry.top, ranks, strict=True):
+                if other != token:
+                    found[other] = Logprob(value, rank, shown(other))
+            result.append(found)
         return result
 
-    def _shown(self, token: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode_token(token)
-
-
-def _find_stop(text: str, num_new: int, params: SamplingParams) -> tuple[str, int] | None:
-    """Finds the stop string that ends first within the last `num_new` characters. Returns it and
-    the length to which the text is cut."""
-    best: tuple[int, str, int] | None = None
-    for stop in params.stop or ():
-        at = text.find(stop, max(0, len(text) - num_new - len(stop) + 1))
-        if at >= 0 and (best is None or at + len(stop) < best[0]):
-            cut = at + len(stop) if params.include_stop_str_in_output else at
-            best = (at + len(stop), stop, cut)
-    return None if best is None else (best[1], best[2])
-
-
-def holds_stop(tokenizer: Tokenizer, request: Request, output_ids: list[int]) -> bool:
-    """Whether the last of `output_ids` completes one of the request's stop strings."""
-    skip = request.params.skip_special_tokens
-    before = tokenizer.decode(output_ids[:-1], skip_special_tokens=skip)
-    text = tokenizer.decode(output_ids, skip_special_tokens=skip)
-    return _find_stop(text, max(len(text) - len(before), 0), request.params) is not None
+    def _shown(
+        self, params: SamplingParams, token_ids: TokenIds[int], position: int, token: int
+    ) -> str | None:
+        """The text of a token at a position of `token_ids`."""
+        if self._tokenizer is None or not params.detokenize:
+            return None
+        return self._tokenizer.decode_token_at(token_ids, position, token)

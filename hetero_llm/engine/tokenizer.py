@@ -7,38 +7,30 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-
-from tokenizers.decoders import DecodeStream
+from typing import Any, TypeVar
 
 from hetero_llm.core.errors import ModelLoadError, RequestError, shown
+from hetero_llm.engine.detokenizer import (
+    REPLACEMENT,
+    ByteFallbackStream,
+    ByteStream,
+    TextStream,
+    WindowStream,
+    decoder_steps,
+    piece_bytes,
+)
 from hetero_llm.models.config_reader import read_json, short_reason
 
 T = TypeVar("T")
 
-_PRIMING_TOKENS = 4
-"""Prompt tokens fed to a decode stream first, so that a leading space of the continuation is kept
-by tokenizers that strip it at the start of a text."""
 _PROCESSOR_TEMPLATE = "chat_template.json"
 _NUM_THREADS = 2
 _SHORT_TEXT = 512  # characters
-_LONGEST_CHARACTER = 4
-"""Most byte tokens of one character, in UTF-8."""
-
-
-def _streams_take_a_prompt() -> bool:
-    """Since tokenizers 0.22; with older versions `_SlowStream` is used."""
-    try:
-        DecodeStream(ids=[], skip_special_tokens=True)
-    except TypeError:
-        return False
-    return True
-
-
-_STREAMS_TAKE_A_PROMPT = _streams_take_a_prompt()
+_CONTEXT_TOKENS = 8
+"""Tokens before one that is part of a character: enough to complete it."""
 
 
 class Tokenizer:
@@ -46,12 +38,23 @@ class Tokenizer:
 
     def __init__(self, hf_tokenizer: Any) -> None:
         self._hf = hf_tokenizer
-        self._fast = getattr(hf_tokenizer, "_tokenizer", None) if _STREAMS_TAKE_A_PROMPT else None
+        self._fast = getattr(hf_tokenizer, "backend_tokenizer", None)
+        steps = decoder_steps(self._fast)
+        self._byte_level = "ByteLevel" in steps
+        self._text_is_bytes = steps == ["ByteLevel"]
         self.special_ids = frozenset(hf_tokenizer.all_special_ids)
         self.added_tokens: dict[int, str] = {
             index: str(token) for index, token in hf_tokenizer.added_tokens_decoder.items()
         }
+        self._special = frozenset(
+            index for index, token in hf_tokenizer.added_tokens_decoder.items() if token.special
+        )
         self.decode_token = lru_cache(maxsize=65536)(self._decode_token)
+        self._decode_one = lru_cache(maxsize=65536)(
+            lambda token_id, skip: self._decode_uncached([token_id], skip)
+        )
+        self._bytes = lru_cache(maxsize=None)(self._byte_level_bytes)
+        self._byte_tokens = {} if self._byte_level else self._find_byte_tokens()
 
     @property
     def hf(self) -> Any:
@@ -70,12 +73,33 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def decode_stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Stream:
-        """A decoder of tokens that follow `prompt_ids`."""
-        prompt_tail = self._priming_tail(prompt_ids)
-        if self._fast is not None:
-            return _FastStream(self._fast, prompt_tail, skip_special_tokens)
-        return _SlowStream(self, prompt_tail, skip_special_tokens)
+    def decode_stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
+        """The text of tokens that follow `prompt_ids`."""
+        skipped = self._special if skip_special_tokens else frozenset()
+        if self._text_is_bytes:
+            return ByteStream(self._bytes, skipped, prompt_ids)
+        decode = partial(self._decode_some, skip=skip_special_tokens)
+        if self._byte_tokens:
+            return ByteFallbackStream(decode, self._byte_tokens, skipped, prompt_ids)
+        return WindowStream(decode, prompt_ids)
+
+    def decode_token_at(self, token_ids: Sequence[int], position: int, token_id: int) -> str:
+        """The text of one token behind the first `position` of `token_ids`. One that is part of a
+        character has that of the whole character if it completes it there, else "" or U+FFFD."""
+        text = self.decode_token(token_id)
+        if REPLACEMENT not in text:
+            return text
+        context = token_ids[max(0, position - _CONTEXT_TOKENS) : position]
+        return self.decode_stream(context, skip_special_tokens=False).push(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The exact bytes of a token, None where only decoding in a text would tell."""
+        if token_id in self.added_tokens:
+            return self.decode_token(token_id).encode()
+        piece = self._hf.convert_ids_to_tokens(token_id)
+        if not isinstance(piece, str):
+            return None
+        return piece_bytes(piece, byte_level=self._byte_level)
 
     def apply_chat_template(
         self,
@@ -104,19 +128,38 @@ class Tokenizer:
             ) from error
         return self.encode(text, add_special_tokens=False)
 
-    def _priming_tail(self, prompt_ids: Sequence[int]) -> list[int]:
-        """A few last tokens that start with a whole character: from byte tokens that start inside a
-        character, byte-fallback decoders make only replacement characters."""
-        best: list[int] = []
-        fewest = None
-        for length in range(_PRIMING_TOKENS, _PRIMING_TOKENS + _LONGEST_CHARACTER):
-            tail = list(prompt_ids[-length:])
-            damaged = self.decode(tail, skip_special_tokens=False).count("\ufffd")
-            if fewest is None or damaged < fewest:
-                best, fewest = tail, damaged
-            if damaged == 0 or length >= len(prompt_ids):
-                break
-        return best
+    def _decode_some(self, token_ids: list[int], skip: bool) -> str:
+        """The text of a few tokens, without transformers' cleaning, which would change text before
+        the last token."""
+        if len(token_ids) == 1:  # as in every second call of a stream
+            return self._decode_one(token_ids[0], skip)
+        return self._decode_uncached(token_ids, skip)
+
+    def _decode_uncached(self, token_ids: list[int], skip: bool) -> str:
+        if self._fast is not None:
+            return self._fast.decode(token_ids, skip_special_tokens=skip)
+        return self._hf.decode(
+            token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+        )
+
+    def _find_byte_tokens(self) -> dict[int, bytes]:
+        """The byte of each of the 256 byte tokens ("<0x61>"), if it has them and decodes them."""
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        ids = self._hf.convert_tokens_to_ids(names)
+        if None in ids or self._hf.convert_ids_to_tokens(ids) != names:
+            return {}
+        sample = self.decode([ids[byte] for byte in "中".encode()], skip_special_tokens=False)
+        return {ids[byte]: bytes([byte]) for byte in range(256)} if sample == "中" else {}
+
+    def _byte_level_bytes(self, token_id: int) -> bytes:
+        """A byte-level tokenizer's bytes of a token, added tokens and unknown ids included, as the
+        tokenizers library decodes them."""
+        assert self._fast is not None
+        piece = self._fast.id_to_token(token_id)
+        if piece is None:
+            return b""
+        exact = piece_bytes(piece, byte_level=True)
+        return piece.encode() if exact is None else exact
 
     def _decode_token(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
@@ -152,50 +195,6 @@ class TokenizerThreads:
         self._closed = True
         self._texts.shutdown(wait=False)
         self._images.shutdown(wait=False)
-
-
-class Stream(Protocol):
-    """Decodes one token at a time; `push` returns the text that is now certain, maybe ""."""
-
-    def push(self, token_id: int) -> str: ...
-
-
-class _FastStream:
-    def __init__(self, tokenizer: Any, prompt_tail: list[int], skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._stream = DecodeStream(ids=prompt_tail, skip_special_tokens=skip_special_tokens)
-
-    def push(self, token_id: int) -> str:
-        try:
-            return self._stream.step(self._tokenizer, token_id) or ""
-        except Exception as error:
-            # The library fails on bytes with which no text can start; a new stream continues with
-            # this token.
-            if "Invalid prefix" not in str(error):
-                raise
-            self._stream = DecodeStream(skip_special_tokens=self._skip)
-            return self._stream.step(self._tokenizer, token_id) or ""
-
-
-class _SlowStream:
-    """Compares the decoded text with and without the new token, on a short window of tokens."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt_tail: list[int], skip: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip
-        self._window = prompt_tail
-        self._read = len(prompt_tail)
-
-    def push(self, token_id: int) -> str:
-        self._window.append(token_id)
-        before = self._tokenizer.decode(self._window[: self._read], skip_special_tokens=self._skip)
-        after = self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
-        if len(after) <= len(before) or after.endswith("\ufffd"):
-            return ""
-        self._window = self._window[self._read :]
-        self._read = len(self._window)
-        return after[len(before) :]
 
 
 def load_tokenizer(folder: Path, *, mode: str, trust_remote_code: bool) -> Tokenizer:

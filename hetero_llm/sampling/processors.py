@@ -23,7 +23,8 @@ def apply_user_processors(
     prompt_ids: list[int],
     output_ids: list[int],
 ) -> torch.Tensor:
-    """Runs `f(output_ids, logits)`, or `f(prompt_ids, output_ids, logits)` if it takes three.
+    """Runs `f(output_ids, logits)`, or `f(prompt_ids, output_ids, logits)` if it takes three. Each
+    processor gets lists of its own, which it may change.
 
     Returns:
         The last processor's logits.
@@ -35,9 +36,9 @@ def apply_user_processors(
     for processor in processors:
         try:
             if takes_prompt(processor):
-                logits = processor(prompt_ids, output_ids, logits)
+                logits = processor(list(prompt_ids), list(output_ids), logits)
             else:
-                logits = processor(output_ids, logits)
+                logits = processor(list(output_ids), logits)
         except Exception as error:
             name = getattr(processor, "__name__", type(processor).__name__)
             raise UserProcessorError(

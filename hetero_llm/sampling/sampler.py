@@ -24,6 +24,7 @@ ReviseTokens = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Processed logits [N, vocab] float32 and sampled tokens [N] int64, to the tokens to emit."""
 
 _NO_LOGPROBS = -1
+_TIE_ROWS = 32
 _TOP_P_OFF = 2.0  # above any cumulative probability, rounding included
 
 
@@ -56,7 +57,7 @@ class LogprobTensors:
     Attributes:
         sampled: [R] float32 of the given tokens.
         rank: [R] int64 ranks of the given tokens, from 1.
-        top_ids: [R, K] int64 the most likely tokens, best first.
+        top_ids: [R, K] int64 the most likely tokens, best first; of equals the lower id first.
         top_values: [R, K] float32 theirs.
         counts: how many of the K each row wants.
     """
@@ -122,9 +123,51 @@ def token_logprobs(
     logprobs = logits.log_softmax(dim=-1)
     sampled = logprobs.gather(1, token_ids.unsqueeze(1))
     rank = (logprobs > sampled).sum(dim=-1) + 1
-    widest = max(counts)  # topk promises no order of equal values
-    values, ids = logprobs.topk(widest, dim=-1) if widest else (logprobs[:, :0],) * 2
-    return LogprobTensors(sampled.squeeze(1), rank, ids.long(), values, counts)
+    ids, values = most_likely(logprobs, max(counts))
+    return LogprobTensors(sampled.squeeze(1), rank, ids, values, counts)
+
+
+def most_likely(logprobs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` highest values of each row, best first; of equal ones the lower id comes first.
+
+    `torch.topk` takes any of the values that are equal to the last one, and orders equal values
+    by chance: which ones is corrected here.
+
+    Args:
+        logprobs: [R, vocab] float32.
+
+    Returns:
+        [R, count] int64 ids; [R, count] float32 values.
+    """
+    vocab = logprobs.shape[-1]
+    if count == 0:
+        return torch.empty_like(logprobs[:, :0], dtype=torch.int64), logprobs[:, :0]
+    values, ids = logprobs.topk(min(count + 1, vocab), dim=-1)
+    ids, by_id = ids.sort(dim=-1)
+    values, by_value = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, by_value)
+    if count == vocab:
+        return ids, values
+    last = values[:, count - 1 : count]
+    is_cut = values[:, count:] == last  # [R, 1]: more tokens have the last value than fit
+    ids, values = ids[:, :count], values[:, :count]
+    if logprobs.device.type == "cpu" and not is_cut.any():  # on a GPU asking would wait for it
+        return ids, values
+    place = torch.arange(count, device=logprobs.device) - (values > last).sum(-1, keepdim=True)
+    tied = _lowest_ids(logprobs, last, count).gather(1, place.clamp(min=0))
+    return torch.where(is_cut & (place >= 0), tied, ids), values
+
+
+def _lowest_ids(logprobs: torch.Tensor, wanted: torch.Tensor, count: int) -> torch.Tensor:
+    """[R, count] int64, in ascending order: the lowest ids whose value is `wanted` [R, 1], then the
+    size of the vocabulary. A few rows at a time, for the sake of memory."""
+    vocab = logprobs.shape[-1]
+    everything = torch.arange(vocab, device=logprobs.device, dtype=torch.int32)
+    found = [
+        torch.where(rows == value, everything, vocab).topk(count, dim=-1, largest=False).values
+        for rows, value in zip(logprobs.split(_TIE_ROWS), wanted.split(_TIE_ROWS), strict=True)
+    ]
+    return torch.cat(found).long()
 
 
 def restricts_support(params: SamplingParams) -> bool:

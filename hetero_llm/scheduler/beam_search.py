@@ -7,6 +7,7 @@ request slot or a block: the scheduler forks and releases sequences as the resul
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -18,10 +19,6 @@ from itertools import islice
 from hetero_llm.core.request import FinishReason, Request, Sequence
 from hetero_llm.core.step import SampleLogprobs
 
-_STOP_TAIL = 64
-_TOKENS_OF_A_CHARACTER = 4
-"""Last output tokens of which a stop string is looked for in the text: so many for each of its
-characters, and some more. Not all, whose text takes longer and longer for every beam of a step."""
 Candidates = tuple[tuple[int, float], ...]
 """Most likely next tokens of one beam: (token id, log-probability), best first."""
 
@@ -32,7 +29,7 @@ token completes."""
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Beam `parent` continued by `token`, its `rank`-th best continuation (from 1).
+    """Beam `parent` continued by `token`; `rank` is that among the beam's candidates, from 1.
 
     `score` is the summed log-probability, `logprob` the token's share of it.
     """
@@ -111,7 +108,6 @@ def advance_group(
     may_end = beams[0].may_end(len(beams[0].token_ids) + 1)  # all beams have one length
 
     stop = (request.params.stop or ()) if may_end else ()
-    tail = _STOP_TAIL + _TOKENS_OF_A_CHARACTER * max(map(len, stop), default=0)
 
     @cache
     def completes_stop(item: Continuation) -> bool:
@@ -119,8 +115,7 @@ def advance_group(
             return False
         assert holds_stop is not None
         beam = beams[item.parent]
-        first = max(beam.num_prompt_tokens, len(beam.token_ids) - tail)
-        return holds_stop(request, [*beam.token_ids[first:], item.token])
+        return holds_stop(request, [*beam.token_ids[beam.num_prompt_tokens :], item.token])
 
     def logprobs_of(item: Continuation) -> list[SampleLogprobs] | None:
         before = beams[item.parent].logprobs
@@ -205,8 +200,10 @@ def _best_first(
     the earlier beam's comes first, then the better candidate."""
 
     def of_beam(index: int) -> Iterator[Continuation]:
-        summed = beams[index][1]
-        for rank, (token, logprob) in enumerate(candidates[index], start=1):
+        summed, rank, before = beams[index][1], 0, math.inf
+        for place, (token, logprob) in enumerate(candidates[index], start=1):
+            if logprob != before:  # equal ones share a rank
+                rank, before = place, logprob
             if token not in without:
                 yield Continuation(index, token, summed + logprob, logprob, rank)
 

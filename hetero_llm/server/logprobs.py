@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hetero_llm.core.outputs import TokenLogprobs
+from hetero_llm.core.outputs import Logprob, TokenLogprobs
 from hetero_llm.server.protocol import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
 from hetero_llm.server.tokenization import ApiTokenizer, TextOffsets, token_label
 
@@ -49,18 +49,18 @@ class CompletionLogprobWriter:
                 result.top_logprobs.append(None)
                 continue
             result.token_logprobs.append(finite(position[token_id].logprob))
-            tops: dict[str, float] = {}
-            ranked = _ranked(position)[: self._count]
-            if all(other != token_id for other, _ in ranked):
-                ranked.append((token_id, position[token_id]))
-            for other, entry in ranked:
-                # Different tokens may look alike; the likelier one keeps the name.
+            # The token itself, then the most likely ones. Different tokens may look alike: the
+            # first one keeps the name.
+            tops = {self._label(token_id): finite(position[token_id].logprob)}
+            for other, entry in _ranked(position)[: self._count]:
                 tops.setdefault(self._label(other), finite(entry.logprob))
             result.top_logprobs.append(tops)
         return result
 
     def _label(self, token_id: int) -> str:
-        return token_label(self._tokenizer, token_id, as_id=self._as_ids)
+        label = token_label(self._tokenizer, token_id, as_id=self._as_ids)
+        whole = self._as_ids or self._tokenizer.is_whole(token_id)
+        return label if whole else f"bytes:{label}"
 
 
 def chat_logprobs(
@@ -106,7 +106,7 @@ def prompt_logprobs(
             str(token_id): {
                 "logprob": finite(entry.logprob),
                 "rank": entry.rank,
-                "decoded_token": token_label(tokenizer, token_id, as_id=as_ids),
+                "decoded_token": _decoded(tokenizer, token_id, entry, as_ids),
             }
             for token_id, entry in position.items()
         }
@@ -118,5 +118,12 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else LOWEST
 
 
-def _ranked(position: TokenLogprobs) -> list[tuple[int, Any]]:
-    return sorted(position.items(), key=lambda item: -item[1].logprob)
+def _decoded(tokenizer: ApiTokenizer, token_id: int, entry: Logprob, as_ids: bool) -> str:
+    """vLLM shows a part of a character by what it adds to the text."""
+    if as_ids or entry.decoded_token is None or tokenizer.is_whole(token_id):
+        return token_label(tokenizer, token_id, as_id=as_ids)
+    return entry.decoded_token
+
+
+def _ranked(position: TokenLogprobs) -> list[tuple[int, Logprob]]:
+    return sorted(position.items(), key=lambda item: (-item[1].logprob, item[0]))

@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 _TRUNCATED_CONTEXTS = 8
 """A text that is cut to its last tokens may be this many contexts long before."""
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class ApiTokenizer:
@@ -162,32 +161,20 @@ class ApiTokenizer:
 
     @lru_cache(maxsize=65536)  # noqa: B019  one object per process
     def token(self, token_id: int) -> tuple[str, bytes]:
-        """A token's text and bytes; the text of a token that is part of a character is U+FFFD."""
+        """A token's text and bytes. Bytes that are no whole character are written as "\\xe4", as
+        OpenAI's servers do."""
         if self._tokenizer is None:
             return f"token_id:{token_id}", b""
         text = self._tokenizer.decode_token(token_id)
-        data = text.encode()
-        if token_id in self._tokenizer.added_tokens:
-            return text, data
-        piece = self._tokenizer.hf.convert_ids_to_tokens(token_id)
-        if not isinstance(piece, str):
-            return text, data
-        exact = _piece_bytes(piece, self._byte_alphabet)
+        exact = self._tokenizer.token_bytes(token_id)
         if exact is None:
-            return text, data
-        try:
-            return exact.decode(), exact
-        except UnicodeDecodeError:
-            return text, exact
+            return text, text.encode()
+        return exact.decode(errors="backslashreplace"), exact
 
-    @cached_property
-    def _byte_alphabet(self) -> dict[str, int] | None:
-        """The byte of each character of a byte-level piece; None for other kinds of tokenizers."""
-        assert self._tokenizer is not None
-        fast = getattr(self._tokenizer.hf, "backend_tokenizer", None)
-        if fast is None or "ByteLevel" not in repr(fast.decoder):
-            return None
-        return _byte_level_alphabet()
+    def is_whole(self, token_id: int) -> bool:
+        """Whether a token's bytes are whole characters."""
+        text, data = self.token(token_id)
+        return not data or text.encode() == data
 
 
 class TextOffsets:
@@ -268,29 +255,6 @@ def _template(hf: Any, given: str | None, seconds: float) -> ChatTemplate | None
         except ValueError as error:  # several, none of which is the default
             logger.warning("conversations are refused: %s", error)
     return ChatTemplate(text, hf.special_tokens_map, seconds=seconds) if text else None
-
-
-def _piece_bytes(piece: str, alphabet: dict[str, int] | None) -> bytes | None:
-    """Exact bytes of a vocabulary entry, None where only the tokenizer knows."""
-    if alphabet is not None:
-        try:
-            return bytes(alphabet[character] for character in piece)
-        except KeyError:
-            return None
-    byte = _BYTE_TOKEN.fullmatch(piece)
-    if byte:
-        return bytes([int(byte[1], 16)])
-    if "\u2581" in piece:  # SentencePiece's space, which decoding drops at a text's beginning
-        return piece.replace("\u2581", " ").encode()
-    return None
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's: printable bytes stand for themselves, the others for characters above U+00FF."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    alphabet = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in printable)
-    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 def token_label(tokenizer: ApiTokenizer, token_id: int, *, as_id: bool) -> str:

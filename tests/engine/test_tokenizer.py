@@ -6,104 +6,25 @@ from __future__ import annotations
 import asyncio
 import threading
 from array import array
-from collections.abc import Callable
 
 import pytest
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import models
 
 from hetero_llm.core.request import FinishReason, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
 from tests.helpers.harness import make_request
+from tests.helpers.tokenizers import MAKERS, SPECIALS, TOKENIZERS, wrapped
 
 REPLACEMENT = "\ufffd"
-SPECIALS = ["<pad>", "<s>", "</s>"]
 EVERYTHING = SamplingParams(max_tokens=999, skip_special_tokens=False)
 SKIPPING = SamplingParams(max_tokens=999)
-SPACE = "\u2581"
 
 
-def wrapped(tokenizer: FastTokenizer) -> Tokenizer:
-    pad, bos, eos = SPECIALS
-    return Tokenizer(
-        transformers.PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos
-        )
-    )
-
-
-def byte_level() -> Tokenizer:
-    """As GPT-2's: id 3 + b is byte b, shown as a printable character; " w" is a token as well."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    alphabet = [chr(byte if byte in printable else next(others)) for byte in range(256)]
-    assert set(alphabet) == set(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([*SPECIALS, *alphabet, "Ġw"])}
-    tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "w")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return wrapped(tokenizer)
-
-
-def sentencepiece() -> Tokenizer:
-    """As Llama 2's: a space is part of the word, it is stripped at the start of a text, unknown
-    characters are byte tokens, and a run of those is decoded as one."""
-    pieces = [*SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256)), *(SPACE + "abcdwxyz")]
-    pieces += [SPACE + "a", SPACE + "w"]
-    tokenizer = FastTokenizer(
-        models.BPE(
-            vocab={piece: i for i, piece in enumerate(pieces)},
-            merges=[(SPACE, "a"), (SPACE, "w")],
-            byte_fallback=True,
-        )
-    )
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace(SPACE, " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return wrapped(tokenizer)
-
-
-def metaspace() -> Tokenizer:
-    pieces = [*SPECIALS, *(SPACE + "abcdwxyz"), SPACE + "a", SPACE + "w"]
-    tokenizer = FastTokenizer(
-        models.BPE(
-            vocab={piece: i for i, piece in enumerate(pieces)},
-            merges=[(SPACE, "a"), (SPACE, "w")],
-        )
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
-    return wrapped(tokenizer)
-
-
-MAKERS: dict[str, Callable[[], Tokenizer]] = {
-    "byte_level": byte_level,
-    "sentencepiece": sentencepiece,
-    "metaspace": metaspace,
-}
-
-
-def get(kind: str, stream: str) -> Tokenizer:
-    tokenizer = MAKERS[kind]()
-    if stream == "slow":
-        tokenizer._fast = None  # what a tokenizer without a fast core looks like
-    return tokenizer
-
-
-TOKENIZERS = {(kind, stream): get(kind, stream) for kind in MAKERS for stream in ("fast", "slow")}
 BOTH_STREAMS = pytest.mark.parametrize("stream", ["fast", "slow"])
 WITH_BYTES = pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 

@@ -14,7 +14,8 @@ from hetero_llm.core.errors import PromptError
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request
 from hetero_llm.engine.engine import Engine
-from hetero_llm.engine.output_processor import OutputProcessor, holds_stop
+from hetero_llm.engine.output_processor import OutputProcessor
+from hetero_llm.engine.stop_strings import holds_stop
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.scheduler.scheduler import Scheduler
 from tests.helpers.harness import FakeRunner, make_request, make_scheduler
@@ -33,10 +34,10 @@ class LetterTokenizer:
     def push(self, token_id: int) -> str:
         return "abcde"[token_id % 5]
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return "".join(map(self.push, token_ids))
+    def flush(self) -> str:
+        return ""
 
-    def decode_token(self, token_id: int) -> str:
+    def decode_token_at(self, token_ids: Sequence[int], position: int, token_id: int) -> str:
         return self.push(token_id)
 
 

@@ -9,7 +9,7 @@ import torch
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence
 from hetero_llm.sampling import processors
-from hetero_llm.sampling.sampler import Sampler
+from hetero_llm.sampling.sampler import Sampler, most_likely, token_logprobs
 
 VOCAB = 8
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.3, 0.0, -0.7, -1.0, -2.0])
@@ -170,3 +170,21 @@ def test_a_failing_user_processor_names_only_its_slot() -> None:
     assert list(result.errors) == [0]
     assert "boom" in result.errors[0]
     assert int(result.token_ids[1]) == 0
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 39, 40])
+@pytest.mark.parametrize("distinct", [1, 2, 3, 12, 10**6])
+def test_of_equal_tokens_the_lower_id_comes_first(count: int, distinct: int) -> None:
+    generator = torch.Generator().manual_seed(distinct)
+    logprobs = -torch.randint(0, distinct, (40, 40), generator=generator).float()
+    logprobs[0, ::2] = float("-inf")
+    ids, values = most_likely(logprobs, count)
+    for row, found, high in zip(logprobs.tolist(), ids.tolist(), values.tolist(), strict=True):
+        order = sorted(range(40), key=lambda token: (-row[token], token))[:count]
+        assert found == order and high == [row[token] for token in order]
+
+
+def test_equal_tokens_share_a_rank() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 0.0]])
+    ranks = [token_logprobs(logits, torch.tensor([t]), [0]).rank.item() for t in range(6)]
+    assert ranks == [5, 1, 3, 1, 3, 6]

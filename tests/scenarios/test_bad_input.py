@@ -221,8 +221,9 @@ def test_text_without_a_tokenizer(tiny_folder: Path) -> None:
     with start(tiny_folder, skip_tokenizer_init=True) as llm:
         with pytest.raises(PromptError, match="^prompt 1: prompt='text': .*skip_tokenizer_init"):
             llm.generate([{"prompt_token_ids": [5]}, "text"], ids_only, use_tqdm=False)
-        with pytest.raises(SamplingError, match="^prompt 0: detokenize=True: "):
-            llm.generate(prompt_token_ids=[[5]], use_tqdm=False)
+        stopped = SamplingParams(stop="x")
+        with pytest.raises(SamplingError, match=r"^prompt 0: stop=\('x',\): needs a tokenizer"):
+            llm.generate([{"prompt_token_ids": [5]}], stopped, use_tqdm=False)
         with pytest.raises(RequestError, match="^messages=.*tokenizer"):
             llm.chat([{"role": "user", "content": "x"}], ids_only, use_tqdm=False)
         assert llm.get_metrics()["prompt_tokens"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import transformers
 
 from hetero_llm import LLM, CompletionOutput, SamplingParams
-from hetero_llm.core.request import Request
+from hetero_llm.core.request import Request, Sequence
 from hetero_llm.scheduler import beam_search
 from hetero_llm.scheduler.beam_search import (
     BeamGroup,
@@ -260,6 +261,17 @@ def test_stop_strings_finish_beams_like_end_tokens(tiny: LLM) -> None:
     kept = search(stop=stop, early_stopping=True, include_stop_str_in_output=True)
     assert [c.text.endswith(stop) for c in kept] == [c.finish_reason == "stop" for c in kept]
     assert all(len(c.token_ids) > 10 for c in search(stop=stop, min_tokens=10))
+
+
+def test_beams_that_were_given_up_leave_nothing_behind(tiny: LLM) -> None:
+    def num_sequences() -> int:
+        gc.collect()
+        return sum(type(kept) is Sequence for kept in gc.get_objects())
+
+    before = num_sequences()
+    for prompt in PROMPTS:
+        tiny.generate(prompt, beams(4, ignore_eos=True, stop="never found"), use_tqdm=False)
+    assert num_sequences() == before
 
 
 def test_beams_report_the_log_probabilities_they_are_ranked_by(tiny: LLM) -> None:

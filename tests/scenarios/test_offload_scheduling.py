@@ -14,7 +14,8 @@ from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.engine.engine import Engine
-from hetero_llm.engine.output_processor import OutputProcessor, holds_stop
+from hetero_llm.engine.output_processor import OutputProcessor
+from hetero_llm.engine.stop_strings import holds_stop
 from hetero_llm.kv_cache import block_manager
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.block_transfers import BlockTransfers, OffloadLimits

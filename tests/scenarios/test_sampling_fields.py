@@ -125,9 +125,40 @@ def test_special_tokens_in_the_text(tiny: LLM) -> None:
     assert one(tiny, skip_special_tokens=False, **fields).text == "<s><s><s>"
 
 
+def test_the_text_of_a_stop_token_is_kept_on_demand(tiny: LLM) -> None:
+    tokens = one(tiny).token_ids
+    stop = next(t for t in tokens if tokens.index(t) > 2)
+    end = tokens.index(stop)
+    before = one(tiny, max_tokens=end).text
+    fields = {"stop_token_ids": [stop]}
+    assert one(tiny, **fields).text == before
+    kept = one(tiny, include_stop_str_in_output=True, **fields)
+    assert kept.text == one(tiny, max_tokens=end + 1).text != before
+    special = {"ignore_eos": False, "logit_bias": {2: 100.0}, "include_stop_str_in_output": True}
+    assert one(tiny, **special).text == ""
+    assert one(tiny, skip_special_tokens=False, **special).text == "</s>"
+
+
 def test_detokenize_off_gives_no_text(tiny: LLM) -> None:
-    output = one(tiny, detokenize=False)
+    output = one(tiny, detokenize=False, logprobs=1)
     assert output.text == "" and len(output.token_ids) == 12
+    decoded = [entry.decoded_token for at in output.logprobs for entry in at.values()]
+    assert decoded == [None] * len(decoded)
+
+
+def test_without_a_tokenizer_default_parameters_give_ids(tiny_folder: Path) -> None:
+    folder, kind = str(tiny_folder), RequestOutputKind.DELTA
+    with LLM(folder, dtype="float32", device="cpu", skip_tokenizer_init=True) as llm:
+        (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, use_tqdm=False)
+        assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 16
+        scored = one(llm, {"prompt_token_ids": [5, 6, 7]}, logprobs=1, prompt_logprobs=1)
+        assert all(e.decoded_token is None for at in scored.logprobs for e in at.values())
+        params = dataclasses.replace(GREEDY, output_kind=kind)
+        pieces = list(llm.stream({"prompt_token_ids": [5, 6, 7]}, params))
+        assert sum((piece.outputs[0].token_ids for piece in pieces), []) == scored.token_ids
+        for field in ("stop", "bad_words"):
+            with pytest.raises(RequestError, match=f"{field}.*needs a tokenizer"):
+                one(llm, {"prompt_token_ids": [5, 6, 7]}, **{field: ["x"]})
 
 
 def test_logprobs_hold_the_drawn_token_and_the_best(tiny: LLM) -> None:
@@ -141,6 +172,40 @@ def test_logprobs_hold_the_drawn_token_and_the_best(tiny: LLM) -> None:
         assert entry[token].decoded_token is not None
     assert one(tiny).logprobs is None and one(tiny).cumulative_logprob is None
     assert len(one(tiny, logprobs=0).logprobs[0]) == 1
+
+
+def forced(tokens: list[int]) -> Any:
+    """A logits processor that lets only these tokens be sampled, one after another."""
+
+    def force(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        logits[:] = -100.0
+        logits[tokens[len(output_ids)]] = 100.0
+        return logits
+
+    return force
+
+
+def test_a_token_inside_a_character_is_decoded_with_those_before(tiny: LLM) -> None:
+    tokens = tiny.get_tokenizer().encode("é中a", add_special_tokens=False)
+    assert len(tokens) == 6
+    fields = {"logits_processors": [forced(tokens)], "max_tokens": 6, "logprobs": 0}
+    output = one(tiny, **fields)
+    decoded = [at[token].decoded_token for token, at in zip(output.token_ids, output.logprobs)]
+    assert decoded == ["", "é", "", "", "中", "a"] and output.text == "é中a"
+    (scored,) = tiny.generate("é中a", dataclasses.replace(GREEDY, prompt_logprobs=0))
+    pairs = zip(scored.prompt_token_ids[1:], scored.prompt_logprobs[1:])
+    assert [at[token].decoded_token for token, at in pairs] == ["é", "", "", "中", "a"]
+
+
+def test_a_prompt_that_ends_inside_a_character_stays_out_of_the_text(tiny: LLM) -> None:
+    tokenizer = tiny.get_tokenizer()
+    prompt = tokenizer.encode("SECRET prompt texté", add_special_tokens=False)[:-1]
+    tokens = tokenizer.encode("XYZ", add_special_tokens=False)
+    fields = {"logits_processors": [forced(tokens)], "max_tokens": 3}
+    assert one(tiny, {"prompt_token_ids": prompt}, **fields).text == "XYZ"
+    params = dataclasses.replace(GREEDY, output_kind=RequestOutputKind.DELTA, **fields)
+    pieces = tiny.stream({"prompt_token_ids": prompt}, params)
+    assert [piece.outputs[0].text for piece in pieces] == ["X", "Y", "Z"]
 
 
 def test_prompt_logprobs_align_with_the_prompt(tiny: LLM) -> None:
@@ -207,6 +272,25 @@ def test_logits_processors_of_two_and_three_arguments(tiny: LLM) -> None:
     assert seen == [(len(PROMPT), i) for i in range(12)]
 
 
+def test_what_a_processor_does_to_its_lists_changes_nothing(tiny: LLM) -> None:
+    def spoil(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        output_ids += [0] * 50
+        return logits
+
+    def spoil_both(
+        prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor
+    ) -> torch.Tensor:
+        assert len(prompt_ids) == len(PROMPT) and len(output_ids) < 6
+        prompt_ids.clear()
+        output_ids.clear()
+        return logits
+
+    fields = {"ignore_eos": False, "min_tokens": 5, "logit_bias": {2: 100.0}}
+    spoiled = one(tiny, logits_processors=[spoil, spoil_both, spoil_both], **fields)
+    assert spoiled.token_ids == one(tiny, **fields).token_ids
+    assert spoiled.token_ids.index(2) == 5
+
+
 def test_a_raising_processor_fails_its_request_and_the_engine_lives(tiny: LLM) -> None:
     def broken(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("boom")
@@ -232,6 +316,16 @@ def test_streams_add_up_to_the_final_text(tiny: LLM, kind: RequestOutputKind) ->
     else:
         assert all(b.startswith(a) for a, b in zip(texts, texts[1:]))
         assert texts[-1] == whole.text
+
+
+@pytest.mark.parametrize("stop", ["<|im_end|>", "never" * 8, "\ufffd\ufffd\ufffd\ufffd"])
+def test_a_long_stop_string_repeats_nothing_in_a_stream(tiny: LLM, stop: str) -> None:
+    text = one(tiny, max_tokens=12).text
+    for kind in (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA):
+        params = dataclasses.replace(GREEDY, stop=stop, output_kind=kind)
+        texts = [output.outputs[0].text for output in tiny.stream(PROMPT, params)]
+        assert ("".join(texts) if kind is RequestOutputKind.DELTA else texts[-1]) == text
+        assert kind is RequestOutputKind.DELTA or all(map(text.startswith, texts))
 
 
 def test_closing_a_stream_aborts_the_request(tiny: LLM) -> None:

@@ -28,10 +28,11 @@ from hetero_llm.core.outputs import (
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.demo_models import demo_folder
+from hetero_llm.engine.detokenizer import TextStream
 from hetero_llm.engine.engine_client import EngineInfo, EngineStats
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
-from hetero_llm.engine.output_processor import _find_stop
-from hetero_llm.engine.tokenizer import Stream, Tokenizer, TokenizerThreads, load_tokenizer
+from hetero_llm.engine.stop_strings import find_stop, num_undecided
+from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads, load_tokenizer
 
 VOCAB, CONTEXT, EOS = 4096, 2048, 0
 Script = Callable[[list[int], int, int], int]
@@ -60,7 +61,7 @@ def logprobs_of(tokenizer: Tokenizer | None, token: int, count: int) -> TokenLog
 @dataclass
 class _Sequence:
     index: int
-    stream: Stream | None
+    stream: TextStream | None
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     sent_tokens: int = 0
@@ -241,7 +242,7 @@ class FakeEngine:
         if sequence.stream is not None and not ends:
             new = sequence.stream.push(token)
             sequence.text += new
-            stopped = _find_stop(sequence.text, len(new), request.params)
+            stopped = find_stop(sequence.text, len(new), request.params)
             if stopped is not None:
                 sequence.stop_reason, length = stopped
                 sequence.text = sequence.text[:length]
@@ -256,12 +257,12 @@ class FakeEngine:
         first = sequence.sent_tokens
         tokens = sequence.tokens[first:]
         ended = sequence.finish_reason is not None
-        held = 0 if ended else max(map(len, params.stop or ("",))) - 1
-        shown = len(sequence.text) - max(held, 0)
-        text = sequence.text[sequence.sent_chars : max(shown, 0)]
+        held = 0 if ended else num_undecided(sequence.text, params.stop or ())
+        shown = len(sequence.text) - held
+        text = sequence.text[sequence.sent_chars : shown]
         if params.output_kind is RequestOutputKind.DELTA:
             sequence.sent_tokens = -1 if ended else len(sequence.tokens)
-            sequence.sent_chars = max(shown, sequence.sent_chars)
+            sequence.sent_chars = shown
         logprobs = None
         if params.logprobs is not None:
             logprobs = [logprobs_of(self._tokenizer, token, params.logprobs) for token in tokens]

@@ -181,6 +181,36 @@ def test_prompt_logprobs_in_vllms_form(server: Served) -> None:
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
 
 
+def test_the_echo_of_token_ids_has_their_special_tokens(server: Served) -> None:
+    name, special = next(iter(server.context.tokenizer.special_tokens.items()))
+    body = {"prompt": [66, special, 67], "max_tokens": 1, "echo": True, "logprobs": 0}
+    choice = server.post(COMPLETIONS, body).json()["choices"][0]
+    assert choice["text"].startswith(f"a{name}b")
+    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    for token, offset in zip(tokens, offsets, strict=True):
+        assert choice["text"].startswith(token, offset)
+
+
+def test_top_logprobs_start_with_the_token_itself(server: Served) -> None:
+    body = {"prompt": [66, 67], "max_tokens": 2, "logprobs": 3}
+    logprobs = server.post(COMPLETIONS, body).json()["choices"][0]["logprobs"]
+    for token, value, tops in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert list(tops.items())[0] == (token, value)
+        others = list(tops.values())[1:]
+        assert others == sorted(others, reverse=True)
+
+
+def test_parts_of_characters_are_shown_by_their_bytes(server: Served) -> None:
+    body = {"prompt": "é", "max_tokens": 2, "logprobs": 0, "prompt_logprobs": 0}
+    choice = server.post(COMPLETIONS, body).json()["choices"][0]
+    assert choice["logprobs"]["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
+    body = {"messages": [{"role": "user", "content": "é"}], "max_tokens": 6, "logprobs": True}
+    entries = server.post(CHAT, body).json()["choices"][0]["logprobs"]["content"]
+    assert ["\\xc3", [0xC3]] in [[entry["token"], entry["bytes"]] for entry in entries]
+
+
 def test_chat_logprobs_name_bytes(server: Served) -> None:
     body = {"messages": [{"role": "user", "content": "é"}], "max_tokens": 8, "logprobs": True}
     entries = server.post(CHAT, body).json()["choices"][0]["logprobs"]["content"]
@@ -250,9 +280,13 @@ def test_templates_are_sandboxed(tokenizer: Tokenizer) -> None:
 
 def test_without_a_tokenizer() -> None:
     with serving(FakeEngine(None)) as served:
-        body = {"prompt": [66, 67], "max_tokens": 2, "detokenize": False, "logprobs": 0}
-        choice = served.post(COMPLETIONS, body).json()["choices"][0]
-        assert choice["logprobs"]["tokens"] == ["token_id:66", "token_id:67"]
+        body = {"prompt": [66, 67], "max_tokens": 2, "logprobs": 0}
+        for more in ({}, {"detokenize": False}):
+            choice = served.post(COMPLETIONS, body | more).json()["choices"][0]
+            assert choice["text"] == ""
+            assert choice["logprobs"]["tokens"] == ["token_id:66", "token_id:67"]
+        refused = served.post(COMPLETIONS, body | {"stop": "x"})
+        assert refused.status_code == 400 and "needs a tokenizer" in refused.text
         for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
             answer = served.post(path, body)
             assert answer.status_code == 400 and "without a tokenizer" in answer.text

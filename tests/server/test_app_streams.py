@@ -257,7 +257,7 @@ def test_text_offsets_point_into_the_text(server: Served) -> None:
     # The prompt is echoed as it was sent; in what follows special tokens are left out.
     assert text.startswith(prompt) and text.count("<|endoftext|>") == 1
     for token, offset in zip(tokens, offsets):
-        if "\ufffd" not in token and (token != "<|endoftext|>" or offset < len(prompt)):
+        if not token.startswith("bytes:") and (token != "<|endoftext|>" or offset < len(prompt)):
             assert text[offset : offset + len(token)] == token
 
 

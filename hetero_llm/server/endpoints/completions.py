@@ -161,8 +161,7 @@ class _CompletionBuilder(ResponseBuilder[CompletionRequest]):
     def _prompt_text(self, prompt: Prompt) -> str:
         if prompt.text is not None:
             return prompt.text
-        skip = self._body.skip_special_tokens is not False
-        return self._tokenizer.decode(prompt.token_ids or (), skip_special_tokens=skip)
+        return self._tokenizer.decode(prompt.token_ids or (), skip_special_tokens=False)
 
     def _chunk(
         self, choices: Sequence[CompletionChoice], usage: Usage | UnsetType | None

@@ -1,0 +1,35 @@
+"""Some seeds of the fuzzer against transformers; `tests.helpers.engine_fuzz` runs more by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from hetero_llm.spec_decode.budget import StepCosts
+from tests.helpers.draft_traffic import make_model
+from tests.helpers.engine_fuzz import Reference, run_seed
+
+SEEDS = (2, 6, 14)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("fuzz") / "model")
+
+
+def test_random_mixes_of_features_equal_transformers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without step times, the size of drafts does not depend on the machine's load.
+    monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
+    monkeypatch.setattr(StepCosts, "price", lambda *_: None)
+    reference = Reference(folder)
+    counts: Counter[str] = Counter()
+    for seed in SEEDS:
+        counts += run_seed(seed, folder, reference)
+    assert counts["equal"] > 20 and counts["tie"] <= 1
+    for event in ("aborted", "num_preemptions", "prefix_cache_hits"):
+        assert counts[event], event
+    assert counts["spec_decode_num_accepted_tokens"] > 20
