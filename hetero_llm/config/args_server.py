@@ -246,7 +246,7 @@ _OURS: tuple[ArgSpec, ...] = (
         "enable_force_include_usage",
         _BOOL,
         False,
-        "Streams end with their token counts without being asked.",
+        "Streams have token counts in each chunk and at the end without being asked.",
     ),
     _serve(
         "prefix_cache_isolation",

@@ -126,6 +126,7 @@ class AsyncLLMEngine:
             served_names=tuple(served_names) or (config.load.model,),
             max_model_len=ready.max_model_len,
             vocab_size=model.vocab_size,
+            max_logprobs=config.max_logprobs,
             num_blocks=ready.num_blocks,
             block_size=config.cache.block_size,
             device=ready.device,

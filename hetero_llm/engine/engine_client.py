@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class EngineInfo:
     """Facts about an engine that do not change once it is ready.
 
-    `max_model_len` and `block_size` are in tokens. `backend` is "cuda", or on a CPU "native",
+    `max_model_len` and `block_size` are in tokens. `max_logprobs` of a token may be asked for; -1
+    is no limit. `backend` is "cuda", or on a CPU "native",
     "torch" or "ipex". `started_seconds` has the duration of each part of the start. `offload`
     describes the host memory behind the prefix cache; empty without any.
     """
@@ -29,6 +30,7 @@ class EngineInfo:
     served_names: tuple[str, ...]
     max_model_len: int
     vocab_size: int
+    max_logprobs: int
     num_blocks: int
     block_size: int
     device: str

@@ -37,6 +37,7 @@ class ResponseBuilder(ABC, Generic[B]):
         as_ids = body.return_tokens_as_token_ids
         self._as_ids = settings.return_tokens_as_token_ids if as_ids is None else as_ids
         self._counter = UsageCounter(request.num_prompt_tokens)
+        self._vocab_size = context.client.info.vocab_size
 
     @abstractmethod
     async def whole(self) -> msgspec.Struct:
@@ -66,6 +67,10 @@ class ResponseBuilder(ABC, Generic[B]):
     def _opening_chunks(self, usage: Usage | UnsetType | None) -> Iterable[msgspec.Struct]:
         """Chunks before the first delta."""
         return ()
+
+    def _alternatives(self, wanted: int) -> int:
+        """Log-probabilities to show for each token; a request writes -1 for all."""
+        return self._vocab_size if wanted == -1 else wanted
 
     @abstractmethod
     def _chunk_choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> Any: ...
@@ -149,6 +154,8 @@ class UsageChoice:
 
 
 def usage_choice(body: Generation, *, forced: bool) -> UsageChoice:
+    """`forced`: --enable-force-include-usage, which asks for usage in each chunk, as in vLLM."""
     options = body.stream_options
     last = forced or bool(options and options.include_usage)
-    return UsageChoice(last, last and bool(options and options.continuous_usage_stats))
+    each = forced or bool(options and options.continuous_usage_stats)
+    return UsageChoice(last, last and each)

@@ -42,7 +42,6 @@ class Limits:
     bad_words: int = 256
     bad_word_chars: int = 256
     logit_bias: int = 1024
-    logprobs: int = 20
     image_bytes: int = MOST_BYTES
     image_pixels: int = MOST_PIXELS
     salt_chars: int = 128
@@ -79,7 +78,8 @@ class ServerSettings:
         public_paths: more paths that need no key, such as those of a status page.
         public_metrics: /metrics needs no key.
         strict_fields: unknown fields of a request are errors instead of a line in the log.
-        force_include_usage: streams end with a usage chunk without being asked.
+        force_include_usage: streams have usage in each chunk, and a last one of its own, without
+            being asked.
         default_max_tokens: of a completion without max_tokens; a chat gets the whole context.
         request_timeout: seconds after which a request ends with what it has; None is for ever.
         keep_alive_seconds: a silent stream gets a comment this often; 0 is never.

@@ -94,6 +94,7 @@ class FakeEngine:
         fail_after: int | None = None,
         max_queue: int | None = None,
         silent_above: int | None = None,
+        max_logprobs: int = 20,
     ) -> None:
         self._tokenizer = tokenizer
         self.images = None
@@ -103,7 +104,7 @@ class FakeEngine:
             vocab_size=VOCAB,
             max_model_len=CONTEXT,
             eos_ids=(EOS,),
-            max_logprobs=20,
+            max_logprobs=max_logprobs,
             seed=0,
         )
         self.script = script
@@ -123,6 +124,7 @@ class FakeEngine:
             served_names=("demo",),
             max_model_len=CONTEXT,
             vocab_size=VOCAB,
+            max_logprobs=max_logprobs,
             num_blocks=512,
             block_size=16,
             device="cpu",

@@ -13,7 +13,7 @@ from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.server.context import Context
 from hetero_llm.server.errors import invalid
 from hetero_llm.server.logprobs import chat_logprobs, prompt_logprobs
-from hetero_llm.server.prompts import chat_prompt
+from hetero_llm.server.prompts import chat_prompt, opens_message
 from hetero_llm.server.protocol import (
     Chat,
     ChatChoice,
@@ -29,6 +29,7 @@ from hetero_llm.server.request_parsing import (
     CheckedRequest,
     check_max_tokens,
     checked_request,
+    prompt_cut,
     read_generation,
     sampling_params,
 )
@@ -54,13 +55,15 @@ def chat_endpoint(
 
 async def _checked(context: Context, request: Request, body: ChatRequest) -> CheckedRequest:
     wanted, name = _max_tokens(body)
-    params = sampling_params(body, max_tokens=wanted)
+    params = sampling_params(
+        body, max_tokens=wanted, max_model_len=context.client.info.max_model_len
+    )
     prompt = await chat_prompt(
         body,
         context.tokenizer,
         context.settings,
         add_special_tokens=bool(body.add_special_tokens),
-        cut=body.truncate_prompt_tokens,
+        cut=prompt_cut(body, params),
     )
     return checked_request(
         context,
@@ -163,13 +166,13 @@ class _ChatBuilder(ResponseBuilder[ChatRequest]):
             self._tokenizer,
             one.token_ids,
             one.logprobs,
-            count=self._body.top_logprobs or 0,
+            count=self._alternatives(self._body.top_logprobs or 0),
             as_ids=self._as_ids,
         )
 
     def _role(self) -> str:
-        """A response that continues the last message has the role of that message."""
-        messages = self._body.messages
-        if self._body.continue_final_message and messages and messages[-1].role:
-            return messages[-1].role
-        return self._settings.response_role
+        """A response for which the template opens no message has the role of the last one."""
+        body = self._body
+        opened = opens_message(body)
+        last = body.messages[-1].role if body.messages else None
+        return self._settings.response_role if opened or not last else last
