@@ -13,7 +13,7 @@ import msgspec
 from hetero_llm.core.sampling_params import MAX_SEED
 from hetero_llm.server.context import Context
 from hetero_llm.server.prompts import EFFORTS, MAX_ROLE_CHARS
-from hetero_llm.server.protocol import UNAVAILABLE, ChatRequest
+from hetero_llm.server.protocol import UNAVAILABLE, ChatRequest, GenerateRequest
 
 Schema = dict[str, Any]
 
@@ -71,6 +71,8 @@ def request_schema(
     wholes = _whole_schemas(context)
     if kind is ChatRequest:
         wholes["echo"] = {"enum": [False, None]}
+    if kind is GenerateRequest:
+        wholes["prompt"] = {"type": "string", "minLength": 1}
     properties |= {name: wholes[name] for name in wholes.keys() & properties.keys()}
     schema["properties"], schema["required"] = properties, list(required)
     if "stream_options" in properties:

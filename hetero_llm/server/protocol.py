@@ -101,6 +101,13 @@ class CompletionRequest(Generation, kw_only=True):
     suffix: str | None = None
 
 
+class GenerateRequest(Generation, kw_only=True):
+    """The request of vLLM's first server, whose fields are those of `SamplingParams`."""
+
+    prompt: str | None = None
+    logprobs: int | bool | None = None
+
+
 class ImageUrl(msgspec.Struct, kw_only=True):
     """`detail` has no effect: the model's own processor decides on the resolution."""
 
@@ -277,6 +284,12 @@ class CompletionChunk(msgspec.Struct):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None
+
+
+class Generated(msgspec.Struct):
+    """The answer of /generate: the prompt with its continuation, for each sequence."""
+
+    text: list[str]
 
 
 class TopLogprob(msgspec.Struct):

@@ -36,6 +36,7 @@ from hetero_llm.server.protocol import (
     UNAVAILABLE,
     ChatRequest,
     CompletionRequest,
+    GenerateRequest,
     Generation,
     TokenizeRequest,
 )
@@ -44,7 +45,7 @@ from hetero_llm.server.tokenization import Cut
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
-G = TypeVar("G", CompletionRequest, ChatRequest)
+G = TypeVar("G", CompletionRequest, ChatRequest, GenerateRequest)
 
 # An unterminated string runs to the end, so that no text makes the search start over again.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
@@ -478,7 +479,10 @@ def check_stream(request: Generation) -> None:
 
 
 def sampling_params(
-    request: CompletionRequest | ChatRequest, *, max_tokens: int | None, max_model_len: int
+    request: CompletionRequest | ChatRequest | GenerateRequest,
+    *,
+    max_tokens: int | None,
+    max_model_len: int,
 ) -> SamplingParams:
     """The engine's parameters.
 
@@ -503,7 +507,11 @@ def sampling_params(
         values["logprobs"] = _chat_logprobs(request)
     else:
         values["logprobs"] = completion_logprobs(request)
-        if request.echo and values["logprobs"] is not None:
+        if (
+            isinstance(request, CompletionRequest)
+            and request.echo
+            and values["logprobs"] is not None
+        ):
             values["prompt_logprobs"] = _larger(values["logprobs"], request.prompt_logprobs)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(**values, max_tokens=max_tokens, output_kind=kind)
@@ -571,7 +579,7 @@ def check_min_tokens(params: SamplingParams, *, prompt_tokens: int, max_model_le
         )
 
 
-def completion_logprobs(request: CompletionRequest) -> int | None:
+def completion_logprobs(request: CompletionRequest | GenerateRequest) -> int | None:
     """Log-probabilities of each token; `true` asks for one, as in vLLM."""
     wanted = request.logprobs
     return (1 if wanted else None) if isinstance(wanted, bool) else wanted

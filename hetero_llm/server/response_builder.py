@@ -43,6 +43,22 @@ class ResponseBuilder(ABC, Generic[B]):
     async def whole(self) -> msgspec.Struct:
         """The whole response."""
 
+    @abstractmethod
+    async def stream(self, send: Send) -> None:
+        """Sends the response piece by piece."""
+
+    def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """The engine's outputs; a subclass may change them."""
+        return self._engine_requests.outputs()
+
+    def _alternatives(self, wanted: int) -> int:
+        """Log-probabilities to show for each token; a request writes -1 for all."""
+        return self._vocab_size if wanted == -1 else wanted
+
+
+class ChunkBuilder(ResponseBuilder[B]):
+    """A builder of OpenAI's responses, whose streams are chunks with a delta each."""
+
     async def stream(self, send: Send) -> None:
         """Sends the response in chunks: opening chunks, one for each delta, usage if wanted."""
         usage = usage_choice(self._body, forced=self._settings.force_include_usage)
@@ -60,17 +76,9 @@ class ResponseBuilder(ABC, Generic[B]):
         if usage.last:
             await send(self._chunk([], self._counter.usage()))
 
-    def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """The engine's outputs; a subclass may change them."""
-        return self._engine_requests.outputs()
-
     def _opening_chunks(self, usage: Usage | UnsetType | None) -> Iterable[msgspec.Struct]:
         """Chunks before the first delta."""
         return ()
-
-    def _alternatives(self, wanted: int) -> int:
-        """Log-probabilities to show for each token; a request writes -1 for all."""
-        return self._vocab_size if wanted == -1 else wanted
 
     @abstractmethod
     def _chunk_choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> Any: ...

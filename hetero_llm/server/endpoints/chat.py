@@ -33,7 +33,7 @@ from hetero_llm.server.request_parsing import (
     read_generation,
     sampling_params,
 )
-from hetero_llm.server.response_builder import ResponseBuilder
+from hetero_llm.server.response_builder import ChunkBuilder
 from hetero_llm.server.responses import Responses
 
 _OBJECT, _CHUNK = "chat.completion", "chat.completion.chunk"
@@ -90,7 +90,7 @@ def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:
     return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
-class _ChatBuilder(ResponseBuilder[ChatRequest]):
+class _ChatBuilder(ChunkBuilder[ChatRequest]):
     """Builds the response to one conversation."""
 
     async def whole(self) -> Chat:

@@ -33,7 +33,7 @@ from hetero_llm.server.request_parsing import (
     read_generation,
     sampling_params,
 )
-from hetero_llm.server.response_builder import ResponseBuilder
+from hetero_llm.server.response_builder import ChunkBuilder
 from hetero_llm.server.responses import Responses
 from hetero_llm.server.settings import Limits
 
@@ -91,7 +91,7 @@ def _check_fan_out(prompts: int, width: int, limits: Limits) -> None:
         )
 
 
-class _CompletionBuilder(ResponseBuilder[CompletionRequest]):
+class _CompletionBuilder(ChunkBuilder[CompletionRequest]):
     """Builds the response to one request. Choices are numbered by prompt, then by sequence."""
 
     def __init__(self, context: Context, body: CompletionRequest, request: CheckedRequest) -> None:
