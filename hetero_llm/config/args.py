@@ -168,6 +168,8 @@ def _add_spelling(
         if spec.choices:
             shared["metavar"] = "{" + ",".join(map(str, spec.choices)) + "}"
         action = "append" if spec.kind is Kind.LIST else "store"
+        if spec.many_words:
+            action, shared["nargs"] = "extend", "+"
         group.add_argument(*flags, type=_parser_of(spec), action=action, **shared)
     elif spec.optional_value:
         shared["metavar"] = "true|false"

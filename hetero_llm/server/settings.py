@@ -51,12 +51,30 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cors:
-    """Which web pages of other origins may call the server; with no origins, none."""
+    """Which web pages of other origins may call the server; with no origins, none.
+
+    Raises:
+        ConfigError: something is allowed, but to no origin.
+    """
 
     origins: tuple[str, ...] = ()
     methods: tuple[str, ...] = ("*",)
     headers: tuple[str, ...] = ("*",)
     credentials: bool = False
+
+    def __post_init__(self) -> None:
+        if self.origins:
+            return
+        for name, value, usual in (
+            ("allow_credentials", self.credentials, False),
+            ("allowed_methods", self.methods, ("*",)),
+            ("allowed_headers", self.headers, ("*",)),
+        ):
+            if value != usual:
+                reason = (
+                    "needs allowed_origins: unlike vLLM's, this server allows no origin unasked"
+                )
+                raise ConfigError(name, value, reason)
 
 
 # large: one field for each setting.
@@ -91,8 +109,8 @@ class ServerSettings:
             another's. "none": shared. None: "key" if there are several keys.
         log_requests: log one line for each request.
         log_prompts: log its prompts, too, cut to `max_log_len` characters or token ids.
-        max_log_len: None is the whole prompt.
-        legacy_metric_names: export metrics also under names that vLLM has replaced.
+        max_log_len: None is the whole prompt, 0 none of it.
+        legacy_metric_names: export metrics also under names that vLLM has replaced or dropped.
     """
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -114,9 +132,9 @@ class ServerSettings:
     max_requests_per_minute: int | None = None
     prefix_cache_isolation: str | None = None
     log_requests: bool = True
-    log_prompts: bool = False
+    log_prompts: bool = True
     max_log_len: int | None = None
-    legacy_metric_names: bool = False
+    legacy_metric_names: bool = True
     cors: Cors = field(default_factory=Cors)
     limits: Limits = field(default_factory=Limits)
 
