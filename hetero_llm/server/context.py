@@ -55,16 +55,14 @@ class Context:
         self.plan: str | None = None
         self._request_ids: set[str] = set()
 
-    def model_name(self, wanted: str | None) -> str:
-        """The model's name for the response; a request without a name gets the first one.
+    def check_model(self, wanted: str | None) -> None:
+        """Checks the name by which a request asks for the model; None stands for any.
 
         Raises:
             ApiError: 404 for a model that is not served.
         """
-        if wanted is None:
-            return self.names[0]
-        if wanted in self.names:
-            return wanted
+        if wanted is None or wanted in self.names:
+            return
         known = ", ".join(self.names)
         raise ApiError(
             404,

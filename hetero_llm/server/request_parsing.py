@@ -133,7 +133,7 @@ async def read_generation(context: Context, request: Request, kind: type[G]) -> 
             "request %s: unknown fields ignored: %s", request_id_of(request), as_json(names)
         )
     context.check_open()
-    context.model_name(body.model)
+    context.check_model(body.model)
     refuse_unsupported(body)
     info = context.client.info
     check_limits(body, settings.limits, vocab_size=info.vocab_size, max_logprobs=info.max_logprobs)
@@ -177,7 +177,7 @@ def checked_request(
         id=f"{prefix}-{body.request_id or uuid4().hex}",
         http_id=request_id_of(request),
         created=int(time.time()),
-        model=context.model_name(body.model),
+        model=context.names[0],
         prompts=[replace(prompt, cache_salt=salt) for prompt in prompts] if salt else prompts,
         params=each,
         seconds=_deadline_seconds(request, context.settings.request_timeout),

@@ -197,9 +197,10 @@ def test_names_of_the_model(tokenizer: Tokenizer) -> None:
         listed = served.http.get("/v1/models").json()["data"]
         assert [model["id"] for model in listed] == ["one", "org/two"]
         assert served.http.get("/v1/models/org/two").json()["id"] == "org/two"
-        for model, name in ((None, "one"), ("one", "one"), ("org/two", "org/two")):
-            answer = served.post(COMPLETIONS, {"prompt": "a", "model": model})
-            assert answer.json()["model"] == name
+        for model in (None, "one", "org/two"):
+            for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
+                answer = served.post(path, {**body, "model": model, "max_tokens": 1})
+                assert answer.json()["model"] == "one"
         assert served.post(COMPLETIONS, {"prompt": "a", "model": "demo"}).status_code == 404
 
 

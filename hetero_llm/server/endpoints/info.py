@@ -40,7 +40,8 @@ class Info:
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{id}"""
-        name = self._context.model_name(request.path_params["model"])
+        name = request.path_params["model"]
+        self._context.check_model(name)
         return json_response(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -76,7 +77,7 @@ class Info:
         """POST /tokenize: of a prompt, or of a conversation through the chat template."""
         context = self._context
         body = await self._read(request, TokenizeRequest)
-        context.model_name(body.model)
+        context.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "prompt: send either prompt or messages")
         if body.prompt is not None:
@@ -112,7 +113,7 @@ class Info:
         """POST /detokenize"""
         context = self._context
         body = await self._read(request, DetokenizeRequest)
-        context.model_name(body.model)
+        context.check_model(body.model)
         if body.tokens is None:
             raise invalid("tokens", "tokens is required", "missing_required_parameter")
         tokenizer, ids = self._tokenizer(), body.tokens

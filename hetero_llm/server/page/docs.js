@@ -24,9 +24,10 @@ function bounds(schema) {
 
 function words(schema) {
   if (schema.anyOf) {
-    return [...new Set(schema.anyOf.map(words))].filter((one) => one !== "null").join(", or ");
+    return [...new Set(schema.anyOf.map(words))].filter((one) => one !== "").join(", or ");
   }
   if ("const" in schema) return JSON.stringify(schema.const);
+  if (schema.type === "null") return "";
   if (schema.enum) return schema.enum.map((one) => JSON.stringify(one)).join(", ");
   if (schema.type === "array") {
     return `list of ${schema.items ? words(schema.items) : "anything"}${bounds(schema)}`;
