@@ -125,7 +125,6 @@ def _rules(context: Context) -> dict[str, Schema]:
         "prompt_logprobs": logprobs,
         "max_tokens": tokens,
         "max_completion_tokens": tokens,
-        "truncate_prompt_tokens": {"minimum": -1},
         "truncation_side": {"enum": ["left", "right"]},
         "min_tokens": {"minimum": 0, "maximum": info.max_model_len},
         "priority": {"minimum": 0, "maximum": 0},
@@ -186,6 +185,9 @@ def _whole_schemas(context: Context) -> dict[str, Schema]:
             "required": ["type"],
         },
         "tool_choice": {"enum": ["none", None]},
+        "truncate_prompt_tokens": {
+            "anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}]
+        },
         "chat_template": {"type": "null"},
     }
 
