@@ -77,7 +77,7 @@ class ArgSpec:
         aliases: Other Python names, as the manual or its relatives spell them.
         short: Short flags, such as `-tp`.
         optional_value: BOOL only: the flag may be followed by `true` or `false`.
-        many_words: LIST only: all words up to the next flag belong to it.
+        many_words: LIST only: several words may follow the flag.
         group: Heading in `--help` and in the documentation.
     """
 

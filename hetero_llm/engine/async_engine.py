@@ -126,13 +126,13 @@ class AsyncLLMEngine:
             served_names=tuple(served_names) or (config.load.model,),
             max_model_len=ready.max_model_len,
             vocab_size=model.vocab_size,
-            max_logprobs=config.max_logprobs,
             num_blocks=ready.num_blocks,
             block_size=config.cache.block_size,
             device=ready.device,
             dtype=ready.dtype,
             backend=ready.backend,
             offload=ready.offload,
+            max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
             started_seconds={**ready.seconds, "total": time.monotonic() - begun},
         )
         self._inputs = InputProcessor(

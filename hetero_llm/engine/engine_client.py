@@ -20,17 +20,16 @@ if TYPE_CHECKING:
 class EngineInfo:
     """Facts about an engine that do not change once it is ready.
 
-    `max_model_len` and `block_size` are in tokens. `max_logprobs` of a token may be asked for; -1
-    is no limit. `backend` is "cuda", or on a CPU "native",
+    `max_model_len` and `block_size` are in tokens. `backend` is "cuda", or on a CPU "native",
     "torch" or "ipex". `started_seconds` has the duration of each part of the start. `offload`
-    describes the host memory behind the prefix cache; empty without any.
+    describes the host memory behind the prefix cache; empty without any. `max_logprobs` is the most
+    log-probabilities of a token that a request may ask for.
     """
 
     model: str
     served_names: tuple[str, ...]
     max_model_len: int
     vocab_size: int
-    max_logprobs: int
     num_blocks: int
     block_size: int
     device: str
@@ -38,6 +37,7 @@ class EngineInfo:
     backend: str
     started_seconds: dict[str, float] = field(default_factory=dict)
     offload: str = ""
+    max_logprobs: int = 20
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ def speculation_metrics(stats: SchedulerStats) -> dict[str, float]:
 
 
 class SpeculationLog:
-    """Logs the metrics every `interval` steps (TACO's is_debug and log_interval), in the form of
-    its manual, so that what reads its lines reads these."""
+    """Logs the metrics every `interval` steps, in the form of TACO's line (is_debug and
+    log_interval)."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
@@ -49,7 +49,7 @@ class SpeculationLog:
             return
         self._next = stats.num_steps + self._interval
         figures = speculation_metrics(stats)
-        logger.info("%s", ", ".join(f"{k}: {v:.4f}" for k, v in figures.items()))
+        logger.info("%s", ", ".join(f"{name}: {value:.4f}" for name, value in figures.items()))
 
 
 def make_log(speculation: SpeculationConfig | None) -> SpeculationLog | None:

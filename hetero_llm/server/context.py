@@ -55,14 +55,14 @@ class Context:
         self.plan: str | None = None
         self._request_ids: set[str] = set()
 
-    def check_model(self, wanted: str | None) -> None:
-        """Checks the name by which a request asks for the model; None stands for any.
+    def model_name(self, wanted: str | None) -> str:
+        """The model's name for the response: the first one, whichever the request says.
 
         Raises:
             ApiError: 404 for a model that is not served.
         """
         if wanted is None or wanted in self.names:
-            return
+            return self.names[0]
         known = ", ".join(self.names)
         raise ApiError(
             404,

@@ -84,8 +84,8 @@ def _rules(context: Context) -> dict[str, Schema]:
     """Keywords by field; each is added to those alternatives of the field to which it applies."""
     limits, info = context.settings.limits, context.client.info
     token = _token(context)
-    most = info.vocab_size if info.max_logprobs == -1 else info.max_logprobs
-    logprobs = {"minimum": 0 if most < info.vocab_size else -1, "maximum": most}
+    all_tokens = info.max_logprobs >= info.vocab_size
+    logprobs = {"minimum": -1 if all_tokens else 0, "maximum": info.max_logprobs}
     tokens = {"minimum": 1, "maximum": info.max_model_len}
     return {
         "model": {"enum": list(context.names)},

@@ -242,15 +242,11 @@ def _template_kwargs(request: Conversation, settings: ServerSettings) -> dict[st
     return kwargs
 
 
-def opens_message(request: Conversation) -> bool:
-    """Whether the template opens a new message, which the model writes."""
-    opened = request.add_generation_prompt
-    return not request.continue_final_message if opened is None else opened
-
-
 def _opening_kwargs(request: Conversation) -> dict[str, bool]:
     """The template's switches: the model writes a new message, or continues the last one."""
-    continued, opened = bool(request.continue_final_message), opens_message(request)
+    continued = bool(request.continue_final_message)
+    opened = request.add_generation_prompt
+    opened = not continued if opened is None else opened
     if continued and opened:
         raise invalid(
             "continue_final_message",

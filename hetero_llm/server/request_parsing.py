@@ -27,6 +27,7 @@ from starlette.requests import Request
 
 from hetero_llm.core.errors import shown
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
+from hetero_llm.engine.engine_client import EngineInfo
 from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.server.context import Context, request_id_of
 from hetero_llm.server.errors import ApiError, context_exceeded, invalid, unsupported
@@ -133,10 +134,9 @@ async def read_generation(context: Context, request: Request, kind: type[G]) -> 
             "request %s: unknown fields ignored: %s", request_id_of(request), as_json(names)
         )
     context.check_open()
-    context.check_model(body.model)
+    context.model_name(body.model)
     refuse_unsupported(body)
-    info = context.client.info
-    check_limits(body, settings.limits, vocab_size=info.vocab_size, max_logprobs=info.max_logprobs)
+    check_limits(body, settings.limits, context.client.info)
     check_stream(body)
     return body
 
@@ -177,7 +177,7 @@ def checked_request(
         id=f"{prefix}-{body.request_id or uuid4().hex}",
         http_id=request_id_of(request),
         created=int(time.time()),
-        model=context.names[0],
+        model=context.model_name(body.model),
         prompts=[replace(prompt, cache_salt=salt) for prompt in prompts] if salt else prompts,
         params=each,
         seconds=_deadline_seconds(request, context.settings.request_timeout),
@@ -413,13 +413,8 @@ def refuse_unsupported(request: Generation | TokenizeRequest) -> None:
             )
 
 
-def check_limits(
-    request: Generation, limits: Limits, *, vocab_size: int, max_logprobs: int
-) -> None:
+def check_limits(request: Generation, limits: Limits, info: EngineInfo) -> None:
     """Refuses a request that would take the server's time from all others.
-
-    Args:
-        max_logprobs: most log-probabilities of a token; -1 is no limit.
 
     Raises:
         ApiError: names the field and its limit.
@@ -431,25 +426,23 @@ def check_limits(
     _short_list("bad_words", request.bad_words, limits.bad_words)
     _short_list("stop_token_ids", request.stop_token_ids, limits.stop_token_ids)
     _short_list("logit_bias", request.logit_bias, limits.logit_bias)
-    _short_list("allowed_token_ids", request.allowed_token_ids, vocab_size)
+    _short_list("allowed_token_ids", request.allowed_token_ids, info.vocab_size)
     _short_text("cache_salt", request.cache_salt, limits.salt_chars)
     _short_text("request_id", request.request_id, limits.request_id_chars)
     for word in stop or ():
         _short_text("stop", word, limits.stop_chars)
     for word in request.bad_words or ():
         _short_text("bad_words", word, limits.bad_word_chars)
-    most = vocab_size if max_logprobs == -1 else max_logprobs
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
         value = getattr(request, name, None)
         if isinstance(value, bool) or value is None:
             continue
+        _at_most(name, value, info.max_logprobs)
         if value < -1:
             raise invalid(name, f"{name}={shown(value)}: must be at least 0, or -1 for all tokens")
-        if (vocab_size if value == -1 else value) > most:
+        if value == -1 and info.max_logprobs < info.vocab_size:
             raise invalid(
-                name,
-                f"{name}={shown(value)}: the server gives at most {most} log-probabilities of a "
-                "token (--max-logprobs)",
+                name, f"{name}=-1: asks for all tokens, at most {info.max_logprobs} are given"
             )
 
 

@@ -15,7 +15,6 @@ import inspect
 import logging
 import signal
 import socket
-import ssl
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -71,7 +70,6 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
     """
     arguments = AsyncEngineArgs(**engine_args)
     settings = settings_of(server_args)
-    check_tls(server_args)
     middleware = [import_middleware(path) for path in server_args["middleware"]]
     collector = server_args["otlp_traces_endpoint"]
     traces = None if collector is None else open_provider(collector)
@@ -179,39 +177,6 @@ def read_template(value: str | None) -> str | None:
             return value.replace("\\n", "\n")
         reason = f"is neither a template nor a file that can be read: {error}"
         raise ConfigError("chat_template", value, reason) from None
-
-
-def check_tls(args: Mapping[str, Any]) -> None:
-    """Checks the files of TLS before the model loads.
-
-    Raises:
-        ConfigError: an argument of TLS would have no effect, or a file cannot be used.
-    """
-    certificate, key, authorities = (
-        args[name] for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
-    )
-    if certificate is None:
-        for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
-            if args[name]:
-                reason = "needs ssl_certfile: without a certificate the server speaks plain HTTP"
-                raise ConfigError(name, args[name], reason)
-        return
-    if args["ssl_cert_reqs"] and authorities is None:
-        reason = "needs ssl_ca_certs, which says whose certificates are accepted"
-        raise ConfigError("ssl_cert_reqs", args["ssl_cert_reqs"], reason)
-    if authorities is not None and not args["ssl_cert_reqs"]:
-        logger.warning("ssl_ca_certs has no effect: ssl_cert_reqs=0 asks clients for nothing")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(certificate, key, password="")  # never asks a terminal for one
-    except OSError as error:
-        reason = f"cannot be used with ssl_keyfile={key!r}: {error}"
-        raise ConfigError("ssl_certfile", certificate, reason) from None
-    if authorities is not None:
-        try:
-            context.load_verify_locations(authorities)
-        except OSError as error:
-            raise ConfigError("ssl_ca_certs", authorities, f"cannot be used: {error}") from None
 
 
 def bind(host: str, port: int) -> socket.socket:

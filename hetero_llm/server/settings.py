@@ -54,7 +54,7 @@ class Cors:
     """Which web pages of other origins may call the server; with no origins, none.
 
     Raises:
-        ConfigError: something is allowed, but to no origin.
+        ConfigError: there are no origins, but something is set for them.
     """
 
     origins: tuple[str, ...] = ()
@@ -63,17 +63,13 @@ class Cors:
     credentials: bool = False
 
     def __post_init__(self) -> None:
-        if self.origins:
-            return
         for name, value, usual in (
             ("allow_credentials", self.credentials, False),
             ("allowed_methods", self.methods, ("*",)),
             ("allowed_headers", self.headers, ("*",)),
         ):
-            if value != usual:
-                reason = (
-                    "needs allowed_origins: unlike vLLM's, this server allows no origin unasked"
-                )
+            if not self.origins and value != usual:
+                reason = "needs allowed_origins: without any no page of another origin may call"
                 raise ConfigError(name, value, reason)
 
 

@@ -124,12 +124,12 @@ class FakeEngine:
             served_names=("demo",),
             max_model_len=CONTEXT,
             vocab_size=VOCAB,
-            max_logprobs=max_logprobs,
             num_blocks=512,
             block_size=16,
             device="cpu",
             dtype="bfloat16",
             backend="fake",
+            max_logprobs=max_logprobs,
         )
         self._live: dict[str, asyncio.Event] = {}
         self._stop_by = math.inf

@@ -13,7 +13,7 @@ import pytest
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.server.settings import Limits, ServerSettings
-from tests.server.fake_engine import CONTEXT, EOS, FakeEngine
+from tests.server.fake_engine import CONTEXT, EOS, VOCAB, FakeEngine
 from tests.server.serving import Served, events, head, raw, raw_post, received, serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -143,7 +143,7 @@ def test_prompts_are_cut_on_either_side(server: Served) -> None:
     assert answer.json()["usage"]["prompt_tokens"] == CONTEXT - 1
 
 
-@pytest.mark.parametrize("most", [50, -1])
+@pytest.mark.parametrize("most", [50, VOCAB])
 def test_the_engine_limits_logprobs(tokenizer: Tokenizer, most: int) -> None:
     with serving(FakeEngine(tokenizer, max_logprobs=most)) as served:
         answer = served.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "logprobs": 30})
@@ -161,7 +161,7 @@ def test_the_engine_limits_logprobs(tokenizer: Tokenizer, most: int) -> None:
             if name == "top_logprobs":
                 body["logprobs"] = True
             answer = served.post(path, body)
-            if most == -1:
+            if most == VOCAB:
                 assert answer.status_code == 200, answer.text
                 assert last(served)[2].logprobs == -1 or last(served)[2].prompt_logprobs == -1
             else:

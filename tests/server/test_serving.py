@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -30,7 +29,6 @@ from hetero_llm.server.serving import (
     EXIT_ENGINE_DEAD,
     Server,
     bind,
-    check_tls,
     freeze_collector,
     read_template,
     settings_of,
@@ -250,61 +248,13 @@ def test_the_plan_tells_of_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows("cpu", "", **on, **drafts)["cores"] == "engine 0-3, draft worker 4"
 
 
-def resolved(**args: Any) -> dict[str, Any]:
-    return resolve_server_args(args)
-
-
-def test_tls_is_whole_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing of TLS that is asked for may end in plain HTTP, or in clients that nobody checks."""
-    for name, value in (("ssl_cert_reqs", 2), ("ssl_ca_certs", "c.pem"), ("ssl_keyfile", "k.pem")):
-        with pytest.raises(ConfigError, match=f"{name}=.*needs ssl_certfile"):
-            check_tls(resolved(**{name: value}))
-    check_tls(resolved())
-    certificate, key = certificate_of(tmp_path)
-    pair = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
-    check_tls(resolved(**pair))
-    check_tls(resolved(**pair, ssl_cert_reqs=2, ssl_ca_certs=str(certificate)))
-    with pytest.raises(ConfigError, match="ssl_cert_reqs=1: needs ssl_ca_certs"):
-        check_tls(resolved(**pair, ssl_cert_reqs=1))
-    with pytest.raises(ConfigError, match="ssl_ca_certs=.*cannot be used"):
-        check_tls(resolved(**pair, ssl_cert_reqs=2, ssl_ca_certs=str(key)))
-    with pytest.raises(ConfigError, match="ssl_certfile=.*cannot be used with ssl_keyfile=None"):
-        check_tls(resolved(ssl_certfile=str(certificate)))
-    with pytest.raises(ConfigError, match="ssl_certfile=.*No such file"):
-        check_tls(resolved(ssl_certfile=str(tmp_path / "none.pem")))
-    check_tls(resolved(**pair, ssl_ca_certs=str(certificate)))
-    assert "ssl_ca_certs has no effect" in caplog.text
-
-
-def certificate_of(folder: Path) -> tuple[Path, Path]:
-    """A certificate that signs itself, and its key."""
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1"
-    command += f" -subj /CN=localhost -keyout {key} -out {certificate}"
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl")
-    subprocess.run(command.split(), check=True, capture_output=True)
-    return certificate, key
-
-
-def test_cors_without_origins_is_refused() -> None:
-    for name, value in (
-        ("allow_credentials", True),
-        ("allowed_methods", ["GET"]),
-        ("allowed_headers", ["x-a"]),
-    ):
-        with pytest.raises(ConfigError, match=f"{name}=.*needs allowed_origins"):
-            settings_of(resolved(**{name: value}))
-        assert settings_of(resolved(**{name: value}, allowed_origins=["*"])).cors.origins == ("*",)
-    assert settings_of(resolved(allowed_methods=["*"])).cors.origins == ()
-
-
 def test_the_hint_fits_the_model() -> None:
+    arguments = resolve_server_args({"api_key": ["k"]})
     for chat, host, path in (
         (True, "::1", "/v1/chat/completions"),
         (False, "127.0.0.1", "/v1/completions"),
     ):
-        text = ready_text((host, 80), {"total": 1.0}, resolved(api_key=["k"]), chat=chat)
+        text = ready_text((host, 80), {"total": 1.0}, arguments, chat=chat)
         ready, curl, pages = text.splitlines()
         url = ready.split()[2]
         assert f"curl {url}{path} " in curl and "Bearer $API_KEY" in curl

@@ -13,7 +13,7 @@ from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.server.context import Context
 from hetero_llm.server.errors import invalid
 from hetero_llm.server.logprobs import chat_logprobs, prompt_logprobs
-from hetero_llm.server.prompts import chat_prompt, opens_message
+from hetero_llm.server.prompts import chat_prompt
 from hetero_llm.server.protocol import (
     Chat,
     ChatChoice,
@@ -171,8 +171,9 @@ class _ChatBuilder(ChunkBuilder[ChatRequest]):
         )
 
     def _role(self) -> str:
-        """A response for which the template opens no message has the role of the last one."""
+        """The role of the last message, unless the template has opened a new one for the answer."""
         body = self._body
-        opened = opens_message(body)
-        last = body.messages[-1].role if body.messages else None
-        return self._settings.response_role if opened or not last else last
+        opened = body.add_generation_prompt is not False and not body.continue_final_message
+        if not opened and body.messages and body.messages[-1].role:
+            return body.messages[-1].role
+        return self._settings.response_role

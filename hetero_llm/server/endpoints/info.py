@@ -41,7 +41,7 @@ class Info:
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{id}"""
         name = request.path_params["model"]
-        self._context.check_model(name)
+        self._context.model_name(name)
         return json_response(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Info:
         """POST /tokenize: of a prompt, or of a conversation through the chat template."""
         context = self._context
         body = await self._read(request, TokenizeRequest)
-        context.check_model(body.model)
+        context.model_name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "prompt: send either prompt or messages")
         if body.prompt is not None:
@@ -113,7 +113,7 @@ class Info:
         """POST /detokenize"""
         context = self._context
         body = await self._read(request, DetokenizeRequest)
-        context.check_model(body.model)
+        context.model_name(body.model)
         if body.tokens is None:
             raise invalid("tokens", "tokens is required", "missing_required_parameter")
         tokenizer, ids = self._tokenizer(), body.tokens
