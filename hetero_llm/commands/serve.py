@@ -107,7 +107,9 @@ def gather(
     given = {**from_file, **from_variables, **flags}
     given = {name: _listed(spec_of(name), value) for name, value in given.items()}
     if "model" not in given:
-        raise ConfigError("model", None, "is required: hetero-llm serve MODEL")
+        swallowed = "; --served-model-name takes all words behind it: write MODEL before it"
+        hint = swallowed if "served_model_name" in flags else ""
+        raise ConfigError("model", None, f"is required: hetero-llm serve MODEL{hint}")
     return (
         {name: value for name, value in given.items() if name in _ENGINE},
         {name: value for name, value in given.items() if name in _SERVER},

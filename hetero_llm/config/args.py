@@ -167,7 +167,10 @@ def _add_spelling(
     if spec.kind is not Kind.BOOL:
         if spec.choices:
             shared["metavar"] = "{" + ",".join(map(str, spec.choices)) + "}"
-        action = "append" if spec.kind is Kind.LIST else "store"
+        if spec.many_words:
+            shared["nargs"] = "+"
+        several = "extend" if spec.many_words else "append"
+        action = several if spec.kind is Kind.LIST else "store"
         group.add_argument(*flags, type=_parser_of(spec), action=action, **shared)
     elif spec.optional_value:
         shared["metavar"] = "true|false"

@@ -21,10 +21,10 @@ _MANUAL: tuple[ArgSpec, ...] = (
         "Log level of uvicorn.",
         choices=("debug", "info", "warning", "error", "critical", "trace"),
     ),
-    _serve("allow_credentials", _BOOL, False, "CORS: allow credentials."),
+    _serve("allow_credentials", _BOOL, False, "CORS: allow credentials; needs allowed_origins."),
     _serve("allowed_origins", _LIST, (), "CORS: origins allowed; none unless given."),
-    _serve("allowed_methods", _LIST, ("*",), "CORS: methods allowed."),
-    _serve("allowed_headers", _LIST, ("*",), "CORS: headers allowed."),
+    _serve("allowed_methods", _LIST, ("*",), "CORS: methods allowed; needs allowed_origins."),
+    _serve("allowed_headers", _LIST, ("*",), "CORS: headers allowed; needs allowed_origins."),
     _serve(
         "api_key",
         _LIST,
@@ -37,6 +37,7 @@ _MANUAL: tuple[ArgSpec, ...] = (
         _LIST,
         (),
         "Names that requests may use for the model; the first one is in the responses.",
+        many_words=True,
     ),
     _serve("chat_template", _STR, None, "Chat template: a file, or the template in one line."),
     _serve(
@@ -66,9 +67,21 @@ _MANUAL: tuple[ArgSpec, ...] = (
         choices=("mistral", "hermes"),
         feature="tool calling",
     ),
-    _later("lora_modules", _LIST, None, "LoRA adapters, as name=path.", feature="LoRA"),
     _later(
-        "prompt_adapters", _LIST, None, "Prompt adapters, as name=path.", feature="prompt adapters"
+        "lora_modules",
+        _LIST,
+        None,
+        "LoRA adapters, as name=path.",
+        feature="LoRA",
+        many_words=True,
+    ),
+    _later(
+        "prompt_adapters",
+        _LIST,
+        None,
+        "Prompt adapters, as name=path.",
+        feature="prompt adapters",
+        many_words=True,
     ),
     _serve("ssl_keyfile", Kind.PATH, None, "TLS key file."),
     _serve("ssl_certfile", Kind.PATH, None, "TLS certificate file."),
@@ -95,7 +108,7 @@ _MANUAL: tuple[ArgSpec, ...] = (
         "max_log_len",
         _INT,
         None,
-        "Most characters or token ids of a prompt in the log.",
+        "Most characters or token ids of a prompt in the log; 0 for none (default: all).",
         minimum=0,
     ),
     _serve(
@@ -137,10 +150,10 @@ _OURS: tuple[ArgSpec, ...] = (
     _serve(
         "legacy_metric_names",
         _BOOL,
-        False,
-        "Export metrics also under names that vLLM has given up, such as gpu_cache_usage_perc.",
+        True,
+        "Export metrics also under vLLM's names since 0.4, such as gpu_cache_usage_perc.",
     ),
-    _serve("log_prompts", _BOOL, False, "Show prompts in the lines about requests."),
+    _serve("log_prompts", _BOOL, True, "Log the prompt of each request that is logged."),
     _serve(
         "max_queued_requests",
         _INT,
@@ -246,7 +259,7 @@ _OURS: tuple[ArgSpec, ...] = (
         "enable_force_include_usage",
         _BOOL,
         False,
-        "Streams end with their token counts without being asked.",
+        "Streams have token counts in each chunk and at the end without being asked.",
     ),
     _serve(
         "prefix_cache_isolation",

@@ -77,6 +77,7 @@ class ArgSpec:
         aliases: Other Python names, as the manual or its relatives spell them.
         short: Short flags, such as `-tp`.
         optional_value: BOOL only: the flag may be followed by `true` or `false`.
+        many_words: LIST only: several words may follow the flag.
         group: Heading in `--help` and in the documentation.
     """
 
@@ -97,6 +98,7 @@ class ArgSpec:
     short: tuple[str, ...] = ()
     required: bool = False
     optional_value: bool = False
+    many_words: bool = False
     group: str = ""
 
     @property

@@ -132,6 +132,7 @@ class AsyncLLMEngine:
             dtype=ready.dtype,
             backend=ready.backend,
             offload=ready.offload,
+            max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
             started_seconds={**ready.seconds, "total": time.monotonic() - begun},
         )
         self._inputs = InputProcessor(

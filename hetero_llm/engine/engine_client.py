@@ -22,7 +22,8 @@ class EngineInfo:
 
     `max_model_len` and `block_size` are in tokens. `backend` is "cuda", or on a CPU "native",
     "torch" or "ipex". `started_seconds` has the duration of each part of the start. `offload`
-    describes the host memory behind the prefix cache; empty without any.
+    describes the host memory behind the prefix cache; empty without any. `max_logprobs` is the most
+    log-probabilities of a token that a request may ask for.
     """
 
     model: str
@@ -36,6 +37,7 @@ class EngineInfo:
     backend: str
     started_seconds: dict[str, float] = field(default_factory=dict)
     offload: str = ""
+    max_logprobs: int = 20
 
 
 @dataclass(frozen=True)

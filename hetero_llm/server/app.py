@@ -20,6 +20,7 @@ from hetero_llm.engine.engine_client import EngineClient
 from hetero_llm.server.context import Context, request_id_of
 from hetero_llm.server.endpoints.chat import chat_endpoint
 from hetero_llm.server.endpoints.completions import completions_endpoint
+from hetero_llm.server.endpoints.generate import generate_endpoint
 from hetero_llm.server.endpoints.info import Info
 from hetero_llm.server.endpoints.page import PAGE_FILES, Page
 from hetero_llm.server.errors import ApiError
@@ -29,6 +30,7 @@ from hetero_llm.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    GenerateRequest,
     TokenizeRequest,
 )
 from hetero_llm.server.responses import CLIENT_CLOSED_REQUEST, Responses, report_error
@@ -61,7 +63,7 @@ def build_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
     app = FastAPI(
         title="hetero_llm",
         version=__version__,
-        docs_url=None,  # its page would load scripts from other hosts
+        docs_url=None,  # it would load scripts from other hosts; /docs is a page of our own
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -105,6 +107,13 @@ def _add_routes(app: FastAPI, context: Context) -> None:
             ("messages",),
             "Answer a conversation",
         ),
+        (
+            "/generate",
+            generate_endpoint(context, responses),
+            GenerateRequest,
+            ("prompt",),
+            "Continue a prompt, as vLLM's first server did",
+        ),
         ("/tokenize", info.tokenize, TokenizeRequest, (), "Text to token ids"),
         ("/detokenize", info.detokenize, DetokenizeRequest, ("tokens",), "Token ids to text"),
     ]
@@ -141,6 +150,10 @@ def _add_routes(app: FastAPI, context: Context) -> None:
         app.add_api_route(
             path, handler, methods=["HEAD"], response_class=Response, include_in_schema=False
         )
+    # SageMaker's health check may be of either kind.
+    app.add_api_route(
+        "/ping", info.live, methods=["POST"], response_class=Response, include_in_schema=False
+    )
     for path in PAGE_FILES:
         app.add_api_route(
             path,
@@ -155,7 +168,7 @@ async def _router_error(request: Request, error: Exception) -> Response:
     """Converts an error of the router into OpenAI's form."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        failure = ApiError(404, "not_found", "there is no such route; see /openapi.json")
+        failure = ApiError(404, "not_found", "there is no such route; see /docs")
     elif error.status_code == 405:
         failure = ApiError(
             405, "method_not_allowed", "the route does not take this method", headers=error.headers

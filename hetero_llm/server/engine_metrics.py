@@ -65,6 +65,21 @@ _OLD_NAMES = {
     "prefix_cache_hits": "gpu_prefix_cache_hits",
 }
 """vLLM's name of a metric, and its old name."""
+_OLD_GAUGES = {
+    "num_requests_swapped": "0: sequences are never swapped out.",
+    "cpu_cache_usage_perc": "Used part of the host memory for KV blocks, 0 to 1.",
+    "gpu_prefix_cache_hit_rate": "prefix_cache_hits by prefix_cache_queries; -1 before the first.",
+    "cpu_prefix_cache_hit_rate": "The same of host memory; -1 without any.",
+    "spec_decode_draft_acceptance_rate": "Accepted draft tokens by verified ones.",
+    "spec_decode_efficiency": "Tokens of verifying steps by what full acceptance had given.",
+    "avg_prompt_throughput_toks_per_s": "prompt_tokens a second, since it was last asked for.",
+    "avg_generation_throughput_toks_per_s": "generation_tokens a second, as above.",
+}
+_OLD_COUNTERS = {
+    "tokens": "prompt_tokens and generation_tokens.",
+    "spec_decode_num_emitted_tokens": "Tokens of verifying steps: accepted drafts and one more.",
+}
+"""Metrics that vLLM no longer has, or not as such."""
 _OWN_COUNTERS = {
     "num_requests_finished": "The engine's num_requests_finished.",
     "num_steps": "The engine's num_steps.",
@@ -95,8 +110,8 @@ _OWN_NAMES = {"hit_rate": "lookahead_hit_rate"}
 _AT_PLACE = "spec_decode_num_accepted_tokens_per_pos_"
 _STEP_SECONDS = "step_seconds/"
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
-_BUSY_SECONDS = 1.0
-"""The shortest time over which a busy ratio is computed."""
+_RATE_SECONDS = 1.0
+"""The shortest time over which a rate is computed."""
 
 
 class EngineCollector(Collector):
@@ -104,7 +119,7 @@ class EngineCollector(Collector):
 
     Args:
         labels: of every vLLM metric.
-        legacy_names: also export the metrics that vLLM has renamed under their old names.
+        legacy_names: also export the metrics that vLLM has renamed or dropped.
     """
 
     def __init__(
@@ -114,6 +129,7 @@ class EngineCollector(Collector):
         self._labels = labels
         self._old_names = _OLD_NAMES if legacy_names else {}
         self._busy = BusyRatios()
+        self._throughput = GrowthRates()
 
     def describe(self) -> list[Metric]:
         return []
@@ -128,6 +144,8 @@ class EngineCollector(Collector):
                 yield make(f"vllm:{name}", text, value)
                 if name in self._old_names:
                     yield make(f"vllm:{self._old_names[name]}", f"Now {name}.", value)
+        if self._old_names:
+            yield from self._dropped(stats.metrics)
         yield self._accepted_at(left)
         yield from self._offload(left)
         yield self._cache_config()
@@ -156,6 +174,17 @@ class EngineCollector(Collector):
         for name, value in sorted(left.items()):
             safe = _NOT_A_NAME.sub("_", _OWN_NAMES.get(name, name))
             yield self._gauge(f"hetero_llm:{safe}", f"The engine's {name}.", value)
+
+    def _dropped(self, figures: Mapping[str, float]) -> Iterator[Metric]:
+        """The metrics that vLLM has dropped, from figures that it has kept."""
+        found = old_figures(figures)
+        now = time.monotonic()
+        for name in ("prompt", "generation"):
+            rate = self._throughput.rate(name, figures.get(f"{name}_tokens", 0.0), now)
+            found[f"avg_{name}_throughput_toks_per_s"] = rate or 0.0
+        for names, make in ((_OLD_GAUGES, self._gauge), (_OLD_COUNTERS, self._counter)):
+            for name, text in names.items():
+                yield make(f"vllm:{name}", text, found[name])
 
     def _is_up(self) -> bool:
         try:
@@ -265,22 +294,64 @@ class EngineCollector(Collector):
         return family
 
 
+def old_figures(figures: Mapping[str, float]) -> dict[str, float]:
+    """Figures of vLLM's older metrics, computed from those of the engine."""
+
+    def of(name: str) -> float:
+        return figures.get(name, 0.0)
+
+    def share(part: float, whole: float, *, without: float) -> float:
+        return part / whole if whole else without
+
+    accepted, drafted = of("spec_decode_num_accepted_tokens"), of("spec_decode_num_draft_tokens")
+    drafts = of("spec_decode_num_drafts")
+    emitted = accepted + drafts
+    return {
+        "num_requests_swapped": 0.0,
+        "cpu_cache_usage_perc": share(
+            of("kv_offload_host_slots_used"), of("kv_offload_host_slots"), without=0.0
+        ),
+        "gpu_prefix_cache_hit_rate": share(
+            of("prefix_cache_hits"), of("prefix_cache_queries"), without=-1.0
+        ),
+        "cpu_prefix_cache_hit_rate": share(
+            of("external_prefix_cache_hits"), of("external_prefix_cache_queries"), without=-1.0
+        ),
+        "spec_decode_draft_acceptance_rate": share(accepted, drafted, without=0.0),
+        "spec_decode_efficiency": share(emitted, drafted + drafts, without=0.0),
+        "spec_decode_num_emitted_tokens": emitted,
+        "tokens": of("prompt_tokens") + of("generation_tokens"),
+    }
+
+
+class GrowthRates:
+    """How much counters grow in a second: each since it was asked for at least `_RATE_SECONDS`
+    ago."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[float, float]] = {}
+        self._rates: dict[str, float] = {}
+
+    def rate(self, name: str, value: float, now: float) -> float | None:
+        """The growth of `name`; None until it is known. `now` is of the monotonic clock."""
+        then, before = self._last.setdefault(name, (now, value))
+        if now - then >= _RATE_SECONDS:
+            self._last[name] = now, value
+            self._rates[name] = (value - before) / (now - then)
+        return self._rates.get(name)
+
+
 class BusyRatios:
-    """Computes CPU time as a share of that of all usable cores, over at least `_BUSY_SECONDS`."""
+    """Computes CPU time as a share of that of all usable cores."""
 
     def __init__(self) -> None:
         self._cores = len(os.sched_getaffinity(0))
-        self._last: dict[str, tuple[float, float]] = {}
-        self._ratios: dict[str, float] = {}
+        self._rates = GrowthRates()
 
     def ratio(self, role: str, cpu_seconds: float, now: float) -> float | None:
         """The share of `role`; None until it is known. `now` is of the monotonic clock."""
-        then, before = self._last.setdefault(role, (now, cpu_seconds))
-        if now - then >= _BUSY_SECONDS:
-            self._last[role] = now, cpu_seconds
-            ratio = (cpu_seconds - before) / ((now - then) * self._cores)
-            self._ratios[role] = min(max(ratio, 0.0), 1.0)
-        return self._ratios.get(role)
+        rate = self._rates.rate(role, cpu_seconds, now)
+        return None if rate is None else min(max(rate / self._cores, 0.0), 1.0)
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

@@ -11,15 +11,12 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from hetero_llm.engine.engine_client import EngineClient, EngineStats
+from hetero_llm.server.metrics import POLLED
 from hetero_llm.utils.log_sink import LineFormatter, Pump, Sink, lost_notice
 
 logger = logging.getLogger(__name__)
 
 _ROLE = "api"
-_POLLED = frozenset(
-    ("/health", "/live", "/ready", "/ping", "/metrics", "/load", "/status.json", "/version")
-)
-"""Paths that monitors ask for every few seconds: status 200 is not logged."""
 
 
 class Console:
@@ -91,12 +88,13 @@ def server_log(kind: str, *, secrets: Sequence[str] = (), polls: bool = False) -
 
 
 def _is_no_poll(record: logging.LogRecord) -> bool:
-    """A filter for uvicorn's records, whose arguments are client, method, path, version, status."""
+    """A filter for uvicorn's records, whose arguments are client, method, path, version, status:
+    what monitors get with status 200 is not logged."""
     arguments = record.args
     if not isinstance(arguments, tuple) or len(arguments) != 5:
         return True
     path, status = str(arguments[2]).partition("?")[0], arguments[4]
-    return status != 200 or path not in _POLLED
+    return status != 200 or path not in POLLED
 
 
 class StatsLine:

@@ -1,4 +1,4 @@
-"""Prometheus metrics under vLLM's names, and our own.
+"""Prometheus metrics under vLLM's names, today's and older ones, and our own.
 
 Requests are counted here as they run; the engine's own figures are read from its last heartbeat at
 each scrape (`engine_metrics`). Every server has its own registry, and no label holds a user's text.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter as Counts
 from types import TracebackType
 
 from prometheus_client import (
@@ -50,11 +51,23 @@ _HISTOGRAMS = {
 _COUNTS = {
     "request_prompt_tokens": "Tokens of a prompt.",
     "request_generation_tokens": "Tokens generated for a request.",
+    "request_max_num_generation_tokens": "Tokens of a request's longest sequence.",
     "request_params_max_tokens": "max_tokens of a request.",
 }
+_SEQUENCES = (1, 2, 5, 10, 20, 64)
 _BETWEEN_TOKENS = "inter_token_latency_seconds"
+_OLD_HISTOGRAMS = {
+    "inter_token_latency_seconds": "time_per_output_token_seconds",
+    "request_queue_time_seconds": "time_in_queue_requests",
+}
+"""Names of histograms, and what vLLM called them before."""
+_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 _ABORT_CAUSES = ("client_gone", "stalled", "timeout", "engine")
+POLLED = frozenset(
+    ("/health", "/live", "/ready", "/ping", "/metrics", "/load", "/status.json", "/version")
+)
+"""Paths that monitors ask for every few seconds."""
 _NEVER_BEGUN = (RequestError, OverloadedError, DuplicateRequestError)
 
 
@@ -62,15 +75,13 @@ class Metrics:
     """Counts HTTP requests and engine requests; one object per server.
 
     Args:
-        legacy_names: also export the metrics that vLLM has renamed under their old names.
+        legacy_names: also export the metrics that vLLM has renamed or dropped.
 
     Attributes:
         tracer: gets every request that has ended; None without tracing.
     """
 
-    def __init__(
-        self, client: EngineClient, model_name: str, *, legacy_names: bool = False
-    ) -> None:
+    def __init__(self, client: EngineClient, model_name: str, *, legacy_names: bool = True) -> None:
         self.tracer: Tracer | None = None
         self.registry = CollectorRegistry(auto_describe=False)
         labels = {"model_name": model_name, "engine": _ENGINE}
@@ -79,11 +90,17 @@ class Metrics:
             .labels(**labels)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }  # fmt: skip
-        self._old_between = None
+        self._old_times = {
+            name: Histogram(f"vllm:{old}", f"Now {name}.", _LABELS,
+                            buckets=_HISTOGRAMS[name][1], registry=self.registry)
+            .labels(**labels)
+            for name, old in (_OLD_HISTOGRAMS.items() if legacy_names else ())
+        }  # fmt: skip
+        self._old_best_of = None
         if legacy_names:
-            self._old_between = Histogram(
-                "vllm:time_per_output_token_seconds", f"Now {_BETWEEN_TOKENS}.", _LABELS,
-                buckets=_BETWEEN, registry=self.registry,
+            self._old_best_of = Histogram(
+                "vllm:request_params_best_of", "best_of of a request.", _LABELS,
+                buckets=_SEQUENCES, registry=self.registry,
             ).labels(**labels)  # fmt: skip
         steps = _token_buckets(client.info.max_model_len)
         self._counts = {
@@ -92,7 +109,7 @@ class Metrics:
             for name, text in _COUNTS.items()
         }  # fmt: skip
         self._params_n = Histogram(
-            "vllm:request_params_n", "n of a request.", _LABELS, buckets=(1, 2, 5, 10, 20, 64),
+            "vllm:request_params_n", "n of a request.", _LABELS, buckets=_SEQUENCES,
             registry=self.registry,
         ).labels(**labels)  # fmt: skip
         self._success = Counter(
@@ -105,6 +122,10 @@ class Metrics:
         self._http = Counter(
             "hetero_llm:http_requests", "Answers by route and status.", ("route", "status"),
             registry=self.registry,
+        )  # fmt: skip
+        self._http_as_vllm = Counter(
+            "http_requests", "Answers by route, kind of status and method; none to monitors.",
+            ("handler", "status", "method"), registry=self.registry,
         )  # fmt: skip
         self._aborted = Counter(
             "hetero_llm:aborted_requests", "Requests that ended early.", ("cause",),
@@ -134,9 +155,14 @@ class Metrics:
     def http_begins(self) -> None:
         self._open.inc()
 
-    def http_ends(self, route: str, status: int) -> None:
+    def http_ends(self, route: str | None, method: str, status: int) -> None:
+        """`route`: its path, None if the request had none."""
         self._open.dec()
-        self._http.labels(route, str(status)).inc()
+        self._http.labels(route or "other", str(status)).inc()
+        if route not in POLLED:
+            kind = f"{status // 100}xx"
+            known = method if method in _METHODS else "other"
+            self._http_as_vllm.labels(route or "none", kind, known).inc()
 
     def aborted(self, cause: str) -> None:
         """`cause`: one of client_gone, stalled, timeout and engine."""
@@ -155,17 +181,24 @@ class Metrics:
 
     def observe(self, name: str, seconds: float) -> None:
         self._times[name].observe(max(seconds, 0.0))
-        if name == _BETWEEN_TOKENS and self._old_between is not None:
-            self._old_between.observe(max(seconds, 0.0))
+        if name in self._old_times:
+            self._old_times[name].observe(max(seconds, 0.0))
 
-    def finish(self, request: Finished) -> None:
-        """Counts a request to the engine that has ended, in whatever way."""
+    def finish(self, request: Finished, *, longest: int) -> None:
+        """Counts a request to the engine that has ended, in whatever way.
+
+        Args:
+            longest: tokens of its longest sequence.
+        """
         params = request.params
         self._params_n.observe(params.n)
+        if self._old_best_of is not None:
+            self._old_best_of.observe(params.width)
         if params.max_tokens is not None:
             self._counts["request_params_max_tokens"].observe(params.max_tokens)
         self._counts["request_prompt_tokens"].observe(request.prompt_tokens)
         self._counts["request_generation_tokens"].observe(request.generated)
+        self._counts["request_max_num_generation_tokens"].observe(longest)
         for reason in request.reasons:
             self._success.labels(**self._labels, finished_reason=reason).inc()
         if self.tracer is not None:
@@ -191,7 +224,7 @@ class RequestTimes:
         self._arrival = time.monotonic()
         self._first: float | None = None
         self._last: float | None = None
-        self._generated = 0
+        self._generated: Counts[int] = Counts()  # by sequence
         self._reasons: list[str] = []
         self._ended = False
 
@@ -217,6 +250,7 @@ class RequestTimes:
         new = 0
         for one in output.outputs:
             new += len(one.token_ids)
+            self._generated[one.index] += len(one.token_ids)
             if one.finish_reason is not None:
                 self._reasons.append(one.finish_reason)
         if new:
@@ -230,7 +264,6 @@ class RequestTimes:
                 self._first = max(began - self._arrival, 0.0)
                 self._metrics.observe("time_to_first_token_seconds", self._first)
             self._last = now
-            self._generated += new
         if output.finished:
             self._finish(output, now)
 
@@ -248,8 +281,9 @@ class RequestTimes:
         see("request_prefill_time_seconds", times.first_token_time - times.first_scheduled_time)
         see("request_decode_time_seconds", decode)
         see("request_inference_time_seconds", times.last_token_time - times.first_scheduled_time)
-        if self._generated > 1:
-            see("request_time_per_output_token_seconds", decode / (self._generated - 1))
+        generated = self._generated.total()
+        if generated > 1:
+            see("request_time_per_output_token_seconds", decode / (generated - 1))
 
     def _end(self, output: RequestOutput | None, now: float) -> None:
         self._ended = True
@@ -258,14 +292,15 @@ class RequestTimes:
                 request_id=self._request_id,
                 params=self._params,
                 prompt_tokens=self._prompt_tokens,
-                generated=self._generated,
+                generated=self._generated.total(),
                 reasons=tuple(self._reasons),
                 arrival=self._arrival,
                 end=now,
                 first_token_seconds=self._first,
                 times=None if output is None else output.metrics,
                 parent=self._parent,
-            )
+            ),
+            longest=max(self._generated.values(), default=0),
         )
 
 

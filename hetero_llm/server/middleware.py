@@ -103,7 +103,7 @@ class RequestMiddleware:
                 await failure.response()(scope, receive, send_with_id)
         finally:
             self._num_requests -= 1
-            metrics.http_ends(_route(scope), status)
+            metrics.http_ends(_route(scope), scope["method"], status)
 
     def _admitted(self, scope: Scope, headers: Headers) -> AbstractContextManager[None]:
         """Checks headers, key and load; the context counts the request of its key as running.
@@ -170,10 +170,10 @@ def _header_bytes(header: tuple[bytes, bytes]) -> int:
     return len(header[0]) + len(header[1])
 
 
-def _route(scope: Scope) -> str:
+def _route(scope: Scope) -> str | None:
     """The path of the route, not of the request: a metric's labels must be few."""
     path = getattr(scope.get("route"), "path", None)
-    return path if isinstance(path, str) else "other"
+    return path if isinstance(path, str) else None
 
 
 class ApiKeys:

@@ -12,8 +12,8 @@ import msgspec
 
 from hetero_llm.core.sampling_params import MAX_SEED
 from hetero_llm.server.context import Context
-from hetero_llm.server.prompts import EFFORTS
-from hetero_llm.server.protocol import UNAVAILABLE, ChatRequest
+from hetero_llm.server.prompts import EFFORTS, MAX_ROLE_CHARS
+from hetero_llm.server.protocol import UNAVAILABLE, ChatRequest, GenerateRequest
 
 Schema = dict[str, Any]
 
@@ -40,6 +40,11 @@ _OPTIONS_NEED_STREAM: Schema = {
 }
 _SEED_SHOWN = (MAX_SEED + 1) // 2  # limits are written as floats, and MAX_SEED would round up
 _SPOKEN_ROLES = ["system", "developer", "user", "assistant"]
+_REFUSAL_PART: Schema = {
+    "type": "object",
+    "properties": {"type": {"const": "refusal"}, "refusal": {"type": "string"}},
+    "required": ["type", "refusal"],
+}
 _IMAGE_PART: Schema = {
     "type": "object",
     "properties": {
@@ -66,6 +71,8 @@ def request_schema(
     wholes = _whole_schemas(context)
     if kind is ChatRequest:
         wholes["echo"] = {"enum": [False, None]}
+    if kind is GenerateRequest:
+        wholes["prompt"] = {"type": "string", "minLength": 1}
     properties |= {name: wholes[name] for name in wholes.keys() & properties.keys()}
     schema["properties"], schema["required"] = properties, list(required)
     if "stream_options" in properties:
@@ -77,7 +84,8 @@ def _rules(context: Context) -> dict[str, Schema]:
     """Keywords by field; each is added to those alternatives of the field to which it applies."""
     limits, info = context.settings.limits, context.client.info
     token = _token(context)
-    logprobs = {"minimum": 0, "maximum": limits.logprobs}
+    all_tokens = info.max_logprobs >= info.vocab_size
+    logprobs = {"minimum": -1 if all_tokens else 0, "maximum": info.max_logprobs}
     tokens = {"minimum": 1, "maximum": info.max_model_len}
     return {
         "model": {"enum": list(context.names)},
@@ -93,7 +101,7 @@ def _rules(context: Context) -> dict[str, Schema]:
         "early_stopping": {"enum": ["never"]},
         "no_repeat_ngram_size": {"minimum": 0},
         "num_speculative_tokens": {"minimum": 0},
-        "seed": {"minimum": 0, "maximum": _SEED_SHOWN},
+        "seed": {"minimum": -1, "maximum": _SEED_SHOWN},
         "stop": {
             "minLength": 1,
             "maxLength": limits.stop_chars,
@@ -117,7 +125,7 @@ def _rules(context: Context) -> dict[str, Schema]:
         "prompt_logprobs": logprobs,
         "max_tokens": tokens,
         "max_completion_tokens": tokens,
-        "truncate_prompt_tokens": {"minimum": 1},
+        "truncation_side": {"enum": ["left", "right"]},
         "min_tokens": {"minimum": 0, "maximum": info.max_model_len},
         "priority": {"minimum": 0, "maximum": 0},
         "cache_salt": {"minLength": 1, "maxLength": limits.salt_chars},
@@ -142,12 +150,22 @@ def _whole_schemas(context: Context) -> dict[str, Schema]:
         "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
         "required": ["type", "text"],
     }
-    items = part if context.client.images is None else {"anyOf": [part, _IMAGE_PART]}
-    content = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": items}]}
+    parts = [part, _REFUSAL_PART, *([] if context.client.images is None else [_IMAGE_PART])]
+    content = {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, *parts]}},
+        ]
+    }
     message = {
         "type": "object",
         "properties": {
-            "role": {"enum": _SPOKEN_ROLES},
+            "role": {
+                "anyOf": [
+                    {"enum": _SPOKEN_ROLES},
+                    {"type": "string", "minLength": 1, "maxLength": MAX_ROLE_CHARS},
+                ]
+            },
             "content": content,
             "name": {"type": ["string", "null"]},
         },
@@ -167,6 +185,9 @@ def _whole_schemas(context: Context) -> dict[str, Schema]:
             "required": ["type"],
         },
         "tool_choice": {"enum": ["none", None]},
+        "truncate_prompt_tokens": {
+            "anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}]
+        },
         "chat_template": {"type": "null"},
     }
 

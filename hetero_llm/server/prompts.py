@@ -28,13 +28,17 @@ from hetero_llm.server.protocol import (
 from hetero_llm.server.request_parsing import decode_json
 from hetero_llm.server.settings import Limits, ServerSettings
 from hetero_llm.server.templates import ChatTemplate
-from hetero_llm.server.tokenization import ApiTokenizer, guard_for, last_tokens, plain_ids
+from hetero_llm.server.tokenization import WHOLE, ApiTokenizer, Cut, guard_for, plain_ids
 
 Conversation = ChatRequest | TokenizeRequest
 """Requests with messages for the chat template."""
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-ROLES = ("system", "developer", "user", "assistant", "tool")
+_SAY_SOMETHING = frozenset(("system", "developer", "user", "tool"))
+"""Roles whose messages need a content; assistants, and roles of a user's own, may have none."""
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of parts that are texts, and the field that holds the text."""
+MAX_ROLE_CHARS = 64
 _MAX_KWARG_CHARS = 256
 _TEMPLATE_CONTEXTS = 4
 """A template may write this many characters per token of the context, besides users' texts."""
@@ -84,22 +88,27 @@ def _check_ids(ids: list[Any], where: str) -> None:
 
 
 async def completion_prompts(
-    request: CompletionRequest, parsed: Sequence[str | list[int]], tokenizer: ApiTokenizer
+    request: CompletionRequest,
+    parsed: Sequence[str | list[int]],
+    tokenizer: ApiTokenizer,
+    *,
+    cut: Cut,
 ) -> list[Prompt]:
-    """Parsed prompts with their token ids, cut as the request wants.
+    """Parsed prompts with those of their token ids that `cut` keeps.
 
     Raises:
         ApiError: a text is empty, or cannot fit.
     """
-    cut = request.truncate_prompt_tokens
     special = request.add_special_tokens is not False
     prompts = []
     for item in parsed:
         if not isinstance(item, str):
-            prompts.append(Prompt(None, last_tokens(item, cut)))
+            prompts.append(Prompt(None, cut.apply(item)))
             continue
-        ids = await tokenizer.encode(item, add_special_tokens=special, truncated=cut is not None)
-        kept = last_tokens(ids, cut)
+        ids = await tokenizer.encode(
+            item, add_special_tokens=special, truncated=cut.count is not None
+        )
+        kept = cut.apply(ids)
         prompts.append(Prompt(item if len(kept) == len(ids) else None, kept))
     return prompts
 
@@ -113,13 +122,13 @@ async def chat_prompt(
     settings: ServerSettings,
     *,
     add_special_tokens: bool = False,
-    cut: int | None = None,
+    cut: Cut = WHOLE,
 ) -> Prompt:
     """Renders a conversation with the chat template and tokenizes the result.
 
     Args:
         add_special_tokens: add those that the template should already have written.
-        cut: keep only this many last tokens.
+        cut: which tokens are kept.
 
     Raises:
         ApiError: a message is wrong, the template refuses it, or it cannot fit.
@@ -134,14 +143,14 @@ async def chat_prompt(
         )
     found: list[ImagePart] | None = None if tokenizer.images is None else []
     messages = checked_messages(request.messages, settings.limits, template, found)
-    if found and cut is not None:
+    if found and cut.count is not None:
         raise invalid(
             "truncate_prompt_tokens",
-            f"truncate_prompt_tokens={cut}: a conversation with images cannot be cut",
+            f"truncate_prompt_tokens={cut.count}: a conversation with images cannot be cut",
         )
     kwargs = _template_kwargs(request, settings) | _opening_kwargs(request)
     user_texts = [*texts_in(messages), *texts_in(list(kwargs.values()))]
-    truncated = cut is not None
+    truncated = cut.count is not None
     size = sum(map(len, user_texts))
     tokenizer.check_length(size, truncated=truncated, param="messages")
     guard = guard_for(tokenizer.special_tokens, user_texts)
@@ -163,7 +172,7 @@ async def chat_prompt(
         raise invalid("messages", "messages: the chat template makes no tokens of them")
     if found:
         return await _with_images(Prompt(text, ids), found, tokenizer, settings.limits)
-    return Prompt(text, last_tokens(ids, cut))
+    return Prompt(text, cut.apply(ids))
 
 
 async def _with_images(
@@ -318,11 +327,12 @@ def _checked_message(
     images: list[ImagePart] | None,
 ) -> dict[str, Any]:
     role = message.role
-    if role is None:
+    if not role:
         raise _required(f"{where}.role")
-    if role not in ROLES:
+    if len(role) > MAX_ROLE_CHARS:
         raise invalid(
-            f"{where}.role", f"{where}.role={shown(role)}: must be one of {', '.join(ROLES)}"
+            f"{where}.role",
+            f"{where}.role: {len(role)} characters, at most {MAX_ROLE_CHARS} are accepted",
         )
     if message.function_call is not None:
         raise unsupported(
@@ -354,26 +364,37 @@ def _content(message: Message, where: str) -> str:
     if isinstance(content, str):
         return content
     if not content:
-        if message.tool_calls:
-            return ""
-        raise _required(f"{where}.content")
+        if message.role in _SAY_SOMETHING:
+            raise _required(f"{where}.content")
+        return message.refusal or ""
     texts = []
     for index, part in enumerate(content):
         name = f"{where}.content[{index}]"
-        if part.type != "text":
-            raise invalid(
-                name,
-                f"{name}: type {shown(part.type)} is not available, only 'text' is",
-                "unsupported_parameter",
-            )
-        texts.append(_text_of(part, name))
+        text = _text_of(part, name)
+        if text is None:
+            raise _no_such_part(part, name, "only 'text' is")
+        texts.append(text)
     return "\n".join(texts)
 
 
-def _text_of(part: ContentPart, where: str) -> str:
-    if part.text is None:
-        raise invalid(where, f"{where}.text is required", "missing_required_parameter")
-    return part.text
+def _text_of(part: ContentPart | str, where: str) -> str | None:
+    """The text of a part; None if it is no text."""
+    if isinstance(part, str):
+        return part
+    field = _TEXT_PARTS.get(part.type or "")
+    if field is None:
+        return None
+    text: str | None = getattr(part, field)
+    if text is None:
+        raise invalid(where, f"{where}.{field} is required", "missing_required_parameter")
+    return text
+
+
+def _no_such_part(part: ContentPart | str, where: str, available: str) -> ApiError:
+    kind = None if isinstance(part, str) else part.type
+    return invalid(
+        where, f"{where}: type {shown(kind)} is not available, {available}", "unsupported_parameter"
+    )
 
 
 def _content_parts(
@@ -383,7 +404,7 @@ def _content_parts(
     parts, maybe over nothing else, so it gets lists; other templates get texts."""
     content = message.content
     if not template.mentions("image"):
-        if isinstance(content, list) and any(part.type == "image_url" for part in content):
+        if isinstance(content, list) and any(map(_is_image, content)):
             raise unsupported(f"{where}.content", "an image in this model's chat template")
         return _content(message, where)
     if isinstance(content, str) or not content:
@@ -391,23 +412,23 @@ def _content_parts(
     parts: list[dict[str, str]] = []
     for index, part in enumerate(content):
         name = f"{where}.content[{index}]"
-        if part.type == "image_url":
+        if _is_image(part):
             images.append(ImagePart(_uri(part, name), f"{name}.image_url"))
             parts.append({"type": "image"})
-        elif part.type == "text":
-            parts.append({"type": "text", "text": _text_of(part, name)})
-        else:
-            raise invalid(
-                name,
-                f"{name}: type {shown(part.type)} is not available, only 'text' and 'image_url' "
-                "are",
-                "unsupported_parameter",
-            )
+            continue
+        text = _text_of(part, name)
+        if text is None:
+            raise _no_such_part(part, name, "only 'text' and 'image_url' are")
+        parts.append({"type": "text", "text": text})
     return parts
 
 
-def _uri(part: ContentPart, where: str) -> str:
-    given = part.image_url
+def _is_image(part: ContentPart | str) -> bool:
+    return isinstance(part, ContentPart) and part.type == "image_url"
+
+
+def _uri(part: ContentPart | str, where: str) -> str:
+    given = None if isinstance(part, str) else part.image_url
     uri = given.url if isinstance(given, ImageUrl) else given
     if not uri:
         raise _required(f"{where}.image_url.url")

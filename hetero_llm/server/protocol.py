@@ -55,6 +55,7 @@ class Generation(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -87,6 +88,7 @@ class Generation(msgspec.Struct, kw_only=True):
     structural_tag: Any = None
     logits_processors: Any = None
     prompt_embeds: Any = None
+    logprob_token_ids: Any = None
     lora_request: Any = None
     kv_transfer_params: Any = None
     vllm_xargs: Any = None
@@ -95,8 +97,15 @@ class Generation(msgspec.Struct, kw_only=True):
 class CompletionRequest(Generation, kw_only=True):
     prompt: str | list[Any] | None = None
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: int | bool | None = None
     suffix: str | None = None
+
+
+class GenerateRequest(Generation, kw_only=True):
+    """The request of vLLM's first server, whose fields are those of `SamplingParams`."""
+
+    prompt: str | None = None
+    logprobs: int | bool | None = None
 
 
 class ImageUrl(msgspec.Struct, kw_only=True):
@@ -109,6 +118,7 @@ class ImageUrl(msgspec.Struct, kw_only=True):
 class ContentPart(msgspec.Struct, kw_only=True):
     type: str | None = None
     text: str | None = None
+    refusal: str | None = None
     image_url: ImageUrl | str | None = None
 
 
@@ -129,7 +139,7 @@ class Message(msgspec.Struct, kw_only=True):
     accepted."""
 
     role: str | None = None
-    content: str | list[ContentPart] | None = None
+    content: str | list[ContentPart | str] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -201,6 +211,7 @@ UNAVAILABLE = {
     "structural_tag": STRUCTURED,
     "logits_processors": "a logits processor over HTTP",
     "prompt_embeds": "a prompt of embeddings",
+    "logprob_token_ids": "log-probabilities of chosen tokens",
     "lora_request": "LoRA",
     "kv_transfer_params": "KV transfer",
     "vllm_xargs": "passing arguments of vLLM's plug-ins",
@@ -217,6 +228,9 @@ UNAVAILABLE = {
 
 
 # responses
+#
+# A field that a response has nothing to say in is null where vLLM sends null, so that clients find
+# the attribute. UNSET fields are left out.
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -245,21 +259,37 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[Any] | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
     timeout: bool | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct):
-    """A whole response, or a chunk of a stream: both have this form."""
-
     id: str
     object: str
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: Usage
+    service_tier: None = None
+    system_fingerprint: None = None
+    kv_transfer_params: None = None
+
+
+class CompletionChunk(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None
+
+
+class Generated(msgspec.Struct):
+    """The answer of /generate: the prompt with its continuation, for each sequence."""
+
+    text: list[str]
 
 
 class TopLogprob(msgspec.Struct):
@@ -284,6 +314,11 @@ class ResponseMessage(msgspec.Struct):
     role: str
     content: str
     refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: None = None
+    reasoning_content: None = None
 
 
 class ChatChoice(msgspec.Struct):
@@ -292,7 +327,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
     timeout: bool | UnsetType = UNSET
 
 
@@ -303,8 +338,11 @@ class Chat(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: list[Any] | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[Any] | None = None
+    prompt_token_ids: list[int] | None = None
+    service_tier: None = None
+    system_fingerprint: None = None
+    kv_transfer_params: None = None
 
 
 class Delta(msgspec.Struct):

@@ -1,7 +1,8 @@
 """From the bytes of an HTTP request to a checked request.
 
-msgspec alone decodes and validates: one pass in C that is strict about types, refuses what JSON
-does not know, and says where a mistake is. Pydantic would want a second pass and accept NaN.
+msgspec alone decodes and validates: one pass in C that refuses what JSON does not know, and says
+where a mistake is. Pydantic would want a second pass and accept NaN. Numbers and booleans may be
+written as texts ("3", "true"), as vLLM takes them.
 
 What is checked here is what HTTP clients may ask for: the JSON's shape, known fields, and the
 server's limits on one request. `SamplingParams` checks the ranges of its fields, and the engine
@@ -26,6 +27,7 @@ from starlette.requests import Request
 
 from hetero_llm.core.errors import shown
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
+from hetero_llm.engine.engine_client import EngineInfo
 from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.server.context import Context, request_id_of
 from hetero_llm.server.errors import ApiError, context_exceeded, invalid, unsupported
@@ -35,14 +37,16 @@ from hetero_llm.server.protocol import (
     UNAVAILABLE,
     ChatRequest,
     CompletionRequest,
+    GenerateRequest,
     Generation,
     TokenizeRequest,
 )
 from hetero_llm.server.settings import Limits
+from hetero_llm.server.tokenization import Cut
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
-G = TypeVar("G", CompletionRequest, ChatRequest)
+G = TypeVar("G", CompletionRequest, ChatRequest, GenerateRequest)
 
 # An unterminated string runs to the end, so that no text makes the search start over again.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
@@ -132,7 +136,7 @@ async def read_generation(context: Context, request: Request, kind: type[G]) -> 
     context.check_open()
     context.model_name(body.model)
     refuse_unsupported(body)
-    check_limits(body, settings.limits, vocab_size=context.client.info.vocab_size)
+    check_limits(body, settings.limits, context.client.info)
     check_stream(body)
     return body
 
@@ -287,7 +291,7 @@ def decode_json(data: bytes, kind: Any, limits: Limits) -> Any:
 
 @lru_cache
 def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind)
+    return msgspec.json.Decoder(kind, strict=False)
 
 
 def _unknown_names(body: bytes, kind: type[msgspec.Struct]) -> list[str]:
@@ -409,7 +413,7 @@ def refuse_unsupported(request: Generation | TokenizeRequest) -> None:
             )
 
 
-def check_limits(request: Generation, limits: Limits, *, vocab_size: int) -> None:
+def check_limits(request: Generation, limits: Limits, info: EngineInfo) -> None:
     """Refuses a request that would take the server's time from all others.
 
     Raises:
@@ -422,7 +426,7 @@ def check_limits(request: Generation, limits: Limits, *, vocab_size: int) -> Non
     _short_list("bad_words", request.bad_words, limits.bad_words)
     _short_list("stop_token_ids", request.stop_token_ids, limits.stop_token_ids)
     _short_list("logit_bias", request.logit_bias, limits.logit_bias)
-    _short_list("allowed_token_ids", request.allowed_token_ids, vocab_size)
+    _short_list("allowed_token_ids", request.allowed_token_ids, info.vocab_size)
     _short_text("cache_salt", request.cache_salt, limits.salt_chars)
     _short_text("request_id", request.request_id, limits.request_id_chars)
     for word in stop or ():
@@ -433,9 +437,13 @@ def check_limits(request: Generation, limits: Limits, *, vocab_size: int) -> Non
         value = getattr(request, name, None)
         if isinstance(value, bool) or value is None:
             continue
-        _at_most(name, value, limits.logprobs)
-        if value < 0:
-            raise invalid(name, f"{name}={shown(value)}: must be at least 0")
+        _at_most(name, value, info.max_logprobs)
+        if value < -1:
+            raise invalid(name, f"{name}={shown(value)}: must be at least 0, or -1 for all tokens")
+        if value == -1 and info.max_logprobs < info.vocab_size:
+            raise invalid(
+                name, f"{name}=-1: asks for all tokens, at most {info.max_logprobs} are given"
+            )
 
 
 def check_stream(request: Generation) -> None:
@@ -464,9 +472,15 @@ def check_stream(request: Generation) -> None:
 
 
 def sampling_params(
-    request: CompletionRequest | ChatRequest, *, max_tokens: int | None
+    request: CompletionRequest | ChatRequest | GenerateRequest,
+    *,
+    max_tokens: int | None,
+    max_model_len: int,
 ) -> SamplingParams:
-    """The engine's parameters. `max_tokens` is what `budget` gave.
+    """The engine's parameters.
+
+    Args:
+        max_tokens: as the request says, or the default; None: what the context has room for.
 
     Raises:
         SamplingError: a field is out of range or contradicts another one.
@@ -475,14 +489,39 @@ def sampling_params(
     values: dict[str, Any] = {
         name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None
     }
+    if request.seed == -1:
+        del values["seed"]  # vLLM's way to say that any will do
+    if request.truncate_prompt_tokens == -1:
+        # What the context holds beside the answer.
+        values["truncate_prompt_tokens"] = max(max_model_len - (max_tokens or 1), 1)
+    if request.use_beam_search and request.temperature is None:
+        values["temperature"] = 0.0
     if isinstance(request, ChatRequest):
         values["logprobs"] = _chat_logprobs(request)
     else:
-        values["logprobs"] = request.logprobs
-        if request.echo and request.logprobs is not None:
-            values["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+        values["logprobs"] = completion_logprobs(request)
+        if (
+            isinstance(request, CompletionRequest)
+            and request.echo
+            and values["logprobs"] is not None
+        ):
+            values["prompt_logprobs"] = _larger(values["logprobs"], request.prompt_logprobs)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(**values, max_tokens=max_tokens, output_kind=kind)
+
+
+def prompt_cut(request: Generation, params: SamplingParams) -> Cut:
+    """Which tokens of a prompt are kept. `params` has their number.
+
+    Raises:
+        ApiError: truncation_side is neither "left" nor "right".
+    """
+    side = request.truncation_side or "left"
+    if side not in ("left", "right"):
+        raise invalid(
+            "truncation_side", f"truncation_side={shown(side)}: must be 'left' or 'right'"
+        )
+    return Cut(params.truncate_prompt_tokens, keep_first=side == "right")
 
 
 def budget(
@@ -533,12 +572,23 @@ def check_min_tokens(params: SamplingParams, *, prompt_tokens: int, max_model_le
         )
 
 
+def completion_logprobs(request: CompletionRequest | GenerateRequest) -> int | None:
+    """Log-probabilities of each token; `true` asks for one, as in vLLM."""
+    wanted = request.logprobs
+    return (1 if wanted else None) if isinstance(wanted, bool) else wanted
+
+
 def _chat_logprobs(request: ChatRequest) -> int | None:
     if not request.logprobs:
         if request.top_logprobs:
             raise invalid("top_logprobs", "top_logprobs: needs logprobs=true")
         return None
     return request.top_logprobs or 0
+
+
+def _larger(count: int, other: int | None) -> int:
+    """The larger of two numbers of log-probabilities; -1, all tokens, is the largest."""
+    return -1 if -1 in (count, other) else max(count, other or 0)
 
 
 def _at_most(name: str, value: float | None, limit: float) -> None:

@@ -37,10 +37,27 @@ class ResponseBuilder(ABC, Generic[B]):
         as_ids = body.return_tokens_as_token_ids
         self._as_ids = settings.return_tokens_as_token_ids if as_ids is None else as_ids
         self._counter = UsageCounter(request.num_prompt_tokens)
+        self._vocab_size = context.client.info.vocab_size
 
     @abstractmethod
     async def whole(self) -> msgspec.Struct:
         """The whole response."""
+
+    @abstractmethod
+    async def stream(self, send: Send) -> None:
+        """Sends the response piece by piece."""
+
+    def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """The engine's outputs; a subclass may change them."""
+        return self._engine_requests.outputs()
+
+    def _alternatives(self, wanted: int) -> int:
+        """Log-probabilities to show for each token; a request writes -1 for all."""
+        return self._vocab_size if wanted == -1 else wanted
+
+
+class ChunkBuilder(ResponseBuilder[B]):
+    """A builder of OpenAI's responses, whose streams are chunks with a delta each."""
 
     async def stream(self, send: Send) -> None:
         """Sends the response in chunks: opening chunks, one for each delta, usage if wanted."""
@@ -58,10 +75,6 @@ class ResponseBuilder(ABC, Generic[B]):
                 await send(self._chunk([choice], usage.of_chunk(self._counter)))
         if usage.last:
             await send(self._chunk([], self._counter.usage()))
-
-    def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """The engine's outputs; a subclass may change them."""
-        return self._engine_requests.outputs()
 
     def _opening_chunks(self, usage: Usage | UnsetType | None) -> Iterable[msgspec.Struct]:
         """Chunks before the first delta."""
@@ -149,6 +162,8 @@ class UsageChoice:
 
 
 def usage_choice(body: Generation, *, forced: bool) -> UsageChoice:
+    """`forced`: --enable-force-include-usage, which asks for usage in each chunk, as in vLLM."""
     options = body.stream_options
     last = forced or bool(options and options.include_usage)
-    return UsageChoice(last, last and bool(options and options.continuous_usage_stats))
+    each = forced or bool(options and options.continuous_usage_stats)
+    return UsageChoice(last, last and each)

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,14 +29,39 @@ T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's; for the log and the metrics, the client has left
 _ENCODER = msgspec.json.Encoder()
-_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
-_COMMENT = b": keep-alive\n\n"
-_DONE = b"data: [DONE]\n\n"
 _CHECKS_PER_INTERVAL = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How the payloads of a stream, which are JSON, stand on the wire.
+
+    Attributes:
+        before, after: what stands around each payload.
+        done: the clean end.
+        comment: what clients skip; empty: the framing has nothing like that.
+    """
+
+    content_type: bytes
+    before: bytes
+    after: bytes
+    done: bytes = b""
+    comment: bytes = b""
+
+    def frame(self, payload: bytes) -> bytes:
+        return self.before + payload + self.after
+
+
+# JSON has no raw line ends, so one data line is enough.
+SERVER_SENT_EVENTS = Framing(
+    b"text/event-stream; charset=utf-8",
+    b"data: ",
+    b"\n\n",
+    done=b"data: [DONE]\n\n",
+    comment=b": keep-alive\n\n",
+)
+ENDED_BY_NUL = Framing(b"text/plain; charset=utf-8", b"", b"\0")
+"""One JSON object after the other, as /generate writes them."""
 
 
 class ClientGone(Exception):
@@ -60,15 +86,19 @@ class Responses:
         builder: ResponseBuilder[Any],
         *,
         streamed: bool,
+        framing: Framing = SERVER_SENT_EVENTS,
     ) -> Response:
         """Runs the request; returns the whole response, or one that streams while it is sent.
+
+        Args:
+            framing: of a stream.
 
         Raises:
             Exception: what the engine or a check raises before a whole response is complete.
         """
         context = self._context
         if streamed:
-            return _StreamedResponse(context, self._watch, checked, builder)
+            return _StreamedResponse(context, self._watch, checked, builder, framing)
 
         async def run() -> msgspec.Struct:
             _log_soon(context, checked, stream=False)
@@ -85,7 +115,7 @@ class Responses:
 
 
 class _StreamedResponse(Response):
-    """A response as server-sent events."""
+    """A response as a stream of events."""
 
     def __init__(
         self,
@@ -93,15 +123,17 @@ class _StreamedResponse(Response):
         watch: StreamWatch,
         checked: CheckedRequest,
         builder: ResponseBuilder[Any],
+        framing: Framing,
     ) -> None:
         super().__init__()
+        self._framing = framing
         self._context = context
         self._watch = watch
         self._checked = checked
         self._builder = builder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = EventStream(send)
+        stream = EventStream(send, self._framing)
         self._watch.add(stream)
         try:
             await unless_gone(receive, self._run(stream))
@@ -177,29 +209,25 @@ def report_error(context: Context, error: Exception, http_id: str) -> ApiError:
     return failure
 
 
-# -- server-sent events ---------------------------------------------------------------------
-
-
-def event(payload: Any) -> bytes:
-    """One frame of a stream. JSON has no raw line ends, so one data line is enough."""
-    return b"data: " + _ENCODER.encode(payload) + b"\n\n"
+# -- streams --------------------------------------------------------------------------------
 
 
 class EventStream:
-    """Writes the server-sent events of one response.
+    """Writes the events of one response.
 
-    An event is written whole or not at all. A stream ends with `[DONE]`, after an error frame if
-    something went wrong; where even that cannot be trusted the connection is cut. A clean end
-    without a finish reason would be a silent truncation. The status line goes out with the first
-    frame, so errors before it have a status of their own.
+    An event is written whole or not at all. A stream ends with the framing's clean end (`[DONE]`),
+    after an error frame if something went wrong; where even that cannot be trusted the connection
+    is cut. A clean end without a finish reason would be a silent truncation. The status line goes
+    out with the first frame, so errors before it have a status of their own.
 
     Attributes:
         started: the status line was sent.
         stalled: the client took no byte for too long; the stream's task was cancelled.
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, framing: Framing = SERVER_SENT_EVENTS) -> None:
         self._send = send
+        self._framing = framing
         self._task: asyncio.Task[Any] | None = None
         self._lock = asyncio.Lock()
         self._closed = False
@@ -219,24 +247,27 @@ class EventStream:
 
     async def send(self, payload: Any) -> None:
         """Writes a payload as one event; waits while the client's buffers are full."""
-        await self._write(event(payload))
+        await self._write(self._framing.frame(_ENCODER.encode(payload)))
 
     async def done(self) -> None:
         """The stream's clean end."""
-        await self._write(_DONE, last=True)
+        await self._write(self._framing.done, last=True)
 
     async def fail(self, error: ApiError, *, clean: bool) -> None:
         """Writes an error frame; then the end if `clean`, else the server cuts the connection."""
-        await self._write(b"data: " + error.body() + b"\n\n")
+        await self._write(self._framing.frame(error.body()))
         if clean:
             await self.done()
 
     async def keep_alive(self) -> None:
         """Writes a comment, which clients skip."""
         with contextlib.suppress(OSError):  # the client has left; the stream's task will notice
-            await self._write(_COMMENT)
+            await self._write(self._framing.comment)
 
     def is_silent(self, now: float, seconds: float) -> bool:
+        """Whether a comment is due."""
+        if not self._framing.comment:
+            return False
         return self._writing_since is None and now - self._last >= seconds
 
     def drop_if_stalled(self, now: float, seconds: float) -> None:
@@ -255,8 +286,13 @@ class EventStream:
             try:
                 if not self.started:
                     self.started = True
+                    headers = [
+                        (b"content-type", self._framing.content_type),
+                        (b"cache-control", b"no-cache"),
+                        (b"x-accel-buffering", b"no"),
+                    ]
                     await self._send(
-                        {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
+                        {"type": "http.response.start", "status": 200, "headers": headers}
                     )
                 await self._send(
                     {"type": "http.response.body", "body": data, "more_body": not last}
@@ -330,7 +366,7 @@ def _log(context: Context, checked: CheckedRequest, stream: bool) -> None:
         params.temperature,
         ", streamed" if stream else "",
     )
-    if settings.log_prompts:
+    if settings.log_prompts and settings.max_log_len != 0:
         for text in _cut_prompts(checked.prompts, settings.max_log_len):
             logger.info("request %s: prompt %s", checked.http_id, text)
 

@@ -111,7 +111,12 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
             context,
             shutdown_timeout=server_args["shutdown_timeout"],
             drain_delay=server_args["drain_delay"],
-            ready=ready_text(address, engine.info.started_seconds, server_args),
+            ready=ready_text(
+                address,
+                engine.info.started_seconds,
+                server_args,
+                chat=context.tokenizer.chat_template is not None,
+            ),
             keep_alive_on_hang=server_args["keep_alive_on_hang"],
             say=console.say,
             stats_interval=None if config.disable_log_stats else server_args["log_stats_interval"],

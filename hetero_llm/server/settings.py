@@ -42,7 +42,6 @@ class Limits:
     bad_words: int = 256
     bad_word_chars: int = 256
     logit_bias: int = 1024
-    logprobs: int = 20
     image_bytes: int = MOST_BYTES
     image_pixels: int = MOST_PIXELS
     salt_chars: int = 128
@@ -52,12 +51,26 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cors:
-    """Which web pages of other origins may call the server; with no origins, none."""
+    """Which web pages of other origins may call the server; with no origins, none.
+
+    Raises:
+        ConfigError: there are no origins, but something is set for them.
+    """
 
     origins: tuple[str, ...] = ()
     methods: tuple[str, ...] = ("*",)
     headers: tuple[str, ...] = ("*",)
     credentials: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, usual in (
+            ("allow_credentials", self.credentials, False),
+            ("allowed_methods", self.methods, ("*",)),
+            ("allowed_headers", self.headers, ("*",)),
+        ):
+            if not self.origins and value != usual:
+                reason = "needs allowed_origins: without any no page of another origin may call"
+                raise ConfigError(name, value, reason)
 
 
 # large: one field for each setting.
@@ -79,7 +92,8 @@ class ServerSettings:
         public_paths: more paths that need no key, such as those of a status page.
         public_metrics: /metrics needs no key.
         strict_fields: unknown fields of a request are errors instead of a line in the log.
-        force_include_usage: streams end with a usage chunk without being asked.
+        force_include_usage: streams have usage in each chunk, and a last one of its own, without
+            being asked.
         default_max_tokens: of a completion without max_tokens; a chat gets the whole context.
         request_timeout: seconds after which a request ends with what it has; None is for ever.
         keep_alive_seconds: a silent stream gets a comment this often; 0 is never.
@@ -91,8 +105,8 @@ class ServerSettings:
             another's. "none": shared. None: "key" if there are several keys.
         log_requests: log one line for each request.
         log_prompts: log its prompts, too, cut to `max_log_len` characters or token ids.
-        max_log_len: None is the whole prompt.
-        legacy_metric_names: export metrics also under names that vLLM has replaced.
+        max_log_len: None is the whole prompt, 0 none of it.
+        legacy_metric_names: export metrics also under names that vLLM has replaced or dropped.
     """
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -114,9 +128,9 @@ class ServerSettings:
     max_requests_per_minute: int | None = None
     prefix_cache_isolation: str | None = None
     log_requests: bool = True
-    log_prompts: bool = False
+    log_prompts: bool = True
     max_log_len: int | None = None
-    legacy_metric_names: bool = False
+    legacy_metric_names: bool = True
     cors: Cors = field(default_factory=Cors)
     limits: Limits = field(default_factory=Limits)
 

@@ -10,6 +10,12 @@ from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.engine.core_plan import plan_cores
 from hetero_llm.engine.engine_client import EngineInfo
 
+_CHAT = (
+    "/v1/chat/completions",
+    '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}',
+)
+_COMPLETION = "/v1/completions", '{"prompt": "def add(a, b):", "max_tokens": 16}'
+
 
 def plan_table(info: EngineInfo, config: EngineConfig) -> str:
     """The model, device and memory that serve, as lines of a name and a value."""
@@ -72,12 +78,13 @@ def _offload(info: EngineInfo, config: EngineConfig) -> str:
 
 
 def ready_text(
-    address: tuple[str, int], seconds: Mapping[str, float], args: Mapping[str, Any]
+    address: tuple[str, int], seconds: Mapping[str, float], args: Mapping[str, Any], *, chat: bool
 ) -> str:
-    """The server's address, the duration of its start, and a command to try it with.
+    """The server's address, the duration of its start, a command to try it with, and its pages.
 
     Args:
         address: that the server listens on.
+        chat: the model has a chat template.
         seconds: of the start and its parts, see `EngineInfo`.
         args: the server's arguments.
     """
@@ -86,8 +93,9 @@ def ready_text(
     url = f"{'https' if args['ssl_certfile'] else 'http'}://{shown}:{port}"
     parts = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if name != "total")
     key = ' -H "Authorization: Bearer $API_KEY"' if args["api_key"] else ""
+    path, body = _CHAT if chat else _COMPLETION
     return (
         f"Ready on {url} ({seconds['total']:.1f} s: {parts})\n"
-        f"  curl {url}/v1/completions -H 'Content-Type: application/json'{key} "
-        '-d \'{"prompt": "def add(a, b):", "max_tokens": 16}\''
+        f"  curl {url}{path} -H 'Content-Type: application/json'{key} -d '{body}'\n"
+        f"  {url}/ talks to the model and shows how it runs; {url}/docs lists the API"
     )

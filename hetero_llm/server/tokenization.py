@@ -7,6 +7,7 @@ import codecs
 import logging
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -242,8 +243,21 @@ def guard_for(special_tokens: dict[str, int], texts: Sequence[str]) -> SpecialGu
     return None
 
 
-def last_tokens(token_ids: list[int], count: int | None) -> list[int]:
-    return token_ids if count is None else token_ids[-count:]
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Which tokens of a prompt are kept: the last `count`, or the first; None keeps all."""
+
+    count: int | None = None
+    keep_first: bool = False
+
+    def apply(self, token_ids: list[int]) -> list[int]:
+        if self.count is None:
+            return token_ids
+        return token_ids[: self.count] if self.keep_first else token_ids[-self.count :]
+
+
+WHOLE = Cut()
+"""Keeps all tokens."""
 
 
 def _template(hf: Any, given: str | None, seconds: float) -> ChatTemplate | None:

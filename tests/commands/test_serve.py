@@ -50,6 +50,11 @@ def test_lists_in_every_form(tmp_path: Path) -> None:
     assert gathered("m", "--allowed_origins", '["*"]')["allowed_origins"] == ["*"]
     assert gathered("m", api_key="a,b")["api_key"] == ["a", "b"]
     assert gathered("m", api_key='["a,b"]')["api_key"] == ["a,b"]
+    names = ("--served-model-name", "a", "org/b")
+    for words in (("m", *names), ("m", *names, "--port", "1"), (*names, "--model", "m"),
+                  ("m", "--served-model-name", "a", "--served_model_name", "org/b")):  # fmt: skip
+        assert gathered(*words)["served_model_name"] == ["a", "org/b"], words
+        assert gathered(*words)["model"] == "m"
     resolved = resolve_server_args({"api_key": ["a"], "served_model_name": "x"})
     assert resolved["api_key"] == ("a",) and resolved["served_model_name"] == ("x",)
 
@@ -81,6 +86,8 @@ def test_other_mistakes(tmp_path: Path) -> None:
         gathered("m", port="x")
     with pytest.raises(ConfigError, match="model=None: is required"):
         gathered("--port", "1")
+    with pytest.raises(ConfigError, match="is required.*: write MODEL before it"):
+        gathered("--served-model-name", "a", "m")
     with pytest.raises(ConfigError, match="contradicts the first argument"):
         gathered("a", "--model", "b")
     with pytest.raises(ConfigError, match="allowed_origins='\\['.* is not a JSON list"):
@@ -90,6 +97,8 @@ def test_other_mistakes(tmp_path: Path) -> None:
             resolve_server_args({name: value})
     with pytest.raises(ConfigError, match="LoRA is not available yet"):
         resolve_server_args({"lora_modules": ["a=b"]})
+    found = gathered("m", "--lora-modules", "a=b", "c=d")["lora_modules"]
+    assert found == ["a=b", "c=d"]
 
 
 def test_mistakes_end_the_command_with_one_line(capfd: pytest.CaptureFixture[str]) -> None:

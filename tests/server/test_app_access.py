@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -150,11 +151,11 @@ def test_cross_origin_calls_can_be_opened(tokenizer: Tokenizer) -> None:
         assert "access-control-allow-origin" not in other.headers
 
 
-def test_the_log_shows_neither_keys_nor_prompts(
+def test_the_log_shows_no_keys_and_prompts_only_if_wanted(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "hetero_llm")
-    with serving(FakeEngine(tokenizer), KEYS) as served:
+    with serving(FakeEngine(tokenizer), replace(KEYS, log_prompts=False)) as served:
         body = {"prompt": "private words", "max_tokens": 1, "request_id": "line\nbreak"}
         headers = GOOD | {"x-request-id": "trace-7"}
         assert served.post(COMPLETIONS, body, headers=headers).status_code == 200
@@ -168,13 +169,19 @@ def test_the_log_shows_neither_keys_nor_prompts(
 
 def test_prompts_in_the_log_are_cut(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hetero_llm")
-    settings = ServerSettings(log_prompts=True, max_log_len=5)
-    with serving(FakeEngine(tokenizer), settings) as served:
-        served.post(COMPLETIONS, {"prompt": 'ab\n"cdef', "max_tokens": 1})
-        served.post(COMPLETIONS, {"prompt": list(range(70, 80)), "max_tokens": 1})
-    lines = [r.getMessage() for r in caplog.records if ": prompt " in r.getMessage()]
-    shown = [json.loads(line.partition(": prompt ")[2]) for line in lines]
-    assert shown == ['ab\n"c', [70, 71, 72, 73, 74]]
+    for settings, texts in (
+        (ServerSettings(), ['ab\n"cdef', list(range(70, 80))]),  # as in TACO-LLM's manual
+        (ServerSettings(max_log_len=5), ['ab\n"c', [70, 71, 72, 73, 74]]),
+        (ServerSettings(max_log_len=0), []),
+        (ServerSettings(log_prompts=False, max_log_len=5), []),
+    ):
+        caplog.clear()
+        with serving(FakeEngine(tokenizer), settings) as served:
+            served.post(COMPLETIONS, {"prompt": 'ab\n"cdef', "max_tokens": 1})
+            served.post(COMPLETIONS, {"prompt": list(range(70, 80)), "max_tokens": 1})
+        lines = [r.getMessage() for r in caplog.records if ": prompt " in r.getMessage()]
+        assert [json.loads(line.partition(": prompt ")[2]) for line in lines] == texts
+        assert len([r for r in caplog.records if "prompt(s)" in r.getMessage()]) == 2
 
 
 def test_the_log_can_be_silent(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:

@@ -29,6 +29,16 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
     "prompt_logprobs": {"prompt_logprobs": 1},
     "truncate_prompt_tokens": {"truncate_prompt_tokens": 1},
+    "truncate_prompt_tokens -1": {"truncate_prompt_tokens": -1},
+    "beams without a temperature": {"use_beam_search": True, "n": 2},
+    "seed -1": {"seed": -1},
+    "numbers as texts": {
+        "max_tokens": "2",
+        "temperature": "0.5",
+        "ignore_eos": "true",
+        "logit_bias": {"66": "1"},
+        "stop_token_ids": ["9"],
+    },
     "include_stop_str_in_output": {"include_stop_str_in_output": True},
     "skip_special_tokens": {"skip_special_tokens": False},
     "spaces_between_special_tokens": {"spaces_between_special_tokens": False},
@@ -54,6 +64,24 @@ CHAT_ONLY: dict[str, dict[str, Any]] = {
     "tool_choice": {"tool_choice": "none", "tools": []},
     "top_logprobs": {"logprobs": True, "top_logprobs": 2},
     "name": {"messages": [{"role": "user", "content": "a", "name": "me"}]},
+    "a role of one's own": {"messages": [{"role": "critic", "content": "a"}]},
+    "nothing said": {"messages": [*MESSAGES, {"role": "assistant", "content": None}, *MESSAGES]},
+    "an answer sent back": {
+        "messages": [
+            *MESSAGES,
+            {
+                "role": "assistant",
+                "content": "c",
+                "refusal": None,
+                "annotations": None,
+                "audio": None,
+                "function_call": None,
+                "reasoning": None,
+                "reasoning_content": None,
+            },
+            *MESSAGES,
+        ]
+    },
 }
 REFUSED: dict[str, Any] = {
     "structured_outputs": {"json": SCHEMA},

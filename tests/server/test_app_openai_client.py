@@ -50,6 +50,9 @@ def test_chat(client: Any) -> None:
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == 62
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    # vLLM's users read these without asking whether they are there.
+    assert answer.prompt_logprobs is answer.system_fingerprint is answer.kv_transfer_params is None
+    assert answer.choices[0].message.reasoning_content is answer.choices[0].token_ids is None
 
 
 def test_chat_stream(client: Any) -> None:
@@ -88,6 +91,7 @@ def test_completions(client: Any) -> None:
     assert answer.choices[0].text.startswith("a b")
     assert answer.choices[1].logprobs.token_logprobs[0] is None
     assert len(answer.choices[1].logprobs.tokens) == 5
+    assert answer.choices[0].prompt_logprobs is answer.choices[0].prompt_token_ids is None
     stream = client.completions.create(model="org/model", prompt="a b", max_tokens=3, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == "a ba"
 

@@ -13,7 +13,7 @@ import pytest
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.server.settings import Limits, ServerSettings
-from tests.server.fake_engine import CONTEXT, EOS, FakeEngine
+from tests.server.fake_engine import CONTEXT, EOS, VOCAB, FakeEngine
 from tests.server.serving import Served, events, head, raw, raw_post, received, serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -93,6 +93,82 @@ def test_defaults(server: Served) -> None:
     assert last(server)[2].max_tokens is None
 
 
+def test_vllms_ways_to_write_values(server: Served) -> None:
+    """Numbers as texts, and values that stand for all, for any and for as much as fits."""
+
+    def params(path: str = COMPLETIONS, **fields: Any) -> SamplingParams:
+        answer = server.post(path, {"prompt": "a b", "messages": USER, "max_tokens": 1} | fields)
+        assert answer.status_code == 200, answer.text
+        return last(server)[2]
+
+    texts: dict[str, Any] = {
+        "max_tokens": "3",
+        "temperature": "0.5",
+        "n": "2",
+        "seed": "7",
+        "top_k": "5.0",
+        "ignore_eos": "true",
+        "logprobs": "2",
+        "stop": ["5"],
+        "stop_token_ids": ["9"],
+    }
+    found = params(**texts)
+    assert (found.max_tokens, found.temperature, found.n, found.seed) == (3, 0.5, 2, 7)
+    assert found.top_k == 5 and found.ignore_eos is True and found.logprobs == 2
+    assert list(found.stop or ()) == ["5"] and list(found.stop_token_ids or ()) == [9]
+    assert params(seed=-1).seed is None
+    assert params(logprobs=True).logprobs == 1 and params(logprobs=False).logprobs is None
+    for path in (COMPLETIONS, CHAT):
+        beams = params(path, use_beam_search=True, n=2)
+        assert beams.use_beam_search and beams.temperature == 0
+
+
+def test_prompts_are_cut_on_either_side(server: Served) -> None:
+    ids = [token % 4000 + 1 for token in range(CONTEXT + 50)]
+    cuts = {
+        (3, None): ids[-3:],
+        (3, "right"): ids[:3],
+        (-1, None): ids[-(CONTEXT - 5) :],
+        (-1, "right"): ids[: CONTEXT - 5],
+    }
+    for (count, side), kept in cuts.items():
+        body = {"prompt": ids, "max_tokens": 5, "truncate_prompt_tokens": count,
+                "truncation_side": side}  # fmt: skip
+        answer = server.post(COMPLETIONS, body)
+        assert answer.status_code == 200, answer.text
+        assert last(server)[1].token_ids == kept
+        assert answer.json()["usage"]["completion_tokens"] == 5
+    long = [{"role": "user", "content": "a b " * CONTEXT}]
+    answer = server.post(CHAT, {"messages": long, "truncate_prompt_tokens": -1})
+    assert answer.json()["usage"]["prompt_tokens"] == CONTEXT - 1
+
+
+@pytest.mark.parametrize("most", [50, VOCAB])
+def test_the_engine_limits_logprobs(tokenizer: Tokenizer, most: int) -> None:
+    with serving(FakeEngine(tokenizer, max_logprobs=most)) as served:
+        answer = served.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "logprobs": 30})
+        assert len(answer.json()["choices"][0]["logprobs"]["top_logprobs"][0]) > 20
+        chat = {"messages": USER, "max_tokens": 1, "logprobs": True, "top_logprobs": 50}
+        (entry,) = served.post(CHAT, chat).json()["choices"][0]["logprobs"]["content"]
+        assert len(entry["top_logprobs"]) == 50
+        for path, name in (
+            (COMPLETIONS, "logprobs"),
+            (CHAT, "top_logprobs"),
+            (COMPLETIONS, "prompt_logprobs"),
+            (CHAT, "prompt_logprobs"),
+        ):
+            body = {"prompt": "a b", "messages": USER, "max_tokens": 1, name: -1}
+            if name == "top_logprobs":
+                body["logprobs"] = True
+            answer = served.post(path, body)
+            if most == VOCAB:
+                assert answer.status_code == 200, answer.text
+                assert last(served)[2].logprobs == -1 or last(served)[2].prompt_logprobs == -1
+            else:
+                error = answer.json()["error"]
+                assert error["param"] == name and "at most 50" in error["message"]
+
+
 def test_an_omitted_max_tokens_is_cut_to_the_context(server: Served) -> None:
     answer = server.post(COMPLETIONS, {"prompt": [66] * (CONTEXT - 3)}).json()
     assert answer["usage"]["completion_tokens"] == 3
@@ -121,10 +197,44 @@ def test_names_of_the_model(tokenizer: Tokenizer) -> None:
         listed = served.http.get("/v1/models").json()["data"]
         assert [model["id"] for model in listed] == ["one", "org/two"]
         assert served.http.get("/v1/models/org/two").json()["id"] == "org/two"
-        for model, name in ((None, "one"), ("one", "one"), ("org/two", "org/two")):
-            answer = served.post(COMPLETIONS, {"prompt": "a", "model": model})
-            assert answer.json()["model"] == name
+        for model in (None, "one", "org/two"):
+            for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
+                answer = served.post(path, {**body, "model": model, "max_tokens": 1})
+                assert answer.json()["model"] == "one"
         assert served.post(COMPLETIONS, {"prompt": "a", "model": "demo"}).status_code == 404
+
+
+def test_fields_without_a_value_are_null(server: Served) -> None:
+    """Where vLLM sends null: its users read the attribute without asking whether it is there."""
+    whole = {"system_fingerprint", "service_tier", "kv_transfer_params"}
+    answer = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}).json()
+    (choice,) = answer["choices"]
+    assert {answer[name] for name in whole} == {None}
+    names = {"prompt_logprobs", "token_ids", "prompt_token_ids", "stop_reason", "logprobs"}
+    assert {choice[name] for name in names} == {None}
+    answer = server.post(CHAT, {"messages": USER, "max_tokens": 1}).json()
+    (choice,) = answer["choices"]
+    assert {answer[name] for name in whole | {"prompt_logprobs", "prompt_token_ids"}} == {None}
+    assert {choice[name] for name in ("token_ids", "stop_reason", "logprobs")} == {None}
+    names = {"refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content"}
+    assert {choice["message"][name] for name in names} == {None}
+
+
+def test_the_role_of_an_answer(tokenizer: Tokenizer) -> None:
+    """An answer for which no message is opened goes on with the last one."""
+    settings = ServerSettings(response_role="sage")
+    messages = [*USER, {"role": "critic", "content": "well,"}]
+    with serving(FakeEngine(tokenizer), settings) as served:
+        for fields, role in (
+            ({}, "sage"),
+            ({"add_generation_prompt": False}, "critic"),
+            ({"continue_final_message": True}, "critic"),
+        ):
+            body: dict[str, Any] = {"messages": messages, "max_tokens": 1, **fields}
+            answer = served.post(CHAT, body).json()
+            assert answer["choices"][0]["message"]["role"] == role
+            first = events(served.post(CHAT, body | {"stream": True}).text)[0]
+            assert first["choices"][0]["delta"]["role"] == role
 
 
 # scoring
@@ -261,6 +371,19 @@ def test_template_of_the_settings(tokenizer: Tokenizer) -> None:
         ids = served.post("/tokenize", {"messages": messages}).json()["tokens"]
         rendered()
         assert ids == last(served)[1].token_ids
+        messages[:] = [
+            {"role": "critic", "content": ["bad", {"type": "input_text", "text": "worse"}]},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}, "never"]},
+            {"role": "assistant", "content": None, "refusal": "not I"},
+            {"role": "assistant"},
+            {"role": "<|endoftext|>", "content": []},
+        ]
+        eos = "<|endoftext|>"
+        assert rendered() == (
+            f"{eos}critic=bad\nworse{eos}assistant=no\nnever{eos}assistant=not I{eos}assistant="
+            f"{eos}{eos}=?"
+        )
+        assert last(served)[1].token_ids.count(EOS) == 5  # a role is a user's text, too
 
 
 def test_a_template_may_refuse(tokenizer: Tokenizer) -> None:
@@ -335,7 +458,7 @@ def test_request_ids(tokenizer: Tokenizer) -> None:
             assert again.json()["error"]["param"] == "request_id"
             assert again.headers["x-should-retry"] == "false"
             served.call(engine.unpaused.set)
-            assert b'"id":"cmpl-mine"' in received(first, b"}}}")
+            assert b'"id":"cmpl-mine"' in received(first, b'"kv_transfer_params":null}')
         assert served.post(COMPLETIONS, body).json()["id"] == "cmpl-mine"
         assert (
             served.post(CHAT, {"messages": USER, "request_id": "mine", "max_tokens": 1}).json()[

@@ -22,7 +22,6 @@ import pytest
 from hetero_llm.engine.engine_client import EngineStats
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.server.logs import StatsLine, log_stats, server_log
-from hetero_llm.server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving
 from tests.server.test_serving import running
@@ -40,8 +39,7 @@ def test_json_is_valid_whatever_a_user_sends(
 ) -> None:
     evil = 'a"}\n{"ts":"1","level":"ERROR","logger":"x","message":"forged"}\r\n\x1b[31m\u2028\x00'
     body = {"prompt": evil, "max_tokens": 2, evil: 1, "request_id": "r-\n-forged", "user": evil}
-    settings = ServerSettings(log_prompts=True)
-    with server_log("json") as console, serving(FakeEngine(tokenizer), settings) as served:
+    with server_log("json") as console, serving(FakeEngine(tokenizer)) as served:
         console.say("two\nlines")
         for id, more in (("trace-1", {}), ("trace-2", {"model": evil}), ("trace-3", {"n": evil})):
             served.post(COMPLETIONS, body | more, headers={"x-request-id": id})
@@ -214,7 +212,7 @@ def served_into_pipes(*flags: str) -> Iterator[tuple[subprocess.Popen[bytes], st
     """The command with standard output and error in pipes of one page."""
     command = [sys.executable, "-m", "hetero_llm.cli", "serve", "demo", "--device", "cpu",
                "--port", "0", "--max-model-len", "512", "--cpu-threads", "1",
-               "--log-prompts", *flags]  # fmt: skip
+               *flags]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert process.stdout is not None and process.stderr is not None

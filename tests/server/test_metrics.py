@@ -15,7 +15,7 @@ from hetero_llm.engine.async_engine import AsyncLLMEngine
 from hetero_llm.engine.engine import PHASES
 from hetero_llm.engine.engine_client import EngineStats
 from hetero_llm.engine.tokenizer import Tokenizer
-from hetero_llm.server.engine_metrics import BusyRatios
+from hetero_llm.server.engine_metrics import BusyRatios, GrowthRates, old_figures
 from hetero_llm.server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import Served, raw_post, received, serving
@@ -36,6 +36,11 @@ B5_HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds",
                  "request_decode_time_seconds", "request_inference_time_seconds",
                  "request_prompt_tokens", "request_generation_tokens", "request_params_n",
                  "request_params_max_tokens", "iteration_tokens_total")  # fmt: skip
+DROPPED = ("num_requests_swapped", "cpu_cache_usage_perc", "gpu_prefix_cache_hit_rate",
+           "cpu_prefix_cache_hit_rate", "spec_decode_draft_acceptance_rate",
+           "spec_decode_efficiency", "spec_decode_num_emitted_tokens_total", "tokens_total",
+           "avg_prompt_throughput_toks_per_s", "avg_generation_throughput_toks_per_s",
+           "request_params_best_of_count", "time_in_queue_requests_count")  # fmt: skip
 OLD = ("gpu_cache_usage_perc", "vllm:time_per_output_token_seconds",
        "gpu_prefix_cache_queries", "gpu_prefix_cache_hits")  # fmt: skip
 
@@ -155,8 +160,8 @@ def test_every_name_is_there_and_of_its_type(tokenizer: Tokenizer) -> None:
     assert types["vllm:admission_rejections"] == "counter"
     assert types["vllm:spec_decode_num_accepted_tokens_per_pos"] == "counter"
     assert types["hetero_llm:aborted_requests"] == types["hetero_llm:http_requests"] == "counter"
-    # What does not exist yet is not there, and neither is what has been renamed.
-    for part in ("draft_worker_up", "kv_offload", "external_prefix", "lora_requests", *OLD):
+    # What does not exist yet is not there.
+    for part in ("draft_worker_up", "kv_offload", "external_prefix", "lora_requests"):
         assert part not in text
 
 
@@ -240,11 +245,25 @@ def test_offloaded_prefixes(tokenizer: Tokenizer, legacy: bool) -> None:
     assert ("kv_offload_total_bytes" in text) is ("kv_offload_total_time" in text) is legacy
 
 
-def test_old_names_are_there_if_wanted(tokenizer: Tokenizer) -> None:
-    settings = ServerSettings(legacy_metric_names=True)
-    with serving(FakeEngine(tokenizer), settings) as served:
-        served.post(COMPLETIONS, {"prompt": [66, 67], "max_tokens": 4, "stream": True})
+def test_old_names_are_there_unless_unwanted(tokenizer: Tokenizer) -> None:
+    with serving(FakeEngine(tokenizer), ServerSettings(legacy_metric_names=False)) as served:
+        text = served.http.get("/metrics").text
+        assert not [name for name in (*OLD, *(f"vllm:{one}" for one in DROPPED)) if name in text]
+    with serving(FakeEngine(tokenizer)) as served:
+        body = {"prompt": [66, 67], "max_tokens": 4, "stream": True}
+        served.post(COMPLETIONS, body)
+        served.post(COMPLETIONS, {"prompt": [66], "max_tokens": 1, "best_of": 3})
         found = samples(served)
+    for name in DROPPED:
+        assert any(sample == f"vllm:{name}" for sample, _ in found), name
+    assert vllm(found, "request_params_best_of_sum") == 4
+    assert vllm(found, "time_in_queue_requests_count") == 2
+    assert vllm(found, "num_requests_swapped") == vllm(found, "cpu_cache_usage_perc") == 0
+    assert vllm(found, "gpu_prefix_cache_hit_rate") == -1
+    # 3 drafts with 9 tokens of which 6 were accepted, so 9 of 12 possible tokens
+    assert vllm(found, "spec_decode_draft_acceptance_rate") == pytest.approx(6 / 9)
+    assert vllm(found, "spec_decode_efficiency") == 0.75
+    assert vllm(found, "spec_decode_num_emitted_tokens_total") == 9
     assert vllm(found, "gpu_cache_usage_perc") == vllm(found, "kv_cache_usage_perc") == 0.25
     assert vllm(found, "gpu_prefix_cache_queries_total") == 0
     assert vllm(found, "time_per_output_token_seconds_count") == 3
@@ -307,6 +326,45 @@ def test_requests_in_flight(tokenizer: Tokenizer) -> None:
         thread.join()
         assert answers[0].status_code == 200
         assert own(samples(served), "http_requests_in_flight") == 1
+
+
+def test_answers_are_counted_as_by_vllms_instrumentation(tokenizer: Tokenizer) -> None:
+    with serving(FakeEngine(tokenizer)) as served:
+        for body in ({"prompt": [66], "max_tokens": 1}, {"prompt": [66], "n": 0}):
+            served.post(COMPLETIONS, body)
+        served.http.get("/v1/models")
+        served.http.get("/nothing")
+        served.http.request("BREW", "/v1/models")
+        served.http.get("/health")  # of a monitor: not counted
+        found = {
+            tuple(labels[name] for name in ("method", "handler", "status")): value
+            for (name, items), value in samples(served).items()
+            for labels in [dict(items)]
+            if name == "http_requests_total"
+        }
+    assert found == {
+        ("POST", COMPLETIONS, "2xx"): 1,
+        ("POST", COMPLETIONS, "4xx"): 1,
+        ("GET", "/v1/models", "2xx"): 1,
+        ("GET", "none", "4xx"): 1,
+        ("other", "/v1/models", "4xx"): 1,
+    }
+
+
+def test_figures_of_older_metrics() -> None:
+    figures = {
+        "prefix_cache_hits": 3, "prefix_cache_queries": 4, "kv_offload_host_slots": 10,
+        "kv_offload_host_slots_used": 5, "external_prefix_cache_hits": 1,
+        "external_prefix_cache_queries": 5, "prompt_tokens": 8, "generation_tokens": 2,
+    }  # fmt: skip
+    found = old_figures(figures)
+    assert (found["gpu_prefix_cache_hit_rate"], found["cpu_prefix_cache_hit_rate"]) == (0.75, 0.2)
+    assert found["cpu_cache_usage_perc"] == 0.5 and found["tokens"] == 10
+    assert old_figures({})["spec_decode_efficiency"] == 0
+    rates = GrowthRates()
+    assert [rates.rate("a", value, now) for value, now in ((0, 0.0), (5, 0.5), (30, 3.0))] == [
+        None, None, 10.0,
+    ]  # fmt: skip
 
 
 def test_busy_ratios(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import signal
 import socket
@@ -35,7 +36,7 @@ from hetero_llm.server.serving import (
     settings_of,
     uvicorn_config,
 )
-from hetero_llm.server.startup import plan_table
+from hetero_llm.server.startup import plan_table, ready_text
 from tests.server.fake_engine import FakeEngine, demo_tokenizer
 
 BODY = {"prompt": "a b c", "max_tokens": 8, "ignore_eos": True}
@@ -247,6 +248,21 @@ def test_the_plan_tells_of_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert rows("cuda:0", "", **drafts)["cores"] == "engine 0, draft worker 1-4"
     assert rows("cpu", "", **on, **drafts)["cores"] == "engine 0-3, draft worker 4"
+
+
+def test_the_hint_fits_the_model() -> None:
+    arguments = resolve_server_args({"api_key": ["k"]})
+    for chat, host, path in (
+        (True, "::1", "/v1/chat/completions"),
+        (False, "127.0.0.1", "/v1/completions"),
+    ):
+        text = ready_text((host, 80), {"total": 1.0}, arguments, chat=chat)
+        ready, curl, pages = text.splitlines()
+        url = ready.split()[2]
+        assert f"curl {url}{path} " in curl and "Bearer $API_KEY" in curl
+        body = json.loads(curl.partition(" -d '")[2].removesuffix("'"))
+        assert ("messages" in body) is chat and ("prompt" in body) is not chat
+        assert f"{url}/ " in pages and f"{url}/docs" in pages
 
 
 def test_middleware_is_imported_or_refused() -> None:

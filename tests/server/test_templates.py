@@ -265,7 +265,7 @@ def test_calls_and_results_are_history(with_tools: Served) -> None:
          "messages[0].function_call", "unsupported_parameter"),
         ({"role": "assistant", "content": "a", "audio": {"id": "x"}},
          "messages[0].audio", "unsupported_parameter"),
-        ({"role": "assistant", "content": None, "tool_calls": []},
+        ({"role": "user", "content": None},
          "messages[0].content", "missing_required_parameter"),
         ({"role": "tool", "content": "3"},
          "messages[0].tool_call_id", "missing_required_parameter"),

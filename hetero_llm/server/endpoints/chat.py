@@ -29,10 +29,11 @@ from hetero_llm.server.request_parsing import (
     CheckedRequest,
     check_max_tokens,
     checked_request,
+    prompt_cut,
     read_generation,
     sampling_params,
 )
-from hetero_llm.server.response_builder import ResponseBuilder
+from hetero_llm.server.response_builder import ChunkBuilder
 from hetero_llm.server.responses import Responses
 
 _OBJECT, _CHUNK = "chat.completion", "chat.completion.chunk"
@@ -54,13 +55,15 @@ def chat_endpoint(
 
 async def _checked(context: Context, request: Request, body: ChatRequest) -> CheckedRequest:
     wanted, name = _max_tokens(body)
-    params = sampling_params(body, max_tokens=wanted)
+    params = sampling_params(
+        body, max_tokens=wanted, max_model_len=context.client.info.max_model_len
+    )
     prompt = await chat_prompt(
         body,
         context.tokenizer,
         context.settings,
         add_special_tokens=bool(body.add_special_tokens),
-        cut=body.truncate_prompt_tokens,
+        cut=prompt_cut(body, params),
     )
     return checked_request(
         context,
@@ -87,7 +90,7 @@ def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:
     return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
-class _ChatBuilder(ResponseBuilder[ChatRequest]):
+class _ChatBuilder(ChunkBuilder[ChatRequest]):
     """Builds the response to one conversation."""
 
     async def whole(self) -> Chat:
@@ -163,13 +166,14 @@ class _ChatBuilder(ResponseBuilder[ChatRequest]):
             self._tokenizer,
             one.token_ids,
             one.logprobs,
-            count=self._body.top_logprobs or 0,
+            count=self._alternatives(self._body.top_logprobs or 0),
             as_ids=self._as_ids,
         )
 
     def _role(self) -> str:
-        """A response that continues the last message has the role of that message."""
-        messages = self._body.messages
-        if self._body.continue_final_message and messages and messages[-1].role:
-            return messages[-1].role
+        """The role of the last message, unless the template has opened a new one for the answer."""
+        body = self._body
+        opened = body.add_generation_prompt is not False and not body.continue_final_message
+        if not opened and body.messages and body.messages[-1].role:
+            return body.messages[-1].role
         return self._settings.response_role

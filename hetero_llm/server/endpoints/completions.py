@@ -19,6 +19,7 @@ from hetero_llm.server.prompts import completion_prompts, parse_prompts
 from hetero_llm.server.protocol import (
     Completion,
     CompletionChoice,
+    CompletionChunk,
     CompletionLogprobs,
     CompletionRequest,
     Usage,
@@ -27,10 +28,12 @@ from hetero_llm.server.request_parsing import (
     CheckedRequest,
     check_max_tokens,
     checked_request,
+    completion_logprobs,
+    prompt_cut,
     read_generation,
     sampling_params,
 )
-from hetero_llm.server.response_builder import ResponseBuilder
+from hetero_llm.server.response_builder import ChunkBuilder
 from hetero_llm.server.responses import Responses
 from hetero_llm.server.settings import Limits
 
@@ -56,10 +59,16 @@ async def _checked(context: Context, request: Request, body: CompletionRequest) 
     # Even to generate nothing the engine takes a step, which ends with a token.
     wanted = 1 if body.max_tokens == 0 else body.max_tokens
     default = context.settings.default_max_tokens
-    params = sampling_params(body, max_tokens=default if wanted is None else wanted)
+    params = sampling_params(
+        body,
+        max_tokens=default if wanted is None else wanted,
+        max_model_len=context.client.info.max_model_len,
+    )
     parsed = parse_prompts(body.prompt, context.settings.limits)
     _check_fan_out(len(parsed), params.width, context.settings.limits)
-    prompts = await completion_prompts(body, parsed, context.tokenizer)
+    prompts = await completion_prompts(
+        body, parsed, context.tokenizer, cut=prompt_cut(body, params)
+    )
     return checked_request(
         context,
         request,
@@ -82,7 +91,7 @@ def _check_fan_out(prompts: int, width: int, limits: Limits) -> None:
         )
 
 
-class _CompletionBuilder(ResponseBuilder[CompletionRequest]):
+class _CompletionBuilder(ChunkBuilder[CompletionRequest]):
     """Builds the response to one request. Choices are numbered by prompt, then by sequence."""
 
     def __init__(self, context: Context, body: CompletionRequest, request: CheckedRequest) -> None:
@@ -97,7 +106,10 @@ class _CompletionBuilder(ResponseBuilder[CompletionRequest]):
             if output.finished:
                 choices += [self._chunk_choice(index, output, one) for one in output.outputs]
         choices.sort(key=lambda choice: choice.index)
-        return self._chunk(choices, self._counter.usage())
+        request = self._request
+        return Completion(
+            request.id, _OBJECT, request.created, request.model, choices, self._counter.usage()
+        )
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         outputs = self._engine_requests.outputs()
@@ -124,9 +136,10 @@ class _CompletionBuilder(ResponseBuilder[CompletionRequest]):
             choice.token_ids = one.token_ids
             if first:
                 choice.prompt_token_ids = list(prompt.token_ids or ())
-        if body.prompt_logprobs is not None:
+        if not body.stream:
+            asked = body.prompt_logprobs is not None
             choice.prompt_logprobs = prompt_logprobs(
-                self._tokenizer, output.prompt_logprobs, as_ids=self._as_ids
+                self._tokenizer, output.prompt_logprobs if asked else None, as_ids=self._as_ids
             )
         return choice
 
@@ -139,13 +152,14 @@ class _CompletionBuilder(ResponseBuilder[CompletionRequest]):
         one: CompletionOutput,
     ) -> CompletionLogprobs | None:
         body = self._body
-        if body.logprobs is None:
+        wanted = completion_logprobs(body)
+        if wanted is None:
             return None
         writer = self._logprobs.get(number)
         if writer is None:
             writer = self._logprobs[number] = CompletionLogprobWriter(
                 self._tokenizer,
-                count=body.logprobs,
+                count=self._alternatives(wanted),
                 as_ids=self._as_ids,
                 skip_special_tokens=body.skip_special_tokens is not False,
             )
@@ -165,9 +179,16 @@ class _CompletionBuilder(ResponseBuilder[CompletionRequest]):
 
     def _chunk(
         self, choices: Sequence[CompletionChoice], usage: Usage | UnsetType | None
-    ) -> Completion:
+    ) -> CompletionChunk:
         request = self._request
-        return Completion(request.id, _OBJECT, request.created, request.model, list(choices), usage)
+        return CompletionChunk(
+            request.id,
+            _OBJECT,
+            request.created,
+            request.model,
+            list(choices),
+            usage if isinstance(usage, Usage) else None,
+        )
 
 
 async def _without_tokens(

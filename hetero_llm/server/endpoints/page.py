@@ -1,4 +1,4 @@
-"""The status page at `/`: its files, and the figures that it polls.
+"""The status page at `/` with the figures that it polls, and the page of the API at `/docs`.
 
 The files are public and hold no data about model or users. `/status.json`, as all that the page
 requests on the user's behalf, needs a key if there are keys.
@@ -30,6 +30,8 @@ _TYPES = {
 }
 PAGE_FILES = {
     "/": "index.html",
+    "/docs": "docs.html",
+    "/assets/docs.js": "docs.js",
     "/assets/page.css": "page.css",
     "/assets/page.js": "page.js",
     "/assets/chat.js": "chat.js",

@@ -21,6 +21,7 @@ VLLM_NAMES = {
     "request_time_per_output_token_seconds", "e2e_request_latency_seconds",
     "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
     "request_inference_time_seconds", "request_prompt_tokens", "request_generation_tokens",
+    "request_max_num_generation_tokens",
     "request_params_n", "request_params_max_tokens", "cache_config_info", "spec_decode_num_drafts",
     "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "admission_rejections",
 }  # fmt: skip
@@ -88,6 +89,7 @@ def test_health(tokenizer: Tokenizer, state: str, health: int, live: int, ready:
             answer = served.http.get(path)
             assert (answer.status_code, answer.content) == (status, b""), path
             assert served.http.head(path).status_code == status
+        assert served.http.post("/ping").status_code == live  # SageMaker asks with either method
         details = served.http.get("/health?verbose=1")
         assert details.status_code == health and details.json()["state"] == state
         if state == "ready":
@@ -193,9 +195,11 @@ def test_the_schema_has_every_field_of_a_request(server: Served) -> None:
     assert "$ref" not in str(body)
 
 
-def test_no_page_of_the_framework(server: Served) -> None:
-    for path in ("/docs", "/redoc"):
-        assert server.http.get(path).status_code == 404
+def test_the_page_of_the_api_is_our_own(server: Served) -> None:
+    """The framework's pages would load scripts from other hosts."""
+    assert "assets/docs.js" in server.http.get("/docs").text
+    assert server.http.get("/redoc").status_code == 404
+    assert server.http.get("/openapi.json").json()["paths"]["/generate"]["post"]
 
 
 def test_settings_are_frozen() -> None:

@@ -77,20 +77,20 @@ def test_the_page_is_small_and_needs_nothing_from_elsewhere() -> None:
         found = re.findall(r"(?:[a-z]+:)?//[\w.-]+\.\w+[^\s\"']*", text)
         assert [one for one in found if one != "http://www.w3.org/2000/svg"] == [], name
         assert not re.search(r"@import|url\(|\beval\b|innerHTML|document\.write", text), name
-    page = texts["index.html"]
-    assert not re.search(r"\son\w+\s*=|\sstyle\s*=|<style", page)
-    assert re.findall(r"<script[^>]*>(.*?)</script>", page, re.S) == [""]
-    linked = re.findall(r'(?:src|href)="([^"]+)"', page)
-    imported = re.findall(r'from "\./([^"]+)"', texts["page.js"])
-    addresses = {f"/{one}" for one in linked} | {f"/assets/{one}" for one in imported}
-    assert addresses == set(PAGE_FILES) - {"/"}
+    addresses = {f"/assets/{one}" for one in re.findall(r'from "\./([^"]+)"', texts["page.js"])}
+    for page in (texts["index.html"], texts["docs.html"]):
+        assert not re.search(r"\son\w+\s*=|\sstyle\s*=|<style", page)
+        assert re.findall(r"<script[^>]*>(.*?)</script>", page, re.S) == [""]
+        addresses |= {f"/{one}" for one in re.findall(r'(?:src|href)="([^"]+)"', page)}
+    assert addresses - {"/.", "/openapi.json"} == set(PAGE_FILES) - {"/"}
 
 
-def test_every_field_has_a_label() -> None:
-    page = (FOLDER / "index.html").read_text()
+@pytest.mark.parametrize("name", ["index", "docs"])
+def test_every_field_has_a_label(name: str) -> None:
+    page = (FOLDER / f"{name}.html").read_text()
     ids = re.findall(r'id="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-    script = (FOLDER / "page.js").read_text()
+    script = (FOLDER / {"index": "page.js", "docs": "docs.js"}[name]).read_text()
     assert set(re.findall(r'\bat\("([^"]+)"\)', script)) <= set(ids)
     for field in re.findall(r"<(?:input|textarea|select)[^>]*>", page):
         (name,) = re.findall(r'id="([^"]+)"', field)
