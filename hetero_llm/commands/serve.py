@@ -14,21 +14,19 @@ from typing import Any
 
 from hetero_llm.config.args import (
     ARGS,
-    ENGINE_ARGS,
     SERVER_ARGS,
     add_engine_arguments,
+    foreign_of,
+    is_argument_of,
     nearest,
     resolve_server_args,
     spec_of,
 )
-from hetero_llm.config.args_spec import ArgSpec, Kind, from_text
+from hetero_llm.config.args_spec import ArgSpec, Kind, Scope, from_text
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.utils import env
 
 Finish = Callable[[argparse.ArgumentParser, Any], None]
-
-_ENGINE = {spec.name for spec in ENGINE_ARGS}
-_SERVER = {spec.name for spec in SERVER_ARGS}
 
 
 def add_serve(parser: argparse.ArgumentParser, finish: Finish) -> None:
@@ -93,7 +91,7 @@ def gather(
     Raises:
         ConfigError: a name is unknown, or the configuration file cannot be read.
     """
-    flags = {name: value for name, value in vars(options).items() if spec_of(name) is not None}
+    flags = {name: value for name, value in vars(options).items() if _is_known(name)}
     if options.model_tag is not None:
         if flags.get("model", options.model_tag) != options.model_tag:
             reason = f"contradicts the first argument, {options.model_tag!r}"
@@ -107,9 +105,13 @@ def gather(
     if "model" not in given:
         raise ConfigError("model", None, "is required: hetero-llm serve MODEL")
     return (
-        {name: value for name, value in given.items() if name in _ENGINE},
-        {name: value for name, value in given.items() if name in _SERVER},
+        {name: value for name, value in given.items() if is_argument_of(Scope.ENGINE, name)},
+        {name: value for name, value in given.items() if is_argument_of(Scope.SERVE, name)},
     )
+
+
+def _is_known(name: str) -> bool:
+    return spec_of(name) is not None or foreign_of(name) is not None
 
 
 def _read_variables(variables: Mapping[str, str]) -> dict[str, Any]:
@@ -117,7 +119,11 @@ def _read_variables(variables: Mapping[str, str]) -> dict[str, Any]:
     for name, text in variables.items():
         spec = spec_of(name)
         if spec is None:
-            raise ConfigError(f"HETERO_LLM_{name.upper()}", text, _unknown(name))
+            foreign = foreign_of(name)
+            if foreign is None:
+                raise ConfigError(f"HETERO_LLM_{name.upper()}", text, _unknown(name))
+            found[foreign.name] = text
+            continue
         found[spec.name] = text.split(",") if _is_words(spec, text) else from_text(spec, text)
     return found
 
@@ -140,7 +146,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        spec = spec_of(name)
+        spec = spec_of(name) or foreign_of(name)
         if spec is None:
             raise ConfigError(f"{path}: {key}", value, _unknown(name))
         if spec.name in found:

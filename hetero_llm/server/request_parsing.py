@@ -14,9 +14,10 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, TypeVar, get_args, get_origin
 from uuid import uuid4
 
@@ -26,6 +27,7 @@ from starlette.requests import Request
 
 from hetero_llm.core.errors import shown
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
+from hetero_llm.engine.default_sampling import with_defaults
 from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.server.context import Context, request_id_of
 from hetero_llm.server.errors import ApiError, context_exceeded, invalid, unsupported
@@ -464,9 +466,13 @@ def check_stream(request: Generation) -> None:
 
 
 def sampling_params(
-    request: CompletionRequest | ChatRequest, *, max_tokens: int | None
+    request: CompletionRequest | ChatRequest,
+    *,
+    max_tokens: int | None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> SamplingParams:
-    """The engine's parameters. `max_tokens` is what `budget` gave.
+    """The engine's parameters. `max_tokens` is what `budget` gave; `defaults` are the model's, for
+    fields that the request leaves out.
 
     Raises:
         SamplingError: a field is out of range or contradicts another one.
@@ -482,7 +488,8 @@ def sampling_params(
         if request.echo and request.logprobs is not None:
             values["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(**values, max_tokens=max_tokens, output_kind=kind)
+    values |= {"max_tokens": max_tokens, "output_kind": kind}
+    return SamplingParams(**with_defaults(defaults, values))
 
 
 def budget(

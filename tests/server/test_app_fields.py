@@ -3,6 +3,7 @@ should, or is refused by name. None is unknown, and what is unknown is counted a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,3 +119,25 @@ def test_unknown_names_inside_of_objects(
     assert "\n" not in line
     for name in ("frobnicate", "messages[1].mood", "messages[1].tone", "stream_options.novelty"):
         assert name in line
+
+
+def test_fields_left_out_have_the_models_defaults(tokenizer: Tokenizer) -> None:
+    """generation_config.json's: what a request states counts, and beams are no sampling."""
+    engine = FakeEngine(tokenizer)
+    defaults = {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.1, "max_tokens": 3}
+    engine.info = replace(engine.info, default_sampling=defaults)
+
+    def params(path: str, **more: Any) -> dict[str, Any]:
+        body = {**GOOD[path], "max_tokens": None, **more}
+        assert served.post(path, body).status_code == 200
+        return {name: getattr(engine.seen[-1][2], name) for name in defaults}
+
+    with serving(engine) as served:
+        for path in (COMPLETIONS, CHAT):
+            assert params(path) == defaults
+            assert params(path, temperature=0, max_tokens=5) == {
+                **defaults,
+                "temperature": 0,
+                "max_tokens": 5,
+            }
+            assert params(path, **BEAMS) == {**defaults, "temperature": 0, "top_p": 1.0}

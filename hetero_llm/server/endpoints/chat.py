@@ -54,7 +54,11 @@ def chat_endpoint(
 
 async def _checked(context: Context, request: Request, body: ChatRequest) -> CheckedRequest:
     wanted, name = _max_tokens(body)
-    params = sampling_params(body, max_tokens=wanted)
+    defaults = context.client.info.default_sampling
+    default = defaults.get("max_tokens")
+    params = sampling_params(
+        body, max_tokens=default if wanted is None else wanted, defaults=defaults
+    )
     prompt = await chat_prompt(
         body,
         context.tokenizer,
@@ -70,7 +74,7 @@ async def _checked(context: Context, request: Request, body: ChatRequest) -> Che
         params,
         prefix="chatcmpl",
         wanted=wanted,
-        default=None,
+        default=default,
         name=name,
     )
 
