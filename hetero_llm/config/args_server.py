@@ -155,7 +155,13 @@ _OURS: tuple[ArgSpec, ...] = (
         False,
         "Export metrics also under names that vLLM has given up, such as gpu_cache_usage_perc.",
     ),
-    _serve("log_prompts", _BOOL, False, "Show prompts in the lines about requests."),
+    _serve(
+        "log_prompts",
+        _BOOL,
+        None,
+        "Show prompts in the lines about requests; on if --max-log-len is given. The manual shows "
+        "them always.",
+    ),
     _serve(
         "max_queued_requests",
         _INT,

@@ -134,6 +134,7 @@ class AsyncLLMEngine:
             backend=ready.backend,
             offload=ready.offload,
             default_sampling=opened.default_sampling,
+            max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
             started_seconds={**ready.seconds, "total": time.monotonic() - begun},
         )
         self._inputs = InputProcessor(

@@ -23,7 +23,8 @@ class EngineInfo:
     `max_model_len` and `block_size` are in tokens. `backend` is "cuda", or on a CPU "native",
     "torch" or "ipex". `started_seconds` has the duration of each part of the start. `offload`
     describes the host memory behind the prefix cache; empty without any. `default_sampling` has
-    fields of `SamplingParams` for requests that leave them out.
+    fields of `SamplingParams` for requests that leave them out. `max_logprobs` is the most
+    log-probabilities of a token that a request may ask for.
     """
 
     model: str
@@ -38,6 +39,7 @@ class EngineInfo:
     started_seconds: dict[str, float] = field(default_factory=dict)
     offload: str = ""
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    max_logprobs: int = 20
 
 
 @dataclass(frozen=True)

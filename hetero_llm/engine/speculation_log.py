@@ -36,7 +36,8 @@ def speculation_metrics(stats: SchedulerStats) -> dict[str, float]:
 
 
 class SpeculationLog:
-    """Logs the metrics every `interval` steps (TACO's is_debug and log_interval)."""
+    """Logs the metrics every `interval` steps, in the form of TACO's line (is_debug and
+    log_interval)."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
@@ -48,7 +49,7 @@ class SpeculationLog:
             return
         self._next = stats.num_steps + self._interval
         figures = speculation_metrics(stats)
-        logger.info("lookahead: %s", ", ".join(f"{k} {v:.3f}" for k, v in figures.items()))
+        logger.info("%s", ", ".join(f"{name}: {value:.4f}" for name, value in figures.items()))
 
 
 def make_log(speculation: SpeculationConfig | None) -> SpeculationLog | None:

@@ -56,15 +56,13 @@ class Context:
         self._request_ids: set[str] = set()
 
     def model_name(self, wanted: str | None) -> str:
-        """The model's name for the response; a request without a name gets the first one.
+        """The model's name for the response: the first one, whichever the request says.
 
         Raises:
             ApiError: 404 for a model that is not served.
         """
-        if wanted is None:
+        if wanted is None or wanted in self.names:
             return self.names[0]
-        if wanted in self.names:
-            return wanted
         known = ", ".join(self.names)
         raise ApiError(
             404,

@@ -77,7 +77,7 @@ def _rules(context: Context) -> dict[str, Schema]:
     """Keywords by field; each is added to those alternatives of the field to which it applies."""
     limits, info = context.settings.limits, context.client.info
     token = _token(context)
-    logprobs = {"minimum": 0, "maximum": limits.logprobs}
+    logprobs = {"minimum": 0, "maximum": info.max_logprobs}
     tokens = {"minimum": 1, "maximum": info.max_model_len}
     return {
         "model": {"enum": list(context.names)},

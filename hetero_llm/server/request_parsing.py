@@ -28,6 +28,7 @@ from starlette.requests import Request
 from hetero_llm.core.errors import shown
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.engine.default_sampling import with_defaults
+from hetero_llm.engine.engine_client import EngineInfo
 from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.server.context import Context, request_id_of
 from hetero_llm.server.errors import ApiError, context_exceeded, invalid, unsupported
@@ -134,7 +135,7 @@ async def read_generation(context: Context, request: Request, kind: type[G]) -> 
     context.check_open()
     context.model_name(body.model)
     refuse_unsupported(body)
-    check_limits(body, settings.limits, vocab_size=context.client.info.vocab_size)
+    check_limits(body, settings.limits, context.client.info)
     check_stream(body)
     return body
 
@@ -411,7 +412,7 @@ def refuse_unsupported(request: Generation | TokenizeRequest) -> None:
             )
 
 
-def check_limits(request: Generation, limits: Limits, *, vocab_size: int) -> None:
+def check_limits(request: Generation, limits: Limits, info: EngineInfo) -> None:
     """Refuses a request that would take the server's time from all others.
 
     Raises:
@@ -424,7 +425,7 @@ def check_limits(request: Generation, limits: Limits, *, vocab_size: int) -> Non
     _short_list("bad_words", request.bad_words, limits.bad_words)
     _short_list("stop_token_ids", request.stop_token_ids, limits.stop_token_ids)
     _short_list("logit_bias", request.logit_bias, limits.logit_bias)
-    _short_list("allowed_token_ids", request.allowed_token_ids, vocab_size)
+    _short_list("allowed_token_ids", request.allowed_token_ids, info.vocab_size)
     _short_text("cache_salt", request.cache_salt, limits.salt_chars)
     _short_text("request_id", request.request_id, limits.request_id_chars)
     for word in stop or ():
@@ -435,7 +436,7 @@ def check_limits(request: Generation, limits: Limits, *, vocab_size: int) -> Non
         value = getattr(request, name, None)
         if isinstance(value, bool) or value is None:
             continue
-        _at_most(name, value, limits.logprobs)
+        _at_most(name, value, info.max_logprobs)
         if value < 0:
             raise invalid(name, f"{name}={shown(value)}: must be at least 0")
 

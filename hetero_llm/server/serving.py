@@ -39,6 +39,7 @@ from hetero_llm.server.context import Context
 from hetero_llm.server.logs import log_stats, server_log
 from hetero_llm.server.settings import TEMPLATE_KWARGS, Cors, Limits, ServerSettings
 from hetero_llm.server.startup import plan_table, ready_text
+from hetero_llm.server.tls import check_tls
 from hetero_llm.server.tracing import TraceHeaders, Tracer, open_provider
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
     """
     arguments = AsyncEngineArgs(**engine_args)
     settings = settings_of(server_args)
+    check_tls(server_args)
     middleware = [import_middleware(path) for path in server_args["middleware"]]
     collector = server_args["otlp_traces_endpoint"]
     traces = None if collector is None else open_provider(collector)
@@ -144,7 +146,7 @@ def settings_of(args: Mapping[str, Any]) -> ServerSettings:
         request_timeout=args["request_timeout"],
         prefix_cache_isolation=args["prefix_cache_isolation"],
         log_requests=not args["disable_log_requests"],
-        log_prompts=args["log_prompts"],
+        log_prompts=_shows_prompts(args),
         max_log_len=args["max_log_len"],
         legacy_metric_names=args["legacy_metric_names"],
         cors=Cors(
@@ -155,6 +157,18 @@ def settings_of(args: Mapping[str, Any]) -> ServerSettings:
         ),
         limits=Limits(body_seconds=args["body_timeout"], write_seconds=args["write_timeout"]),
     )
+
+
+def _shows_prompts(args: Mapping[str, Any]) -> bool:
+    """Whether prompts are logged: if asked for, or if their length in the log is given."""
+    wanted, length = args["log_prompts"], args["max_log_len"]
+    if wanted is False and length is not None:
+        raise ConfigError("max_log_len", length, "contradicts --no-log-prompts")
+    shown: bool = length is not None if wanted is None else wanted
+    if shown and args["disable_log_requests"]:
+        name, value = ("max_log_len", length) if wanted is None else ("log_prompts", wanted)
+        raise ConfigError(name, value, "contradicts --disable-log-requests")
+    return shown
 
 
 def read_template(value: str | None) -> str | None:
@@ -222,6 +236,7 @@ def uvicorn_config(app: FastAPI, args: Mapping[str, Any]) -> uvicorn.Config:
         ssl_certfile=args["ssl_certfile"],
         ssl_ca_certs=args["ssl_ca_certs"],
         ssl_cert_reqs=args["ssl_cert_reqs"],
+        ssl_ciphers=args["ssl_ciphers"],
     )
 
 

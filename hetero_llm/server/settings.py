@@ -42,7 +42,6 @@ class Limits:
     bad_words: int = 256
     bad_word_chars: int = 256
     logit_bias: int = 1024
-    logprobs: int = 20
     image_bytes: int = MOST_BYTES
     image_pixels: int = MOST_PIXELS
     salt_chars: int = 128
@@ -52,12 +51,26 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cors:
-    """Which web pages of other origins may call the server; with no origins, none."""
+    """Which web pages of other origins may call the server; with no origins, none.
+
+    Raises:
+        ConfigError: there are no origins, but something is set for them.
+    """
 
     origins: tuple[str, ...] = ()
     methods: tuple[str, ...] = ("*",)
     headers: tuple[str, ...] = ("*",)
     credentials: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, usual in (
+            ("allow_credentials", self.credentials, False),
+            ("allowed_methods", self.methods, ("*",)),
+            ("allowed_headers", self.headers, ("*",)),
+        ):
+            if not self.origins and value != usual:
+                reason = "needs allowed_origins: without any no page of another origin may call"
+                raise ConfigError(name, value, reason)
 
 
 # large: one field for each setting.

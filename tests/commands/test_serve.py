@@ -50,6 +50,8 @@ def test_lists_in_every_form(tmp_path: Path) -> None:
     assert gathered("m", "--allowed_origins", '["*"]')["allowed_origins"] == ["*"]
     assert gathered("m", api_key="a,b")["api_key"] == ["a", "b"]
     assert gathered("m", api_key='["a,b"]')["api_key"] == ["a,b"]
+    several = gathered("m", "--served-model-name", "a", "b", "--served-model-name", "c")
+    assert several["served_model_name"] == ["a", "b", "c"]
     resolved = resolve_server_args({"api_key": ["a"], "served_model_name": "x"})
     assert resolved["api_key"] == ("a",) and resolved["served_model_name"] == ("x",)
 

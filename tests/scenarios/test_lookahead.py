@@ -157,5 +157,10 @@ def test_the_log_line_comes_every_so_many_steps(caplog: pytest.LogCaptureFixture
         for step in range(35):
             stats.num_steps = step
             log.note(stats)
-    lines = [r.message for r in caplog.records if r.message.startswith("lookahead: ")]
-    assert len(lines) == 3 and "global_average_hit_len 0.500" in lines[0]
+    lines = [r.message for r in caplog.records if r.message.startswith("num_iters: ")]
+    assert len(lines) == 3
+    assert lines[0] == (  # the order and the form of TACO's own line
+        "num_iters: 6.0000, hit_iters: 0.0000, hit_len: 3.0000, invalid_len: -3.0000, "
+        "hit_rate: 0.0000, global_average_hit_len: 0.5000, valid_average_hit_len: 3.0000, "
+        "hit_valid_rate: 3.0000"
+    )

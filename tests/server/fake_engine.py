@@ -94,6 +94,7 @@ class FakeEngine:
         fail_after: int | None = None,
         max_queue: int | None = None,
         silent_above: int | None = None,
+        max_logprobs: int = 20,
     ) -> None:
         self._tokenizer = tokenizer
         self.images = None
@@ -103,7 +104,7 @@ class FakeEngine:
             vocab_size=VOCAB,
             max_model_len=CONTEXT,
             eos_ids=(EOS,),
-            max_logprobs=20,
+            max_logprobs=max_logprobs,
             seed=0,
         )
         self.script = script
@@ -128,6 +129,7 @@ class FakeEngine:
             device="cpu",
             dtype="bfloat16",
             backend="fake",
+            max_logprobs=max_logprobs,
         )
         self._live: dict[str, asyncio.Event] = {}
         self._stop_by = math.inf

@@ -141,3 +141,30 @@ def test_fields_left_out_have_the_models_defaults(tokenizer: Tokenizer) -> None:
                 "max_tokens": 5,
             }
             assert params(path, **BEAMS) == {**defaults, "temperature": 0, "top_p": 1.0}
+
+
+@pytest.mark.parametrize(("most", "accepted"), [(20, (20, 21)), (30, (30, 31))])
+def test_as_many_log_probabilities_as_the_engine_allows(
+    tokenizer: Tokenizer, most: int, accepted: tuple[int, int]
+) -> None:
+    engine = FakeEngine(tokenizer, max_logprobs=most)
+    within, beyond = accepted
+    with serving(engine) as served:
+        for path, name in ((COMPLETIONS, "logprobs"), (CHAT, "top_logprobs")):
+            more = {"logprobs": True} if path == CHAT else {}
+            refused = served.post(path, {**GOOD[path], **more, name: beyond})
+            assert f"{name}={beyond}: must be at most {most}" in refused.text
+            served.post(path, {**GOOD[path], **more, name: within})
+            assert engine.seen[-1][2].logprobs == within
+
+
+def test_the_role_of_an_answer(tokenizer: Tokenizer) -> None:
+    with serving(FakeEngine(tokenizer), ServerSettings(response_role="bot")) as served:
+        for fields, role in (
+            ({}, "bot"),
+            ({"add_generation_prompt": True}, "bot"),
+            ({"add_generation_prompt": False}, "user"),
+            ({"continue_final_message": True}, "user"),
+        ):
+            answer = served.post(CHAT, {**GOOD[CHAT], **fields})
+            assert answer.json()["choices"][0]["message"]["role"] == role

@@ -33,6 +33,7 @@ from hetero_llm.server.serving import (
     settings_of,
     uvicorn_config,
 )
+from hetero_llm.server.settings import ServerSettings
 from hetero_llm.server.startup import plan_table
 from tests.server.fake_engine import FakeEngine, demo_tokenizer
 
@@ -122,6 +123,34 @@ def test_the_first_signal_lets_running_requests_finish() -> None:
         thread.join(10)
         assert found[0].json()["usage"]["completion_tokens"] == 8
         assert run.ended(5) == 0
+
+
+def settings(**args: Any) -> ServerSettings:
+    return settings_of(resolve_server_args(args))
+
+
+def test_prompts_are_logged_if_their_length_in_the_log_is_given() -> None:
+    assert not settings().log_prompts
+    assert settings(log_prompts=True).log_prompts
+    assert settings(max_log_len=0).log_prompts and settings(max_log_len=0).max_log_len == 0
+    assert not settings(disable_log_requests=True).log_prompts
+    with pytest.raises(ConfigError, match="max_log_len=5: contradicts --no-log-prompts"):
+        settings(max_log_len=5, log_prompts=False)
+    for given in ({"max_log_len": 5}, {"log_prompts": True}):
+        with pytest.raises(ConfigError, match="contradicts --disable-log-requests"):
+            settings(disable_log_requests=True, **given)
+
+
+def test_cors_without_origins_is_refused() -> None:
+    for name, value in (
+        ("allow_credentials", True),
+        ("allowed_methods", ["GET"]),
+        ("allowed_headers", ["x-a"]),
+    ):
+        with pytest.raises(ConfigError, match=f"{name}=.*: needs allowed_origins"):
+            settings(**{name: value})
+        assert settings(allowed_origins=["https://a"], **{name: value}).cors.origins
+    settings(allowed_methods=["*"], allowed_headers=["*"], allow_credentials=False)
 
 
 def test_collections_leave_out_what_was_there_before() -> None:

@@ -172,8 +172,9 @@ class _ChatBuilder(ResponseBuilder[ChatRequest]):
         )
 
     def _role(self) -> str:
-        """A response that continues the last message has the role of that message."""
-        messages = self._body.messages
-        if self._body.continue_final_message and messages and messages[-1].role:
-            return messages[-1].role
+        """The role of the last message, unless the template has opened a new one for the answer."""
+        body = self._body
+        opened = body.add_generation_prompt is not False and not body.continue_final_message
+        if not opened and body.messages and body.messages[-1].role:
+            return body.messages[-1].role
         return self._settings.response_role

@@ -40,7 +40,8 @@ class Info:
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{id}"""
-        name = self._context.model_name(request.path_params["model"])
+        name = request.path_params["model"]
+        self._context.model_name(name)
         return json_response(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
