@@ -40,6 +40,7 @@ __all__ = [
     "add_engine_arguments",
     "add_flags",
     "engine_args_from_namespace",
+    "foreign_flags",
     "foreign_of",
     "is_argument_of",
     "nearest",
@@ -150,15 +151,23 @@ def add_flags(group: argparse._ArgumentGroup, spec: ArgSpec) -> None:
             _add_negation(group, spec, [f"--no_{n}" for n in underscored])
 
 
+def foreign_flags(arg: ForeignArg) -> list[str]:
+    """The flags of an argument of vLLM, in every spelling."""
+    long = [f"--{name}" for name in (arg.name, *arg.aliases)]
+    return [*arg.short, *long, *(flag.replace("_", "-") for flag in long if "_" in flag)]
+
+
 def _add_foreign_flags(parser: argparse.ArgumentParser, scope: Scope) -> None:
-    """Adds the flags of vLLM that this engine lacks, without help; flags of the command stay."""
+    """Adds the flags of vLLM that this engine lacks, without help; flags of the command stay.
+
+    They are many: a parser with an attribute `words`, its command line, gets those that it needs.
+    """
     taken = {flag for action in parser._actions for flag in action.option_strings}
+    words: Iterable[str] | None = getattr(parser, "words", None)
     for arg in FOREIGN_ARGS:
-        if arg.scope is not scope:
+        if arg.scope is not scope or not (words is None or _is_in(words, arg)):
             continue
-        long = [f"--{name}" for name in (arg.name, *arg.aliases)]
-        long += [flag.replace("_", "-") for flag in long if "_" in flag]
-        flags = [flag for flag in (*arg.short, *long) if flag not in taken]
+        flags = [flag for flag in foreign_flags(arg) if flag not in taken]
         shared: dict[str, Any] = {
             "dest": arg.name,
             "default": argparse.SUPPRESS,
@@ -168,6 +177,17 @@ def _add_foreign_flags(parser: argparse.ArgumentParser, scope: Scope) -> None:
             parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **shared)
         elif flags:
             parser.add_argument(*flags, nargs="+" if arg.takes is Takes.MANY else None, **shared)
+
+
+def _is_in(words: Iterable[str], arg: ForeignArg) -> bool:
+    """Whether one of the words may be a flag of the argument."""
+    known = foreign_flags(arg)
+    negated = [f"--no-{flag[2:]}" for flag in known if flag.startswith("--")]
+    return any(
+        word.partition("=")[0] in (*known, *negated)
+        or any(word.startswith(short) for short in arg.short)
+        for word in words
+    )
 
 
 def engine_args_from_namespace(namespace: argparse.Namespace) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""A certificate for localhost, images.test and 127.0.0.1 that signs itself, valid from 2020 to 2099,
-with its key, plain and encrypted. They guard nothing."""
+"""A certificate for localhost, images.test and 127.0.0.1 that signs itself, valid from 2020 to
+2099, with its key, plain and encrypted. They guard nothing."""
 
 CERTIFICATE = """\
 -----BEGIN CERTIFICATE-----
