@@ -175,6 +175,15 @@ _MODEL = grouped(
         None,
         "Images allowed in each prompt, as image=16; default: one.",
     ),
+    effective(
+        "allowed_media_domains",
+        Kind.LIST,
+        (),
+        "Hosts, as host or host:port, whose https URLs conversations may name as images; by "
+        "default only data URIs are read.",
+        many_words=True,
+        harmless=(None,),
+    ),
 )
 
 _TOKENIZER = grouped(

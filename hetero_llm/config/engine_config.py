@@ -108,7 +108,7 @@ class SchedulerConfig:
 class EngineConfig:
     """The checked configuration of an engine. None means "resolved at start-up", except
     `speculation` None: no drafts, and `offload` None: no prefix cache in host memory.
-    `max_images`: maximum images of one prompt."""
+    `max_images`: maximum images of one prompt; `media_domains`: hosts that they may come from."""
 
     load: LoadConfig
     cache: CacheConfig
@@ -125,6 +125,7 @@ class EngineConfig:
     speculation: SpeculationConfig | None
     offload: OffloadConfig | None
     max_images: int | None = None
+    media_domains: tuple[str, ...] = ()
     generation: GenerationDefaults = GenerationDefaults()
 
     @staticmethod
@@ -185,6 +186,7 @@ class EngineConfig:
             speculation=speculation_from_args(args),
             offload=offload_from_args(args),
             max_images=_max_images(args["limit_mm_per_prompt"]),
+            media_domains=args["allowed_media_domains"],
             generation=GenerationDefaults(
                 args["generation_config"], args["override_generation_config"] or {}
             ),

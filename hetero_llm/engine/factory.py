@@ -130,7 +130,7 @@ def build_engine(
     dtype_name = resolve_dtype(load.dtype, model_config.torch_dtype, device)
     steps = limit_steps(config, max_model_len, device.type, serving=serving)
     tokenizer = open_tokenizer(config, folder)
-    images = open_images(folder, model_config, config.max_images)
+    images = open_images(folder, model_config, config.max_images, config.media_domains)
     sampling = {} if serving else default_sampling(config.generation, folder)
     dtype: torch.dtype = getattr(torch, dtype_name)
     draft_model = None

@@ -149,7 +149,7 @@ class LLM:
             images: tuple[Any, ...] = ()
             try:
                 if takes_images is not None:
-                    conversation, images = chat_images(conversation)
+                    conversation, images = chat_images(conversation, takes_images.fetcher.fetch)
                 token_ids = tokenizer.apply_chat_template(
                     conversation,
                     chat_template=chat_template,

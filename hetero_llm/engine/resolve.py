@@ -136,7 +136,7 @@ def open_model(config: EngineConfig) -> OpenedModel:
     """
     folder, model_config = find_model(config.load, weights=False)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
-    images = open_images(folder, model_config, config.max_images)
+    images = open_images(folder, model_config, config.max_images, config.media_domains)
     tokenizer = open_tokenizer(config, folder)
     sampling = default_sampling(config.generation, folder)
     return OpenedModel(model_config, max_model_len, tokenizer, images, sampling)
