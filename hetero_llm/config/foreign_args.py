@@ -33,7 +33,7 @@ _RPC = "gRPC"
 
 _KERNELS = "kernels are chosen for the model and the device."
 _GRAPHS = "CUDA graphs are captured for the batch sizes that can occur."
-_NO_COMPILER = "the model's step is compiled ahead, without options."
+_NO_COMPILER = "torch compiles nothing here: there is nothing to tune."
 _STEPS = "the scheduler shares each step's tokens out without this limit."
 _ONE_DEVICE = "the engine runs on one device, without remote workers."
 _LOADER = "weights are mapped into memory and copied as fast as the disk gives them."
