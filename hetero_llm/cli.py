@@ -21,8 +21,12 @@ from hetero_llm.commands.console import (
     common_flags,
 )
 from hetero_llm.commands.deferred import DeferredParser, later
-from hetero_llm.config.args import nearest
+from hetero_llm.config.args import foreign_flags, nearest
+from hetero_llm.config.foreign_args import FOREIGN_ARGS
 from hetero_llm.core.errors import HeteroLLMError
+
+_MODEL_FLAG = "--max-model-len"
+"""Commands with this flag run a model, and know vLLM's flags, too."""
 
 # Name, module in `commands`, function that adds the flags, one line of help.
 _COMMANDS = (
@@ -93,10 +97,15 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     if unknown:
         # A word after an unknown flag may have been its value: the flag is what went wrong.
         wrong = [word for word in unknown if word.startswith("-")] or unknown
-        guess = nearest(wrong[0].partition("=")[0].replace("_", "-"), options.flags)
+        known = options.flags + (_flags_of_vllm() if _MODEL_FLAG in options.flags else [])
+        guess = nearest(wrong[0].partition("=")[0].replace("_", "-"), known)
         hint = f" (did you mean {guess}?)" if guess else ""
         parser.error(f"unrecognized arguments: {' '.join(wrong)}{hint}")
     return options
+
+
+def _flags_of_vllm() -> list[str]:
+    return [flag for arg in FOREIGN_ARGS for flag in foreign_flags(arg)]
 
 
 if __name__ == "__main__":

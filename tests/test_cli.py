@@ -46,6 +46,7 @@ class FakeLLM:
 
     text = "abc é\n"
     backend = "torch"
+    default_sampling: dict[str, Any] = {}
     error: BaseException | None = None
     last: FakeLLM
 
@@ -343,6 +344,7 @@ def test_reader_that_leaves() -> None:
         "reader, writer = os.pipe()\n"
         "os.close(reader); os.dup2(writer, 1)\n"
         "class LLM:\n"
+        "    default_sampling = {}\n"
         "    def __init__(self, model): pass\n"
         "    def __enter__(self): return self\n"
         "    def __exit__(self, *e): pass\n"

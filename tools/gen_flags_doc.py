@@ -16,6 +16,8 @@ from typing import Any
 
 from hetero_llm.config.args import ARGS, ArgSpec, Kind, Status
 from hetero_llm.config.args_sampling import SAMPLING_ARGS
+from hetero_llm.config.foreign_args import FOREIGN_ARGS
+from hetero_llm.config.foreign_spec import ForeignArg
 
 TARGET = Path(__file__).parents[1] / "docs" / "flags.md"
 
@@ -27,8 +29,9 @@ in `hetero_llm/config/args_*.py` by `tools/gen_flags_doc.py`; do not edit it.
 
 The same table serves Python, as `LLM(model, max_model_len=4096)`, and the command line, as
 `hetero-llm generate MODEL --max-model-len 4096`. Flags may be written with `-` or `_`; a switch
-`--x` has its opposite `--no-x`; mappings are written as JSON. A name that is not in the table is
-an error that suggests the nearest one.
+`--x` has its opposite `--no-x`; mappings are written as JSON. Arguments of vLLM that are not in
+this table are [at the end](#vllms-other-arguments); any other name is an error that suggests the
+nearest one.
 
 | Status | What happens to a value |
 |---|---|
@@ -63,6 +66,23 @@ A temperature below 1e-5 is greedy. A value out of range is an error naming the 
 """
 
 
+FOREIGN_INTRODUCTION = """
+## vLLM's other arguments
+
+Arguments of vLLM 0.6 to 0.33 that mean nothing here, or not yet. The same rules hold on the command
+line, in the file of `--config`, and in Python. None, `{}`, `[]` and "" always ask for nothing.
+
+Accepted with any value and one notice line, because no answer depends on them:
+
+"""
+
+FOREIGN_FEATURES = """
+Accepted with a harmless value and one notice line; any other value is an error that names the
+feature:
+
+"""
+
+
 def render() -> str:
     """The whole document."""
     parts = [INTRODUCTION, _summary(), DEVIATIONS]
@@ -73,7 +93,30 @@ def render() -> str:
         parts.append(f"## {group}\n\n{_table(('Flag', 'Default', 'Status', 'Meaning'), rows)}\n")
     rows = [(f"`{s.name}`", _code(s.default), s.help) for s in SAMPLING_ARGS]
     parts.append(SAMPLING_INTRODUCTION + _table(("Field", "Default", "Meaning"), rows))
+    parts += [FOREIGN_INTRODUCTION, _foreign_tuning(), FOREIGN_FEATURES, _foreign_features()]
     return "".join(parts)
+
+
+def _foreign_tuning() -> str:
+    flags: dict[str, list[str]] = {}
+    for arg in FOREIGN_ARGS:
+        if not arg.feature:
+            flags.setdefault(arg.reason, []).append(_foreign_flags(arg))
+    return _table(("Why", "Flags"), [(why, ", ".join(all_)) for why, all_ in flags.items()])
+
+
+def _foreign_features() -> str:
+    rows = []
+    for arg in FOREIGN_ARGS:
+        if arg.feature:
+            instead = f"; use {arg.instead}" if arg.instead else ""
+            rows.append((_foreign_flags(arg), _codes(arg.harmless), arg.feature + instead))
+    return _table(("Flag", "Harmless", "Not available yet"), rows)
+
+
+def _foreign_flags(arg: ForeignArg) -> str:
+    aliases = ["--" + alias.replace("_", "-") for alias in arg.aliases]
+    return ", ".join(f"`{flag}`" for flag in (*arg.short, arg.flag, *aliases))
 
 
 def _summary() -> str:

@@ -97,7 +97,8 @@ _RESULT_FLAGS: tuple[ArgSpec, ...] = grouped(
     effective("result_filename", Kind.STR, None,
               "Name of the JSON file; the others are called alike (default: made from the load)."),
     effective("label", Kind.STR, None, "Name of the bench in files (default: the backend)."),
-    effective("metadata", Kind.LIST, None, "KEY=VALUE to be kept with the results; repeatable."),
+    effective("metadata", Kind.LIST, None, "KEY=VALUE to be kept with the results; several may "
+              "follow, and the flag is repeatable.", many_words=True),
     effective("disable_tqdm", Kind.BOOL, False, "Show no progress bar."),
 )  # fmt: skip
 

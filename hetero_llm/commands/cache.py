@@ -221,10 +221,10 @@ def _open(options: argparse.Namespace) -> tuple[SnapshotRequirements, Tokenizer]
     from hetero_llm.engine.build_drafter import fit_to_model, requirements_for
     from hetero_llm.engine.resolve import open_model
 
-    model, max_model_len, tokenizer, _ = open_model(config)
-    speculation = config.speculation
+    opened = open_model(config)
+    tokenizer, speculation = opened.tokenizer, config.speculation
     assert speculation is not None and speculation.lookahead is not None and tokenizer is not None
-    settings = fit_to_model(speculation.lookahead, model, max_model_len)
+    settings = fit_to_model(speculation.lookahead, opened.config, opened.max_model_len)
     return requirements_for(settings, speculation.memory_utilization, tokenizer), tokenizer
 
 

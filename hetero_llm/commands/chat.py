@@ -260,7 +260,10 @@ def _open_model(
             if row.name in given:
                 raise ConfigError(row.name, given[row.name], "is for servers, not for --model")
         with llm_class()(**engine_args) as llm:
-            params = SamplingParams(**{"max_tokens": None, **sampling})
+            from hetero_llm.engine.default_sampling import with_defaults
+
+            own = {"max_tokens": None, **llm.default_sampling}
+            params = SamplingParams(**with_defaults(own, sampling))
             yield LocalModel(llm, params, None if template is None else _file(template))
         return
     if template is not None:

@@ -11,9 +11,11 @@ Fill = Callable[["DeferredParser"], None]
 
 
 class DeferredParser(argparse.ArgumentParser):
-    """A parser that calls `fill` to add its flags when it is first used."""
+    """A parser that calls `fill` to add its flags when it is first used; `words` is the command
+    line by then."""
 
     fill: Fill | None = None
+    words: Sequence[str] | None = None
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -21,6 +23,7 @@ class DeferredParser(argparse.ArgumentParser):
         """Adds the flags, then parses as argparse does."""
         if self.fill is not None:
             fill, self.fill = self.fill, None
+            self.words = args
             fill(self)
         return super().parse_known_args(args, namespace)
 

@@ -74,12 +74,15 @@ def add_generate(parser: argparse.ArgumentParser, finish: Callable[..., None]) -
 
 def run_generate(options: argparse.Namespace) -> int:
     """Generate for the prompts of the command line and print the results."""
+    from hetero_llm.engine.default_sampling import with_defaults
+
     engine_args = engine_args_from_namespace(options)
     model = _chosen_model(options.model_tag, engine_args.pop("model", None))
-    params = _sampling_params(options)
-    _check_output(options, params)
+    given = _sampling_given(options)
+    _check_output(options, SamplingParams(**given))
     prompts = _prompts(options)
     with llm_class()(model, **engine_args) as llm:
+        params = SamplingParams(**with_defaults(llm.default_sampling, given))
         if options.stream:
             for index, prompt in enumerate(prompts):
                 write(_heading(prompts, index))
@@ -107,7 +110,8 @@ def _chosen_model(positional: str | None, flag: str | None) -> str:
     return positional or flag or DEMO_MODEL
 
 
-def _sampling_params(options: argparse.Namespace) -> SamplingParams:
+def _sampling_given(options: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters of the command line, by name."""
     given = {
         spec.name: getattr(options, spec.name)
         for spec in SAMPLING_ARGS
@@ -116,7 +120,7 @@ def _sampling_params(options: argparse.Namespace) -> SamplingParams:
     word = given.get("early_stopping")
     if word is not None:
         given["early_stopping"] = _EARLY_STOPPING_WORDS.get(word, word)
-    return SamplingParams(**given)
+    return given
 
 
 def _check_output(options: argparse.Namespace, params: SamplingParams) -> None:

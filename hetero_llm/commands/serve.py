@@ -1,36 +1,40 @@
 """`hetero-llm serve` and `hetero-llm run`: the HTTP server.
 
 The value of an option comes from the command line, else from its variable HETERO_LLM_<FLAG>, else
-(`run` only) from Angel-vLLM's variable, else from the file of --config, else it is the default.
+(`run` only) from Angel-vLLM's variable, else from the file of --config, else (the API key only)
+from VLLM_API_KEY, else it is the default. `run` has defaults of its own: `angel.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from hetero_llm.commands import angel
 from hetero_llm.config.args import (
     ARGS,
-    ENGINE_ARGS,
     SERVER_ARGS,
     add_engine_arguments,
+    foreign_of,
+    is_argument_of,
     nearest,
     resolve_server_args,
     spec_of,
 )
-from hetero_llm.config.args_spec import ArgSpec, Kind, from_text
+from hetero_llm.config.args_spec import ArgSpec, Kind, Scope, from_text
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.utils import env
 from hetero_llm.utils.files import MIB, read_text
 
-Finish = Callable[[argparse.ArgumentParser, Any], None]
+logger = logging.getLogger(__name__)
 
-_ENGINE = {spec.name for spec in ENGINE_ARGS}
-_SERVER = {spec.name for spec in SERVER_ARGS}
 _MOST_FILE = MIB
+Finish = Callable[[argparse.ArgumentParser, Any], None]
 
 
 def add_serve(parser: argparse.ArgumentParser, finish: Finish) -> None:
@@ -43,7 +47,12 @@ def add_run(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `run`, which has the flags of `serve`."""
     _add_flags(parser)
     names = ", ".join(env.ANGEL_NAMES)
-    parser.description = f"As serve, with Angel-vLLM's variables as options, too: {names}."
+    parser.description = (
+        f"As serve, with Angel-vLLM's defaults ({angel.DEFAULTS['model']}, port "
+        f"{angel.DEFAULTS['port']}, a context of at most {angel.MOST_CONTEXT} tokens), with its "
+        f"variables as options, too ({names}), and with its conversation templates by MODEL_ID or "
+        "CONV_TEMPLATE."
+    )
     finish(parser, run_run)
 
 
@@ -62,16 +71,21 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_serve(options: argparse.Namespace) -> int:
     """Serves until SIGTERM, SIGHUP or Ctrl-C, after which the exit code is 0."""
-    return _serve(options, env.flag_variables())
+    return _serve(*gather(options, env.flag_variables(), env.vllm_variables()))
 
 
 def run_run(options: argparse.Namespace) -> int:
-    """Serves as `run_serve` does; also reads Angel-vLLM's variables."""
-    return _serve(options, {**env.angel_variables(), **env.flag_variables()})
+    """Serves as `run_serve` does, with Angel-vLLM's variables and defaults."""
+    variables = {**env.angel_variables(), **env.flag_variables()}
+    last = {**angel.DEFAULTS, **env.vllm_variables()}
+    engine_args, server_args = gather(options, variables, last)
+    return _serve(*angel.with_angels_defaults(engine_args, server_args, env.angel_names()))
 
 
-def _serve(options: argparse.Namespace, variables: Mapping[str, str]) -> int:
-    engine_args, server_args = gather(options, variables)
+def _serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int:
+    without_effect = env.other_vllm_variables()
+    if without_effect:
+        logger.warning("variables of vLLM without effect here: %s", ", ".join(without_effect))
     checked = resolve_server_args(server_args)
     try:
         from hetero_llm.server.serving import serve
@@ -84,18 +98,21 @@ def _serve(options: argparse.Namespace, variables: Mapping[str, str]) -> int:
 
 
 def gather(
-    options: argparse.Namespace, variables: Mapping[str, str]
+    options: argparse.Namespace,
+    variables: Mapping[str, str],
+    last: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The engine's and the server's arguments as given, by Python name, unchecked.
 
     Args:
         options: the command line; flags that were not given have no attribute.
         variables: Python names and texts of the environment.
+        last: values of arguments that are given nowhere else.
 
     Raises:
         ConfigError: a name is unknown, or the configuration file cannot be read.
     """
-    flags = {name: value for name, value in vars(options).items() if spec_of(name) is not None}
+    flags = {name: value for name, value in vars(options).items() if _is_known(name)}
     if options.model_tag is not None:
         if flags.get("model", options.model_tag) != options.model_tag:
             reason = f"contradicts the first argument, {options.model_tag!r}"
@@ -104,16 +121,22 @@ def gather(
     from_variables = _read_variables(variables)
     file = flags.get("config", from_variables.get("config"))
     from_file = {} if file is None else _read_file(Path(file))
-    given = {**from_file, **from_variables, **flags}
+    given = {**last, **from_file, **from_variables, **flags}
+    if "api_key" in last and given["api_key"] is last["api_key"]:
+        logger.warning("requests need the API key of VLLM_API_KEY")
     given = {name: _listed(spec_of(name), value) for name, value in given.items()}
     if "model" not in given:
         swallowed = "; --served-model-name takes all words behind it: write MODEL before it"
         hint = swallowed if "served_model_name" in flags else ""
         raise ConfigError("model", None, f"is required: hetero-llm serve MODEL{hint}")
     return (
-        {name: value for name, value in given.items() if name in _ENGINE},
-        {name: value for name, value in given.items() if name in _SERVER},
+        {name: value for name, value in given.items() if is_argument_of(Scope.ENGINE, name)},
+        {name: value for name, value in given.items() if is_argument_of(Scope.SERVE, name)},
     )
+
+
+def _is_known(name: str) -> bool:
+    return spec_of(name) is not None or foreign_of(name) is not None
 
 
 def _read_variables(variables: Mapping[str, str]) -> dict[str, Any]:
@@ -121,7 +144,11 @@ def _read_variables(variables: Mapping[str, str]) -> dict[str, Any]:
     for name, text in variables.items():
         spec = spec_of(name)
         if spec is None:
-            raise ConfigError(f"HETERO_LLM_{name.upper()}", text, _unknown(name))
+            foreign = foreign_of(name)
+            if foreign is None:
+                raise ConfigError(f"HETERO_LLM_{name.upper()}", text, _unknown(name))
+            found[foreign.name] = text
+            continue
         found[spec.name] = text.split(",") if _is_words(spec, text) else from_text(spec, text)
     return found
 
@@ -144,7 +171,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        spec = spec_of(name)
+        spec = spec_of(name) or foreign_of(name)
         if spec is None:
             raise ConfigError(f"{path}: {key}", value, _unknown(name))
         if spec.name in found:

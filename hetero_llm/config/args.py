@@ -2,7 +2,8 @@
 
 It holds every argument of TACO-LLM's manual with its status: EFFECTIVE (checked and used),
 OBSOLETE (any value accepted with one notice line) or NOT_YET (only the default is accepted).
-docs/flags.md is generated from this table by tools/gen_flags_doc.py.
+A name that it lacks may be one of vLLM's, in `foreign_args.py`. docs/flags.md is generated from
+both tables by tools/gen_flags_doc.py.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from hetero_llm.config.args_spec import (
     is_default,
 )
 from hetero_llm.config.args_table import ENGINE_ARGS
+from hetero_llm.config.foreign_args import FOREIGN_ARGS
+from hetero_llm.config.foreign_spec import ForeignArg, Takes, check_foreign
 from hetero_llm.core.errors import ConfigError
 
 __all__ = [
@@ -37,6 +40,9 @@ __all__ = [
     "add_engine_arguments",
     "add_flags",
     "engine_args_from_namespace",
+    "foreign_flags",
+    "foreign_of",
+    "is_argument_of",
     "nearest",
     "resolve_engine_args",
     "resolve_server_args",
@@ -49,12 +55,14 @@ ARGS: tuple[ArgSpec, ...] = ENGINE_ARGS + SERVER_ARGS
 
 _ENGINE_BY_NAME = {name: spec for spec in ENGINE_ARGS for name in (spec.name, *spec.aliases)}
 _SERVER_BY_NAME = {name: spec for spec in SERVER_ARGS for name in (spec.name, *spec.aliases)}
+_FOREIGN_BY_NAME = {name: arg for arg in FOREIGN_ARGS for name in (arg.name, *arg.aliases)}
 
 
 def resolve_engine_args(given: Mapping[str, Any]) -> dict[str, Any]:
     """Check the engine arguments of one `LLM` or one command and fill in the defaults.
 
-    Logs one warning for each OBSOLETE argument that is given.
+    Logs one warning for each argument without effect that is given: OBSOLETE ones, and those of
+    vLLM that mean nothing here.
 
     Args:
         given: The arguments as the user wrote them, by Python name or alias.
@@ -66,12 +74,12 @@ def resolve_engine_args(given: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: An argument is unknown, of the wrong type, out of range, given twice, or
             asks for a feature that is not available yet.
     """
-    return _resolve(ENGINE_ARGS, _ENGINE_BY_NAME, given)
+    return _resolve(Scope.ENGINE, ENGINE_ARGS, _ENGINE_BY_NAME, given)
 
 
 def resolve_server_args(given: Mapping[str, Any]) -> dict[str, Any]:
     """Check the server's own arguments and fill in the defaults, as `resolve_engine_args` does."""
-    return _resolve(SERVER_ARGS, _SERVER_BY_NAME, given)
+    return _resolve(Scope.SERVE, SERVER_ARGS, _SERVER_BY_NAME, given)
 
 
 def spec_of(name: str) -> ArgSpec | None:
@@ -79,14 +87,32 @@ def spec_of(name: str) -> ArgSpec | None:
     return _ENGINE_BY_NAME.get(name) or _SERVER_BY_NAME.get(name)
 
 
+def foreign_of(name: str) -> ForeignArg | None:
+    """vLLM's argument of this Python name or alias, if this engine lacks it and knows of it."""
+    return _FOREIGN_BY_NAME.get(name)
+
+
+def is_argument_of(scope: Scope, name: str) -> bool:
+    """Whether the engine, or the server, knows an argument of this Python name."""
+    known = spec_of(name) or foreign_of(name)
+    return known is not None and known.scope is scope
+
+
 def _resolve(
-    specs: Iterable[ArgSpec], by_any_name: Mapping[str, ArgSpec], given: Mapping[str, Any]
+    scope: Scope,
+    specs: Iterable[ArgSpec],
+    by_any_name: Mapping[str, ArgSpec],
+    given: Mapping[str, Any],
 ) -> dict[str, Any]:
     by_name: dict[str, Any] = {}
     for name, value in given.items():
         spec = by_any_name.get(name)
         if spec is None:
-            raise ConfigError(name, value, _why_unknown(name))
+            foreign = foreign_of(name)
+            if foreign is None or foreign.scope is not scope:
+                raise ConfigError(name, value, _why_unknown(name))
+            check_foreign(foreign, value)
+            continue
         if spec.name in by_name:
             raise ConfigError(name, value, f"is another name of {spec.name!r}, also given")
         by_name[spec.name] = value
@@ -109,6 +135,8 @@ def add_engine_arguments(
         if spec.group not in groups:
             groups[spec.group] = parser.add_argument_group(spec.group)
         add_flags(groups[spec.group], spec)
+    for scope in {spec.scope for spec in specs}:
+        _add_foreign_flags(parser, scope)
 
 
 def add_flags(group: argparse._ArgumentGroup, spec: ArgSpec) -> None:
@@ -123,10 +151,49 @@ def add_flags(group: argparse._ArgumentGroup, spec: ArgSpec) -> None:
             _add_negation(group, spec, [f"--no_{n}" for n in underscored])
 
 
+def foreign_flags(arg: ForeignArg) -> list[str]:
+    """The flags of an argument of vLLM, in every spelling."""
+    long = [f"--{name}" for name in (arg.name, *arg.aliases)]
+    return [*arg.short, *long, *(flag.replace("_", "-") for flag in long if "_" in flag)]
+
+
+def _add_foreign_flags(parser: argparse.ArgumentParser, scope: Scope) -> None:
+    """Adds the flags of vLLM that this engine lacks, without help; flags of the command stay.
+
+    They are many: a parser with an attribute `words`, its command line, gets those that it needs.
+    """
+    taken = {flag for action in parser._actions for flag in action.option_strings}
+    words: Iterable[str] | None = getattr(parser, "words", None)
+    for arg in FOREIGN_ARGS:
+        if arg.scope is not scope or not (words is None or _is_in(words, arg)):
+            continue
+        flags = [flag for flag in foreign_flags(arg) if flag not in taken]
+        shared: dict[str, Any] = {
+            "dest": arg.name,
+            "default": argparse.SUPPRESS,
+            "help": argparse.SUPPRESS,
+        }
+        if arg.takes is Takes.NOTHING:
+            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **shared)
+        elif flags:
+            parser.add_argument(*flags, nargs="+" if arg.takes is Takes.MANY else None, **shared)
+
+
+def _is_in(words: Iterable[str], arg: ForeignArg) -> bool:
+    """Whether one of the words may be a flag of the argument."""
+    known = foreign_flags(arg)
+    negated = [f"--no-{flag[2:]}" for flag in known if flag.startswith("--")]
+    return any(
+        word.partition("=")[0] in (*known, *negated)
+        or any(word.startswith(short) for short in arg.short)
+        for word in words
+    )
+
+
 def engine_args_from_namespace(namespace: argparse.Namespace) -> dict[str, Any]:
     """The engine arguments given on the command line, as arguments of `LLM`."""
     given = vars(namespace)
-    return {spec.name: given[spec.name] for spec in ENGINE_ARGS if spec.name in given}
+    return {name: value for name, value in given.items() if is_argument_of(Scope.ENGINE, name)}
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -135,9 +202,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _why_unknown(name: str) -> str:
-    if name in _SERVER_BY_NAME:
+    if is_argument_of(Scope.SERVE, name):
         return "is an argument of the server, not of the engine"
-    guess = nearest(name.replace("-", "_"), _ENGINE_BY_NAME)
+    guess = nearest(name.replace("-", "_"), [*_ENGINE_BY_NAME, *_FOREIGN_BY_NAME])
     return "unknown argument" + (f"; did you mean {guess!r}?" if guess else "")
 
 

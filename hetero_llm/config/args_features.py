@@ -176,6 +176,7 @@ SPECULATIVE = grouped(
         "Draft model, a folder or a hub id, which needs num_speculative_tokens; or '[ngram]': "
         "drafts are looked up in the sequence's own tokens (prompt lookup), which needs "
         "num_speculative_tokens and ngram_prompt_lookup_max.",
+        aliases=("spec_model",),
     ),
     effective(
         "num_speculative_tokens",
@@ -185,6 +186,7 @@ SPECULATIVE = grouped(
         "copy_length.",
         minimum=1,
         maximum=63,
+        aliases=("spec_tokens",),
     ),
     effective(
         "cpu_draft_worker",
@@ -242,6 +244,7 @@ SPECULATIVE = grouped(
         "prompt_lookup_max and prompt_lookup_min (5 and 5; one alone stands for both), method "
         "'lookahead' with config_dir and the keys of lookahead_cache_config.json, or method "
         "'draft_model' with model and num_speculative_tokens. Not in the manual.",
+        short=("-sc",),
     ),
     not_yet(
         "speculative_model_quantization",
@@ -256,6 +259,7 @@ SPECULATIVE = grouped(
         None,
         "GPUs that share the draft model.",
         feature="tensor parallelism of draft models",
+        harmless=(1,),
         short=("-spec-draft-tp",),
     ),
     effective(
@@ -320,6 +324,7 @@ SPECULATIVE = grouped(
         None,
         "Return no log probabilities while speculating.",
         feature="speculation without log probabilities",
+        harmless=(False,),
         optional_value=True,
     ),
 )

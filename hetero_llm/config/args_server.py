@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from hetero_llm.config.args_spec import ArgSpec, Kind, Scope, effective, grouped, not_yet
+from hetero_llm.config.args_spec import ArgSpec, Kind, Scope, effective, grouped, not_yet, obsolete
 
 _serve = partial(effective, scope=Scope.SERVE)
 _later = partial(not_yet, scope=Scope.SERVE)
+_vain = partial(obsolete, scope=Scope.SERVE)
 _BOOL, _INT, _FLOAT, _STR, _LIST = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Kind.LIST
 
 _MANUAL: tuple[ArgSpec, ...] = (
@@ -94,14 +95,15 @@ _MANUAL: tuple[ArgSpec, ...] = (
         minimum=0,
         maximum=2,
     ),
+    _serve("ssl_ciphers", _STR, None, "TLS ciphers, as OpenSSL names them."),
     _serve("root_path", _STR, None, "Path prefix when behind a proxy."),
     _serve("middleware", _LIST, (), "Import path of ASGI middleware; repeatable."),
-    _later(
+    _vain(
         "disable_frontend_multiprocessing",
         _BOOL,
         False,
         "Run the API in the engine's process.",
-        feature="an API in the engine's process",
+        reason="the engine has a process of its own; no answer depends on it.",
     ),
     _serve("disable_log_requests", _BOOL, False, "Log no requests."),
     _serve(
@@ -160,6 +162,7 @@ _OURS: tuple[ArgSpec, ...] = (
         1024,
         "Requests that may wait for a place; more are answered 503.",
         minimum=0,
+        aliases=("max_num_queued_reqs",),
     ),
     _serve(
         "request_timeout",
@@ -247,6 +250,7 @@ _OURS: tuple[ArgSpec, ...] = (
         15.0,
         "Seconds after which a silent stream gets a comment; 0 for never.",
         minimum=0,
+        aliases=("sse_keep_alive_interval",),
     ),
     _serve(
         "allowed_chat_template_kwargs",

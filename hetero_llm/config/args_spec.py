@@ -73,6 +73,7 @@ class ArgSpec:
         later_choices: Values of the manual that a later version will accept.
         above: Exclusive lower bound; `minimum` and `maximum` are inclusive.
         feature: NOT_YET only: what is missing, as the subject of "... is not available yet".
+        harmless: Values besides the default that mean the same as the default.
         reason: OBSOLETE only: why nothing needs the argument.
         aliases: Other Python names, as the manual or its relatives spell them.
         short: Short flags, such as `-tp`.
@@ -93,6 +94,7 @@ class ArgSpec:
     maximum: float | None = None
     above: float | None = None
     feature: str = ""
+    harmless: tuple[Any, ...] = ()
     reason: str = ""
     aliases: tuple[str, ...] = ()
     short: tuple[str, ...] = ()
@@ -137,6 +139,8 @@ def checked(spec: ArgSpec, value: Any) -> Any:
     Raises:
         ConfigError: Wrong type, NaN or infinity, out of range, or not among the choices.
     """
+    if is_harmless(spec, value):
+        return spec.default
     if value is None:
         if spec.required:
             raise ConfigError(spec.name, value, "is required")
@@ -148,9 +152,14 @@ def checked(spec: ArgSpec, value: Any) -> Any:
     return value
 
 
+def is_harmless(spec: ArgSpec, value: Any) -> bool:
+    """Whether `value` is one of those that mean the same as the default."""
+    return any(type(value) is type(known) and value == known for known in spec.harmless)
+
+
 def is_default(spec: ArgSpec, value: Any) -> bool:
-    """Whether `value` is None, or equals the default and has its type."""
-    if value is None:
+    """Whether `value` is None, harmless, or equals the default and has its type."""
+    if value is None or is_harmless(spec, value):
         return True
     if isinstance(value, bool) is not isinstance(spec.default, bool):
         return False  # True == 1, but tensor_parallel_size=True is a mistake
@@ -166,7 +175,7 @@ def from_text(spec: ArgSpec, text: str) -> Any:
     Raises:
         ConfigError: The text is not a value of the argument's kind.
     """
-    if text == "None" and spec.default is None and not spec.required:
+    if text == "None" and None in (spec.default, *spec.harmless) and not spec.required:
         return None
     try:
         return _PARSERS.get(spec.kind, _parse_str)(spec, text)

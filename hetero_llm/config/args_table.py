@@ -93,6 +93,7 @@ _MODEL = grouped(
         None,
         "Options for the loader of the chosen load format.",
         feature="a loader with options of its own",
+        harmless=({},),
     ),
     obsolete(
         "ignore_patterns",
@@ -100,6 +101,7 @@ _MODEL = grouped(
         ("original/**/*",),
         "Patterns of files not to download with the model; repeatable.",
         reason="only the files that serving needs are downloaded.",
+        many_words=True,
     ),
     effective(
         "dtype",
@@ -122,7 +124,7 @@ _MODEL = grouped(
         Kind.PATH,
         None,
         "JSON file with the scaling factors of an FP8 KV cache.",
-        feature="an FP8 KV cache",
+        feature="scaling factors of an FP8 KV cache",
     ),
     effective(
         "max_model_len",
@@ -139,6 +141,29 @@ _MODEL = grouped(
     ),
     effective("rope_theta", _FLOAT, None, "RoPE base; default: the model's.", above=0),
     effective(
+        "hf_overrides",
+        _JSON,
+        None,
+        "Keys of the model's config.json to add or to replace, such as "
+        '{"max_position_embeddings": 4096}; mappings inside are merged.',
+    ),
+    effective(
+        "generation_config",
+        Kind.PATH,
+        "auto",
+        "Where requests get the sampling fields that they leave out: 'auto' is the model's "
+        "generation_config.json, 'vllm' the defaults of SamplingParams, else a folder with such "
+        "a file.",
+        harmless=(None,),
+    ),
+    effective(
+        "override_generation_config",
+        _JSON,
+        None,
+        'Sampling fields that replace those of generation_config, such as {"temperature": 0.5}; '
+        "stop_token_ids may be among them.",
+    ),
+    effective(
         "disable_sliding_window",
         _BOOL,
         False,
@@ -149,6 +174,15 @@ _MODEL = grouped(
         Kind.COUNTS,
         None,
         "Images allowed in each prompt, as image=16; default: one.",
+    ),
+    effective(
+        "allowed_media_domains",
+        Kind.LIST,
+        (),
+        "Hosts, as host or host:port, whose https URLs conversations may name as images; by "
+        "default only data URIs are read.",
+        many_words=True,
+        harmless=(None,),
     ),
 )
 
@@ -210,8 +244,16 @@ _MEMORY = grouped(
         "On the CPU: share of the free host memory that the KV cache may take.",
         above=0,
         maximum=1,
+        aliases=("device_memory_utilization",),
     ),
-    effective("block_size", _INT, 16, "Tokens in one KV cache block.", choices=(8, 16, 32)),
+    effective(
+        "block_size",
+        _INT,
+        16,
+        "Tokens in one KV cache block.",
+        choices=(8, 16, 32),
+        harmless=(None,),
+    ),
     effective(
         "num_gpu_blocks_override",
         _INT,
@@ -224,6 +266,7 @@ _MEMORY = grouped(
         _BOOL,
         True,
         "Reuse the KV cache of prompts that start alike.",
+        harmless=(None,),
     ),
     effective(
         "kv_cache_dtype",
@@ -298,7 +341,9 @@ _SCHEDULING = grouped(
         "Most tokens in one step; default: chosen for the device.",
         minimum=1,
     ),
-    effective("max_num_seqs", _INT, 256, "Most sequences in one step.", minimum=1),
+    effective(
+        "max_num_seqs", _INT, 256, "Most sequences in one step.", minimum=1, harmless=(None,)
+    ),
     effective(
         "enable_chunked_prefill",
         _BOOL,
@@ -320,6 +365,7 @@ _SCHEDULING = grouped(
         "Seed of everything random; requests without a seed of their own derive it from this.",
         minimum=0,
         maximum=2**64 - 1,
+        harmless=(None,),
     ),
     effective(
         "enforce_eager",

@@ -4,7 +4,7 @@ Values that are resolved at start-up (number of blocks, device) are passed as pl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hetero_llm.config.offload_config import OffloadConfig as OffloadConfig
@@ -19,7 +19,8 @@ from hetero_llm.core.errors import ConfigError
 class LoadConfig:
     """Where the model and tokenizer come from. `dtype` and `device` may be "auto"; `model_impl` is
     "auto", "native" or "transformers".
-    `cpu_offload_gb` is GiB of weights that stay in host memory."""
+    `cpu_offload_gb` is GiB of weights that stay in host memory; `hf_overrides` changes
+    config.json."""
 
     model: str
     tokenizer: str
@@ -40,6 +41,7 @@ class LoadConfig:
     cpu_offload_gb: float
     seed: int
     model_impl: str = "auto"
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,15 @@ class CpuConfig:
     backend: str
     weight_dtype: str
     threads: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Where sampling defaults come from. `source` is "auto" (the model's generation_config.json),
+    "vllm" (no file) or a folder; keys of `override` replace those of the file."""
+
+    source: str = "auto"
+    override: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +103,12 @@ class SchedulerConfig:
             )
 
 
+# large: one field for each part's configuration and each limit.
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The checked configuration of an engine. None means "resolved at start-up", except
     `speculation` None: no drafts, and `offload` None: no prefix cache in host memory.
-    `max_images`: maximum images of one prompt."""
+    `max_images`: maximum images of one prompt; `media_domains`: hosts that they may come from."""
 
     load: LoadConfig
     cache: CacheConfig
@@ -113,6 +125,8 @@ class EngineConfig:
     speculation: SpeculationConfig | None
     offload: OffloadConfig | None
     max_images: int | None = None
+    media_domains: tuple[str, ...] = ()
+    generation: GenerationDefaults = GenerationDefaults()
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> EngineConfig:
@@ -142,6 +156,7 @@ class EngineConfig:
             cpu_offload_gb=args["cpu_offload_gb"],
             seed=args["seed"],
             model_impl=args["model_impl"],
+            hf_overrides=args["hf_overrides"] or {},
         )
         cache = CacheConfig(
             block_size=args["block_size"],
@@ -171,6 +186,10 @@ class EngineConfig:
             speculation=speculation_from_args(args),
             offload=offload_from_args(args),
             max_images=_max_images(args["limit_mm_per_prompt"]),
+            media_domains=args["allowed_media_domains"],
+            generation=GenerationDefaults(
+                args["generation_config"], args["override_generation_config"] or {}
+            ),
         )
 
 

@@ -36,8 +36,10 @@ class LookaheadConfig:
             without a match of Turbo. 3 (ours): both merged into one tree, in which Turbo also
             matches single tokens if `is_hybrid` and drafts twice as many continuations.
         cache_size: Token positions of the global cache; None: as many as fit in memory.
-        copy_length: Maximum tokens of a drafted path. On a path that is more likely right than
-            wrong, Turbo drafts up to 2 * copy_length + 1.
+        copy_length: Maximum tokens of a drafted path (but see `sure_copy_length`).
+        sure_copy_length: (ours) Maximum tokens of a path of Turbo's that is more likely right than
+            wrong, if that is more than `copy_length`. If `copy_length` is given and this is not,
+            it is `copy_length`: what is given is the longest draft.
         match_length: Number of tokens that Raw matches.
         turbo_match_length: Maximum tokens that Turbo matches.
         min_match_length: Minimum tokens that Turbo matches.
@@ -78,6 +80,7 @@ class LookaheadConfig:
     cache_mode: int = 2
     cache_size: int | None = None
     copy_length: int = 7
+    sure_copy_length: int = 15
     match_length: int = 2
     turbo_match_length: int = 7
     min_match_length: int = 2
@@ -126,6 +129,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "cache_mode": (0, 3),
     "cache_size": (1, LARGEST_INT32),
     "copy_length": (1, _MOST_NODES),
+    "sure_copy_length": (1, _MOST_NODES),
     "match_length": (1, _MOST_MATCHED),
     "turbo_match_length": (1, _MOST_MATCHED),
     "min_match_length": (1, _MOST_MATCHED),
@@ -189,6 +193,8 @@ def lookahead_config(given: Mapping[str, Given]) -> LookaheadConfig:
     values = {key: _checked_value(key, path, value) for key, (path, value) in given.items()}
     if values.get("cache_mode", _MERGED) != _MERGED:
         values.setdefault("token_paths_top_k", 1)
+    if "copy_length" in values:
+        values.setdefault("sure_copy_length", values["copy_length"])
     problem = _contradiction(values, given)
     if problem is not None:
         key, reason = problem

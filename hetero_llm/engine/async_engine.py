@@ -116,7 +116,8 @@ class AsyncLLMEngine:
         weakref.finalize(self, EngineProcess.kill, self.process)
         try:
             # Meanwhile the process loads the model.
-            model, _, self.tokenizer, self.images = open_model(config)
+            opened = open_model(config)
+            model, self.tokenizer, self.images = opened.config, opened.tokenizer, opened.images
             ready = self.process.wait_until_ready()
         except BaseException:
             self.process.kill()
@@ -132,6 +133,7 @@ class AsyncLLMEngine:
             dtype=ready.dtype,
             backend=ready.backend,
             offload=ready.offload,
+            default_sampling=opened.default_sampling,
             max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
             started_seconds={**ready.seconds, "total": time.monotonic() - begun},
         )

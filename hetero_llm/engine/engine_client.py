@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.outputs import RequestOutput
@@ -22,7 +22,8 @@ class EngineInfo:
 
     `max_model_len` and `block_size` are in tokens. `backend` is "cuda", or on a CPU "native",
     "torch" or "ipex". `started_seconds` has the duration of each part of the start. `offload`
-    describes the host memory behind the prefix cache; empty without any. `max_logprobs` is the most
+    describes the host memory behind the prefix cache; empty without any. `default_sampling` has
+    fields of `SamplingParams` for requests that leave them out. `max_logprobs` is the most
     log-probabilities of a token that a request may ask for.
     """
 
@@ -37,6 +38,7 @@ class EngineInfo:
     backend: str
     started_seconds: dict[str, float] = field(default_factory=dict)
     offload: str = ""
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
     max_logprobs: int = 20
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ from hetero_llm.engine.build_runner import (
     cache_shape,
     check_context,
 )
+from hetero_llm.engine.default_sampling import default_sampling
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.images import ImageInputs, open_images
 from hetero_llm.engine.input_processor import InputProcessor
@@ -86,7 +88,7 @@ class BuiltEngine:
         backend: what runs the model: "cuda", or on a CPU "native" (our executor), "torch" or
             "ipex".
         store: the lookahead cache's; None without one.
-        offload: see `EngineInfo`.
+        offload, default_sampling: see `EngineInfo`.
         images: see `InputProcessor`.
     """
 
@@ -100,6 +102,7 @@ class BuiltEngine:
     store: Store | None
     offload: str = ""
     images: ImageInputs | None = None
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 def build_engine(
@@ -136,7 +139,8 @@ def build_engine(
     dtype_name = resolve_dtype(load.dtype, model_config.torch_dtype, device)
     steps = limit_steps(config, max_model_len, device.type, serving=serving)
     tokenizer = open_tokenizer(config, folder)
-    images = open_images(folder, model_config, config.max_images)
+    images = open_images(folder, model_config, config.max_images, config.media_domains)
+    sampling = {} if serving else default_sampling(config.generation, folder)
     dtype: torch.dtype = getattr(torch, dtype_name)
     check_context(config, steps, model_config, dtype, device)
     draft_model = None
@@ -150,7 +154,8 @@ def build_engine(
         platform or _platform(config, device), images,
     )  # fmt: skip
     try:
-        return _join(config, inputs, drafter, draft_model)
+        built = _join(config, inputs, drafter, draft_model)
+        return dataclasses.replace(built, default_sampling=sampling)
     except BaseException:
         if draft_model is not None:
             draft_model.worker.close()

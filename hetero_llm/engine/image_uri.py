@@ -1,15 +1,16 @@
-"""Pictures out of data URIs, which may be hostile. Nothing is ever fetched."""
+"""Pictures out of URIs, which may be hostile: data URIs, and what a `Fetcher` allows."""
 
 from __future__ import annotations
 
 import binascii
 import io
 from base64 import b64decode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hetero_llm.core.errors import PromptError, RequestError, shown
 from hetero_llm.engine.images import NO_PILLOW
+from hetero_llm.engine.media_fetch import NoFetcher
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -20,26 +21,28 @@ MOST_BYTES, MOST_PIXELS = 20 << 20, 1 << 25
 """Default limits of one image."""
 _SHOWN = 48
 
+Fetch = Callable[[str, str, int], bytes]
+_NO_FETCHER = NoFetcher()
 
-def picture_of_uri(uri: str, where: str, *, most_bytes: int, most_pixels: int) -> Image:
+
+def picture_of_uri(
+    uri: str, where: str, *, most_bytes: int, most_pixels: int, fetch: Fetch = _NO_FETCHER.fetch
+) -> Image:
     """The picture of a URI such as `data:image/png;base64,...`, upright; an animation's first one.
 
     Args:
         where: The URI's place in the request, for messages.
         most_bytes: Of the encoded picture.
         most_pixels: Checked before they are decoded.
+        fetch: `Fetcher.fetch`, for URIs that are no data URIs.
 
     Raises:
         PromptError: with `where` as its field: the URI is of another kind, holds no base64 or no
             picture, or is too large.
     """
-    scheme, _, rest = uri.partition(":")
-    if scheme.lower() != "data":
-        raise PromptError(
-            where,
-            uri[:_SHOWN],
-            "must be a data URI (data:image/png;base64,...): nothing is fetched from elsewhere",
-        )
+    rest = uri.partition(":")[2]
+    if not is_data_uri(uri):
+        return _decoded(fetch(uri, where, most_bytes), where, most_pixels)
     head, _, body = rest.partition(",")
     kind, *parameters = head.split(";")
     if not kind.lower().startswith("image/") or "base64" not in parameters:
@@ -54,12 +57,19 @@ def picture_of_uri(uri: str, where: str, *, most_bytes: int, most_pixels: int) -
     return _decoded(data, where, most_pixels)
 
 
-def chat_images(messages: Any) -> tuple[list[dict[str, Any]], tuple[Any, ...]]:
+def is_data_uri(uri: str) -> bool:
+    return uri.partition(":")[0].lower() == "data"
+
+
+def chat_images(
+    messages: Any, fetch: Fetch = _NO_FETCHER.fetch
+) -> tuple[list[dict[str, Any]], tuple[Any, ...]]:
     """Converts a conversation for templates that handle images, which take contents as lists of
     parts; returns it with its images.
 
     Args:
         messages: of `LLM.chat`.
+        fetch: `Fetcher.fetch`.
 
     Raises:
         RequestError: a part is of an unknown type, or its image cannot be read.
@@ -82,7 +92,7 @@ def chat_images(messages: Any) -> tuple[list[dict[str, Any]], tuple[Any, ...]]:
             if kind == "image" and part.get("image") is not None:
                 images.append(part["image"])
             elif kind == "image_url":
-                images.append(_image_of_part(part, f"{where}.image_url"))
+                images.append(_image_of_part(part, f"{where}.image_url", fetch))
             else:
                 raise RequestError(where, part, "must be a part of type text, image or image_url")
             parts.append({"type": "image"})
@@ -90,12 +100,12 @@ def chat_images(messages: Any) -> tuple[list[dict[str, Any]], tuple[Any, ...]]:
     return changed, tuple(images)
 
 
-def _image_of_part(part: Mapping[str, Any], where: str) -> Image:
+def _image_of_part(part: Mapping[str, Any], where: str, fetch: Fetch) -> Image:
     given = part.get("image_url")
     uri = given.get("url") if isinstance(given, Mapping) else given
     if not isinstance(uri, str):
         raise PromptError(where, given, "needs a url")
-    return picture_of_uri(uri, where, most_bytes=MOST_BYTES, most_pixels=MOST_PIXELS)
+    return picture_of_uri(uri, where, most_bytes=MOST_BYTES, most_pixels=MOST_PIXELS, fetch=fetch)
 
 
 def _decoded(data: bytes, where: str, most_pixels: int) -> Image:

@@ -13,6 +13,7 @@ import numpy as np
 
 from hetero_llm.core.errors import ConfigError, ModelLoadError, PromptError, shown
 from hetero_llm.core.images import PromptImage, PromptImages, images_key
+from hetero_llm.engine.media_fetch import Fetcher, HttpsFetcher, NoFetcher
 from hetero_llm.models.config_reader import short_reason
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig, VisionConfig
 from hetero_llm.models.image_tokens import image_grid, num_image_tokens
@@ -44,12 +45,16 @@ class ImageInputs:
         processor: transformers' image processor of the model; None without Pillow.
         vision: of the model's configuration.
         limit: most images of a prompt.
+        fetcher: fetches images that a conversation names by URL.
     """
 
-    def __init__(self, processor: Any, vision: VisionConfig, *, limit: int) -> None:
+    def __init__(
+        self, processor: Any, vision: VisionConfig, *, limit: int, fetcher: Fetcher | None = None
+    ) -> None:
         self._processor = processor
         self._vision = vision
         self.limit = limit
+        self.fetcher: Fetcher = NoFetcher() if fetcher is None else fetcher
 
     @property
     def token_id(self) -> int:
@@ -156,15 +161,18 @@ class ImageInputs:
         return arrays
 
 
-def open_images(folder: Path, config: ModelConfig, limit: int | None) -> ImageInputs | None:
+def open_images(
+    folder: Path, config: ModelConfig, limit: int | None, domains: Sequence[str] = ()
+) -> ImageInputs | None:
     """The `ImageInputs` of a model; None if the model takes no images.
 
     Args:
         folder: of the model; its preprocessor_config.json says how images are scaled and cut.
         limit: most images of a prompt; None: one.
+        domains: hosts from which images may be fetched; see `HttpsFetcher`.
 
     Raises:
-        ConfigError: a limit for a model without images.
+        ConfigError: a limit, or domains, for a model without images; a domain is no host.
         ModelLoadError: the folder has no image processor.
     """
     if not isinstance(config, ImageModelConfig):
@@ -172,10 +180,16 @@ def open_images(folder: Path, config: ModelConfig, limit: int | None) -> ImageIn
             raise ConfigError(
                 "limit_mm_per_prompt", f"image={limit}", f"{config.architecture} takes no images"
             )
+        if domains:
+            raise ConfigError(
+                "allowed_media_domains", tuple(domains), f"{config.architecture} takes no images"
+            )
         return None
+    fetcher = HttpsFetcher(domains) if domains else NoFetcher()
+    limit = 1 if limit is None else limit
     if importlib.util.find_spec("PIL") is None:
         logger.warning("prompts with images will be refused: %s", NO_PILLOW)
-        return ImageInputs(None, config.vision, limit=1 if limit is None else limit)
+        return ImageInputs(None, config.vision, limit=limit, fetcher=fetcher)
     from transformers import AutoImageProcessor
 
     try:
@@ -187,7 +201,7 @@ def open_images(folder: Path, config: ModelConfig, limit: int | None) -> ImageIn
         reason = short_reason(error)
         raise ModelLoadError(f"{folder}: no usable image processor: {reason}") from error
     _check_processor(folder, processor, config.vision)
-    return ImageInputs(processor, config.vision, limit=1 if limit is None else limit)
+    return ImageInputs(processor, config.vision, limit=limit, fetcher=fetcher)
 
 
 def _check_processor(folder: Path, processor: Any, vision: VisionConfig) -> None:

@@ -354,10 +354,12 @@ def _packed_plain_ids(token_ids: list[int], vocab_size: int) -> bytes | None:
     return None if any(isinstance(token_ids[place], bool) for place in small) else packed
 
 
-def pair_params(params: Any, count: int) -> list[SamplingParams]:
-    """One `SamplingParams` for all prompts, or a list of as many."""
+def pair_params(
+    params: Any, count: int, default: SamplingParams | None = None
+) -> list[SamplingParams]:
+    """One `SamplingParams` for all prompts, or a list of as many; `default` stands for None."""
     if params is None:
-        return [SamplingParams()] * count
+        return [default or SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or len(params) != count:

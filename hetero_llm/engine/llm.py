@@ -90,7 +90,8 @@ class LLM:
         Args:
             prompts: a string, a dict with "prompt" or "prompt_token_ids" (and "cache_salt", and
                 "multi_modal_data": {"image": one or a list}), or a list of those.
-            sampling_params: one for all prompts or one each; default `SamplingParams()`.
+            sampling_params: one for all prompts or one each; default
+                `get_default_sampling_params()`.
             prompt_token_ids: token ids instead of, or along with, text.
             use_tqdm: show progress and tokens per second.
             lora_request, prompt_adapter_request, guided_options_request: not available yet.
@@ -110,7 +111,8 @@ class LLM:
         is_list = not isinstance(prompts, (str, Mapping)) and not (
             prompts is None and (not prompt_token_ids or isinstance(prompt_token_ids[0], int))
         )
-        requests = self._make_requests(parsed, pair_params(sampling_params, len(parsed)), is_list)
+        params = pair_params(sampling_params, len(parsed), self.get_default_sampling_params())
+        requests = self._make_requests(parsed, params, is_list)
         return self._run(requests, use_tqdm)
 
     def chat(
@@ -147,7 +149,7 @@ class LLM:
             images: tuple[Any, ...] = ()
             try:
                 if takes_images is not None:
-                    conversation, images = chat_images(conversation)
+                    conversation, images = chat_images(conversation, takes_images.fetcher.fetch)
                 token_ids = tokenizer.apply_chat_template(
                     conversation,
                     chat_template=chat_template,
@@ -157,7 +159,7 @@ class LLM:
                 raise (error.at_prompt(index) if several else error) from None
             text = tokenizer.decode(token_ids, skip_special_tokens=False)
             prompts.append(Prompt(text, token_ids, images=images))
-        params = pair_params(sampling_params, len(prompts))
+        params = pair_params(sampling_params, len(prompts), self.get_default_sampling_params())
         return self._run(self._make_requests(prompts, params, several), use_tqdm)
 
     def stream(
@@ -167,7 +169,7 @@ class LLM:
 
         Closing the iterator early aborts the request.
         """
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.get_default_sampling_params()
         (request,) = self._make_requests(parse_prompts(prompt), [params], False, final_only=False)
         engine = self._engine_parts().engine
         inbox = self._inboxes[request.request_id] = deque()
@@ -191,6 +193,15 @@ class LLM:
         """The transformers tokenizer, or None."""
         tokenizer = self._engine_parts().tokenizer
         return None if tokenizer is None else tokenizer.hf
+
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        """Fields that the model's generation_config.json sets, or `override_generation_config`."""
+        return dict(self._engine_parts().default_sampling)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of a call without any: `SamplingParams()` with `default_sampling`."""
+        return SamplingParams(**self.default_sampling)
 
     def get_metrics(self) -> dict[str, float]:
         """Counters since start and gauges of the present state, by name; names follow vLLM's

@@ -4,12 +4,15 @@ loaded: device, dtype, context length, limits of a step, tokenizer."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hetero_llm.config.engine_config import EngineConfig, LoadConfig, SchedulerConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.demo_models import ALIASES, demo_folder
+from hetero_llm.engine.default_sampling import default_sampling
 from hetero_llm.engine.images import ImageInputs, open_images
 from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
@@ -51,13 +54,14 @@ def find_model(load: LoadConfig, *, weights: bool = True) -> tuple[Path, ModelCo
     )
     if load.model_sha256 is not None:
         check_model(folder, load.model_sha256, weights=weights and load.load_format != "dummy")
-    if _through_transformers(folder, load.model_impl):
+    if _through_transformers(folder, load):
         return folder, _transformers_config(folder, load)
     config = load_model_config(
         folder,
         rope_scaling=load.rope_scaling,
         rope_theta=load.rope_theta,
         disable_sliding_window=load.disable_sliding_window,
+        hf_overrides=load.hf_overrides,
     )
     if isinstance(config, ImageModelConfig):
         if load.model_impl == "native":
@@ -69,13 +73,13 @@ def find_model(load: LoadConfig, *, weights: bool = True) -> tuple[Path, ModelCo
     return folder, config
 
 
-def _through_transformers(folder: Path, model_impl: str) -> bool:
+def _through_transformers(folder: Path, load: LoadConfig) -> bool:
     """Whether a class of transformers computes the model; logged if the user did not ask for it."""
-    from hetero_llm.models.config_reader import Reader, read_json
+    from hetero_llm.models.config_reader import read_config
     from hetero_llm.models.registry import FAMILIES, REFUSED
 
-    path = folder / "config.json"
-    names = Reader(read_json(path), str(path)).class_names()
+    model_impl = load.model_impl
+    names = read_config(folder, load.hf_overrides).class_names()
     if model_impl == "native" or not names:
         return False
     families = [FAMILIES[name] for name in names if name in FAMILIES]
@@ -94,6 +98,7 @@ def _transformers_config(folder: Path, load: LoadConfig) -> ModelConfig:
         folder,
         trust_remote_code=load.trust_remote_code,
         disable_sliding_window=load.disable_sliding_window,
+        hf_overrides=load.hf_overrides,
     )
     for field, value in (
         ("rope_scaling", load.rope_scaling),
@@ -106,19 +111,35 @@ def _transformers_config(folder: Path, load: LoadConfig) -> ModelConfig:
     return config
 
 
-def open_model(
-    config: EngineConfig,
-) -> tuple[ModelConfig, int, Tokenizer | None, ImageInputs | None]:
-    """Opens a model without its weights. Returns its configuration, the context length to serve,
-    its tokenizer, and the preparation of its images.
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model without its weights.
+
+    Attributes:
+        max_model_len: the context length to serve.
+        images: prepares its images; None if it takes none.
+        default_sampling: fields of `SamplingParams` for requests that leave them out.
+    """
+
+    config: ModelConfig
+    max_model_len: int
+    tokenizer: Tokenizer | None
+    images: ImageInputs | None
+    default_sampling: Mapping[str, Any]
+
+
+def open_model(config: EngineConfig) -> OpenedModel:
+    """Opens a model without its weights.
 
     Raises:
         ConfigError, ModelLoadError: see `build_engine`.
     """
     folder, model_config = find_model(config.load, weights=False)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
-    images = open_images(folder, model_config, config.max_images)
-    return model_config, max_model_len, open_tokenizer(config, folder), images
+    images = open_images(folder, model_config, config.max_images, config.media_domains)
+    tokenizer = open_tokenizer(config, folder)
+    sampling = default_sampling(config.generation, folder)
+    return OpenedModel(model_config, max_model_len, tokenizer, images, sampling)
 
 
 def resolve_alias(model: str) -> str:

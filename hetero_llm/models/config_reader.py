@@ -29,10 +29,12 @@ _MOST_JSON = 16 * MIB  # some carry the names of 100,000 labels
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Typed access to one JSON object; `where` names the file in messages."""
+    """Typed access to one JSON object; `where` names the file in messages, `changed` says that a
+    user's overrides are in `raw`."""
 
     raw: Mapping[str, Any]
     where: str
+    changed: bool = False
 
     def bad(self, key: str, reason: str) -> ModelLoadError:
         return ModelLoadError(f"{self.where}: {key}={shown(self.raw.get(key))}: {reason}")
@@ -129,6 +131,24 @@ def read_json(path: Path, *, most: int = _MOST_JSON) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path}: a JSON object is needed, not {shown(value)}")
     return value
+
+
+def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> Reader:
+    """config.json of a folder, with the user's `hf_overrides`."""
+    path = Path(folder) / "config.json"
+    raw = read_json(path)
+    return Reader(merged(raw, overrides), str(path), True) if overrides else Reader(raw, str(path))
+
+
+def merged(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `raw` with the overrides; where both have a mapping, it is merged likewise."""
+    changed = dict(raw)
+    for key, value in overrides.items():
+        old = changed.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = merged(old, value)
+        changed[key] = value
+    return changed
 
 
 def torch_dtype(reader: Reader) -> str:

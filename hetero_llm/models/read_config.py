@@ -12,7 +12,13 @@ from typing import Any
 
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.models.config import ModelConfig
-from hetero_llm.models.config_reader import ConfigSource, Reader, read_json, values_of
+from hetero_llm.models.config_reader import (
+    ConfigSource,
+    Reader,
+    read_config,
+    read_json,
+    values_of,
+)
 from hetero_llm.models.registry import FAMILIES, REFUSED, supported_architectures
 
 
@@ -22,6 +28,7 @@ def load_model_config(
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
     disable_sliding_window: bool = False,
+    hf_overrides: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
     """Reads the configuration of a model folder.
 
@@ -31,13 +38,13 @@ def load_model_config(
         rope_theta: Replaces the file's rotary base.
         disable_sliding_window: Full attention everywhere, with the context capped to the window,
             inside which both are the same.
+        hf_overrides: Keys of config.json to add or to replace.
 
     Raises:
         ModelLoadError: A file cannot be read, or names something that is not supported.
         ConfigError: `rope_scaling` or `rope_theta` is wrong, or the model has no rotary embedding.
     """
-    path = Path(folder) / "config.json"
-    reader = Reader(read_json(path), str(path))
+    reader = read_config(folder, hf_overrides)
     generation_path = Path(folder) / "generation_config.json"
     generation = Reader({}, str(generation_path))
     if generation_path.exists():
@@ -47,7 +54,7 @@ def load_model_config(
         reader, generation, architecture, rope_scaling, rope_theta, disable_sliding_window
     )
     source.refuse("quantization_config")
-    with values_of(path):
+    with values_of(Path(reader.where)):
         config = FAMILIES[architecture].read(source)
     if config.rope is None:
         for field, value in (("rope_scaling", rope_scaling), ("rope_theta", rope_theta)):

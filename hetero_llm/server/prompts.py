@@ -6,6 +6,7 @@ template handles them; a request cannot declare tools.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 
 from hetero_llm.core.errors import shown
-from hetero_llm.engine.image_uri import picture_of_uri
+from hetero_llm.engine.image_uri import is_data_uri, picture_of_uri
 from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.server.errors import ApiError, invalid, unsupported
 from hetero_llm.server.protocol import (
@@ -199,6 +200,12 @@ async def _with_images(
             f"messages: the chat template makes {places} places for {len(parts)} images",
         )
 
+    remote = [part for part in parts if not is_data_uri(part.uri)]
+    fetched = await asyncio.gather(
+        *(images.fetcher.fetch_beside(one.uri, one.where, limits.image_bytes) for one in remote)
+    )
+    contents = {part.where: content for part, content in zip(remote, fetched, strict=True)}
+
     def prepare() -> Prompt:
         pictures = [
             picture_of_uri(
@@ -206,6 +213,7 @@ async def _with_images(
                 part.where,
                 most_bytes=limits.image_bytes,
                 most_pixels=limits.image_pixels,
+                fetch=lambda uri, where, most_bytes: contents[where],
             )
             for part in parts
         ]

@@ -15,9 +15,10 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, TypeVar, get_args, get_origin
 from uuid import uuid4
 
@@ -27,6 +28,7 @@ from starlette.requests import Request
 
 from hetero_llm.core.errors import shown
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
+from hetero_llm.engine.default_sampling import with_defaults
 from hetero_llm.engine.engine_client import EngineInfo
 from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.server.context import Context, request_id_of
@@ -476,11 +478,13 @@ def sampling_params(
     *,
     max_tokens: int | None,
     max_model_len: int,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> SamplingParams:
     """The engine's parameters.
 
     Args:
         max_tokens: as the request says, or the default; None: what the context has room for.
+        defaults: the model's, for fields that the request leaves out.
 
     Raises:
         SamplingError: a field is out of range or contradicts another one.
@@ -507,7 +511,8 @@ def sampling_params(
         ):
             values["prompt_logprobs"] = _larger(values["logprobs"], request.prompt_logprobs)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(**values, max_tokens=max_tokens, output_kind=kind)
+    values |= {"max_tokens": max_tokens, "output_kind": kind}
+    return SamplingParams(**with_defaults(defaults, values))
 
 
 def prompt_cut(request: Generation, params: SamplingParams) -> Cut:

@@ -17,11 +17,9 @@ import inspect
 import logging
 import signal
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -43,15 +41,15 @@ from hetero_llm.server.context import Context
 from hetero_llm.server.logs import log_stats, server_log
 from hetero_llm.server.settings import TEMPLATE_KWARGS, Cors, Limits, ServerSettings
 from hetero_llm.server.startup import plan_table, ready_text
+from hetero_llm.server.tls import check_tls
 from hetero_llm.server.tracing import TraceHeaders, Tracer, open_provider
-from hetero_llm.utils.files import MIB, check_regular, read_text
+from hetero_llm.utils.files import MIB, read_text
 
 logger = logging.getLogger(__name__)
 
 EXIT_ENGINE_DEAD = 70
 _KEEP_ALIVE_SECONDS = 10
 _MOST_TEMPLATE = MIB
-_MOST_TLS = 16 * MIB
 _POLL_SECONDS = 0.5
 _HANG_GRACE = 5.0
 """Seconds in which a hung engine may recover, with /live at 503, before the server ends."""
@@ -157,7 +155,7 @@ def settings_of(args: Mapping[str, Any]) -> ServerSettings:
         request_timeout=args["request_timeout"],
         prefix_cache_isolation=args["prefix_cache_isolation"],
         log_requests=not args["disable_log_requests"],
-        log_prompts=args["log_prompts"],
+        log_prompts=_shows_prompts(args),
         max_log_len=args["max_log_len"],
         legacy_metric_names=args["legacy_metric_names"],
         cors=Cors(
@@ -168,6 +166,18 @@ def settings_of(args: Mapping[str, Any]) -> ServerSettings:
         ),
         limits=Limits(body_seconds=args["body_timeout"], write_seconds=args["write_timeout"]),
     )
+
+
+def _shows_prompts(args: Mapping[str, Any]) -> bool:
+    """Whether prompts are logged: if asked for, or if their length in the log is given."""
+    wanted, length = args["log_prompts"], args["max_log_len"]
+    if wanted is False and length is not None:
+        raise ConfigError("max_log_len", length, "contradicts --no-log-prompts")
+    shown: bool = length is not None if wanted is None else wanted
+    if shown and args["disable_log_requests"]:
+        name, value = ("max_log_len", length) if wanted is None else ("log_prompts", wanted)
+        raise ConfigError(name, value, "contradicts --disable-log-requests")
+    return shown
 
 
 def read_template(value: str | None) -> str | None:
@@ -189,38 +199,6 @@ def read_template(value: str | None) -> str | None:
 
 def _why(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
-
-
-def check_tls(args: Mapping[str, Any]) -> None:
-    """Reads certificate and key as uvicorn will, before the model loads. Pipes are left to uvicorn:
-    they can be read once.
-
-    Raises:
-        ConfigError: a file cannot be read, or they are not a certificate and its key.
-    """
-    certificate, key = args["ssl_certfile"], args["ssl_keyfile"]
-    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
-        if args[name] is not None and Path(args[name]).is_fifo():
-            return
-        if args[name] is not None:
-            try:
-                check_regular(args[name], most=_MOST_TLS)
-            except OSError as error:
-                raise ConfigError(name, args[name], f"cannot be read: {_why(error)}") from None
-    if certificate is None:
-        return
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(certificate, key)
-    except OSError as error:  # ssl's own errors, too
-        reason = f"is not a certificate with its key (ssl_keyfile={key!r}): {_why(error)}"
-        raise ConfigError("ssl_certfile", certificate, reason) from None
-    if args["ssl_ca_certs"] is not None:
-        try:
-            context.load_verify_locations(args["ssl_ca_certs"])
-        except OSError as error:
-            reason = f"holds no certificates: {_why(error)}"
-            raise ConfigError("ssl_ca_certs", args["ssl_ca_certs"], reason) from None
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -270,6 +248,7 @@ def uvicorn_config(app: FastAPI, args: Mapping[str, Any]) -> uvicorn.Config:
         ssl_certfile=args["ssl_certfile"],
         ssl_ca_certs=args["ssl_ca_certs"],
         ssl_cert_reqs=args["ssl_cert_reqs"],
+        ssl_ciphers=args["ssl_ciphers"],
     )
 
 

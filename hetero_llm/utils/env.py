@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_llm.core.errors import ConfigError
@@ -73,7 +74,8 @@ def traces_protocol() -> str:
 
 
 _PREFIX = "HETERO_LLM_"
-_OWN_NAMES = ("CACHE_DIR", "CPU_ISA", "FAULTS", "NATIVE", "SYSTEM_TORCH")
+OWN_NAMES = ("CACHE_DIR", "CPU_ISA", "DRAFT_TRACE", "FAULTS", "NATIVE", "SYSTEM_TORCH")
+"""What follows HETERO_LLM_ in the names of variables that are no flags."""
 
 
 def flag_variables() -> dict[str, str]:
@@ -82,8 +84,26 @@ def flag_variables() -> dict[str, str]:
     return {
         name.removeprefix(_PREFIX).lower(): text
         for name, text in os.environ.items()
-        if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in _OWN_NAMES and text
+        if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in OWN_NAMES and text
     }
+
+
+_VLLM_KEY = "VLLM_API_KEY"
+
+
+def vllm_variables() -> dict[str, str]:
+    """vLLM's variables that stand for a flag, if they are set: Python name -> text."""
+    text = os.environ.get(_VLLM_KEY)
+    return {"api_key": text} if text else {}
+
+
+def other_vllm_variables() -> list[str]:
+    """Names of vLLM's variables that are set and have no effect here."""
+    return sorted(
+        name
+        for name, text in os.environ.items()
+        if name.startswith("VLLM_") and name != _VLLM_KEY and text
+    )
 
 
 ANGEL_NAMES = {
@@ -108,3 +128,19 @@ arguments."""
 def angel_variables() -> dict[str, str]:
     """The variables of `ANGEL_NAMES` that are set: Python name -> text."""
     return {ours: os.environ[name] for name, ours in ANGEL_NAMES.items() if os.environ.get(name)}
+
+
+@dataclass(frozen=True, slots=True)
+class AngelNames:
+    """Variables of Angel-vLLM's `run` that are no flags: MODEL_ID, CONV_TEMPLATE and
+    DISABLE_MEM_CACHE; None: not set."""
+
+    model_id: str | None = None
+    conv_template: str | None = None
+    disable_mem_cache: str | None = None
+
+
+def angel_names() -> AngelNames:
+    """The variables of `AngelNames`; empty text counts as not set."""
+    read = [os.environ.get(n) or None for n in ("MODEL_ID", "CONV_TEMPLATE", "DISABLE_MEM_CACHE")]
+    return AngelNames(*read)

@@ -195,7 +195,7 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with server() as (seen, command):
         arguments = ("--max-concurrency", "1,2", "--runs", "3", "--save-result", "--save-detailed",
                      "--result-dir", str(folder), "--result-filename", "r.json",
-                     "--metadata", "enable_lookahead=true", "--metadata", "gpu=none",
+                     "--metadata", "enable_lookahead=true", "qps=inf", "--metadata", "gpu=none",
                      "--percentile-metrics", "e2el,ttft",
                      "--metric-percentiles", "50,90")  # fmt: skip
         assert cli.main([*command, *SHORT, *arguments]) == 0

@@ -205,6 +205,7 @@ class FakeLLM:
     """Streams a text one character at a time."""
 
     text = "a é"
+    default_sampling: dict[str, Any] = {"top_p": 0.5}
 
     def __init__(self, **engine_args: Any) -> None:
         self.args = resolve_engine_args(engine_args)

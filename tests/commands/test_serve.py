@@ -55,6 +55,8 @@ def test_lists_in_every_form(tmp_path: Path) -> None:
                   ("m", "--served-model-name", "a", "--served_model_name", "org/b")):  # fmt: skip
         assert gathered(*words)["served_model_name"] == ["a", "org/b"], words
         assert gathered(*words)["model"] == "m"
+    several = gathered("m", "--served-model-name", "a", "b", "--served-model-name", "c")
+    assert several["served_model_name"] == ["a", "b", "c"]
     resolved = resolve_server_args({"api_key": ["a"], "served_model_name": "x"})
     assert resolved["api_key"] == ("a",) and resolved["served_model_name"] == ("x",)
 

@@ -84,7 +84,7 @@ class TestDraftModel:
                         "decay": 0.1,
                     },
                 },
-                LookaheadConfig(copy_length=9, decay=0.1),
+                LookaheadConfig(copy_length=9, sure_copy_length=9, decay=0.1),
             ),
         ],
     )

@@ -115,7 +115,7 @@ class TestValues:
         config = LookaheadConfig()
         expected = dict(MANUAL_FILE, is_debug=False, eos_token_id=None)
         expected |= dict.fromkeys(("cache_size", "max_seq_len", "warmup_file"))
-        assert asdict(config) == expected | {"ignore_prompt": False}
+        assert asdict(config) == expected | {"ignore_prompt": False, "sure_copy_length": 15}
 
     @pytest.mark.parametrize(("key", "value", "reason"), WRONG, ids=WRONG_IDS)
     def test_wrong_value_names_the_key(self, key: str, value: Any, reason: str) -> None:
@@ -172,7 +172,7 @@ class TestFile:
 
     def test_the_manuals_example(self, tmp_path: Path) -> None:
         config = load_lookahead_config(write(tmp_path, MANUAL_FILE))
-        rest = {"warmup_file": None, "ignore_prompt": False}
+        rest = {"warmup_file": None, "ignore_prompt": False, "sure_copy_length": 7}
         assert asdict(config) == MANUAL_FILE | {"eos_token_id": (2,)} | rest
 
     def test_byte_order_mark(self, tmp_path: Path) -> None:

@@ -86,7 +86,11 @@ class TestLookahead:
         empty.mkdir()
         assert cache(lookahead_cache_config_dir=empty) == LookaheadConfig()
         expected = LookaheadConfig(
-            cache_mode=1, copy_length=9, cache_size=5000, token_paths_top_k=1
+            cache_mode=1,
+            copy_length=9,
+            sure_copy_length=9,
+            cache_size=5000,
+            token_paths_top_k=1,
         )
         assert cache(lookahead_cache_config_dir=folder) == expected
         assert cache(lookahead_cache_config_dir=folder, use_lookahead=True) == expected
@@ -104,7 +108,7 @@ class TestLookahead:
         config = cache(
             use_lookahead=True, ignore_prompt_for_lookahead_cache=True, num_speculative_tokens=4
         )
-        assert config == LookaheadConfig(ignore_prompt=True, copy_length=4)
+        assert config == LookaheadConfig(ignore_prompt=True, copy_length=4, sure_copy_length=4)
 
     def test_memory(self) -> None:
         default = speculation(use_lookahead=True)

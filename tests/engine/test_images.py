@@ -20,7 +20,7 @@ from hetero_llm.core.errors import PromptError, SamplingError
 from hetero_llm.core.images import PromptImages
 from hetero_llm.engine.images import open_images
 from hetero_llm.engine.input_processor import parse_prompts
-from hetero_llm.engine.resolve import find_model
+from hetero_llm.engine.resolve import find_model, open_model
 from hetero_llm.models.image_tokens import best_pinpoint, mrope_table
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.spec_decode.budget import StepCosts
@@ -373,6 +373,22 @@ def test_without_a_processor_or_pillow(
     inputs = open_images(llava, config, None)
     with pytest.raises(PromptError, match=r"pip install 'hetero-llm\[images\]'"):
         inputs.prepare([IMAGE_TOKEN_ID], [IMAGE])
+
+
+def test_domains_of_images_by_url(llava: Path, tiny_folder: Path) -> None:
+    def opened(folder: Path, *domains: str) -> Any:
+        given = {"model": str(folder), "allowed_media_domains": domains}
+        return open_model(EngineConfig.from_args(resolve_engine_args(given))).images
+
+    where = "here"
+    with pytest.raises(PromptError, match="nothing is fetched without allowed_media_domains"):
+        opened(llava).fetcher.fetch("https://b.com/x", where, 1)
+    with pytest.raises(PromptError, match="'b.com', which is not one of allowed_media_domains"):
+        opened(llava, "a.com").fetcher.fetch("https://b.com/x", where, 1)
+    with pytest.raises(ConfigError, match="allowed_media_domains=.*takes no images"):
+        opened(tiny_folder, "a.com")
+    with pytest.raises(ConfigError, match="must be hosts"):
+        opened(llava, "https://a.com")
 
 
 def test_arguments_of_native_models_are_refused(llava: Path) -> None:

@@ -46,6 +46,27 @@ def load(
     return load_model_config(folder, **options)
 
 
+def test_overrides_change_the_file(tmp_path: Path) -> None:
+    mapping = {"factor": 8.0}
+    scaled = load(tmp_path, {**LLAMA, "rope_scaling": {**YARN}}, hf_overrides={
+        "max_position_embeddings": 64,
+        "rope_scaling": mapping,
+    })  # fmt: skip
+    by_hand = load(
+        tmp_path,
+        {**LLAMA, "max_position_embeddings": 64, "rope_scaling": {**YARN, **mapping}},
+    )
+    assert scaled == by_hand
+    named = load(
+        tmp_path,
+        {**LLAMA, "architectures": ["OwnForCausalLM"]},
+        hf_overrides={"architectures": ["LlamaForCausalLM"]},
+    )
+    assert named == load(tmp_path, LLAMA, hf_overrides={})
+    with pytest.raises(ModelLoadError, match="num_hidden_layers=0"):
+        load(tmp_path, LLAMA, hf_overrides={"num_hidden_layers": 0})
+
+
 def without(raw: dict[str, Any], key: str) -> dict[str, Any]:
     return {k: v for k, v in raw.items() if k != key}
 

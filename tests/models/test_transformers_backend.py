@@ -301,6 +301,22 @@ def test_auto_takes_the_native_family_where_there_is_one(
         load_config("olmo2", "native")
 
 
+def test_overrides_of_the_configuration(folders: dict[str, Path]) -> None:
+    load_config = LoadConfigs(folders)
+    olmo = load_config("olmo2", "auto", hf_overrides={"max_position_embeddings": 32})
+    assert olmo.max_model_len == 32 < load_config("olmo2", "auto").max_model_len
+    named = load_config("llama", "auto", hf_overrides={"architectures": ["Olmo2ForCausalLM"],
+                                                       "model_type": "olmo2"})  # fmt: skip
+    assert named.architecture == TRANSFORMERS
+    with pytest.raises(ModelLoadError, match="hf_overrides needs a class of transformers' own"):
+        load_config(
+            "olmo2",
+            "transformers",
+            trust_remote_code=True,
+            hf_overrides={"model_type": "own", "auto_map": {"AutoModelForCausalLM": "m.C"}},
+        )
+
+
 class LoadConfigs:
     """Configurations as the engine finds them."""
 

@@ -3,6 +3,7 @@ should, or is refused by name. None is unknown, and what is unknown is counted a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -146,3 +147,52 @@ def test_unknown_names_inside_of_objects(
     assert "\n" not in line
     for name in ("frobnicate", "messages[1].mood", "messages[1].tone", "stream_options.novelty"):
         assert name in line
+
+
+def test_fields_left_out_have_the_models_defaults(tokenizer: Tokenizer) -> None:
+    """generation_config.json's: what a request states counts, and beams are no sampling."""
+    engine = FakeEngine(tokenizer)
+    defaults = {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.1, "max_tokens": 3}
+    engine.info = replace(engine.info, default_sampling=defaults)
+
+    def params(path: str, **more: Any) -> dict[str, Any]:
+        body = {**GOOD[path], "max_tokens": None, **more}
+        assert served.post(path, body).status_code == 200
+        return {name: getattr(engine.seen[-1][2], name) for name in defaults}
+
+    with serving(engine) as served:
+        for path in (COMPLETIONS, CHAT):
+            assert params(path) == defaults
+            assert params(path, temperature=0, max_tokens=5) == {
+                **defaults,
+                "temperature": 0,
+                "max_tokens": 5,
+            }
+            assert params(path, **BEAMS) == {**defaults, "temperature": 0, "top_p": 1.0}
+
+
+@pytest.mark.parametrize(("most", "accepted"), [(20, (20, 21)), (30, (30, 31))])
+def test_as_many_log_probabilities_as_the_engine_allows(
+    tokenizer: Tokenizer, most: int, accepted: tuple[int, int]
+) -> None:
+    engine = FakeEngine(tokenizer, max_logprobs=most)
+    within, beyond = accepted
+    with serving(engine) as served:
+        for path, name in ((COMPLETIONS, "logprobs"), (CHAT, "top_logprobs")):
+            more = {"logprobs": True} if path == CHAT else {}
+            refused = served.post(path, {**GOOD[path], **more, name: beyond})
+            assert f"{name}={beyond}: must be at most {most}" in refused.text
+            served.post(path, {**GOOD[path], **more, name: within})
+            assert engine.seen[-1][2].logprobs == within
+
+
+def test_the_role_of_an_answer(tokenizer: Tokenizer) -> None:
+    with serving(FakeEngine(tokenizer), ServerSettings(response_role="bot")) as served:
+        for fields, role in (
+            ({}, "bot"),
+            ({"add_generation_prompt": True}, "bot"),
+            ({"add_generation_prompt": False}, "user"),
+            ({"continue_final_message": True}, "user"),
+        ):
+            answer = served.post(CHAT, {**GOOD[CHAT], **fields})
+            assert answer.json()["choices"][0]["message"]["role"] == role

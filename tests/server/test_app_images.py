@@ -102,6 +102,24 @@ def test_other_forms_of_the_same_image(served: Served) -> None:
     assert answers[-1]["usage"]["prompt_tokens"] == answers[0]["usage"]["prompt_tokens"]
 
 
+def test_an_image_by_url(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the fetcher gets is treated as the content of a data URI."""
+    contents = {"https://a.com/x.png": GOOD, "https://a.com/no": _HEAD + "QUJD"}
+
+    class Fetcher:
+        async def fetch_beside(self, url: str, where: str, most_bytes: int) -> bytes:
+            assert (where, most_bytes) == ("messages[0].content[0].image_url", 20_000)
+            return base64.b64decode(contents[url].removeprefix(_HEAD))
+
+    monkeypatch.setattr(served.context.tokenizer.images, "fetcher", Fetcher())
+    by_url = served.post(CHAT, body(image_part("https://a.com/x.png"), image_part(GOOD)))
+    assert by_url.status_code == 200, by_url.text
+    by_data = served.post(CHAT, body(image_part(GOOD), image_part(GOOD)))
+    assert by_url.json()["choices"] == by_data.json()["choices"]
+    damaged = served.post(CHAT, body(image_part("https://a.com/no")))
+    assert damaged.status_code == 400 and "no readable image" in damaged.text
+
+
 def test_text_alone_is_served_as_ever(served: Served) -> None:
     answer = served.post(CHAT, body("hello"))
     assert answer.status_code == 200, answer.text
@@ -118,9 +136,9 @@ TRUNCATED = _HEAD + uri(picture(0, 60, 60)).removeprefix(_HEAD)[:4000]
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("https://example.com/cat.png", "nothing is fetched"),
-        ("file:///etc/passwd", "nothing is fetched"),
-        ("/etc/passwd", "nothing is fetched"),
+        ("https://example.com/cat.png", "nothing is fetched without allowed_media_domains"),
+        ("file:///etc/passwd", "nothing is fetched without allowed_media_domains"),
+        ("/etc/passwd", "nothing is fetched without allowed_media_domains"),
         ("data:text/plain;base64,QUJD", "must begin like data:image/png;base64,"),
         ("data:image/png,QUJD", "must begin like data:image/png;base64,"),
         ("data:image/png;base64,Q*JD", "is not base64"),

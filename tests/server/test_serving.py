@@ -29,13 +29,13 @@ from hetero_llm.server.serving import (
     EXIT_ENGINE_DEAD,
     Server,
     bind,
-    check_tls,
     drain_on_hangup,
     freeze_collector,
     read_template,
     settings_of,
     uvicorn_config,
 )
+from hetero_llm.server.settings import ServerSettings
 from hetero_llm.server.startup import plan_table, ready_text
 from tests.server.fake_engine import FakeEngine, demo_tokenizer
 
@@ -125,6 +125,34 @@ def test_the_first_signal_lets_running_requests_finish() -> None:
         thread.join(10)
         assert found[0].json()["usage"]["completion_tokens"] == 8
         assert run.ended(5) == 0
+
+
+def settings(**args: Any) -> ServerSettings:
+    return settings_of(resolve_server_args(args))
+
+
+def test_prompts_are_logged_if_their_length_in_the_log_is_given() -> None:
+    assert not settings().log_prompts
+    assert settings(log_prompts=True).log_prompts
+    assert settings(max_log_len=0).log_prompts and settings(max_log_len=0).max_log_len == 0
+    assert not settings(disable_log_requests=True).log_prompts
+    with pytest.raises(ConfigError, match="max_log_len=5: contradicts --no-log-prompts"):
+        settings(max_log_len=5, log_prompts=False)
+    for given in ({"max_log_len": 5}, {"log_prompts": True}):
+        with pytest.raises(ConfigError, match="contradicts --disable-log-requests"):
+            settings(disable_log_requests=True, **given)
+
+
+def test_cors_without_origins_is_refused() -> None:
+    for name, value in (
+        ("allow_credentials", True),
+        ("allowed_methods", ["GET"]),
+        ("allowed_headers", ["x-a"]),
+    ):
+        with pytest.raises(ConfigError, match=f"{name}=.*: needs allowed_origins"):
+            settings(**{name: value})
+        assert settings(allowed_origins=["https://a"], **{name: value}).cors.origins
+    settings(allowed_methods=["*"], allowed_headers=["*"], allow_credentials=False)
 
 
 def test_collections_leave_out_what_was_there_before() -> None:
@@ -317,24 +345,6 @@ def test_a_whole_server_in_its_process(tmp_path: Path) -> None:
         finally:
             process.kill()
             process.wait()
-
-
-def test_tls_files_are_read_before_the_model(tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong.pem"
-    wrong.write_text("no certificate")
-
-    def refusal(**paths: Any) -> str:
-        with pytest.raises(ConfigError) as caught:
-            check_tls(resolve_server_args({name: str(path) for name, path in paths.items()}))
-        return str(caught.value)
-
-    said = refusal(ssl_certfile=wrong, ssl_keyfile=wrong)
-    assert said.startswith("ssl_certfile=") and "is not a certificate with its key" in said
-    said = refusal(ssl_certfile="/dev/zero", ssl_keyfile=wrong)
-    assert said.startswith("ssl_certfile='/dev/zero': cannot be read: is a device")
-    said = refusal(ssl_certfile=wrong, ssl_keyfile=tmp_path / "nowhere")
-    assert said.startswith("ssl_keyfile=") and "No such file" in said
-    check_tls(resolve_server_args({}))
 
 
 def test_a_template_that_never_ends() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_llm.config.lookahead_config import LookaheadConfig
+from hetero_llm.config.lookahead_config import Given, LookaheadConfig, lookahead_config
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.drafter import StepReport
 from hetero_llm.core.outputs import RequestMetrics
@@ -335,12 +335,28 @@ def test_merged_trees_match_single_tokens_if_raw_may(hybrid: bool) -> None:
 
 
 def test_loops_are_gone_round_as_often_as_is_likely() -> None:
-    drafter = make_drafter(cache_mode=1, capacity=0, copy_length=7)
+    drafter = make_drafter(cache_mode=1, capacity=0)
     sequence = make_sequence("a", [*range(60, 80), *[50, 51, 52] * 3])
     for _ in range(12):
         (draft,) = ask(drafter, sequence, limit=63)
         sequence.token_ids.extend([50, 51, 52])
-    assert draft == [50, 51, 52] * 5, "15 deep: twice copy_length and one more"
+    assert draft == [50, 51, 52] * 5, "15 deep: sure_copy_length"
+
+
+@pytest.mark.parametrize("given", [{"copy_length": 2}, {"copy_length": 7}])
+@pytest.mark.parametrize("mode", [1, 2, 3])
+def test_a_copy_length_that_is_given_is_the_longest_draft(given: dict[str, int], mode: int) -> None:
+    settings = {"cache_mode": mode, "token_paths_top_k": 1, **given}
+    config = lookahead_config({key: Given(key, value) for key, value in settings.items()})
+    own = {"max_seq_len": RAW.max_seq_len, "eos_token_id": RAW.eos_token_id}
+    drafter = HybridDrafter(dataclasses.replace(config, **own), width=4096, capacity=0)
+    sequence = make_sequence("a", [*range(60, 80), *[50, 51, 52] * 3])
+    longest = 0
+    for _ in range(12):
+        (draft,) = ask(drafter, sequence, limit=63)
+        longest = max(longest, len(draft))
+        sequence.token_ids.extend([50, 51, 52])
+    assert longest == given["copy_length"]
 
 
 def test_a_drafter_pauses_where_drafts_do_not_pay_for_the_idle_device() -> None:

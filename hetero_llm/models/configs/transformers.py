@@ -6,6 +6,7 @@ what its config says is tested after loading (`models.transformers_check`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hetero_llm.models.config_reader import (
     MOST_LAYERS,
     Reader,
     eos_and_bos,
+    read_config,
     read_json,
     short_reason,
     torch_dtype,
@@ -57,26 +59,29 @@ class TransformersConfig(ModelConfig):
 
 
 def load_transformers_config(
-    folder: Path, *, trust_remote_code: bool = False, disable_sliding_window: bool = False
+    folder: Path,
+    *,
+    trust_remote_code: bool = False,
+    disable_sliding_window: bool = False,
+    hf_overrides: Mapping[str, Any] | None = None,
 ) -> TransformersConfig:
     """Reads the configuration of a model folder.
 
     Args:
         folder: Holds config.json and maybe generation_config.json.
         trust_remote_code: Code in the folder, or where its `auto_map` points, may run.
-        disable_sliding_window: See `load_model_config`.
+        disable_sliding_window, hf_overrides: See `load_model_config`.
 
     Raises:
         ModelLoadError: A file cannot be read, transformers has no such class, or its attention is
             of another kind than ours.
     """
-    path = Path(folder) / "config.json"
-    reader = Reader(read_json(path), str(path))
+    reader = read_config(folder, hf_overrides)
     name = _class_name(reader)
     if reader.raw.get("quantization_config"):
         raise reader.bad("quantization_config", f"not supported with {name}")
     source = _source(Path(folder), reader, name, trust_remote_code)
-    with values_of(path):
+    with values_of(Path(reader.where)):
         fields = model_fields(reader, name, source, disable_sliding_window=disable_sliding_window)
     return TransformersConfig(**fields, trust_remote_code=trust_remote_code)
 
@@ -185,12 +190,23 @@ def load_source(reader: Reader, *, trust_remote_code: bool = False) -> Any:
     import transformers
 
     try:
+        if reader.changed:
+            return _changed_source(reader)
         return transformers.AutoConfig.from_pretrained(
             Path(reader.where).parent, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:  # of any kind: classes check their keys in their own ways
         reason = short_reason(error)
         raise ModelLoadError(f"{reader.where}: transformers cannot read it: {reason}") from error
+
+
+def _changed_source(reader: Reader) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = str(reader.raw.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(f"hf_overrides needs a class of transformers' own, not {shown(kind)}")
+    return CONFIG_MAPPING[kind].from_dict(dict(reader.raw))
 
 
 def _refuse_other_kinds(reader: Reader, name: str, source: Any, text: Any) -> None:

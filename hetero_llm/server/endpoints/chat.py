@@ -55,8 +55,13 @@ def chat_endpoint(
 
 async def _checked(context: Context, request: Request, body: ChatRequest) -> CheckedRequest:
     wanted, name = _max_tokens(body)
+    defaults = context.client.info.default_sampling
+    default = defaults.get("max_tokens")
     params = sampling_params(
-        body, max_tokens=wanted, max_model_len=context.client.info.max_model_len
+        body,
+        max_tokens=default if wanted is None else wanted,
+        max_model_len=context.client.info.max_model_len,
+        defaults=defaults,
     )
     prompt = await chat_prompt(
         body,
@@ -73,7 +78,7 @@ async def _checked(context: Context, request: Request, body: ChatRequest) -> Che
         params,
         prefix="chatcmpl",
         wanted=wanted,
-        default=None,
+        default=default,
         name=name,
     )
 

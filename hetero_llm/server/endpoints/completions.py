@@ -58,11 +58,13 @@ async def _checked(context: Context, request: Request, body: CompletionRequest) 
     check_max_tokens(body.max_tokens, "max_tokens", lowest=0 if body.echo else 1)
     # Even to generate nothing the engine takes a step, which ends with a token.
     wanted = 1 if body.max_tokens == 0 else body.max_tokens
-    default = context.settings.default_max_tokens
+    defaults = context.client.info.default_sampling
+    default = defaults.get("max_tokens", context.settings.default_max_tokens)
     params = sampling_params(
         body,
         max_tokens=default if wanted is None else wanted,
         max_model_len=context.client.info.max_model_len,
+        defaults=defaults,
     )
     parsed = parse_prompts(body.prompt, context.settings.limits)
     _check_fan_out(len(parsed), params.width, context.settings.limits)

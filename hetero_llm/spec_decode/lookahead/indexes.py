@@ -64,7 +64,7 @@ def trie_proposal_params(config: LookaheadConfig) -> TrieProposalParams:
         key_length=_key_length(config),
         match_length=int(config.turbo_match_length),
         copy_length=int(config.copy_length),
-        sure_length=min(2 * int(config.copy_length) + 1, MAX_NODES),
+        sure_length=max(int(config.sure_copy_length), int(config.copy_length)),
         top_k_in_cell=int(config.top_k_in_cell),
         token_paths_top_k=min(int(children), MAX_NODES),
         start_freq=float(config.start_freq),
