@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import signal
@@ -253,9 +252,8 @@ class LLM:
         for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             if final_only and isinstance(wanted, SamplingParams):
                 if id(wanted) not in finals:
-                    finals[id(wanted)] = dataclasses.replace(
-                        wanted, output_kind=RequestOutputKind.FINAL_ONLY
-                    )
+                    finals[id(wanted)] = wanted.clone()
+                    finals[id(wanted)].output_kind = RequestOutputKind.FINAL_ONLY
                 wanted = finals[id(wanted)]
             request_id = str(self._num_requests)
             self._num_requests += 1
