@@ -57,9 +57,9 @@ def run_demo(options: argparse.Namespace) -> int:
     with llm_class()(options.model, use_lookahead=True) as llm:
         line = "with the lookahead cache"
         for when in ("", ", then, as it knows them,"):
-            before = llm.get_metrics()
+            before = llm.metrics()
             again = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in DEMO_PROMPTS]
-            line += when + lookahead_words(finished, again, before, llm.get_metrics())
+            line += when + lookahead_words(finished, again, before, llm.metrics())
     write(f"{line}\n")
     return 0
 

@@ -275,6 +275,47 @@ class SamplingParams:
             _fail("early_stopping", self.early_stopping, 'must be True, False or "never"')
 
 
+@dataclass(slots=True)
+class BeamSearchParams:
+    """Parameters of `LLM.beam_search`; see the fields of `SamplingParams`.
+
+    Args:
+        beam_width: Sequences that are searched with, and returned.
+        temperature: 0; another one is not available yet.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    structured_outputs: Any = None
+
+    def sampling_params(self) -> SamplingParams:
+        """The same search as a request's parameters. A single beam is greedy decoding.
+
+        Raises:
+            SamplingError: a field is wrong.
+        """
+        width = _integer("beam_width", self.beam_width, 1)
+        if _number("temperature", self.temperature, 0.0, math.inf) >= GREEDY_TEMPERATURE:
+            _fail("temperature", self.temperature, "beam search with it is not available yet")
+        search: dict[str, Any] = {}
+        if width > 1:
+            search = {"use_beam_search": True, "length_penalty": self.length_penalty}
+        return SamplingParams(
+            n=width,
+            temperature=0.0,
+            ignore_eos=self.ignore_eos,
+            max_tokens=_integer("max_tokens", self.max_tokens, 1),
+            logprobs=0,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            structured_outputs=self.structured_outputs,
+            **search,
+        )
+
+
 _FIELDS = tuple(field.name for field in fields(SamplingParams))
 _OPTIONAL_INTEGERS = (
     ("seed", 0, MAX_SEED),

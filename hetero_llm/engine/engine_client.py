@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -36,6 +36,22 @@ class EngineInfo:
     backend: str
     started_seconds: dict[str, float] = field(default_factory=dict)
     offload: str = ""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What vLLM's users read from `get_model_config()`; `max_model_len` is in tokens."""
+
+    model: str
+    tokenizer: str
+    served_model_name: str
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    seed: int
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
 
 
 @dataclass(frozen=True)
@@ -76,9 +92,10 @@ class EngineClient(Protocol):
         """The threads in which this process tokenizes; `shutdown` closes them."""
 
     def generate(
-        self, request_id: str, prompt: Prompt, params: SamplingParams
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields the outputs of one request, as `params.output_kind` says, until it is finished.
+        """Yields the outputs of one request, as `sampling_params.output_kind` says, until it is
+        finished.
 
         Closing the generator aborts the request.
 
@@ -95,7 +112,7 @@ class EngineClient(Protocol):
 
     def stats(self) -> EngineStats: ...
 
-    def check_health(self) -> None:
+    def check_health(self) -> object:
         """Returns if the engine is well.
 
         Raises:
@@ -106,7 +123,7 @@ class EngineClient(Protocol):
     async def reset_prefix_cache(self) -> None:
         """Drops all cached prefixes."""
 
-    async def shutdown(self, drain_seconds: float) -> None:
+    def shutdown(self, drain_seconds: float) -> Awaitable[None]:
         """Refuses new requests, gives running ones this long to finish, then ends the engine.
 
         Streams that are still open then raise `EngineDeadError`.

@@ -93,6 +93,11 @@ class BuiltEngine:
     store: Store | None
     offload: str = ""
     images: ImageInputs | None = None
+    vocab_size: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges of engine and lookahead cache, by name."""
+        return self.engine.metrics() | ({} if self.store is None else self.store.metrics())
 
 
 def build_engine(
@@ -236,7 +241,7 @@ def _join(
         logger.info(message, load.model, device, dtype_name, *sizes)
     return BuiltEngine(
         engine, tokenizer, max_model_len, num_blocks, str(device), dtype_name, backend, store,
-        "" if offload is None else offload.words(), inputs.images,
+        "" if offload is None else offload.words(), inputs.images, model_config.vocab_size,
     )  # fmt: skip
 
 
