@@ -298,7 +298,13 @@ _SCHEDULING = grouped(
         "Most tokens in one step; default: chosen for the device.",
         minimum=1,
     ),
-    effective("max_num_seqs", _INT, 256, "Most sequences in one step.", minimum=1),
+    effective(
+        "max_num_seqs",
+        _INT,
+        None,
+        "Most sequences in one step; default: 256, or max_num_batched_tokens if that is smaller.",
+        minimum=1,
+    ),
     effective(
         "enable_chunked_prefill",
         _BOOL,

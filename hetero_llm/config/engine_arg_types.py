@@ -53,7 +53,7 @@ class EngineArgTypes(TypedDict, total=False):
     cpu_threads: int | None
     use_v2_block_manager: bool
     max_num_batched_tokens: int | None
-    max_num_seqs: int
+    max_num_seqs: int | None
     enable_chunked_prefill: bool | None
     max_logprobs: int
     seed: int

@@ -13,6 +13,7 @@ from hetero_llm.config.args import (
     ArgSpec,
     Status,
     add_engine_arguments,
+    engine_args_from_namespace,
     nearest,
     resolve_engine_args,
     resolve_server_args,
@@ -86,8 +87,10 @@ class EngineArgs(_Fields):
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """The arguments that a parser of `add_cli_args` found; other attributes are left alone."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in vars(args).items() if name in names})
+        given = engine_args_from_namespace(args)
+        found = vars(args)
+        given |= {spec.name: found[spec.name] for spec in _FRONT_END if spec.name in found}
+        return cls(**given)
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -21,6 +21,7 @@ from hetero_llm.engine.build_device_draft import DeviceDraft, count_blocks, draf
 from hetero_llm.engine.build_draft_worker import (
     DraftModel,
     background_drafter_of,
+    check_draft_length,
     find_draft_model,
     own_load_format,
     prepare_draft_model,
@@ -128,6 +129,7 @@ def build_engine(
     _check_offload(config, device)
     folder, model_config = find_model(load)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
+    check_draft_length(config.speculation, max_model_len)
     model_config = dataclasses.replace(model_config, max_model_len=max_model_len)
     dtype_name = resolve_dtype(load.dtype, model_config.torch_dtype, device)
     steps = limit_steps(config, max_model_len, device.type, serving=serving)

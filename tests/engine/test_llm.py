@@ -173,6 +173,26 @@ def test_metrics_count_what_was_done(tiny_folder: Path) -> None:
     assert isinstance(objects["hetero_llm:step_seconds", "launch"], Histogram)
 
 
+def test_few_batched_tokens_need_no_other_argument(tiny_folder: Path) -> None:
+    with LLM(str(tiny_folder), None, device="cpu", max_num_batched_tokens=48) as llm:
+        assert len(llm.generate(["x"] * 50, GREEDY, use_tqdm=False)) == 50
+    with pytest.raises(ConfigError, match=r"^max_num_seqs=49: .*max_num_batched_tokens \(48\)"):
+        LLM(str(tiny_folder), device="cpu", max_num_batched_tokens=48, max_num_seqs=49)
+
+
+@pytest.mark.parametrize("where", ["flags", "mapping"])
+def test_drafts_beyond_the_context_are_refused(tiny_folder: Path, where: str) -> None:
+    draft: dict[str, Any] = {
+        "speculative_model": str(tiny_folder), "num_speculative_tokens": 2,
+        "speculative_max_model_len": 65,
+    }  # fmt: skip
+    if where == "mapping":
+        values = {"model": str(tiny_folder), "num_speculative_tokens": 2, "max_model_len": 65}
+        draft = {"speculative_config": values}
+    with pytest.raises(ConfigError, match=r"^speculative_max_model_len=65: exceeds max_model_len"):
+        LLM(str(tiny_folder), device="cpu", max_model_len=64, draft_optional=True, **draft)
+
+
 def test_ctrl_c_returns_what_there_is_and_the_engine_goes_on(tiny: LLM) -> None:
     def interrupt_late(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         if len(output_ids) == 3:
