@@ -15,6 +15,7 @@ from hetero_llm.core.errors import ConfigError
 
 _MAX_NUM_SEQS = 256
 
+
 # large: one field for each argument that concerns loading
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
