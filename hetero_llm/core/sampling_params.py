@@ -46,8 +46,9 @@ class SamplingParams:
         top_p: Smallest set of tokens whose probability reaches this, in (0, 1].
         top_k: Number of tokens considered; -1 (or 0) means all.
         min_p: Smallest probability relative to the most likely token, in [0, 1].
-        seed: 0 to 2**64-1. The same seed gives the same tokens whatever else is in the batch. None
-            or -1: derived from the engine's.
+        seed: 0 to 2**64-1. The same seed gives the same tokens whatever else is in the batch (but
+            for near ties in bfloat16 without batch_invariant). None or -1: derived from the
+            engine's.
         use_beam_search: Beam search with width `best_of`.
         length_penalty: Beam scores are divided by (generated length) ** length_penalty.
         early_stopping: Beam search: True, False or "never" (see transformers' `generate`).
@@ -76,8 +77,8 @@ class SamplingParams:
         allowed_token_ids: Only these tokens can be drawn.
         output_kind: What the engine returns while the request runs.
         num_speculative_tokens: Longest draft of this request in tokens, if the engine's is not
-            shorter; 0 means no drafts, None the engine's. It changes how fast tokens come, never
-            which.
+            shorter; 0 means no drafts, None the engine's. It changes how fast tokens come, not
+            which (but for near ties in bfloat16).
         truncation_side: Which end of the prompt truncate_prompt_tokens cuts away: "left" or
             "right".
         logprob_token_ids: Not available yet: log-probabilities of chosen tokens.
