@@ -85,6 +85,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "pooling_params": ("core",),
     "lora": ("core",),
     "v1": ("core",),
+    "v1.engine": ("engine.async_engine",),
     "entrypoints": ("engine.llm",),
 }  # fmt: skip
 

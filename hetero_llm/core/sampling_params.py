@@ -234,8 +234,9 @@ class SamplingParams:
                 setattr(self, name, _integer(name, value, low, high))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _fail("min_tokens", self.min_tokens, f"exceeds max_tokens ({self.max_tokens})")
-        if self.truncate_prompt_tokens == 0:
-            _fail("truncate_prompt_tokens", 0, "must be at least 1, or -1")
+        cut = self.truncate_prompt_tokens
+        if cut is not None and cut != -1 and cut < 1:
+            _fail("truncate_prompt_tokens", cut, "must be at least 1, or -1")
         for name in _BOOLEANS:
             setattr(self, name, _boolean(name, getattr(self, name)))
 
@@ -323,7 +324,7 @@ _OPTIONAL_INTEGERS = (
     ("max_tokens", 1, None),
     ("logprobs", -1, None),
     ("prompt_logprobs", -1, None),
-    ("truncate_prompt_tokens", -1, None),
+    ("truncate_prompt_tokens", None, None),
     ("num_speculative_tokens", 0, None),
 )
 _NOT_YET = {
@@ -370,12 +371,12 @@ def _boolean(field: str, value: Any) -> bool:
     _fail(field, value, "must be True or False")
 
 
-def _integer(field: str, value: Any, low: int, high: int | None = None) -> int:
+def _integer(field: str, value: Any, low: int | None, high: int | None = None) -> int:
     if type(value) is not int:
         if isinstance(value, bool) or not isinstance(value, Integral):
             _fail(field, value, "must be an integer")
         value = int(value)
-    if value < low:
+    if low is not None and value < low:
         _fail(field, value, f"must be at least {low}")
     if high is not None and value > high:
         _fail(field, value, f"must be at most {high}")

@@ -26,6 +26,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, GuidedDecodingParams, RequestOutputKind
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils import FlexibleArgumentParser, random_uuid
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Vector
 """
 
