@@ -56,7 +56,7 @@ def _texts_of(content: Any, where: str) -> list[str]:
         if isinstance(part, Mapping) and part.get("type", "text") != "text":
             text = None
         if not isinstance(text, str):
-            reason = "must be a text: this model's prompts are text alone"
+            reason = "must be a text: other parts are not taken here"
             raise RequestError(f"{where}.content[{number}]", part, reason)
         texts.append(text)
     return texts

@@ -292,7 +292,7 @@ def test_parts_of_a_content_are_joined(tiny: LLM) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([{"type": "image_url", "image_url": {"url": "data:"}}], r"content\[0\].*text alone"),
+        ([{"type": "image_url", "image_url": {"url": "data:"}}], r"content\[0\].*must be a text"),
         ([{"type": "text"}], r"content\[0\]"),
         ([{"type": "text", "text": "a"}, 5], r"content\[1\]=5"),
         (5, r"messages\[0\]=5"),
