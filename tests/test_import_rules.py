@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,7 @@ class Import:
     at_top: bool
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the package by its name without the leading `hetero_llm.`."""
     found = {}
