@@ -3,6 +3,7 @@ install of this project."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -96,10 +97,12 @@ def test_a_users_script_under_mypy_strict(editable: Path, tmp_path: Path) -> Non
     pytest.importorskip("mypy")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
+    # The package is to be found through the installation alone.
+    clean = {name: value for name, value in os.environ.items() if "PYTHONPATH" not in name}
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--python-executable", editable, "script.py",
          "--cache-dir", tmp_path / "cache", "--config-file", ""],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
+        cwd=tmp_path, env=clean, capture_output=True, text=True, check=False,
     )  # fmt: skip
     found = re.findall(r"^script\.py:(\d+): (error|note: Revealed type is \"(.*)\")", done.stdout,
                        flags=re.MULTILINE)  # fmt: skip
