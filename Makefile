@@ -95,6 +95,7 @@ check: $(STAMP)
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/gen_flags_doc.py --check
 	$(BIN)/python tools/gen_lookahead_doc.py --check
+	$(BIN)/python tools/gen_engine_arg_types.py --check
 	$(BIN)/python -m tools.gen_models_doc --check
 
 format: $(STAMP)
@@ -104,6 +105,7 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python tools/gen_flags_doc.py
 	$(BIN)/python tools/gen_lookahead_doc.py
+	$(BIN)/python tools/gen_engine_arg_types.py
 	$(BIN)/python -m tools.gen_models_doc
 
 clean:

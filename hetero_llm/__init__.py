@@ -11,19 +11,61 @@ Importing this package is cheap; torch and transformers load when `LLM` is first
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetero_llm.core.errors import ConfigError as ConfigError
+    from hetero_llm.core.errors import DuplicateRequestError as DuplicateRequestError
+    from hetero_llm.core.errors import EngineDeadError as EngineDeadError
+    from hetero_llm.core.errors import EngineHungError as EngineHungError
+    from hetero_llm.core.errors import HeteroLLMError as HeteroLLMError
+    from hetero_llm.core.errors import ModelLoadError as ModelLoadError
+    from hetero_llm.core.errors import OverloadedError as OverloadedError
+    from hetero_llm.core.errors import PromptError as PromptError
+    from hetero_llm.core.errors import RequestError as RequestError
+    from hetero_llm.core.errors import RingError as RingError
+    from hetero_llm.core.errors import SamplingError as SamplingError
+    from hetero_llm.core.errors import SnapshotError as SnapshotError
+    from hetero_llm.core.inputs import PromptType as PromptType
+    from hetero_llm.core.inputs import TextPrompt as TextPrompt
+    from hetero_llm.core.inputs import TokensPrompt as TokensPrompt
+    from hetero_llm.core.not_yet import LoRARequest as LoRARequest
+    from hetero_llm.core.not_yet import PoolingParams as PoolingParams
+    from hetero_llm.core.outputs import BeamSearchOutput as BeamSearchOutput
+    from hetero_llm.core.outputs import BeamSearchSequence as BeamSearchSequence
+    from hetero_llm.core.outputs import CompletionOutput as CompletionOutput
+    from hetero_llm.core.outputs import Logprob as Logprob
+    from hetero_llm.core.outputs import RequestOutput as RequestOutput
+    from hetero_llm.core.sampling_params import BeamSearchParams as BeamSearchParams
+    from hetero_llm.core.sampling_params import RequestOutputKind as RequestOutputKind
+    from hetero_llm.core.sampling_params import SamplingParams as SamplingParams
+    from hetero_llm.engine.arg_utils import AsyncEngineArgs as AsyncEngineArgs
+    from hetero_llm.engine.arg_utils import EngineArgs as EngineArgs
+    from hetero_llm.engine.async_engine import AsyncLLMEngine as AsyncLLMEngine
+    from hetero_llm.engine.llm import LLM as LLM
+    from hetero_llm.engine.llm_engine import LLMEngine as LLMEngine
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "hetero_llm.engine.llm",
     "AsyncLLMEngine": "hetero_llm.engine.async_engine",
-    "AsyncEngineArgs": "hetero_llm.engine.async_engine",
+    "LLMEngine": "hetero_llm.engine.llm_engine",
+    "EngineArgs": "hetero_llm.engine.arg_utils",
+    "AsyncEngineArgs": "hetero_llm.engine.arg_utils",
+    "BeamSearchParams": "hetero_llm.core.sampling_params",
     "SamplingParams": "hetero_llm.core.sampling_params",
     "RequestOutputKind": "hetero_llm.core.sampling_params",
+    "TextPrompt": "hetero_llm.core.inputs",
+    "TokensPrompt": "hetero_llm.core.inputs",
+    "PromptType": "hetero_llm.core.inputs",
     "RequestOutput": "hetero_llm.core.outputs",
     "CompletionOutput": "hetero_llm.core.outputs",
     "Logprob": "hetero_llm.core.outputs",
+    "BeamSearchOutput": "hetero_llm.core.outputs",
+    "BeamSearchSequence": "hetero_llm.core.outputs",
+    "LoRARequest": "hetero_llm.core.not_yet",
+    "PoolingParams": "hetero_llm.core.not_yet",
     "HeteroLLMError": "hetero_llm.core.errors",
     "ConfigError": "hetero_llm.core.errors",
     "ModelLoadError": "hetero_llm.core.errors",
@@ -41,12 +83,14 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # which would take every name for known
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            value = getattr(import_module(_HOMES[name]), name)
+            globals()[name] = value
+            return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

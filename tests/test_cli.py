@@ -72,7 +72,7 @@ class FakeLLM:
         self.params.append(params)
         return [output(prompt, self.text, count=params.n) for prompt in prompts]
 
-    def get_metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         tokens = float(len(self.text) * len(self.prompts))
         return {
             "generation_tokens": tokens,

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ _BUILDER = (*_ENGINE, "bridge", "runner", "cpu", "gpu", "demo_models")
 
 # By module or package, without the leading `hetero_llm.`. The empty name is `hetero_llm` itself.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
-    "": (),
+    "": ("core", "engine"),  # for type checkers alone
     "core": (),
     "utils": ("core",),
     "config": ("core",),
@@ -81,6 +82,16 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "cli": ("core", "config", "commands"),
     "demo_models": (),
+    # vLLM's import paths.
+    "sampling_params": ("core",),
+    "inputs": ("core",),
+    "outputs": ("core",),
+    "beam_search": ("core",),
+    "pooling_params": ("core",),
+    "lora": ("core",),
+    "v1": ("core",),
+    "v1.engine": ("engine.async_engine",),
+    "entrypoints": ("engine.llm",),
 }  # fmt: skip
 
 # These decide what runs and where its KV lies: no torch, not even by way of others.
@@ -103,6 +114,7 @@ class Import:
     at_top: bool
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the package by its name without the leading `hetero_llm.`."""
     found = {}
@@ -348,6 +360,13 @@ def _loaded(code: str, names: tuple[str, ...]) -> set[str]:
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
     assert _loaded("import hetero_llm", HEAVY) == set()
+
+
+def test_importing_vllms_paths_loads_nothing_heavy() -> None:
+    paths = "sampling_params inputs outputs beam_search pooling_params lora.request"
+    names = [*paths.split(), "engine.arg_utils", "v1.metrics.reader"]
+    code = "\n".join(f"import hetero_llm.{name}" for name in names)
+    assert _loaded(f"{code}\nfrom hetero_llm import EngineArgs, SamplingParams", HEAVY) == set()
 
 
 def test_importing_the_command_line_loads_nothing_heavy() -> None:

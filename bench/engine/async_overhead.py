@@ -70,7 +70,7 @@ async def online(
 
     async def read(name: str, ids: list[int]) -> int:
         count = 0
-        async for output in engine.generate(name, Prompt(token_ids=ids), params_for(tokens)):
+        async for output in engine.generate(Prompt(token_ids=ids), params_for(tokens), name):
             count += len(output.outputs[0].token_ids)
         return count
 
@@ -90,7 +90,7 @@ async def online(
         number += 1
         (ids,) = prompts_of(1, number)
         begun = time.perf_counter()
-        await anext(engine.generate("first", Prompt(token_ids=ids), params_for(1)))
+        await anext(engine.generate(Prompt(token_ids=ids), params_for(1), "first"))
         firsts.append((time.perf_counter() - begun) * 1e3)
     return rates, median(firsts)
 

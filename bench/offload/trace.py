@@ -241,12 +241,12 @@ def _spec_run(
     with LLM(settings.target, **args) as llm:
         for size in SPEC_BATCHES:  # learns times of steps
             _spec_batch(llm, [next(rows) for _ in range(size)])
-        before = llm.get_metrics()
+        before = llm.metrics()
         for size in SPEC_BATCHES:
             batches = [[next(rows) for _ in range(size)] for _ in range(_SPEC_RUNS[size])]
             for name in ("new", "again"):
                 seen[f"batch {size}, {name}"] = _spec_case(llm, batches)
-        after = llm.get_metrics()
+        after = llm.metrics()
     if after["spec_decode_num_accepted_tokens"] <= before["spec_decode_num_accepted_tokens"]:
         raise WrongTier("no draft token was accepted")
     for name in ("kv_offload_bytes_h2d", "kv_offload_bytes_d2h") if offload else ():
@@ -256,9 +256,9 @@ def _spec_run(
 
 
 def _spec_case(llm: LLM, batches: list[list[list[int]]]) -> dict[str, float]:
-    before = llm.get_metrics()
+    before = llm.metrics()
     spent = sum(_spec_batch(llm, batch) for batch in batches)
-    after = llm.get_metrics()
+    after = llm.metrics()
     tokens = sum(len(batch) for batch in batches) * SPEC_TOKENS
     name = "spec_decode_num_accepted_tokens"
     accepted = after[name] - before[name]

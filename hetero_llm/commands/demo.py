@@ -64,9 +64,9 @@ def run_demo(options: argparse.Namespace) -> int:
             write(backend_line(plain, _one_after_another(llm, params)))
     with llm_class()(options.model, use_lookahead=True) as llm:
         for what in ("text that it has not seen", "the same text again"):
-            before = llm.get_metrics()
+            before = llm.metrics()
             drafted = _one_after_another(llm, params)
-            words = lookahead_words(plain, drafted, before, llm.get_metrics())
+            words = lookahead_words(plain, drafted, before, llm.metrics())
             write(f"lookahead cache, {what}: {words}\n")
     return 0
 

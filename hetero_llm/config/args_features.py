@@ -297,9 +297,9 @@ SPECULATIVE = grouped(
         _STR,
         "rejection_sampler",
         "How drafts are accepted. The default is lossless: drafts change how fast tokens come, "
-        "never which. 'typical_acceptance_sampler' is lossy: where temperature is above 0 it also "
-        "accepts draft tokens that are likely enough without being drawn, so outputs depend on who "
-        "drafts; greedy requests stay exact.",
+        "not which (but for near ties in bfloat16). 'typical_acceptance_sampler' is lossy: where "
+        "temperature is above 0 it also accepts draft tokens that are likely enough without being "
+        "drawn, so outputs depend on who drafts; greedy requests stay exact.",
         choices=("rejection_sampler", "typical_acceptance_sampler"),
     ),
     effective(

@@ -18,6 +18,7 @@ _KINDS = {
     "int | None": Kind.INT,
     "float": Kind.FLOAT,
     "bool | str": Kind.STR,
+    "str": Kind.STR,
     "str | Sequence[str] | None": Kind.LIST,
     "Sequence[str] | None": Kind.LIST,
     "Sequence[int] | None": Kind.JSON,

@@ -342,7 +342,11 @@ _SCHEDULING = grouped(
         minimum=1,
     ),
     effective(
-        "max_num_seqs", _INT, 256, "Most sequences in one step.", minimum=1, harmless=(None,)
+        "max_num_seqs",
+        _INT,
+        None,
+        "Most sequences in one step; default: 256, or max_num_batched_tokens if that is smaller.",
+        minimum=1,
     ),
     effective(
         "enable_chunked_prefill",

@@ -13,6 +13,8 @@ from hetero_llm.config.speculation_config import SpeculationConfig as Speculatio
 from hetero_llm.config.speculation_config import speculation_from_args
 from hetero_llm.core.errors import ConfigError
 
+_MAX_NUM_SEQS = 256
+
 
 # large: one field for each argument that concerns loading
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,7 @@ class EngineConfig:
                 threads=args["cpu_threads"],
             ),
             max_model_len=args["max_model_len"],
-            max_num_seqs=args["max_num_seqs"],
+            max_num_seqs=_max_num_seqs(args["max_num_seqs"], args["max_num_batched_tokens"]),
             max_num_batched_tokens=args["max_num_batched_tokens"],
             enable_chunked_prefill=args["enable_chunked_prefill"] is not False,
             max_logprobs=args["max_logprobs"],
@@ -191,6 +193,13 @@ class EngineConfig:
                 args["generation_config"], args["override_generation_config"] or {}
             ),
         )
+
+
+def _max_num_seqs(wanted: int | None, max_num_batched_tokens: int | None) -> int:
+    """Sequences of a step; by default at most one for each of its tokens."""
+    if wanted is not None:
+        return wanted
+    return min(_MAX_NUM_SEQS, max_num_batched_tokens or _MAX_NUM_SEQS)
 
 
 def _max_images(limits: Mapping[str, int] | None) -> int | None:

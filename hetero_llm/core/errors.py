@@ -36,6 +36,12 @@ def shown(value: Any) -> str:
     return text[: kept // 2] + "..." + text[kept // 2 - kept :]
 
 
+def refuse_later(field: str, value: Any, feature: str) -> None:
+    """Raises ConfigError unless `value` is None: the feature is not available yet."""
+    if value is not None:
+        raise ConfigError(field, value, f"{feature} is not available yet")
+
+
 class HeteroLLMError(Exception):
     """Base of every error this package raises on purpose."""
 

@@ -85,3 +85,31 @@ class RequestOutput:
     lora_request: None = None
     num_cached_tokens: int = 0
     error: str | None = field(default=None, repr=False)
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One result of `LLM.beam_search`.
+
+    Attributes:
+        tokens: the prompt's and the generated ones.
+        logprobs: of each generated token.
+        cum_logprob: their sum.
+        text: of all `tokens`, special tokens included.
+        finish_reason, stop_reason: see `CompletionOutput`.
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    lora_request: None = None
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The `beam_width` best sequences of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]

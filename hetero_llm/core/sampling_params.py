@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, NoReturn
 
 from hetero_llm.core.errors import SamplingError
 
@@ -26,9 +27,12 @@ class RequestOutputKind(Enum):
 
 
 # large: one field for each sampling parameter that users have.
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class SamplingParams:
-    """Sampling parameters of one request, checked at construction.
+    """Sampling parameters of one request, in vLLM's order, checked at construction.
+
+    Fields can be assigned. A request takes a copy, which is checked again: assignments and changes
+    of lists count for later requests, never for one that runs. Numbers may be numpy's.
 
     Args:
         n: Sequences returned per prompt.
@@ -42,7 +46,9 @@ class SamplingParams:
         top_p: Smallest set of tokens whose probability reaches this, in (0, 1].
         top_k: Number of tokens considered; -1 (or 0) means all.
         min_p: Smallest probability relative to the most likely token, in [0, 1].
-        seed: 0 to 2**64-1. The same seed gives the same tokens whatever else is in the batch.
+        seed: 0 to 2**64-1. The same seed gives the same tokens whatever else is in the batch (but
+            for near ties in bfloat16 without batch_invariant). None or -1: derived from the
+            engine's.
         use_beam_search: Beam search with width `best_of`.
         length_penalty: Beam scores are divided by (generated length) ** length_penalty.
         early_stopping: Beam search: True, False or "never" (see transformers' `generate`).
@@ -54,9 +60,9 @@ class SamplingParams:
         max_tokens: Most tokens generated per sequence; None means up to the context length.
         min_tokens: Neither EOS nor a stop token can be drawn before this many tokens.
         logprobs: Return the log-probabilities of this many most likely tokens, and of the drawn
-            one (-1: the whole vocabulary). They are the model's own, before any processing; with
-            beam search those that the search ranks by, after penalties and masks. Of equally
-            likely tokens the lower id comes first; they share a rank.
+            one (-1: the whole vocabulary; True: 1; False: none). They are the model's own, before
+            any processing; with beam search those that the search ranks by, after penalties and
+            masks. Of equally likely tokens the lower id comes first; they share a rank.
         prompt_logprobs: The same for every prompt token (the first has none).
         detokenize: Produce text; without a tokenizer there is none.
         skip_special_tokens: Leave special tokens out of the text.
@@ -64,15 +70,21 @@ class SamplingParams:
         logits_processors: Callables `f(output_ids, logits) -> logits`, or
             `f(prompt_ids, output_ids, logits)` when they take three arguments. Lists are copies.
         include_stop_str_in_output: Keep the stop string (or stop token's text) in the text.
-        truncate_prompt_tokens: Keep only this many last tokens of the prompt.
+        truncate_prompt_tokens: Keep only this many last tokens of the prompt; -1: as many as the
+            context holds beside one generated token.
         no_repeat_ngram_size: No n-gram of this size occurs twice in prompt plus output; 0 is off.
         logit_bias: Token id to a value added to its logit, -100 to 100.
         bad_words: Strings that are never generated.
         allowed_token_ids: Only these tokens can be drawn.
         output_kind: What the engine returns while the request runs.
         num_speculative_tokens: Longest draft of this request in tokens, if the engine's is not
-            shorter; 0 means no drafts, None the engine's. It changes how fast tokens come, never
-            which.
+            shorter; 0 means no drafts, None the engine's. It changes how fast tokens come, not
+            which (but for near ties in bfloat16).
+        truncation_side: Which end of the prompt truncate_prompt_tokens cuts away: "left" or
+            "right".
+        logprob_token_ids: Not available yet: log-probabilities of chosen tokens.
+        guided_decoding: Not available yet: output that follows a schema or an expression.
+        structured_outputs: Not available yet; the later name of guided_decoding.
 
     Raises:
         SamplingError: A field is out of range or contradicts another one.
@@ -110,11 +122,51 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     num_speculative_tokens: int | None = None
+    truncation_side: str = "left"
+    logprob_token_ids: Any = None
+    guided_decoding: Any = None
+    structured_outputs: Any = None
 
     def __post_init__(self) -> None:
+        self.check()
+
+    @staticmethod
+    def from_optional(**given: Any) -> SamplingParams:
+        """The parameters given by name; None stands for the default, except for `max_tokens`."""
+        return SamplingParams(
+            **{k: v for k, v in given.items() if v is not None or k == "max_tokens"}
+        )
+
+    def clone(self) -> SamplingParams:
+        """A copy with lists of its own, not checked. Logits processors are shared."""
+        copy = object.__new__(SamplingParams)
+        for name in _FIELDS:
+            value = getattr(self, name)
+            setattr(copy, name, value.copy() if type(value) in (list, dict) else value)
+        return copy
+
+    def checked_copy(self) -> SamplingParams:
+        """What a request keeps: a copy that nobody else changes.
+
+        Raises:
+            SamplingError: a field that was assigned is wrong.
+        """
+        copy = self.clone()
+        copy.check()
+        return copy
+
+    def check(self) -> None:
+        """Brings the fields into one form (lists, plain numbers) and checks them.
+
+        Raises:
+            SamplingError: A field is out of range or contradicts another one.
+        """
         self._normalise()
         self._check_numbers()
         self._check_lists()
+        for name, feature in _NOT_YET.items():
+            if getattr(self, name) is not None:
+                _fail(name, getattr(self, name), f"{feature} is not available yet")
         if self.use_beam_search:
             self._check_beam_search()
         elif self.early_stopping is not False:
@@ -137,65 +189,61 @@ class SamplingParams:
         return not self.use_beam_search and self.width > self.n
 
     def _normalise(self) -> None:
-        """Lists become tuples, one stop string a tuple of one: the object is immutable."""
-        put = object.__setattr__
         if isinstance(self.stop, str):
-            put(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "logits_processors", "bad_words"):
+            self.stop = [self.stop]
+        for name in ("stop", "stop_token_ids", "bad_words"):
             value = getattr(self, name)
-            if value is None:
-                put(self, name, ())
-            elif isinstance(value, (list, tuple, set, frozenset)):
-                put(self, name, tuple(value))
-            else:
-                _fail(name, value, "must be a list")
-        if self.allowed_token_ids is not None:
-            if not isinstance(self.allowed_token_ids, (list, tuple, set, frozenset)):
-                _fail("allowed_token_ids", self.allowed_token_ids, "must be a list")
-            put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            setattr(self, name, [] if value is None else _as_list(name, value))
+        for name in ("allowed_token_ids", "logits_processors"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, _as_list(name, value))
         if not isinstance(self.output_kind, RequestOutputKind):
             _fail("output_kind", self.output_kind, "must be a RequestOutputKind")
         if self.logit_bias is not None:
-            put(self, "logit_bias", _checked_bias(self.logit_bias))
-
-    def _check_numbers(self) -> None:
-        _integer("n", self.n, 1)
-        if self.best_of is not None:
-            _integer("best_of", self.best_of, 1)
-            if self.best_of < self.n:
-                _fail("best_of", self.best_of, f"must be at least n ({self.n})")
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, -1)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("length_penalty", self.length_penalty, -math.inf, math.inf)
-        if self.seed is not None:
-            _integer("seed", self.seed, 0, MAX_SEED)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
-        _integer("min_tokens", self.min_tokens, 0)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _fail("min_tokens", self.min_tokens, f"exceeds max_tokens ({self.max_tokens})")
+            self.logit_bias = _checked_bias(self.logit_bias)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            if value is not None:
-                _integer(name, value, -1)
-        if self.truncate_prompt_tokens is not None:
-            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
-        _integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
-        if self.num_speculative_tokens is not None:
-            _integer("num_speculative_tokens", self.num_speculative_tokens, 0)
-        for name in _BOOLEANS:
+            if isinstance(value, bool):
+                setattr(self, name, 1 if value else None)
+        if self.seed == -1:
+            self.seed = None
+        if self.truncation_side not in ("left", "right"):
+            _fail("truncation_side", self.truncation_side, 'must be "left" or "right"')
+
+    def _check_numbers(self) -> None:
+        self.n = _integer("n", self.n, 1)
+        if self.best_of is not None:
+            self.best_of = _integer("best_of", self.best_of, 1)
+            if self.best_of < self.n:
+                _fail("best_of", self.best_of, f"must be at least n ({self.n})")
+        for name in ("presence_penalty", "frequency_penalty"):
+            setattr(self, name, _number(name, getattr(self, name), -2.0, 2.0))
+        self.repetition_penalty = _number(
+            "repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True
+        )
+        self.temperature = _number("temperature", self.temperature, 0.0, math.inf)
+        self.top_p = _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        self.top_k = _integer("top_k", self.top_k, -1)
+        self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
+        self.length_penalty = _number("length_penalty", self.length_penalty, -math.inf, math.inf)
+        self.min_tokens = _integer("min_tokens", self.min_tokens, 0)
+        self.no_repeat_ngram_size = _integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
+        for name, low, high in _OPTIONAL_INTEGERS:
             value = getattr(self, name)
-            if not isinstance(value, bool):
-                _fail(name, value, "must be True or False")
+            if value is not None:
+                setattr(self, name, _integer(name, value, low, high))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _fail("min_tokens", self.min_tokens, f"exceeds max_tokens ({self.max_tokens})")
+        cut = self.truncate_prompt_tokens
+        if cut is not None and cut != -1 and cut < 1:
+            _fail("truncate_prompt_tokens", cut, "must be at least 1, or -1")
+        for name in _BOOLEANS:
+            setattr(self, name, _boolean(name, getattr(self, name)))
 
     def _check_lists(self) -> None:
         assert self.stop is not None and self.bad_words is not None
-        assert self.stop_token_ids is not None and self.logits_processors is not None
+        assert self.stop_token_ids is not None
         for name, words in (("stop", self.stop), ("bad_words", self.bad_words)):
             for word in words:
                 if not isinstance(word, str) or not word:
@@ -204,14 +252,14 @@ class SamplingParams:
                     _fail(name, word, "holds half a surrogate pair, which is no text")
         if self.stop and not self.detokenize:
             _fail("stop", self.stop, "stop strings need detokenize=True")
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0)
+        self.stop_token_ids = [_integer("stop_token_ids", one, 0) for one in self.stop_token_ids]
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 _fail("allowed_token_ids", self.allowed_token_ids, "must not be empty")
-            for token in self.allowed_token_ids:
-                _integer("allowed_token_ids", token, 0)
-        for processor in self.logits_processors:
+            self.allowed_token_ids = [
+                _integer("allowed_token_ids", one, 0) for one in self.allowed_token_ids
+            ]
+        for processor in self.logits_processors or ():
             if not callable(processor):
                 _fail("logits_processors", processor, "must be callables")
 
@@ -230,6 +278,61 @@ class SamplingParams:
             _fail("early_stopping", self.early_stopping, 'must be True, False or "never"')
 
 
+@dataclass(slots=True)
+class BeamSearchParams:
+    """Parameters of `LLM.beam_search`; see the fields of `SamplingParams`.
+
+    Args:
+        beam_width: Sequences that are searched with, and returned.
+        temperature: 0; another one is not available yet.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    structured_outputs: Any = None
+
+    def sampling_params(self) -> SamplingParams:
+        """The same search as a request's parameters. A single beam is greedy decoding.
+
+        Raises:
+            SamplingError: a field is wrong.
+        """
+        width = _integer("beam_width", self.beam_width, 1)
+        if _number("temperature", self.temperature, 0.0, math.inf) >= GREEDY_TEMPERATURE:
+            _fail("temperature", self.temperature, "beam search with it is not available yet")
+        search: dict[str, Any] = {}
+        if width > 1:
+            search = {"use_beam_search": True, "length_penalty": self.length_penalty}
+        return SamplingParams(
+            n=width,
+            temperature=0.0,
+            ignore_eos=self.ignore_eos,
+            max_tokens=_integer("max_tokens", self.max_tokens, 1),
+            logprobs=0,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            structured_outputs=self.structured_outputs,
+            **search,
+        )
+
+
+_FIELDS = tuple(field.name for field in fields(SamplingParams))
+_OPTIONAL_INTEGERS = (
+    ("seed", 0, MAX_SEED),
+    ("max_tokens", 1, None),
+    ("logprobs", -1, None),
+    ("prompt_logprobs", -1, None),
+    ("truncate_prompt_tokens", None, None),
+    ("num_speculative_tokens", 0, None),
+)
+_NOT_YET = {
+    "logprob_token_ids": "asking for the log-probabilities of chosen tokens",
+    "guided_decoding": "guided decoding",
+    "structured_outputs": "guided decoding",
+}
 _BOOLEANS = (
     "use_beam_search",
     "ignore_eos",
@@ -251,28 +354,48 @@ def is_text(value: str) -> bool:
     return True
 
 
-def _fail(field: str, value: Any, reason: str) -> None:
+def _fail(field: str, value: Any, reason: str) -> NoReturn:
     raise SamplingError(field, value, reason)
 
 
-def _integer(field: str, value: Any, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        _fail(field, value, "must be an integer")
-    if value < low:
+def _as_list(field: str, value: Any) -> list[Any]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, Set)):
+        _fail(field, value, "must be a list")
+    return list(value)
+
+
+def _boolean(field: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if (type(value).__module__, type(value).__name__) in (("numpy", "bool"), ("numpy", "bool_")):
+        return bool(value)
+    _fail(field, value, "must be True or False")
+
+
+def _integer(field: str, value: Any, low: int | None, high: int | None = None) -> int:
+    if type(value) is not int:
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            _fail(field, value, "must be an integer")
+        value = int(value)
+    if low is not None and value < low:
         _fail(field, value, f"must be at least {low}")
     if high is not None and value > high:
         _fail(field, value, f"must be at most {high}")
+    return value
 
 
-def _number(field: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        _fail(field, value, "must be a number")
-    if isinstance(value, int) and abs(value) > _LARGEST_INTEGER or not math.isfinite(value):
+def _number(field: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
+    if type(value) is not float and type(value) is not int:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            _fail(field, value, "must be a number")
+        value = int(value) if isinstance(value, Integral) else float(value)
+    if type(value) is int and abs(value) > _LARGEST_INTEGER or not math.isfinite(value):
         _fail(field, value, "must be finite")
     if value < low or (open_low and value == low):
         _fail(field, value, f"must be {'above' if open_low else 'at least'} {low:g}")
     if value > high:
         _fail(field, value, f"must be at most {high:g}")
+    return value
 
 
 def _checked_bias(bias: Any) -> dict[int, float]:
@@ -285,6 +408,5 @@ def _checked_bias(bias: Any) -> dict[int, float]:
         except (TypeError, ValueError):
             _fail("logit_bias", key, "keys must be token ids")
         _integer("logit_bias", token, 0)
-        _number("logit_bias", value, -100.0, 100.0)
-        checked[token] = float(value)
+        checked[token] = float(_number("logit_bias", value, -100.0, 100.0))
     return checked

@@ -7,16 +7,16 @@ Neither the event loop nor the engine ever waits for the other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
-from hetero_llm.config.args import ENGINE_ARGS, Status, resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import (
     ConfigError,
@@ -26,16 +26,21 @@ from hetero_llm.core.errors import (
     HeteroLLMError,
     OverloadedError,
     RequestError,
+    refuse_later,
 )
 from hetero_llm.core.histogram import Histogram
+from hetero_llm.core.inputs import PromptType
+from hetero_llm.core.metrics import Metric
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine import messages
-from hetero_llm.engine.engine_client import EngineInfo, EngineStats
+from hetero_llm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from hetero_llm.engine.engine_client import EngineInfo, EngineStats, ModelInfo
 from hetero_llm.engine.engine_launcher import EngineProcess, launch
 from hetero_llm.engine.images import ImageInputs
 from hetero_llm.engine.input_processor import InputProcessor, Prompt, parse_prompt
+from hetero_llm.engine.metric_objects import metric_objects
 from hetero_llm.engine.output_stream import Assembler, OutputStream
 from hetero_llm.engine.resolve import open_model
 from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
@@ -53,19 +58,12 @@ _SECONDS_TO_STOP = 1.5
 _POLL_SECONDS = 0.01
 
 
-class AsyncEngineArgs:
-    """The engine arguments of `LLM`, by name: `AsyncEngineArgs(model="demo", max_num_seqs=64)`.
+class _Checked:
+    """What a check returns that may be awaited, though it is done."""
 
-    Raises:
-        ConfigError: an argument is unknown or wrong.
-    """
-
-    def __init__(self, **engine_args: Any) -> None:
-        self.values: Mapping[str, Any] = resolve_engine_args(engine_args)
-
-    def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in _changed(self.values).items())
-        return f"AsyncEngineArgs({given})"
+    def __await__(self) -> Generator[None, None, None]:
+        return
+        yield
 
 
 # large: one owner, in one thread, of the process, its socket, all streams and the engine's health.
@@ -76,8 +74,8 @@ class AsyncLLMEngine:
     a running loop call it through `asyncio.to_thread`.
 
     Args:
-        engine_args: see docs/flags.md.
-        served_names: names of the model for clients; none means its own.
+        engine_args: `AsyncEngineArgs`, or the arguments by name; see docs/flags.md.
+        served_names: names of the model for clients; none means `served_model_name`, or its own.
         max_queued_requests: most requests that wait, besides the `max_num_seqs` that run.
         step_timeout: seconds without a message after which the engine counts as hung; None means
             30 on a GPU, 120 on a CPU. It has to be longer than the longest step.
@@ -94,14 +92,14 @@ class AsyncLLMEngine:
 
     def __init__(
         self,
-        engine_args: AsyncEngineArgs | Mapping[str, Any],
+        engine_args: EngineArgs | Mapping[str, Any],
         *,
         served_names: Sequence[str] = (),
         max_queued_requests: int = 1024,
         step_timeout: float | None = None,
     ) -> None:
         begun = time.monotonic()
-        if not isinstance(engine_args, AsyncEngineArgs):
+        if not isinstance(engine_args, EngineArgs):
             engine_args = AsyncEngineArgs(**engine_args)
         if type(max_queued_requests) is not int or max_queued_requests < 0:
             reason = "must be an integer of at least 0"
@@ -110,8 +108,8 @@ class AsyncLLMEngine:
             type(step_timeout) not in (int, float) or not step_timeout > 0
         ):
             raise ConfigError("step_timeout", step_timeout, "must be a number above 0, or None")
-        config = EngineConfig.from_args(engine_args.values)
-        self.process = launch(_changed(engine_args.values))
+        config = EngineConfig.from_args(engine_args.resolved())
+        self.process = launch(engine_args.changed())
         self._socket = self.process.socket
         weakref.finalize(self, EngineProcess.kill, self.process)
         try:
@@ -124,7 +122,9 @@ class AsyncLLMEngine:
             raise
         self.info = EngineInfo(
             model=config.load.model,
-            served_names=tuple(served_names) or (config.load.model,),
+            served_names=tuple(served_names)
+            or tuple(engine_args.served_model_name)
+            or (config.load.model,),
             max_model_len=ready.max_model_len,
             vocab_size=model.vocab_size,
             num_blocks=ready.num_blocks,
@@ -136,6 +136,15 @@ class AsyncLLMEngine:
             default_sampling=opened.default_sampling,
             max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
             started_seconds={**ready.seconds, "total": time.monotonic() - begun},
+        )
+        self._model = ModelInfo(
+            model=config.load.model,
+            tokenizer=config.load.tokenizer,
+            served_model_name=self.info.served_names[0],
+            max_model_len=ready.max_model_len,
+            vocab_size=model.vocab_size,
+            dtype=ready.dtype,
+            seed=config.seed,
         )
         self._inputs = InputProcessor(
             self.tokenizer,
@@ -168,13 +177,23 @@ class AsyncLLMEngine:
     @classmethod
     def from_engine_args(
         cls,
-        engine_args: AsyncEngineArgs | Mapping[str, Any],
+        engine_args: EngineArgs | Mapping[str, Any],
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: Any = None,
         *,
         served_names: Sequence[str] = (),
         max_queued_requests: int = 1024,
         step_timeout: float | None = None,
     ) -> AsyncLLMEngine:
-        """The same as the constructor, by the name that vLLM's users know."""
+        """The same as the constructor, by the name that vLLM's users know.
+
+        The engine always starts its loop; `usage_context` has no meaning here, since nothing is
+        reported; `stat_loggers` are not available yet.
+        """
+        if start_engine_loop is not True:
+            raise ConfigError("start_engine_loop", start_engine_loop, "the engine always starts")
+        refuse_later("stat_loggers", stat_loggers, "a logger of statistics of the user's own")
         return cls(
             engine_args,
             served_names=served_names,
@@ -186,22 +205,73 @@ class AsyncLLMEngine:
 
     async def generate(
         self,
+        prompt: Prompt | PromptType,
+        sampling_params: SamplingParams,
         request_id: str,
-        prompt: Prompt | str | Mapping[str, Any],
-        params: SamplingParams,
+        lora_request: None = None,
+        trace_headers: None = None,
+        prompt_adapter_request: None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """See `EngineClient`. A string, or a mapping as `LLM.generate` takes it, is a prompt, too.
+        """See `EngineClient`. A prompt has any of the forms that `LLM.generate` takes.
 
         If the reader is slower than the engine, outputs beyond 256 are merged. All outputs but the
-        last have the `metrics` of the first.
+        last have the `metrics` of the first. `lora_request`, `trace_headers`,
+        `prompt_adapter_request` and another priority than 0 are not available yet.
         """
+        outputs = await self.add_request(
+            request_id,
+            prompt,
+            sampling_params,
+            lora_request=lora_request,
+            trace_headers=trace_headers,
+            prompt_adapter_request=prompt_adapter_request,
+            priority=priority,
+        )
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt | PromptType,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        trace_headers: None = None,
+        prompt_adapter_request: None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Starts a request at once and returns the outputs that `generate` yields. Read them to
+        their end, or abort the request: it keeps its id until then.
+
+        Args:
+            arrival_time: not used: a request arrives with this call.
+
+        Raises:
+            RequestError, OverloadedError, DuplicateRequestError, EngineDeadError: see
+                `EngineClient.generate`.
+        """
+        refuse_later("lora_request", lora_request, "LoRA")
+        refuse_later("trace_headers", trace_headers, "tracing of requests without a server")
+        refuse_later("prompt_adapter_request", prompt_adapter_request, "prompt adapters")
+        refuse_later("priority", priority or None, "priority scheduling")
         self._attach_loop()
         stream = self._open_stream(request_id)
         try:
-            prompt = parse_prompt(prompt)
-            request = await self._checked_request(prompt, params)
+            request = await self._checked_request(parse_prompt(prompt), params)
             self._submit(stream, request)
-            assembler = Assembler(request, request_id, stream.arrival)
+        except BaseException:
+            self._close_stream(stream)
+            raise
+        return self._outputs(stream, request)
+
+    async def _outputs(
+        self, stream: OutputStream, request: Request
+    ) -> AsyncGenerator[RequestOutput, None]:
+        try:
+            assembler = Assembler(request, stream.request_id, stream.arrival)
             finished = False
             while not finished:
                 output = assembler.add(await stream.get())
@@ -215,15 +285,16 @@ class AsyncLLMEngine:
         finally:
             self._close_stream(stream)
 
-    async def abort(self, request_id: str) -> None:
-        """See `EngineClient`."""
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """See `EngineClient`; several ids may be given."""
         self._attach_loop()
-        stream = self._streams.get(self._keys.get(request_id, ""))
-        if stream is None:
-            return
-        stream.abort_wanted = True
-        if stream.sent:
-            self._send(messages.Abort(stream.key))
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            stream = self._streams.get(self._keys.get(one, ""))
+            if stream is None:
+                continue
+            stream.abort_wanted = True
+            if stream.sent:
+                self._send(messages.Abort(stream.key))
 
     def _open_stream(self, request_id: str) -> OutputStream:
         if not isinstance(request_id, str) or not request_id:
@@ -276,6 +347,9 @@ class AsyncLLMEngine:
             RequestError: the prompt or a parameter is wrong.
         """
 
+        if isinstance(params, SamplingParams):
+            params = params.clone()  # its owner may assign to it while a thread works
+
         def make() -> Request:
             return self._inputs.make_request("", prompt, params)
 
@@ -307,15 +381,16 @@ class AsyncLLMEngine:
             histograms=self._histograms,
         )
 
-    def check_health(self) -> None:
-        """See `EngineClient`. A hung engine is asked for its threads' stacks, on stderr."""
+    def check_health(self) -> Awaitable[None]:
+        """See `EngineClient`. The check is done by the call; awaiting its result is allowed, as in
+        vLLM. A hung engine is asked for its threads' stacks, on stderr."""
         self._receive_if_allowed()
         if self._failure is not None:
             raise EngineDeadError(self._failure)
         age = time.monotonic() - self._last_message
         if age <= self.step_timeout:
             self._asked_for_stacks = False
-            return
+            return _Checked()
         if not self._asked_for_stacks:
             self._asked_for_stacks = True
             logger.error("the engine has shown no life for %.1f s", age)
@@ -324,9 +399,42 @@ class AsyncLLMEngine:
             f"the engine has shown no life for {age:.1f} s (step_timeout={self.step_timeout:g})"
         )
 
-    async def get_metrics(self) -> dict[str, float]:
-        """The present `LLM.get_metrics`; `stats` has those of the last heartbeat."""
+    @property
+    def errored(self) -> bool:
+        """Whether nothing can be served any more."""
+        self._receive_if_allowed()
+        return self._failure is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError:
+        """What requests raise once `errored`."""
+        return EngineDeadError(self._failure or "the engine is not dead")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether new requests are accepted."""
+        return not self.errored and not self._draining
+
+    @property
+    def is_stopped(self) -> bool:
+        return not self.is_running
+
+    async def get_tokenizer(self, lora_request: None = None) -> Any:
+        """The transformers tokenizer, or None."""
+        refuse_later("lora_request", lora_request, "LoRA")
+        return None if self.tokenizer is None else self.tokenizer.hf
+
+    async def get_model_config(self) -> ModelInfo:
+        return self._model
+
+    async def metrics(self) -> dict[str, float]:
+        """The present `LLM.metrics`; `stats` has those of the last heartbeat."""
         return await self._call_engine("metrics")
+
+    async def get_metrics(self) -> list[Metric]:
+        """The present `LLM.get_metrics`; its histograms are those of the last heartbeat."""
+        labels = {"model_name": self.info.served_names[0], "engine": "0"}
+        return metric_objects(await self.metrics(), self._histograms, labels)
 
     async def reset_prefix_cache(self) -> None:
         """See `EngineClient`."""
@@ -340,9 +448,20 @@ class AsyncLLMEngine:
         """See `LLM.load_lookahead_cache`. No request makes progress meanwhile."""
         await self._call_engine("load_lookahead_cache", os.path.abspath(path))
 
-    async def shutdown(self, drain_seconds: float) -> None:
-        """See `EngineClient`. A second call with an earlier limit ends the wait of the first one. A
-        hung engine gets no time to drain."""
+    def shutdown(self, drain_seconds: float | None = None) -> Awaitable[None]:
+        """See `EngineClient`. Without `drain_seconds` the call itself ends the engine at once, and
+        its result need not be awaited, as in vLLM."""
+        if drain_seconds is not None:
+            return self._drain(drain_seconds)
+        self._draining = True
+        self._fail_everything("the engine was shut down", kill=False)
+        self.process.kill()
+        self.threads.close()
+        return _Checked()
+
+    async def _drain(self, drain_seconds: float) -> None:
+        """Ends the engine once its requests have finished, or after this time. A second call with
+        an earlier limit ends the wait of the first one. A hung engine gets no time to drain."""
         self._draining = True
         deadline = time.monotonic() + drain_seconds
         if self._failure is None:
@@ -470,12 +589,3 @@ class AsyncLLMEngine:
         if kill:
             logger.error("%s", text)
             self.process.popen.kill()  # without waiting: freeing its memory may take a while
-
-
-def _changed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The effective arguments that differ from their defaults."""
-    return {
-        spec.name: values[spec.name]
-        for spec in ENGINE_ARGS
-        if spec.status is Status.EFFECTIVE and values[spec.name] != spec.default
-    }

@@ -87,6 +87,15 @@ def background_drafter_of(
     return found
 
 
+def check_draft_length(speculation: SpeculationConfig | None, max_model_len: int) -> None:
+    """Raises ConfigError if sequences are to have drafts beyond the target's context length."""
+    draft = None if speculation is None else speculation.draft
+    longest = None if draft is None else draft.max_model_len
+    if longest is not None and longest > max_model_len:
+        reason = f"exceeds max_model_len ({max_model_len})"
+        raise ConfigError("speculative_max_model_len", longest, reason)
+
+
 def prepare_draft_model(
     config: EngineConfig,
     target: ModelConfig,
@@ -195,7 +204,8 @@ def find_draft_model(
         load_format, allow_pickle: as `start_draft_model`.
 
     Raises:
-        ConfigError: its vocabulary or tokenizer differs from the target's.
+        ConfigError: its vocabulary or tokenizer differs from the target's, or it is to draft beyond
+            its context.
         ModelLoadError: there is no such model.
     """
     name = str(demo_folder(config.model)) if config.model in ALIASES else config.model
@@ -203,6 +213,10 @@ def find_draft_model(
         name, revision=config.revision, load_format=load_format, allow_pickle=allow_pickle
     )
     model = load_model_config(folder)
+    longest = config.max_model_len
+    if longest is not None and longest > model.max_model_len:
+        reason = f"exceeds the draft model's context length ({model.max_model_len})"
+        raise ConfigError("speculative_max_model_len", longest, reason)
     _check_vocabulary(config.model, folder, model, target, tokenizer)
     return folder, model
 

@@ -140,7 +140,7 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queues a request that passed `check_request`."""
-        self._check_alive()
+        self.check_alive()
         self._scheduler.add_request(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -156,7 +156,7 @@ class Engine:
         When the last request ends, the pending step computes only tokens of ended requests; the
         next call of `step`, if there is one, finishes it and drops its results.
         """
-        self._check_alive()
+        self.check_alive()
         clock = self._clock
         clock.begin()
         try:
@@ -201,6 +201,13 @@ class Engine:
             self._failure = error
             raise
 
+    def check_alive(self) -> None:
+        """Raises EngineDeadError if a step has failed."""
+        if self._failure is not None:
+            raise EngineDeadError(
+                f"a step failed earlier: {type(self._failure).__name__}: {self._failure}"
+            ) from self._failure
+
     def metrics(self) -> dict[str, float]:
         """Counters since start and gauges of the present state, by name."""
         stats = self._scheduler.stats
@@ -238,7 +245,7 @@ class Engine:
     def poll_host_memory(self) -> bool:
         """Continues copies of KV to host memory while no request runs: the caller calls it
         repeatedly when idle. Returns whether there is more to copy."""
-        self._check_alive()
+        self.check_alive()
         return self._scheduler.poll_host_memory()
 
     def shut_down(self) -> None:
@@ -262,9 +269,3 @@ class Engine:
         self._scheduler.step_launched()
         self._clock.lap("launch")
         return step, launched, begun
-
-    def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise EngineDeadError(
-                f"a step failed earlier: {type(self._failure).__name__}: {self._failure}"
-            ) from self._failure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,6 +43,22 @@ class EngineInfo:
 
 
 @dataclass(frozen=True)
+class ModelInfo:
+    """What vLLM's users read from `get_model_config()`; `max_model_len` is in tokens."""
+
+    model: str
+    tokenizer: str
+    served_model_name: str
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    seed: int
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """An engine's state as last reported.
 
@@ -80,9 +96,10 @@ class EngineClient(Protocol):
         """The threads in which this process tokenizes; `shutdown` closes them."""
 
     def generate(
-        self, request_id: str, prompt: Prompt, params: SamplingParams
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields the outputs of one request, as `params.output_kind` says, until it is finished.
+        """Yields the outputs of one request, as `sampling_params.output_kind` says, until it is
+        finished.
 
         Closing the generator aborts the request.
 
@@ -99,7 +116,7 @@ class EngineClient(Protocol):
 
     def stats(self) -> EngineStats: ...
 
-    def check_health(self) -> None:
+    def check_health(self) -> object:
         """Returns if the engine is well.
 
         Raises:
@@ -110,7 +127,7 @@ class EngineClient(Protocol):
     async def reset_prefix_cache(self) -> None:
         """Drops all cached prefixes."""
 
-    async def shutdown(self, drain_seconds: float) -> None:
+    def shutdown(self, drain_seconds: float) -> Awaitable[None]:
         """Refuses new requests, gives running ones this long to finish, then ends the engine.
 
         Streams that are still open then raise `EngineDeadError`.

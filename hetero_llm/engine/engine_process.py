@@ -151,17 +151,12 @@ class EngineLoop:
         if now - self._last_beat >= HEARTBEAT_SECONDS:
             self._last_beat = now
             if not self._parent.num_unsent:
-                figures = _metrics(self._built) | {"cpu_seconds": time.process_time()}
+                figures = self._built.metrics() | {"cpu_seconds": time.process_time()}
                 histograms = self._built.engine.histograms()
                 self._send(messages.Heartbeat(figures, histograms))
 
     def _send(self, message: messages.Message) -> None:
         self._parent.send(messages.encode(message))
-
-
-def _metrics(built: BuiltEngine) -> dict[str, float]:
-    figures = built.engine.metrics()
-    return figures if built.store is None else figures | built.store.metrics()
 
 
 def _reset_prefix_cache(built: BuiltEngine) -> None:
@@ -183,7 +178,7 @@ def _store(built: BuiltEngine) -> Store:
 
 
 CALLS: dict[str, Callable[..., Any]] = {
-    "metrics": _metrics,
+    "metrics": lambda built: built.metrics(),
     "reset_prefix_cache": _reset_prefix_cache,
     "save_lookahead_cache": _save_lookahead_cache,
     "load_lookahead_cache": _load_lookahead_cache,

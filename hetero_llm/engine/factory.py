@@ -22,6 +22,7 @@ from hetero_llm.engine.build_device_draft import DeviceDraft, count_blocks, draf
 from hetero_llm.engine.build_draft_worker import (
     DraftModel,
     background_drafter_of,
+    check_draft_length,
     find_draft_model,
     own_load_format,
     prepare_draft_model,
@@ -103,6 +104,11 @@ class BuiltEngine:
     offload: str = ""
     images: ImageInputs | None = None
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    vocab_size: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges of engine and lookahead cache, by name."""
+        return self.engine.metrics() | ({} if self.store is None else self.store.metrics())
 
 
 def build_engine(
@@ -135,6 +141,7 @@ def build_engine(
     _check_offload(config, device)
     folder, model_config = find_model(load)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
+    check_draft_length(config.speculation, max_model_len)
     model_config = dataclasses.replace(model_config, max_model_len=max_model_len)
     dtype_name = resolve_dtype(load.dtype, model_config.torch_dtype, device)
     steps = limit_steps(config, max_model_len, device.type, serving=serving)
@@ -253,7 +260,7 @@ def _join(
         logger.info(message, load.model, device, dtype_name, *sizes)
     return BuiltEngine(
         engine, tokenizer, max_model_len, num_blocks, str(device), dtype_name, backend, store,
-        "" if offload is None else offload.words(), inputs.images,
+        "" if offload is None else offload.words(), inputs.images, vocab_size=model_config.vocab_size,
     )  # fmt: skip
 
 

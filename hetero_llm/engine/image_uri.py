@@ -85,6 +85,8 @@ def chat_images(
         parts: list[dict[str, Any]] = []
         for number, part in enumerate(content):
             where = f"messages[{index}].content[{number}]"
+            if isinstance(part, str):
+                part = {"type": "text", "text": part}
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind == "text":
                 parts.append(dict(part))

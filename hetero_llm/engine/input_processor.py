@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,8 @@ def parse_prompts(prompts: Any, prompt_token_ids: Any = None) -> list[Prompt]:
     """Converts the forms that `LLM.generate` accepts.
 
     A string, a dict (`{"prompt": ...}` or `{"prompt_token_ids": ...}`, both with an optional
-    "cache_salt" and "multi_modal_data"), or a list of those; or `prompt_token_ids=` as a list of
-    ids or of such lists.
+    "cache_salt" and "multi_modal_data"), token ids (a list or an array), or a list of those; or
+    `prompt_token_ids=` as token ids or a list of such.
 
     Raises:
         PromptError: anything else, naming the prompt's index in a list.
@@ -54,15 +55,14 @@ def parse_prompts(prompts: Any, prompt_token_ids: Any = None) -> list[Prompt]:
     if prompts is None and prompt_token_ids is None:
         raise PromptError("prompts", None, "prompts or prompt_token_ids is needed")
     if prompts is None:
-        if not isinstance(prompt_token_ids, Sequence) or isinstance(prompt_token_ids, str):
-            raise PromptError("prompt_token_ids", prompt_token_ids, "must be a list")
-        if prompt_token_ids and not isinstance(prompt_token_ids[0], int):
-            return [
-                _parse_one({"prompt_token_ids": ids}, index)
-                for index, ids in enumerate(prompt_token_ids)
-            ]
-        return [_parse_one({"prompt_token_ids": prompt_token_ids}, None)]
-    if isinstance(prompts, (str, Mapping)):
+        ids = _without_array(prompt_token_ids)
+        if not isinstance(ids, Sequence) or isinstance(ids, str):
+            raise PromptError("prompt_token_ids", ids, "must be a list")
+        if is_one_prompt(None, ids):
+            return [_parse_one({"prompt_token_ids": ids}, None)]
+        return [_parse_one({"prompt_token_ids": each}, i) for i, each in enumerate(ids)]
+    prompts = _without_array(prompts)
+    if is_one_prompt(prompts):
         parsed = [_parse_one(prompts, None)]
     elif isinstance(prompts, Sequence):
         parsed = [_parse_one(item, index) for index, item in enumerate(prompts)]
@@ -81,6 +81,23 @@ def parse_prompts(prompts: Any, prompt_token_ids: Any = None) -> list[Prompt]:
     ]
 
 
+def is_one_prompt(prompts: Any, prompt_token_ids: Any = None) -> bool:
+    """Whether `parse_prompts` takes its arguments as one prompt, not as a list of prompts."""
+    if prompts is None:
+        ids = _without_array(prompt_token_ids)
+        return not ids or _begins_with_a_number(ids)
+    return isinstance(prompts, (str, Mapping)) or _begins_with_a_number(_without_array(prompts))
+
+
+def _begins_with_a_number(value: Any) -> bool:
+    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Integral)
+
+
+def _without_array(value: Any) -> Any:
+    """An array (numpy's, torch's, Python's) as a list, anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def parse_prompt(prompt: Any) -> Prompt:
     """One prompt in any of the forms of `parse_prompts`, or a `Prompt`, whose types are checked.
 
@@ -95,21 +112,26 @@ def parse_prompt(prompt: Any) -> Prompt:
         }
         given = {name: value for name, value in fields.items() if value is not None}
         return replace(_parse_one(given, None), images=prompt.images, prepared=prompt.prepared)
-    if not isinstance(prompt, (str, Mapping)):
-        raise PromptError("prompt", prompt, "must be a Prompt, a string or a mapping")
+    prompt = _without_array(prompt)
+    if not is_one_prompt(prompt):
+        reason = "must be a string, a mapping, a list of token ids or a Prompt"
+        raise PromptError("prompt", prompt, reason)
     return _parse_one(prompt, None)
 
 
 def _parse_one(item: Any, index: int | None) -> Prompt:
+    item = _without_array(item)
     if isinstance(item, str):
         return Prompt(text=item)
+    if _begins_with_a_number(item):
+        item = {"prompt_token_ids": item}
     if isinstance(item, Mapping):
         unknown = sorted(set(item) - _PROMPT_KEYS, key=str)
         if unknown:
             raise PromptError(
                 unknown[0], item[unknown[0]], "is not supported in a prompt", prompt_index=index
             )
-        ids = item.get("prompt_token_ids")
+        ids = _without_array(item.get("prompt_token_ids"))
         text = item.get("prompt")
         salt = item.get("cache_salt")
         if ids is None and not isinstance(text, str):
@@ -125,7 +147,8 @@ def _parse_one(item: Any, index: int | None) -> Prompt:
         except PromptError as error:
             raise (error if index is None else error.at_prompt(index)) from None
         return Prompt(text, ids, salt, images)
-    raise PromptError("prompt", item, "must be a string or a dict", prompt_index=index)
+    reason = "must be a string, a dict or a list of token ids"
+    raise PromptError("prompt", item, reason, prompt_index=index)
 
 
 class InputProcessor:
@@ -169,6 +192,7 @@ class InputProcessor:
         """
         if not isinstance(params, SamplingParams):
             raise SamplingError("sampling_params", params, "must be a SamplingParams")
+        params = params.checked_copy()
         self._check_params(params)
         for field, text in (("prompt", prompt.text), ("cache_salt", prompt.cache_salt)):
             if text is not None and not is_text(text):
@@ -237,13 +261,19 @@ class InputProcessor:
                     f"{found} image tokens",
                     f"its images have {placed}; pass the images as {FIELD}",
                 )
-        cut = params.truncate_prompt_tokens
-        if cut is not None:
-            if prepared is not None and cut < len(token_ids):
+        wanted = params.truncate_prompt_tokens
+        cut = self._max_model_len - 1 if wanted == -1 else wanted
+        if cut is not None and cut < len(token_ids):
+            if prepared is not None:
                 raise SamplingError(
-                    "truncate_prompt_tokens", cut, "a prompt with images cannot be cut"
+                    "truncate_prompt_tokens", wanted, "a prompt with images cannot be cut"
                 )
-            token_ids, packed = token_ids[-cut:], packed[-4 * cut :]
+            if cut == 0:
+                raise SamplingError("truncate_prompt_tokens", wanted, "max_model_len is 1")
+            if params.truncation_side == "left":
+                token_ids, packed = token_ids[-cut:], packed[-4 * cut :]
+            else:
+                token_ids, packed = token_ids[:cut], packed[: 4 * cut]
         if len(token_ids) >= self._max_model_len:
             raise PromptError(
                 "prompt",
@@ -259,7 +289,7 @@ class InputProcessor:
             token_ids = prompt.token_ids
             packed = _packed_plain_ids(token_ids, self._vocab_size)
             if packed is None:
-                self._check_one_by_one(token_ids)
+                token_ids = self._plain_ids(token_ids)
         else:
             assert prompt.text is not None
             if self._tokenizer is None:
@@ -275,25 +305,26 @@ class InputProcessor:
             raise PromptError(field, value, "is empty (no tokens)")
         return token_ids, token_bytes(token_ids) if packed is None else packed
 
-    def _check_one_by_one(self, token_ids: list[int]) -> None:
-        """Raises PromptError for the first wrong token id, if there is one."""
+    def _plain_ids(self, token_ids: list[Any]) -> list[int]:
+        """The ids as Python's integers; raises PromptError for the first wrong one."""
         for token in token_ids:
-            if isinstance(token, bool) or not isinstance(token, int):
+            if isinstance(token, bool) or not isinstance(token, Integral):
                 raise PromptError("prompt_token_ids", token, "must be integers")
-            if not 0 <= token < self._vocab_size:
+            if not 0 <= int(token) < self._vocab_size:
                 raise PromptError(
                     "prompt_token_ids",
                     token,
                     f"is outside the vocabulary (0 to {self._vocab_size - 1})",
                 )
+        return [int(token) for token in token_ids]
 
     def _check_params(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
             wanted = self._count(getattr(params, name))
             if wanted is not None and self._max_logprobs != -1 and wanted > self._max_logprobs:
-                raise SamplingError(
-                    name, getattr(params, name), f"exceeds max_logprobs ({self._max_logprobs})"
-                )
+                whole = f": the whole vocabulary ({wanted} tokens)" * (getattr(params, name) == -1)
+                reason = f"exceeds max_logprobs ({self._max_logprobs}){whole}"
+                raise SamplingError(name, getattr(params, name), reason)
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for token in getattr(params, name) or ():
                 if token >= self._vocab_size:

@@ -2,35 +2,55 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from tqdm import tqdm
 
-from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
-from hetero_llm.core.errors import ConfigError, EngineDeadError, RequestError
-from hetero_llm.core.outputs import RequestOutput
+from hetero_llm.core.errors import (
+    ConfigError,
+    EngineDeadError,
+    PromptError,
+    RequestError,
+    SamplingError,
+    refuse_later,
+)
+from hetero_llm.core.inputs import PromptType
+from hetero_llm.core.metrics import Metric
+from hetero_llm.core.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from hetero_llm.core.request import Request
-from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
+from hetero_llm.core.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from hetero_llm.engine.arg_utils import EngineArgs
+from hetero_llm.engine.chat_messages import for_template
 from hetero_llm.engine.factory import BuiltEngine, build_engine, free_unreachable
-from hetero_llm.engine.image_uri import chat_images
-from hetero_llm.engine.input_processor import Prompt, pair_params, parse_prompts
+from hetero_llm.engine.input_processor import Prompt, is_one_prompt, pair_params, parse_prompts
+from hetero_llm.engine.metric_objects import metric_objects
 from hetero_llm.utils.gc_control import prompt_wakeups, serve_promptly
 
 if TYPE_CHECKING:
+    from hetero_llm.config.engine_arg_types import EngineArgTypes
     from hetero_llm.spec_decode.lookahead.store import Store
 
 logger = logging.getLogger(__name__)
+
+_POOLING, _LEVELS, _PROFILER = "a pooling model", "a sleep level", "a profiler"
+_NOT_YET = {
+    "encode": _POOLING, "embed": _POOLING, "classify": _POOLING, "score": _POOLING,
+    "reward": _POOLING, "sleep": _LEVELS, "wake_up": _LEVELS, "start_profile": _PROFILER,
+    "stop_profile": _PROFILER, "set_tokenizer": "another tokenizer after the start",
+    "collective_rpc": "a call in worker processes", "apply_model": "a call on the model",
+    "llm_engine": "the engine inside LLM (use LLMEngine to drive its steps)",
+}  # fmt: skip
+"""Attributes of vLLM's `LLM`, and what they are for."""
 
 
 class LLM:
@@ -38,6 +58,7 @@ class LLM:
 
     Args:
         model: a folder in Hugging Face layout, a hub id, or "demo" for the embedded model.
+        tokenizer: a folder or hub id; None: the model's.
         engine_args: see docs/flags.md; unknown names are errors.
 
     Raises:
@@ -47,12 +68,17 @@ class LLM:
     A context manager: leaving it frees the model and the KV cache.
     """
 
-    def __init__(self, model: str, **engine_args: Any) -> None:
-        config = EngineConfig.from_args(resolve_engine_args({"model": model, **engine_args}))
+    def __init__(
+        self, model: str, tokenizer: str | None = None, **engine_args: Unpack[EngineArgTypes]
+    ) -> None:
+        args = EngineArgs(model, tokenizer, **engine_args)
+        config = EngineConfig.from_args(args.resolved())
         serve_promptly()
         with prompt_wakeups():
             built = build_engine(config, show_progress=sys.stderr.isatty())
         self._built: BuiltEngine | None = built
+        served = next(iter(args.served_model_name), config.load.model)
+        self._metric_labels = {"model_name": served, "engine": "0"}
         self._num_requests = 0
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # of open streams
 
@@ -77,24 +103,30 @@ class LLM:
 
     def generate(
         self,
-        prompts: Any = None,
+        prompts: PromptType | Sequence[PromptType] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
         prompt_adapter_request: None = None,
         guided_options_request: None = None,
+        priority: Sequence[int] | None = None,
+        *,
+        inputs: PromptType | Sequence[PromptType] | None = None,
     ) -> list[RequestOutput]:
         """Generates a continuation of each prompt; prompts run together as far as memory allows.
 
         Args:
             prompts: a string, a dict with "prompt" or "prompt_token_ids" (and "cache_salt", and
-                "multi_modal_data": {"image": one or a list}), or a list of those.
+                "multi_modal_data": {"image": one or a list}), token ids, or a list of those.
             sampling_params: one for all prompts or one each; default
                 `get_default_sampling_params()`.
             prompt_token_ids: token ids instead of, or along with, text.
-            use_tqdm: show progress and tokens per second.
+            use_tqdm: show progress and tokens per second; a class or function like `tqdm` shows
+                them its way.
             lora_request, prompt_adapter_request, guided_options_request: not available yet.
+            priority: of each prompt; other ones than 0 are not available yet.
+            inputs: an older name of `prompts`.
 
         Returns:
             One finished output per prompt, in order. After Ctrl-C an unfinished one has the text
@@ -104,13 +136,16 @@ class LLM:
             RequestError: a prompt or parameter is wrong; names the prompt's index. No prompt has
                 been started.
         """
-        _refuse("lora_request", lora_request, "LoRA")
-        _refuse("prompt_adapter_request", prompt_adapter_request, "prompt adapters")
-        _refuse("guided_options_request", guided_options_request, "guided decoding")
+        refuse_later("lora_request", lora_request, "LoRA")
+        refuse_later("prompt_adapter_request", prompt_adapter_request, "prompt adapters")
+        refuse_later("guided_options_request", guided_options_request, "guided decoding")
+        refuse_later("priority", priority if any(priority or ()) else None, "priority scheduling")
+        if inputs is not None:
+            if prompts is not None:
+                raise PromptError("inputs", inputs, "is another name of prompts, also given")
+            prompts = inputs
         parsed = parse_prompts(prompts, prompt_token_ids)
-        is_list = not isinstance(prompts, (str, Mapping)) and not (
-            prompts is None and (not prompt_token_ids or isinstance(prompt_token_ids[0], int))
-        )
+        is_list = not is_one_prompt(prompts, prompt_token_ids)
         params = pair_params(sampling_params, len(parsed), self.get_default_sampling_params())
         requests = self._make_requests(parsed, params, is_list)
         return self._run(requests, use_tqdm)
@@ -119,41 +154,58 @@ class LLM:
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        *,
+        chat_template_content_format: str = "auto",
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or a list of conversations, through the chat template.
 
         Args:
-            messages: dicts with "role" and "content"; a model that takes images has contents as
-                lists of parts, too: {"type": "text", "text": ...}, {"type": "image", "image": ...},
-                and {"type": "image_url", "image_url": {"url": "data:image/..."}}.
+            messages: dicts with "role" and "content", a text or a list of parts: {"type": "text",
+                "text": ...}, and for a model that takes images {"type": "image", "image": ...} and
+                {"type": "image_url", "image_url": {"url": "data:image/..."}}.
             chat_template: a Jinja template instead of the tokenizer's own.
             add_generation_prompt: open the assistant's turn.
+            chat_template_content_format: how the template sees contents: "string" joins the texts
+                of parts with newlines, "openai" makes every content a list of parts; "auto" is
+                "openai" for a model that takes images, else "string".
+            continue_final_message: leave the last message open; needs add_generation_prompt=False.
+            tools: described to the template.
+            chat_template_kwargs: variables of the template.
 
         Raises:
             RequestError: no tokenizer, no template, or a conversation it refuses.
         """
-        _refuse("lora_request", lora_request, "LoRA")
-        tokenizer, takes_images = self._engine_parts().tokenizer, self._engine_parts().images
+        refuse_later("lora_request", lora_request, "LoRA")
+        tokenizer = self._engine_parts().tokenizer
+        images_in = self._engine_parts().images
+        fetch = None if images_in is None else images_in.fetcher.fetch
         if tokenizer is None:
             raise RequestError("messages", messages, "chat needs a tokenizer")
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise RequestError("messages", messages, "must be a conversation or a list of those")
         several = not isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = messages if several else [messages]
+        options = {**(chat_template_kwargs or {}), "continue_final_message": continue_final_message}
+        if tools is not None:
+            options["tools"] = list(tools)
         prompts = []
         for index, conversation in enumerate(conversations):
-            images: tuple[Any, ...] = ()
             try:
-                if takes_images is not None:
-                    conversation, images = chat_images(conversation, takes_images.fetcher.fetch)
+                conversation, images = for_template(
+                    conversation, chat_template_content_format, fetch=fetch
+                )
                 token_ids = tokenizer.apply_chat_template(
                     conversation,
                     chat_template=chat_template,
                     add_generation_prompt=add_generation_prompt,
+                    options=options,
                 )
             except RequestError as error:
                 raise (error.at_prompt(index) if several else error) from None
@@ -162,8 +214,49 @@ class LLM:
         params = pair_params(sampling_params, len(prompts), self.get_default_sampling_params())
         return self._run(self._make_requests(prompts, params, several), use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = False,
+    ) -> list[BeamSearchOutput]:
+        """Searches the `params.beam_width` most likely continuations of each prompt.
+
+        The search is that of transformers' `generate`, as with `use_beam_search`: scores are
+        divided by (generated length) ** length_penalty.
+
+        Raises:
+            RequestError: a prompt or parameter is wrong.
+        """
+        refuse_later("lora_request", lora_request, "LoRA")
+        if not isinstance(params, BeamSearchParams):
+            raise SamplingError("params", params, "must be a BeamSearchParams")
+        tokenizer = self._engine_parts().tokenizer
+        found = []
+        for output in self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm):
+            beams = []
+            for one in output.outputs:
+                tokens = [*output.prompt_token_ids, *one.token_ids]
+                text = None
+                if tokenizer is not None:
+                    text = tokenizer.decode(tokens, skip_special_tokens=False)
+                beams.append(
+                    BeamSearchSequence(
+                        tokens,
+                        one.logprobs or [],
+                        cum_logprob=one.cumulative_logprob or 0.0,
+                        text=text,
+                        finish_reason=one.finish_reason,
+                        stop_reason=one.stop_reason,
+                    )
+                )
+            found.append(BeamSearchOutput(beams))
+        return found
+
     def stream(
-        self, prompt: Any, sampling_params: SamplingParams | None = None
+        self, prompt: PromptType, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Yields the growing output of one prompt, per `sampling_params.output_kind`.
 
@@ -203,11 +296,15 @@ class LLM:
         """The parameters of a call without any: `SamplingParams()` with `default_sampling`."""
         return SamplingParams(**self.default_sampling)
 
-    def get_metrics(self) -> dict[str, float]:
-        """Counters since start and gauges of the present state, by name; names follow vLLM's
-        metrics."""
-        parts = self._engine_parts()
-        return parts.engine.metrics() | ({} if parts.store is None else parts.store.metrics())
+    def get_metrics(self) -> list[Metric]:
+        """Counters since start, gauges of the present state and histograms, as vLLM's objects of
+        `hetero_llm.v1.metrics.reader`."""
+        histograms = self._engine_parts().engine.histograms()
+        return metric_objects(self.metrics(), histograms, self._metric_labels)
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges of `get_metrics` by the engine's names."""
+        return self._engine_parts().metrics()
 
     def reset_prefix_cache(self) -> None:
         """Drops all cached prefixes."""
@@ -238,6 +335,13 @@ class LLM:
         """What runs the model: "cuda", or on a CPU "native" (our executor), "torch" or "ipex"."""
         return self._engine_parts().backend
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            feature = _NOT_YET.get(name)
+            reason = f"{feature} is not available yet" if feature else "no such attribute"
+            raise AttributeError(f"LLM.{name}: {reason}")
+
     # -- inside -----------------------------------------------------------------------------
 
     def _engine_parts(self) -> BuiltEngine:
@@ -264,9 +368,8 @@ class LLM:
         for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             if final_only and isinstance(wanted, SamplingParams):
                 if id(wanted) not in finals:
-                    finals[id(wanted)] = dataclasses.replace(
-                        wanted, output_kind=RequestOutputKind.FINAL_ONLY
-                    )
+                    finals[id(wanted)] = wanted.clone()
+                    finals[id(wanted)].output_kind = RequestOutputKind.FINAL_ONLY
                 wanted = finals[id(wanted)]
             request_id = str(self._num_requests)
             self._num_requests += 1
@@ -289,7 +392,9 @@ class LLM:
                 self._inboxes[output.request_id].append(output)
         return outputs
 
-    def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self, requests: list[Request], use_tqdm: bool | Callable[..., Any]
+    ) -> list[RequestOutput]:
         engine = self._engine_parts().engine
         indices = {request.request_id: index for index, request in enumerate(requests)}
         finished: dict[str, RequestOutput] = {}
@@ -337,8 +442,9 @@ def _interrupt_between_steps() -> Iterator[list[int]]:
 class _Progress:
     """Progress bar of `generate`: finished prompts, input and output tokens per second."""
 
-    def __init__(self, total: int, shown: bool) -> None:
-        self._bar = tqdm(
+    def __init__(self, total: int, shown: bool | Callable[..., Any]) -> None:
+        make_bar = shown if callable(shown) else tqdm
+        self._bar = make_bar(
             total=total,
             desc="Processed prompts",
             dynamic_ncols=True,
@@ -360,8 +466,3 @@ class _Progress:
 
     def close(self) -> None:
         self._bar.close()
-
-
-def _refuse(field: str, value: Any, feature: str) -> None:
-    if value is not None:
-        raise ConfigError(field, value, f"{feature} is not available yet")

@@ -107,8 +107,12 @@ class Tokenizer:
         *,
         chat_template: str | None,
         add_generation_prompt: bool,
+        options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Renders a conversation (sandboxed by transformers) and tokenizes it.
+
+        Args:
+            options: more arguments of transformers' method, and variables of the template.
 
         Raises:
             RequestError: there is no template, or it refuses the conversation.
@@ -121,6 +125,7 @@ class Tokenizer:
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
+                **(options or {}),
             )
         except Exception as error:
             raise RequestError(

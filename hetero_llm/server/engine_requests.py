@@ -125,7 +125,7 @@ class EngineRequests:
         request_id, prompt = self._ids[index], self._request.prompts[index]
         params = self._request.params[index]
         assert prompt.token_ids is not None
-        stream = self._client.generate(request_id, prompt, params)
+        stream = self._client.generate(prompt, params, request_id)
         with self._metrics.begin(request_id, len(prompt.token_ids), params) as times:
             async with aclosing(stream):
                 async for output in stream:

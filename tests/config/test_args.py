@@ -174,7 +174,6 @@ class TestResolve:
             ("max_num_seqs", True, "must be an integer"),
             ("max_num_seqs", 2.0, "must be an integer"),
             ("max_num_seqs", "8", "must be an integer"),
-            ("max_logprobs", None, "must be an integer"),
             ("max_model_len", -1, "must be at least 1"),
             ("max_logprobs", -2, "must be at least -1"),
             ("seed", -1, "must be at least 0"),

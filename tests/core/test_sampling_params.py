@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 
 from hetero_llm.core.errors import SamplingError
@@ -32,7 +34,7 @@ WRONG = [
     ({"max_tokens": -1}, "max_tokens=-1"),
     ({"min_tokens": 17}, "min_tokens=17"),
     ({"min_tokens": -1}, "min_tokens=-1"),
-    ({"seed": -1}, "seed=-1"),
+    ({"seed": -2}, "seed=-2"),
     ({"seed": 2**64}, "seed=18446744073709551616"),
     ({"logprobs": -2}, "logprobs=-2"),
     ({"prompt_logprobs": 1.0}, "prompt_logprobs=1.0"),
@@ -45,12 +47,21 @@ WRONG = [
     ({"logit_bias": {3: 101}}, "logit_bias=101"),
     ({"logit_bias": [3]}, r"logit_bias=\[3\]"),
     ({"bad_words": [""]}, "bad_words=''"),
-    ({"allowed_token_ids": []}, r"allowed_token_ids=\(\)"),
+    ({"allowed_token_ids": []}, r"allowed_token_ids=\[\]"),
     ({"allowed_token_ids": 5}, "allowed_token_ids=5"),
     ({"temperature": 10**400}, "temperature=1000"),
     ({"output_kind": "delta"}, "output_kind='delta'"),
     ({"logits_processors": [3]}, "logits_processors=3"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens=-2"),
+    ({"truncation_side": "middle"}, "truncation_side='middle'"),
+    ({"logprob_token_ids": [1]}, r"logprob_token_ids=\[1\]: .*not available yet"),
+    ({"guided_decoding": {"json": {}}}, "guided_decoding=.*not available yet"),
+    ({"structured_outputs": {"json": {}}}, "structured_outputs=.*not available yet"),
+    ({"max_tokens": np.float32(3)}, "max_tokens="),
+    ({"ignore_eos": np.int64(1)}, "ignore_eos="),
+    ({"temperature": np.True_}, "temperature="),
+    ({"stop_token_ids": "12"}, "stop_token_ids='12'"),
     ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size=-1"),
     ({"num_speculative_tokens": -1}, "num_speculative_tokens=-1"),
     ({"num_speculative_tokens": False}, "num_speculative_tokens=False"),
@@ -91,10 +102,84 @@ def test_draft_length() -> None:
         assert SamplingParams(num_speculative_tokens=length).num_speculative_tokens == length
 
 
-def test_lists_become_immutable() -> None:
-    params = SamplingParams(stop="x", stop_token_ids=[1, 2], logit_bias={"7": 1})
-    assert params.stop == ("x",)
-    assert params.stop_token_ids == (1, 2)
+def test_lists_read_back_as_lists() -> None:
+    given = ["x", "y"]
+    params = SamplingParams(stop=given, stop_token_ids=(1, 2), logit_bias={"7": 1}, bad_words={"z"})
+    assert params.stop == given and params.stop is not given
+    assert (params.stop_token_ids, params.bad_words) == ([1, 2], ["z"])
     assert params.logit_bias == {7: 1.0}
+    assert SamplingParams(stop="x").stop == ["x"]
+    plain = SamplingParams()
+    assert (plain.stop, plain.stop_token_ids, plain.bad_words) == ([], [], [])
+    assert plain.logits_processors is plain.allowed_token_ids is None
+
+
+def test_fields_can_be_assigned_and_are_checked_for_a_request() -> None:
+    params = SamplingParams(max_tokens=4)
+    params.max_tokens = 9
+    params.stop = "x"
+    kept = params.checked_copy()
+    assert (kept.max_tokens, kept.stop) == (9, ["x"])
+    params.top_p = 1.5
+    with pytest.raises(SamplingError, match=r"^top_p=1\.5"):
+        params.checked_copy()
     with pytest.raises(AttributeError):
-        params.n = 2
+        params.temprature = 0.3
+
+
+def test_a_clone_has_lists_of_its_own() -> None:
+    def processor(ids: list[int], logits: Any) -> Any:
+        return logits
+
+    params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, logits_processors=[processor])
+    copy = params.clone()
+    assert copy == params
+    copy.stop.append("b")
+    copy.logit_bias[3] = 1.0
+    assert (params.stop, params.logit_bias) == (["a"], {1: 2.0})
+    assert copy.logits_processors == [processor]
+
+
+def test_none_is_the_default_in_from_optional() -> None:
+    params = SamplingParams.from_optional(n=None, temperature=None, top_p=0.5, max_tokens=None)
+    assert params == SamplingParams(top_p=0.5, max_tokens=None)
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams.from_optional(temprature=1)
+
+
+def test_positions_are_vllms() -> None:
+    params = SamplingParams(2, 3, 0.1, 0.2, 1.1, 0.7, 0.9, 5, 0.05, 11)
+    assert params == SamplingParams(
+        n=2, best_of=3, presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.1,
+        temperature=0.7, top_p=0.9, top_k=5, min_p=0.05, seed=11,
+    )  # fmt: skip
+
+
+def test_numbers_of_numpy_become_plain() -> None:
+    params = SamplingParams(
+        n=np.int64(2), temperature=np.float32(0.5), top_p=np.float64(0.25), top_k=np.uint8(7),
+        seed=np.int32(3), max_tokens=np.int16(4), stop_token_ids=[np.int64(9)],
+        logit_bias={np.int64(1): np.float32(2)}, ignore_eos=np.True_,
+    )  # fmt: skip
+    assert params == SamplingParams(
+        n=2, temperature=0.5, top_p=0.25, top_k=7, seed=3, max_tokens=4, stop_token_ids=[9],
+        logit_bias={1: 2.0}, ignore_eos=True,
+    )  # fmt: skip
+    numbers = (params.n, params.top_k, params.seed, params.max_tokens, params.stop_token_ids[0])
+    assert {type(one) for one in numbers} == {int}
+    assert type(params.temperature) is type(params.top_p) is float
+    assert params.ignore_eos is True
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"logprobs": True, "prompt_logprobs": True}, {"logprobs": 1, "prompt_logprobs": 1}),
+        ({"logprobs": False, "prompt_logprobs": False}, {}),
+        ({"seed": -1}, {}),
+        ({"seed": None, "stop_token_ids": range(2)}, {"stop_token_ids": [0, 1]}),
+    ],
+)
+def test_other_spellings_of_vllm(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert SamplingParams(**fields) == SamplingParams(**expected)
+    assert SamplingParams(prompt_logprobs=-1).prompt_logprobs == -1

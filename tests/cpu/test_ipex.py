@@ -121,11 +121,11 @@ def test_tokens_are_the_torch_backends_up_to_near_ties(dtype: str) -> None:
 def products(llm: LLM, prompts: list[list[int]], new_tokens: int) -> tuple[Counter[str], int]:
     """How often each operator ran, and the number of steps."""
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    before = llm.get_metrics()["num_steps"]
+    before = llm.metrics()["num_steps"]
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         generate(llm, prompts, params)
     counts = Counter(event.name for event in seen.events())
-    return counts, int(llm.get_metrics()["num_steps"] - before)
+    return counts, int(llm.metrics()["num_steps"] - before)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -209,7 +209,7 @@ def test_preempted_sequences_write_the_same_tokens() -> None:
                    num_gpu_blocks_override=blocks) as llm:  # fmt: skip
             params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
             written.append(tokens_of(generate(llm, prompts, params)))
-            assert (llm.get_metrics()["num_preemptions"] > 0) == (blocks == 8)
+            assert (llm.metrics()["num_preemptions"] > 0) == (blocks == 8)
     assert written[0] == written[1]
 
 

@@ -36,7 +36,7 @@ def test_the_drafter_knows_what_steps_cost(folder: Path) -> None:
         costs = engine._scheduler._drafter.costs
         assert costs.of(8) == pytest.approx([dict(profile)[8]])
         # The places that the measuring wrote to are anybody's.
-        assert llm.get_metrics()["kv_cache_usage_perc"] == 0.0
+        assert llm.metrics()["kv_cache_usage_perc"] == 0.0
 
 
 def test_no_larger_step_than_the_cache_holds(folder: Path) -> None:

@@ -152,7 +152,7 @@ def test_cumulative_outputs_grow_and_belong_to_the_reader(engine: AsyncLLMEngine
 def test_closing_a_stream_aborts_the_request(engine: AsyncLLMEngine) -> None:
     async def run() -> None:
         before = await idle_metrics(engine)
-        async with contextlib.aclosing(engine.generate("closed", CODE, ENDLESS)) as stream:
+        async with contextlib.aclosing(engine.generate(CODE, ENDLESS, "closed")) as stream:
             async for _ in stream:
                 break
         steps = engine.stats().num_steps
@@ -172,13 +172,13 @@ def test_abort_ends_the_stream_with_its_reason(engine: AsyncLLMEngine) -> None:
     async def run() -> None:
         await engine.abort("nobody")
         outputs = []
-        async for output in engine.generate("ended", CODE, replace(ENDLESS, n=2)):
+        async for output in engine.generate(CODE, replace(ENDLESS, n=2), "ended"):
             outputs.append(output)
             if len(outputs) == 3:
                 await engine.abort("ended")
         assert [one.finish_reason for one in outputs[-1].outputs] == ["abort", "abort"]
         # before the engine has heard of it: the prompt is still being tokenized
-        early = engine.generate("early", "x = 1\n" * 300, ENDLESS)
+        early = engine.generate("x = 1\n" * 300, ENDLESS, "early")
         first = asyncio.ensure_future(anext(early))
         await asyncio.sleep(0)
         await engine.abort("early")
@@ -191,7 +191,7 @@ def test_abort_ends_the_stream_with_its_reason(engine: AsyncLLMEngine) -> None:
 
 def test_an_id_is_taken_while_its_request_runs(engine: AsyncLLMEngine) -> None:
     async def run() -> None:
-        stream = engine.generate("twice", CODE, ENDLESS)
+        stream = engine.generate(CODE, ENDLESS, "twice")
         await anext(stream)
         with pytest.raises(DuplicateRequestError, match="^request_id='twice': "):
             await read(engine, "twice", CODE, GREEDY)
@@ -207,7 +207,7 @@ def test_an_id_is_taken_while_its_request_runs(engine: AsyncLLMEngine) -> None:
 def test_an_id_is_free_with_the_last_output(engine: AsyncLLMEngine) -> None:
     async def run() -> None:
         final = replace(GREEDY, output_kind=FINAL)
-        first = engine.generate("same", CODE, final)
+        first = engine.generate(CODE, final, "same")
         output = await anext(first)
         assert output.finished
         assert len(await read(engine, "same", CODE, final)) == 1
@@ -305,7 +305,7 @@ def test_a_slow_reader_gets_merged_outputs(
     params = replace(GREEDY, max_tokens=3 * kept, logprobs=1, output_kind=DELTA)
 
     async def run() -> list[RequestOutput]:
-        slow = engine.generate("slow", CODE, params)
+        slow = engine.generate(CODE, params, "slow")
         outputs = [await anext(slow)]
         quick = await read(engine, "quick", CODE, params)  # not held up by the slow one
         assert len(quick) == params.max_tokens
@@ -342,7 +342,7 @@ def test_calls_and_figures(engine: AsyncLLMEngine) -> None:
             await engine.save_lookahead_cache("nowhere")
         engine.check_health()
         # heartbeats come while nothing runs, too
-        steps = (await engine.get_metrics())["num_steps"]
+        steps = (await engine.metrics())["num_steps"]
         await until(lambda: engine.stats().num_steps == steps)
         assert engine.stats().last_step_age < engine.step_timeout
 
@@ -375,18 +375,80 @@ def test_one_event_loop_at_a_time(engine: AsyncLLMEngine) -> None:
     asyncio.run(run())
 
 
+def test_the_names_of_vllms_engine(engine: AsyncLLMEngine) -> None:
+    async def run() -> None:
+        await engine.check_health()
+        assert (engine.is_running, engine.errored, engine.is_stopped) == (True, False, False)
+        assert (await engine.get_tokenizer()).decode([70]) == engine.tokenizer.hf.decode([70])
+        config = await engine.get_model_config()
+        assert (config.model, config.served_model_name) == ("demo", "demo")
+        assert (config.max_model_len, config.get_vocab_size()) == (2048, 4096)
+        (*_, named) = [
+            output
+            async for output in engine.generate(
+                prompt=CODE, sampling_params=GREEDY, request_id="named", lora_request=None
+            )
+        ]
+        started = await engine.add_request("added", CODE, GREEDY)
+        with pytest.raises(DuplicateRequestError):
+            await engine.add_request("added", CODE, GREEDY)
+        (*_, added) = [output async for output in started]
+        assert added.outputs == named.outputs
+        ids = [5, 6, 7]
+        as_ids = [one async for one in engine.generate(ids, GREEDY, "ids")]
+        assert as_ids[-1].prompt_token_ids == ids
+        metrics = {metric.name: metric for metric in await engine.get_metrics()}
+        assert metrics["vllm:num_requests_running"].value == 0
+        assert metrics["vllm:num_requests_running"].labels["model_name"] == "demo"
+        await idle_metrics(engine)
+
+    asyncio.run(run())
+
+
+def test_a_running_request_does_not_see_assignments(engine: AsyncLLMEngine) -> None:
+    async def run() -> None:
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        started = [await engine.add_request(f"assigned {i}", CODE, params) for i in range(2)]
+        params.max_tokens = 9
+        for stream in started:
+            (*_, last) = [output async for output in stream]
+            assert len(last.outputs[0].token_ids) == 4
+        (*_, last) = await read(engine, "later", CODE, params)
+        assert len(last.outputs[0].token_ids) == 9
+
+    asyncio.run(run())
+
+
+def test_several_requests_are_aborted_at_once(engine: AsyncLLMEngine) -> None:
+    async def run() -> None:
+        streams = [await engine.add_request(f"end {i}", CODE, ENDLESS) for i in range(2)]
+        await engine.abort(["end 0", "nobody", "end 1"])
+        for stream in streams:
+            (*_, last) = [output async for output in stream]
+            assert {one.finish_reason for one in last.outputs} == {"abort"}
+        await idle_metrics(engine)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
-    ("values", "field"),
+    ("fields", "field"),
     [
-        ({"modle": "demo"}, "modle"),
-        ({"model": "demo", "max_num_seqs": 0}, "max_num_seqs"),
-        ({"max_num_seqs": 4}, "model"),
+        ({"lora_request": object()}, "lora_request"),
+        ({"priority": 1}, "priority"),
+        ({"trace_headers": {"a": "b"}}, "trace_headers"),
+        ({"prompt_adapter_request": object()}, "prompt_adapter_request"),
     ],
 )
-def test_wrong_engine_arguments(values: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        AsyncEngineArgs(**values)
-    assert caught.value.field == field
+def test_what_vllm_takes_and_this_engine_not_yet(
+    engine: AsyncLLMEngine, fields: dict[str, Any], field: str
+) -> None:
+    async def run() -> None:
+        with pytest.raises(ConfigError, match=f"^{field}=.*not available yet"):
+            await anext(engine.generate(CODE, GREEDY, "later", **fields))
+        assert engine.stats().queue == 0
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -397,6 +459,12 @@ def test_wrong_arguments_of_the_client(name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         AsyncLLMEngine({"model": "demo"}, **{name: value})
     assert caught.value.field == name
+
+
+@pytest.mark.parametrize(("name", "value"), [("start_engine_loop", False), ("stat_loggers", [1])])
+def test_what_from_engine_args_cannot_do(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}="):
+        AsyncLLMEngine.from_engine_args(AsyncEngineArgs("demo"), **{name: value})
 
 
 def test_arguments_show_what_was_changed() -> None:
@@ -421,10 +489,13 @@ def test_shutdown_drains_then_ends(engine: AsyncLLMEngine) -> None:
             await endless
         await draining
         assert engine.process.popen.returncode == 0
-        for call in (engine.get_metrics(), read(engine, "later", CODE, GREEDY)):
+        for call in (engine.metrics(), read(engine, "later", CODE, GREEDY)):
             with pytest.raises(EngineDeadError, match="shut down"):
                 await call
         with pytest.raises(EngineDeadError, match="shut down"):
             engine.check_health()
+        assert engine.errored and engine.is_stopped
+        assert "shut down" in str(engine.dead_error)
+        engine.shutdown()  # by vLLM's name: at once, and not awaited
 
     asyncio.run(run())

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Any
 
@@ -73,7 +73,7 @@ class Other:
     runner: FakeRunner
     thread: Thread
     codes: list[int]
-    params: SamplingParams = PARAMS
+    params: SamplingParams = field(default_factory=PARAMS.clone)
 
     def post(self, message: messages.Message) -> None:
         self.socket.send(messages.encode(message))

@@ -121,7 +121,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_one(folder: Path, prompt: dict[str, Any], params: SamplingParams, **args: Any) -> Any:
     with LLM(str(folder), **MORE, **args) as llm:
         outputs = llm.generate(prompt, params, use_tqdm=False)
-        return outputs, llm.get_metrics()
+        return outputs, llm.metrics()
 
 
 def test_chunked_with_prompt_logprobs(served: Served) -> None:
@@ -215,7 +215,7 @@ def test_preemption_and_drafts(
     with LLM(str(folder), speculative_config=lookahead, **MORE) as llm:
         for _ in range(2):  # the second time from what was learned the first time
             assert tokens(llm.generate(prompts, LONG, use_tqdm=False)) == tokens(expected)
-        assert llm.get_metrics()["spec_decode_num_accepted_tokens"] > 10
+        assert llm.metrics()["spec_decode_num_accepted_tokens"] > 10
 
 
 @pytest.mark.parametrize(

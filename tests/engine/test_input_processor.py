@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_llm.core.errors import PromptError
+from hetero_llm.core.errors import PromptError, SamplingError
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
@@ -55,7 +55,8 @@ def test_a_request_has_its_tokens_packed(ids: list[int], cut: int | None) -> Non
         (True, "must be integers"),
         (False, "must be integers"),
         (5.0, "must be integers"),
-        (np.int64(5), "must be integers"),
+        (np.float32(5), "must be integers"),
+        (np.int64(VOCAB), "is outside the vocabulary (0 to 999)"),
         (None, "must be integers"),
         ("5", "must be integers"),
     ],
@@ -74,3 +75,44 @@ def test_the_first_of_several_wrong_ids_is_named() -> None:
         make([1, -3, True, VOCAB, "x"])
     with pytest.raises(PromptError, match=r"^prompt_token_ids=True: "):
         make([1, True, -3])
+
+
+@pytest.mark.parametrize("ids", [[np.int64(5), np.int32(999)], [5, np.uint16(0), 7]])
+def test_numbers_of_numpy_become_plain(ids: list[Any]) -> None:
+    request = make(ids)
+    assert request.prompt_token_ids == [int(one) for one in ids]
+    assert {type(one) for one in request.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"truncate_prompt_tokens": 3}, [7, 8, 9]),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, [0, 1, 2]),
+        ({"truncate_prompt_tokens": 30, "truncation_side": "right"}, list(range(10))),
+        ({"truncate_prompt_tokens": -1}, list(range(5, 10))),
+        ({"truncate_prompt_tokens": -1, "truncation_side": "right"}, list(range(5))),
+    ],
+)
+def test_a_prompt_is_cut_at_the_wanted_end(fields: dict[str, Any], kept: list[int]) -> None:
+    processor = InputProcessor(
+        None, vocab_size=VOCAB, max_model_len=6 if -1 in fields.values() else 100, eos_ids=(2,),
+        max_logprobs=20, seed=0,
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=1, detokenize=False, **fields)
+    request = processor.make_request("0", Prompt(token_ids=list(range(10))), params)
+    assert request.prompt_token_ids == kept
+    assert np.frombuffer(request.packed_prompt, "<i4").tolist() == kept
+
+
+def test_a_request_keeps_its_own_checked_parameters() -> None:
+    params = SamplingParams(max_tokens=5, stop_token_ids=[7], detokenize=False)
+    request = make([1], params)
+    params.max_tokens = 0
+    params.stop_token_ids.append(8)
+    assert (request.params.max_tokens, request.params.stop_token_ids) == (5, [7])
+    with pytest.raises(SamplingError, match="^max_tokens=0: "):
+        make([1], params)
+    params.max_tokens = 9
+    later = make([1], params)
+    assert (later.max_total_tokens, later.end_ids) == (10, {2, 7, 8})

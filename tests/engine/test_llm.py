@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
+from tqdm import tqdm
 
 import hetero_llm
-from hetero_llm import LLM, EngineDeadError, SamplingParams
+from hetero_llm import (
+    LLM,
+    BeamSearchParams,
+    ConfigError,
+    EngineDeadError,
+    PromptError,
+    SamplingError,
+    SamplingParams,
+)
 from hetero_llm.engine.input_processor import Prompt, parse_prompts
+from hetero_llm.v1.metrics.reader import Counter, Gauge, Histogram, Vector
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -26,10 +39,92 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         ((None, [1, 2]), [Prompt(None, [1, 2])]),
         ((None, [[1, 2], [3]]), [Prompt(None, [1, 2]), Prompt(None, [3])]),
         ((["a", "b"], [[1], [2]]), [Prompt("a", [1]), Prompt("b", [2])]),
+        (([1, 2], None), [Prompt(None, [1, 2])]),
+        (([[1, 2], [3], "b"], None), [Prompt(None, [1, 2]), Prompt(None, [3]), Prompt("b")]),
+        ((np.array([1, 2]), None), [Prompt(None, [1, 2])]),
+        ((np.array([[1, 2], [3, 4]]), None), [Prompt(None, [1, 2]), Prompt(None, [3, 4])]),
+        (({"prompt_token_ids": torch.tensor([1, 2])}, None), [Prompt(None, [1, 2])]),
+        ((None, np.array([1, 2])), [Prompt(None, [1, 2])]),
     ],
 )
 def test_prompt_forms(given: tuple, expected: list[Prompt]) -> None:
     assert parse_prompts(*given) == expected
+
+
+def test_other_names_and_forms_of_prompts(tiny: LLM) -> None:
+    def run(*args: Any, **kwargs: Any) -> list[list[int]]:
+        outputs = tiny.generate(*args, sampling_params=GREEDY, use_tqdm=False, **kwargs)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    expected = run({"prompt_token_ids": [5, 6]})
+    assert run([5, 6]) == run(inputs=[5, 6]) == run([[5, 6]]) == run(np.array([5, 6])) == expected
+    assert run(inputs=["x", [5, 6]])[1:] == expected
+    assert run(inputs="x", priority=[0]) == run("x")
+    with pytest.raises(PromptError, match="^inputs='x': is another name of prompts"):
+        tiny.generate("x", inputs="x")
+    with pytest.raises(ConfigError, match="^priority=.*not available yet"):
+        tiny.generate("x", priority=[1])
+    with pytest.raises(PromptError, match="^prompt_token_ids=True"):  # one prompt: no index
+        tiny.generate([1, True])
+
+
+def test_beam_search_returns_vllms_outputs(tiny: LLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=4, length_penalty=0.5, ignore_eos=True)
+    same = SamplingParams(
+        n=3, use_beam_search=True, temperature=0, max_tokens=4, length_penalty=0.5, logprobs=0,
+        ignore_eos=True,
+    )  # fmt: skip
+    found = tiny.beam_search([{"prompt": "ab"}, {"prompt_token_ids": [5, 6]}], params)
+    wanted = tiny.generate(["ab", [5, 6]], same, use_tqdm=False)
+    for mine, other in zip(found, wanted, strict=True):
+        assert len(mine.sequences) == 3
+        for beam, completion in zip(mine.sequences, other.outputs, strict=True):
+            assert beam.tokens == other.prompt_token_ids + completion.token_ids
+            assert beam.cum_logprob == completion.cumulative_logprob
+            sums = [entry[token].logprob for entry, token in zip(beam.logprobs, beam.tokens[-4:])]
+            assert sum(sums) == pytest.approx(beam.cum_logprob)
+            decode = tiny.get_tokenizer().decode
+            assert beam.text == decode(beam.tokens)
+            assert beam.finish_reason == "length"
+    assert found[0].sequences[0].text.startswith("ab")
+    (single,) = tiny.beam_search("ab", BeamSearchParams(1, 4, ignore_eos=True))
+    (greedy,) = tiny.generate("ab", GREEDY, use_tqdm=False)
+    assert [one.tokens[2:] for one in single.sequences] == [greedy.outputs[0].token_ids[:4]]
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        (BeamSearchParams(0, 4), "beam_width"),
+        (BeamSearchParams(2, 0), "max_tokens"),
+        (BeamSearchParams(2, 4, temperature=0.7), "temperature"),
+        (BeamSearchParams(2, 4, structured_outputs={}), "structured_outputs"),
+        (GREEDY, "params"),
+    ],
+)
+def test_wrong_beam_search_is_refused(tiny: LLM, params: Any, field: str) -> None:
+    with pytest.raises(SamplingError, match=f"^{field}="):
+        tiny.beam_search("a", params)
+
+
+def test_what_vllms_llm_has_and_this_one_has_not(tiny: LLM) -> None:
+    with pytest.raises(AttributeError, match="LLM.embed: a pooling model is not available yet"):
+        tiny.embed(["x"])
+    with pytest.raises(AttributeError, match="LLM.generat: no such attribute"):
+        tiny.generat("x")
+    assert not hasattr(tiny, "wake_up")
+
+
+def test_a_bar_of_the_users_own(tiny: LLM) -> None:
+    class Bar(tqdm):
+        made: ClassVar[list[Any]] = []
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, file=io.StringIO(), **kwargs)
+            self.made.append(self)
+
+    tiny.generate(["x", "y"], GREEDY, use_tqdm=Bar)
+    assert [bar.n for bar in Bar.made] == [2]
 
 
 def test_one_params_each_and_outputs_in_order(tiny: LLM) -> None:
@@ -53,7 +148,10 @@ def test_metrics_count_what_was_done(tiny_folder: Path) -> None:
     with LLM(str(tiny_folder), dtype="float32", device="cpu", block_size=8) as llm:
         for _ in range(2):
             llm.generate(["x" * 20, "y" * 20], GREEDY, use_tqdm=False)
-        metrics = llm.get_metrics()
+        metrics = llm.metrics()
+        objects = {
+            (metric.name, metric.labels.get("phase")): metric for metric in llm.get_metrics()
+        }
     assert metrics["prompt_tokens"] == 80
     assert metrics["generation_tokens"] == 32
     assert metrics["prefix_cache_queries"] == 80
@@ -61,6 +159,38 @@ def test_metrics_count_what_was_done(tiny_folder: Path) -> None:
     assert metrics["num_requests_finished"] == 4
     assert metrics["num_preemptions"] == metrics["num_requests_running"] == 0
     assert all(isinstance(value, (int, float)) for value in metrics.values())
+    tokens = objects["vllm:generation_tokens", None]
+    assert isinstance(tokens, Counter) and tokens.value == 32
+    assert tokens.labels == {"model_name": str(tiny_folder), "engine": "0"}
+    running = objects["vllm:num_requests_running", None]
+    assert isinstance(running, Gauge) and running.value == 0
+    drafts = objects["vllm:spec_decode_num_accepted_tokens_per_pos", None]
+    assert isinstance(drafts, Vector) and drafts.values == []
+    sizes = objects["vllm:iteration_tokens_total", None]
+    assert isinstance(sizes, Histogram)
+    assert (sizes.count, sizes.sum) == (metrics["num_steps"], 80 - 32 + 32)
+    assert sizes.buckets["+Inf"] == sizes.count
+    assert isinstance(objects["hetero_llm:step_seconds", "launch"], Histogram)
+
+
+def test_few_batched_tokens_need_no_other_argument(tiny_folder: Path) -> None:
+    with LLM(str(tiny_folder), None, device="cpu", max_num_batched_tokens=48) as llm:
+        assert len(llm.generate(["x"] * 50, GREEDY, use_tqdm=False)) == 50
+    with pytest.raises(ConfigError, match=r"^max_num_seqs=49: .*max_num_batched_tokens \(48\)"):
+        LLM(str(tiny_folder), device="cpu", max_num_batched_tokens=48, max_num_seqs=49)
+
+
+@pytest.mark.parametrize("where", ["flags", "mapping"])
+def test_drafts_beyond_the_context_are_refused(tiny_folder: Path, where: str) -> None:
+    draft: dict[str, Any] = {
+        "speculative_model": str(tiny_folder), "num_speculative_tokens": 2,
+        "speculative_max_model_len": 65,
+    }  # fmt: skip
+    if where == "mapping":
+        values = {"model": str(tiny_folder), "num_speculative_tokens": 2, "max_model_len": 65}
+        draft = {"speculative_config": values}
+    with pytest.raises(ConfigError, match=r"^speculative_max_model_len=65: exceeds max_model_len"):
+        LLM(str(tiny_folder), device="cpu", max_model_len=64, draft_optional=True, **draft)
 
 
 def test_ctrl_c_returns_what_there_is_and_the_engine_goes_on(tiny: LLM) -> None:

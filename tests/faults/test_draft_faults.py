@@ -410,7 +410,7 @@ def test_a_model_that_cannot_be_loaded(
         with LLM(str(target), **given, **wanted, draft_optional=True, **more) as llm:
             assert children() == before
             found.append(llm.generate(prompt_token_ids=prompts, sampling_params=params))
-            assert llm.get_metrics()["draft_worker_up"] == 0
+            assert llm.metrics()["draft_worker_up"] == 0
     tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in found]
     assert tokens[0] == tokens[1] == tokens[2]
 

@@ -88,7 +88,7 @@ def test_row_10_too_few_blocks_for_all(engine: AsyncLLMEngine, args: dict[str, o
     prompts = [[3 + i, *range(20, 27)] for i in range(64)]
 
     async def run() -> list[list[RequestOutput]]:
-        before = await engine.get_metrics()
+        before = await engine.metrics()
         tasks = [read(engine, str(i), Prompt(token_ids=ids), LONG) for i, ids in enumerate(prompts)]
         streams = await asyncio.gather(*tasks)
         after = await idle_metrics(engine)
@@ -101,7 +101,7 @@ def test_row_10_too_few_blocks_for_all(engine: AsyncLLMEngine, args: dict[str, o
     streams = asyncio.run(run())
     with LLM(**{**args, "num_gpu_blocks_override": 64 * 6}) as llm:
         expected = llm.generate(prompt_token_ids=prompts, sampling_params=LONG, use_tqdm=False)
-        assert llm.get_metrics()["num_preemptions"] == 0
+        assert llm.metrics()["num_preemptions"] == 0
     assert [tokens(stream) for stream in streams] == [one.outputs[0].token_ids for one in expected]
 
 
@@ -118,7 +118,7 @@ def test_row_12_clients_that_leave(engine: AsyncLLMEngine) -> None:
 
     async def run() -> None:
         leaving = replace(LONG, max_tokens=50)
-        first = engine.generate("first", IDS, leaving)
+        first = engine.generate(IDS, leaving, "first")
         tasks = [asyncio.create_task(read(engine, f"client {i}", IDS, leaving)) for i in range(40)]
         await anext(first)
         late = asyncio.create_task(read(engine, "late", IDS, LONG))
@@ -138,7 +138,7 @@ async def stopped_in_mid_stream(engine: AsyncLLMEngine) -> AsyncGenerator[Reques
     """A request with some outputs, of which more would come if the engine were not stopped."""
     pid = engine.process.popen.pid
     for attempt in range(100):
-        stream = engine.generate(f"held up {attempt}", IDS, LONG)
+        stream = engine.generate(IDS, LONG, f"held up {attempt}")
         await anext(stream)
         os.kill(pid, signal.SIGSTOP)
         await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
@@ -182,9 +182,9 @@ def test_row_06_a_killed_engine_ends_all_streams(engine: AsyncLLMEngine) -> None
 
     async def run() -> None:
         streams = [await stopped_in_mid_stream(engine)]
-        streams += [engine.generate(f"waiting {i}", IDS, LONG) for i in range(20)]
+        streams += [engine.generate(IDS, LONG, f"waiting {i}") for i in range(20)]
         nexts = [asyncio.ensure_future(anext(stream)) for stream in streams[1:]]
-        call = asyncio.ensure_future(engine.get_metrics())
+        call = asyncio.ensure_future(engine.metrics())
         await until(lambda: engine.stats().queue == len(streams))
         os.kill(popen.pid, signal.SIGKILL)
         begun = time.monotonic()

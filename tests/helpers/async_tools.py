@@ -15,7 +15,7 @@ async def read(
     engine: AsyncLLMEngine, request_id: str, prompt: Any, params: SamplingParams
 ) -> list[RequestOutput]:
     """All outputs of one request."""
-    return [output async for output in engine.generate(request_id, prompt, params)]
+    return [output async for output in engine.generate(prompt, params, request_id)]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -29,7 +29,7 @@ async def idle_metrics(engine: AsyncLLMEngine) -> dict[str, float]:
     """The engine's metrics once nothing runs any more; that nothing leaked is checked here."""
     async with asyncio.timeout(PATIENCE):
         while True:
-            metrics = await engine.get_metrics()
+            metrics = await engine.metrics()
             if metrics["num_requests_running"] + metrics["num_requests_waiting"] == 0:
                 break
             await asyncio.sleep(0.005)

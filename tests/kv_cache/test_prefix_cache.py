@@ -103,14 +103,14 @@ def test_output_is_the_same_with_and_without(
 def test_that_comparison_had_hits_evictions_and_preemptions(shared: LLM, plain: LLM) -> None:
     prompts = [[token] * 27 for token in (20, 21, 22)]
     longer = dataclasses.replace(GREEDY, max_tokens=12)
-    before = shared.get_metrics()
+    before = shared.metrics()
     generate(shared, prompts[:1])
     (hit,) = generate(shared, prompts[:1])
     outputs = generate(shared, prompts, longer)
     (evicted,) = generate(shared, prompts[:1])
     assert hit.num_cached_tokens == 24
     assert evicted.num_cached_tokens < 24
-    assert shared.get_metrics()["num_preemptions"] > before["num_preemptions"]
+    assert shared.metrics()["num_preemptions"] > before["num_preemptions"]
     assert seen(outputs) == seen(generate(plain, prompts, longer))
 
 
@@ -181,20 +181,20 @@ def test_prompt_logprobs_are_complete_although_the_prompt_is_cached(cached: LLM)
 
 def test_metrics_count_tokens_asked_for_and_found(cached: LLM) -> None:
     generate(cached, [list(range(40, 60))])
-    metrics = cached.get_metrics()
+    metrics = cached.metrics()
     assert (metrics["prefix_cache_queries"], metrics["prefix_cache_hits"]) == (20, 0)
     generate(cached, [list(range(40, 60)), list(range(40, 58)) + [7]])
-    metrics = cached.get_metrics()
+    metrics = cached.metrics()
     assert (metrics["prefix_cache_queries"], metrics["prefix_cache_hits"]) == (59, 32)
     assert metrics["kv_cache_usage_perc"] == 0.0
 
 
 def test_without_caching_nothing_is_found(plain: LLM) -> None:
-    before = plain.get_metrics()["prefix_cache_hits"]
+    before = plain.metrics()["prefix_cache_hits"]
     generate(plain, [list(range(40, 60))])
     (again,) = generate(plain, [list(range(40, 60))])
     assert again.num_cached_tokens == 0
-    assert plain.get_metrics()["prefix_cache_hits"] == before == 0
+    assert plain.metrics()["prefix_cache_hits"] == before == 0
 
 
 # -- the map itself -------------------------------------------------------------------------

@@ -216,7 +216,7 @@ def test_draws_with_the_lookahead_cache_are_the_same(llama: Path) -> None:
         for _ in range(2):
             found = generate(with_drafts, asked, params)
         assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
-        metrics = with_drafts.get_metrics()
+        metrics = with_drafts.metrics()
     assert metrics["spec_decode_num_accepted_tokens"] > 0, metrics
 
 

@@ -186,7 +186,7 @@ def test_the_demo_pair_accepts_more(backend: str) -> None:
             cpu_backend=backend, speculative_model="demo-draft", num_speculative_tokens=4, **more,
         ) as llm:  # fmt: skip
             outputs = llm.generate(prompts, params, use_tqdm=False)
-            metrics = llm.get_metrics()
+            metrics = llm.metrics()
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         accepted = metrics["spec_decode_num_accepted_tokens"]
         return tokens, accepted / metrics["spec_decode_num_drafts"]

@@ -110,7 +110,7 @@ def test_chunked(folder: Path, alone: tuple[str, list[Any]], budget: int, block_
         folder, dtype, max_num_batched_tokens=budget, max_num_seqs=10, block_size=block_size
     ) as llm:
         outputs = generate(llm, EVERYONE)
-        assert llm.get_metrics()["num_steps"] > sum(LENGTHS) / budget
+        assert llm.metrics()["num_steps"] > sum(LENGTHS) / budget
     assert [seen(o) for o in outputs] == expected
 
 
@@ -135,7 +135,7 @@ def test_after_preemption(folder: Path, alone: tuple[str, list[Any]], caching: b
         enable_prefix_caching=caching,
     ) as llm:
         outputs = generate(llm, EVERYONE)
-        assert llm.get_metrics()["num_preemptions"] > 0
+        assert llm.metrics()["num_preemptions"] > 0
     assert [seen(o) for o in outputs] == expected
 
 

@@ -121,8 +121,8 @@ def test_result_does_not_depend_on_preemption_or_batch(tiny_folder: Path, tiny: 
             enable_prefix_caching=prefix_caching,
         ) as small:
             outputs = small.generate(PROMPTS, mixed, use_tqdm=False)
-            assert small.get_metrics()["num_preemptions"] > 0
-            assert small.get_metrics()["kv_cache_usage_perc"] == 0.0
+            assert small.metrics()["num_preemptions"] > 0
+            assert small.metrics()["kv_cache_usage_perc"] == 0.0
         for got, wanted in zip(outputs, expected, strict=True):
             assert [c.token_ids for c in got.outputs] == [c.token_ids for c in wanted.outputs]
 

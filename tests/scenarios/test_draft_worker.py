@@ -303,10 +303,16 @@ def test_the_context_is_the_shortest_of_all(draft_folder: Path, tmp_path: Path) 
         (short / file.name).write_bytes(file.read_bytes())
     rewrite_config(short, max_position_embeddings=50)
     target = load_model_config(draft_folder)
-    for longest, expected in ((None, 50), (40, 40), (1000, 50)):
+    for longest, expected in ((None, 50), (40, 40)):
         config = DraftModelConfig(str(short), None, 5, longest, 1, "auto", "auto", None, False)
         model = start_draft_model(
             config, target, None, plan=PLAN, slots=2, max_model_len=112, load_format="auto"
         )
         model.worker.close()
         assert model.max_positions == expected
+    config = DraftModelConfig(str(short), None, 5, 51, 1, "auto", "auto", None, False)
+    reason = r"exceeds the draft model's context length \(50\)"
+    with pytest.raises(ConfigError, match=f"^speculative_max_model_len=51: {reason}"):
+        start_draft_model(
+            config, target, None, plan=PLAN, slots=2, max_model_len=112, load_format="auto"
+        )

@@ -138,7 +138,7 @@ def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def test_one_shot(family: Family, attention: dict[str, bool]) -> None:
     with family.llm(block_size=family.block_size(0), **attention) as llm:
         outputs = generate(llm, family.prompts(), PARAMS)
-        assert llm.get_metrics()["num_steps"] == NEW_TOKENS  # the first one took all prompts
+        assert llm.metrics()["num_steps"] == NEW_TOKENS  # the first one took all prompts
     assert_equals_transformers(family, outputs)
 
 
@@ -148,7 +148,7 @@ def test_chunked_prefill(family: Family) -> None:
     ) as llm:
         outputs = generate(llm, family.prompts(), PARAMS)
         rows = sum(len(o.prompt_token_ids) + NEW_TOKENS - 1 for o in outputs)
-        assert llm.get_metrics()["num_steps"] >= rows / 5
+        assert llm.metrics()["num_steps"] >= rows / 5
     assert_equals_transformers(family, outputs)
 
 
@@ -200,7 +200,7 @@ def test_preemption(family: Family, attention: dict[str, bool]) -> None:
         params = dataclasses.replace(PARAMS, max_tokens=max_model_len - 17)
         # One after the other, as memory has room for little more than one.
         outputs = generate(llm, [p[:16] for p in family.prompts()[2:5]], params)
-        assert llm.get_metrics()["num_preemptions"] > 0
+        assert llm.metrics()["num_preemptions"] > 0
     assert [len(o.outputs[0].token_ids) for o in outputs] == [params.max_tokens] * len(outputs)
     assert_equals_transformers(family, outputs)
 
@@ -270,6 +270,55 @@ def test_chat_of_a_list_of_conversations_answers_each(tiny: LLM) -> None:
     answers = tiny.chat([FIRST, SECOND], GREEDY, use_tqdm=False, chat_template=TEMPLATE)
     texts = ["[user]héllo\n[assistant]", "[system]x\n[user]y\n[assistant]"]
     assert shown(answers) == shown(tiny.generate(texts, GREEDY, use_tqdm=False))
+
+
+def test_parts_of_a_content_are_joined(tiny: LLM) -> None:
+    parts = [{"type": "text", "text": "x"}, "y", {"text": "z"}]
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": [], "tool_calls": []},
+        {"role": "user", "content": "w"},
+    ]
+    (answer,) = tiny.chat(messages, GREEDY, use_tqdm=False, chat_template=TEMPLATE)
+    assert answer.prompt == "[user]x\ny\nz\n[assistant]\n[user]w\n[assistant]"
+    template = "{% for p in messages[0].content %}<{{ p.type }} {{ p.text }}>{% endfor %}"
+    openai = {"chat_template": template, "chat_template_content_format": "openai"}
+    (answer,) = tiny.chat(messages, GREEDY, use_tqdm=False, **openai)
+    assert answer.prompt == "<text x><text y><text z>"
+    (answer,) = tiny.chat(FIRST, GREEDY, use_tqdm=False, **openai)
+    assert answer.prompt == "<text héllo>"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "data:"}}], r"content\[0\].*must be a text"),
+        ([{"type": "text"}], r"content\[0\]"),
+        ([{"type": "text", "text": "a"}, 5], r"content\[1\]=5"),
+        (5, r"messages\[0\]=5"),
+    ],
+)
+def test_contents_that_are_no_text_are_refused(tiny: LLM, content: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        messages = [{"role": "user", "content": content}]
+        tiny.chat(messages, GREEDY, use_tqdm=False, chat_template=TEMPLATE)
+
+
+def test_chat_options_reach_the_template(tiny: LLM) -> None:
+    template = TEMPLATE + "{{ mood }}{% for tool in tools or [] %}({{ tool.name }}){% endfor %}"
+    (answer,) = tiny.chat(
+        FIRST, GREEDY, use_tqdm=False, chat_template=template, tools=[{"name": "add"}],
+        chat_template_kwargs={"mood": "!"},
+    )  # fmt: skip
+    assert answer.prompt == "[user]héllo\n[assistant]!(add)"
+    opened = [*FIRST, {"role": "assistant", "content": "so"}]
+    (answer,) = tiny.chat(
+        opened, GREEDY, use_tqdm=False, chat_template=TEMPLATE, add_generation_prompt=False,
+        continue_final_message=True,
+    )  # fmt: skip
+    assert answer.prompt == "[user]héllo\n[assistant]so"
+    with pytest.raises(RequestError, match="chat_template_content_format='html'"):
+        tiny.chat(FIRST, GREEDY, chat_template_content_format="html")
 
 
 def test_chat_uses_the_tokenizers_template_unless_one_is_given(chatty: LLM) -> None:

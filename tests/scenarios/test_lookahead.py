@@ -89,7 +89,7 @@ def test_drafts_do_not_change_tokens(plain: list[Any], engine_args: dict[str, An
     with start(**engine_args) as llm:
         assert served(llm) == plain
         assert served(llm) == plain, "with what was learned the first time"
-        metrics = llm.get_metrics()
+        metrics = llm.metrics()
     assert metrics["spec_decode_num_accepted_tokens"] > 20
     assert metrics["hit_rate"] > 0.01
     if "num_gpu_blocks_override" in engine_args:
@@ -108,7 +108,7 @@ def test_a_budget_does_not_change_tokens(plain: list[Any], monkeypatch: pytest.M
     with start(speculative_config=HYBRID) as llm:
         for _ in range(3):
             assert served(llm) == plain
-        metrics = llm.get_metrics()
+        metrics = llm.metrics()
     assert 0 < metrics["spec_decode_num_drafts"] < metrics["generation_tokens"]
 
 
@@ -116,10 +116,10 @@ def test_a_warm_cache_takes_fewer_steps() -> None:
     steps = []
     with start(speculative_config=RAW, enable_prefix_caching=False) as llm:
         for _ in range(2):
-            before = llm.get_metrics()["num_steps"]
+            before = llm.metrics()["num_steps"]
             params = replace(GREEDY, ignore_eos=True)
             llm.generate(prompt_token_ids=prompts(4), sampling_params=params, use_tqdm=False)
-            steps.append(llm.get_metrics()["num_steps"] - before)
+            steps.append(llm.metrics()["num_steps"] - before)
     assert steps[1] < 0.5 * steps[0]
 
 
@@ -145,7 +145,7 @@ def test_accepted_tokens_behind_an_end_are_not_counted() -> None:
     params = replace(GREEDY, stop_token_ids=[int(t) for t in range(100, 400)])
     with start(speculative_config=RAW) as llm:
         outputs = llm.generate(prompt_token_ids=prompts(), sampling_params=params, use_tqdm=False)
-        metrics = llm.get_metrics()
+        metrics = llm.metrics()
     emitted = sum(len(o.outputs[0].token_ids) for o in outputs)
     assert metrics["generation_tokens"] == emitted
     assert metrics["spec_decode_num_accepted_tokens"] <= emitted - len(outputs)

@@ -30,9 +30,9 @@ def start(**engine_args: Any) -> LLM:
 
 def served(llm: LLM) -> tuple[list[list[int]], int]:
     """The tokens, and the steps that they took."""
-    before = llm.get_metrics()["num_steps"]
+    before = llm.metrics()["num_steps"]
     outputs = llm.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY, use_tqdm=False)
-    steps = int(llm.get_metrics()["num_steps"] - before)
+    steps = int(llm.metrics()["num_steps"] - before)
     return [output.outputs[0].token_ids for output in outputs], steps
 
 
@@ -76,10 +76,10 @@ def test_a_cache_goes_on_in_another_engine(plain: Any, snapshot: str, tmp_path: 
     tokens, steps = plain
     with start(use_lookahead=True) as llm:
         cold, cold_steps = served(llm)
-        held = llm.get_metrics()["lookahead_cache_tokens"]
+        held = llm.metrics()["lookahead_cache_tokens"]
         assert held > 100
         llm.load_lookahead_cache(snapshot)
-        loaded = llm.get_metrics()
+        loaded = llm.metrics()
         warmed, warm_steps = served(llm)
     assert cold == warmed == tokens
     assert warm_steps < 0.5 * cold_steps and cold_steps <= steps
@@ -100,7 +100,7 @@ def test_a_warmup_file(plain: Any, snapshot: str, tmp_path: Path, form: str) -> 
         assert served(warm(llm))[0] == tokens
         llm.reset_prefix_cache()
         again, warm_steps = served(llm)
-        metrics = llm.get_metrics()
+        metrics = llm.metrics()
     assert again == tokens and warm_steps < 0.5 * steps
     assert metrics["lookahead_warmup_is_over"] == 1
     assert metrics["lookahead_warmup_records"] >= 3
@@ -126,7 +126,7 @@ def test_damage_is_told_and_serving_goes_on(
             start(**configured(tmp_path, str(file))) as llm,
         ):
             assert served(warm(llm))[0] == plain[0]
-            assert llm.get_metrics()["lookahead_warmup_records_left_out"] == left_out
+            assert llm.metrics()["lookahead_warmup_records_left_out"] == left_out
         told = [r.message for r in caplog.records if r.message.startswith("warm-up file")]
         assert len(told) == 1 and str(file) in told[0] and reason in told[0]
 
@@ -136,13 +136,13 @@ def test_a_wrong_snapshot_changes_nothing(plain: Any, snapshot: str, tmp_path: P
     bad.write_bytes(Path(snapshot).read_bytes()[:-3])
     with start(use_lookahead=True) as llm:
         served(llm)
-        before = llm.get_metrics()["lookahead_cache_tokens"]
+        before = llm.metrics()["lookahead_cache_tokens"]
         for path in (bad, tmp_path / "nowhere"):
             with pytest.raises(SnapshotError, match=str(path)):
                 llm.load_lookahead_cache(path)
         with pytest.raises(SnapshotError, match="cannot be written"):
             llm.save_lookahead_cache(tmp_path / "nowhere" / "a")
-        assert llm.get_metrics()["lookahead_cache_tokens"] == before
+        assert llm.metrics()["lookahead_cache_tokens"] == before
         assert served(llm)[0] == plain[0]
 
 
@@ -172,7 +172,7 @@ def test_an_engine_without_the_cache(tmp_path: Path) -> None:
             for call in (llm.save_lookahead_cache, llm.load_lookahead_cache):
                 with pytest.raises(ConfigError, match="has no lookahead cache"):
                     call(tmp_path / "a")
-            assert not any(name.startswith("lookahead_") for name in llm.get_metrics())
+            assert not any(name.startswith("lookahead_") for name in llm.metrics())
 
 
 def test_salts_stay_apart(plain: Any, tmp_path: Path) -> None:
@@ -188,5 +188,5 @@ def test_salts_stay_apart(plain: Any, tmp_path: Path) -> None:
         llm.load_lookahead_cache(path)
         for prompts in ([{"prompt_token_ids": ids} for ids in PROMPTS], salted):
             llm.generate(prompts, params, use_tqdm=False)
-            steps.append(llm.get_metrics()["num_steps"])
+            steps.append(llm.metrics()["num_steps"])
     assert steps[2] - steps[1] < 0.6 * steps[1]

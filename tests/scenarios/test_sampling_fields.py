@@ -298,7 +298,7 @@ def test_a_raising_processor_fails_its_request_and_the_engine_lives(tiny: LLM) -
     bad = dataclasses.replace(GREEDY, logits_processors=[broken])
     with pytest.raises(RequestError, match="prompt 1: logits_processors.*boom"):
         tiny.generate([PROMPT, PROMPT], [GREEDY, bad], use_tqdm=False)
-    assert tiny.get_metrics()["num_requests_running"] == 0
+    assert tiny.metrics()["num_requests_running"] == 0
     assert len(one(tiny).token_ids) == 12
 
 
@@ -331,10 +331,10 @@ def test_a_long_stop_string_repeats_nothing_in_a_stream(tiny: LLM, stop: str) ->
 def test_closing_a_stream_aborts_the_request(tiny: LLM) -> None:
     stream = tiny.stream(PROMPT, GREEDY)
     next(stream)
-    assert tiny.get_metrics()["num_requests_running"] == 1
+    assert tiny.metrics()["num_requests_running"] == 1
     stream.close()
-    assert tiny.get_metrics()["num_requests_running"] == 0
-    assert tiny.get_metrics()["kv_cache_usage_perc"] == 0.0
+    assert tiny.metrics()["num_requests_running"] == 0
+    assert tiny.metrics()["kv_cache_usage_perc"] == 0.0
 
 
 def test_generate_beside_an_open_stream_swallows_nothing(tiny: LLM) -> None:

@@ -144,15 +144,15 @@ class FakeEngine:
         return len(self._live)
 
     async def generate(
-        self, request_id: str, prompt: Prompt, params: SamplingParams
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
         self.check_health()
         if request_id in self._live:
             raise DuplicateRequestError(request_id)
         if self.max_queue is not None and len(self._live) >= self.max_queue:
             raise OverloadedError(2.5)
-        request = self._inputs.make_request(request_id, prompt, params)
-        self.seen.append((request_id, prompt, params))
+        request = self._inputs.make_request(request_id, prompt, sampling_params)
+        self.seen.append((request_id, prompt, sampling_params))
         ended = self._live[request_id] = asyncio.Event()
         complete = False
         try:

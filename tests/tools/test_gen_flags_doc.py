@@ -43,4 +43,5 @@ def test_every_sampling_field_is_explained() -> None:
     assert [spec.name for spec in SAMPLING_ARGS] == [f.name for f in fields(SamplingParams)]
     assert all(spec.help for spec in SAMPLING_ARGS)
     objects = [spec.name for spec in SAMPLING_ARGS if spec.kind is Kind.PYTHON]
-    assert objects == ["logits_processors", "output_kind"]
+    later = ["logprob_token_ids", "guided_decoding", "structured_outputs"]
+    assert objects == ["logits_processors", "output_kind", *later]

@@ -223,9 +223,9 @@ def test_models(tmp_path: Path, name: str) -> None:
     engine = {"max_model_len": 256, "skip_tokenizer_init": True}
     with start(folder, speculative_config=drafts, **engine) as llm:
         outputs = generate(llm, prompts, params)
-        cold = llm.get_metrics()["spec_decode_num_accepted_tokens"]
+        cold = llm.metrics()["spec_decode_num_accepted_tokens"]
         again = generate(llm, prompts, params)
-        warm = llm.get_metrics()["spec_decode_num_accepted_tokens"] - cold
+        warm = llm.metrics()["spec_decode_num_accepted_tokens"] - cold
     for found in (outputs, again):
         assert regrets(found, params, folder).max() < TIES
     assert warm > 20

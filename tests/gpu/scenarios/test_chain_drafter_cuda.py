@@ -30,7 +30,7 @@ def chains_of(llm: LLM) -> Any:
 
 
 def accepted_of(llm: LLM) -> float:
-    return llm.get_metrics()["spec_decode_num_accepted_tokens"]
+    return llm.metrics()["spec_decode_num_accepted_tokens"]
 
 
 def test_batch_invariant_tokens_are_those_without_drafts() -> None:
@@ -84,7 +84,7 @@ def test_graphs_in_bfloat16(num_tokens: int) -> None:
         replay = graphs.replay
         graphs.replay = lambda key: (replayed.append(key), replay(key))
         outputs = generate(llm, prompts, LONG)
-        metrics = llm.get_metrics()
+        metrics = llm.metrics()
     kinds = {kind for kind, _ in replayed}
     assert kinds >= {"model", "head"}
     assert num_tokens == 1 or kinds & {"decode", "short decode"}
@@ -101,7 +101,7 @@ def test_a_draft_model_like_the_target_draws_alike() -> None:
     given = {**DRAFT, "speculative_model": str(folder), "num_speculative_tokens": 4}
     with start(folder, **given) as llm:
         outputs = generate(llm, ragged(), MIXED)
-        metrics = llm.get_metrics()
+        metrics = llm.metrics()
     assert float(regrets(outputs, MIXED, folder).max()) <= TIES
     drafted = metrics["spec_decode_num_draft_tokens"]
     assert drafted > 400 and metrics["spec_decode_num_accepted_tokens"] > 0.98 * drafted

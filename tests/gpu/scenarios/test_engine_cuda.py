@@ -78,7 +78,7 @@ def test_preemption_does_not_change_tokens(invariant: LLM) -> None:
         num_gpu_blocks_override=48,
     ) as small:
         assert run(small) == expected
-        assert small.get_metrics()["num_preemptions"] > 0
+        assert small.metrics()["num_preemptions"] > 0
 
 
 def test_beams_and_penalties_run(invariant: LLM) -> None:

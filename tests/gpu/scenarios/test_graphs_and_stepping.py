@@ -186,7 +186,7 @@ def test_steps_launched_ahead_give_the_same_outputs(traffic: str, pool: str) -> 
         outputs, recorder = serve(llm, TRAFFIC[traffic], asynchronous=True)
         assert recorder.ahead > (0.3 if traffic == "plain" else 0.0) * recorder.launched
         if pool == "few blocks":
-            assert llm.get_metrics()["num_preemptions"] > 0
+            assert llm.metrics()["num_preemptions"] > 0
     assert outputs == expected
     reasons = {ending[3] for endings in outputs.values() for ending in endings}
     assert reasons >= {"stop", "length", "abort"}
@@ -232,7 +232,7 @@ def test_streams_side_by_side_and_one_given_up(engine: LLM) -> None:
                 last[index] = output.outputs[0].token_ids
     assert last[0] == expected[0] and last[2] == expected[2]
     assert last[1] == expected[1][:6]
-    metrics = engine.get_metrics()
+    metrics = engine.metrics()
     assert metrics["num_requests_running"] == 0 and metrics["kv_cache_usage_perc"] == 0.0
     assert tokens_of(generate(engine, prompts, params)) == expected
 

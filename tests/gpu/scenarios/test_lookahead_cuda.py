@@ -54,9 +54,9 @@ def test_every_token_is_the_references_choice(drafter: str) -> None:
     prompts = ragged()
     with start(speculative_config=DRAFTERS[drafter]) as llm:
         first = generate(llm, prompts, MIXED)
-        cold = accepted(llm.get_metrics())
+        cold = accepted(llm.metrics())
         again = generate(llm, prompts, MIXED)
-        warm = accepted(llm.get_metrics()) - cold
+        warm = accepted(llm.metrics()) - cold
     for outputs in (first, again):
         assert regrets(outputs, MIXED).max() < TIES
     assert cold > 50
@@ -73,7 +73,7 @@ def test_every_token_is_the_references_choice(drafter: str) -> None:
 def test_other_engines(drafter: str, engine: dict[str, Any]) -> None:
     with start(speculative_config=DRAFTERS[drafter], **engine) as llm:
         outputs = generate(llm, ragged(), MIXED)
-        metrics = llm.get_metrics()
+        metrics = llm.metrics()
     assert regrets(outputs, MIXED).max() < TIES
     assert accepted(metrics) > 20
     assert metrics["kv_cache_usage_perc"] == 0.0
@@ -87,7 +87,7 @@ def test_bfloat16_differs_at_near_ties_only(budget: int) -> None:
         dtype="bfloat16", speculative_config=DRAFTERS["hybrid"], max_num_batched_tokens=budget
     ) as llm:
         outputs = generate(llm, ragged(), MIXED)
-        metrics = llm.get_metrics()
+        metrics = llm.metrics()
     found = regrets(outputs, MIXED)
     assert accepted(metrics) > 50
     assert (found < TIES).float().mean() > 0.95
@@ -102,7 +102,7 @@ def test_a_request_opts_out_and_another_caps_its_draft() -> None:
     for prompt, wanted in zip(prompts, params, strict=True):
         with start(speculative_config=DRAFTERS["hybrid"]) as llm:
             outputs = generate(llm, [prompt], wanted)
-            metrics = llm.get_metrics()
+            metrics = llm.metrics()
         assert regrets(outputs, [wanted]).max() < TIES
         drafts = max(metrics["spec_decode_num_drafts"], 1)
         per_request.append(metrics["spec_decode_num_draft_tokens"] / drafts)
@@ -119,7 +119,7 @@ def test_the_budget_drafts_nothing_and_steps_run_ahead(monkeypatch: pytest.Monke
     prompts = ragged(8)
     with start(speculative_config=DRAFTERS["hybrid"]) as llm:
         outputs = generate(llm, prompts, MIXED[:8])
-        drafted = llm.get_metrics()["spec_decode_num_draft_tokens"]
+        drafted = llm.metrics()["spec_decode_num_draft_tokens"]
     assert drafted < 0.05 * 8 * 64, "a node each now and then is tried anew"
     with start() as llm:
         plain = generate(llm, prompts, MIXED[:8])

@@ -69,7 +69,7 @@ def test_a_processor_that_raises_fails_its_own_call(engine: LLM) -> None:
     bad = replace(GREEDY, logits_processors=[fails])
     with pytest.raises(RequestError, match="^prompt 2: .*no more"):
         generate(engine, prompts, [GREEDY, GREEDY, bad, GREEDY])
-    metrics = engine.get_metrics()
+    metrics = engine.metrics()
     assert metrics["num_requests_running"] == metrics["num_requests_waiting"] == 0
     assert metrics["kv_cache_usage_perc"] == 0.0
     assert tokens_of(generate(engine, prompts)) == expected
@@ -107,10 +107,10 @@ def test_a_refused_request_costs_nothing(
 ) -> None:
     good = engine.stream({"prompt_token_ids": equal(1, 40)[0]}, GREEDY)
     next(good)
-    before = engine.get_metrics()
+    before = engine.metrics()
     with pytest.raises(kind):
         generate(engine, [equal(1, 9)[0], prompt], [GREEDY, params])
-    assert engine.get_metrics() == before
+    assert engine.metrics() == before
     *_, last = good
     assert len(last.outputs[0].token_ids) == GREEDY.max_tokens
 

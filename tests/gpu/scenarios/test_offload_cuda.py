@@ -108,7 +108,7 @@ def test_the_manuals_example(folder: Path, caplog: pytest.LogCaptureFixture) -> 
         outputs = [generate(llm, [p], traffic.GREEDY)[0] for p in traffic.golden_prompts()]
         assert outputs[0].outputs[0].token_ids == outputs[-1].outputs[0].token_ids
         assert outputs[-1].num_cached_tokens == 160
-        metrics = llm.get_metrics()
+        metrics = llm.metrics()
         assert metrics["prefix_blocks_cpu"] == 10 and metrics["prefix_blocks_total"] == 132
         traffic.check_over(engine_of(llm))
     lines = [r.getMessage() for r in caplog.records if "[HIT CNT]" in r.getMessage()]
@@ -236,7 +236,7 @@ def found_on_device(heavy: Path, **engine_args: Any) -> list[list[int]]:
         for seed in range(_MOST_TRIES):
             prompt, _ = long_prompts(seed)
             tokens_of(llm, prompt)
-            before = llm.get_metrics()
+            before = llm.metrics()
             found.append(tokens_of(llm, prompt))
             assert grown(engine_of(llm), before, "prefix_cache_hits") == [PREFIX]
     return found
@@ -252,7 +252,7 @@ def found_in_host(llm: LLM) -> list[list[int]]:
         # The load may go to the very blocks that held the prompt: who reads too early shall see it.
         runner_of(llm)._cache.data.zero_()
         torch.cuda.synchronize()
-        before = llm.get_metrics()
+        before = llm.metrics()
         found.append(tokens_of(llm, prompt))
         assert grown(engine_of(llm), before, "prefix_blocks_cpu") == [PREFIX // 16]
     return found

@@ -46,7 +46,7 @@ def test_every_token_is_the_references_choice(case: str) -> None:
     with start(**ENGINES[case]) as llm:
         first = generate(llm, prompts, params)
         again = generate(llm, prompts, params)
-        metrics = llm.get_metrics()
+        metrics = llm.metrics()
     for outputs in (first, again):
         found = regrets(outputs, params)
         assert len(found) == len(prompts) * GREEDY.max_tokens

@@ -1,0 +1,37 @@
+"""vLLM's names for what is not available yet: a script may import them; using one says so."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from hetero_llm.core.errors import ConfigError
+
+
+class NotYet:
+    """Base of the classes below; making an object of one raises ConfigError."""
+
+    feature: ClassVar[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = kwargs or args
+        raise ConfigError(type(self).__name__, given, f"{self.feature} is not available yet")
+
+
+class LoRARequest(NotYet):
+    feature = "LoRA"
+
+
+class PromptAdapterRequest(NotYet):
+    feature = "a prompt adapter"
+
+
+class PoolingParams(NotYet):
+    feature = "a pooling model"
+
+
+class GuidedDecodingParams(NotYet):
+    feature = "guided decoding"
+
+
+class StructuredOutputsParams(NotYet):
+    feature = "guided decoding"

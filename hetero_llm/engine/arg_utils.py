@@ -1,0 +1,127 @@
+"""`EngineArgs` and `AsyncEngineArgs`: the engine arguments as an object, as vLLM has them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hetero_llm.config.args import (
+    ENGINE_ARGS,
+    SERVER_ARGS,
+    ArgSpec,
+    Status,
+    add_engine_arguments,
+    engine_args_from_namespace,
+    nearest,
+    resolve_engine_args,
+    resolve_server_args,
+    spec_of,
+)
+from hetero_llm.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing import Self, Unpack
+
+    from hetero_llm.config.engine_arg_types import EngineArgTypes
+
+_FRONT_END = tuple(
+    spec for spec in SERVER_ARGS if spec.name in ("served_model_name", "disable_log_requests")
+)
+"""Arguments of vLLM's `EngineArgs` that concern who uses the engine, not the engine."""
+
+
+def _field(spec: ArgSpec) -> tuple[str, Any, Any]:
+    if spec.default.__hash__ is None:
+        return spec.name, Any, dataclasses.field(default_factory=lambda: spec.default)
+    return spec.name, Any, dataclasses.field(default=spec.default)
+
+
+_Fields: Any = dataclasses.make_dataclass(
+    "_Fields", map(_field, (*ENGINE_ARGS, *_FRONT_END)), init=False, repr=False
+)
+
+
+class EngineArgs(_Fields):
+    """The engine arguments of `LLM`: `EngineArgs("demo", max_num_seqs=64)`.
+
+    A dataclass with a field for each argument: `dataclasses.asdict` works, and fields can be
+    assigned until an engine is made, which checks them again.
+
+    Raises:
+        ConfigError: an argument is unknown or wrong.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(
+        self,
+        model: str | None = None,
+        tokenizer: str | None = None,
+        **engine_args: Unpack[EngineArgTypes],
+    ) -> None:
+        given: dict[str, Any] = {"model": model, "tokenizer": tokenizer, **engine_args}
+        given = {name: value for name, value in given.items() if not _is_default(name, value)}
+        front_end = {spec.name: given.pop(spec.name) for spec in _FRONT_END if spec.name in given}
+        values = resolve_engine_args(given)
+        served = resolve_server_args(front_end)
+        values |= {spec.name: served[spec.name] for spec in _FRONT_END}
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = [field.name for field in dataclasses.fields(self)]
+        if name not in known:
+            guess = nearest(name, known)
+            hint = f"; did you mean {guess!r}?" if guess else ""
+            raise ConfigError(name, value, f"unknown argument{hint}")
+        object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.changed().items())
+        return f"{type(self).__name__}({given})"
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """The arguments that a parser of `add_cli_args` found; other attributes are left alone."""
+        given = engine_args_from_namespace(args)
+        found = vars(args)
+        given |= {spec.name: found[spec.name] for spec in _FRONT_END if spec.name in found}
+        return cls(**given)
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Adds a flag for each argument; one that is not given leaves no attribute."""
+        add_engine_arguments(parser, (*ENGINE_ARGS, *_FRONT_END))
+        return parser
+
+    def changed(self) -> dict[str, Any]:
+        """The effective engine arguments that differ from their defaults, not checked."""
+        return {
+            spec.name: getattr(self, spec.name)
+            for spec in ENGINE_ARGS
+            if spec.status is not Status.OBSOLETE and getattr(self, spec.name) != spec.default
+        }
+
+    def resolved(self) -> Mapping[str, Any]:
+        """The value of every engine argument, checked as it is now.
+
+        Raises:
+            ConfigError: a field that was assigned is wrong.
+        """
+        return resolve_engine_args(self.changed())
+
+
+class AsyncEngineArgs(EngineArgs):
+    """The arguments of `AsyncLLMEngine`: those of `EngineArgs`."""
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Whether the value can be left out, which also spares obsolete arguments their notice."""
+    spec = spec_of(name)
+    if spec is None or type(value) is not type(spec.default):
+        return False
+    return bool(value == spec.default)

@@ -1,0 +1,161 @@
+"""`LLMEngine`: an engine in this process whose steps the caller drives, as vLLM's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hetero_llm.config.engine_config import EngineConfig
+from hetero_llm.core.errors import (
+    DuplicateRequestError,
+    EngineDeadError,
+    RequestError,
+    refuse_later,
+)
+from hetero_llm.core.inputs import PromptType
+from hetero_llm.core.metrics import Metric
+from hetero_llm.core.outputs import RequestOutput
+from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.engine.arg_utils import EngineArgs
+from hetero_llm.engine.engine_client import ModelInfo
+from hetero_llm.engine.factory import BuiltEngine, build_engine, free_unreachable
+from hetero_llm.engine.input_processor import parse_prompt
+from hetero_llm.engine.metric_objects import metric_objects
+from hetero_llm.utils.gc_control import prompt_wakeups, serve_promptly
+
+
+class LLMEngine:
+    """Requests go in with `add_request`, their outputs come out of `step`; one thread at a time.
+
+    Args:
+        engine_args: `EngineArgs`, or the arguments by name.
+
+    Raises:
+        ConfigError: an argument is wrong.
+        ModelLoadError: the model cannot be loaded.
+    """
+
+    def __init__(self, engine_args: EngineArgs | Mapping[str, Any]) -> None:
+        if not isinstance(engine_args, EngineArgs):
+            engine_args = EngineArgs(**engine_args)
+        config = EngineConfig.from_args(engine_args.resolved())
+        serve_promptly()
+        with prompt_wakeups():
+            built = build_engine(config, show_progress=sys.stderr.isatty())
+        self._built: BuiltEngine | None = built
+        self._running: set[str] = set()
+        self._model = ModelInfo(
+            model=config.load.model,
+            tokenizer=config.load.tokenizer,
+            served_model_name=next(iter(engine_args.served_model_name), config.load.model),
+            max_model_len=built.max_model_len,
+            vocab_size=built.vocab_size,
+            dtype=built.dtype,
+            seed=config.seed,
+        )
+
+    @classmethod
+    def from_engine_args(
+        cls, engine_args: EngineArgs, usage_context: Any = None, stat_loggers: Any = None
+    ) -> LLMEngine:
+        """The constructor by vLLM's name. `usage_context` has no meaning here: nothing is
+        reported."""
+        refuse_later("stat_loggers", stat_loggers, "a logger of statistics of the user's own")
+        return cls(engine_args)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Queues a request.
+
+        Args:
+            params: the request keeps a copy. `output_kind` says what `step` returns.
+            arrival_time: not used: a request arrives with this call.
+            lora_request, priority: not available yet.
+
+        Raises:
+            RequestError: the prompt or a parameter is wrong.
+            DuplicateRequestError: a running request has this id.
+        """
+        refuse_later("lora_request", lora_request, "LoRA")
+        refuse_later("priority", priority or None, "priority scheduling")
+        engine = self._parts().engine
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError("request_id", request_id, "must be a string that is not empty")
+        if request_id in self._running:
+            raise DuplicateRequestError(request_id)
+        with prompt_wakeups():
+            request = engine.make_request(request_id, parse_prompt(prompt), params)
+        engine.add_request(request)
+        self._running.add(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """Computes one step. Returns the outputs of requests that it brought forward; [] without
+        any."""
+        with prompt_wakeups():
+            outputs = self._parts().engine.step()
+        self._running.difference_update(one.request_id for one in outputs if one.finished)
+        return outputs
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests, which have no further output. Unknown ids are left alone."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            if one in self._running:
+                self._running.remove(one)
+                self._parts().engine.abort(one)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._running)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._running)
+
+    def get_tokenizer(self) -> Any:
+        """The transformers tokenizer, or None."""
+        tokenizer = self._parts().tokenizer
+        return None if tokenizer is None else tokenizer.hf
+
+    def get_model_config(self) -> ModelInfo:
+        return self._model
+
+    def check_health(self) -> None:
+        """Raises:
+        EngineDeadError: the engine was closed, or a step has failed.
+        """
+        self._parts().engine.check_alive()
+
+    def metrics(self) -> dict[str, float]:
+        """See `LLM.metrics`."""
+        return self._parts().metrics()
+
+    def get_metrics(self) -> list[Metric]:
+        """See `LLM.get_metrics`."""
+        labels = {"model_name": self._model.served_model_name, "engine": "0"}
+        return metric_objects(self.metrics(), self._parts().engine.histograms(), labels)
+
+    def reset_prefix_cache(self) -> None:
+        """Drops all cached prefixes."""
+        self._parts().engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Frees model and KV cache; further calls raise `EngineDeadError`."""
+        if self._built is None:
+            return
+        device = self._built.device
+        self._built.engine.shut_down()
+        self._built = None
+        self._running.clear()
+        free_unreachable(device)
+
+    def _parts(self) -> BuiltEngine:
+        if self._built is None:
+            raise EngineDeadError("this LLMEngine was shut down")
+        return self._built

@@ -1,0 +1,1 @@
+"""vLLM's path of its front ends."""

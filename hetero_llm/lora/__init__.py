@@ -1,0 +1,1 @@
+"""vLLM's paths about LoRA, which is not available yet."""

@@ -1,0 +1,3 @@
+"""vLLM's path of `PoolingParams`, which is not available yet."""
+
+from hetero_llm.core.not_yet import PoolingParams as PoolingParams

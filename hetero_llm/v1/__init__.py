@@ -1,0 +1,1 @@
+"""vLLM's paths of what is new in its second engine."""

@@ -1,0 +1,79 @@
+"""`EngineArgs` and `AsyncEngineArgs`: a dataclass over the argument table."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+
+from hetero_llm import AsyncEngineArgs, ConfigError, EngineArgs
+from hetero_llm.config.args import ENGINE_ARGS
+
+
+def test_every_argument_is_a_field_with_its_default() -> None:
+    args = EngineArgs("demo")
+    for spec in ENGINE_ARGS:
+        assert getattr(args, spec.name) == ("demo" if spec.name == "model" else spec.default)
+    assert repr(args) == "EngineArgs(model='demo')"
+
+
+def test_positions_and_names() -> None:
+    args = EngineArgs("demo", "elsewhere", max_num_seqs=3)
+    assert (args.model, args.tokenizer, args.max_num_seqs) == ("demo", "elsewhere", 3)
+    assert AsyncEngineArgs(model="demo", seed=3).changed() == {"model": "demo", "seed": 3}
+
+
+def test_arguments_of_vllms_front_end_are_taken() -> None:
+    args = AsyncEngineArgs("demo", served_model_name=["a", "b"], disable_log_requests=True)
+    assert (args.served_model_name, args.disable_log_requests) == (("a", "b"), True)
+    assert EngineArgs("demo", served_model_name="a").served_model_name == ("a",)
+    assert "served_model_name" not in args.resolved()
+
+
+def test_asdict_gives_the_same_arguments(caplog: pytest.LogCaptureFixture) -> None:
+    args = EngineArgs("demo", max_num_seqs=4, served_model_name="x")
+    with caplog.at_level(logging.WARNING):
+        assert EngineArgs(**dataclasses.asdict(args)) == args
+    assert caplog.records == []  # obsolete arguments at their defaults need no notice
+    assert dataclasses.replace(args, seed=7).seed == 7
+
+
+def test_assigned_fields_are_checked_for_an_engine() -> None:
+    args = EngineArgs("demo")
+    args.max_num_seqs = 5
+    assert args.resolved()["max_num_seqs"] == 5
+    args.max_num_seqs = 0
+    with pytest.raises(ConfigError, match="^max_num_seqs=0"):
+        args.resolved()
+    with pytest.raises(ConfigError, match="^max_modle_len=4: .*did you mean 'max_model_len'"):
+        args.max_modle_len = 4
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"modle": "demo"}, "modle"),
+        ({"model": "demo", "max_num_seqs": 0}, "max_num_seqs"),
+        ({"model": "demo", "served_model_name": 5}, "served_model_name"),
+        ({"model": "demo", "enable_lora": True}, "enable_lora"),
+        ({"max_num_seqs": 4}, "model"),
+    ],
+)
+def test_wrong_engine_arguments(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AsyncEngineArgs(**values)
+    assert caught.value.field == field
+
+
+def test_arguments_from_a_command_line() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--num-prompts", type=int, default=3)
+    assert AsyncEngineArgs.add_cli_args(parser) is parser
+    words = "--model demo --max_num_seqs 3 --served-model-name b --disable-log-requests"
+    found = AsyncEngineArgs.from_cli_args(parser.parse_args(words.split()))
+    assert isinstance(found, AsyncEngineArgs)
+    assert found.changed() == {"model": "demo", "max_num_seqs": 3}
+    assert (found.served_model_name, found.disable_log_requests) == (("b",), True)
