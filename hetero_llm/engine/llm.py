@@ -22,6 +22,7 @@ from hetero_llm.core.errors import ConfigError, EngineDeadError, RequestError
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
+from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import BuiltEngine, build_engine, free_unreachable
 from hetero_llm.engine.image_uri import chat_images
 from hetero_llm.engine.input_processor import Prompt, pair_params, parse_prompts
@@ -226,6 +227,12 @@ class LLM:
     def backend(self) -> str:
         """What runs the model: "cuda", or on a CPU "native" (our executor), "torch" or "ipex"."""
         return self._engine_parts().backend
+
+    @property
+    def llm_engine(self) -> Engine:
+        """The step loop that serves this LLM, for callers who add requests and call `step`
+        themselves. It must not be stepped while `generate` or a stream runs."""
+        return self._engine_parts().engine
 
     # -- inside -----------------------------------------------------------------------------
 

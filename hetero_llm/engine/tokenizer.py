@@ -41,11 +41,17 @@ _STREAMS_TAKE_A_PROMPT = _streams_take_a_prompt()
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer, fast or slow."""
+    """A Hugging Face tokenizer, fast or slow.
 
-    def __init__(self, hf_tokenizer: Any) -> None:
+    Args:
+        hf_tokenizer: to be wrapped.
+        fast_streams: let a fast tokenizer's own library decode streams; False: decode as for a
+            slow one.
+    """
+
+    def __init__(self, hf_tokenizer: Any, *, fast_streams: bool = _STREAMS_TAKE_A_PROMPT) -> None:
         self._hf = hf_tokenizer
-        self._fast = getattr(hf_tokenizer, "_tokenizer", None) if _STREAMS_TAKE_A_PROMPT else None
+        self._fast = getattr(hf_tokenizer, "_tokenizer", None) if fast_streams else None
         self.special_ids = frozenset(hf_tokenizer.all_special_ids)
         self.added_tokens: dict[int, str] = {
             index: str(token) for index, token in hf_tokenizer.added_tokens_decoder.items()

@@ -70,7 +70,7 @@ def start(folder: Path, backend: str = "native", **engine_args: Any) -> LLM:
 
 
 def runner_of(llm: LLM) -> Any:
-    return llm._engine_parts().engine._runner
+    return llm.llm_engine.runner
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -213,9 +213,9 @@ def test_mixed_requests_in_one_batch(served: tuple[LLM, LLM]) -> None:
 def test_prefix_hits_change_nothing(llama: Path) -> None:
     with start(llama, num_gpu_blocks_override=40) as llm:
         first = tokens_of(generate(llm, SAMPLED, 40, 33))
-        hits = llm._engine_parts().engine.metrics()["prefix_cache_hits"]
+        hits = llm.get_metrics()["prefix_cache_hits"]
         assert tokens_of(generate(llm, SAMPLED, 40, 33)) == first
-        assert llm._engine_parts().engine.metrics()["prefix_cache_hits"] > hits
+        assert llm.get_metrics()["prefix_cache_hits"] > hits
 
 
 def test_little_memory_changes_nothing(llama: Path, served: tuple[LLM, LLM]) -> None:
@@ -223,7 +223,7 @@ def test_little_memory_changes_nothing(llama: Path, served: tuple[LLM, LLM]) -> 
     with start(llama, num_gpu_blocks_override=9, enable_prefix_caching=False) as llm:
         lengths = (20, 21, 22, 23)
         ours = tokens_of(generate(llm, SAMPLED, *lengths))
-        assert llm._engine_parts().engine.metrics()["num_preemptions"] > 0
+        assert llm.get_metrics()["num_preemptions"] > 0
     assert ours == tokens_of(generate(served[1], SAMPLED, *lengths))
 
 
@@ -235,7 +235,7 @@ def test_prompt_logprobs_in_pieces(
     params = [dataclasses.replace(SAMPLED, prompt_logprobs=k) for k in (0, None, 2, 3)]
     params[3] = dataclasses.replace(params[3], n=2)
     for llm in served:
-        llm._engine_parts().engine.reset_prefix_cache()
+        llm.reset_prefix_cache()
     ours, others = (generate(llm, params, 20, 7, 6, 33) for llm in served)
     assert tokens_of(ours) == tokens_of(others)
     for mine, other in zip(ours, others):

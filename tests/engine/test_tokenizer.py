@@ -28,16 +28,17 @@ SKIPPING = SamplingParams(max_tokens=999)
 SPACE = "\u2581"
 
 
-def wrapped(tokenizer: FastTokenizer) -> Tokenizer:
+def wrapped(tokenizer: FastTokenizer, **options: bool) -> Tokenizer:
     pad, bos, eos = SPECIALS
     return Tokenizer(
         transformers.PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos
-        )
+        ),
+        **options,
     )
 
 
-def byte_level() -> Tokenizer:
+def byte_level(**options: bool) -> Tokenizer:
     """As GPT-2's: id 3 + b is byte b, shown as a printable character; " w" is a token as well."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
@@ -47,10 +48,10 @@ def byte_level() -> Tokenizer:
     tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "w")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return wrapped(tokenizer)
+    return wrapped(tokenizer, **options)
 
 
-def sentencepiece() -> Tokenizer:
+def sentencepiece(**options: bool) -> Tokenizer:
     """As Llama 2's: a space is part of the word, it is stripped at the start of a text, unknown
     characters are byte tokens, and a run of those is decoded as one."""
     pieces = [*SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256)), *(SPACE + "abcdwxyz")]
@@ -73,10 +74,10 @@ def sentencepiece() -> Tokenizer:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    return wrapped(tokenizer)
+    return wrapped(tokenizer, **options)
 
 
-def metaspace() -> Tokenizer:
+def metaspace(**options: bool) -> Tokenizer:
     pieces = [*SPECIALS, *(SPACE + "abcdwxyz"), SPACE + "a", SPACE + "w"]
     tokenizer = FastTokenizer(
         models.BPE(
@@ -86,10 +87,10 @@ def metaspace() -> Tokenizer:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
-    return wrapped(tokenizer)
+    return wrapped(tokenizer, **options)
 
 
-MAKERS: dict[str, Callable[[], Tokenizer]] = {
+MAKERS: dict[str, Callable[..., Tokenizer]] = {
     "byte_level": byte_level,
     "sentencepiece": sentencepiece,
     "metaspace": metaspace,
@@ -97,10 +98,7 @@ MAKERS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def get(kind: str, stream: str) -> Tokenizer:
-    tokenizer = MAKERS[kind]()
-    if stream == "slow":
-        tokenizer._fast = None  # what a tokenizer without a fast core looks like
-    return tokenizer
+    return MAKERS[kind](fast_streams=False) if stream == "slow" else MAKERS[kind]()
 
 
 TOKENIZERS = {(kind, stream): get(kind, stream) for kind in MAKERS for stream in ("fast", "slow")}

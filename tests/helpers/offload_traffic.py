@@ -136,7 +136,7 @@ def serve(
             seen[output.request_id] = list(output.outputs[0].token_ids)
             if output.finished:
                 active.discard(output.request_id)
-        engine._scheduler.check_integrity()
+        engine.scheduler.check_integrity()
     raise AssertionError("no end in sight")
 
 
@@ -166,7 +166,7 @@ def check_same(jobs: Iterable[Job], ours: dict[str, list[int]], plain: dict[str,
 
 def tier_of(engine: Engine) -> Any:
     """The engine's `bridge.kv_offload.pinned_host_tier.PinnedHostTier`."""
-    return engine._scheduler._blocks.transfers.tier  # type: ignore[union-attr]
+    return engine.scheduler.blocks.transfers.tier  # type: ignore[union-attr]
 
 
 def rest(engine: Engine) -> None:
@@ -182,15 +182,15 @@ def check_over(engine: Engine) -> None:
     """That nothing is left when all requests are over: no copy, no pin, no block."""
     assert not engine.has_unfinished
     rest(engine)
-    scheduler, tier = engine._scheduler, tier_of(engine)
+    scheduler, tier = engine.scheduler, tier_of(engine)
     scheduler.check_integrity()
     tier.check_integrity()
-    blocks = scheduler._blocks
+    blocks = scheduler.blocks
     assert blocks.num_free == blocks.num_blocks, "a block was lost"
     metrics = engine.metrics()
     assert metrics["kv_offload_open_loads"] == metrics["kv_offload_open_stores"] == 0
-    assert tier._index.num_pinned == 0, "a host block is still pinned"
-    assert tier._copier.poll() == []
+    assert tier.index.num_pinned == 0, "a host block is still pinned"
+    assert tier.copier.poll() == []
 
 
 class FaultyCopier:
@@ -244,8 +244,8 @@ class FaultyCopier:
 def spoil(engine: Engine, seed: int, share: float) -> FaultyCopier:
     """From now on some of the engine's copies fail."""
     tier = tier_of(engine)
-    tier._copier = FaultyCopier(tier._copier, seed, share)
-    return tier._copier
+    tier.copier = FaultyCopier(tier.copier, seed, share)
+    return tier.copier
 
 
 def join_at_once(engine: Engine) -> None:

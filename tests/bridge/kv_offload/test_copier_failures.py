@@ -266,7 +266,7 @@ def test_anything_at_any_time(make_rig: MakeRig, seed: int) -> None:
     settle_accounts()
     np.testing.assert_array_equal(rig.device, device)
     np.testing.assert_array_equal(rig.host, host)
-    assert sorted(free_blocks) == list(range(62)) and len(rig.copier._free_flags) == 64
+    assert sorted(free_blocks) == list(range(62)) and rig.copier.num_free_flags == 64
 
 
 def _open(fake_path: str, row_bytes: int = 64, offset: int = 0) -> NativeCopier:

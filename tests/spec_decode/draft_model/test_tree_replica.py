@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba.core import event
 
 from hetero_llm.bridge.ipc.messages import (
     HEADER,
@@ -21,7 +22,6 @@ from hetero_llm.bridge.ipc.messages import (
 )
 from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.cpu.draft_worker.tree_pool import TreePool
-from hetero_llm.spec_decode.draft_model import tree_replica as replica_module
 from hetero_llm.spec_decode.draft_model.node_buckets import NUM_BUCKETS, BucketStats
 from hetero_llm.spec_decode.draft_model.tree_replica import CAPACITY, TAIL, TreeReplica
 from hetero_llm.spec_decode.proposals import Proposals
@@ -490,13 +490,15 @@ def test_numbers_beyond_their_types_are_nothing_good() -> None:
     assert replica.num_nodes(0) == 2
 
 
-def test_compile_has_met_every_type_of_argument() -> None:
+def test_compile_leaves_nothing_to_compile() -> None:
+    """No later call needs numba's compiler: the types of all its arguments were met."""
     TreeReplica.compile()
-    test_more_rows_than_slots_can_be_asked_for()
-    compiled = replica_module._add_messages, replica_module.commit_all, replica_module.propose_all
-    assert [len(function.signatures) for function in (*compiled, replica_module.caught_up_all)] == [
-        1
-    ] * 4
+    with event.install_recorder("numba:compiler_lock") as recorder:
+        test_more_rows_than_slots_can_be_asked_for()
+        replica = mirror_of()
+        add(replica, (0, 1, 3, [(1, -3, 5, 8)]))
+        replica.commit(np.array([0]), np.array([3]), np.array([5], np.int32), np.array([1]))
+    assert recorder.buffer == []
 
 
 def test_more_rows_than_slots_can_be_asked_for() -> None:
