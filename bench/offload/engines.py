@@ -171,7 +171,7 @@ class Served:
 
     def __init__(self, llm: LLM, config: ModelConfig, *, offload: bool) -> None:
         self.llm = llm
-        self.engine: Engine = llm.llm_engine
+        self.engine: Engine = llm.engine
         self.watch = StepWatch(self.engine.runner)
         self.engine.runner = self.watch
         self.block_bytes = KVCacheShape(

@@ -229,7 +229,7 @@ class LLM:
         return self._engine_parts().backend
 
     @property
-    def llm_engine(self) -> Engine:
+    def engine(self) -> Engine:
         """The step loop that serves this LLM, for callers who add requests and call `step`
         themselves. It must not be stepped while `generate` or a stream runs."""
         return self._engine_parts().engine

@@ -70,7 +70,7 @@ def start(folder: Path, backend: str = "native", **engine_args: Any) -> LLM:
 
 
 def runner_of(llm: LLM) -> Any:
-    return llm.llm_engine.runner
+    return llm.engine.runner
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -213,9 +213,9 @@ def test_mixed_requests_in_one_batch(served: tuple[LLM, LLM]) -> None:
 def test_prefix_hits_change_nothing(llama: Path) -> None:
     with start(llama, num_gpu_blocks_override=40) as llm:
         first = tokens_of(generate(llm, SAMPLED, 40, 33))
-        hits = llm.get_metrics()["prefix_cache_hits"]
+        hits = llm.engine.metrics()["prefix_cache_hits"]
         assert tokens_of(generate(llm, SAMPLED, 40, 33)) == first
-        assert llm.get_metrics()["prefix_cache_hits"] > hits
+        assert llm.engine.metrics()["prefix_cache_hits"] > hits
 
 
 def test_little_memory_changes_nothing(llama: Path, served: tuple[LLM, LLM]) -> None:
@@ -223,7 +223,7 @@ def test_little_memory_changes_nothing(llama: Path, served: tuple[LLM, LLM]) -> 
     with start(llama, num_gpu_blocks_override=9, enable_prefix_caching=False) as llm:
         lengths = (20, 21, 22, 23)
         ours = tokens_of(generate(llm, SAMPLED, *lengths))
-        assert llm.get_metrics()["num_preemptions"] > 0
+        assert llm.engine.metrics()["num_preemptions"] > 0
     assert ours == tokens_of(generate(served[1], SAMPLED, *lengths))
 
 

@@ -29,7 +29,7 @@ def start(folder: Path, **engine_args: object) -> LLM:
 
 def test_the_drafter_knows_what_steps_cost(folder: Path) -> None:
     with start(folder, speculative_config=LOOKAHEAD, num_gpu_blocks_override=64) as llm:
-        engine = llm.llm_engine
+        engine = llm.engine
         profile = engine.runner.profile
         assert [rows for rows, _ in profile] == [*range(1, 9), *range(16, 65, 8)]
         assert all(0 < seconds < 1 for _, seconds in profile)
@@ -43,10 +43,10 @@ def test_no_larger_step_than_the_cache_holds(folder: Path) -> None:
     with start(
         folder, speculative_config=LOOKAHEAD, num_gpu_blocks_override=3, max_model_len=48
     ) as llm:
-        profile = llm.llm_engine.runner.profile
+        profile = llm.engine.runner.profile
         assert [rows for rows, _ in profile][-1] == 32
 
 
 def test_nothing_is_measured_without_drafts(folder: Path) -> None:
     with start(folder) as llm:
-        assert llm.llm_engine.runner.profile == []
+        assert llm.engine.runner.profile == []

@@ -335,7 +335,7 @@ def test_the_demo_model_gives_the_same_tokens() -> None:
         max_num_seqs=8,
         max_num_batched_tokens=48,
     ) as llm:
-        parts = llm.llm_engine
+        parts = llm.engine
         results = []
         for asynchronous in (False, True):
             engine = Engine(

@@ -40,7 +40,7 @@ def start(folder: Path, **engine_args: Any) -> LLM:
 
 
 def runner_of(llm: LLM) -> Any:
-    return llm.llm_engine.runner
+    return llm.engine.runner
 
 
 def refusal(folder: Path, **engine_args: Any) -> str:

@@ -26,7 +26,7 @@ MIXED = [LONG if i % 2 else replace(LONG, temperature=0.7, seed=1000 + i) for i 
 
 
 def chains_of(llm: LLM) -> Any:
-    return llm.llm_engine.scheduler.drafter
+    return llm.engine.scheduler.drafter
 
 
 def accepted_of(llm: LLM) -> float:
@@ -117,13 +117,13 @@ def test_no_room_for_both() -> None:
 def test_the_profile_knows_of_the_draft_model() -> None:
     """Both caches fit into the share of the memory that may be used."""
     with start(num_gpu_blocks_override=None, gpu_memory_utilization=0.2, max_num_seqs=4) as llm:
-        alone = llm.llm_engine.scheduler.blocks.num_blocks
+        alone = llm.engine.scheduler.blocks.num_blocks
     with start(
         num_gpu_blocks_override=None, gpu_memory_utilization=0.2, max_num_seqs=4, **DRAFT
     ) as llm:
         assert chains_of(llm).num_blocks == 4 * 32
         # Two profile runs differ by more than this small model takes.
-        assert llm.llm_engine.scheduler.blocks.num_blocks < 1.01 * alone
+        assert llm.engine.scheduler.blocks.num_blocks < 1.01 * alone
         assert generate(llm, ragged(2))
 
 

@@ -136,7 +136,7 @@ def serve(
     Returns:
         What each request ended with.
     """
-    parts = llm.llm_engine
+    parts = llm.engine
     recorder = Recorder(parts.runner)
     engine: Engine = Engine(
         parts.input_processor,
@@ -195,7 +195,7 @@ def test_steps_launched_ahead_give_the_same_outputs(traffic: str, pool: str) -> 
 def test_half_precision_steps_ahead_give_the_same_tokens() -> None:
     found = []
     with start(dtype="bfloat16") as llm:
-        engine = llm.llm_engine
+        engine = llm.engine
         assert engine.asynchronous
         for asynchronous in (False, True):
             engine.asynchronous = asynchronous

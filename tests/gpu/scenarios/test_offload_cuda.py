@@ -81,7 +81,7 @@ def start_with_host(folder: Path, host_blocks: int = HOST_BLOCKS, **engine_args:
 
 
 def engine_of(llm: LLM) -> Engine:
-    return llm.llm_engine
+    return llm.engine
 
 
 def compare(engine: Engine, plain: LLM, seed: int, count: int = 24) -> int:
