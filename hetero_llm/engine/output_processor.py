@@ -98,7 +98,7 @@ class OutputProcessor:
             text.num_tokens += 1
             generated = position + 1 - sequence.num_prompt_tokens
             if new and params.stop and generated > params.min_tokens:
-                found = _find_stop(text.text, len(new), params)
+                found = find_stop(text.text, len(new), params)
                 if found is not None:
                     stop, cut = found
                     text.text = text.text[:cut]
@@ -222,7 +222,7 @@ class OutputProcessor:
         return None if self._tokenizer is None else self._tokenizer.decode_token(token)
 
 
-def _find_stop(text: str, num_new: int, params: SamplingParams) -> tuple[str, int] | None:
+def find_stop(text: str, num_new: int, params: SamplingParams) -> tuple[str, int] | None:
     """Finds the stop string that ends first within the last `num_new` characters. Returns it and
     the length to which the text is cut."""
     best: tuple[int, str, int] | None = None
@@ -239,4 +239,4 @@ def holds_stop(tokenizer: Tokenizer, request: Request, output_ids: list[int]) ->
     skip = request.params.skip_special_tokens
     before = tokenizer.decode(output_ids[:-1], skip_special_tokens=skip)
     text = tokenizer.decode(output_ids, skip_special_tokens=skip)
-    return _find_stop(text, max(len(text) - len(before), 0), request.params) is not None
+    return find_stop(text, max(len(text) - len(before), 0), request.params) is not None

@@ -25,6 +25,7 @@ from hetero_llm.cpu.model_runner import NativeModelRunner
 from hetero_llm.engine import factory
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.models import loader
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.model_runner import TorchModelRunner
 from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
@@ -396,12 +397,12 @@ def test_activations(llama: Path) -> None:
 def test_the_models_own_tensors_are_given_up(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that memory does not double, and nothing runs through torch unnoticed."""
     models: list[Any] = []
-    load_weights = factory._load_weights
+    load_model = loader.load_model
 
     def load(*args: Any, **kwargs: Any) -> Any:
-        models.append(load_weights(*args, **kwargs))
+        models.append(load_model(*args, **kwargs))
         return models[-1]
 
-    monkeypatch.setattr(factory, "_load_weights", load)
+    monkeypatch.setattr(loader, "load_model", load)
     start(llama).close()
     assert all(parameter.numel() == 0 for parameter in models[0].parameters())

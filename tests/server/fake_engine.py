@@ -30,7 +30,7 @@ from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.demo_models import demo_folder
 from hetero_llm.engine.engine_client import EngineInfo, EngineStats
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
-from hetero_llm.engine.output_processor import _find_stop
+from hetero_llm.engine.output_processor import find_stop
 from hetero_llm.engine.tokenizer import Stream, Tokenizer, TokenizerThreads, load_tokenizer
 
 VOCAB, CONTEXT, EOS = 4096, 2048, 0
@@ -241,7 +241,7 @@ class FakeEngine:
         if sequence.stream is not None and not ends:
             new = sequence.stream.push(token)
             sequence.text += new
-            stopped = _find_stop(sequence.text, len(new), request.params)
+            stopped = find_stop(sequence.text, len(new), request.params)
             if stopped is not None:
                 sequence.stop_reason, length = stopped
                 sequence.text = sequence.text[:length]

@@ -446,10 +446,10 @@ def test_no_proposal_waits_for_levels_that_no_draft_may_hold(worker: LocalWorker
     texts.open(0, text_of(0, 20))
     wait_for_drafts(texts, [0])
     worker.stands_still = True
-    before = texts.metric("draft_wait_seconds")
+    before = texts.metric("draft_waits")
     for _ in range(10):
         assert texts.propose([0])[0][0]
-    assert texts.metric("draft_wait_seconds") == before
+    assert texts.metric("draft_waits") == before
 
 
 def test_leaves_that_a_level_starts_from() -> None:

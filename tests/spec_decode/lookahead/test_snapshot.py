@@ -334,11 +334,11 @@ def test_full_disk_leaves_the_old_file_and_no_other(
 def test_a_device_that_is_really_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = tmp_path / "temporary"
 
-    def opened(folder: str, name: str) -> tuple[int, str]:
+    def opened(**place: str) -> tuple[int, str]:
         temporary.touch()
         return os.open("/dev/full", os.O_WRONLY), str(temporary)
 
-    monkeypatch.setattr(snapshot, "_open_temporary", opened)
+    monkeypatch.setattr("tempfile.mkstemp", opened)
     reason = refuses_to_write(str(tmp_path / "cache.snapshot"))
     assert reason == "cannot be written: No space left on device"
     assert os.listdir(tmp_path) == []
