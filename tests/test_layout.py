@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# Folders of tests that mirror nothing, or another folder than hetero_llm.
+# Folders of scenario tests, and of tests of bench/ and tools/.
 _OTHERS = ("scenarios", "gpu/scenarios", "faults", "browser", "clients", "tools", "bench")
 
 _ENDINGS = (".py", ".cpp", ".h")

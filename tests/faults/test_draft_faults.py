@@ -432,7 +432,7 @@ def test_a_server_with_another_vocabulary_ends_with_a_line(target: Path, tmp_pat
 
 
 def test_a_ring_that_is_none(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker finds other memory than it was told of, as after somebody's crash."""
+    """The worker finds other memory than its settings name, as after a crash of its owner."""
 
     def stale(*slots: int) -> Ring:
         ring = create_ring(*slots)

@@ -69,7 +69,7 @@ def test_typical_tokens_are_walked_by_depth(checkpoint: Path, device: torch.devi
     runner.typical = TypicalAcceptance(1e-30, 1e-30)
     original = drafter.propose
 
-    def shifted(*args: object) -> object:  # drafts that nobody would draw
+    def shifted(*args: object) -> object:  # drafts that no model would sample
         batch = original(*args)  # type: ignore[arg-type]
         batch.token_ids[:] = (batch.token_ids + 1) % 90
         return batch

@@ -52,7 +52,7 @@ def heavy_folder(folder: Path, *, layers: int = 16) -> Path:
 
 
 def share_for(num_bytes: int) -> float:
-    """`cpu_prefill_memory_utilization` that asks for so much, and a little more for rounding."""
+    """`cpu_prefill_memory_utilization` for `num_bytes` and a little more, against rounding."""
     return (num_bytes + 4096) / psutil.virtual_memory().total
 
 
@@ -105,7 +105,7 @@ def serve(
     aborts: bool = True,
     make: Callable[[Job], Request] | None = None,
 ) -> dict[str, list[int]]:
-    """The tokens of each job, as far as they were seen; books are checked after every step.
+    """Returns the tokens that outputs brought for each job; checks the scheduler after every step.
 
     Args:
         make: requests, where the engine itself cannot.
@@ -145,8 +145,8 @@ class WrongTokens(AssertionError):
 
 
 def check_same(jobs: Iterable[Job], ours: dict[str, list[int]], plain: dict[str, list[int]]) -> int:
-    """Compares with the tokens without host memory, where nothing was aborted; how many there were
-    to compare.
+    """Compares with the tokens without host memory, where nothing was aborted. Returns the number
+    of tokens compared.
 
     Raises:
         WrongTokens: they differ.
@@ -170,8 +170,8 @@ def tier_of(engine: Engine) -> Any:
 
 
 def rest(engine: Engine) -> None:
-    """Until no copy is under way."""
-    assert engine.step() == []  # there may be a stray one that nobody waits for
+    """Polls until no copy is under way."""
+    assert engine.step() == []  # finishes a step of ended requests, if there is one
     deadline = time.monotonic() + 60
     while engine.poll_host_memory():
         assert time.monotonic() < deadline, "copies do not end"
@@ -179,7 +179,7 @@ def rest(engine: Engine) -> None:
 
 
 def check_over(engine: Engine) -> None:
-    """That nothing is left when all requests are over: no copy, no pin, no block."""
+    """Checks that nothing is left when all requests are over: no copy, no pin, no block."""
     assert not engine.has_unfinished
     rest(engine)
     scheduler, tier = engine.scheduler, tier_of(engine)
@@ -249,7 +249,7 @@ def spoil(engine: Engine, seed: int, share: float) -> FaultyCopier:
 
 
 def join_at_once(engine: Engine) -> None:
-    """Sequences run as soon as their loads have begun, so that steps wait at their gates."""
+    """Sequences run as soon as their loads have begun, so that steps wait for layer-ready flags."""
     tier_of(engine).seconds_left = lambda transfer_ids: 0.0
 
 
@@ -259,20 +259,20 @@ def load_always(engine: Engine) -> None:
 
 
 class OpenGates:
-    """Gates that do not wait: what a reader of unfinished blocks gets is wrong."""
+    """Layer-ready flags at which no step waits: whoever reads unfinished blocks reads wrong KV."""
 
-    def __init__(self, gates: Any) -> None:
-        self._gates = gates
+    def __init__(self, flags: Any) -> None:
+        self._flags = flags
 
     @property
     def turn(self) -> int:
-        return self._gates.turn
+        return self._flags.turn
 
     def arm(self, transfer_ids: Any) -> None:
-        self._gates.arm(())
+        self._flags.arm(())
 
     def wait(self, layer: int) -> None:
         pass
 
     def take_error(self, turn: int) -> bool:
-        return self._gates.take_error(turn)
+        return self._flags.take_error(turn)

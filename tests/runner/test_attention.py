@@ -97,7 +97,7 @@ def test_equals_softmax_over_the_context(
 
 
 def drafted(starts: list[int], chunks: list[int], nodes: list[list[int]]) -> TreeTokens:
-    """Rows of sequences with so many rows of their own, and nodes with these parents."""
+    """Tokens of a step: of each sequence `chunks[i]` plain ones, then nodes with these parents."""
     numbers = [starts, [c + len(n) for c, n in zip(chunks, nodes)], [1] * sum(chunks)]
     counts = [len(n) for n in nodes]
     drafts = DraftBatch(*(np.array(a, np.int32) for a in (counts, sum(nodes, []), sum(nodes, []))))

@@ -219,7 +219,7 @@ def without_dropping(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_host_evictions(patch: pytest.MonkeyPatch) -> None:
-    """The device is not told what host memory evicts."""
+    """The index does not report what host memory evicts."""
     patch.setattr(HostBlockIndex, "take_evicted", lambda self: [])
 
 

@@ -36,10 +36,10 @@ MODES = pytest.mark.parametrize("asynchronous", [False, True])
 
 
 class HostRunner(FakeRunner):
-    """Moves the streams a little at every call, as time does, and waits at the gates of a step.
+    """Moves the streams a little at every call, as time does; steps wait for their loads.
 
-    Rows whose sequence was aborted in flight, or whose load failed, may read anything: nobody gets
-    their tokens. So a wrong byte is no failed assertion here: it makes tokens wrong.
+    Tokens whose sequence was aborted in flight, or whose load failed, may read anything: no user
+    gets them. So a wrong byte is no failed assertion here: it makes tokens wrong.
 
     Attributes:
         time_stands_still: no copy advances but those that a step waits for.

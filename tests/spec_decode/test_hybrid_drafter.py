@@ -1,4 +1,4 @@
-"""The lookahead drafter with sequences that nobody computes: what it learns and drafts."""
+"""The lookahead drafter with sequences written by the test: what it learns and drafts."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_prompts_of_others_are_not_shared() -> None:
     first.token_ids.extend([70, 71])
     finish(drafter, first)
     assert ask(drafter, make_sequence("b", [9, 40, 41])) == [[]]
-    # The last tokens of a prompt tell which kind of text follows them.
+    # The last tokens of a prompt show which kind of text follows them.
     assert ask(drafter, make_sequence("c", [9, 60, 61])) == [[]]
     long = make_sequence("d", [*PHRASE, 60, 61, 62])
     ask(drafter, long)
@@ -553,7 +553,7 @@ class Stepping:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_drafts_come_again_after_a_rest(asynchronous: bool) -> None:
-    """Also from a worker that nobody waits for: it is told the text before it is asked."""
+    """Also from a worker that no proposal waits for: it gets the text before the proposal."""
     stepping = Stepping(asynchronous=asynchronous)
     assert stepping.steps(8) >= 8
     stepping.source.stands = True

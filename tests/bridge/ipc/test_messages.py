@@ -186,7 +186,7 @@ def request(slot: int, length: int, *, generation: int = 1) -> OpenRequest:
 
 @pytest.mark.parametrize("length", [1, 5, PROMPT_CHUNK, PROMPT_CHUNK + 1, 128 * 1024])
 def test_a_prompt_of_any_length_passes_a_small_ring(length: int) -> None:
-    """In pieces that tell where they belong; what has no room waits."""
+    """A long sequence is sent in pieces that carry their place; those without room wait."""
     texts = {4: request(4, length), 5: request(5, 3)}
     outbox, rounds = Outbox(), 0
     pieces: dict[int, list[np.ndarray]] = {4: [], 5: []}

@@ -200,7 +200,7 @@ def test_a_waiting_consumer_is_woken(spin_us: int) -> None:
         assert not waiter.is_alive()
         assert popped[0].status == RingStatus.OK and numbers_of(popped[0].messages) == [3]
         assert ends.producer.counters().wakes == (spin_us == 0)
-        put_numbered(outbox, 4, 3)  # nobody sleeps: nobody is woken
+        put_numbered(outbox, 4, 3)  # the consumer is awake: no wake-up
         ends.producer.push(outbox)
         assert ends.producer.counters().wakes == (spin_us == 0)
 

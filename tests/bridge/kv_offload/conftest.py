@@ -163,7 +163,7 @@ class Rig:
             self.compute = 0
 
     def values(self, ready: LayerReadyFlag) -> list[int]:
-        """How many layers were told to have landed."""
+        """Number of layers that the flag reports as landed."""
         return [value - ready.base for place, value in self.writes if place == ready.place]
 
     def check_write(self, target: int, value: int) -> None:

@@ -361,7 +361,7 @@ def test_counters(make_rig: MakeRig) -> None:
 
 
 def test_steps(make_rig: MakeRig) -> None:
-    """One that nobody noted is over when a later one is; events do not pile up."""
+    """A step that was not asked about is over when a later one is; events do not pile up."""
     rig = make_rig()
     assert rig.copier.step_done(0) and not rig.copier.step_done(1)
     rig.hold(rig.compute)

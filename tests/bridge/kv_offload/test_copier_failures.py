@@ -118,7 +118,7 @@ def test_other_calls_that_fail(make_rig: MakeRig, name: bytes) -> None:
 
 @pytest.mark.parametrize("name", [b"cuEventCreate", b"cuEventRecord"])
 def test_without_events(make_rig: MakeRig, name: bytes) -> None:
-    """The streams themselves tell when they have drained."""
+    """The copier asks the streams whether they have drained."""
     rig = make_rig()
     rig.fake.fail(name, 0, 1000, 2)
     rig.hold(rig.lane_in)
@@ -209,7 +209,7 @@ def test_close_with_work_under_way(make_rig: MakeRig, lazy: bool) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_anything_at_any_time(make_rig: MakeRig, seed: int) -> None:
     """Loads, stores, steps, aborts and faults at random. What succeeded is there, byte for byte;
-    blocks and host blocks that nobody used stay as they were; everything ends."""
+    unused blocks and host blocks stay as they were; all transfers end."""
     rng = random.Random(seed)
     methods = list(Method)
     rig = make_rig(

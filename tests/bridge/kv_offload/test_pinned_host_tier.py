@@ -339,7 +339,7 @@ BLOCK_S = BLOCK_BYTES / RATE
 
 
 def worth(tokens: int, rest: int, rule: LoadRule, start: int = 0) -> int:
-    """Blocks of a hit of so many tokens that are loaded."""
+    """Number of blocks that are loaded of a hit of `tokens` tokens."""
     count = tokens // BLOCK_SIZE
     tier = tier_over(model(1, 0), rule)
     return tier.worth_loading(HostHit((0,) * count, (), ()), start, rest)

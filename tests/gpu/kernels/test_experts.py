@@ -92,7 +92,7 @@ def test_activations(device: torch.device, rows: int, name: str) -> None:
 
 
 def test_routes_that_are_not_balanced(device: torch.device) -> None:
-    """All rows but one to the same experts, and an expert that nobody visits."""
+    """All rows but one go to the same experts, and one expert gets no row."""
     x, gate_up, down = tensors(device, 20, 5, 16, 16, BF16)
     ids = torch.tensor([[3, 1]], device=device).repeat(20, 1)
     ids[17] = torch.tensor([4, 0])

@@ -165,7 +165,7 @@ def test_a_full_cache_is_forgotten_while_copies_are_under_way(folder: Path, plai
             compare(engine, plain, seed, 8)
             engine.reset_prefix_cache()
             before = engine.metrics()
-            compare(engine, plain, seed + 100, 1)  # a prompt that nobody sent before
+            compare(engine, plain, seed + 100, 1)  # a prompt that was not sent before
             assert grown(engine, before, "prefix_blocks_cpu", "prefix_blocks_gpu") == [0, 0]
         traffic.check_over(engine)
 

@@ -123,7 +123,8 @@ class Pair:
 
 
 def run_prepared(scheduler: Scheduler, runner: FakeRunner, drafter: ChainDrafter) -> None:
-    """As the engine's loop: drafters are told of prompts, and settle, while the device works."""
+    """Runs the engine's loop: drafters see new prompts and do their deferred work while the device
+    works."""
     for _ in range(5000):
         step = scheduler.schedule()
         if step is None:

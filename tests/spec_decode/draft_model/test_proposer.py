@@ -326,7 +326,7 @@ def test_a_worker_that_comes_back_is_sent_everything(model: DraftModel, texts: T
     texts.run_deferred()
     assert texts.metric("draft_worker_up") == 0
     assert texts.propose([0, 1]) == [([], [])] * 2
-    texts.open(2, text_of(2, 20))  # while nobody listens
+    texts.open(2, text_of(2, 20))  # while no worker runs
     texts.proposer.close([1])
     texts.commit({0: [6]})
     assert texts.propose([0, 2]) == [([], [])] * 2

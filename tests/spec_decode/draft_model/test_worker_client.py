@@ -1,6 +1,6 @@
 """The client of the draft worker: death, silence, garbage, restarts, shutdown.
 
-Most processes here are stand_in.py, which is up at once; time is told by the tests.
+Most processes here are stand_in.py, which is up at once; the tests set the clock.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def test_up_and_heard(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_is_sent_before_it_is_up_is_not_sent() -> None:
-    """The source tells whole texts once it is."""
+    """The proposer sends whole sequences once the worker is up."""
     with worker("good") as one:
         send(one, 2)
         assert len(one.outbox) == 0
@@ -559,7 +559,7 @@ def test_the_real_worker_ends_with_a_parent_killed_while_it_loads() -> None:
 
 
 def test_the_real_worker(caplog: pytest.LogCaptureFixture) -> None:
-    """Up, told, stopped by itself, killed with its parent."""
+    """A worker starts, gets messages, ends by itself, and is killed with its parent."""
     settings = replace(SETTINGS, folder=str(demo_folder("demo-draft")))
     one = DraftWorkerClient(settings, vocab_size=4096)
     try:

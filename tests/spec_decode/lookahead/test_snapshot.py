@@ -266,7 +266,7 @@ def test_a_history_that_becomes_one_generation_needs_room_for_all(tmp_path: Path
 def test_what_compiled_code_could_not_cope_with(
     tmp_path: Path, text: list[int], documents: list[list[int]], reason: str
 ) -> None:
-    """A checksum does not tell who wrote the file."""
+    """A right checksum does not show who wrote the file."""
     nothing = make_history(0).content().old
     part = GenerationContent(as_tokens(text), np.array(documents, np.int64).reshape(-1, 4))
     write_snapshot(str(tmp_path / "a"), CacheContent(nothing, nothing, part), TOKENIZER)

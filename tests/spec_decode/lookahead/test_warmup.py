@@ -1,4 +1,4 @@
-"""Warm-up files: what is learned, what is left out and told, and that serving never notices."""
+"""Warm-up files: what is learned, what is left out and reported; serving goes on meanwhile."""
 
 from __future__ import annotations
 
