@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# Folders of tests that mirror nothing, or another folder than hetero_llm.
+# Folders of scenario tests, and of tests of bench/ and tools/.
 _OTHERS = ("scenarios", "gpu/scenarios", "faults", "browser", "clients", "tools", "bench")
 
 _ENDINGS = (".py", ".cpp", ".h")
@@ -32,6 +32,7 @@ def _tests_a_module(test: Path) -> bool:
 
 
 def test_every_test_mirrors_a_module_or_is_a_scenario() -> None:
-    here = {Path(f"test_{name}.py") for name in ("import_rules", "layout", "exports", "deploy")}
+    about = ("import_rules", "layout", "exports", "deploy", "no_privates")
+    here = {Path(f"test_{name}.py") for name in about}
     strays = [str(test) for test in _mirrored() if test not in here and not _tests_a_module(test)]
     assert strays == []

@@ -48,7 +48,7 @@ def _without_graphs(runner: Any) -> Iterator[None]:
 
 def experts_touched(llm: LLM, prompts: Prompts, batch: int, steps: int = _COUNTED_STEPS) -> float:
     """Mean number of experts that a decode step of `batch` rows visits, in one layer."""
-    runner = llm._engine_parts().engine._runner
+    runner = llm.engine.runner
     counts: dict[int, list[int]] = defaultdict(list)  # by rows of the step
 
     def count(_: Any, __: Any, routed: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -57,7 +57,7 @@ def experts_touched(llm: LLM, prompts: Prompts, batch: int, steps: int = _COUNTE
 
     routers = [
         module
-        for module in runner._model.modules()
+        for module in runner.model.modules()
         if isinstance(module, (TopKRouter, SparseMixerRouter))
     ]
     hooks = [router.register_forward_hook(count) for router in routers]
@@ -107,7 +107,7 @@ def measure(
     for batch in batches:
         ms = ms_per_step(llm, prompts, batch, steps=steps)
         touched = experts_touched(llm, prompts, batch, min(steps, _COUNTED_STEPS))
-        config = llm._engine_parts().engine._runner._model.config
+        config = llm.engine.runner.model.config
         read = bytes_per_step(config, touched, batch, PROMPT + steps / 2)
         limit = None if bandwidth is None else sum(read.values()) / bandwidth / 1e9
         rows.append(

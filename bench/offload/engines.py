@@ -171,9 +171,9 @@ class Served:
 
     def __init__(self, llm: LLM, config: ModelConfig, *, offload: bool) -> None:
         self.llm = llm
-        self.engine: Engine = llm._engine_parts().engine
-        self.watch = StepWatch(self.engine._runner)
-        self.engine._runner = self.watch
+        self.engine: Engine = llm.engine
+        self.watch = StepWatch(self.engine.runner)
+        self.engine.runner = self.watch
         self.block_bytes = KVCacheShape(
             config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, torch.bfloat16
         ).block_bytes
@@ -183,7 +183,7 @@ class Served:
     @property
     def loads(self) -> Any:
         """The scheduler's part that decides when a loading sequence runs."""
-        return self.engine._scheduler.loads
+        return self.engine.scheduler.loads
 
     def counters(self) -> dict[str, float]:
         return self.engine.metrics()

@@ -155,7 +155,7 @@ def offline(args: argparse.Namespace, llm: LLM, rows: list[Row]) -> list[float]:
 
 def closed(llm: LLM, prompts: list[list[int]], streams: int, name: str) -> float:
     """Seconds for all prompts, `streams` at a time."""
-    engine = llm._engine_parts().engine
+    engine = llm.engine
     params = greedy(TOKENS, detokenize=True)
     waiting = enumerate(prompts)
     begin = time.perf_counter()

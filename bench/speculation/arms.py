@@ -220,10 +220,10 @@ class Bench:
         wanted = EngineConfig.from_args(resolve_engine_args({**self._given, **on_device}))
         config = replace(config, speculation=wanted.speculation)
         engine = build_engine(config, show_progress=False).engine
-        scheduler = engine._scheduler
-        assert isinstance(scheduler._drafter, ChainDrafter)
-        self._chains, scheduler._drafter = scheduler._drafter, self.switch
-        profile = getattr(engine._runner, "profile", None)
+        scheduler = engine.scheduler
+        assert isinstance(scheduler.drafter, ChainDrafter)
+        self._chains, scheduler.drafter = scheduler.drafter, self.switch
+        profile = getattr(engine.runner, "profile", None)
         if profile:
             self.switch.set_step_times(profile)
         return engine
@@ -312,7 +312,7 @@ class Bench:
         }
 
     def _figures(self) -> np.ndarray:
-        stats = self.engine._scheduler.stats
+        stats = self.engine.scheduler.stats
         first = stats.accepted_at[0] if stats.accepted_at else 0
         return np.array(
             [stats.num_draft_tokens, stats.num_accepted_tokens, stats.num_steps,
@@ -324,7 +324,7 @@ class Bench:
     ) -> tuple[list[list[int]], float, float]:
         """Tokens of each prompt; seconds until all and until half of those behind the first ones
         are there."""
-        engine, stats = self.engine, self.engine._scheduler.stats
+        engine, stats = self.engine, self.engine.scheduler.stats
         self._runs += 1
         ids = []
         for index, prompt in enumerate(prompts):

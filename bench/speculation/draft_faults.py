@@ -32,7 +32,7 @@ def timed(bench: Bench, prompts: list[list[int]], tokens: int, fault: str | None
     between. A stopped worker is continued at the end."""
     engine = bench.engine
     add_requests(engine, f"{fault}-{time.monotonic_ns()}", prompts, greedy(tokens))
-    stats = engine._scheduler.stats
+    stats = engine.scheduler.stats
     enough = stats.generation_tokens + len(prompts)
     while stats.generation_tokens < enough:
         engine.step()

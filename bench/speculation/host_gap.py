@@ -125,7 +125,7 @@ def main() -> None:
     args = parser.parse_args()
     bench = Bench(args)
     clock = GapClock(
-        bench.engine._runner, time.perf_counter if args.clock == "wall" else time.thread_time
+        bench.engine.runner, time.perf_counter if args.clock == "wall" else time.thread_time
     )
     table = []
     for size, batches in zip(args.batches, batches_of(args.batches, args.prompt), strict=True):

@@ -27,7 +27,7 @@ _VERIFY = ("verify", "short verify")
 
 def measure(bench: Bench, batch: list[list[int]], arm: str, *, floor: bool) -> dict[str, Any]:
     """One row of the table."""
-    runner = bench.engine._runner
+    runner = bench.engine.runner
     assert isinstance(runner, GpuModelRunner)
     plain, _ = bench.run("none", [batch])
     bench.run(arm, [batch])  # learns times of steps

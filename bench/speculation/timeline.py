@@ -147,10 +147,10 @@ class Watched:
     def _noting(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         drafts = self._propose(sequences, limits, num_rows)
         inner = self._switch.inner
-        if isinstance(inner, HybridDrafter) and isinstance(inner._model, DraftModelProposer):
-            replica = inner._model._replica
+        if isinstance(inner, HybridDrafter) and isinstance(inner.model, DraftModelProposer):
+            replica = inner.model._replica
             nodes = replica.arrays.nodes[0, : replica.num_nodes(0)].copy()
-            self.notes.append((int(inner._model._generations[0]), nodes, drafts))
+            self.notes.append((int(inner.model._generations[0]), nodes, drafts))
         return drafts
 
 
@@ -231,7 +231,7 @@ def watch(
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], Watched, float]:
     """Runs batches of one with drafts. Returns, of each, its steps and which have drafts, [m, 2]
     and [m]; the notes; tokens/s of all."""
-    runner = bench.engine._runner
+    runner = bench.engine.runner
     assert isinstance(runner, GpuModelRunner)
     notes, clock = Watched(bench.switch), GraphClock(runner)
     base = torch.cuda.Event(enable_timing=True)

@@ -51,7 +51,7 @@ def run(engine: Engine, prompts: list[list[int]], name: str) -> tuple[list[list[
 
 def measure(engine: Engine, drafter: SwitchedDrafter, shape: str, batch: int) -> dict[str, Any]:
     """One row of the table."""
-    runner = engine._runner
+    runner = engine.runner
     assert isinstance(runner, GpuModelRunner)
     prompts = Prompts(SHAPES[shape]["vocab_size"], seed=batch).draw(batch, _PROMPT)
     clock = GraphClock(runner, keeps=True)

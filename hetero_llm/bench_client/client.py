@@ -32,17 +32,17 @@ Clock = Callable[[], float]
 
 _CONNECT_SECONDS = 10.0
 _COUNTED_AT_ONCE = 8
-_LONGEST_ANSWER = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
     """The server of the requests. `url` has no final slash and no `/v1`; `timeout`: maximum seconds
-    without a received byte."""
+    without a received byte; `max_answer_bytes`: of an answer that is no stream."""
 
     url: str
     api_key: str | None = None
     timeout: float = 300.0
+    max_answer_bytes: int = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ async def pieces(
         if response.status != 200:
             raise refusal(response.status, await response.content.read(2**16))
         if response.content_type != "text/event-stream":
-            data = await _whole(response)
+            data = await _whole(response, server.max_answer_bytes)
             received()
             yield read_event(data)
             return
@@ -228,12 +228,12 @@ async def _events(
         raise ServerError("the stream ended before the answer did (no finish_reason, no [DONE])")
 
 
-async def _whole(response: aiohttp.ClientResponse) -> str:
+async def _whole(response: aiohttp.ClientResponse, most: int) -> str:
     data = bytearray()
     async for part in response.content.iter_any():
         data += part
-        if len(data) > _LONGEST_ANSWER:
-            raise ServerError(f"the answer is longer than {_LONGEST_ANSWER} bytes")
+        if len(data) > most:
+            raise ServerError(f"the answer is longer than {most} bytes")
     return data.decode("utf-8", "replace")
 
 

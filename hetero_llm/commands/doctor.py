@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,24 +72,17 @@ class Report:
         return not any(thing.needed for thing in self.missing)
 
 
-def examine() -> Report:
+def examine(titles: Iterable[str] | None = None) -> Report:
     """Examines the machine. Imports torch, if it is installed, to find the GPUs, and compiles the
-    CPU library unless it is in the cache."""
+    CPU library unless it is in the cache.
+
+    Args:
+        titles: of the sections to make, see `SECTIONS`; None: all.
+    """
     sections: dict[str, Facts] = {}
     missing: list[Missing] = []
-    parts: tuple[tuple[str, Callable[[], tuple[Facts, list[Missing]]]], ...] = (
-        ("System", _system),
-        ("CPU", _cpu),
-        ("Memory", _memory),
-        ("GPU", _gpu),
-        ("Prefix cache offload", _offload),
-        ("Packages", _packages),
-        ("Demo models", _demo_models),
-        ("Tools", _tools),
-    )
-    for title, look in parts:
-        facts, lacking = look()
-        sections[title] = facts
+    for title in SECTIONS if titles is None else titles:
+        sections[title], lacking = SECTIONS[title]()
         missing.extend(lacking)
     return Report(sections, tuple(dict.fromkeys(missing)))
 
@@ -437,6 +430,19 @@ def _read(path: str) -> str:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+SECTIONS: dict[str, Callable[[], tuple[Facts, list[Missing]]]] = {
+    "System": _system,
+    "CPU": _cpu,
+    "Memory": _memory,
+    "GPU": _gpu,
+    "Prefix cache offload": _offload,
+    "Packages": _packages,
+    "Demo models": _demo_models,
+    "Tools": _tools,
+}
+"""Titles in the order in which the sections are shown, and what makes each."""
 
 
 def add_doctor(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> None:

@@ -123,3 +123,24 @@ class Sequence:
     def may_end(self, length: int) -> bool:
         """Whether `min_tokens` allows an end token or stop string at `length` tokens in all."""
         return length - self.num_prompt_tokens > self.request.params.min_tokens
+
+    def num_before_end(self, new: list[int]) -> int:
+        """How many new tokens come before the first that ends the sequence, or before the last one.
+
+        The length ends a sequence at the last one at the earliest: no draft has more nodes.
+        """
+        end_ids = self.request.end_ids
+        if not end_ids.isdisjoint(new):
+            length = len(self.token_ids)
+            for index, token in enumerate(new):
+                if token in end_ids and self.may_end(length + index + 1):
+                    return index
+        return len(new) - 1
+
+    def drop_tokens(self, count: int) -> None:
+        """Drops the last `count` tokens, which the last step added, and their log-probabilities."""
+        del self.token_ids[-count:]
+        if self.earlier_sums:
+            self.cumulative_logprob = self.earlier_sums[-count]
+            if self.logprobs is not None:
+                del self.logprobs[-count:]

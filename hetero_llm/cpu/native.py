@@ -75,7 +75,7 @@ def open_library(*, sanitize: bool = False) -> ctypes.CDLL:
         RuntimeError, OSError, subprocess.SubprocessError: see `build`, or it cannot be loaded.
     """
     _share_openmp()
-    library = native_build.open_library(_recipe(sanitize=sanitize))
+    library = native_build.open_library(recipe(sanitize=sanitize))
     declare(library)
     return library
 
@@ -114,10 +114,11 @@ def build(*, sanitize: bool = False, force: bool = False) -> Path:
         RuntimeError: there is no compiler, or it reports an error.
         OSError, subprocess.SubprocessError: it failed.
     """
-    return native_build.build_library(_recipe(sanitize=sanitize), force=force)
+    return native_build.build_library(recipe(sanitize=sanitize), force=force)
 
 
-def _recipe(*, sanitize: bool) -> Recipe:
+def recipe(*, sanitize: bool = False) -> Recipe:
+    """How the library is built; `sanitize`: see `build`."""
     return Recipe(
         "kernels-sanitized" if sanitize else "kernels",
         _SOURCES,

@@ -13,7 +13,6 @@ import os
 import signal
 import time
 import weakref
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +37,7 @@ from hetero_llm.engine import messages
 from hetero_llm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from hetero_llm.engine.engine_client import EngineInfo, EngineStats, ModelInfo
 from hetero_llm.engine.engine_launcher import EngineProcess, launch
+from hetero_llm.engine.finish_rate import FinishRate
 from hetero_llm.engine.images import ImageInputs
 from hetero_llm.engine.input_processor import InputProcessor, Prompt, parse_prompt
 from hetero_llm.engine.metric_objects import metric_objects
@@ -51,9 +51,6 @@ STEP_TIMEOUTS = {"cuda": 30.0, "cpu": 120.0}
 """Seconds without a message after which an engine counts as hung, by device."""
 _IDS_PER_CHARACTER = 8
 """Token ids that are checked in the time in which one character is encoded."""
-_FINISH_TIMES_KEPT = 32
-_RETRY_SECONDS = 1.0, 60.0
-"""Bounds of `OverloadedError.retry_after`."""
 _SECONDS_TO_STOP = 1.5
 _POLL_SECONDS = 0.01
 
@@ -168,7 +165,7 @@ class AsyncLLMEngine:
         self._metrics: dict[str, float] = {}
         self._histograms: dict[str, Histogram] = {}
         self._last_message = time.monotonic()
-        self._finish_times: deque[float] = deque(maxlen=_FINISH_TIMES_KEPT)
+        self.finish_rate = FinishRate()
         self._failure: str | None = None  # why nothing can be served
         self._draining = False
         self._stop_by = 0.0  # when a process that was asked to end is killed
@@ -277,13 +274,19 @@ class AsyncLLMEngine:
                 output = assembler.add(await stream.get())
                 finished = output.finished
                 if finished:
-                    self._finish_times.append(time.monotonic())
+                    self.finish_rate.note()
                     self._close_stream(stream)
                 if output.error is not None:
                     raise HeteroLLMError(output.error)
                 yield output
         finally:
             self._close_stream(stream)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests whose last output has not arrived. `stats().queue` also counts those whose
+        outputs have arrived and wait to be read."""
+        return sum(not stream.ended for stream in self._streams.values())
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """See `EngineClient`; several ids may be given."""
@@ -306,7 +309,7 @@ class AsyncLLMEngine:
             raise DuplicateRequestError(request_id)
         self._check_load()
         if not self._streams:
-            self._finish_times.clear()  # an idle time would lower the rate of finishing
+            self.finish_rate.clear()  # an idle time would lower the rate of finishing
         key = str(self._num_requests)
         self._num_requests += 1
         self._keys[request_id] = key
@@ -332,13 +335,8 @@ class AsyncLLMEngine:
         waiting = max(live - self._max_running, said)
         if (waiting + 1 if said else live + 1 - self._max_running) <= self._max_queued:
             return
-        low, high = _RETRY_SECONDS
-        seconds = low
-        if self._finish_times:
-            passed = time.monotonic() - self._finish_times[0]
-            seconds = min(max((waiting + 1) * passed / len(self._finish_times), low), high)
         reason = f"{waiting} requests are waiting (max_queued_requests={self._max_queued})"
-        raise OverloadedError(seconds, reason)
+        raise OverloadedError(self.finish_rate.seconds_for(waiting + 1), reason)
 
     async def _checked_request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """The request, checked and ready for the engine.

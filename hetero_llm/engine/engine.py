@@ -89,6 +89,9 @@ class Engine:
         background_drafter: the drafter, if part of it runs in another process; the engine reports
             its metrics and shuts it down.
         hit_log: notified after each step; logs where blocks were found.
+
+    The four parts, `asynchronous` and `background_drafter` are attributes: benches and tests read
+    the parts' counters and call their `check_integrity`.
     """
 
     def __init__(
@@ -103,11 +106,11 @@ class Engine:
         background_drafter: BackgroundDrafter | None = None,
         hit_log: HitLog | None = None,
     ) -> None:
-        self._input_processor = input_processor
-        self._scheduler = scheduler
-        self._runner = runner
-        self._output_processor = output_processor
-        self._asynchronous = asynchronous
+        self.input_processor = input_processor
+        self.scheduler = scheduler
+        self.runner = runner
+        self.output_processor = output_processor
+        self.asynchronous = asynchronous
         self._speculation_log = speculation_log
         self.background_drafter = background_drafter
         self._hit_log = hit_log
@@ -118,7 +121,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        return self._scheduler.num_unfinished > 0
+        return self.scheduler.num_unfinished > 0
 
     def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
         """Builds and checks a request without starting it.
@@ -126,7 +129,7 @@ class Engine:
         Raises:
             RequestError: the engine could never serve it.
         """
-        request = self._input_processor.make_request(request_id, prompt, params)
+        request = self.input_processor.make_request(request_id, prompt, params)
         self.check_request(request)
         return request
 
@@ -136,17 +139,17 @@ class Engine:
         Raises:
             RequestError: the engine could never run it.
         """
-        self._scheduler.check_request(request)
+        self.scheduler.check_request(request)
 
     def add_request(self, request: Request) -> None:
         """Queues a request that passed `check_request`."""
         self.check_alive()
-        self._scheduler.add_request(request)
+        self.scheduler.add_request(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request. Returns its last output, None if it is not running."""
-        request = self._scheduler.abort(request_id)
-        return None if request is None else self._output_processor.abort(request)
+        request = self.scheduler.abort(request_id)
+        return None if request is None else self.output_processor.abort(request)
 
     def step(self) -> list[RequestOutput]:
         """Finishes one step and returns its outputs; none if there is nothing to do.
@@ -160,40 +163,40 @@ class Engine:
         clock = self._clock
         clock.begin()
         try:
-            pending = self._pending or self._launch(self._scheduler.schedule())
+            pending = self._pending or self._launch(self.scheduler.schedule())
             if pending is None:
-                if self._scheduler.loads:  # all requests wait for KV loads
-                    self._scheduler.loads.nap()
+                if self.scheduler.loads:  # all requests wait for KV loads
+                    self.scheduler.loads.nap()
                 return []
-            if self._asynchronous:
-                self._pending = self._launch(self._scheduler.schedule_ahead())
-                self._scheduler.run_deferred()
+            if self.asynchronous:
+                self._pending = self._launch(self.scheduler.schedule_ahead())
+                self.scheduler.run_deferred()
                 if self._pending is None:
-                    self._scheduler.prepare_next()
-                prompt_pending = self._scheduler.num_waiting or pending[0].has_chunks
+                    self.scheduler.prepare_next()
+                prompt_pending = self.scheduler.num_waiting or pending[0].has_chunks
                 collect_if_due(calm=not prompt_pending)
             step, launched, begun = pending
-            output = self._runner.finish(launched)
+            output = self.runner.finish(launched)
             now = clock.lap("wait")
             idle = begun - self._last_finish
             self._last_finish = now
-            if self._asynchronous and self._pending is None:
-                self._pending = self._launch(self._scheduler.schedule_next(output))
-            self._scheduler.observe_step(step, now - begun + min(idle, 0.0), max(idle, 0.0))
-            touched = self._scheduler.update(step, output)
+            if self.asynchronous and self._pending is None:
+                self._pending = self._launch(self.scheduler.schedule_next(output))
+            self.scheduler.observe_step(step, now - begun + min(idle, 0.0), max(idle, 0.0))
+            touched = self.scheduler.update(step, output)
             clock.lap("update")
-            if self._asynchronous and self._pending is None:
-                self._pending = self._launch(self._scheduler.schedule())
-            if not self._asynchronous:
-                self._scheduler.run_deferred()  # the next drafts may depend on these tokens
+            if self.asynchronous and self._pending is None:
+                self._pending = self._launch(self.scheduler.schedule())
+            if not self.asynchronous:
+                self.scheduler.run_deferred()  # the next drafts may depend on these tokens
             elif not self.has_unfinished:
-                self._scheduler.observe_tokens()  # there may be no next step that does it
+                self.scheduler.observe_tokens()  # there may be no next step that does it
             if self._speculation_log is not None:
-                self._speculation_log.note(self._scheduler.stats)
+                self._speculation_log.note(self.scheduler.stats)
             if self._hit_log is not None:
                 self._hit_log.note()
             clock.lap("update")
-            outputs = self._output_processor.process(touched)
+            outputs = self.output_processor.process(touched)
             clock.lap("output")
             clock.end()
             return outputs
@@ -210,10 +213,10 @@ class Engine:
 
     def metrics(self) -> dict[str, float]:
         """Counters since start and gauges of the present state, by name."""
-        stats = self._scheduler.stats
+        stats = self.scheduler.stats
         return {
-            "num_requests_running": self._scheduler.num_running,
-            "num_requests_waiting": self._scheduler.num_waiting,
+            "num_requests_running": self.scheduler.num_running,
+            "num_requests_waiting": self.scheduler.num_waiting,
             "num_requests_finished": stats.num_requests_finished,
             "num_preemptions": stats.num_preemptions,
             "num_steps": stats.num_steps,
@@ -221,7 +224,7 @@ class Engine:
             "prefix_cache_hits": stats.prefix_cache_hits,
             "prompt_tokens": stats.prompt_tokens,
             "generation_tokens": stats.generation_tokens,
-            "kv_cache_usage_perc": self._scheduler.kv_cache_usage,
+            "kv_cache_usage_perc": self.scheduler.kv_cache_usage,
             "spec_decode_num_drafts": stats.num_drafts,
             "spec_decode_num_draft_tokens": stats.num_draft_tokens,
             "spec_decode_num_accepted_tokens": stats.num_accepted_tokens,
@@ -230,7 +233,7 @@ class Engine:
                 for position, count in enumerate(stats.accepted_at)
             },
             "last_step_timestamp_seconds": self._clock.last_step,
-            **self._scheduler.loads.metrics(),
+            **self.scheduler.loads.metrics(),
             **(speculation_metrics(stats) if stats.num_drafts else {}),
             **({} if self.background_drafter is None else self.background_drafter.metrics()),
         }
@@ -238,7 +241,7 @@ class Engine:
     def histograms(self) -> dict[str, Histogram]:
         """Histograms over all steps: tokens of a step, and seconds of each of its phases."""
         return {
-            "iteration_tokens_total": self._scheduler.stats.step_tokens,
+            "iteration_tokens_total": self.scheduler.stats.step_tokens,
             **self._clock.histograms(),
         }
 
@@ -246,7 +249,7 @@ class Engine:
         """Continues copies of KV to host memory while no request runs: the caller calls it
         repeatedly when idle. Returns whether there is more to copy."""
         self.check_alive()
-        return self._scheduler.poll_host_memory()
+        return self.scheduler.poll_host_memory()
 
     def shut_down(self) -> None:
         """Ends the draft worker and the KV copies. The engine must not be used afterwards."""
@@ -254,10 +257,10 @@ class Engine:
             self.background_drafter.shut_down()
         if self._hit_log is not None:
             self._hit_log.close()
-        self._scheduler.loads.shut_down()
+        self.scheduler.loads.shut_down()
 
     def reset_prefix_cache(self) -> None:
-        self._scheduler.reset_prefix_cache()
+        self.scheduler.reset_prefix_cache()
 
     def _launch(self, step: SchedulerOutput | None) -> tuple[SchedulerOutput, Any, float] | None:
         """Launches a step. Returns the step, the runner's handle for `finish`, and the time when
@@ -265,7 +268,7 @@ class Engine:
         begun = self._clock.lap("schedule")
         if step is None:
             return None
-        launched = self._runner.launch(step)
-        self._scheduler.step_launched()
+        launched = self.runner.launch(step)
+        self.scheduler.step_launched()
         self._clock.lap("launch")
         return step, launched, begun

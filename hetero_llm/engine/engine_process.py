@@ -43,18 +43,25 @@ logger = logging.getLogger(__name__)
 EXIT_BAD_START = 2
 EXIT_DEAD = 1
 HEARTBEAT_SECONDS = 0.1
-_MOST_UNSENT = 64 << 20
-"""Bytes. No step runs while the API process leaves more than this unread."""
 _SECONDS_TO_FLUSH = 1.0
 _POLL_SECONDS = 0.005  # of host memory's copies while no request runs
 _PR_SET_PDEATHSIG = 1
 
 
 class EngineLoop:
-    """Runs one engine for the process at the other end of the socket."""
+    """Runs one engine for the process at the other end of the socket.
 
-    def __init__(self, parent: MessageSocket, built: BuiltEngine) -> None:
+    Args:
+        parent: the socket.
+        built: the engine.
+        most_unsent: bytes; no step runs while the other end leaves more than this unread.
+    """
+
+    def __init__(
+        self, parent: MessageSocket, built: BuiltEngine, *, most_unsent: int = 64 << 20
+    ) -> None:
         self._parent = parent
+        self._most_unsent = most_unsent
         self._built = built
         self._engine = built.engine
         self._step = with_faults(built.engine.step, env.faults())
@@ -68,7 +75,7 @@ class EngineLoop:
         while self._running and not self._parent.closed:
             for data in self._receive():
                 self._handle(messages.decode_to_engine(data))
-            if self._engine.has_unfinished and self._parent.num_unsent < _MOST_UNSENT:
+            if self._engine.has_unfinished and self._parent.num_unsent < self._most_unsent:
                 try:
                     outputs = self._step()
                 except BaseException as error:
@@ -83,7 +90,7 @@ class EngineLoop:
     def _receive(self) -> list[bytes]:
         """Returns the messages that have arrived; waits only if no step can run."""
         unsent = self._parent.num_unsent
-        if not self._engine.has_unfinished or unsent >= _MOST_UNSENT:
+        if not self._engine.has_unfinished or unsent >= self._most_unsent:
             wait = self._last_beat + HEARTBEAT_SECONDS - time.monotonic()
             if not self._engine.has_unfinished and self._engine.poll_host_memory():
                 wait = min(wait, _POLL_SECONDS)

@@ -260,7 +260,8 @@ def _join(
         logger.info(message, load.model, device, dtype_name, *sizes)
     return BuiltEngine(
         engine, tokenizer, max_model_len, num_blocks, str(device), dtype_name, backend, store,
-        "" if offload is None else offload.words(), inputs.images, vocab_size=model_config.vocab_size,
+        "" if offload is None else offload.words(), inputs.images,
+        vocab_size=model_config.vocab_size,
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from hetero_llm.engine.arg_utils import EngineArgs
 from hetero_llm.engine.chat_messages import for_template
+from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import BuiltEngine, build_engine, free_unreachable
 from hetero_llm.engine.input_processor import Prompt, is_one_prompt, pair_params, parse_prompts
 from hetero_llm.engine.metric_objects import metric_objects
@@ -334,6 +335,12 @@ class LLM:
     def backend(self) -> str:
         """What runs the model: "cuda", or on a CPU "native" (our executor), "torch" or "ipex"."""
         return self._engine_parts().backend
+
+    @property
+    def engine(self) -> Engine:
+        """The step loop that serves this LLM, for callers who add requests and call `step`
+        themselves. It must not be stepped while `generate` or a stream runs."""
+        return self._engine_parts().engine
 
     if not TYPE_CHECKING:
 

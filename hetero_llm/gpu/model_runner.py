@@ -109,6 +109,7 @@ class GpuModelRunner:
         layer_ready: what steps with `kv_loads` wait at; None: there will be no such steps.
 
     Attributes:
+        model, cache, layer_ready: see Args.
         typical: see `runner.verify`, which then samples for all draft trees; to be set before the
             first step.
         filler: fills the input buffers.
@@ -139,9 +140,9 @@ class GpuModelRunner:
             *(max_num_seqs, max_graph_tokens, max_decode_tokens), max_tokens if drafts else 0
         )
         self.typical: TypicalAcceptance | None = None
-        self._model = model
-        self._cache = cache
-        self._layer_ready = layer_ready
+        self.model = model
+        self.cache = cache
+        self.layer_ready = layer_ready
         self._context = AttentionContext(config, cache, block_tables, dtype)
         self._library = LibraryPlanner(self._context, dtype)
         self._buffers = StepBuffers(
@@ -203,7 +204,7 @@ class GpuModelRunner:
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Issues all device work of a step."""
         if step.kv_loads:
-            arm_layer_ready(self._layer_ready, step)
+            arm_layer_ready(self.layer_ready, step)
         self._apply_changes(step)
         num_tokens = int(step.num_scheduled_tokens.sum())
         if step.drafts is not None:
@@ -223,8 +224,8 @@ class GpuModelRunner:
         else:
             launched = self._sample_by_torch(step, hidden)
         if step.kv_loads:
-            assert self._layer_ready is not None
-            launched.results.turn = self._layer_ready.turn
+            assert self.layer_ready is not None
+            launched.results.turn = self.layer_ready.turn
         return launched
 
     def finish(self, pending: LaunchedStep) -> ModelRunnerOutput:
@@ -232,9 +233,7 @@ class GpuModelRunner:
         if pending.drafted is not None:
             last_tokens = self._device_step.last_tokens
             with torch.inference_mode():
-                return verify(
-                    pending.drafted, self._sampler, self._cache, last_tokens, self.typical
-                )
+                return verify(pending.drafted, self._sampler, self.cache, last_tokens, self.typical)
         if pending.arrived is not None:
             pending.arrived.synchronize()
         if pending.num_groups:
@@ -243,8 +242,8 @@ class GpuModelRunner:
         turn = pending.results.turn
         if turn is None:
             return output
-        assert self._layer_ready is not None
-        return dataclasses.replace(output, kv_loads_timed_out=self._layer_ready.take_error(turn))
+        assert self.layer_ready is not None
+        return dataclasses.replace(output, kv_loads_timed_out=self.layer_ready.take_error(turn))
 
     def _apply_changes(self, step: SchedulerOutput) -> None:
         """Admitted sequences, block tables on the host, copies of blocks."""
@@ -260,9 +259,9 @@ class GpuModelRunner:
             self.filler.block_tables[slots, columns] = blocks
         copies = step.block_copies
         if copies.shape[1]:
-            if step.kv_loads and self._layer_ready is not None:  # a source may be loading
-                self._layer_ready.wait(self._cache.shape.num_layers - 1)
-            self._cache.copy_blocks(list(zip(*copies.tolist(), strict=True)))
+            if step.kv_loads and self.layer_ready is not None:  # a source may be loading
+                self.layer_ready.wait(self.cache.shape.num_layers - 1)
+            self.cache.copy_blocks(list(zip(*copies.tolist(), strict=True)))
 
     def _launch_drafted(
         self, step: SchedulerOutput, drafts: DraftBatch, num_tokens: int
@@ -301,12 +300,12 @@ class GpuModelRunner:
                 results of one with drafts.
         """
         trees = tree_tokens(step, drafts)
-        size, places = self._cache.shape.block_size, trees.kv_indices
+        size, places = self.cache.shape.block_size, trees.kv_indices
         blocks = self.filler.block_tables[
             np.repeat(step.request_slots, step.num_scheduled_tokens), places // size
         ]
         return drafted_step(
-            self._model,
+            self.model,
             hidden,
             step,
             trees=trees,
@@ -347,8 +346,8 @@ class GpuModelRunner:
             planned=planned is None or bool(planned.any()),
         )
         if step.kv_loads:
-            assert self._layer_ready is not None
-            attention = LayerReadyAttention(attention, self._layer_ready)
+            assert self.layer_ready is not None
+            attention = LayerReadyAttention(attention, self.layer_ready)
         hidden = self._device_step.run_model(buffer, attention)
         if plain and num_samples:
             self._device_step.sample(buffer.inputs, hidden, num_samples)
@@ -376,7 +375,7 @@ class GpuModelRunner:
     def _sample_by_torch(self, step: SchedulerOutput, hidden: torch.Tensor) -> LaunchedStep:
         """Sampling and log-probabilities of a step that the kernels alone do not serve."""
         last_tokens = self._device_step.last_tokens
-        results = sample_step(self._model, hidden, step, self._sampler, last_tokens, self._prompts)
+        results = sample_step(self.model, hidden, step, self._sampler, last_tokens, self._prompts)
         results.prompt_logprobs = [
             (slot, rows.start_download()) for slot, rows in results.prompt_logprobs
         ]

@@ -26,11 +26,28 @@ from hetero_llm.kv_cache.host_tier import HostHit
 from hetero_llm.kv_cache.prefix_cache import PrefixCache, block_contents
 from hetero_llm.kv_cache.table_changes import TableChanges
 
-_LONG_PREFIX = 512
-"""Blocks from which on a load starts before all of them are looked up: see `BlockManager.load`."""
-_FIRST_PART, _LARGER = 64, 8
-"""The first part is one block in `_FIRST_PART`, the second `_LARGER` times as many. Looking a block
-up takes 1 to 3 microseconds, copying it 40, so the link stays busy."""
+
+@dataclass(frozen=True, slots=True)
+class LoadParts:
+    """Parts in which a long prefix is looked up in host memory and loaded, so that the link is busy
+    while the rest is looked up: looking a block up takes 1 to 3 microseconds, copying it 40.
+
+    Attributes:
+        min_blocks: a shorter prefix is one part.
+        first: the first part is one block in `first`.
+        growth: the second part is `growth` times the first; the rest is the third.
+    """
+
+    min_blocks: int = 512
+    first: int = 64
+    growth: int = 8
+
+    def sizes(self, count: int) -> tuple[int, ...]:
+        """Blocks of each part of a prefix of `count` blocks."""
+        if count < self.min_blocks:
+            return (count,)
+        first = count // self.first
+        return first, self.growth * first, count - (1 + self.growth) * first
 
 
 @dataclass(slots=True)
@@ -70,9 +87,11 @@ class BlockManager:
         block_size: Tokens in a block.
         prefix_cache: None turns prefix caching off.
         transfers: to and from host memory, over the same `prefix_cache`; None: no host memory.
+        load_parts: how a long prefix is loaded.
 
     Attributes:
-        transfers: see Args.
+        prefix_cache: see Args; without prefix caching an empty one.
+        transfers: see Args; without host memory a null object.
         num_writable: of each table, how many leading positions are writable without `allocate`.
         hits: where the blocks of all tables came from.
     """
@@ -83,13 +102,16 @@ class BlockManager:
         block_size: int,
         prefix_cache: PrefixCache | None = None,
         transfers: BlockTransfers | None = None,
+        *,
+        load_parts: LoadParts | None = None,
     ) -> None:
         assert transfers is None or prefix_cache is not None, "offload stores cached blocks"
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._caches_prefixes = prefix_cache is not None
-        self._prefix = PrefixCache() if prefix_cache is None else prefix_cache
-        self.transfers: BlockTransfers | NoTransfers = transfers or NoTransfers(self._prefix)
+        self.prefix_cache = PrefixCache() if prefix_cache is None else prefix_cache
+        self.transfers: BlockTransfers | NoTransfers = transfers or NoTransfers(self.prefix_cache)
+        self._load_parts = load_parts or LoadParts()
         self._refs = array("i", bytes(4 * num_blocks))
         self._all_refs = np.frombuffer(self._refs, np.int32)  # the same memory
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -143,7 +165,7 @@ class BlockManager:
         if not reuse or not self._caches_prefixes:
             return 0
         size = self.block_size
-        blocks, hashes = self._prefix.find(root_hash, token_ids, size, packed)
+        blocks, hashes = self.prefix_cache.find(root_hash, token_ids, size, packed)
         if self._last_found[0] is not blocks:
             self._last_found = blocks, np.array(blocks, np.int64)
         index, entry.hashes = self._last_found[1], hashes.copy()
@@ -242,7 +264,7 @@ class BlockManager:
             parent_hash = entry.hashes[-1] if entry.hashes else entry.root_hash
             contents = block_contents(token_ids, self.block_size, first, last, entry.packed)
             blocks = entry.blocks[first:last]
-            entry.hashes += self._prefix.cache(parent_hash, contents, blocks)
+            entry.hashes += self.prefix_cache.cache(parent_hash, contents, blocks)
             self._count_use(entry)
             self.transfers.write_through(blocks)
 
@@ -269,7 +291,7 @@ class BlockManager:
             if self.transfers.is_active:
                 freed = [block for block in freed if not self.transfers.in_transfer(block)]
             self._free.update(dict.fromkeys(freed))
-            uncached = self._prefix.uncached(freed)
+            uncached = self.prefix_cache.uncached(freed)
             for block in uncached:
                 self._free.move_to_end(block, last=False)
             self.transfers.mark_free(freed, uncached)
@@ -278,12 +300,12 @@ class BlockManager:
         """Adds to the blocks that lost their last reference the free canonical blocks of the
         duplicates among them. These take the duplicates' place in the eviction order, so that
         descendants of either are evicted first."""
-        if not self._prefix.duplicates:
+        if not self.prefix_cache.duplicates:
             return freed
         order: list[int] = []
         for block in freed:
             order.append(block)
-            canonical = self._prefix.released(block)
+            canonical = self.prefix_cache.released(block)
             if canonical is not None and canonical in self._free:
                 del self._free[canonical]
                 self.transfers.mark_used((canonical,))
@@ -292,10 +314,14 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes; running tables keep their blocks."""
-        self._prefix.clear()
+        self.prefix_cache.clear()
         for entry in self._tables.values():
             entry.stale = True
         self.transfers.clear()
+
+    def num_readers(self, block: int) -> int:
+        """Number of tables that hold a block, closed ones that a step may still read included."""
+        return self._refs[block]
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -343,7 +369,7 @@ class BlockManager:
         transfers = self._with_tier()
         tier = transfers.tier
         contents = block_contents(token_ids, size, first, last, entry.packed)
-        parts = _split_prefix(last - first) if not entry.loaded else (last - first,)
+        parts = self._load_parts.sizes(last - first) if not entry.loaded else (last - first,)
         hit = HostHit()
         for number, most in enumerate(parts if whole else parts[: max(len(parts) - 1, 1)], 1):
             before = hit.block_hashes or entry.hashes
@@ -397,7 +423,7 @@ class BlockManager:
         for block in free:
             self._free[block] = None
             self._free.move_to_end(block, last=False)
-        self._with_tier().mark_free_first([b for b in free if self._prefix.is_cached(b)])
+        self._with_tier().mark_free_first([b for b in free if self.prefix_cache.is_cached(b)])
 
     def offload(self, most: int) -> None:
         """Starts to store blocks that are to be handed out soon. Never waits; at least three
@@ -415,7 +441,7 @@ class BlockManager:
             for block in over_limit:
                 self._free.move_to_end(block, last=False)
         dropped = self.transfers.take_dropped()
-        for block in self._prefix.uncached(dropped) if dropped else ():
+        for block in self.prefix_cache.uncached(dropped) if dropped else ():
             if block in self._free:
                 self._free.move_to_end(block, last=False)
 
@@ -454,7 +480,7 @@ class BlockManager:
 
     def _is_read_only(self, block: int) -> bool:
         """Whether other tables reference it, or may find it later."""
-        return self._refs[block] > 1 or self._prefix.is_cached(block)
+        return self._refs[block] > 1 or self.prefix_cache.is_cached(block)
 
     def _pop_free(self) -> int:
         block, _ = self._free.popitem(last=False)
@@ -483,7 +509,7 @@ class BlockManager:
         if not self._refs[old] and not self.transfers.in_transfer(old):
             # It may be handed out in this very step, whose copies run before it writes.
             self._free[old] = None
-            if self._prefix.is_cached(old):
+            if self.prefix_cache.is_cached(old):
                 self.transfers.mark_free((old,))
         self._freed_at[old] = self._steps + 1
         self._copied.update((old, new))
@@ -517,15 +543,9 @@ class BlockManager:
         self.transfers.check_integrity(self._free)
         free -= self.transfers.blocks_in_transfer
         assert free == set(self._free), "the free list differs from the reference counts"
-        assert all(counted[b] for b in self._prefix.duplicates), "a duplicate without references"
+        assert all(counted[b] for b in self.prefix_cache.duplicates), (
+            "a duplicate without references"
+        )
         for table, entry in self._tables.items():
             held = 0 if entry.maybe_shared else len(entry.blocks) * self.block_size
             assert self.num_writable[table] == held, "room differs from the blocks"
-
-
-def _split_prefix(count: int) -> tuple[int, ...]:
-    """Sizes of the parts in which `BlockManager.load` looks up a prefix of `count` blocks."""
-    if count < _LONG_PREFIX:
-        return (count,)
-    first = count // _FIRST_PART
-    return first, _LARGER * first, count - (1 + _LARGER) * first

@@ -59,6 +59,7 @@ class BlockTransfers:
 
     Attributes:
         tier: the host memory.
+        limits: what is stored, and when; may be replaced between steps.
         defers_tables: the runner is sent a block table when its sequence is admitted: other
             sequences' steps are not to carry the thousand blocks of a long prefix under way.
     """
@@ -70,7 +71,7 @@ class BlockTransfers:
     ) -> None:
         self.tier = tier
         self._prefix = prefix
-        self._limits = limits
+        self.limits = limits
         self._load_of = np.zeros(num_blocks, np.int64)  # load that fills a block, or 0
         self._loads: dict[int, NDArray[np.int64]] = {}
         self._num_waiting: dict[int, int] = {}  # load to the number of tables that wait for it
@@ -267,7 +268,7 @@ class BlockTransfers:
     @property
     def _num_over_limit(self) -> int:
         """Free blocks beyond the limit that are still to be looked at."""
-        limit = self._limits.cached
+        limit = self.limits.cached
         return 0 if limit is None else min(len(self._unstored), len(self._cached) - limit)
 
     def store(self, num_free: int, most: int) -> list[int]:
@@ -282,7 +283,7 @@ class BlockTransfers:
         if not self._flush_use_counts(2 * most):
             return []
         ready = num_free - len(self._unstored)
-        wanted = min(max(self._limits.reserve - ready, self._num_over_limit), most)
+        wanted = min(max(self.limits.reserve - ready, self._num_over_limit), most)
         room = min(max(1, num_free // 4), _MAX_STORING) - len(self._storing)
         candidates: list[EvictionCandidate] = []
         for block in list(islice(self._unstored, wanted)) if wanted > 0 < room else ():
@@ -300,7 +301,7 @@ class BlockTransfers:
     def write_through(self, blocks: Sequence[int]) -> None:
         """Called with blocks that a running sequence has just filled: stores them at once if the
         limits say so."""
-        if self._limits.write_through:
+        if self.limits.write_through:
             self._flush_use_counts(len(self._merge_use_counts()))
             held = [b for b in blocks if self._prefix.is_cached(b) and b not in self._storing]
             candidates = [EvictionCandidate(b, *self._prefix.entry(b)) for b in held]
@@ -309,7 +310,7 @@ class BlockTransfers:
     def over_limit(self, most: int) -> list[int]:
         """Up to `most` of the oldest free blocks that have to lose their prefix for the limit's
         sake. Those still to be stored are left out."""
-        limit = self._limits.cached
+        limit = self.limits.cached
         if limit is None or len(self._cached) <= limit:
             return []
         surplus = list(islice(self._cached, min(len(self._cached) - limit, most)))

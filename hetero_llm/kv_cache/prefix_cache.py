@@ -262,6 +262,10 @@ class PrefixCache:
         first = self._child_of.get(block_hash)
         return [] if first is None else [first, *self._more_children.get(block_hash, ())]
 
+    def blocks(self) -> list[int]:
+        """All canonical blocks."""
+        return list(self._hash_of)
+
     def is_cached(self, block: int) -> bool:
         """Whether `block` is a canonical block."""
         return block in self._hash_of

@@ -187,7 +187,13 @@ def _fill_from_files(
         total=total, unit="B", unit_scale=True, desc="loading weights", disable=not show_progress
     ) as bar:
         not_finite = copy_pieces(
-            (piece for match in matches for piece in _pieces(match, ahead.piece_bytes)),
+            (
+                piece
+                for match in matches
+                for piece in pieces_into(
+                    match.file, match.stored, match.target, piece_bytes=ahead.piece_bytes
+                )
+            ),
             ahead,
             lambda piece: bar.update(piece.nbytes),
         )
@@ -198,16 +204,18 @@ def _fill_from_files(
         )  # fmt: skip
 
 
-def _pieces(match: _Match, piece_bytes: int) -> Iterator[Piece]:
-    stored, target = match.stored, match.target
+def pieces_into(
+    file: WeightFile, stored: StoredTensor, target: Tensor | RearrangedView, *, piece_bytes: int
+) -> Iterator[Piece]:
+    """Cuts a stored tensor into pieces that fill its target; see `pieces_of`."""
     if isinstance(target, Tensor):
         dtype = target.dtype
-        yield from pieces_of(match.file, stored, target, dtype=dtype, piece_bytes=piece_bytes)
+        yield from pieces_of(file, stored, target, dtype=dtype, piece_bytes=piece_bytes)
         return
     # The whole tensor is copied to the parameter's device first and rearranged there.
     dtype, device = target.view.dtype, target.view.device
     whole = torch.empty(target.shape, dtype=stored.dtype, device=device)
-    *pieces, last = pieces_of(match.file, stored, whole, dtype=dtype, piece_bytes=piece_bytes)
+    *pieces, last = pieces_of(file, stored, whole, dtype=dtype, piece_bytes=piece_bytes)
     yield from pieces
     yield replace(last, then=partial(target.fill, whole))
 

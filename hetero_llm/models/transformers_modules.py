@@ -321,7 +321,7 @@ class Conversion:
         if set(module._modules) == _PARTS_OF_MLP:
             return self._mlp(module, path)
         if set(module._parameters) == set(_WEIGHTS_OF_EXPERTS):
-            return self._mlps_of_experts(module, path)
+            return self.mlps_of_experts(module, path)
         if type(module).__name__.endswith("RMSNorm"):
             return self._norm(module, path)
         if "inv_freq" in module._buffers and not module._parameters and not module._modules:
@@ -361,7 +361,9 @@ class Conversion:
         with default_dtype(dtypes.pop()):
             return FlatGatedMLP(gate, down, name, activation)
 
-    def _mlps_of_experts(self, module: nn.Module, path: str) -> FlatExperts | None:
+    def mlps_of_experts(self, module: nn.Module, path: str) -> FlatExperts | None:
+        """Our experts in place of a module with the stacked weights of all; None if it computes
+        something else than gated MLPs."""
         gate_up, down = (module._parameters[name] for name in _WEIGHTS_OF_EXPERTS)
         if set(module._modules) != {"act_fn"} or gate_up is None or down is None:
             return None

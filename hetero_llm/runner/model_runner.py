@@ -85,6 +85,7 @@ class TorchModelRunner:
         row_kernel: a faster attention for decoding.
 
     Attributes:
+        model, cache: see Args.
         typical: see `runner.verify`; to be set before the first step.
         layer_ready: the flags at which steps with `kv_loads` wait; to be set before the first one.
     """
@@ -103,8 +104,8 @@ class TorchModelRunner:
     ) -> None:
         self.typical: TypicalAcceptance | None = None
         self.layer_ready: LayerReadyFlags | None = None
-        self._model = model
-        self._cache = cache
+        self.model = model
+        self.cache = cache
         self._device = device
         self._attention = TorchPagedAttention(
             config, cache, row_by_row=batch_invariant, row_kernel=row_kernel
@@ -126,7 +127,7 @@ class TorchModelRunner:
             observe_inputs(self._sampler, step)
         trees = tree_tokens(step, step.drafts)
         sequence_of = np.repeat(np.arange(len(step.request_slots)), step.num_scheduled_tokens)
-        size = self._cache.shape.block_size
+        size = self.cache.shape.block_size
         tables = self._block_tables[step.request_slots]
         indices = trees.kv_indices
         blocks = tables[sequence_of, indices // size]
@@ -140,7 +141,7 @@ class TorchModelRunner:
         hidden = self._forward(step, token_ids, trees.positions, attend)
         if step.drafts is not None:
             return drafted_step(
-                self._model,
+                self.model,
                 hidden,
                 step,
                 trees=trees,
@@ -148,7 +149,7 @@ class TorchModelRunner:
                 prompts=self._prompts,
             )
         pending = sample_step(
-            self._model, hidden, step, self._sampler, self._last_tokens, self._prompts
+            self.model, hidden, step, self._sampler, self._last_tokens, self._prompts
         )
         if step.kv_loads and isinstance(self.layer_ready, TimedLayerReadyFlags):
             pending.turn = self.layer_ready.turn
@@ -161,7 +162,7 @@ class TorchModelRunner:
     def finish(self, pending: PendingStep | DraftedStep) -> ModelRunnerOutput:
         """Waits for a launched step and returns its results as plain data."""
         if isinstance(pending, DraftedStep):
-            return verify(pending, self._sampler, self._cache, self._last_tokens, self.typical)
+            return verify(pending, self._sampler, self.cache, self._last_tokens, self.typical)
         token_ids = [] if pending.sampled is None else pending.sampled.token_ids.tolist()
         output = plain_output(token_ids, pending)
         if pending.turn is None:
@@ -179,8 +180,8 @@ class TorchModelRunner:
         on_device = self._to_device(positions.astype(np.int64))
         images = None if self._images is None else self._images.rows(step, positions)
         if images is None:
-            return self._model(token_ids, on_device, attend)
-        return self._model(token_ids, on_device, attend, images)
+            return self.model(token_ids, on_device, attend)
+        return self.model(token_ids, on_device, attend, images)
 
     def _apply_changes(self, step: SchedulerOutput) -> None:
         for state in step.admitted:
@@ -190,8 +191,8 @@ class TorchModelRunner:
             if state.params.prompt_logprobs is not None:
                 self._prompts[state.request_slot] = state
         if step.block_copies.shape[1] and step.kv_loads and self.layer_ready is not None:
-            self.layer_ready.wait(self._cache.shape.num_layers - 1)  # a source may be loading
-        apply_block_changes(step, self._block_tables, self._cache)
+            self.layer_ready.wait(self.cache.shape.num_layers - 1)  # a source may be loading
+        apply_block_changes(step, self._block_tables, self.cache)
 
     def _input_tokens(self, token_ids: np.ndarray, request_slots: np.ndarray) -> torch.Tensor:
         """A step's tokens [T] int64, those of `LAST_SAMPLED` taken from the device.

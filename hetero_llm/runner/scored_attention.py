@@ -13,8 +13,7 @@ import torch
 
 from hetero_llm.models.config import ModelConfig
 
-_SCORES_AT_ONCE = 1 << 23
-"""float32 values: 32 MB of scores, and as many weights."""
+_SCORES_AT_ONCE = 1 << 23  # 32 MB of scores, and as many weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +57,17 @@ class Reach:
 
 
 class ScoredAttention:
-    """Attends with one scoring on one device."""
+    """Attends with one scoring on one device.
 
-    def __init__(self, scoring: Scoring, device: torch.device) -> None:
+    Args:
+        scores_at_once: maximum number of float32 scores in memory.
+    """
+
+    def __init__(
+        self, scoring: Scoring, device: torch.device, *, scores_at_once: int = _SCORES_AT_ONCE
+    ) -> None:
         self._scoring = scoring
+        self._scores_at_once = scores_at_once
         self._slopes = None
         if scoring.slopes is not None:
             self._slopes = torch.tensor(scoring.slopes, dtype=torch.float32, device=device)
@@ -85,7 +91,7 @@ class ScoredAttention:
             [B, R, H, D] in q's dtype.
         """
         batch, count, heads, _ = q.shape
-        at_once = max(1, _SCORES_AT_ONCE // (heads * keys.shape[2]))
+        at_once = max(1, self._scores_at_once // (heads * keys.shape[2]))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if count == 1:
             for low in range(0, batch, at_once):

@@ -70,6 +70,10 @@ class Scheduler:
         drafter: proposes draft trees; the runner must be one that verifies them. While it is not
             idle no step is made ahead.
         loads: the sequences whose prefix is being copied from host memory.
+
+    Attributes:
+        blocks, drafter, loads: see Args; `loads` is a null object without host memory.
+        stats: counters since start.
     """
 
     def __init__(
@@ -82,11 +86,11 @@ class Scheduler:
         loads: KVLoadQueue | None = None,
     ) -> None:
         self.loads: KVLoadQueue | NoKVLoads = NoKVLoads() if loads is None else loads
+        self.blocks = blocks
+        self.drafter = drafter
         self.stats = SchedulerStats()
         self._config = config
-        self._blocks = blocks
         self._holds_stop = holds_stop
-        self._drafter = drafter
         # Asked once: a check against a protocol takes 20 us.
         self._array_drafter = drafter if isinstance(drafter, ArrayDrafter) else None
         self._waiting = WaitingQueue()
@@ -120,10 +124,10 @@ class Scheduler:
     @property
     def kv_cache_usage(self) -> float:
         """Share of KV blocks that running sequences hold, 0 to 1."""
-        return 1.0 - self._blocks.num_free / self._blocks.num_blocks
+        return 1.0 - self.blocks.num_free / self.blocks.num_blocks
 
     def reset_prefix_cache(self) -> None:
-        self._blocks.reset_prefix_cache()
+        self.blocks.reset_prefix_cache()
 
     def check_request(self, request: Request) -> None:
         """Checks that the request fits the configuration and the KV pool.
@@ -132,7 +136,7 @@ class Scheduler:
             SamplingError: it needs more request slots than there are.
             PromptError: it needs more KV blocks than there are.
         """
-        params, config, blocks = request.params, self._config, self._blocks
+        params, config, blocks = request.params, self._config, self.blocks
         if params.width > config.max_num_seqs:
             field = "n" if params.best_of is None else "best_of"
             reason = f"exceeds max_num_seqs ({config.max_num_seqs})"
@@ -188,7 +192,7 @@ class Scheduler:
         """
         surplus = len(sequence.token_ids) - num_tokens
         if surplus and not sequence.request.params.use_beam_search:  # beams end by their own search
-            _drop_tokens(sequence, surplus)
+            sequence.drop_tokens(surplus)
             self._caching.truncate(sequence)
             self.stats.generation_tokens -= surplus
         if sequence.finished:
@@ -217,10 +221,10 @@ class Scheduler:
             budget = self._schedule_loading(sequences, num_scheduled_tokens, budget)
             budget = self._schedule_waiting(sequences, num_scheduled_tokens, budget)
             waits = self.loads.any_joined
-            if self._drafter is not None and not self._drafter.idle and not waits:
+            if self.drafter is not None and not self.drafter.idle and not waits:
                 proposed = True
                 drafts = choose_drafts(
-                    self._drafter, sequences, num_scheduled_tokens, self._blocks, budget
+                    self.drafter, sequences, num_scheduled_tokens, self.blocks, budget
                 )
         if not sequences:
             if not self._running or self.loads:
@@ -250,7 +254,7 @@ class Scheduler:
         assert len(self._in_flight) == 1, "one step ahead of the one in flight, no more"
         if self._num_synchronous or self._in_flight[0].step.drafts is not None:
             return None
-        if self._drafter is not None and not self._drafter.idle:
+        if self.drafter is not None and not self.drafter.idle:
             return None
         first = self._waiting.first
         if (
@@ -294,10 +298,10 @@ class Scheduler:
         budget = self._config.max_num_batched_tokens - count
         if len(drafts.token_ids) > budget or (ends > batch.num_writable).any():
             slots, starts = batch.request_slots.tolist(), advanced.num_computed_tokens.tolist()
-            drafts = allocate_nodes(drafts, slots, starts, self._blocks, budget, reserve=count)
+            drafts = allocate_nodes(drafts, slots, starts, self.blocks, budget, reserve=count)
         elif not len(drafts.token_ids):
             drafts = None
-        flight = build_steady_step(batch, advanced, self._blocks.take_changes(), drafts)
+        flight = build_steady_step(batch, advanced, self.blocks.take_changes(), drafts)
         self._in_flight.append(flight)
         self.stats.num_steps += 1
         return flight.step
@@ -389,32 +393,32 @@ class Scheduler:
         self.loads.observe(step, seconds)
         flight = self._in_flight[0]
         assert flight.step is step, "a step is reported before its update"
-        if self._drafter is not None and not step.has_chunks:
+        if self.drafter is not None and not step.has_chunks:
             num_tokens = int(step.num_scheduled_tokens.sum())
             count = len(flight.sequences)
-            self._drafter.observe_step(
+            self.drafter.observe_step(
                 StepReport(count, num_tokens, seconds, idle_seconds, flight.proposed)
             )
 
     def step_launched(self) -> None:
         """Called after each launch: notifies the block manager, and the drafter of newly admitted
         prompts."""
-        self._blocks.launched()
+        self.blocks.launched()
         new_prompts, self._new_prompts = self._new_prompts, []
-        if new_prompts and isinstance(self._drafter, PromptObserver):
-            self._drafter.prompts_started(new_prompts)
+        if new_prompts and isinstance(self.drafter, PromptObserver):
+            self.drafter.prompts_started(new_prompts)
 
     def run_deferred(self) -> None:
         """Does the work that no step waits for; to be called while the device works."""
         self._caching.cache_blocks()
         begun = self.loads.begin_deferred(self._give_up)
         if self._in_flight:
-            allocate_ahead(self._in_flight[-1], self._blocks)
+            allocate_ahead(self._in_flight[-1], self.blocks)
         self.observe_tokens()
         num_prompt_tokens = self._in_flight[0].num_prompt_tokens if self._in_flight else 0
         most = self._offload_throttle.num_blocks(num_prompt_tokens, loads_began=bool(begun))
         if most:
-            self._blocks.offload(most)
+            self.blocks.offload(most)
 
     def prepare_next(self) -> None:
         """Collects the batch in flight for `schedule_next`, if the next step will most likely run
@@ -434,19 +438,19 @@ class Scheduler:
         rows = drafter.rows_of(flight.sequences)
         if rows is not None:
             budget = self._config.max_num_batched_tokens
-            self._steady = steady_batch(flight, rows, self._blocks, budget)
+            self._steady = steady_batch(flight, rows, self.blocks, budget)
 
     def observe_tokens(self) -> None:
         """Lets the drafter learn from the tokens that the last steps sampled."""
-        if self._drafter is not None:
-            self._drafter.run_deferred()
+        if self.drafter is not None:
+            self.drafter.run_deferred()
 
     def poll_host_memory(self) -> bool:
         """Offloads blocks and collects finished transfers while nothing runs; returns whether there
         is more to do."""
         self._collect_transfers()
-        self._blocks.offload(IDLE_BLOCKS)
-        return self._blocks.transfers.has_work
+        self.blocks.offload(IDLE_BLOCKS)
+        return self.blocks.transfers.has_work
 
     # -- choosing tokens --------------------------------------------------------------------
     #
@@ -464,7 +468,7 @@ class Scheduler:
             allocated so far stay with their sequences, which need them next.
         """
         budget = self._config.max_num_batched_tokens
-        running, blocks = self._running, self._blocks
+        running, blocks = self._running, self.blocks
         num_writable = blocks.num_writable
         index = 0
         kept: set[Sequence] = set()  # scheduled before the last preemption, which starts over
@@ -526,13 +530,13 @@ class Scheduler:
                 len(request.prompt_logprobs) < sequence.num_prompt_tokens
             )
             # A cached block has no logits, so wanted prompt log-probabilities are computed.
-            cached = self._blocks.match_prefix(
+            cached = self.blocks.match_prefix(
                 slot, sequence.token_ids, request.root_hash, not wants_prompt, request.packed_prompt
             )
             if not wants_prompt:
                 loading = self.loads.begin(sequence, slot, cached, alone=not self._running)
                 if loading is None:
-                    self._blocks.free(slot)
+                    self.blocks.free(slot)
                     self._request_slots.give_back(slot)
                     break
                 if loading.under_way:
@@ -544,8 +548,8 @@ class Scheduler:
             num_missing = len(sequence.token_ids) - cached
             num_new = min(num_missing, budget)
             whole = num_new == num_missing or self._config.enable_chunked_prefill
-            if not whole or not self._blocks.allocate(slot, cached, cached + num_new):
-                self._blocks.free(slot)
+            if not whole or not self.blocks.allocate(slot, cached, cached + num_new):
+                self.blocks.free(slot)
                 self._request_slots.give_back(slot)
                 break
             self._waiting.pop_first()
@@ -647,7 +651,7 @@ class Scheduler:
         drafts: DraftBatch | None = None,
     ) -> SchedulerOutput:
         """Builds the step and puts it in flight."""
-        changes = self._blocks.take_changes()
+        changes = self.blocks.take_changes()
         loads = self.loads.take_joined(num_scheduled_tokens)
         admitted = tuple(self._admitted)
         flight = build_step(sequences, num_scheduled_tokens, admitted, changes, drafts, loads)
@@ -676,7 +680,7 @@ class Scheduler:
         """
         new = output.token_ids[part]
         assert 0 < len(new) <= num_nodes + 1, "a tree of n nodes yields 1 to n + 1 tokens"
-        num_accepted = _num_before_end(sequence, new)
+        num_accepted = sequence.num_before_end(new)
         num_kept = num_accepted + 1
         # Tokens behind an end do not count; the end itself was drafted unless it is the last token.
         self.stats.count_draft(num_nodes, min(num_kept, len(new) - 1))
@@ -733,7 +737,7 @@ class Scheduler:
         )
         request.sequences.append(child)
         request.num_unfinished += 1
-        self._blocks.fork(parent.request_slot, slot)
+        self.blocks.fork(parent.request_slot, slot)
         self._running.insert(self._running.index(parent) + 1, child)
         self._bind(child, slot)
         return child
@@ -797,8 +801,8 @@ class Scheduler:
 
     def _forget(self, request: Request) -> None:
         """Drops all state of a request whose sequences have ended."""
-        if self._drafter is not None:
-            self._drafter.close(request)
+        if self.drafter is not None:
+            self.drafter.close(request)
         self._request_slots.give_back_reserved(request)
         self._beams.pop(request.request_id, None)
         del self._requests[request.request_id]
@@ -812,7 +816,7 @@ class Scheduler:
         self._caching.cache_blocks()
         slot = sequence.request_slot
         self.loads.keep_counts(sequence)
-        self._blocks.free(slot)
+        self.blocks.free(slot)
         if sequence in self.loads:
             self.loads.end(sequence)
         else:
@@ -826,7 +830,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Asserts that request slots, queues, requests and steps in flight agree; for tests and
         when idle."""
-        self._blocks.check_integrity()
+        self.blocks.check_integrity()
         loading = [entry.sequence for entry in self.loads.all()]
         self._request_slots.check_integrity([s.request_slot for s in (*self._running, *loading)])
         assert self._num_synchronous == sum(s.request.synchronous for s in self._running)
@@ -855,26 +859,3 @@ def _append_logprobs(sequence: Sequence, entries: Iterable[SampleLogprobs | None
             sequence.cumulative_logprob += entry.sampled
             if sequence.logprobs is not None:
                 sequence.logprobs.append(entry)
-
-
-def _drop_tokens(sequence: Sequence, count: int) -> None:
-    """Drops the last `count` tokens, which the last step added, and their log-probabilities."""
-    del sequence.token_ids[-count:]
-    if sequence.earlier_sums:
-        sequence.cumulative_logprob = sequence.earlier_sums[-count]
-        if sequence.logprobs is not None:
-            del sequence.logprobs[-count:]
-
-
-def _num_before_end(sequence: Sequence, new: list[int]) -> int:
-    """How many new tokens come before the first that ends the sequence, or before the last one.
-
-    The length ends a sequence at the last one at the earliest: no draft has more nodes than that.
-    """
-    end_ids = sequence.request.end_ids
-    if not end_ids.isdisjoint(new):
-        length = len(sequence.token_ids)
-        for index, token in enumerate(new):
-            if token in end_ids and sequence.may_end(length + index + 1):
-                return index
-    return len(new) - 1

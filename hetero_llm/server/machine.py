@@ -10,11 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-_KEPT_SECONDS = 0.5
-"""Shortest time between two readings, however often the page asks."""
-_CHILDREN_SECONDS = 5.0
-"""Time between two searches for child processes, which read the whole process table."""
-
 
 @dataclass(frozen=True)
 class MachineUse:
@@ -39,26 +34,32 @@ class Machine:
 
     Args:
         device: of the engine; only "cuda" devices have GPUs to show.
+        kept_seconds: shortest time between two readings, however often the page asks.
+        children_seconds: time between two searches for child processes, which read the whole
+            process table.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(
+        self, device: str, *, kept_seconds: float = 0.5, children_seconds: float = 5.0
+    ) -> None:
+        self._kept_seconds, self._children_seconds = kept_seconds, children_seconds
         self._uses_gpu = device.startswith("cuda")
         self._lock = threading.Lock()
         # By process id: the process, and its CPU seconds when last read.
         self._tree: dict[int, tuple[Any, float]] = {}
-        self._looked = -_CHILDREN_SECONDS
+        self._looked = -children_seconds
         self._cpu_seconds = 0.0
         self._gpus: list[Callable[[], float]] | None = None
         self._last: MachineUse | None = None
         self._read_at = 0.0
 
     def read(self) -> MachineUse:
-        """The use now, or up to half a second ago. Takes milliseconds: call it in a thread, or in
+        """The use now, or up to `kept_seconds` ago. Takes milliseconds: call it in a thread, or in
         several."""
         with self._lock:
             now = time.monotonic()
-            if self._last is None or now - self._read_at >= _KEPT_SECONDS:
-                if now - self._looked >= _CHILDREN_SECONDS:
+            if self._last is None or now - self._read_at >= self._kept_seconds:
+                if now - self._looked >= self._children_seconds:
                     self._looked = now
                     self._look_for_children()
                 memory = self._read_tree()

@@ -24,10 +24,6 @@ from hetero_llm.server.errors import busy, invalid, without_paths
 from hetero_llm.server.template_worker import LENGTH, READY, Job, Rendered, Setup
 
 MODULE = "hetero_llm.server.template_worker"
-_MOST_WORKERS = 4
-_PATIENCE = 1.0
-"""Seconds after which a conversation that waits for a worker starts a new one."""
-_QUEUE_SECONDS = 10.0
 _START_SECONDS = 60.0
 _RETRY_SECONDS = 5.0
 _DECODER = msgspec.json.Decoder(Rendered)
@@ -42,11 +38,25 @@ class ChatTemplate:
         text: Jinja, as transformers takes it.
         special_tokens: of the tokenizer, by the names that templates use.
         seconds: time limit of one conversation.
+        most_workers: workers at once.
+        patience: seconds after which a conversation that waits for a worker starts a new one.
+        queue_seconds: after which it is refused, if all workers are busy.
     """
 
-    def __init__(self, text: str, special_tokens: Mapping[str, Any], *, seconds: float) -> None:
+    def __init__(
+        self,
+        text: str,
+        special_tokens: Mapping[str, Any],
+        *,
+        seconds: float,
+        most_workers: int = 4,
+        patience: float = 1.0,
+        queue_seconds: float = 10.0,
+    ) -> None:
         self.text = text
         self._seconds = seconds
+        self._most_workers = most_workers
+        self._patience, self._queue_seconds = patience, queue_seconds
         plain = {name: _plain(value) for name, value in special_tokens.items()}
         self._setup = msgspec.json.encode(Setup(text, plain, seconds))
         self._workers: set[_Worker] = set()
@@ -115,13 +125,13 @@ class ChatTemplate:
             return self._new_worker()
         self._waiting += 1
         try:
-            if len(self._workers) < _MOST_WORKERS:
+            if len(self._workers) < self._most_workers:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_PATIENCE):
+                    async with asyncio.timeout(self._patience):
                         return await self._idle.get()
-                if len(self._workers) < _MOST_WORKERS:
+                if len(self._workers) < self._most_workers:
                     return self._new_worker()
-            async with asyncio.timeout(_QUEUE_SECONDS):
+            async with asyncio.timeout(self._queue_seconds):
                 return await self._idle.get()
         except TimeoutError:
             raise busy(

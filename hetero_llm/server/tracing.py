@@ -35,7 +35,6 @@ _EXPORTERS = {
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 }
-_SECONDS_TO_SEND = 2.0
 _POLL_SECONDS = 0.02
 
 
@@ -70,15 +69,19 @@ class Tracer:
     Args:
         provider: OpenTelemetry's; it is closed with this object.
         model: the name in the responses.
+        seconds_to_send: most time that `close` takes.
     """
 
-    def __init__(self, provider: TracerProvider, model: str) -> None:
+    def __init__(
+        self, provider: TracerProvider, model: str, *, seconds_to_send: float = 2.0
+    ) -> None:
         from opentelemetry import context
         from opentelemetry.trace import SpanKind, StatusCode
 
         self._provider = provider
         self._tracer = provider.get_tracer("hetero_llm")
         self._model = model
+        self._seconds_to_send = seconds_to_send
         self._kind, self._error = SpanKind.SERVER, StatusCode.ERROR
         self._current = context.get_current
 
@@ -101,13 +104,13 @@ class Tracer:
         span.end(int((since_epoch + request.end) * 1e9))
 
     async def close(self) -> None:
-        """Sends the remaining spans, as far as the collector accepts them within two seconds."""
+        """Sends the remaining spans, as far as the collector accepts them in time."""
         # A thread that is not joined: the exporter's own time limits are longer than ours.
         flush = threading.Thread(
-            target=self._provider.force_flush, args=(int(_SECONDS_TO_SEND * 1e3),), daemon=True
+            target=self._provider.force_flush, args=(int(self._seconds_to_send * 1e3),), daemon=True
         )
         flush.start()
-        deadline = time.monotonic() + _SECONDS_TO_SEND
+        deadline = time.monotonic() + self._seconds_to_send
         while flush.is_alive() and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
         if flush.is_alive():

@@ -68,6 +68,7 @@ class HybridDrafter:
         costs: seconds of steps by their tokens.
         proposal_idle, plain_idle: how long the device idles before steps for which drafts are
             proposed, and before the others.
+        model: see Args; without one a null object.
         states: of the running sequences. To be read only.
     """
 
@@ -97,7 +98,7 @@ class HybridDrafter:
         if uses_ngrams:
             self._indexes.append(LocalNgramIndex(config, self.acceptance[trie_buckets:]))
         self._proposing_model = model
-        self._model: DraftModel | NoDraftModel = NoDraftModel() if model is None else model
+        self.model: DraftModel | NoDraftModel = NoDraftModel() if model is None else model
         self._most_sequences = most_sequences
         # A chunk repeats as many tokens of the one before as any context or phrase reaches back.
         self._overlap = max(
@@ -147,11 +148,11 @@ class HybridDrafter:
 
     def metrics(self) -> dict[str, float]:
         """Counters of the draft model's worker; nothing without one."""
-        return self._model.metrics()
+        return self.model.metrics()
 
     def shut_down(self) -> None:
         """Ends the draft model's worker."""
-        self._model.shut_down()
+        self.model.shut_down()
 
     @property
     def num_out_of_vocab(self) -> int:
@@ -213,7 +214,7 @@ class HybridDrafter:
         self._learn_and_forget()
         if not self._has_proposed and self._paused_for <= 1 and self._proposing_model is not None:
             self._commit_before_proposal()
-        self._model.run_deferred()
+        self.model.run_deferred()
         self._has_proposed = False
         # Nothing waits for this now, and all of it stays until the next proposal.
         self._step.set_step_times(self.costs)
@@ -267,7 +268,7 @@ class HybridDrafter:
     def _take_new(self, new: NewTokens, sequences: list[Sequence]) -> None:
         """Sends new tokens to the worker, which drafts while the indexes are looked up."""
         self._with_new_tokens.append(new.rows)
-        self._model.commit(new.rows, new.tokens, new.sizes, sequences)
+        self.model.commit(new.rows, new.tokens, new.sizes, sequences)
 
     def _commit_before_proposal(self) -> None:
         """Sends the worker the new tokens of all sequences at the end of a pause, so that it has
@@ -283,7 +284,7 @@ class HybridDrafter:
         """Sends the worker the verified nodes, indexes new tokens, forgets ended sequences."""
         if self._verified is not None:
             rows, kept = self._verified
-            self._model.add_external_nodes(rows, self._step.found, kept)
+            self.model.add_external_nodes(rows, self._step.found, kept)
         self._verified = None
         ended = self._take_in_last_tokens() if self._ended else None
         if self._with_new_tokens:
@@ -317,7 +318,7 @@ class HybridDrafter:
         self._ended.clear()
         self._step.take_in(new, proposes=False)
         self.states.arrays.numbers[new.rows, CLOSED] = 1
-        self._model.close(new.rows.tolist())
+        self.model.close(new.rows.tolist())
         return new.rows
 
     def _forget(self, rows: NDArray[np.int64]) -> None:

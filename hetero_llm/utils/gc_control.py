@@ -15,7 +15,7 @@ _SLACK_NS = 1000
 _DUE, _OVERDUE, _LATE = 10_000, 50_000, 100_000
 """Numbers of new containers after which young garbage is collected: after a launch if no request
 waits for its first token, after any launch, and at any time (by the interpreter itself)."""
-_YOUNG_COLLECTIONS = 50  # collections of the youngest generation before one of the next
+_YOUNG_COLLECTIONS = 50
 
 
 def serve_promptly() -> None:
@@ -48,12 +48,13 @@ def prompt_wakeups() -> Iterator[None]:
         prctl(_PR_SET_TIMERSLACK, 0, 0, 0, 0)  # the thread's default
 
 
-def collect_if_due(*, calm: bool) -> None:
+def collect_if_due(*, calm: bool, young_collections: int = _YOUNG_COLLECTIONS) -> None:
     """Collects young garbage if there are many new objects. To be called while the device works.
 
     Args:
         calm: no request waits for its first token, so a longer step delays only streams.
+        young_collections: collections of the youngest generation before one of the next.
     """
     young, middle, _ = gc.get_count()
     if young > (_DUE if calm else _OVERDUE) and gc.isenabled():
-        gc.collect(1 if middle > _YOUNG_COLLECTIONS else 0)
+        gc.collect(1 if middle > young_collections else 0)

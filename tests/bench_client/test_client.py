@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from hetero_llm.bench_client import client
 from hetero_llm.bench_client.client import (
     RequestResult,
     Server,
@@ -40,27 +39,31 @@ PATH = "/v1/completions"
 
 
 def measured(
-    make_script: Callable[[FakeClock], Script], *, timeout: float = 60.0, key: str | None = None
+    make_script: Callable[[FakeClock], Script],
+    *,
+    timeout: float = 60.0,
+    key: str | None = None,
+    max_answer_bytes: int = 1 << 20,
 ) -> RequestResult:
     """The result of one request whose script moves the client's clock."""
 
     async def main() -> RequestResult:
         clock = FakeClock()
         async with serving(make_script(clock)) as url:
-            server = Server(url, key, timeout)
+            server = Server(url, key, timeout, max_answer_bytes)
             async with open_session(server) as session:
                 return await measure(session, server, PATH, {"stream": True}, clock=clock)
 
     return asyncio.run(main())
 
 
-def scripted(act: Callable[[Reply], None]) -> RequestResult:
+def scripted(act: Callable[[Reply], None], **options: Any) -> RequestResult:
     """The result of a request that `act` answers at once."""
 
     async def script(request: Request, reply: Reply) -> None:
         act(reply)
 
-    return measured(lambda clock: script)
+    return measured(lambda clock: script, **options)
 
 
 def test_times_are_those_of_the_events() -> None:
@@ -329,9 +332,9 @@ def test_closing_the_answer_closes_the_connection() -> None:
     asyncio.run(main())
 
 
-def test_the_longest_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_LONGEST_ANSWER", 10)
-    result = scripted(lambda reply: reply.json({"choices": ["x" * 20]}))
+def test_the_longest_answer() -> None:
+    answer = {"choices": ["x" * 20]}
+    result = scripted(lambda reply: reply.json(answer), max_answer_bytes=10)
     assert result.error == "the answer is longer than 10 bytes"
 
 

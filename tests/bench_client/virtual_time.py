@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
 
+class VirtualSelector(selectors.DefaultSelector):
+    """Never waits: `select` adds its time limit to `now` instead."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        assert timeout is not None, "nothing is left to wait for"
+        self.now += max(timeout, 0.0)
+        return super().select(0)
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`time()` is virtual: where the loop would wait, it moves its clock instead."""
+    """`time()` is virtual: where the loop would wait, its selector moves the clock instead."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._now = 0.0
-        self._really_select = self._selector.select  # type: ignore[attr-defined]
-        self._selector.select = self._select  # type: ignore[attr-defined]
+        self._clock = VirtualSelector()
+        super().__init__(self._clock)
 
     def time(self) -> float:
-        return self._now
-
-    def _select(self, timeout: float | None = None) -> Any:
-        assert timeout is not None, "nothing is left to wait for"
-        self._now += max(timeout, 0.0)
-        return self._really_select(0)
+        return self._clock.now
 
 
 def run_virtually(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Runs it to its end; returns its result."""
+    """Runs a coroutine in virtual time and returns its result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(coroutine)

@@ -260,9 +260,8 @@ def test_reused_prompts() -> None:
 def test_a_late_client_warns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "hetero_llm.bench_client.load._health", lambda lags, cpu: ClientHealth(0.5, 0.6, 0.1)
-    )
+    late = ClientHealth(lag_p99=0.5, lag_max=0.6, cpu=0.1)
+    monkeypatch.setattr("hetero_llm.bench_client.load.ClientHealth", lambda *measured: late)
     with server() as (_, command):
         assert cli.main([*command, *SHORT]) == 0
     assert "warning: the client did not keep up" in capsys.readouterr().err

@@ -284,11 +284,10 @@ def test_the_demo_model_talks(
         "--temperature",
         "0",
     ]
-    question = "import os\nimport"
+    question = "import os; import"
     assert cli.main(["complete", f"{question}\n", *common]) == 0
     expected = capsys.readouterr().out
-    monkeypatch.setattr(chat, "_read_line", iter([question, None]).__next__)
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{question}\n"))
     assert cli.main(["chat", "--chat-template", str(template), *common]) == 0
     assert capsys.readouterr().out == expected != "\n"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.metadata
 import json
 import re
 import sys
@@ -23,11 +25,30 @@ ROOT = Path(__file__).parents[2]
 
 def with_versions(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
     """Make the named packages (`_` for `-`) look like these versions, None for not installed."""
-    real = doctor._version_of
+    real = importlib.metadata.version
     faked = {name.replace("_", "-"): version for name, version in versions.items()}
-    monkeypatch.setattr(
-        doctor, "_version_of", lambda name: faked[name] if name in faked else real(name)
-    )
+
+    def version_of(name: str) -> str:
+        if name not in faked:
+            return real(name)
+        version = faked[name]
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
+
+
+def without_topology(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where psutil is missing: hetero_llm.utils.topology cannot be imported."""
+    monkeypatch.delattr("hetero_llm.utils.topology")
+    monkeypatch.setitem(sys.modules, "hetero_llm.utils.topology", None)
+
+
+def look(title: str) -> tuple[dict[str, Any], list[Missing]]:
+    """The facts of one section of the report, and what it says is missing."""
+    report = doctor.examine([title])
+    return report.sections[title], list(report.missing)
 
 
 def test_required_packages_are_those_of_the_project() -> None:
@@ -89,13 +110,13 @@ def test_broken_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ipex_and_its_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "intel-extension-for-pytorch"
     with_versions(monkeypatch, intel_extension_for_pytorch=None)
-    assert doctor._packages()[0][name] == "not installed"
+    assert look("Packages")[0][name] == "not installed"
     with_versions(monkeypatch, intel_extension_for_pytorch="2.8.0", torch="2.8.0+cu128")
-    facts, missing = doctor._packages()
+    facts, missing = look("Packages")
     assert facts[name] == "2.8.0, fits torch 2.8.0+cu128"
     assert not any(name in thing.what for thing in missing)
     with_versions(monkeypatch, intel_extension_for_pytorch="2.8.0", torch="2.13.0")
-    facts, missing = doctor._packages()
+    facts, missing = look("Packages")
     assert facts[name] == "2.8.0, not for torch 2.13.0"
     assert [(thing.what, thing.needed) for thing in missing if name in thing.what] == [
         (f"a torch for {name} 2.8.0, to use cpu_backend='ipex'", False)
@@ -116,7 +137,7 @@ def fake_torch(*names: str, cuda: str | None) -> SimpleNamespace:
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", fake_torch("One", "Two", cuda="13.0"))
-    facts, missing = doctor._gpu()
+    facts, missing = look("GPU")
     assert facts["device 0"] == "One, 8.0 GiB"
     assert facts["device 1"] == "Two, 8.0 GiB"
     assert facts["torch built for"] == "CUDA 13.0"
@@ -139,7 +160,7 @@ class FakePool:
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module that stands for torch, and what a pool and a calibration would say."""
+    """Stands for torch with two GPUs; pool, NUMA node and calibration are stand-ins, too."""
     from hetero_llm.bridge.kv_offload import copy_calibration, pinned_pool
     from hetero_llm.utils import numa
 
@@ -155,7 +176,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_offload(two_gpus: Any) -> None:
-    facts, missing = doctor._offload()
+    facts, missing = look("Prefix cache offload")
     assert facts.pop("host memory").startswith("cpu_prefill_memory_utilization=0.3")
     assert facts == {
         "NUMA node of device 0": 1,
@@ -176,31 +197,30 @@ def test_offload_that_would_not_work(two_gpus: Any, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("hetero_llm.bridge.kv_offload.copy_calibration.calibrate_device", fail)
     monkeypatch.setattr(FakePool, "failure", "refused; 0.00 GiB of 0.06 GiB can be used")
-    facts, _ = doctor._offload()
+    facts, _ = look("Prefix cache offload")
     assert facts["pinned memory"] == "does not work: refused; 0.00 GiB of 0.06 GiB can be used"
     assert facts["copies"] == "cannot be measured: out of memory" and FakePool.closed == 1
     two_gpus.zeros = fail
     monkeypatch.setitem(sys.modules, "hetero_llm.bridge.kv_offload.copy_calibration", None)
-    facts, _ = doctor._offload()
+    facts, _ = look("Prefix cache offload")
     assert facts["pinned memory"] == "does not work: out of memory" and FakePool.closed == 1
     assert facts["copies"].startswith("not available: ")
 
 
 def test_offload_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    facts, missing = doctor._offload()
+    facts, missing = look("Prefix cache offload")
     assert list(facts) == ["host memory", "copies"] and not missing
     assert facts["copies"] == "none: without a GPU it has no effect"
     host = SimpleNamespace(total_memory=8 << 30, available_memory=1 << 20, memory_limit=None)
-    topology = SimpleNamespace(read_topology=lambda: host)
-    monkeypatch.setattr(doctor, "_import_topology", lambda: topology)
-    assert "room for 0 blocks" in doctor._offload()[0]["host memory"]
-    monkeypatch.setattr(doctor, "_import_topology", lambda: None)
-    assert doctor._offload()[0]["host memory"] == "unknown: psutil is missing"
+    monkeypatch.setattr("hetero_llm.utils.topology.read_topology", lambda: host)
+    assert "room for 0 blocks" in look("Prefix cache offload")[0]["host memory"]
+    without_topology(monkeypatch)
+    assert look("Prefix cache offload")[0]["host memory"] == "unknown: psutil is missing"
 
 
 class FakeDriver:
-    """The driver's three calls; `failing` answers with an error."""
+    """The driver's three calls; the one named `failing` returns an error."""
 
     def __init__(self, failing: str = "") -> None:
         self._failing = failing
@@ -209,7 +229,7 @@ class FakeDriver:
         return int(self._failing == "cuInit")
 
     def cuDeviceGet(self, device: Any, ordinal: int) -> int:
-        device._obj.value = 40 + ordinal
+        ctypes.cast(device, ctypes.POINTER(ctypes.c_int))[0] = 40 + ordinal
         return int(self._failing == "cuDeviceGet")
 
     def cuDeviceGetPCIBusId(self, address: Any, size: int, device: Any) -> int:
@@ -226,8 +246,11 @@ def test_where_a_gpu_sits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     for call in ("cuInit", "cuDeviceGet", "cuDeviceGetPCIBusId"):
         monkeypatch.setattr(numa.ctypes, "CDLL", lambda name, call=call: FakeDriver(call))
         assert numa.pci_address(1) is None and numa.numa_node(1) is None
-    monkeypatch.undo()
-    monkeypatch.setattr(numa, "_DRIVER", str(tmp_path / "none.so"))
+
+    def no_driver(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(numa.ctypes, "CDLL", no_driver)
     assert numa.pci_address(0) is None
     folder = tmp_path / "sys/bus/pci/devices/0000:9c:00.1"
     folder.mkdir(parents=True)
@@ -240,7 +263,7 @@ def test_where_a_gpu_sits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 def test_gpu_without_a_torch_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", fake_torch(cuda=None))
     monkeypatch.setattr(doctor, "driver_version", lambda text: "580.95.05")
-    facts, missing = doctor._gpu()
+    facts, missing = look("GPU")
     assert facts["torch built for"] == "CPU only"
     assert [(thing.what, thing.needed) for thing in missing] == [
         ("torch for CUDA, to use the GPU", False)
@@ -249,7 +272,7 @@ def test_gpu_without_a_torch_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
     with_versions(monkeypatch, psutil=None)
-    monkeypatch.setattr(doctor, "_import_topology", lambda: None)
+    without_topology(monkeypatch)
     report = doctor.examine()
     assert not report.can_run
     assert list(report.sections["CPU"]) == ["model"]
@@ -273,29 +296,30 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_native_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def executor() -> str:
+        return str(look("Tools")[0]["native CPU executor"])
+
     pytest.importorskip("torch")
     monkeypatch.delenv("HETERO_LLM_CPU_ISA", raising=False)
-    assert doctor._native_executor().startswith(("for ", "none, plain torch serves: "))
+    assert executor().startswith(("for ", "none, plain torch serves: "))
     monkeypatch.setenv("HETERO_LLM_CPU_ISA", "mmx")
-    assert "HETERO_LLM_CPU_ISA='mmx': must be one of base" in doctor._native_executor()
+    assert "HETERO_LLM_CPU_ISA='mmx': must be one of base" in executor()
     monkeypatch.setenv("HETERO_LLM_NATIVE", "0")
-    assert doctor._native_executor() == "none, HETERO_LLM_NATIVE=0: plain torch serves"
+    assert executor() == "none, HETERO_LLM_NATIVE=0: plain torch serves"
 
 
-def test_demo_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "_PACKAGE_FOLDER", tmp_path)
-    (tmp_path / "demo_models" / "demo").mkdir(parents=True)
-    (tmp_path / "demo_models" / "demo" / "config.json").write_text("{}")
-    facts, missing = doctor._demo_models()
-    assert facts == {"demo": "present", "demo-draft": "not there"}
+def test_demo_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "DEMO_MODELS", (*doctor.DEMO_MODELS, "demo-huge"))
+    facts, missing = look("Demo models")
+    assert facts == {"demo": "present", "demo-draft": "present", "demo-huge": "not there"}
     assert [(thing.what, thing.needed) for thing in missing] == [
-        ("embedded model 'demo-draft'", False)
+        ("embedded model 'demo-huge'", False)
     ]
 
 
 def test_old_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.sys, "version_info", (3, 10, 1))
-    _, missing = doctor._system()
+    _, missing = look("System")
     assert [thing.what for thing in missing] == ["Python 3.11 to 3.13"]
 
 
@@ -339,8 +363,16 @@ def test_huge_pages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "numbers"),
-    [("2.13.0+cpu", (2, 13, 0)), ("2.8.0a0+git", (2, 8, 0)), ("4.51", (4, 51)), ("dev", ())],
-)
-def test_version_numbers(version: str, numbers: tuple[Any, ...]) -> None:
-    assert doctor._numbers(version) == numbers
+    ("version", "is_enough"),
+    [
+        ("2.13.0+cpu", True), ("2.8.0a0+git", True), ("2.8", True), ("2.7.9", False),
+        ("dev", False),
+    ],
+)  # fmt: skip
+def test_versions_of_packages(
+    version: str, is_enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_versions(monkeypatch, torch=version, intel_extension_for_pytorch=None)
+    facts, missing = look("Packages")
+    assert facts["torch"] == version
+    assert [thing.what for thing in missing] == ([] if is_enough else ["torch 2.8 or later"])

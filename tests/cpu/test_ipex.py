@@ -131,9 +131,9 @@ def products(llm: LLM, prompts: list[list[int]], new_tokens: int) -> tuple[Count
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_product_of_a_step_is_an_ipex_operator(dtype: str) -> None:
     with start("demo", "ipex", dtype=dtype) as llm:
-        runner = llm._engine_parts().engine._runner
+        runner = llm.engine.runner
         assert isinstance(runner, TorchModelRunner)
-        linears = [m for m in runner._model.modules() if isinstance(m, Linear)]
+        linears = [m for m in runner.model.modules() if isinstance(m, Linear)]
         counts, steps = products(llm, demo_prompts(3), 6)
     assert steps == 6 and len(linears) > 4
     assert counts["torch_ipex::tpp_linear"] == steps * len(linears)
@@ -155,8 +155,8 @@ def test_other_families_and_sizes_that_make_no_blocks(
     with start(folder, "ipex", **arguments) as llm:
         ours = tokens_of(generate(llm, prompts))
         counts, steps = products(llm, prompts, 4)
-        runner: Any = llm._engine_parts().engine._runner
-        linears = [m for m in runner._model.modules() if isinstance(m, Linear)]
+        runner: Any = llm.engine.runner
+        linears = [m for m in runner.model.modules() if isinstance(m, Linear)]
     assert sum(counts[name] for name in OURS) == steps * len(linears)
     assert not FOREIGN & set(counts)
     with start(folder, "torch", **arguments) as llm:
@@ -168,8 +168,8 @@ def test_weights_are_dropped_after_packing_unless_tied(tmp_path: Path) -> None:
         folder = make_tiny_checkpoint(tmp_path / variant, family, variant)
         tied = load_model_config(folder).tie_word_embeddings
         with start(str(folder), "ipex", skip_tokenizer_init=True) as llm:
-            runner: Any = llm._engine_parts().engine._runner
-            linears = [m for m in runner._model.modules() if isinstance(m, Linear)]
+            runner: Any = llm.engine.runner
+            linears = [m for m in runner.model.modules() if isinstance(m, Linear)]
             kept = [m for m in linears if m.weight.numel()]
             assert len(kept) == tied
 

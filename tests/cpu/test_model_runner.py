@@ -25,6 +25,7 @@ from hetero_llm.cpu.model_runner import NativeModelRunner
 from hetero_llm.engine import factory
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.models import loader
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.model_runner import TorchModelRunner
 from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
@@ -70,7 +71,7 @@ def start(folder: Path, backend: str = "native", **engine_args: Any) -> LLM:
 
 
 def runner_of(llm: LLM) -> Any:
-    return llm._engine_parts().engine._runner
+    return llm.engine.runner
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -213,9 +214,9 @@ def test_mixed_requests_in_one_batch(served: tuple[LLM, LLM]) -> None:
 def test_prefix_hits_change_nothing(llama: Path) -> None:
     with start(llama, num_gpu_blocks_override=40) as llm:
         first = tokens_of(generate(llm, SAMPLED, 40, 33))
-        hits = llm._engine_parts().engine.metrics()["prefix_cache_hits"]
+        hits = llm.engine.metrics()["prefix_cache_hits"]
         assert tokens_of(generate(llm, SAMPLED, 40, 33)) == first
-        assert llm._engine_parts().engine.metrics()["prefix_cache_hits"] > hits
+        assert llm.engine.metrics()["prefix_cache_hits"] > hits
 
 
 def test_little_memory_changes_nothing(llama: Path, served: tuple[LLM, LLM]) -> None:
@@ -223,7 +224,7 @@ def test_little_memory_changes_nothing(llama: Path, served: tuple[LLM, LLM]) -> 
     with start(llama, num_gpu_blocks_override=9, enable_prefix_caching=False) as llm:
         lengths = (20, 21, 22, 23)
         ours = tokens_of(generate(llm, SAMPLED, *lengths))
-        assert llm._engine_parts().engine.metrics()["num_preemptions"] > 0
+        assert llm.engine.metrics()["num_preemptions"] > 0
     assert ours == tokens_of(generate(served[1], SAMPLED, *lengths))
 
 
@@ -235,7 +236,7 @@ def test_prompt_logprobs_in_pieces(
     params = [dataclasses.replace(SAMPLED, prompt_logprobs=k) for k in (0, None, 2, 3)]
     params[3] = dataclasses.replace(params[3], n=2)
     for llm in served:
-        llm._engine_parts().engine.reset_prefix_cache()
+        llm.reset_prefix_cache()
     ours, others = (generate(llm, params, 20, 7, 6, 33) for llm in served)
     assert tokens_of(ours) == tokens_of(others)
     for mine, other in zip(ours, others):
@@ -396,12 +397,12 @@ def test_activations(llama: Path) -> None:
 def test_the_models_own_tensors_are_given_up(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that memory does not double, and nothing runs through torch unnoticed."""
     models: list[Any] = []
-    load_weights = factory._load_weights
+    load_model = loader.load_model
 
     def load(*args: Any, **kwargs: Any) -> Any:
-        models.append(load_weights(*args, **kwargs))
+        models.append(load_model(*args, **kwargs))
         return models[-1]
 
-    monkeypatch.setattr(factory, "_load_weights", load)
+    monkeypatch.setattr(loader, "load_model", load)
     start(llama).close()
     assert all(parameter.numel() == 0 for parameter in models[0].parameters())

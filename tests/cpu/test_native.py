@@ -8,6 +8,7 @@ import os
 import shutil
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from hetero_llm.cpu import build, native
 from hetero_llm.utils import cache_folder
 from hetero_llm.utils.env import cache_dir
+from hetero_llm.utils.native_build import Recipe
 
 OUTER = (
     '#include "part.h"\n#include "deeper/part.h"\nextern "C" int hetero_isa_best() { return 0; }\n'
@@ -35,7 +37,15 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    monkeypatch.setattr(native, "_SOURCES", folder)
+    recipe = native.recipe
+
+    def flags_of(source: Path) -> tuple[str, ...]:
+        return ("-fopenmp",) if source.parent == folder else ()
+
+    def small(*, sanitize: bool = False) -> Recipe:
+        return replace(recipe(sanitize=sanitize), folder=folder, flags_of=flags_of)
+
+    monkeypatch.setattr(native, "recipe", small)
     monkeypatch.setattr(native, "declare", lambda _: None)
     monkeypatch.setenv("HETERO_LLM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("HETERO_LLM_NATIVE", "1")

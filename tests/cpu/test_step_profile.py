@@ -29,11 +29,11 @@ def start(folder: Path, **engine_args: object) -> LLM:
 
 def test_the_drafter_knows_what_steps_cost(folder: Path) -> None:
     with start(folder, speculative_config=LOOKAHEAD, num_gpu_blocks_override=64) as llm:
-        engine = llm._engine_parts().engine
-        profile = engine._runner.profile
+        engine = llm.engine
+        profile = engine.runner.profile
         assert [rows for rows, _ in profile] == [*range(1, 9), *range(16, 65, 8)]
         assert all(0 < seconds < 1 for _, seconds in profile)
-        costs = engine._scheduler._drafter.costs
+        costs = engine.scheduler.drafter.costs
         assert costs.of(8) == pytest.approx([dict(profile)[8]])
         # The places that the measuring wrote to are anybody's.
         assert llm.metrics()["kv_cache_usage_perc"] == 0.0
@@ -43,10 +43,10 @@ def test_no_larger_step_than_the_cache_holds(folder: Path) -> None:
     with start(
         folder, speculative_config=LOOKAHEAD, num_gpu_blocks_override=3, max_model_len=48
     ) as llm:
-        profile = llm._engine_parts().engine._runner.profile
+        profile = llm.engine.runner.profile
         assert [rows for rows, _ in profile][-1] == 32
 
 
 def test_nothing_is_measured_without_drafts(folder: Path) -> None:
     with start(folder) as llm:
-        assert llm._engine_parts().engine._runner.profile == []
+        assert llm.engine.runner.profile == []

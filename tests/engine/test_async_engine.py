@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -28,6 +27,7 @@ from hetero_llm import (
     SamplingParams,
 )
 from hetero_llm.engine import output_stream
+from hetero_llm.engine.finish_rate import FinishRate
 from hetero_llm.engine.input_processor import Prompt
 from tests.helpers.async_tools import idle_metrics, read, until
 
@@ -272,11 +272,17 @@ def test_a_wrong_request_id(engine: AsyncLLMEngine, request_id: Any) -> None:
         asyncio.run(read(engine, request_id, CODE, GREEDY))
 
 
-def test_too_many_requests_are_refused(engine: AsyncLLMEngine) -> None:
+def test_too_many_requests_are_refused(
+    engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]  # a request finished an hour before the others come
+    monkeypatch.setattr(engine, "finish_rate", FinishRate(lambda: now[0]))
+
     async def run() -> None:
         params = replace(ENDLESS, n=1, output_kind=FINAL)
         room = ARGS["max_num_seqs"] + MOST_QUEUED
-        engine._finish_times.append(time.monotonic() - 3600.0)  # the last request, an hour ago
+        engine.finish_rate.note()
+        now[0] += 3600.0
         tasks = [asyncio.create_task(read(engine, f"load {i}", CODE, params)) for i in range(room)]
         await asyncio.sleep(0)
         assert engine.stats().queue == room
@@ -309,9 +315,7 @@ def test_a_slow_reader_gets_merged_outputs(
         outputs = [await anext(slow)]
         quick = await read(engine, "quick", CODE, params)  # not held up by the slow one
         assert len(quick) == params.max_tokens
-        (stream,) = engine._streams.values()
-        await until(lambda: stream.ended)
-        assert len(stream) == kept
+        await until(lambda: engine.num_unfinished == 0)
         return outputs + [output async for output in slow]
 
     outputs = asyncio.run(run())

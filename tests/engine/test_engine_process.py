@@ -44,6 +44,7 @@ from hetero_llm.scheduler.scheduler import Scheduler
 DELTA = RequestOutputKind.DELTA
 TOKEN = 7
 CONTEXT = 64
+MOST_UNSENT = 1 << 14  # bytes
 PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, detokenize=False)
 
 
@@ -86,7 +87,7 @@ class Other:
         self.post(messages.AddRequest(key, packed, params, 0, most, root))
 
     def messages(self) -> Iterator[messages.Message]:
-        """All that come, but for heartbeats."""
+        """All messages but heartbeats."""
         while not self.socket.closed:
             assert select.select([self.socket], [], [], 60)[0], "no sign of life"
             self.socket.flush()
@@ -110,7 +111,8 @@ def other() -> Iterator[Other]:
     )
     engine = Engine(inputs, scheduler, runner, OutputProcessor(None, scheduler.stop_sequence))
     end = MessageSocket(theirs)
-    loop = EngineLoop(end, BuiltEngine(engine, None, 64, 32, "cpu", "f", "torch", None))
+    built = BuiltEngine(engine, None, 64, 32, "cpu", "f", "torch", None)
+    loop = EngineLoop(end, built, most_unsent=MOST_UNSENT)
     codes: list[int] = []
 
     def run() -> None:
@@ -182,9 +184,8 @@ def test_it_ends_when_the_other_side_has_gone(other: Other) -> None:
     assert other.exit_code() == 0
 
 
-def test_steps_pause_while_nobody_reads(other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit, count = 1 << 14, 200
-    monkeypatch.setattr(engine_process, "_MOST_UNSENT", limit)
+def test_steps_pause_while_outputs_are_not_read(other: Other) -> None:
+    limit, count = MOST_UNSENT, 200
     other.params = replace(PARAMS, max_tokens=60)
     for number in range(count):  # far more output than a socket holds
         other.add(str(number), [3])

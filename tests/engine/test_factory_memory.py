@@ -176,11 +176,13 @@ def test_offload_needs_a_gpu(tiny_folder: Path) -> None:
     start(tiny_folder, cpu_offload_gb=0).close()
 
 
-def test_offload_excludes_batch_invariance() -> None:
+def test_offload_excludes_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(factory, "free_unreachable", lambda device: None)
     given = {"model": "demo", "cpu_offload_gb": 1, "batch_invariant": True}
     config = EngineConfig.from_args(resolve_engine_args(given))
     with pytest.raises(ConfigError, match="^cpu_offload_gb=1.0?: cannot be combined with batch_in"):
-        factory._check_offload(config, torch.device("cuda"))
+        factory.build_engine(config)
 
 
 def test_a_conservative_dry_run_means_nothing_on_a_cpu(

@@ -59,7 +59,7 @@ class Served:
         (parsed,) = parse_prompts(prompt)
         if not parsed.images:
             return None
-        inputs = self.llm._built.engine._input_processor
+        inputs = self.llm.engine.input_processor
         return inputs.prepare_images(parsed).prepared
 
     def check(self, prompt: dict[str, Any], output: RequestOutput) -> None:
@@ -249,8 +249,8 @@ def test_batch_invariant(qwen: Path) -> None:
 def test_any_shape_has_as_many_tokens_as_embeddings(served: Served, size: tuple[int, int]) -> None:
     prompt = {"prompt": "a<image>b", "multi_modal_data": {"image": picture(3, *size)}}
     images = served.images(prompt)
-    runner = served.llm._built.engine._runner
-    encoded = runner._model.encode(images.items[0])  # compares the two numbers itself
+    runner = served.llm.engine.runner
+    encoded = runner.model.encode(images.items[0])  # compares the two numbers itself
     assert len(encoded) == images.items[0].count > 0
 
 
@@ -330,7 +330,7 @@ def test_transparent_pictures_are_on_white(one: LLM) -> None:
     clear.putalpha(0)
     white = np.full((10, 13, 3), 255, np.uint8)
     prompts = [{"prompt": "<image>", "multi_modal_data": {"image": i}} for i in (clear, white)]
-    inputs = one._built.engine._input_processor
+    inputs = one.engine.input_processor
     keys = {inputs.prepare_images(parse_prompts(p)[0]).prepared.key for p in prompts}
     assert len(keys) == 1
 

@@ -214,8 +214,8 @@ def test_ctrl_c_returns_what_there_is_and_the_engine_goes_on(tiny: LLM) -> None:
 
 def test_a_failed_step_ends_the_engine_with_its_reason(tiny_folder: Path) -> None:
     llm = LLM(str(tiny_folder), dtype="float32", device="cpu")
-    engine = llm._built.engine
-    engine._runner.launch = lambda step: 1 / 0  # a bug of ours
+    engine = llm.engine
+    engine.runner.launch = lambda step: 1 / 0  # a bug of ours
     with pytest.raises(ZeroDivisionError):
         llm.generate("x", GREEDY, use_tqdm=False)
     with pytest.raises(EngineDeadError, match="ZeroDivisionError"):

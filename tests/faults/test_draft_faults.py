@@ -31,7 +31,7 @@ from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.spec_decode.budget import StepCosts
 from hetero_llm.spec_decode.draft_model import worker_client
 from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
-from hetero_llm.spec_decode.draft_model.worker_client import DraftWorkerClient
+from hetero_llm.spec_decode.draft_model.worker_client import DraftWorkerClient, WorkerLimits
 from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 from tests.bridge.ipc.tools import HEAD, SLOT_BYTES, SLOTS_AT, TAIL
 from tests.helpers.draft_traffic import (
@@ -58,7 +58,7 @@ class Broken:
     """An engine with a real worker, to which something is done before each step.
 
     Attributes:
-        hurt: what is done; the number of the step is told.
+        hurt: what is done; receives the number of the step.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -77,17 +77,18 @@ class Broken:
     @property
     def proposer(self) -> DraftModelProposer:
         drafter = self.engine.background_drafter
-        assert isinstance(drafter, HybridDrafter) and drafter._model is not None
-        return drafter._model
+        assert isinstance(drafter, HybridDrafter)
+        assert isinstance(drafter.model, DraftModelProposer)
+        return drafter.model
 
     @property
     def worker(self) -> DraftWorkerClient:
-        return self.proposer._worker
+        return self.proposer.worker
 
     @property
     def rings(self) -> tuple[Ring, Ring]:
-        assert self.worker._process is not None
-        return self.worker._process.rings
+        assert self.worker.rings is not None
+        return self.worker.rings
 
     def serve(self, hurt: Callable[[int], None]) -> Served:
         self.hurt = hurt
@@ -99,7 +100,7 @@ class Broken:
         return served
 
     def wait_until_up(self) -> None:
-        """As an engine that goes on stepping, but without steps."""
+        """Does what an engine does for its worker between steps, without steps."""
         until = time.monotonic() + PATIENCE
         while not self.metric("draft_worker_up"):
             self.proposer.run_deferred()
@@ -108,12 +109,12 @@ class Broken:
         self.proposer.run_deferred()
 
     def wait_for_drafts(self) -> None:
-        """Until the worker has drafted for all texts, on a machine with something to do a while."""
+        """Waits until the worker has drafted for all sequences; on a busy machine that takes a
+        while."""
         for _ in range(100):
-            rows = np.flatnonzero(self.proposer._generations >= 0)
-            if self.proposer._replica.caught_up(rows).all():
+            if self.proposer.is_caught_up:
                 break
-            self.proposer._receive(5000)
+            self.proposer.receive(5000)
 
     def metric(self, name: str) -> float:
         return self.engine.metrics()[name]
@@ -134,7 +135,8 @@ def children() -> list[psutil.Process]:
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet() -> Iterator[None]:
-    """Drafts at no price, so that there are some; torch on a core that is not the worker's."""
+    """Drafts cost nothing, so that every step has some; torch runs on one core, the worker on the
+    other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -156,16 +158,16 @@ def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(target: Path) -> Served:
-    """What comes without drafts."""
+    """The outputs without drafts."""
     engine = build(target, BATCH, None, batch_invariant=True)
     return serve(engine, make_traffic(0, BATCH, EVERYTHING), aborting=False)
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new worker starts at once, whatever became of the last ones."""
-    monkeypatch.setattr(worker_client, "_BACK_OFF", 0.0)
-    monkeypatch.setattr(worker_client, "_MAX_DEATHS", 1000)
+def impatient(broken: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new worker starts at once, however many have died."""
+    limits = WorkerLimits(back_off=0.0, max_deaths=1000)
+    monkeypatch.setattr(broken.worker, "limits", limits)
 
 
 @pytest.fixture(scope="module")
@@ -264,10 +266,10 @@ def test_the_next_worker_takes_running_requests_up(
 def test_stopped(
     broken: Broken, plain: Served, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps wait for it a few times, then no more; after a while it is replaced."""
+    """Proposals wait for a stopped worker a few times, then no more; later it is replaced."""
     broken.wait_until_up()
     before = broken.engine.metrics()
-    worker, clock = broken.worker, broken.worker._clock
+    worker, clock = broken.worker, broken.worker.clock
 
     def hurt(step: int) -> None:
         if len(stopped) == 5:
@@ -275,7 +277,7 @@ def test_stopped(
             os.kill(worker.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
         if len(stopped) == 40:
-            monkeypatch.setattr(worker, "_clock", lambda: clock() + 2 * worker_client.HANG_SECONDS)
+            monkeypatch.setattr(worker, "clock", lambda: clock() + 2 * worker_client.HANG_SECONDS)
         stopped.append(broken.metric("draft_worker_up"))
 
     stopped: list[float] = []
@@ -293,7 +295,7 @@ def test_stopped(
 
 
 def damage_unread(ring: Ring, rng: np.random.Generator) -> None:
-    """All that was pushed and not popped."""
+    """Overwrites all messages that were pushed and not popped."""
     memory = np.frombuffer(ring.memory, np.uint8)
     head, tail = (int(memory[at : at + 4].view(np.uint32)[0]) for at in (HEAD, TAIL))
     places = np.arange(tail, head) % ring.slots
@@ -303,21 +305,21 @@ def damage_unread(ring: Ring, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("which", [0, 1], ids=["requests", "answers"])
 def test_garbage_in_a_ring(broken: Broken, plain: Served, impatient: None, which: int) -> None:
-    """Texts that the worker lost a part of are told anew."""
+    """Sequences of which the worker lost a part are sent again."""
     broken.wait_until_up()
     rng = np.random.default_rng(which)
     rejected, worker = broken.metric("draft_rejected_messages"), broken.worker
-    commits, deaths = [worker._generation], worker.counters.deaths
+    commits, deaths = [worker.counters.generations], worker.counters.deaths
 
     def hurt(step: int) -> None:
         if step % 5 == 0:
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
-            if which == 1:  # before the engine hears it
+            if which == 1:  # before the engine receives it
                 damage_unread(broken.rings[1], rng)
         elif step % 5 == 1 and worker.pid is not None:
-            if which == 0:  # what the engine told meanwhile
+            if which == 0:  # what the engine sent meanwhile
                 damage_unread(broken.rings[0], rng)
             os.kill(worker.pid, signal.SIGCONT)
 
@@ -325,11 +327,11 @@ def test_garbage_in_a_ring(broken: Broken, plain: Served, impatient: None, which
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGCONT)
     broken.check_nothing_is_held()
-    commits.append(worker._generation)
+    commits.append(worker.counters.generations)
     hits = broken.metric("draft_hits")
     assert differing(plain, broken.serve(lambda _: broken.wait_for_drafts())) == []
     assert broken.metric("draft_hits") > hits + 50  # as before
-    commits.append(worker._generation)
+    commits.append(worker.counters.generations)
     assert worker.counters.deaths == deaths and broken.metric("draft_worker_up") == 1
     if which == 0:
         assert commits[1] - commits[0] > commits[2] - commits[1] + 10
@@ -338,7 +340,7 @@ def test_garbage_in_a_ring(broken: Broken, plain: Served, impatient: None, which
 
 
 def test_damaged_positions_of_a_ring(broken: Broken, plain: Served, impatient: None) -> None:
-    """What the two sides share besides messages is put right by whoever owns it."""
+    """Each side restores the positions that it owns."""
     broken.wait_until_up()
     rng = np.random.default_rng(3)
 
@@ -430,7 +432,7 @@ def test_a_server_with_another_vocabulary_ends_with_a_line(target: Path, tmp_pat
 
 
 def test_a_ring_that_is_none(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker finds other memory than it was told of, as after somebody's crash."""
+    """The worker finds other memory than its settings name, as after a crash of its owner."""
 
     def stale(*slots: int) -> Ring:
         ring = create_ring(*slots)

@@ -135,7 +135,7 @@ def test_row_12_clients_that_leave(engine: AsyncLLMEngine) -> None:
 
 
 async def stopped_in_mid_stream(engine: AsyncLLMEngine) -> AsyncGenerator[RequestOutput, None]:
-    """A request with some outputs, of which more would come if the engine were not stopped."""
+    """A request that has had some outputs and lacks others, of an engine that is stopped."""
     pid = engine.process.popen.pid
     for attempt in range(100):
         stream = engine.generate(IDS, LONG, f"held up {attempt}")
@@ -143,7 +143,7 @@ async def stopped_in_mid_stream(engine: AsyncLLMEngine) -> AsyncGenerator[Reques
         os.kill(pid, signal.SIGSTOP)
         await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
         engine.stats()  # takes what has arrived
-        if not any(one.ended for one in engine._streams.values()):
+        if engine.num_unfinished:
             return stream
         os.kill(pid, signal.SIGCONT)
         await stream.aclose()

@@ -47,7 +47,7 @@ def start_one_b(folder: Path, **engine_args: Any) -> LLM:
 
 
 def num_blocks(llm: LLM) -> int:
-    return llm._engine_parts().num_blocks
+    return llm.engine.scheduler.blocks.num_blocks
 
 
 def one_b_block_bytes() -> int:

@@ -50,7 +50,7 @@ def test_the_draft_model_draws_as_the_target(checkpoint: Path, device: torch.dev
     engine, scheduler = start(checkpoint, device, ours=True, drafter=drafter)
     assert run(engine, work) == expected
     scheduler.check_integrity()
-    drafter._blocks.check_integrity()
+    drafter.check_integrity()
     stats = scheduler.stats
     assert stats.num_draft_tokens >= 8 and stats.num_accepted_tokens == stats.num_draft_tokens
 
@@ -64,12 +64,12 @@ def test_typical_tokens_are_walked_by_depth(checkpoint: Path, device: torch.devi
     expected = run(start(checkpoint, device, ours=False)[0], work)
     drafter = chains(checkpoint, device, 3)
     engine, scheduler = start(checkpoint, device, ours=True, drafter=drafter)
-    runner = engine._runner
+    runner = engine.runner
     assert isinstance(runner, GpuModelRunner)
     runner.typical = TypicalAcceptance(1e-30, 1e-30)
     original = drafter.propose
 
-    def shifted(*args: object) -> object:  # drafts that nobody would draw
+    def shifted(*args: object) -> object:  # drafts that no model would sample
         batch = original(*args)  # type: ignore[arg-type]
         batch.token_ids[:] = (batch.token_ids + 1) % 90
         return batch

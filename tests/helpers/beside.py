@@ -165,7 +165,7 @@ def serve(engine: Engine, work: Work) -> Outputs:
     while engine.has_unfinished:
         for output in engine.step():
             last[output.request_id] = output
-        engine._scheduler.check_integrity()
+        engine.scheduler.check_integrity()
     return last
 
 

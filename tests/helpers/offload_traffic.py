@@ -52,7 +52,7 @@ def heavy_folder(folder: Path, *, layers: int = 16) -> Path:
 
 
 def share_for(num_bytes: int) -> float:
-    """`cpu_prefill_memory_utilization` that asks for so much, and a little more for rounding."""
+    """`cpu_prefill_memory_utilization` for `num_bytes` and a little more, against rounding."""
     return (num_bytes + 4096) / psutil.virtual_memory().total
 
 
@@ -105,7 +105,7 @@ def serve(
     aborts: bool = True,
     make: Callable[[Job], Request] | None = None,
 ) -> dict[str, list[int]]:
-    """The tokens of each job, as far as they were seen; books are checked after every step.
+    """Returns the tokens that outputs brought for each job; checks the scheduler after every step.
 
     Args:
         make: requests, where the engine itself cannot.
@@ -136,7 +136,7 @@ def serve(
             seen[output.request_id] = list(output.outputs[0].token_ids)
             if output.finished:
                 active.discard(output.request_id)
-        engine._scheduler.check_integrity()
+        engine.scheduler.check_integrity()
     raise AssertionError("no end in sight")
 
 
@@ -145,8 +145,8 @@ class WrongTokens(AssertionError):
 
 
 def check_same(jobs: Iterable[Job], ours: dict[str, list[int]], plain: dict[str, list[int]]) -> int:
-    """Compares with the tokens without host memory, where nothing was aborted; how many there were
-    to compare.
+    """Compares with the tokens without host memory, where nothing was aborted. Returns the number
+    of tokens compared.
 
     Raises:
         WrongTokens: they differ.
@@ -166,12 +166,12 @@ def check_same(jobs: Iterable[Job], ours: dict[str, list[int]], plain: dict[str,
 
 def tier_of(engine: Engine) -> Any:
     """The engine's `bridge.kv_offload.pinned_host_tier.PinnedHostTier`."""
-    return engine._scheduler._blocks.transfers.tier  # type: ignore[union-attr]
+    return engine.scheduler.blocks.transfers.tier  # type: ignore[union-attr]
 
 
 def rest(engine: Engine) -> None:
-    """Until no copy is under way."""
-    assert engine.step() == []  # there may be a stray one that nobody waits for
+    """Polls until no copy is under way."""
+    assert engine.step() == []  # finishes a step of ended requests, if there is one
     deadline = time.monotonic() + 60
     while engine.poll_host_memory():
         assert time.monotonic() < deadline, "copies do not end"
@@ -179,18 +179,18 @@ def rest(engine: Engine) -> None:
 
 
 def check_over(engine: Engine) -> None:
-    """That nothing is left when all requests are over: no copy, no pin, no block."""
+    """Checks that nothing is left when all requests are over: no copy, no pin, no block."""
     assert not engine.has_unfinished
     rest(engine)
-    scheduler, tier = engine._scheduler, tier_of(engine)
+    scheduler, tier = engine.scheduler, tier_of(engine)
     scheduler.check_integrity()
     tier.check_integrity()
-    blocks = scheduler._blocks
+    blocks = scheduler.blocks
     assert blocks.num_free == blocks.num_blocks, "a block was lost"
     metrics = engine.metrics()
     assert metrics["kv_offload_open_loads"] == metrics["kv_offload_open_stores"] == 0
-    assert tier._index.num_pinned == 0, "a host block is still pinned"
-    assert tier._copier.poll() == []
+    assert tier.index.num_pinned == 0, "a host block is still pinned"
+    assert tier.copier.poll() == []
 
 
 class FaultyCopier:
@@ -244,12 +244,12 @@ class FaultyCopier:
 def spoil(engine: Engine, seed: int, share: float) -> FaultyCopier:
     """From now on some of the engine's copies fail."""
     tier = tier_of(engine)
-    tier._copier = FaultyCopier(tier._copier, seed, share)
-    return tier._copier
+    tier.copier = FaultyCopier(tier.copier, seed, share)
+    return tier.copier
 
 
 def join_at_once(engine: Engine) -> None:
-    """Sequences run as soon as their loads have begun, so that steps wait at their gates."""
+    """Sequences run as soon as their loads have begun, so that steps wait for layer-ready flags."""
     tier_of(engine).seconds_left = lambda transfer_ids: 0.0
 
 
@@ -259,20 +259,20 @@ def load_always(engine: Engine) -> None:
 
 
 class OpenGates:
-    """Gates that do not wait: what a reader of unfinished blocks gets is wrong."""
+    """Layer-ready flags at which no step waits: whoever reads unfinished blocks reads wrong KV."""
 
-    def __init__(self, gates: Any) -> None:
-        self._gates = gates
+    def __init__(self, flags: Any) -> None:
+        self._flags = flags
 
     @property
     def turn(self) -> int:
-        return self._gates.turn
+        return self._flags.turn
 
     def arm(self, transfer_ids: Any) -> None:
-        self._gates.arm(())
+        self._flags.arm(())
 
     def wait(self, layer: int) -> None:
         pass
 
     def take_error(self, turn: int) -> bool:
-        return self._gates.take_error(turn)
+        return self._flags.take_error(turn)

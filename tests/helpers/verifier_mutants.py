@@ -1,8 +1,9 @@
 """Mistakes that a verifier could make, each a function that patches one in.
 
-Tokens have to stay the same: a verifier that keeps only their distribution, as rejection sampling
-does, counts as a mistake. Left out are mutants that change nothing, such as following the last of
-two equal children. The native library cannot be patched: the arrays passed to it are changed.
+A verifier must keep the tokens themselves: one that keeps only their distribution, as rejection
+sampling does, counts as a mistake. Left out are mutants that change nothing, such as following the
+last of two equal children. The native library cannot be patched: the arrays passed to it are
+changed.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.core.request import Sequence
+from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 from hetero_llm.cpu import model_runner as native_runner
 from hetero_llm.cpu.executor import GREEDY, Executor, StepInput, StepSamples
 from hetero_llm.runner import model_runner as torch_runner
 from hetero_llm.runner import verify as verify_module
 from hetero_llm.runner.kv_cache import PagedKVCache
-from hetero_llm.scheduler import scheduler as scheduler_module
+from hetero_llm.sampling import processors
+from hetero_llm.sampling import sampler as sampler_module
+from hetero_llm.sampling.noise import gumbel_noise
 from hetero_llm.scheduler.scheduler import Scheduler
 from hetero_llm.spec_decode import verify as trees_module
 from hetero_llm.spec_decode.verify import (
@@ -361,15 +365,12 @@ class Around:
     def ends_at(self, slot: int, token: int) -> bool:
         return bool(self.sampler.ends_at(slot, token))
 
-    def sample_with(self, name: str, value: Any, *args: Any) -> Any:
-        """Samples with an array of the sampler's set to a value, except after the roots."""
-        array = getattr(self.sampler, name)
-        kept = array.copy()
-        if self.num_calls:
-            array[:] = value
-        result = self.sampler.sample(*args)
-        array[:] = kept
-        return result
+    def sample_with(self, module: Any, name: str, value: Any, *args: Any) -> Any:
+        """Samples with a function of a module replaced, except after the roots."""
+        with pytest.MonkeyPatch.context() as patch:
+            if self.num_calls:
+                patch.setattr(module, name, value)
+            return self.sampler.sample(*args)
 
 
 def change_sampler(patch: Patch, kind: type[Around]) -> None:
@@ -404,11 +405,19 @@ def noise_of_the_root(patch: Patch) -> None:
     change_sampler(patch, Wrong)
 
 
+def no_noise(seeds: Any, positions: Any, indices: Any, vocab_size: int) -> torch.Tensor:
+    return torch.zeros(len(seeds), vocab_size)
+
+
+def noise_of_index_0(seeds: Any, positions: Any, indices: Any, vocab_size: int) -> torch.Tensor:
+    return gumbel_noise(seeds, positions, torch.zeros_like(indices), vocab_size)
+
+
 @mutant("deep")
 def nodes_are_greedy(patch: Patch) -> None:
     class Wrong(Around):
         def sample_from(self, *args: Any) -> Any:
-            return self.sample_with("_temperature", 0.0, *args)
+            return self.sample_with(sampler_module, "gumbel_noise", no_noise, *args)
 
     change_sampler(patch, Wrong)
 
@@ -417,7 +426,8 @@ def nodes_are_greedy(patch: Patch) -> None:
 def nodes_are_sampled_without_thresholds(patch: Patch) -> None:
     class Wrong(Around):
         def sample_from(self, *args: Any) -> Any:
-            return self.sample_with("_restricts", False, *args)
+            everything = lambda logits, *thresholds: logits  # noqa: E731
+            return self.sample_with(processors, "restrict_support", everything, *args)
 
     change_sampler(patch, Wrong)
 
@@ -426,7 +436,7 @@ def nodes_are_sampled_without_thresholds(patch: Patch) -> None:
 def nodes_are_sampled_for_index_0(patch: Patch) -> None:
     class Wrong(Around):
         def sample_from(self, *args: Any) -> Any:
-            return self.sample_with("_sample_index", 0, *args)
+            return self.sample_with(sampler_module, "gumbel_noise", noise_of_index_0, *args)
 
     change_sampler(patch, Wrong)
 
@@ -514,30 +524,46 @@ def nodes_have_the_log_probabilities_of_the_root(patch: Patch) -> None:
     change_sampler(patch, Wrong)
 
 
-# -- what the scheduler makes of it ----------------------------------------------------------------
+# -- the scheduler ----------------------------------------------------------------
 
 
 @mutant("fast", "deep", drafter=Oracle)
 def tokens_behind_an_end_are_kept(patch: Patch) -> None:
-    patch.setattr(scheduler_module, "_num_before_end", lambda sequence, new: len(new) - 1)
+    patch.setattr(Sequence, "num_before_end", lambda sequence, new: len(new) - 1)
 
 
 @mutant("fast", drafter=Oracle)
 def tokens_behind_a_stop_string_are_kept(patch: Patch) -> None:
-    patch.setattr(scheduler_module, "_drop_tokens", lambda sequence, count: None)
+    patch.setattr(Sequence, "drop_tokens", lambda sequence, count: None)
 
 
 # -- mistakes that cost speed alone ----------------------------------------------------------------
 
 
 def no_token_behind_the_accepted_ones(patch: Patch) -> None:
-    accept = Scheduler._accept
+    """A drafted sequence gets its accepted nodes without the token sampled after them."""
+    update = Scheduler.update
 
-    def fewer(self: Scheduler, sequence: Any, output: Any, part: slice, **others: int) -> None:
-        stop = max(part.start + 1, part.stop - 1)
-        accept(self, sequence, output, slice(part.start, stop), **others)
+    def fewer(self: Scheduler, step: SchedulerOutput, output: ModelRunnerOutput) -> Any:
+        if step.drafts is None or output.num_tokens is None:
+            return update(self, step, output)
+        given = np.array(output.num_tokens)
+        kept = given - ((step.drafts.counts > 0) & (given > 1))
+        ends = np.cumsum(given)
+        places = [
+            place
+            for end, before, count in zip(ends, given, kept)
+            for place in range(end - before, end - before + count)
+        ]
+        output = replace(
+            output,
+            token_ids=[output.token_ids[place] for place in places],
+            logprobs=output.logprobs and [output.logprobs[place] for place in places],
+            num_tokens=kept.tolist(),
+        )
+        return update(self, step, output)
 
-    patch.setattr(Scheduler, "_accept", fewer)
+    patch.setattr(Scheduler, "update", fewer)
 
 
 def no_node_below_the_first_is_taken(patch: Patch) -> None:

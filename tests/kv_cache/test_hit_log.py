@@ -89,16 +89,19 @@ def test_many_hundreds_at_once_are_one_line(caplog: pytest.LogCaptureFixture) ->
 
 @given(st.lists(st.integers(0, 350), max_size=30))
 def test_lines_are_as_many_as_steps_that_passed_a_hundred(steps: list[int]) -> None:
-    hits, seen = HitCounter(), []
+    hits, expected, seen = HitCounter(), [], []
     log = HitLog(hits)
-    log._write = lambda: seen.append(hits.total)  # type: ignore[method-assign]
-    expected = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(HitLog.__module__)
+    logger.addHandler(handler)
     for blocks in steps:
         before = hits.total
         hits.add(0, 0, blocks)
         log.note()
         if hits.total // 100 > before // 100:
-            expected.append(hits.total)
+            expected.append(hit_line(hits))
+    logger.removeHandler(handler)
     assert seen == expected
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hetero_llm.core.errors import ModelLoadError
 from hetero_llm.models.layers import RearrangedView
-from hetero_llm.models.loader import _Match, _pieces
+from hetero_llm.models.loader import pieces_into
 from hetero_llm.models.weight_reader import ReadAhead, copy_pieces
 from tests.models.loading import edit_weights, load, same_parameters
 from tests.models.tiny import make_tiny_checkpoint, rewrite_config
@@ -91,7 +91,7 @@ def test_another_vocabulary(untied: Path, rows: int) -> None:
 
 
 def test_a_place_is_filled_when_all_of_it_is_read() -> None:
-    """In pieces, converted, then arranged on the parameter's device."""
+    """Pieces are read and converted; the last one arranges the tensor on the parameter's device."""
     stored = torch.arange(6000.0).view(3, 1000, 2)
     file = MemoryFile({"x": stored, "plain": stored[0]})
     kept, plain = torch.zeros(2, 3000, dtype=torch.bfloat16), torch.zeros(2000)
@@ -101,8 +101,11 @@ def test_a_place_is_filled_when_all_of_it_is_read() -> None:
         return x.flatten(0, 1).t()
 
     targets = (RearrangedView(kept, (3, 1000, 2), arrange), RearrangedView(plain, (1000, 2)))
-    matches = [_Match(file, *pair) for pair in zip(file.tensors, targets, strict=True)]
-    pieces = [piece for match in matches for piece in _pieces(match, 512)]
+    pieces = [
+        piece
+        for stored_as, target in zip(file.tensors, targets, strict=True)
+        for piece in pieces_into(file, stored_as, target, piece_bytes=512)
+    ]
     assert len(pieces) > 50
     assert copy_pieces(pieces, ReadAhead(4096, 512), file.copied) == []
     assert torch.equal(kept, stored.flatten(0, 1).t().bfloat16())

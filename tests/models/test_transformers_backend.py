@@ -202,7 +202,7 @@ def test_greedy_batch_with_batch_invariance(folders: dict[str, Path], name: str)
 def test_a_class_with_products_of_its_own_is_not_batch_invariant(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Conversion, "_mlps_of_experts", lambda *_: None)
+    monkeypatch.setattr(Conversion, "mlps_of_experts", lambda *_: None)
     with pytest.raises(ConfigError, match="batch_invariant=True: Qwen3MoeForCausalLM") as caught:
         serve(folders["qwen3_moe"], batch_invariant=True)
     assert "differently in other batches" in str(caught.value)

@@ -97,7 +97,7 @@ def test_equals_softmax_over_the_context(
 
 
 def drafted(starts: list[int], chunks: list[int], nodes: list[list[int]]) -> TreeTokens:
-    """Rows of sequences with so many rows of their own, and nodes with these parents."""
+    """Tokens of a step: of each sequence `chunks[i]` plain ones, then nodes with these parents."""
     numbers = [starts, [c + len(n) for c, n in zip(chunks, nodes)], [1] * sum(chunks)]
     counts = [len(n) for n in nodes]
     drafts = DraftBatch(*(np.array(a, np.int32) for a in (counts, sum(nodes, []), sum(nodes, []))))
@@ -176,7 +176,7 @@ def test_scores_are_computed_a_few_rows_at_a_time(
     monkeypatch: pytest.MonkeyPatch, window: int | None, kind: str
 ) -> None:
     torch.manual_seed(0)
-    scored = ScoredAttention(Scoring(0.3, 2.0, (0.5, 0.25, 0.125, 0.1)), torch.device("cpu"))
+    scoring, cpu = Scoring(0.3, 2.0, (0.5, 0.25, 0.125, 0.1)), torch.device("cpu")
     batch, count, context = (7, 1, 12) if kind == "batch" else (1, 7, 12)
     q = torch.randn(batch, count, 4, 16)
     keys, values = torch.randn(2, batch, 2, context, 16)
@@ -186,7 +186,7 @@ def test_scores_are_computed_a_few_rows_at_a_time(
         sees = torch.ones(7, 12).tril(5).bool()
         sees[6, 8] = False
     reach = Reach(rows, torch.arange(12.0), sees)
-    at_once = scored(q, keys, values, reach, window)
+    at_once = ScoredAttention(scoring, cpu)(q, keys, values, reach, window)
     sizes: list[int] = []
     attend = ScoredAttention.attend
 
@@ -195,8 +195,8 @@ def test_scores_are_computed_a_few_rows_at_a_time(
         return attend(self, q, *rest)
 
     monkeypatch.setattr(ScoredAttention, "attend", counted)
-    monkeypatch.setattr("hetero_llm.runner.scored_attention._SCORES_AT_ONCE", 4 * 12 * 3)
-    in_parts = scored(q, keys, values, reach, window)
+    few = ScoredAttention(scoring, cpu, scores_at_once=4 * 12 * 3)
+    in_parts = few(q, keys, values, reach, window)
     assert sizes == [3, 3, 1]
     torch.testing.assert_close(in_parts, at_once, rtol=1e-6, atol=1e-6)
 

@@ -139,11 +139,13 @@ def test_penalties_count_the_path_once() -> None:
         assert entry.top == ((int(logprobs.argmax()), pytest.approx(float(logprobs.max()))),)
     for position, token in enumerate(sequence[:-1]):  # as the next step's root, and all before it
         verified.sampler.observe(0, position, token)
-    history = verified.sampler._history[0]
-    assert history.token_ids == sequence[:-1]
-    assert history.output_counts is not None
-    assert history.output_counts.nonzero().flatten().tolist() == [4, 5, 6]
-    assert history.output_counts[4:7].tolist() == [2, 2, 2]
+    for token in (4, 5, 6):  # each counts twice: two penalties of 0.6
+        for logit, wins in ((1.3, True), (1.1, False)):
+            logits = torch.zeros(1, VOCAB)
+            logits[0, token] = logit
+            next_place = np.array([len(sequence)])
+            result = verified.sampler.sample(logits, np.zeros(1, int), next_place, np.ones(1, int))
+            assert (int(result.token_ids[0]) == token) == wins
 
 
 @pytest.mark.parametrize("stops", [False, True])

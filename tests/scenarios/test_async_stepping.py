@@ -23,7 +23,6 @@ from tests.helpers.harness import (
     make_request,
     make_scheduler,
     next_token,
-    run_to_end,
 )
 from tests.helpers.traffic import TRAFFIC, check_idle, make_engine, run_all, serve
 
@@ -250,30 +249,6 @@ def test_a_result_of_an_earlier_epoch_is_dropped_even_in_the_same_slot() -> None
     scheduler.check_integrity()
 
 
-def test_a_result_of_a_preempted_sequence_is_dropped_even_when_it_is_back_in_its_slot() -> None:
-    """The scheduler preempts with nothing in flight; should that change, no token may double."""
-    scheduler, blocks, runner = make_scheduler(max_num_seqs=1)
-    request = make_request("a", [1, 2, 3], GREEDY)
-    scheduler.add_request(request)
-    step = scheduler.schedule()
-    number = runner.launch(step)
-    scheduler._preempt(request.sequences[0])
-    scheduler.check_integrity()
-    again = scheduler.schedule_ahead()
-    assert (
-        again.request_slots.tolist() == step.request_slots.tolist()
-        and again.num_computed_tokens.tolist() == [0]
-    )
-    runner.launch(again)
-    assert scheduler.update(step, runner.finish(number)) == []
-    scheduler.check_integrity()
-    scheduler.update(again, runner.finish(number + 1))
-    run_to_end(scheduler, runner)
-    assert request.sequences[0].output_ids == expected_output([1, 2, 3], GREEDY)
-    assert scheduler.stats.generation_tokens == GREEDY.max_tokens
-    assert blocks.num_free == blocks.num_blocks
-
-
 def test_an_ahead_step_admits_no_synchronous_request() -> None:
     scheduler, _, runner = make_scheduler()
     penalty = replace(GREEDY, presence_penalty=1.0)
@@ -360,15 +335,14 @@ def test_the_demo_model_gives_the_same_tokens() -> None:
         max_num_seqs=8,
         max_num_batched_tokens=48,
     ) as llm:
-        built = llm._built
-        assert built is not None
+        parts = llm.engine
         results = []
         for asynchronous in (False, True):
             engine = Engine(
-                built.engine._input_processor,
-                built.engine._scheduler,
-                built.engine._runner,
-                built.engine._output_processor,
+                parts.input_processor,
+                parts.scheduler,
+                parts.runner,
+                parts.output_processor,
                 asynchronous=asynchronous,
             )
             engine.reset_prefix_cache()

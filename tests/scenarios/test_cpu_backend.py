@@ -40,7 +40,7 @@ def start(folder: Path, **engine_args: Any) -> LLM:
 
 
 def runner_of(llm: LLM) -> Any:
-    return llm._engine_parts().engine._runner
+    return llm.engine.runner
 
 
 def refusal(folder: Path, **engine_args: Any) -> str:
@@ -219,13 +219,24 @@ def test_ipex_needs_the_cpus_instructions(
         )
 
 
-def test_a_gpu_takes_no_notice(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    given = {"model": "x", "cpu_backend": "torch", "cpu_weight_dtype": "int8", "cpu_threads": 99}
-    config = load_model_config(tiny_folder)
-    for arguments in ({"model": "x"}, given):
-        engine_config = EngineConfig.from_args(resolve_engine_args(arguments))
-        cuda = torch.device("cuda")
-        assert factory._native_backend(engine_config, config, torch.bfloat16, cuda) is None
+def test_a_gpu_takes_no_notice(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class NoGPUError(Exception):
+        """Ends the start where weights would go to the GPU."""
+
+    def load_weights(*_: Any) -> None:
+        raise NoGPUError
+
+    monkeypatch.setattr(factory, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(factory, "free_unreachable", lambda device: None)
+    monkeypatch.setattr("hetero_llm.gpu.memory.load_weights", load_weights)
+    given = {"cpu_backend": "torch", "cpu_weight_dtype": "int8", "cpu_threads": 99}
+    for arguments in ({}, given):
+        common = {"model": str(tiny_folder), "dtype": "float32", "skip_tokenizer_init": True}
+        config = EngineConfig.from_args(resolve_engine_args({**common, **arguments}))
+        with pytest.raises(NoGPUError):
+            factory.build_engine(config, show_progress=False)
     assert [record.message for record in caplog.records] == [
-        f"{name} has no effect on a GPU" for name in list(given)[1:]
+        f"{name} has no effect on a GPU" for name in given
     ]

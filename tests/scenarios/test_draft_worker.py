@@ -187,7 +187,7 @@ def test_crashes_and_standstills_change_nothing(
 
 
 def test_every_row_is_given_back(benches: Callable[[str], Bench], draft_model: DraftModel) -> None:
-    """After all requests have ended neither side holds a text."""
+    """After all requests have ended neither side holds a sequence."""
     bench = benches("native fast 7")
     worker = LocalWorker(draft_model, Setting(slots=SLOTS, max_model_len=MAX_LEN, window=48))
     drafter = drafter_of(worker, uses_cache=False)
@@ -195,8 +195,8 @@ def test_every_row_is_given_back(benches: Callable[[str], Bench], draft_model: D
     for _ in range(3):
         drafter.run_deferred()
         worker.poll()
-    proposer = drafter._model
-    assert proposer is not None
+    proposer = drafter.model
+    assert isinstance(proposer, DraftModelProposer)
     proposer.check_integrity()
     assert proposer.num_sequences == 0
     assert (worker.bed.worker.tree_pool.lengths == 0).all()

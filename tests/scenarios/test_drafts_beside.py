@@ -124,14 +124,14 @@ def test_prompt_logprobs_in_pieces_beside_trees(
     limits = {"max_num_batched_tokens": 30, "max_num_seqs": 6}
     expected = serve(build(folder, **limits), work_of(kinds))
     engine = build(folder, Trees(expected), **limits)
-    launch, cut = engine._runner.launch, []
+    launch, cut = engine.runner.launch, []
 
     def recording(step: SchedulerOutput) -> Any:
         if step.drafts is not None and sum(span.count for span in step.prompt_logprob_spans) > 3:
             cut.append(int(step.drafts.counts.sum()))
         return launch(step)
 
-    monkeypatch.setattr(engine._runner, "launch", recording)
+    monkeypatch.setattr(engine.runner, "launch", recording)
     check_same(serve(engine, work_of(kinds)), expected)
     assert len(cut) >= 2 and sum(cut) > 10
 

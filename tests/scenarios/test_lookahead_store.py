@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -65,10 +66,10 @@ def configured(folder: Path, warmup_file: str) -> dict[str, str]:
 
 
 def warm(llm: LLM) -> LLM:
-    """Waits for the warm-up file."""
-    store = llm._built.store
-    assert store is not None
-    store.wait_for_warmup()
+    """Waits for the end of the thread that reads the warm-up file."""
+    for thread in threading.enumerate():
+        if thread.name == "hetero-warmup":
+            thread.join()
     return llm
 
 

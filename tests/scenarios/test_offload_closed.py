@@ -1,9 +1,9 @@
-"""Residency is closed under prefixes: whatever is found on the device, or may be found in host
-memory, follows a block that is on the device or in host memory. Copies, ends and failures in any
-order do not change it, and blocks that somebody reads never pay for it.
+"""Residency is closed under prefixes: every block that the prefix cache or the host tier finds
+follows a block that is on the device or in host memory. Copies, ended requests and failures in any
+order do not change that, and the prefix cache forgets no block that a running sequence reads.
 
-"In host memory" is what `HostTier.holds` says: a block that is still being stored counts (its
-original is on the device until then, and a store that fails is told by `take_evicted`)."""
+"In host memory" is what `HostTier.holds` says. A block that is still being stored counts: its
+original is on the device until then, and `take_evicted` reports a store that fails."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_llm.bridge.kv_offload.host_block_index import READY, HostBlockIndex
-from hetero_llm.kv_cache import block_manager
-from hetero_llm.kv_cache.block_manager import BlockManager
-from hetero_llm.kv_cache.block_transfers import BlockTransfers, OffloadLimits
+from hetero_llm.bridge.kv_offload.host_block_index import HostBlockIndex
+from hetero_llm.kv_cache.block_manager import BlockManager, LoadParts
+from hetero_llm.kv_cache.block_transfers import OffloadLimits
 from hetero_llm.kv_cache.prefix_cache import PrefixCache, hash_root
 from tests.helpers import offload_traffic as traffic
 from tests.helpers.harness import VOCAB
@@ -33,7 +32,7 @@ CALLS = (
     "match_prefix", "load", "allocate", "cache_blocks", "fork", "free", "take_back", "offload",
     "reset_prefix_cache",
 )  # fmt: skip
-"""Of the block manager: all that publishes, evicts or copies anything."""
+"""Methods of the block manager that cache, evict or copy blocks."""
 
 
 class Orphan(AssertionError):
@@ -41,24 +40,17 @@ class Orphan(AssertionError):
 
 
 def in_host_memory(tier: Any) -> tuple[dict[bytes, bytes], list[bytes]]:
-    """Blocks that `holds` confirms, hash to lookup key; lookup keys of those that `match` finds."""
+    """Returns the blocks that `holds` confirms, hash to lookup key, and the lookup keys of those
+    that `match` finds."""
     if isinstance(tier, FakeTier):
         found = {block_hash: lookup_key for lookup_key, (block_hash, _) in tier.held.items()}
         coming = {
             v.block_hash: v.lookup_key for _, candidates in tier.stores.values() for v in candidates
         }
-        return coming | found, []  # it gives up what it likes, and keeps what follows
-    cache = tier._index
-    here = {
-        cache._hash[host_block]: lookup_key
-        for lookup_key, host_block in cache._by_lookup_key.items()
-    }
-    ready = [
-        lookup_key
-        for lookup_key, host_block in cache._by_lookup_key.items()
-        if cache._state[host_block] == READY
-    ]
-    return here, ready
+        return coming | found, []  # it evicts any block, with or without its descendants
+    entries = tier.index.entries()
+    here = {block_hash: lookup_key for lookup_key, block_hash, _ in entries}
+    return here, [lookup_key for lookup_key, _, is_found in entries if is_found]
 
 
 def check_closed(blocks: BlockManager) -> None:
@@ -66,38 +58,42 @@ def check_closed(blocks: BlockManager) -> None:
     Raises:
         Orphan: a block's parent is neither on the device nor in host memory.
     """
-    prefix, tier = blocks._prefix, blocks.transfers.tier  # type: ignore[union-attr]
+    prefix, tier = blocks.prefix_cache, blocks.transfers.tier  # type: ignore[union-attr]
     held, found = in_host_memory(tier)
     assert all(tier.holds(lookup_key) for lookup_key in held.values())
     parents = {lookup_key[:32]: "of a host block" for lookup_key in found}
-    for block in prefix._hash_of:
-        parents[prefix.entry(block)[0][:32]] = f"of block {block}, {blocks._refs[block]} readers"
-    orphans = parents.keys() - set(prefix._hash_of.values()) - held.keys() - {hash_root()}
+    on_device = set()
+    for block in prefix.blocks():
+        lookup_key, block_hash = prefix.entry(block)
+        on_device.add(block_hash)
+        parents[lookup_key[:32]] = f"of block {block}, {blocks.num_readers(block)} readers"
+    orphans = parents.keys() - on_device - held.keys() - {hash_root()}
     if orphans:
         raise Orphan([parents[block_hash] for block_hash in orphans])
 
 
 def watch(blocks: BlockManager) -> list[int]:
-    """Checks after every call of the block manager; how many readers blocks had that were dropped
-    for want of a parent."""
-    readers: list[int] = []
-    transfers: Any = blocks.transfers
-    drop = transfers._drop_descendants
+    """Checks after every call of the block manager. Returns a list that collects the blocks which
+    the prefix cache forgot while a table held them."""
+    prefix = blocks.prefix_cache
+    forgotten: list[int] = []
 
-    def note_dropped(lost: list[tuple[bytes, bytes]]) -> None:
-        before = len(transfers._dropped)
-        drop(lost)
-        readers.extend(blocks._refs[block] for block in transfers._dropped[before:])
+    def held() -> set[tuple[int, int]]:
+        return {
+            (table, block) for table in blocks.num_writable for block in blocks.block_ids(table)
+        }
 
     def checked(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        before = {(table, block) for table, block in held() if prefix.is_cached(block)}
         result = call(*args, **more)
         check_closed(blocks)
+        kept = before & held()
+        forgotten.extend(block for _, block in kept if not prefix.is_cached(block))
         return result
 
-    transfers._drop_descendants = note_dropped
     for name in CALLS:
         setattr(blocks, name, partial(checked, getattr(blocks, name)))
-    return readers
+    return forgotten
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -131,16 +127,16 @@ def run(case: str, seed: int, asynchronous: bool, fail: float = 0.0) -> list[int
         traffic.join_at_once(served.engine)
     if fail:
         traffic.spoil(served.engine, seed, fail)
-    readers = watch(served.blocks)
+    forgotten = watch(served.blocks)
     traffic.serve(served.engine, jobs_of(seed), make=request_of)
     traffic.check_over(served.engine)
-    return readers
+    return forgotten
 
 
 @MODES
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_found_follows_what_is_somewhere(case: str, asynchronous: bool) -> None:
-    """And nobody loses a block that is being read, unless its own load failed."""
+    """A block that a sequence reads stays cached unless its own load failed."""
     assert not any(run(case, 0, asynchronous))
     run(case, 1, asynchronous, 0.3)
     run(case, 2, asynchronous, 0.3)
@@ -156,24 +152,22 @@ def test_on_the_device_whatever_host_memory_does(
     requests: list[tuple], asynchronous: bool, seed: int, fail: float, write_through: bool,
     cached: int | None, num_blocks: int, time_out: float, min_uses: int,
 ) -> None:  # fmt: skip
-    """With beams, several samples, loads in two parts and gates that give up. This host memory
-    gives up any block at any time."""
+    """With beams, several samples, loads in two parts and layer-ready flags that time out. This
+    host memory evicts any block at any time."""
     requests = requests + [(*entry[:4], entry[4] + 40, entry[5]) for entry in requests]
     served, _ = make_served(
         asynchronous, num_blocks=num_blocks, seed=seed, fail=fail, write_through=write_through,
         cached=cached, time_out=time_out, min_uses=min_uses, num_host_blocks=12,
+        load_parts=LoadParts(min_blocks=2, first=2, growth=1),
     )  # fmt: skip
     watch(served.blocks)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_manager, "_LONG_PREFIX", 2)
-        patch.setattr(block_manager, "_FIRST_PART", 2)
-        patch.setattr(block_manager, "_LARGER", 1)
-        serve_on(served, requests, settle=partial(settle, served))
+    serve_on(served, requests, settle=partial(settle, served))
 
 
 @MODES
 def test_a_cache_that_is_cleared_beside_running_requests(asynchronous: bool) -> None:
-    """What they compute from then on follows what was cleared: nobody is to find it."""
+    """What running requests compute from then on follows blocks that were cleared: no later request
+    may find it."""
     served = build(1, asynchronous, **CASES["few stay"])
     watch(served.blocks)
     step, steps, running = served.engine.step, 0, 0
@@ -182,7 +176,7 @@ def test_a_cache_that_is_cleared_beside_running_requests(asynchronous: bool) -> 
         nonlocal steps, running
         steps += 1
         if steps % 7 == 0:
-            running += served.engine._scheduler.num_running
+            running += served.engine.scheduler.num_running
             served.engine.reset_prefix_cache()
         return step()
 
@@ -198,23 +192,34 @@ def test_host_memory_that_is_switched_off(asynchronous: bool) -> None:
     watch(served.blocks)
     tier = traffic.tier_of(served.engine)
     traffic.serve(served.engine, jobs_of(2)[:20], make=request_of)
-    assert tier._index.num_used
+    assert tier.index.num_used
     traffic.spoil(served.engine, 2, 1.0)
     jobs = [replace(job, name=f"late {job.name}") for job in jobs_of(2)]
     traffic.serve(served.engine, jobs, make=request_of)
     traffic.check_over(served.engine)
-    assert tier.is_off and not tier._index.num_used
+    assert tier.is_off and not tier.index.num_used
 
 
 def without_duplicates(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixCache, "_add_duplicate", lambda self, lookup_key, block: None)
+    """The prefix cache forgets duplicates as soon as they are cached."""
+    for name in ("cache", "cache_hashed"):
+        cache = getattr(PrefixCache, name)
+
+        def forgetful(self: PrefixCache, *given: Any, cache: Any = cache) -> Any:
+            hashes = cache(self, *given)
+            self.evict(list(self.duplicates))
+            return hashes
+
+        patch.setattr(PrefixCache, name, forgetful)
 
 
 def without_dropping(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockTransfers, "_drop_descendants", lambda self, lost: None)
+    """Descendants of an evicted block are not found, so they stay."""
+    patch.setattr(PrefixCache, "children", lambda self, block_hash: [])
 
 
-def without_being_told(patch: pytest.MonkeyPatch) -> None:
+def without_host_evictions(patch: pytest.MonkeyPatch) -> None:
+    """The index does not report what host memory evicts."""
     patch.setattr(HostBlockIndex, "take_evicted", lambda self: [])
 
 
@@ -223,7 +228,7 @@ def without_being_told(patch: pytest.MonkeyPatch) -> None:
     [
         (without_duplicates, "candidates"),
         (without_dropping, "candidates"),
-        (without_being_told, "few, through"),
+        (without_host_evictions, "few, through"),
     ],
 )
 def test_it_takes_all_of_it(

@@ -36,12 +36,13 @@ MODES = pytest.mark.parametrize("asynchronous", [False, True])
 
 
 class HostRunner(FakeRunner):
-    """Moves the streams a little at every call, as time does, and waits at the gates of a step.
+    """Moves the streams a little at every call, as time does; steps wait for their loads.
 
-    Rows whose sequence was aborted in flight, or whose load failed, may read anything: nobody gets
-    their tokens. So a wrong byte is no failed assertion here: it makes tokens wrong.
+    Tokens whose sequence was aborted in flight, or whose load failed, may read anything: no user
+    gets them. So a wrong byte is no failed assertion here: it makes tokens wrong.
 
     Attributes:
+        time_stands_still: no copy advances but those that a step waits for.
         gated: negative control: False, and steps run whether their loads have landed or not.
         num_waits: operations of a stream that steps had to wait for.
         num_wrong: sequences' contexts that were read wrong.
@@ -53,6 +54,7 @@ class HostRunner(FakeRunner):
         self.num_waits = 0
         self.num_wrong = 0
         self.copier: ModelCopier
+        self.time_stands_still = False
         self._rng = random.Random(seed)
 
     def bytes_of(self) -> np.ndarray:
@@ -83,6 +85,8 @@ class HostRunner(FakeRunner):
             return [VOCAB] * length
 
     def _pass_time(self) -> None:
+        if self.time_stands_still:
+            return
         for _ in range(self._rng.choice((0, 1, 5, 40))):
             self.copier.advance(self._rng.random() < 0.5)
 

@@ -1,5 +1,5 @@
-"""What must hold whatever copies do, moment by moment: drafts never wait for them, a load with
-several readers survives any of them, a block counts once."""
+"""What must hold at every moment of every copy: drafts never wait for copies, a load that several
+sequences wait for survives the end of any of them, a block is counted once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from hetero_llm.core.draft_tree import DraftTree, chain
 from hetero_llm.core.step import SchedulerOutput
-from hetero_llm.kv_cache.block_transfers import OffloadLimits
+from hetero_llm.kv_cache.block_transfers import BlockTransfers, OffloadLimits
 from tests.helpers import offload_traffic as traffic
 from tests.helpers.drafters import Guesser
 from tests.helpers.harness import VOCAB, expected_output
@@ -27,7 +27,7 @@ from tests.scenarios.test_offload_engine import (
 
 
 class Sure(Guesser):
-    """The two tokens that come, every time."""
+    """Drafts the next two tokens in every step, always rightly."""
 
     def _tree(self, coming: list[int], limit: int) -> DraftTree:
         return chain(np.array(coming[: min(limit, 2)], np.int32))
@@ -51,8 +51,8 @@ def store(served: Served, seed: int) -> list[int]:
 
 
 def stop_time(served: Served) -> None:
-    """No copy moves any more, and nobody joins a load."""
-    served.runner._rng.choice = lambda _: 0  # type: ignore[method-assign]
+    """No copy advances any more, and no sequence joins a step before its load has ended."""
+    served.runner.time_stands_still = True
     served.copier.still = True
     traffic.tier_of(served.engine).seconds_left = lambda transfer_ids: 1.0
 
@@ -62,7 +62,7 @@ def run_to_end(served: Served, jobs: list[traffic.Job], seen: dict[str, list[int
     while served.engine.has_unfinished:
         for output in served.engine.step():
             seen[output.request_id] = list(output.outputs[0].token_ids)
-        served.engine._scheduler.check_integrity()
+        served.engine.scheduler.check_integrity()
     for one in jobs:
         assert seen[one.name] == expected_output(one.prompt, one.params)
     traffic.check_over(served.engine)
@@ -70,14 +70,14 @@ def run_to_end(served: Served, jobs: list[traffic.Job], seen: dict[str, list[int
 
 @MODES
 def test_drafts_do_not_wait_for_copies(asynchronous: bool) -> None:
-    """13: with a load and a store that stand still, who runs is drafted for in every step. Only the
-    step that a load is joined to waits for it, and that one has no drafts."""
+    """While a load and a store stand still, every step drafts for the running sequence. Only the
+    step that the loaded sequence joins waits for the load, and that step has no drafts."""
     talking, short = job("talking", [5, 6, 7], 90), job("short", list(range(1, 1 + 4 * BLOCK)))
     future = expected_output(talking.prompt, replace(talking.params, max_tokens=100))
     drafter = Sure({("talking", 0): future}, VOCAB)
     served = build(1, asynchronous, limits=ALL_LEAVE)
     head = store(served, 1)
-    served.engine._scheduler._drafter = drafter
+    served.engine.scheduler.drafter = drafter
     stop_time(served)
     steps: list[SchedulerOutput] = []
     launch = served.runner.launch
@@ -113,14 +113,14 @@ ABORTED = [which for count in (1, 2, 3) for which in combinations(SHARERS, count
 @pytest.mark.parametrize("landed", range(LAYERS + 1))
 @pytest.mark.parametrize("aborted", ABORTED, ids=str)
 def test_readers_of_a_load_are_aborted_at_any_layer(aborted: tuple[int, ...], landed: int) -> None:
-    """7: the others get their tokens, and nobody ever finds a block of which a part is missing."""
+    """The other readers get their tokens, and no request ever finds a block of which layers are
+    missing."""
     served = build(landed, False, limits=ALL_LEAVE)
     head = store(served, landed)
     jobs = [job(str(n), [*head, n + 1, n + 2], 3) for n in SHARERS]
     stop_time(served)
-    served.blocks.transfers._limits = OffloadLimits(
-        8
-    )  # the device keeps what it finds from here on
+    assert isinstance(served.blocks.transfers, BlockTransfers)
+    served.blocks.transfers.limits = OffloadLimits(8)  # from now on the device keeps what it has
     for one in jobs:
         served.engine.add_request(request_of(one))
     assert served.engine.step() == []
@@ -129,7 +129,7 @@ def test_readers_of_a_load_are_aborted_at_any_layer(aborted: tuple[int, ...], la
         assert served.copier.advance(True)
     for number in aborted:
         served.engine.abort(str(number))
-        served.engine._scheduler.check_integrity()
+        served.engine.scheduler.check_integrity()
     served.copier.still = False
     traffic.join_at_once(served.engine)
     late = job("late", [*head, 40, 41], 3)
@@ -143,7 +143,7 @@ def test_readers_of_a_load_are_aborted_at_any_layer(aborted: tuple[int, ...], la
 
 @pytest.mark.parametrize("landed", range(LAYERS))
 def test_a_load_with_readers_fails_at_any_layer(landed: int) -> None:
-    """8: all of them compute the prefix, and none tries a load again."""
+    """All readers compute the prefix, and none loads again."""
     served = build(landed, False, limits=ALL_LEAVE)
     head = store(served, landed)
     jobs = [job(str(n), [*head, n + 1, n + 2], 3) for n in SHARERS]
@@ -162,8 +162,8 @@ def test_a_load_with_readers_fails_at_any_layer(landed: int) -> None:
 
 @MODES
 def test_blocks_count_once(asynchronous: bool) -> None:
-    """9: in all lives of a sequence together, however often it is preempted or its load fails: as
-    many blocks as its tokens fill, but for one that may have been taken for a row to come."""
+    """However often a sequence is preempted or its load fails, it counts as many blocks as its
+    tokens fill; one more may have been allocated for a token to come."""
     preempted = failed = 0.0
     for seed in range(4):
         served = build(seed, asynchronous, limits=ALL_LEAVE)

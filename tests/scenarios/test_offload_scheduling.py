@@ -16,8 +16,7 @@ from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.stop_strings import holds_stop
-from hetero_llm.kv_cache import block_manager
-from hetero_llm.kv_cache.block_manager import BlockManager
+from hetero_llm.kv_cache.block_manager import BlockManager, LoadParts
 from hetero_llm.kv_cache.block_transfers import BlockTransfers, OffloadLimits
 from hetero_llm.kv_cache.hit_log import hit_line
 from hetero_llm.kv_cache.host_tier import HostHit
@@ -42,6 +41,7 @@ def make_served(
     seed: int = 0,
     cached: int | None = None,
     write_through: bool = False,
+    load_parts: LoadParts | None = None,
     **tier_args: Any,
 ) -> tuple[Served, FakeTier]:
     config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, True, block_size)
@@ -50,7 +50,7 @@ def make_served(
     limits = OffloadLimits(num_blocks, cached, write_through)
     prefix = PrefixCache()
     transfers = BlockTransfers(tier, prefix, limits, num_blocks)
-    blocks = BlockManager(num_blocks, block_size, prefix, transfers)
+    blocks = BlockManager(num_blocks, block_size, prefix, transfers, load_parts=load_parts)
     tokenizer: Any = LetterTokenizer()
     loads = KVLoadQueue(blocks, transfers, 4, ContextStepTimes(0.0))
     scheduler = Scheduler(config, blocks, partial(holds_stop, tokenizer), loads=loads)
@@ -61,11 +61,11 @@ def make_served(
 
 
 def settle(served: Served) -> None:
-    """Until nothing moves any more."""
+    """Polls until no copy is under way."""
     for _ in range(1000):
         if not served.engine.poll_host_memory():
             return
-    raise AssertionError("something moves for ever")
+    raise AssertionError("copies do not end")
 
 
 @settings(max_examples=15, deadline=None)
@@ -85,27 +85,23 @@ def test_host_memory_changes_no_output(
     time_out: float,
     in_parts: bool,
 ) -> None:
-    """Whatever loads and stores do, and whenever: the same tokens, and every block comes back.
-    The prompts come twice, so that the second ones find what the first ones left."""
+    """In whatever order loads and stores end or fail: the same tokens, and no block is lost. The
+    prompts come twice, so that the second ones find what the first ones left."""
     traffic = traffic + [(*entry[:4], entry[4] + 40, entry[5]) for entry in traffic]
     limits: dict[str, Any] = {"num_blocks": num_blocks, "max_num_seqs": 6}
     plain, counters, _ = serve(traffic, False, **limits)
     served, tier = make_served(
         asynchronous, **limits, seed=seed, fail=fail, write_through=write_through, cached=cached,
         time_out=time_out,
+        load_parts=LoadParts(min_blocks=2, first=2, growth=1) if in_parts else None,
     )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        if in_parts:
-            patch.setattr(block_manager, "_LONG_PREFIX", 2)
-            patch.setattr(block_manager, "_FIRST_PART", 2)
-            patch.setattr(block_manager, "_LARGER", 1)
-        with_host, with_counters, _ = serve_on(served, traffic, settle=partial(settle, served))
+    with_host, with_counters, _ = serve_on(served, traffic, settle=partial(settle, served))
     assert with_host.keys() == plain.keys()
     for name, outputs in plain.items():
         if outputs[0][3] != "abort":  # what is visible when it is aborted depends on the steps
             assert with_host[name] == outputs
     settle(served)
-    assert not any(tier.pinned.values()), "a slot stays pinned"
+    assert not any(tier.pinned.values()), "a host block stays pinned"
     assert not tier.loads and not tier.stores
 
 
@@ -145,7 +141,7 @@ def test_without_uses_enough_nothing_is_stored() -> None:
     assert tier.num_stored == 0
     run_one(served, "again", texts[9])
     run_one(served, "more", texts[10])
-    for number, prompt in enumerate(texts[:5]):  # push it out
+    for number, prompt in enumerate(texts[:5]):  # evict it
         run_one(served, f"once more {number}", prompt)
     assert tier.num_stored >= 10
 
@@ -172,7 +168,8 @@ def test_requests_with_one_prefix_share_one_load() -> None:
 
 
 def worth(served: Served, tier: FakeTier, blocks: list[int]) -> list[str]:
-    """What the tier is asked from now on, in order; hits of so many blocks are worth loading."""
+    """Returns a list that collects what the block manager asks of the tier and which steps run, in
+    order. A hit is worth loading if `blocks` has its number of blocks."""
     asked: list[str] = []
     match, load, launch = tier.match, tier.load, served.runner.launch
 
@@ -208,12 +205,10 @@ def worth(served: Served, tier: FakeTier, blocks: list[int]) -> list[str]:
     ],
 )
 def test_the_first_part_of_a_long_prefix_is_loaded_while_the_rest_is_looked_up(
-    monkeypatch: pytest.MonkeyPatch, blocks: list[int], expected: list[str]
+    blocks: list[int], expected: list[str]
 ) -> None:
-    monkeypatch.setattr(block_manager, "_LONG_PREFIX", 10)
-    monkeypatch.setattr(block_manager, "_FIRST_PART", 5)
-    monkeypatch.setattr(block_manager, "_LARGER", 2)
-    served, tier, texts = golden(seed=3, cached=0)
+    parts = LoadParts(min_blocks=10, first=5, growth=2)
+    served, tier, texts = golden(seed=3, cached=0, load_parts=parts)
     tier.dawdle = 0.0
     run_one(served, "first", texts[0])
     asked = worth(served, tier, blocks)
@@ -248,14 +243,14 @@ def test_nobodys_step_waits_until_a_prefix_is_looked_up() -> None:
 
 @pytest.mark.parametrize("pays", [[2, 4], [4], []], ids=["all", "the rest", "nothing"])
 def test_the_rest_of_a_long_prefix_is_looked_up_beside_the_next_step(
-    monkeypatch: pytest.MonkeyPatch, pays: list[int]
+    pays: list[int],
 ) -> None:
-    """What is loaded, or found not to be worth it, counts once. Nothing runs before all of it."""
-    for name, value in (("_LONG_PREFIX", 10), ("_FIRST_PART", 5), ("_LARGER", 2)):
-        monkeypatch.setattr(block_manager, name, value)
+    """A block that is loaded, or found not to be worth it, counts once. The sequence runs after all
+    parts were looked up."""
     served, tier = make_served(
         True, num_blocks=100, block_size=16, max_model_len=200, max_num_batched_tokens=200,
         num_host_blocks=200, seed=6, cached=0, dawdle=0.0,
+        load_parts=LoadParts(min_blocks=10, first=5, growth=2),
     )  # fmt: skip
     first, other = prompts(2)
     run_one(served, "first", first)

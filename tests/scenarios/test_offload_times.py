@@ -74,15 +74,15 @@ class Machine:
     _num_over: int = 0
 
     def run_to(self, end: int, stop: Callable[[], bool] = lambda: False) -> None:
-        """Lets time pass until then, or until something is so when a copy has landed."""
+        """Lets time pass until `end`, or until `stop()` is true after a copy has landed."""
         while not stop():
             self._settle()
             if self._landing is None and (size := self.fake.next_bytes(self.lane)) > 0:
                 self._landing = self.now + size * BYTE_NS
             if self._landing is None or self._landing > end:
-                self._set(end)
+                self.set_time(end)
                 return
-            self._set(self._landing)
+            self.set_time(self._landing)
             self._landing = None
             self._run_one()
             while self.fake.next_bytes(self.lane) == 0:  # flags and events
@@ -94,7 +94,7 @@ class Machine:
         self.run_to(self.now + duration)
 
     def nap(self, seconds: float) -> None:
-        """Until a load is over, at most so long."""
+        """Lets time pass until a load is over, at most `seconds`."""
         self._settle()
         count = len(self.loads)
         self.run_to(self.now + round(seconds * 1e9), lambda: len(self.loads) > count)
@@ -115,7 +115,7 @@ class Machine:
             times[covered[1]] += (end - begin) * covered[0]
         return times[1] * 1e-9, times[0] * 1e-9
 
-    def _set(self, now: int) -> None:
+    def set_time(self, now: int) -> None:
         self.now = now
         self.library.waiting.fake_clock_set(now)
 
@@ -125,23 +125,23 @@ class Machine:
         until(lambda: self.fake.run(self.lane) > before)
 
     def _settle(self) -> None:
-        """Until the copy thread has done whatever there is to do at this moment."""
+        """Waits until the copy thread has nothing more to do at this moment."""
         reads = self.library.waiting.fake_clock_reads()
         until(lambda: not self._is_open() or self.library.waiting.fake_clock_reads() > reads + 60)
         over = [transfer_id for transfer_id in self.open if not self._left(transfer_id)]
         self._num_over += len(over)
-        until(lambda: self._told_over() == self._num_over)
+        until(lambda: self._num_reported() == self._num_over)
         self.loads += [(self.open.pop(transfer_id), self.now) for transfer_id in over]
 
     def _is_open(self) -> bool:
         return any(self._left(transfer_id) for transfer_id in self.open)
 
-    def _told_over(self) -> float:
+    def _num_reported(self) -> float:
         ended = self.copier.metrics()
         return sum(ended[f"kv_offload_{kind}loads"] for kind in ("", "failed_", "aborted_"))
 
-    def _left(self, transfer_id: int) -> int:
-        return int(self.library.quick.hetero_copier_ahead(self.copier._handle, transfer_id))
+    def _left(self, transfer_id: int) -> float:
+        return self.copier.seconds_left([transfer_id])
 
 
 class TimedRunner(FakeRunner):
@@ -160,7 +160,7 @@ class TimedRunner(FakeRunner):
         return super().finish(pending)
 
     def _context(self, slot: int, length: int) -> list[int]:
-        """Wrong for who waits for a load that failed: nobody gets these tokens."""
+        """May be wrong for sequences whose load failed: no user gets their tokens."""
         try:
             return super()._context(slot, length)
         except AssertionError:
@@ -184,7 +184,7 @@ class Served:
         return request
 
     def finish(self, *requests: Request) -> None:
-        """Until these are over; their tokens are right."""
+        """Steps until these requests are over, and checks their tokens."""
         while self.engine.has_unfinished:
             self.engine.step()
         for request in requests:
@@ -192,7 +192,7 @@ class Served:
             assert request.sequences[0].output_ids == expected
 
     def forget(self) -> None:
-        """What happened so far."""
+        """Drops what was recorded so far."""
         traffic.rest(self.engine)
         self.machine.loads.clear()
         self.machine.computed.clear()
@@ -203,7 +203,7 @@ class Served:
 
 
 def clocked_library() -> Any:
-    """The copier, compiled with a clock of ours."""
+    """The copier, compiled with a clock that the test sets."""
 
     def recipe(*, sanitize: bool = False) -> Any:
         known = copier_library.recipe(sanitize=sanitize)
@@ -211,8 +211,8 @@ def clocked_library() -> Any:
         flags = (*known.flags, "-include", str(HEADER), f"-DHEADER_{digest}")
         return replace(known, name="kv-copier-clocked", flags=flags)
 
-    functions = [(f"hetero_copier_{name}", *types) for name, *types in copier_library._FUNCTIONS]
-    functions += [
+    functions = [
+        *copier_library.FUNCTIONS,
         ("fake_clock_set", None, [ctypes.c_int64]),
         ("fake_clock_reads", ctypes.c_int64, []),
     ]
@@ -241,7 +241,7 @@ def served(
     rate = 1e9 / BYTE_NS
     copier.use(Calibration(LAYER_BYTES, (Rate(Method.BATCH, 1, rate, rate),)))
     machine = Machine(copier, library, fake, fake.stream(0))
-    machine._set(0)
+    machine.set_time(0)
     fake.hold(machine.lane, 1, 0)
     runner.machine, runner.flags = machine, flags
     begin = copier.load

@@ -16,7 +16,6 @@ import pytest
 
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.engine.tokenizer import Tokenizer
-from hetero_llm.server import connection
 from hetero_llm.server.connection import bound_kernel_buffers, connections_possible
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import received
@@ -212,11 +211,8 @@ def test_200_hostile_requests(tokenizer: Tokenizer, caplog: pytest.LogCaptureFix
     assert not wrong, wrong[0].getMessage()
 
 
-def test_more_connections_than_there_should_be(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Above the limit only probes are served; above the spare connections no request is read."""
-    monkeypatch.setattr(connection, "_SPARE_CONNECTIONS", 2)
+def test_more_connections_than_there_should_be(tokenizer: Tokenizer) -> None:
+    """Above the limit 64 more connections are open to probes; above those no request is read."""
     request = b"GET %s HTTP/1.1\r\nhost: a\r\n\r\n"
     with running(FakeEngine(tokenizer), max_connections=3) as run, ExitStack() as stack:
         first = [stack.enter_context(connect(run, request % b"/v1/models")) for _ in range(3)]
@@ -227,6 +223,8 @@ def test_more_connections_than_there_should_be(
         spare = stack.enter_context(connect(run))
         spare.sendall(request % b"/live")
         assert spare.recv(1 << 12).startswith(b"HTTP/1.1 200 ")
+        for _ in range(62):
+            stack.enter_context(connect(run))
         refused = all_of(stack.enter_context(connect(run)))
         assert refused.startswith(b"HTTP/1.1 503 ") and b"too_many_connections" in refused
         assert b"retry-after: 1" in refused

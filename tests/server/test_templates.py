@@ -103,11 +103,9 @@ def test_an_idle_worker_that_was_killed_is_replaced(tokenizer: Tokenizer) -> Non
         assert len(template.pids) == 1 and worker not in template.pids
 
 
-def test_many_conversations_share_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero_llm.server.templates._PATIENCE", 60.0)
-
+def test_many_conversations_share_one_worker() -> None:
     async def run() -> None:
-        template = ChatTemplate("{{ messages[0].content }}", {}, seconds=60.0)
+        template = ChatTemplate("{{ messages[0].content }}", {}, seconds=60.0, patience=60.0)
         template.start()
         (worker,) = template.pids
         try:
@@ -127,12 +125,9 @@ def test_many_conversations_share_one_worker(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(run())
 
 
-def test_all_workers_busy_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero_llm.server.templates._MOST_WORKERS", 1)
-    monkeypatch.setattr("hetero_llm.server.templates._QUEUE_SECONDS", 0.05)
-
+def test_all_workers_busy_is_a_503() -> None:
     async def run() -> None:
-        template = ChatTemplate(LOOP, {}, seconds=60.0)
+        template = ChatTemplate(LOOP, {}, seconds=60.0, most_workers=1, queue_seconds=0.05)
         try:
             first = asyncio.ensure_future(template.render(USER, PLAIN, most_chars=9))
             while not template.pids:

@@ -219,13 +219,12 @@ def test_a_collector_gets_the_spans(
     assert collector.services == {"hetero-llm"}
 
 
-def test_a_collector_that_is_away_holds_nobody_up(
+def test_no_request_waits_for_a_collector_that_is_away(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("opentelemetry.sdk", reason="needs hetero-llm[otel]")
-    monkeypatch.setattr("hetero_llm.server.tracing._SECONDS_TO_SEND", 0.1)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
-    tracer = Tracer(open_provider(ENDPOINT), "demo")
+    tracer = Tracer(open_provider(ENDPOINT), "demo", seconds_to_send=0.1)
     with traced(FakeEngine(tokenizer), tracer) as served:
         for _ in range(3):
             body = {"prompt": [66], "max_tokens": 2}

@@ -8,10 +8,10 @@ import gc
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
-from hetero_llm.utils import gc_control
 from hetero_llm.utils.gc_control import collect_if_due, prompt_wakeups, serve_promptly
 
 _SET_SLACK, _GET_SLACK = 29, 30
@@ -69,9 +69,9 @@ def test_collections_become_rarer_and_stay_off(before: int, after: int) -> None:
     assert gc.get_threshold() == (after, 12, 13)
 
 
-def test_young_garbage_is_collected_when_it_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_young_garbage_is_collected_when_it_is_much() -> None:
     gc.set_threshold(1_000_000, 1000, 1000)
-    monkeypatch.setattr(gc_control, "_YOUNG_COLLECTIONS", 2)
+    collect = partial(collect_if_due, young_collections=2)
     seen: list[int] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
@@ -81,19 +81,19 @@ def test_young_garbage_is_collected_when_it_is_much(monkeypatch: pytest.MonkeyPa
     gc.collect()
     gc.callbacks.append(note)
     try:
-        collect_if_due(calm=True)
+        collect(calm=True)
         kept: list[list[int]] = []
         for _ in range(4):
             kept += [[] for _ in range(11_000)]
-            collect_if_due(calm=False)
-            collect_if_due(calm=True)
+            collect(calm=False)
+            collect(calm=True)
         assert seen == [0, 0, 0, 1]
         kept += [[] for _ in range(51_000)]
-        collect_if_due(calm=False)
+        collect(calm=False)
         assert len(seen) == 5
         gc.disable()
         kept += [[] for _ in range(51_000)]
-        collect_if_due(calm=True)
+        collect(calm=True)
         assert len(seen) == 5
     finally:
         gc.enable()

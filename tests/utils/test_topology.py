@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hetero_llm.utils import topology
 from hetero_llm.utils.topology import (
     NumaNode,
     compute_cpus,
@@ -156,7 +155,7 @@ def test_cores_respect_affinity_and_quota(tmp_path: Path, monkeypatch: pytest.Mo
         for cpu, (socket, core) in enumerate(places)
     )
     root = write(tmp_path, {"proc/cpuinfo": text})
-    monkeypatch.setattr(topology, "_allowed_cpus", lambda: (0, 1, 2, 4, 5))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 4, 5})
     found = read_topology(root)
     assert (found.logical_cpus, found.physical_cores, found.hyperthreads) == (8, 4, 2)
     assert (found.allowed_cores, found.usable_cores) == (3, 3)
@@ -204,14 +203,14 @@ def test_compute_threads_get_a_core_each(
     cpus: tuple[int, ...],
 ) -> None:
     files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{quota} 100000\n"}
-    monkeypatch.setattr(topology, "_allowed_cpus", lambda: tuple(allowed))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(allowed))
     assert compute_cpus(reserve, write(two_sockets(tmp_path), files)) == cpus
 
 
 def test_compute_cpus_where_the_kernel_tells_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(topology, "_allowed_cpus", lambda: (3, 5, 7))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3, 5, 7})
     assert compute_cpus(0, tmp_path) == (3, 5, 7)
     assert compute_cpus(1, tmp_path) == (3, 5)
 

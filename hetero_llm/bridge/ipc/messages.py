@@ -229,9 +229,9 @@ class Outbox:
         still wait. `end`: handle of the producer's end; None: only hand them to the compiled
         outbox."""
         data = b"".join(self._fresh)
+        self._fresh.clear()
         left: int = self._push(self._handle, end, data, len(data))
         assert left >= 0, "bodies are as long as their counts say, at most MAX_WORDS"
-        self._fresh.clear()
         self._count = left
         return left
 

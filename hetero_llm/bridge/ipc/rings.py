@@ -260,12 +260,15 @@ class Consumer(_End):
         spin_us: int = 50,
         max_messages: int = 256,
         max_words: int = 1 << 15,
+        max_views: int = 4096,
     ) -> None:
         """Open the end.
 
         Args:
             spin_us: how long a wait spins before it sleeps.
             max_messages, max_words: maximum that one pop returns.
+            max_views: maximum number of results of `pop` that are kept for later ones of the same
+                shape.
         """
         super().__init__(ring)
         assert spin_us >= 0 and 0 < max_messages <= _MESSAGES_MASK
@@ -274,6 +277,7 @@ class Consumer(_End):
         self._headers = np.zeros(max_messages, HEADER)
         self._words = np.zeros(max_words, np.int32)
         self._popped = _NOTHING.copy()
+        self._max_views = max_views
         self._library.quick.hetero_ring_buffers(
             self._handle,
             self._headers.ctypes.data,
@@ -283,6 +287,11 @@ class Consumer(_End):
         )
         self._pop = self._library.quick.hetero_ring_pop
         self._wait = self._library.waiting.hetero_ring_wait
+
+    @property
+    def num_views(self) -> int:
+        """Results kept for later pops of the same shape."""
+        return len(self._popped)
 
     def pop(self, timeout_us: int = 0) -> Popped:
         """Pop the available messages. Status OK; CORRUPT if damaged ones were skipped; EMPTY if
@@ -307,7 +316,7 @@ class Consumer(_End):
         kind = result >> _KIND_BIT & _KIND_MASK
         messages = Messages(self._headers[:count], self._words[:words], kind or None)
         popped = Popped(_STATUSES[result & _STATUS_MASK], messages)
-        if len(self._popped) >= _MAX_SHAPES:
+        if len(self._popped) >= self._max_views:
             self._popped = _NOTHING.copy()
         self._popped[result] = popped
         return popped

@@ -179,7 +179,18 @@ class NativeCopier:
         self._quick.hetero_copier_set_rate(self._open(), calibration.best_rate())
 
     def can_load(self) -> bool:
-        return bool(self._free_flags) and self._handle is not None
+        return self.num_free_flags > 0 and self._handle is not None
+
+    @property
+    def num_free_flags(self) -> int:
+        """Layer-ready flags that no load has."""
+        return len(self._free_flags)
+
+    @property
+    def next_flag(self) -> LayerReadyFlag:
+        """The layer-ready flag that the next load gets; there must be a free one."""
+        place = self._free_flags[-1]
+        return LayerReadyFlag(place, self._bases[place])
 
     def load(
         self,
@@ -314,11 +325,11 @@ class NativeCopier:
     ) -> None:
         host_blocks, blocks = self._checked(host_blocks, blocks)
         assert transfer_id not in self._flags, transfer_id
-        place = self._free_flags.pop()
-        flag = self._flags[transfer_id] = LayerReadyFlag(place, self._bases[place])
+        flag = self._flags[transfer_id] = self.next_flag
+        self._free_flags.pop()
         load = copier_library.Load(
             transfer_id=transfer_id,
-            place=place,
+            place=flag.place,
             base=flag.base,
             method=choice.method,
             group=choice.group,

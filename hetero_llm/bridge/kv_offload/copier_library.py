@@ -112,24 +112,25 @@ def recipe(*, sanitize: bool = False) -> Recipe:
     )
 
 
-_FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
-    ("open", _POINTER, [_TEXT, _POINTER, _TEXT, _INT]),
-    ("methods", _INT, [_POINTER]),
-    ("add_kernel", _INT, [_POINTER, _TEXT, _TEXT, _INT]),
-    ("load", None, [_POINTER] * 4 + [_INT]),
-    ("store", None, [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT]),
-    ("abort", None, [_POINTER, _INT]),
-    ("step_launched", None, [_POINTER, _INT, _POINTER]),
-    ("step_done", _INT, [_POINTER, _INT]),
-    ("ahead", _INT, [_POINTER, _INT]),
-    ("poll", _INT, [_POINTER, _POINTER, _INT]),
-    ("wait", _INT, [_POINTER, _INT]),
-    ("set_rate", None, [_POINTER, ctypes.c_double]),
-    ("totals", None, [_POINTER, _POINTER]),
-    ("first_error", _INT, [_POINTER, _TEXT, _INT]),
-    ("close", None, [_POINTER]),
-    ("free", None, [_POINTER]),
+FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
+    ("hetero_copier_open", _POINTER, [_TEXT, _POINTER, _TEXT, _INT]),
+    ("hetero_copier_methods", _INT, [_POINTER]),
+    ("hetero_copier_add_kernel", _INT, [_POINTER, _TEXT, _TEXT, _INT]),
+    ("hetero_copier_load", None, [_POINTER] * 4 + [_INT]),
+    ("hetero_copier_store", None, [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT]),
+    ("hetero_copier_abort", None, [_POINTER, _INT]),
+    ("hetero_copier_step_launched", None, [_POINTER, _INT, _POINTER]),
+    ("hetero_copier_step_done", _INT, [_POINTER, _INT]),
+    ("hetero_copier_ahead", _INT, [_POINTER, _INT]),
+    ("hetero_copier_poll", _INT, [_POINTER, _POINTER, _INT]),
+    ("hetero_copier_wait", _INT, [_POINTER, _INT]),
+    ("hetero_copier_set_rate", None, [_POINTER, ctypes.c_double]),
+    ("hetero_copier_totals", None, [_POINTER, _POINTER]),
+    ("hetero_copier_first_error", _INT, [_POINTER, _TEXT, _INT]),
+    ("hetero_copier_close", None, [_POINTER]),
+    ("hetero_copier_free", None, [_POINTER]),
 )
+"""Name, result and arguments of each function of the library."""
 
 
 @lru_cache(maxsize=1)
@@ -140,8 +141,7 @@ def load() -> CallableLibrary:
         CopierError: there is no compiler, it fails, or HETERO_LLM_NATIVE is 0.
     """
     try:
-        functions = [(f"hetero_copier_{name}", *types) for name, *types in _FUNCTIONS]
-        return open_both_ways("compiled copier", recipe, functions)
+        return open_both_ways("compiled copier", recipe, FUNCTIONS)
     except NativeMissingError as error:
         raise CopierError(str(error)) from error
 

@@ -127,6 +127,17 @@ class HostBlockIndex:
         """Blocks pinned by hits or loads."""
         return self.num_blocks - self._pins.count(0)
 
+    def num_pins(self, block: int) -> int:
+        """Hits and loads that pin a block."""
+        return self._pins[block]
+
+    def entries(self) -> list[tuple[bytes, bytes, bool]]:
+        """Lookup key and hash of every block held or being stored, and whether `match` finds it."""
+        return [
+            (lookup_key, self._hash[block], self._state[block] == READY)
+            for lookup_key, block in self._by_lookup_key.items()
+        ]
+
     def add_blocks(self, count: int) -> None:
         """Adds blocks with the next higher numbers: their memory has become usable."""
         assert count >= 1

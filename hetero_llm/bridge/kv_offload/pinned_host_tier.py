@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 _FREE_TOKENS = 133
 """Tokens computed in the time that reading the weights takes: fewer cost no more than one."""
-_FAILURES_IN_A_ROW = 16
-_PATIENCE_S = 60.0
 _NAP_S = 0.001
 _NO_HIT = HostHit()
 
@@ -71,6 +69,12 @@ class PinnedHostTier:
         copier: copies the blocks.
         rule: when to load.
         free_memory: called once by `shut_down`, after all copies have ended.
+        max_failures: consecutive failed copies that switch the tier off.
+        patience_s: seconds that `poll` waits for a load that a finished step has read.
+
+    Attributes:
+        index: what host memory holds.
+        copier: may be wrapped while no copy is under way.
     """
 
     def __init__(
@@ -80,11 +84,15 @@ class PinnedHostTier:
         rule: LoadRule,
         *,
         free_memory: Callable[[], None] = lambda: None,
+        max_failures: int = 16,
+        patience_s: float = 60.0,
     ) -> None:
-        self._index = index
-        self._copier = copier
+        self.index = index
+        self.copier = copier
         self._rule = rule
         self._free_memory = free_memory
+        self._max_failures = max_failures
+        self._patience_s = patience_s
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, list[int]] = {}  # host blocks
         self._ended: list[_Load] = []  # still pinned, not yet known to the index
@@ -116,42 +124,42 @@ class PinnedHostTier:
         return self._off
 
     def match(self, parent_hash: bytes, contents: Iterable[bytes]) -> HostHit:
-        return _NO_HIT if self._off else self._index.match(parent_hash, contents)
+        return _NO_HIT if self._off else self.index.match(parent_hash, contents)
 
     def release(self, hit: HostHit) -> None:
-        self._index.unpin(hit.host_blocks)
+        self.index.unpin(hit.host_blocks)
 
     def load(
         self, hit: HostHit, blocks: NDArray[np.int64], after_step: int, compute: float | None
     ) -> int:
         assert hit.host_blocks and len(hit.host_blocks) == len(blocks)
         transfer_id = self._new_id()
-        if self._off or self._shut or not self._copier.can_load():
+        if self._off or self._shut or not self.copier.can_load():
             self.release(hit)
             self._refused.append(transfer_id)
             return transfer_id
         self._loads[transfer_id] = _Load(hit.host_blocks, hit.lookup_keys)
         host_blocks, places = np.array(hit.host_blocks, np.int64), np.asarray(blocks, np.int64)
-        self._copier.load(transfer_id, host_blocks, places, after_step, compute)
+        self.copier.load(transfer_id, host_blocks, places, after_step, compute)
         return transfer_id
 
     def abort(self, transfer_id: int) -> None:
         load = self._loads.get(transfer_id)
         if load is not None and not load.aborted and not self._shut:
             load.aborted = True
-            self._copier.abort(transfer_id)
+            self.copier.abort(transfer_id)
 
     def store(self, candidates: Sequence[EvictionCandidate]) -> tuple[int, int]:
         if self._off or self._shut:
             return 0, 0
         self._unpin_ended()
-        reserved = self._index.reserve(candidates)
+        reserved = self.index.reserve(candidates)
         self._counts["dropped_stores"] += len(candidates) - reserved.taken
         if not reserved.host_blocks:
             return reserved.taken, 0
         transfer_id = self._new_id()
         self._stores[transfer_id] = reserved.host_blocks
-        self._copier.store(
+        self.copier.store(
             transfer_id,
             np.array(reserved.device_blocks, np.int64),
             np.array(reserved.host_blocks, np.int64),
@@ -160,50 +168,50 @@ class PinnedHostTier:
         return reserved.taken, transfer_id
 
     def holds(self, lookup_key: bytes) -> bool:
-        return not self._off and self._index.holds(lookup_key)
+        return not self._off and self.index.holds(lookup_key)
 
     def wants(self, block_hash: bytes) -> bool:
-        return not self._off and self._index.wants(block_hash)
+        return not self._off and self.index.wants(block_hash)
 
     def add_use_counts(self, uses: Mapping[bytes, int]) -> None:
         self._unpin_ended()
-        self._index.add_use_counts(uses)
+        self.index.add_use_counts(uses)
 
     def device_evicted(self, entries: Iterable[tuple[bytes, bytes]]) -> None:
         self._unpin_ended()
-        self._index.device_evicted(entries)
+        self.index.device_evicted(entries)
 
     def take_host_evicted(self) -> list[tuple[bytes, bytes]]:
-        return self._index.take_evicted()
+        return self.index.take_evicted()
 
     def step_launched(self, number: int) -> None:
         self._last_step = number
-        self._copier.step_launched(number)
+        self.copier.step_launched(number)
 
     def seconds_left(self, transfer_ids: Iterable[int]) -> float:
         open_loads = [each for each in transfer_ids if each in self._loads]
-        return self._copier.seconds_left(open_loads) if open_loads else 0.0
+        return self.copier.seconds_left(open_loads) if open_loads else 0.0
 
     def seconds_ahead(self, transfer_ids: Iterable[int]) -> float:
         open_loads = [each for each in transfer_ids if each in self._loads]
-        rate = self._copier.load_rate()
+        rate = self.copier.load_rate()
         if not open_loads or rate <= 0.0:
             return 0.0
         own = sum(len(self._loads[each].host_blocks) for each in open_loads)
-        left = self._copier.seconds_left(open_loads)
+        left = self.copier.seconds_left(open_loads)
         return max(0.0, left - own * self._rule.block_bytes / rate)
 
     def worth_loading(self, hit: HostHit, start: int, rest: int) -> int:
         """See `HostTier.worth_loading`. The result is all of a hit or nothing: the more ancestors a
         block has, the longer it takes to compute, but not to load."""
         rule, count = self._rule, len(hit.host_blocks)
-        if not count or self._off or self._shut or not self._copier.can_load():
+        if not count or self._off or self._shut or not self.copier.can_load():
             return 0
-        self._index.set_depth(hit.host_blocks, start // rule.block_size)
+        self.index.set_depth(hit.host_blocks, start // rule.block_size)
         tokens = count * rule.block_size
         if rule.min_tokens is not None and tokens < rule.min_tokens:
             return 0
-        rate = self._copier.load_rate()
+        rate = self.copier.load_rate()
         if rate <= 0.0:  # nothing measured yet
             return count
         load = count * rule.block_bytes / rate + self._seconds_ahead(count, rate)
@@ -218,7 +226,8 @@ class PinnedHostTier:
         """See `HostTier.poll`.
 
         Raises:
-            EngineDeadError: a load of `finished` did not end within a minute: the device is stuck.
+            EngineDeadError: a load of `finished` did not end within `patience_s`: the device is
+                stuck.
         """
         events = TierEvents()
         if self._refused:
@@ -228,24 +237,24 @@ class PinnedHostTier:
         self._grow()
         self._collect(events)
         waiting = [each for each in finished if each in self._loads]
-        deadline = time.monotonic() + _PATIENCE_S if waiting else 0.0
+        deadline = time.monotonic() + self._patience_s if waiting else 0.0
         while waiting:
-            self._copier.wait(_NAP_S)
+            self.copier.wait(_NAP_S)
             self._collect(events)
             waiting = [each for each in waiting if each in self._loads]
             if waiting and time.monotonic() > deadline:
                 raise EngineDeadError(
-                    f"loads {waiting} of prefix KV did not end within {_PATIENCE_S:.0f} s"
+                    f"loads {waiting} of prefix KV did not end within {self._patience_s:.0f} s"
                 )
         return events
 
     def wait(self, seconds: float) -> None:
         if not self._refused:
-            self._copier.wait(seconds)
+            self.copier.wait(seconds)
 
     def clear(self) -> None:
         self._unpin_ended()
-        self._index.clear()
+        self.index.clear()
 
     def metrics(self) -> dict[str, float]:
         """Counters since start. `loads` and `stores` count transfers, `dropped_stores` blocks for
@@ -255,7 +264,7 @@ class PinnedHostTier:
             "bytes_h2d": counts["loaded_blocks"] * rule.block_bytes,
             "bytes_d2h": counts["stored_blocks"] * rule.block_bytes,
         }
-        copier_metrics = self._copier.metrics()
+        copier_metrics = self.copier.metrics()
         values |= {
             name.removeprefix("kv_offload_"): value for name, value in copier_metrics.items()
         }
@@ -264,9 +273,9 @@ class PinnedHostTier:
             "load_seconds_total": self._load_seconds,
             "open_loads": len(self._loads),
             "open_stores": len(self._stores),
-            "host_slots": self._index.num_blocks,
-            "host_slots_used": self._index.num_used,
-            "host_evictions": self._index.evictions,
+            "host_slots": self.index.num_blocks,
+            "host_slots_used": self.index.num_used,
+            "host_evictions": self.index.evictions,
             "broken": max(float(self._off), values.get("broken", 0.0)),
         }
         return {f"kv_offload_{name}": float(value) for name, value in values.items()}
@@ -274,15 +283,15 @@ class PinnedHostTier:
     def shut_down(self) -> None:
         if not self._shut:
             self._shut = True
-            self._copier.close()
+            self.copier.close()
             self._free_memory()
 
     def check_integrity(self) -> None:
         """Asserts that pins and states of host blocks match the loads and stores under way; further
         pins may belong to hits not yet loaded or released. Slow."""
         self._unpin_ended()
-        self._index.check_integrity()
-        self._index.check_busy(
+        self.index.check_integrity()
+        self.index.check_busy(
             [block for load in self._loads.values() for block in load.host_blocks],
             [block for blocks in self._stores.values() for block in blocks],
         )
@@ -290,8 +299,8 @@ class PinnedHostTier:
     def _unpin_ended(self) -> None:
         for load in self._ended:
             if load.landed:
-                self._index.mark_on_device(load.lookup_keys)
-            self._index.unpin(load.host_blocks)
+                self.index.mark_on_device(load.lookup_keys)
+            self.index.unpin(load.host_blocks)
         self._ended.clear()
 
     def _new_id(self) -> int:
@@ -299,9 +308,9 @@ class PinnedHostTier:
         return self._last_id
 
     def _grow(self) -> None:
-        more = self._copier.num_host_blocks - self._index.num_blocks
+        more = self.copier.num_host_blocks - self.index.num_blocks
         if more > 0:
-            self._index.add_blocks(more)
+            self.index.add_blocks(more)
 
     def _seconds_ahead(self, count: int, rate: float) -> float:
         """Seconds of the copies that would run before a new load of `count` blocks: all loads that
@@ -310,15 +319,15 @@ class PinnedHostTier:
             return 0.0
         window = self._rule.window_bytes
         if window is None:
-            return self._copier.seconds_left(list(self._loads))
+            return self.copier.seconds_left(list(self._loads))
         first = [each for each, load in self._loads.items() if len(load.host_blocks) <= count]
-        seconds = self._copier.seconds_left(first) if first else 0.0
+        seconds = self.copier.seconds_left(first) if first else 0.0
         return seconds + (window / rate if len(first) < len(self._loads) else 0.0)
 
     def _collect(self, events: TierEvents) -> None:
         if not self._loads and not self._stores:
             return
-        for done in self._copier.poll():
+        for done in self.copier.poll():
             if done.transfer_id in self._loads:
                 self._end_load(done, events)
             else:
@@ -344,7 +353,7 @@ class PinnedHostTier:
 
     def _end_store(self, done: Done, events: TierEvents) -> None:
         host_blocks = self._stores.pop(done.transfer_id)
-        self._index.stored(host_blocks, done.ok)
+        self.index.stored(host_blocks, done.ok)
         events.stored.append(done.transfer_id)
         if done.ok:
             self._counts["stores"] += 1
@@ -357,9 +366,9 @@ class PinnedHostTier:
     def _note_failure(self) -> None:
         """Switches the tier off after a lasting driver error or many consecutive failures."""
         self._failures += 1
-        broken = self._copier.metrics().get("kv_offload_broken", 0.0) > 0.0
-        if not self._off and (broken or self._failures >= _FAILURES_IN_A_ROW):
+        broken = self.copier.metrics().get("kv_offload_broken", 0.0) > 0.0
+        if not self._off and (broken or self._failures >= self._max_failures):
             self._off = True
-            self._index.clear()  # and the device drops its descendants
+            self.index.clear()  # and the device drops its descendants
             why = "the driver reports a lasting error" if broken else "copy after copy fails"
             logger.error("prefix KV in host memory is switched off: %s", why)

@@ -101,7 +101,7 @@ class PinnedPool:
         self.chunk_rows = _chunk_rows(row_bytes, chunk_bytes)
         self._node = node
         self._reported = False
-        library = _load()
+        library = load()
         self._waiting, self._quick = library.waiting, library.quick
         path = None if libcuda is None else os.fsencode(libcuda)
         options = _Options(
@@ -230,7 +230,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
 
 
 @lru_cache(maxsize=1)
-def _load() -> CallableLibrary:
+def load() -> CallableLibrary:
     """The library, compiled if need be."""
     try:
         return open_both_ways("compiled pool of host memory", recipe, _FUNCTIONS)

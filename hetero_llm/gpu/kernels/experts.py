@@ -38,7 +38,7 @@ from hetero_llm.gpu.kernels.launch import (
 from hetero_llm.gpu.kernels.skinny_gemm import add_products, load_row
 from hetero_llm.models.experts import Experts
 
-_CHUNK = 1024  # pairs that a program of the sort looks at together
+_CHUNK = 1024
 _COMBINE_TILE = 1024
 _ALL_BLOCKS = 1 << 16  # times the tiles of a product it still fits 32 bits
 
@@ -382,13 +382,14 @@ def vector_down_kernel(
     tl.store(y + features, total.to(DTYPE), mask=features < n)
 
 
-def align(ids: Tensor, num_experts: int, block_m: int) -> Groups:
+def align(ids: Tensor, num_experts: int, block_m: int, *, chunk: int = _CHUNK) -> Groups:
     """Sorts pairs by expert into blocks, on the device.
 
     Args:
         ids: [T, k] int, contiguous, each in [0, num_experts).
         num_experts: Of the layer.
         block_m: Pairs of a block.
+        chunk: Pairs that a program of the sort looks at together, at least 64.
     """
     assert ids.is_contiguous(), ids.stride()
     num_pairs = ids.numel()
@@ -403,7 +404,7 @@ def align(ids: Tensor, num_experts: int, block_m: int) -> Groups:
         blocks,
         NUM_EXPERTS=num_experts,
         BLOCK_M=block_m,
-        CHUNK=min(_CHUNK, max(64, triton.next_power_of_2(num_pairs))),
+        CHUNK=min(chunk, max(64, triton.next_power_of_2(num_pairs))),
         BINS=triton.next_power_of_2(num_experts + 1),
         num_warps=4,
         **pdl_options(ids.device),

@@ -27,6 +27,9 @@ FIRST_EXTERNAL = 2 * NUM_RANKS * NUM_ODDS
 NUM_BUCKETS = FIRST_EXTERNAL + NUM_ODDS
 """Buckets are 0 .. NUM_BUCKETS - 1 and fit into eight bits."""
 
+FIRST_CHOICES = np.r_[:NUM_ODDS, NUM_RANKS * NUM_ODDS : (NUM_RANKS + 1) * NUM_ODDS]
+"""Buckets of the most likely candidates, without and with sampling noise."""
+
 _FIRST_EDGE, _WIDTH = -5.0, 0.75  # edges between intervals: from 0.7% to 99.6%
 PRIOR_TRIALS = 16.0
 """Weight of the prior rate, as a number of trials."""
@@ -67,6 +70,21 @@ class BucketStats:
     def rates(self) -> NDArray[np.float32]:
         """[NUM_BUCKETS] acceptance probability of a node of each bucket, given its parent's."""
         return rates_of(self.table)
+
+
+@njit(cache=True, nogil=True)
+def first_choice_rate(table: NDArray[np.float32]) -> float:
+    """Recent acceptance rate of the worker's most likely candidates.
+
+    Args:
+        table: see `BucketStats`.
+    """
+    accepted, tried = 0.5, 2.0  # not to wait for a model before it was right
+    for bucket in FIRST_CHOICES:
+        if table[bucket, 1] > PRIOR_TRIALS:  # the prior is no measurement
+            accepted += table[bucket, 0]
+            tried += table[bucket, 1]
+    return accepted / tried
 
 
 @njit(cache=True, nogil=True)

@@ -90,7 +90,7 @@ class ChainDrafter:
         most_sequences: steps with more sequences get no drafts; None: no limit.
 
     Attributes:
-        limits: as given.
+        runner, limits: see Args.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ChainDrafter:
         most_sequences: int | None = None,
     ) -> None:
         assert limits.max_num_batched_tokens >= 2 * limits.max_num_seqs, "two rows to catch up"
-        self._runner = runner
+        self.runner = runner
         self.limits = limits
         self._num_tokens = num_tokens
         self._most_sequences = most_sequences
@@ -312,12 +312,12 @@ class ChainDrafter:
         finished: list[list[int]] = []
         if len(self._in_flight) > _MAX_IN_FLIGHT:
             finished.append(self._finish())
-        self._in_flight.append(self._runner.launch(step))
+        self._in_flight.append(self.runner.launch(step))
         return finished
 
     def _finish(self) -> list[int]:
         """Wait for the oldest launched step; returns its tokens."""
-        return self._runner.finish(self._in_flight.popleft()).token_ids
+        return self.runner.finish(self._in_flight.popleft()).token_ids
 
     def _nothing(self, num_sequences: int) -> DraftBatch:
         """No drafts, and none for the next steps, so that the engine can launch ahead."""

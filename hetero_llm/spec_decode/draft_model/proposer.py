@@ -38,12 +38,7 @@ from hetero_llm.spec_decode.array_table import (
     Int64Vector,
     reader_of,
 )
-from hetero_llm.spec_decode.draft_model.node_buckets import (
-    NUM_ODDS,
-    NUM_RANKS,
-    PRIOR_TRIALS,
-    BucketStats,
-)
+from hetero_llm.spec_decode.draft_model.node_buckets import BucketStats, first_choice_rate
 from hetero_llm.spec_decode.draft_model.tree_replica import (
     ReplicaArrays,
     TreeReplica,
@@ -60,14 +55,14 @@ _CLOSED, _REFUSED = -1, -2  # instead of a generation
 _MAX_WAIT_SECONDS = 2e-3  # unless configured
 _INITIAL_LEVEL_SECONDS = 5e-4  # time of the worker for a tree's next level, until measured
 _EMA_WEIGHT = 0.1  # of a new observation in moving averages
-_FIRST_CHOICES = np.r_[:NUM_ODDS, NUM_RANKS * NUM_ODDS : (NUM_RANKS + 1) * NUM_ODDS]
-"""Buckets of the most likely candidates, without and with sampling noise."""
 _PROBE_EVERY = 64  # proposals that would not wait, after which one waits, to learn what it brings
 _MAX_TIMED_OUT = 3  # consecutive waits without a message after which proposals stop waiting
 _MAX_SENDS = 8  # of a whole sequence to a worker that loses messages of it
 _MIN_SENT_PROB = np.float32(0.02)  # path probability of external nodes sent to the worker
-_NUM_EXTENDED_LEAVES = 4  # leaves of a draft that one step of the worker extends, about
 _INITIAL_ROOM = 16
+
+NUM_EXTENDED_LEAVES = 4
+"""Leaves of a draft that one step of the worker extends, about."""
 
 
 class _Buffers(NamedTuple):
@@ -147,6 +142,7 @@ class DraftModelProposer:
         clock: returns seconds.
 
     Attributes:
+        worker: see Args.
         drafts: buffer whose first rows hold the last proposal; `propose` may replace it by a larger
             one.
     """
@@ -161,7 +157,7 @@ class DraftModelProposer:
         max_positions: int,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        self._worker, self._config, self._clock = worker, config, clock
+        self.worker, self._config, self._clock = worker, config, clock
         self._stats = BucketStats()
         self._replica = TreeReplica(slots, vocab_size=vocab_size, stats=self._stats)
         self._slots, self._max_positions = slots, max_positions
@@ -219,7 +215,7 @@ class DraftModelProposer:
             sizes: [S] new tokens of each.
             sequences: [S].
         """
-        self._receive()
+        self.receive()
         fresh, sizes = np.asarray(fresh, np.int64), np.asarray(sizes, np.int64)
         held, room = len(self._buffers.caught_up), len(self._buffers.fresh)
         if len(rows) > held or len(fresh) > room:
@@ -236,8 +232,8 @@ class DraftModelProposer:
             self._tokens_per_step += _EMA_WEIGHT * (size / count - self._tokens_per_step)
             slots, generations, bases, counts = self._buffers.commits[:, :count]
             stamps = Stamps(slots, generations, bases)
-            put_commits(self._worker.outbox, stamps, counts, self._buffers.fresh[:size])
-        self._worker.push()
+            put_commits(self.worker.outbox, stamps, counts, self._buffers.fresh[:size])
+        self.worker.push()
 
     def close(self, rows: list[int]) -> None:
         """Close the rows of ended sequences."""
@@ -245,7 +241,7 @@ class DraftModelProposer:
             if row >= self._slots:
                 continue
             if self._generations[row] >= 0:
-                put_close(self._worker.outbox, row, int(self._generations[row]))
+                put_close(self.worker.outbox, row, int(self._generations[row]))
                 self._replica.close(row)
             self._generations[row], self._lengths[row] = _CLOSED, 0
             self._sequences.pop(row, None)
@@ -254,6 +250,12 @@ class DraftModelProposer:
     def num_sequences(self) -> int:
         """Open sequences, those included that the worker refused."""
         return len(self._sequences)
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether the worker has drafted for every sequence that it knows."""
+        known = np.flatnonzero(self._generations >= 0)
+        return bool(self._replica.caught_up(known).all())
 
     def check_integrity(self) -> None:
         """Assert that the arrays hold state of open sequences only."""
@@ -264,8 +266,8 @@ class DraftModelProposer:
     def run_deferred(self) -> None:
         """Work done while the device runs a step: receive messages, check the worker's health, send
         sequences that a restarted worker does not know."""
-        worker = self._worker
-        self._receive()
+        worker = self.worker
+        self.receive()
         worker.check_health()
         if not worker.is_up:
             if self._worker_was_up:
@@ -286,20 +288,20 @@ class DraftModelProposer:
     def _open(self, row: int, sequence: Sequence, tokens: NDArray[np.int32]) -> None:
         self._lengths[row], self._num_sends[row] = len(tokens), 0
         self._sequences[row] = sequence
-        if self._worker.is_up and self._worker_was_up:
+        if self.worker.is_up and self._worker_was_up:
             self._send_sequence(row, sequence, tokens)
 
     def _send_sequence(self, row: int, sequence: Sequence, tokens: NDArray[np.int32]) -> None:
         if len(tokens) >= self._max_positions:
             self._generations[row] = _REFUSED
             return
-        generation = self._worker.next_generation()
+        generation = self.worker.next_generation()
         self._generations[row] = generation
         self._num_sends[row] += 1
         self._replica.open(row, generation, len(tokens))
         request = sequence.request
         put_open(
-            self._worker.outbox,
+            self.worker.outbox,
             OpenRequest(
                 row, generation, tokens, seed=request.seed, sample_index=sequence.index,
                 temperature=request.params.temperature,
@@ -337,11 +339,11 @@ class DraftModelProposer:
             may_wait: whether to wait for the worker where that pays.
         """
         num_queried, misses = self._fill_drafts(rows, most)
-        if misses and self._receive():
+        if misses and self.receive():
             num_queried, misses = self._fill_drafts(rows, most)
         self._counts["misses"] += misses
         self._counts["hits"] += num_queried - misses
-        may_wait = may_wait and self._config.overlap != "enumerate" and self._worker.is_up
+        may_wait = may_wait and self._config.overlap != "enumerate" and self.worker.is_up
         if may_wait and self._num_timed_out < _MAX_TIMED_OUT:
             self._wait(rows, most, seconds, found, least)
         return self.drafts.some(slice(len(rows)))
@@ -376,7 +378,7 @@ class DraftModelProposer:
         slots = rows[some]
         stamps = Stamps(slots, self._generations[slots], self._lengths[slots])
         put_external_nodes(
-            self._worker.outbox, stamps, counts[some], nodes.reshape(-1).view(EXTERNAL_NODE)
+            self.worker.outbox, stamps, counts[some], nodes.reshape(-1).view(EXTERNAL_NODE)
         )
 
     def _wait(
@@ -399,7 +401,7 @@ class DraftModelProposer:
         while now - begin < limit and worth.pays(promised, tokens, seconds + now - begin):
             before = _expected_tokens(table, count, *others, least)
             round_begin = now
-            came = self._receive(int((limit - (now - begin)) * 1e6) + 1)
+            came = self.receive(int((limit - (now - begin)) * 1e6) + 1)
             now = self._clock()
             self._counts["waits"] += 1
             if came:
@@ -413,9 +415,13 @@ class DraftModelProposer:
             promised = _expected_gain(table, count, *others)
         self._waited += now - begin
 
-    def _receive(self, timeout_us: int = 0) -> bool:
-        """Process messages of the worker. Returns whether there were any."""
-        messages = self._worker.poll(timeout_us)
+    def receive(self, timeout_us: int = 0) -> bool:
+        """Process messages of the worker. Returns whether there were any.
+
+        Args:
+            timeout_us: how long to wait for the first one.
+        """
+        messages = self.worker.poll(timeout_us)
         if messages is None:
             return False
         self._num_timed_out = 0
@@ -443,16 +449,16 @@ class DraftModelProposer:
 
     def metrics(self) -> dict[str, float]:
         """Counters since start and the present state, flat."""
-        counters, dropped = self._worker.counters, self._replica.dropped
+        counters, dropped = self.worker.counters, self._replica.dropped
         return {
-            "draft_worker_up": float(self._worker.is_up),
+            "draft_worker_up": float(self.worker.is_up),
             "draft_restarts": counters.starts - 1,
             "draft_hits": self._counts["hits"],
             "draft_misses": self._counts["misses"],
             "draft_timeouts": self._counts["timeouts"],
             "draft_waits": self._counts["waits"],
             "draft_wait_seconds": self._waited,
-            "draft_first_accepted": _first_choice_rate(self._stats.table),
+            "draft_first_accepted": first_choice_rate(self._stats.table),
             "draft_rejected_messages": self._counts["rejected"]
             + counters.corrupt
             + dropped["malformed"],
@@ -460,7 +466,7 @@ class DraftModelProposer:
 
     def shut_down(self) -> None:
         """Ends the worker."""
-        self._worker.close()
+        self.worker.close()
 
 
 # -- compiled -------------------------------------------------------------------------------
@@ -549,10 +555,10 @@ def _expected_gain(
         comes = not caught_up[i] and has_answered(state, query[0, i])
         start = 1.0 if comes else 0.0
         if own.counts[i] > 0:
-            start = _open_leaves(own.parents[i], own.path_probs[i], own.counts[i], deepest[i])
+            start = open_leaves(own.parents[i], own.path_probs[i], own.counts[i], deepest[i])
         other = float(path_probs[i, 0]) if counts[i] > 0 else 0.0
         gain += (1.0 - other) * start
-    return gain * _first_choice_rate(_read(table, "replica").table)
+    return gain * first_choice_rate(_read(table, "replica").table)
 
 
 @njit(cache=True, nogil=True)
@@ -576,8 +582,8 @@ def _expected_tokens(
 
 
 @njit(cache=True, nogil=True)
-def _open_leaves(parents: np.ndarray, path_probs: np.ndarray, count: int, deepest: int) -> float:
-    """Sum of the path probabilities of the first (most likely) `_NUM_EXTENDED_LEAVES` leaves, which
+def open_leaves(parents: np.ndarray, path_probs: np.ndarray, count: int, deepest: int) -> float:
+    """Sum of the path probabilities of the first (most likely) `NUM_EXTENDED_LEAVES` leaves, which
     the worker's next step extends. Leaves at the maximum depth are excluded: nothing below them
     would be proposed."""
     depths = np.empty(MAX_NODES, np.int32)
@@ -588,23 +594,12 @@ def _open_leaves(parents: np.ndarray, path_probs: np.ndarray, count: int, deepes
         if parent >= 0:
             depths[node] = depths[parent] + 1
             is_leaf[parent] = False
-    total, left = 0.0, _NUM_EXTENDED_LEAVES
+    total, left = 0.0, NUM_EXTENDED_LEAVES
     for node in range(count):
         if left > 0 and is_leaf[node] and depths[node] < deepest:
             total += path_probs[node]
             left -= 1
     return total
-
-
-@njit(cache=True, nogil=True)
-def _first_choice_rate(stats: np.ndarray) -> float:
-    """Recent acceptance rate of the worker's most likely candidates."""
-    accepted, tried = 0.5, 2.0  # not to wait for a model before it was right
-    for kind in _FIRST_CHOICES:
-        if stats[kind, 1] > PRIOR_TRIALS:  # the prior is no measurement
-            accepted += stats[kind, 0]
-            tried += stats[kind, 1]
-    return accepted / tried
 
 
 @njit(cache=True, nogil=True)

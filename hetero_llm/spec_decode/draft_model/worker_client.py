@@ -36,12 +36,8 @@ that ends is noticed at once."""
 HANG_SECONDS = 5.0
 """A worker without a message for so long counts as hung."""
 
-_BACK_OFF, _MAX_BACK_OFF = 1.0, 60.0
-_MAX_DEATHS, _DEATHS_WITHIN = 5, 600.0  # after 5 deaths within 600 s the worker stays off
 _ANSWER_SLOTS = 1 << 15
-_STOP_SECONDS = 2.0
 _MAX_STDERR_BYTES = 1 << 14
-_MAX_WAITING = 1 << 16  # messages that do not fit into the ring
 _MAX_POPS = 64  # of a poll that finds only heartbeats: twice what the ring holds
 # Attribute access on an enum class is slow.
 _NODES, _OK, _CORRUPT = MessageKind.NODES, RingStatus.OK, RingStatus.CORRUPT
@@ -52,12 +48,33 @@ PROGRAM = (sys.executable, "-m", "hetero_llm.cpu.draft_worker.worker")
 
 @dataclass(slots=True)
 class WorkerCounters:
-    """Totals since start, for metrics."""
+    """Totals since start, for metrics. `generations`: sequences sent, repetitions included."""
 
     starts: int = 0
     deaths: int = 0
     hangs: int = 0
     corrupt: int = 0
+    generations: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """How long the client bears with its worker.
+
+    Attributes:
+        back_off: seconds before the first restart; doubled with every further death.
+        max_back_off: most seconds before a restart.
+        max_deaths, deaths_within: a number of deaths within seconds after which none starts.
+        max_waiting: unsent messages that do not fit into the ring before the worker counts as dead.
+        stop_seconds: time to end by itself after STOP.
+    """
+
+    back_off: float = 1.0
+    max_back_off: float = 60.0
+    max_deaths: int = 5
+    deaths_within: float = 600.0
+    max_waiting: int = 1 << 16
+    stop_seconds: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +127,10 @@ class DraftWorkerClient:
         vocab_size: vocabulary size of the target; a worker with another one is refused.
         clock: returns seconds.
         program: see `PROGRAM`.
+        limits: see `WorkerLimits`.
 
     Attributes:
+        clock, limits: see Args; may be replaced at any time.
         is_up: the worker has sent its hello and is alive. Read only.
         outbox: messages for the next `push`; cleared when a worker starts.
         counters: see `WorkerCounters`.
@@ -129,14 +148,15 @@ class DraftWorkerClient:
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
         program: tuple[str, ...] = PROGRAM,
+        limits: WorkerLimits | None = None,
     ) -> None:
-        self._settings, self._vocab_size, self._clock = settings, vocab_size, clock
-        self._program = program
+        self._settings, self._vocab_size, self._program = settings, vocab_size, program
+        self.clock = clock
+        self.limits = limits or WorkerLimits()
         self.counters = WorkerCounters()
         self.is_up = False
         self.why_off: str | None = None
-        self._generation = 0
-        self._deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
+        self._deaths: deque[float] = deque(maxlen=self.limits.max_deaths)
         self._last_alive = 0.0
         self._restart_at = 0.0
         self._full_since: float | None = None
@@ -155,13 +175,20 @@ class DraftWorkerClient:
         return None if self._process is None else self._process.popen.pid
 
     @property
+    def rings(self) -> tuple[Ring, Ring] | None:
+        """Shared memory of the messages to the worker, and of those from it; None if no process
+        runs."""
+        return None if self._process is None else self._process.rings
+
+    @property
     def _process(self) -> _Process | None:
         return self._holder.process
 
     def next_generation(self) -> int:
         """A positive number that no recent sequence was sent with."""
-        self._generation = self._generation % 0x7FFFFFFF + 1
-        return self._generation
+        generation = self.counters.generations % 0x7FFFFFFF + 1
+        self.counters.generations += 1
+        return generation
 
     def wait_ready(self, seconds: float = FIRST_START_SECONDS) -> None:
         """Wait until the first worker is up.
@@ -169,7 +196,7 @@ class DraftWorkerClient:
         Raises:
             ConfigError: the worker does not fit the target, or could not load its model.
         """
-        deadline = self._clock() + seconds
+        deadline = self.clock() + seconds
         while not self.is_up:
             process = self._process
             if process is None or process.popen.poll() is not None:
@@ -177,7 +204,7 @@ class DraftWorkerClient:
             for kind, run in process.answers.pop(50_000).messages.runs():
                 if kind == MessageKind.HELLO and not self.is_up:
                     self._on_hello(run)
-            if self._clock() > deadline:
+            if self.clock() > deadline:
                 self.close()
                 reason = f"the draft worker was not ready after {seconds:g} s"
                 raise ConfigError("speculative_model", self._settings.folder, reason)
@@ -199,7 +226,7 @@ class DraftWorkerClient:
                 self.counters.corrupt += 1
             if not len(popped.messages):
                 return None
-            self._last_alive = self._clock()
+            self._last_alive = self.clock()
             kept = self._filter_control(popped.messages)
             if kept is None or len(kept):
                 return kept
@@ -234,15 +261,15 @@ class DraftWorkerClient:
         if process.requests.push(self.outbox) is _OK:
             self._full_since = None
             return
-        now = self._clock()
+        now = self.clock()
         if self._full_since is None or len(self.outbox) < waiting:
             self._full_since = now
-        if now - self._full_since > HANG_SECONDS or len(self.outbox) > _MAX_WAITING:
+        if now - self._full_since > HANG_SECONDS or len(self.outbox) > self.limits.max_waiting:
             self._on_failure("does not take what it is told")
 
     def check_health(self) -> None:
         """Detect a dead or hung worker, and start a new one once its back-off is over."""
-        process, now = self._process, self._clock()
+        process, now = self._process, self.clock()
         if process is not None:
             if process.popen.poll() is not None:
                 self._on_failure(f"ended: {self._exit_reason()}")
@@ -270,7 +297,7 @@ class DraftWorkerClient:
         # A worker that still loads its model, or has let the ring fill up, would not react to STOP.
         if was_up and process.requests.push(self.outbox) is RingStatus.OK:
             try:
-                process.popen.wait(_STOP_SECONDS)
+                process.popen.wait(self.limits.stop_seconds)
             except subprocess.TimeoutExpired:
                 logger.warning("the draft worker did not end by itself")
         process.end()
@@ -300,7 +327,7 @@ class DraftWorkerClient:
             )  # fmt: skip
             stack.pop_all()
         self.counters.starts += 1
-        self._last_alive, self._full_since = self._clock(), None
+        self._last_alive, self._full_since = self.clock(), None
         self.outbox.clear()
         return _Process(popen, errors, (requests, answers), producer, consumer)
 
@@ -315,7 +342,7 @@ class DraftWorkerClient:
                 "must share the target's tokenizer",
             )  # fmt: skip
         self.is_up = True
-        self._last_alive = self._clock()
+        self._last_alive = self.clock()
         self._log_output()
 
     def _log_output(self) -> None:
@@ -336,17 +363,17 @@ class DraftWorkerClient:
     def _on_failure(self, what: str) -> None:
         """End the failed worker and schedule its restart."""
         assert self._process is not None
-        process, now = self._process, self._clock()
+        process, now, limits = self._process, self.clock(), self.limits
         process.end()
         self._holder.process, self.is_up = None, False
         self.outbox.clear()
         self.counters.deaths += 1
         self._deaths.append(now)
-        recent = [death for death in self._deaths if now - death < _DEATHS_WITHIN]
-        if len(recent) >= _MAX_DEATHS:
-            self._give_up(f"died {_MAX_DEATHS} times within {_DEATHS_WITHIN:g} s")
+        recent = [death for death in self._deaths if now - death < limits.deaths_within]
+        if len(recent) >= limits.max_deaths:
+            self._give_up(f"died {limits.max_deaths} times within {limits.deaths_within:g} s")
             return
-        wait = min(_BACK_OFF * 2 ** (len(recent) - 1), _MAX_BACK_OFF)
+        wait = min(limits.back_off * 2 ** (len(recent) - 1), limits.max_back_off)
         self._restart_at = now + wait
         logger.warning(
             "the draft worker %s; decoding goes on, a new one starts in %g s", what, wait

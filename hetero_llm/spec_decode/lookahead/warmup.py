@@ -38,8 +38,7 @@ from hetero_llm.spec_decode.lookahead.snapshot import (
 logger = logging.getLogger(__name__)
 
 _KEYS = ("prompt", "output")
-_CHUNK = 1 << 20  # characters read at once
-_MARGIN = 1024  # a mistake that far from the end of what was read is not for want of the rest
+_CHUNK, _MARGIN = 1 << 20, 1024  # characters, see `read_records`
 _MOST_RECORD = 4 << 20  # characters; parsing one holds up the step loop
 _LEAST_FILE, _CHARACTERS_OF_A_TOKEN = 64 << 20, 32
 _MOST_IN_A_ROW = 1000  # records that cannot be used
@@ -64,6 +63,7 @@ class Warmup:
     Args:
         namespace: the salt in the cache of requests without a cache_salt.
         ignore_prompt: learn outputs only.
+        batch_tokens: tokens learned at once; a longer document is learned by itself.
 
     Attributes:
         num_records, num_left_out, num_tokens: so far: records read, those that could not be used,
@@ -83,8 +83,10 @@ class Warmup:
         *,
         namespace: int,
         ignore_prompt: bool,
+        batch_tokens: int = _BATCH,
     ) -> None:
         self._path = path
+        self._batch_tokens = batch_tokens
         self._requirements = requirements
         self._namespace = namespace
         self._ignore_prompt = ignore_prompt
@@ -142,7 +144,7 @@ class Warmup:
 
     def _learn_snapshot(self, static: Generation) -> None:
         _, content = read_snapshot(self._path, self._requirements, as_static=True)
-        batch = _Batch(static)
+        batch = _Batch(static, self._batch_tokens)
         for part in (content.static, content.old, content.young):
             for tokens, num_known, namespace, _ in part.each():
                 self.num_records += 1
@@ -153,7 +155,7 @@ class Warmup:
         batch.learn()
 
     def _learn_records(self, static: Generation) -> None:
-        batch = _Batch(static)
+        batch = _Batch(static, self._batch_tokens)
         most = _LEAST_FILE + _CHARACTERS_OF_A_TOKEN * self._requirements.capacity
         in_a_row = 0
         with open(self._path, encoding="utf-8-sig") as file:
@@ -212,9 +214,10 @@ class Warmup:
 
 
 class _Batch:
-    """Documents on their way into a generation, some thousand tokens at a time."""
+    """Documents on their way into a generation, `most` tokens at a time."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, most: int) -> None:
+        self._most = most
         self._generation = generation
         self._waiting: list[tuple[NDArray[np.int32], int, int]] = []
         self._size = 0
@@ -225,13 +228,13 @@ class _Batch:
         return self._generation.end + self._size
 
     def add(self, tokens: NDArray[np.int32], num_known: int, namespace: int) -> None:
-        if len(tokens) >= _BATCH:
+        if len(tokens) >= self._most:
             self.learn()
             self._generation.add(tokens, num_known, namespace, 0)
             return
         self._waiting.append((tokens, num_known, namespace))
         self._size += len(tokens) + 1
-        if self._size >= _BATCH:
+        if self._size >= self._most:
             self.learn()
 
     def learn(self) -> None:
@@ -246,14 +249,16 @@ def _end(stop: Event, thread: Thread) -> None:
         thread.join()
 
 
-def read_records(file: TextIO, *, most: int = _LEAST_FILE) -> Iterator[WarmupRecord]:
+def read_records(
+    file: TextIO, *, most: int = _LEAST_FILE, chunk: int = _CHUNK, margin: int = _MARGIN
+) -> Iterator[WarmupRecord]:
     """The values of a JSON list, or of each line if it begins otherwise; of a file of at most
     `most` characters.
 
     A line that is no JSON is a record with a problem. So is the last one where a list, or a file,
     cannot be read on.
     """
-    source = _Source(file, most)
+    source = _Source(file, most, chunk, margin)
     try:
         yield from _of_list(source) if source.peek() == "[" else _of_lines(source)
     except RecursionError:
@@ -308,8 +313,8 @@ class _Source:
         line: of the next character.
     """
 
-    def __init__(self, file: TextIO, most: int) -> None:
-        self._file = file
+    def __init__(self, file: TextIO, most: int, chunk: int, margin: int) -> None:
+        self._file, self._chunk, self._margin = file, chunk, margin
         self._most = self._left = most
         self._text = ""
         self._at = 0
@@ -340,7 +345,9 @@ class _Source:
             try:
                 value, end = _decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                cut = error.pos > len(self._text) - _MARGIN or error.msg.startswith("Unterminated")
+                cut = error.pos > len(self._text) - self._margin or error.msg.startswith(
+                    "Unterminated"
+                )
                 if cut:
                     _check_length(len(self._text) - self._at)
                     if self._read_on():
@@ -365,7 +372,7 @@ class _Source:
     def _read_on(self) -> bool:
         """Appends at least as much as is left, so that a long value is not parsed too often."""
         rest = self._text[self._at :]
-        more = self._file.read(min(max(_CHUNK, len(rest)), self._left + 1))
+        more = self._file.read(min(max(self._chunk, len(rest)), self._left + 1))
         if len(more) > self._left:
             raise ValueError(f"the file is longer than {self._most} characters")
         self._left -= len(more)

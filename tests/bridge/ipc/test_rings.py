@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import os
@@ -21,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_llm.bridge import build
-from hetero_llm.bridge.ipc import ring_library, rings
+from hetero_llm.bridge.ipc import ring_library
 from hetero_llm.bridge.ipc.messages import HEADER, MAX_WORDS, MessageKind, Outbox
 from hetero_llm.bridge.ipc.rings import (
     Consumer,
@@ -147,16 +148,15 @@ def test_a_copy_outlives_the_next_pop() -> None:
         assert popped.headers["generation"].tolist() == [2]
 
 
-def test_views_of_any_number_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the same shape are the same ones; a few are kept."""
-    monkeypatch.setattr(rings, "_MAX_SHAPES", 8)
+def test_views_of_any_number_of_shapes() -> None:
+    """Two pops of the same shape return the same views, of which a few are kept."""
     outbox = Outbox()
-    with both_ends(512) as ends:
+    with both_ends(512, max_views=8) as ends:
         for number in range(100):
             put_numbered(outbox, number, number * number % 11)
             ends.producer.push(outbox)
             assert numbers_of(ends.consumer.pop().messages) == [number]
-            assert len(ends.consumer._popped) <= 8
+            assert ends.consumer.num_views <= 8
             assert ends.consumer.pop().status == RingStatus.EMPTY
         seen = []
         for number in (100, 102):
@@ -200,7 +200,7 @@ def test_a_waiting_consumer_is_woken(spin_us: int) -> None:
         assert not waiter.is_alive()
         assert popped[0].status == RingStatus.OK and numbers_of(popped[0].messages) == [3]
         assert ends.producer.counters().wakes == (spin_us == 0)
-        put_numbered(outbox, 4, 3)  # nobody sleeps: nobody is woken
+        put_numbered(outbox, 4, 3)  # the consumer is awake: no wake-up
         ends.producer.push(outbox)
         assert ends.producer.counters().wakes == (spin_us == 0)
 
@@ -426,17 +426,27 @@ def test_both_checksums_are_crc32c(data: bytes, seed: int) -> None:
 
 
 def test_a_body_that_is_not_as_its_header_says_is_our_own_bug() -> None:
-    push = ring_library.load().quick.hetero_ring_push
+    library = ring_library.load().quick
     headers = np.zeros(2, HEADER)
     headers["kind"], headers["words"] = (MessageKind.HEARTBEAT, MessageKind.NODES), (0, 9)
     words = np.arange(9, dtype=np.uint32)
-    with both_ends() as ends:
+    with create_ring(64) as ring, Consumer(ring) as consumer:
+        memory = ctypes.c_char.from_buffer(ring.memory)
+        producer = ctypes.c_void_p(library.hetero_ring_open(ctypes.addressof(memory), 0))
+
+        def push(total: int) -> int:
+            return int(
+                library.hetero_ring_push(producer, headers.ctypes.data, words.ctypes.data, 2, total)
+            )
+
         for sizes, total in (((0, 8), 9), ((1, 9), 9), ((0, MAX_WORDS + 1), MAX_WORDS + 1)):
             headers["words"] = sizes
-            assert push(ends.producer._handle, headers.ctypes.data, words.ctypes.data, 2, total) < 0
-        assert ends.consumer.pop().status == RingStatus.EMPTY
+            assert push(total) < 0
+        assert consumer.pop().status == RingStatus.EMPTY
         headers["words"] = 0, 9
-        assert push(ends.producer._handle, headers.ctypes.data, words.ctypes.data, 2, 9) == 2
-        popped = ends.consumer.pop().messages
+        assert push(9) == 2
+        popped = consumer.pop().messages
         assert popped.headers.tolist() == headers.tolist()
         assert popped.words.tolist() == words.tolist()
+        library.hetero_ring_close(producer)
+        del memory

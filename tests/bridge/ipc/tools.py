@@ -15,7 +15,7 @@ SLOTS_AT = 1024
 SLOT_BYTES = 64
 FIRST_WORDS, SLOT_WORDS = 6, 13
 HEAD, TAIL, ASLEEP = 128, 256, 384
-"""Where csrc/ring.cpp has what it shares."""
+"""Offsets in a ring's memory, see csrc/ring.cpp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,17 @@ class Ends:
 
 @contextmanager
 def both_ends(
-    slots: int = 64, *, start: int = 0, max_messages: int = 256, spin_us: int = 0
+    slots: int = 64,
+    *,
+    start: int = 0,
+    max_messages: int = 256,
+    spin_us: int = 0,
+    max_views: int = 4096,
 ) -> Iterator[Ends]:
     with (
         create_ring(slots, start=start) as ring,
         Producer(ring) as producer,
-        Consumer(ring, max_messages=max_messages, spin_us=spin_us) as consumer,
+        Consumer(ring, max_messages=max_messages, spin_us=spin_us, max_views=max_views) as consumer,
     ):
         yield Ends(ring, producer, consumer)
 
@@ -50,7 +55,7 @@ def slots_of(words: int) -> int:
 
 
 def body_of(number: int, words: int) -> np.ndarray:
-    """A body that tells its message's number in every word."""
+    """A body whose words all depend on its message's number."""
     return (np.arange(words, dtype=np.uint32) * 2654435761 + number).view(np.int32)
 
 

@@ -65,7 +65,7 @@ class FakeCuda:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Looks again and again."""
+    """Waits for the condition without sleeping."""
     deadline = time.monotonic() + _DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline, "it never comes"
@@ -111,13 +111,12 @@ class Rig:
         lenient: bool = False,
     ) -> None:
         host_blocks, blocks = np.array(host_blocks, np.int64), np.array(blocks, np.int64)
-        # The flag may be written before we know the place.
-        place = self.copier._free_flags[-1]
-        self.expected[place] = (self.copier._bases[place], host_blocks, blocks)
-        (self.lenient.add if lenient else self.lenient.discard)(place)
+        # Asked before the load, which may write the flag before it returns.
+        flag = self.copier.next_flag
+        self.expected[flag.place] = (flag.base, host_blocks, blocks)
+        (self.lenient.add if lenient else self.lenient.discard)(flag.place)
         self.copier.load(transfer_id, host_blocks, blocks, after_step, 0.0)
-        ready = self.copier.layer_ready_flag(transfer_id)
-        assert ready is not None and ready.place == place
+        assert self.copier.layer_ready_flag(transfer_id) == flag
 
     def store(
         self, transfer_id: int, blocks: Any, host_blocks: Any, *, after_step: int = 0
@@ -126,7 +125,7 @@ class Rig:
         self.copier.store(transfer_id, blocks, host_blocks, after_step)
 
     def drain(self, *transfer_ids: int) -> dict[int, Done]:
-        """Waits until these are over; of all that ever were."""
+        """Waits until these transfers are over. Returns all transfers that have ended so far."""
         deadline = time.monotonic() + _DEADLINE_S
         while not self.done.keys() >= set(transfer_ids):
             assert time.monotonic() < deadline, "it never ends"
@@ -164,7 +163,7 @@ class Rig:
             self.compute = 0
 
     def values(self, ready: LayerReadyFlag) -> list[int]:
-        """How many layers were told to have landed."""
+        """Number of layers that the flag reports as landed."""
         return [value - ready.base for place, value in self.writes if place == ready.place]
 
     def check_write(self, target: int, value: int) -> None:

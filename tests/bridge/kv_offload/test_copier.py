@@ -11,6 +11,7 @@ import pytest
 
 from hetero_llm.bridge.kv_offload.copier import NUM_FLAGS
 from hetero_llm.bridge.kv_offload.copier_library import Method
+from hetero_llm.bridge.kv_offload.copier_protocol import LayerReadyFlag
 from tests.bridge.kv_offload.conftest import Rig, until
 
 MakeRig = Callable[..., Rig]
@@ -281,7 +282,7 @@ def test_a_step_at_a_gate_is_not_waited_for_by_its_own_load(make_rig: MakeRig) -
 
 
 def test_places_and_bases(make_rig: MakeRig) -> None:
-    """64 loads at a time; a place's numbers go on, past the end of an int32, and are never 0."""
+    """64 loads at a time; the bases of a place go on past the end of an int32."""
     rig = make_rig(num_blocks=NUM_FLAGS + 1, num_host_blocks=NUM_FLAGS + 1, first_base=2**31 - 2)
     rig.hold(rig.lane_in)
     for transfer_id in range(1, NUM_FLAGS + 1):
@@ -301,9 +302,14 @@ def test_places_and_bases(make_rig: MakeRig) -> None:
     rig.load(100, [0], [0])
     again = rig.copier.layer_ready_flag(100)
     assert again.base == -(2**31) + 3 and rig.drain(100)[100].ok
-    rig.copier._bases[again.place] = -5
-    rig.load(101, [0], [0])
-    assert rig.drain(101)[101].ok and rig.copier._bases[again.place] == 1
+
+
+def test_no_base_is_zero(make_rig: MakeRig) -> None:
+    """A step that waits at base 0 waits for no load."""
+    rig = make_rig(first_base=-5)
+    place = rig.copier.next_flag.place
+    rig.load(1, [0], [0])
+    assert rig.drain(1)[1].ok and rig.copier.next_flag == LayerReadyFlag(place, 1)
 
 
 def test_what_is_left(make_rig: MakeRig) -> None:
@@ -355,7 +361,7 @@ def test_counters(make_rig: MakeRig) -> None:
 
 
 def test_steps(make_rig: MakeRig) -> None:
-    """One that nobody noted is over when a later one is; events do not pile up."""
+    """A step that was not asked about is over when a later one is; events do not pile up."""
     rig = make_rig()
     assert rig.copier.step_done(0) and not rig.copier.step_done(1)
     rig.hold(rig.compute)

@@ -118,7 +118,7 @@ def test_other_calls_that_fail(make_rig: MakeRig, name: bytes) -> None:
 
 @pytest.mark.parametrize("name", [b"cuEventCreate", b"cuEventRecord"])
 def test_without_events(make_rig: MakeRig, name: bytes) -> None:
-    """The streams themselves tell when they have drained."""
+    """The copier asks the streams whether they have drained."""
     rig = make_rig()
     rig.fake.fail(name, 0, 1000, 2)
     rig.hold(rig.lane_in)
@@ -209,7 +209,7 @@ def test_close_with_work_under_way(make_rig: MakeRig, lazy: bool) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_anything_at_any_time(make_rig: MakeRig, seed: int) -> None:
     """Loads, stores, steps, aborts and faults at random. What succeeded is there, byte for byte;
-    blocks and host blocks that nobody used stay as they were; everything ends."""
+    unused blocks and host blocks stay as they were; all transfers end."""
     rng = random.Random(seed)
     methods = list(Method)
     rig = make_rig(
@@ -266,7 +266,7 @@ def test_anything_at_any_time(make_rig: MakeRig, seed: int) -> None:
     settle_accounts()
     np.testing.assert_array_equal(rig.device, device)
     np.testing.assert_array_equal(rig.host, host)
-    assert sorted(free_blocks) == list(range(62)) and len(rig.copier._free_flags) == 64
+    assert sorted(free_blocks) == list(range(62)) and rig.copier.num_free_flags == 64
 
 
 def _open(fake_path: str, row_bytes: int = 64, offset: int = 0) -> NativeCopier:

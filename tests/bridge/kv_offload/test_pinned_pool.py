@@ -185,10 +185,10 @@ def test_where_the_memory_is() -> None:
 
 
 def test_without_a_compiled_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned_pool._load.cache_clear()
+    pinned_pool.load.cache_clear()
     monkeypatch.setenv("HETERO_LLM_NATIVE", "0")
     with pytest.raises(PoolError, match="HETERO_LLM_NATIVE=0"):
         PinnedPool(PAGE, 7, libcuda=None)
     monkeypatch.delenv("HETERO_LLM_NATIVE")
-    pinned_pool._load.cache_clear()
+    pinned_pool.load.cache_clear()
     PinnedPool(PAGE, 7, libcuda=None).close()

@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 from cells import Setup, close, equal, leaving, raises, refused_then_served, run_cells
+from langchain_core.messages import convert_to_messages
 from langchain_openai import ChatOpenAI, OpenAI
 
 
@@ -64,7 +65,7 @@ def logprobs(setup: Setup) -> None:
 
 def n(setup: Setup) -> None:
     made = model(setup, n=3, temperature=1.0, seed=7)
-    (generations,) = made.generate([made._convert_input(messages(setup)).to_messages()]).generations
+    (generations,) = made.generate([convert_to_messages(messages(setup))]).generations
     equal(len({one.text for one in generations}), 3)
 
 

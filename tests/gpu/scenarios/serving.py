@@ -57,7 +57,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def runner_of(llm: LLM) -> Any:
-    return llm._engine_parts().engine._runner
+    return llm.engine.runner
 
 
 @functools.cache

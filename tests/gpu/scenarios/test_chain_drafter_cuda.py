@@ -26,7 +26,7 @@ MIXED = [LONG if i % 2 else replace(LONG, temperature=0.7, seed=1000 + i) for i 
 
 
 def chains_of(llm: LLM) -> Any:
-    return llm._engine_parts().engine._scheduler._drafter
+    return llm.engine.scheduler.drafter
 
 
 def accepted_of(llm: LLM) -> float:
@@ -78,7 +78,7 @@ def test_graphs_in_bfloat16(num_tokens: int) -> None:
         dtype="bfloat16", **{**DRAFT, "num_speculative_tokens": num_tokens}, max_num_seqs=12
     ) as llm:
         drafter = chains_of(llm)
-        graphs = drafter._runner.graphs.captured
+        graphs = drafter.runner.graphs.captured
         assert ("decode", 1) in graphs and ("verify", 1) not in graphs
         replayed: list[Any] = []
         replay = graphs.replay
@@ -117,13 +117,13 @@ def test_no_room_for_both() -> None:
 def test_the_profile_knows_of_the_draft_model() -> None:
     """Both caches fit into the share of the memory that may be used."""
     with start(num_gpu_blocks_override=None, gpu_memory_utilization=0.2, max_num_seqs=4) as llm:
-        alone = llm._engine_parts().num_blocks
+        alone = llm.engine.scheduler.blocks.num_blocks
     with start(
         num_gpu_blocks_override=None, gpu_memory_utilization=0.2, max_num_seqs=4, **DRAFT
     ) as llm:
-        assert chains_of(llm)._blocks.num_blocks == 4 * 32
+        assert chains_of(llm).num_blocks == 4 * 32
         # Two profile runs differ by more than this small model takes.
-        assert llm._engine_parts().num_blocks < 1.01 * alone
+        assert llm.engine.scheduler.blocks.num_blocks < 1.01 * alone
         assert generate(llm, ragged(2))
 
 

@@ -9,8 +9,9 @@ from hetero_llm.utils.numa import numa_node, pci_address
 
 
 def test_offload() -> None:
-    facts, missing = doctor._offload()
-    assert not missing
+    report = doctor.examine(["Prefix cache offload"])
+    facts = report.sections["Prefix cache offload"]
+    assert not report.missing
     assert facts["pinned memory"].startswith("works, "), facts
     assert "GB/s" in facts["copies"] and "batch" in facts["copies"], facts
     assert facts["host memory"].startswith("cpu_prefill_memory_utilization=0.3 of ")

@@ -49,7 +49,7 @@ def test_graphs_give_the_bits_of_eager_steps(dtype: str, rows: int) -> None:
             ]
             # A prompt in many chunks, then decoding with its attention cut into pieces.
             tokens[eager].append(tokens_of(generate(llm, equal(1, 400), LONG)))
-            caches[eager] = runner._cache.data.clone()
+            caches[eager] = runner.cache.data.clone()
     assert tokens[False] == tokens[True]
     assert len({tuple(t) for t in tokens[True][2]}) >= 12
     used = caches[True].flatten(1).ne(0).any(1)
@@ -136,13 +136,13 @@ def serve(
     Returns:
         What each request ended with.
     """
-    parts = llm._engine_parts().engine
-    recorder = Recorder(parts._runner)
+    parts = llm.engine
+    recorder = Recorder(parts.runner)
     engine: Engine = Engine(
-        parts._input_processor,
-        parts._scheduler,
+        parts.input_processor,
+        parts.scheduler,
         recorder,
-        parts._output_processor,
+        parts.output_processor,
         asynchronous=asynchronous,
     )
     engine.reset_prefix_cache()
@@ -172,7 +172,7 @@ def serve(
     assert len(last) == 24
     assert engine.step() == [] and engine.step() == []  # a stray step ends in silence
     assert recorder.under_way == 0
-    parts._scheduler.check_integrity()
+    parts.scheduler.check_integrity()
     assert engine.metrics()["kv_cache_usage_perc"] == 0.0
     return last, recorder
 
@@ -195,13 +195,13 @@ def test_steps_launched_ahead_give_the_same_outputs(traffic: str, pool: str) -> 
 def test_half_precision_steps_ahead_give_the_same_tokens() -> None:
     found = []
     with start(dtype="bfloat16") as llm:
-        engine = llm._engine_parts().engine
-        assert engine._asynchronous
+        engine = llm.engine
+        assert engine.asynchronous
         for asynchronous in (False, True):
-            engine._asynchronous = asynchronous
+            engine.asynchronous = asynchronous
             llm.reset_prefix_cache()
             found.append([tokens_of(generate(llm, *lockstep(batch, 64))) for batch in (1, 8, 16)])
-            assert engine.step() == [] and engine._pending is None
+            assert engine.step() == []  # finishes a step of ended requests that was launched ahead
     assert found[0] == found[1]
 
 

@@ -69,8 +69,8 @@ class StreamLoader(DeviceLayerReadyFlags):
         self.stream = torch.cuda.Stream()
         super().__init__(DEVICE, lambda ticket: LayerReadyFlag(PLACE, self.base(ticket)))
         self.flags[PLACE] = BASE
-        self._write = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
-        self._write.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        self.write = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
+        self.write.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
 
     def base(self, ticket: int) -> int:
         return landed((ticket - TICKET) * (self.layers + 1) - 1)
@@ -91,7 +91,7 @@ class StreamLoader(DeviceLayerReadyFlags):
                 put_layer(cache, content, layer, blocks)
                 flag = landed(layer, self.base(ticket)) % 2**32
                 address = self.flags_address + 4 * PLACE
-                error = self._write(self.stream.cuda_stream, address, flag, 0)
+                error = self.write(self.stream.cuda_stream, address, flag, 0)
                 assert error == 0, f"cuStreamWriteValue32: error {error}"
 
 
@@ -227,7 +227,7 @@ def test_two_loads_of_one_step(checkpoint: Path) -> None:
             torch.cuda._sleep(delays[1][layer])
             put_layer(arm.cache, content[1:], layer, LOADED[1:])
             address = loader.flags_address + 4 * 7
-            assert loader._write(other.cuda_stream, address, layer + 1, 0) == 0
+            assert loader.write(other.cuda_stream, address, layer + 1, 0) == 0
     joined = run(arm.runner, dataclasses.replace(step, kv_loads=(1, 2)))
     assert equal(joined, expected.joined) and not joined.kv_loads_timed_out
     torch.cuda.synchronize()

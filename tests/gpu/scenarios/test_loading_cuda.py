@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hetero_llm.models.layers import RearrangedView
-from hetero_llm.models.loader import _Match, _pieces, load_model
+from hetero_llm.models.loader import load_model, pieces_into
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.weight_reader import ReadAhead, copy_pieces
 from tests.models.loading import load
@@ -27,7 +27,7 @@ def test_buffers_are_not_written_to_too_soon(stored: torch.dtype, kept: torch.dt
     tensors = {str(i): torch.randn(1024, 300 + i).to(stored) for i in range(48)}
     file = MemoryFile(tensors)
     kept_as: list[Tensor] = []
-    matches = []
+    targets: list[Tensor | RearrangedView] = []
     for i, tensor in enumerate(file.tensors):
         rows, columns = tensor.shape
         parameter = torch.zeros(columns, rows, dtype=kept, device=CUDA)
@@ -37,12 +37,16 @@ def test_buffers_are_not_written_to_too_soon(stored: torch.dtype, kept: torch.dt
         elif i % 3 == 2:
             target = RearrangedView(parameter, tensor.shape, Tensor.t)
         kept_as.append(parameter.view(rows, columns) if i % 3 == 1 else parameter.t())
-        matches.append(_Match(file, tensor, target))
+        targets.append(target)
     busy = torch.randn(4096, 4096, device=CUDA)
     for _ in range(50):
         busy = busy @ busy * 1e-3
     ahead = ReadAhead(2 << 20, 128 << 10)
-    pieces = (piece for match in matches for piece in _pieces(match, ahead.piece_bytes))
+    pieces = (
+        piece
+        for tensor, target in zip(file.tensors, targets, strict=True)
+        for piece in pieces_into(file, tensor, target, piece_bytes=ahead.piece_bytes)
+    )
     assert copy_pieces(pieces, ahead, file.copied) == []
     for x, found in zip(tensors.values(), kept_as, strict=True):
         assert torch.equal(found, x.to(CUDA).to(kept))
@@ -65,6 +69,9 @@ def test_the_same_weights_as_on_the_cpu(tmp_path: Path, family: str, dtype: torc
 def test_weights_that_are_not_finite() -> None:
     file = MemoryFile({"x": torch.full((100,), torch.nan), "y": torch.ones(100)})
     target = torch.empty(100, device=CUDA)
-    matches = [_Match(file, tensor, target) for tensor in file.tensors]
-    pieces = (piece for match in matches for piece in _pieces(match, 128))
+    pieces = (
+        piece
+        for tensor in file.tensors
+        for piece in pieces_into(file, tensor, target, piece_bytes=128)
+    )
     assert copy_pieces(pieces, ReadAhead(4096, 128), file.copied) == ["x"]

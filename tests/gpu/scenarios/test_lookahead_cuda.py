@@ -130,7 +130,7 @@ def test_the_budget_knows_what_every_captured_size_costs(monkeypatch: pytest.Mon
     monkeypatch.undo()
     with start(speculative_config=DRAFTERS["hybrid"]) as llm:
         profile = runner_of(llm).profile
-        costs = llm._engine_parts().engine._scheduler._drafter.costs
+        costs = llm.engine.scheduler.drafter.costs
         assert [rows for rows, _ in profile] == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
         assert all(0 < seconds < 0.1 for _, seconds in profile)
         assert costs.of(1)[0] == pytest.approx(profile[0][1])

@@ -49,7 +49,7 @@ def test_fewer_blocks_than_one_sequence_needs() -> None:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LLM]:
     with start() as llm:
-        assert llm._engine_parts().engine._asynchronous
+        assert llm.engine.asynchronous
         yield llm
 
 
@@ -118,6 +118,4 @@ def test_a_refused_request_costs_nothing(
 def test_a_raising_processor_stops_no_later_step_ahead(engine: LLM) -> None:
     with pytest.raises(RequestError):
         generate(engine, equal(1, 40), replace(GREEDY, logits_processors=[fails]))
-    scheduler = engine._engine_parts().engine._scheduler
-    assert scheduler._num_synchronous == 0
-    scheduler.check_integrity()
+    engine.engine.scheduler.check_integrity()  # counts the requests that allow no step ahead

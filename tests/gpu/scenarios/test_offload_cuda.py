@@ -81,7 +81,7 @@ def start_with_host(folder: Path, host_blocks: int = HOST_BLOCKS, **engine_args:
 
 
 def engine_of(llm: LLM) -> Engine:
-    return llm._engine_parts().engine
+    return llm.engine
 
 
 def compare(engine: Engine, plain: LLM, seed: int, count: int = 24) -> int:
@@ -165,7 +165,7 @@ def test_a_full_cache_is_forgotten_while_copies_are_under_way(folder: Path, plai
             compare(engine, plain, seed, 8)
             engine.reset_prefix_cache()
             before = engine.metrics()
-            compare(engine, plain, seed + 100, 1)  # a prompt that nobody sent before
+            compare(engine, plain, seed + 100, 1)  # a prompt that was not sent before
             assert grown(engine, before, "prefix_blocks_cpu", "prefix_blocks_gpu") == [0, 0]
         traffic.check_over(engine)
 
@@ -250,7 +250,7 @@ def found_in_host(llm: LLM) -> list[list[int]]:
         tokens_of(llm, prompt)
         tokens_of(llm, other)
         # The load may go to the very blocks that held the prompt: who reads too early shall see it.
-        runner_of(llm)._cache.data.zero_()
+        runner_of(llm).cache.data.zero_()
         torch.cuda.synchronize()
         before = llm.metrics()
         found.append(tokens_of(llm, prompt))
@@ -268,12 +268,12 @@ def test_steps_wait_for_their_loads(heavy: Path, eager: bool, not_lazy: bool) ->
 
 
 def test_steps_that_do_not_wait_go_wrong(heavy: Path) -> None:
-    """The negative control: the same with gates that are always open."""
+    """The negative control: the same with layer-ready flags that never make a step wait."""
     expected = found_on_device(heavy, enforce_eager=True)
     with heavy_engine(heavy, enforce_eager=True) as llm:
         runner = runner_of(llm)
-        runner._layer_ready = traffic.OpenGates(runner._layer_ready)
-        engine_of(llm)._scheduler._blocks.transfers.tier._copier.force = (Method.PLAIN, 1)  # slow
+        runner.layer_ready = traffic.OpenGates(runner.layer_ready)
+        traffic.tier_of(engine_of(llm)).copier.force = (Method.PLAIN, 1)  # slow
         assert found_in_host(llm) != expected, "no step was early: the test above shows nothing"
         traffic.check_over(engine_of(llm))
 

@@ -40,7 +40,7 @@ def test_decoding_in_bfloat16_errs_no_more_than_transformers() -> None:
     prompts = equal(16, 120)
     rows: list[torch.Tensor] = []
     with start(dtype="bfloat16", enforce_eager=True, max_num_batched_tokens=2048) as llm:
-        model = runner_of(llm)._model
+        model = runner_of(llm).model
         compute = model.logits
 
         def record(hidden: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ def test_an_fp8_cache_changes_few_choices() -> None:
             max_num_batched_tokens=512,
             num_gpu_blocks_override=1024,
         ) as llm:
-            is_fp8 = runner_of(llm)._cache.data.dtype == torch.float8_e4m3fn
+            is_fp8 = runner_of(llm).cache.data.dtype == torch.float8_e4m3fn
             assert is_fp8 == (name == "fp8")
             outputs = generate(llm, prompts, asks)
             decoded = generate(llm, prompts, replace(GREEDY, max_tokens=48))

@@ -62,7 +62,7 @@ def test_what_cannot_be_captured_runs_without_graphs(
 ) -> None:
     """transformers' grouped products, which in float32 wait for the device, and Python's own."""
     made: list[nn.Module | None] = []
-    replace = Conversion._mlps_of_experts
+    replace = Conversion.mlps_of_experts
 
     def replacement(self: Conversion, module: nn.Module, path: str) -> FlatExperts | None:
         found = replace(self, module, path) if way == "asked for rows" else None
@@ -71,7 +71,7 @@ def test_what_cannot_be_captured_runs_without_graphs(
         made.append(found)
         return found
 
-    monkeypatch.setattr(Conversion, "_mlps_of_experts", replacement)
+    monkeypatch.setattr(Conversion, "mlps_of_experts", replacement)
     folder = save(tmp_path, *CLASSES["qwen3_moe"])
     asked = prompts(96)
     params = [GREEDY] * len(asked)

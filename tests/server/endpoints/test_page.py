@@ -221,10 +221,8 @@ def test_a_stream_that_breaks_is_one_of_our_errors(tokenizer: Tokenizer) -> None
 _BUSY = "import sys\nprint(1, flush=True)\nsys.stdin.read(1)\nx = 0\nwhile True: x += 1"
 
 
-def test_the_cpu_time_is_that_of_the_whole_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_module, "_KEPT_SECONDS", 0.0)
-    monkeypatch.setattr(machine_module, "_CHILDREN_SECONDS", 0.0)
-    machine = Machine("cpu")
+def test_the_cpu_time_is_that_of_the_whole_tree() -> None:
+    machine = Machine("cpu", kept_seconds=0.0, children_seconds=0.0)
     child = subprocess.Popen(
         [sys.executable, "-c", _BUSY], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -247,11 +245,10 @@ def test_the_cpu_time_is_that_of_the_whole_tree(monkeypatch: pytest.MonkeyPatch)
     assert machine.read().cpu_seconds >= busy.cpu_seconds  # those of the dead are not lost
 
 
-def test_a_reading_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_module, "_KEPT_SECONDS", 1e6)
-    machine = Machine("cpu")
+def test_a_reading_is_shared() -> None:
+    machine = Machine("cpu", kept_seconds=1e6)
     assert machine.read() is machine.read()
-    monkeypatch.setattr(machine_module, "_KEPT_SECONDS", 0.0)
+    machine = Machine("cpu", kept_seconds=0.0)
     assert machine.read() is not machine.read()
 
 
@@ -266,12 +263,16 @@ class FakeDriver:
         return int(not self.works)
 
     def nvmlDeviceGetCount_v2(self, found: Any) -> int:
-        found._obj.value = sum(isinstance(name, int) for name in self.busy)
+        count = sum(isinstance(name, int) for name in self.busy)
+        ctypes.cast(found, ctypes.POINTER(ctypes.c_uint))[0] = count
         return 0
 
     def nvmlDeviceGetHandleByIndex_v2(self, name: Any, found: Any) -> int:
-        found._obj.value = 1 + list(self.busy).index(name) if name in self.busy else None
-        return 0 if name in self.busy else 6
+        if name not in self.busy:
+            return 6
+        handle = 1 + list(self.busy).index(name)
+        ctypes.cast(found, ctypes.POINTER(ctypes.c_void_p))[0] = handle
+        return 0
 
     def nvmlDeviceGetHandleByUUID(self, name: bytes, found: Any) -> int:
         return self.nvmlDeviceGetHandleByIndex_v2(name.decode(), found)
@@ -281,12 +282,17 @@ class FakeDriver:
         percent = list(self.busy.values())[handle.value - 1]
         if percent < 0:
             return 3
-        found._obj.gpu = percent
+        ctypes.cast(found, ctypes.POINTER(ctypes.c_uint))[0] = percent
         return 0
 
 
 def with_driver(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver | None) -> None:
-    monkeypatch.setattr(machine_module, "_driver", lambda: driver)
+    def library(name: str) -> FakeDriver:
+        if driver is None:
+            raise OSError(f"{name}: cannot open shared object file")
+        return driver
+
+    monkeypatch.setattr(machine_module.ctypes, "CDLL", library)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -307,8 +313,7 @@ def test_the_gpus_are_those_that_cuda_shows(
 def test_a_gpu_that_does_not_answer_keeps_its_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver({0: 40})
     with_driver(monkeypatch, driver)
-    monkeypatch.setattr(machine_module, "_KEPT_SECONDS", 0.0)
-    machine = Machine("cuda")
+    machine = Machine("cuda", kept_seconds=0.0)
     assert machine.read().gpu == [0.4]
     driver.busy[0] = -1
     assert machine.read().gpu == [0.4]
@@ -319,22 +324,14 @@ def test_a_gpu_that_does_not_answer_keeps_its_figure(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "driver",
     [
-        None,
+        None,  # no library
         FakeDriver({0: 40}, works=False),
         FakeDriver({}),
         FakeDriver({0: 40, 1: -1}),  # the second is a part of a card
     ],
 )
-def test_where_nothing_is_told_no_gpu_is_shown(
+def test_where_no_gpu_can_be_read_none_is_shown(
     monkeypatch: pytest.MonkeyPatch, driver: FakeDriver | None
 ) -> None:
     with_driver(monkeypatch, driver)
-    assert Machine("cuda").read().gpu is None
-
-
-def test_a_machine_without_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(machine_module.ctypes, "CDLL", fails)
     assert Machine("cuda").read().gpu is None

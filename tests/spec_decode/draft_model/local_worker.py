@@ -56,7 +56,7 @@ class Bed:
 
     Attributes:
         now: time of the worker's clock.
-        outbox: what it is to be told: see `send`.
+        outbox: messages for the next `send`.
     """
 
     def __init__(self, model: DraftModel, setting: Setting, *, parent: int = 0) -> None:
@@ -119,7 +119,7 @@ class LocalWorker:
     """See the module.
 
     Args:
-        turns: how many rounds it runs when it is asked for news.
+        turns: how many rounds it runs at each `poll`.
         before_poll: called before, to crash or stop it.
     """
 
@@ -135,7 +135,6 @@ class LocalWorker:
         self.turns, self._before_poll = turns, before_poll
         self._bed: Bed | None = Bed(model, setting)
         self._back_in = 0
-        self._generation = 0
         self.stands_still = False
         self.outbox = Outbox()
         self.counters = WorkerCounters(starts=1)
@@ -158,8 +157,8 @@ class LocalWorker:
             self._back_in = looks
 
     def next_generation(self) -> int:
-        self._generation += 1
-        return self._generation
+        self.counters.generations += 1
+        return self.counters.generations
 
     def poll(self, timeout_us: int = 0) -> Messages | None:
         self._before_poll(self)

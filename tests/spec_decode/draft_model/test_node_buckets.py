@@ -9,12 +9,14 @@ import pytest
 
 from hetero_llm.spec_decode.acceptance_stats import MEMORY
 from hetero_llm.spec_decode.draft_model.node_buckets import (
+    FIRST_CHOICES,
     FIRST_EXTERNAL,
     NUM_BUCKETS,
     NUM_ODDS,
     BucketStats,
     bucket_of,
     external_bucket,
+    first_choice_rate,
     odds_interval,
     prior_rates,
 )
@@ -100,3 +102,13 @@ def test_old_trials_fade() -> None:
         follow(tree((-1, 5, 0)), 1, token, 0, 1, stats.table)
     assert stats.rates()[0] < 0.3 and stats.table[0, 1] <= MEMORY
     assert stats.rates()[1:] == pytest.approx(prior_rates()[1:], abs=1e-6)
+
+
+def test_the_rate_of_first_choices_is_the_measured_one() -> None:
+    """Buckets that were never tried do not count: their prior is no measurement."""
+    table = BucketStats().table
+    assert first_choice_rate(table) == 0.25
+    table[FIRST_CHOICES[9]] += 180.0, 200.0
+    assert first_choice_rate(table) == pytest.approx(0.9, abs=0.06)
+    table[FIRST_CHOICES[9]] += 1800.0, 2000.0
+    assert first_choice_rate(table) == pytest.approx(0.9, abs=0.01)

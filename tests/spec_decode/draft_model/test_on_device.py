@@ -123,7 +123,8 @@ class Pair:
 
 
 def run_prepared(scheduler: Scheduler, runner: FakeRunner, drafter: ChainDrafter) -> None:
-    """As the engine's loop: drafters are told of prompts, and settle, while the device works."""
+    """Runs the engine's loop: drafters see new prompts and do their deferred work while the device
+    works."""
     for _ in range(5000):
         step = scheduler.schedule()
         if step is None:
@@ -317,7 +318,7 @@ def test_any_traffic_is_served_as_without_drafts(
     metrics = engine.metrics()
     assert metrics["spec_decode_num_accepted_tokens"] > least * metrics["generation_tokens"]
     assert batch == 1 or metrics["num_preemptions"] > 0
-    drafter: Any = engine._scheduler._drafter
+    drafter: Any = engine.scheduler.drafter
     drafter.check_integrity()
     assert drafter.num_sequences == 0
 
@@ -344,7 +345,7 @@ def start(target: Path, draft: Path | str, **more: Any) -> Any:
         "speculative_model": str(draft), "num_speculative_tokens": 3,
     }  # fmt: skip
     config = EngineConfig.from_args(resolve_engine_args({**given, **more}))
-    return build_engine(config, show_progress=False).engine._scheduler._drafter
+    return build_engine(config, show_progress=False).engine.scheduler.drafter
 
 
 class TestStart:
@@ -402,7 +403,7 @@ class TestStart:
 
 
 def test_only_finished_results_are_kept() -> None:
-    """`finish` is asked in the order of the launches, and for every step of a chain."""
+    """`finish` is called in the order of the launches, once for every step of a chain."""
 
     class Counting(DraftRunner):
         finished = 0
@@ -414,6 +415,6 @@ def test_only_finished_results_are_kept() -> None:
 
     pair = Pair(num_tokens=12)
     runner = Counting(128, 8, 16)
-    pair.drafter._runner = runner
+    pair.drafter.runner = runner
     pair.run({"a": ([1, 2, 3], GREEDY)})
     assert pair.accepted > 20 and runner.finished == len(runner.steps)

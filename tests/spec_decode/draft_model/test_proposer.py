@@ -3,8 +3,9 @@ restarts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,12 @@ from hetero_llm.bridge.ipc.messages import MessageKind, Outbox, Refusal
 from hetero_llm.config.draft_model_config import DraftModelConfig
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel
 from hetero_llm.cpu.draft_worker.kv_layout import no_tree_nodes
-from hetero_llm.spec_decode.draft_model import proposer as proposer_module
-from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer, WaitWorth
+from hetero_llm.spec_decode.draft_model.proposer import (
+    NUM_EXTENDED_LEAVES,
+    DraftModelProposer,
+    WaitWorth,
+    open_leaves,
+)
 from hetero_llm.spec_decode.proposals import Proposals
 from tests.cpu.draft_worker.test_worker import greedy
 from tests.spec_decode.draft_model.local_worker import LocalWorker, Setting, as_any, load_model
@@ -61,9 +66,11 @@ def reference(folder: Path) -> DraftModel:
 
 
 class Texts:
-    """A source with a worker in this process, and texts as the engine has them."""
+    """A proposer with a worker in this process, and sequences as the engine has them."""
 
-    def __init__(self, worker: LocalWorker, **settings: Any) -> None:
+    def __init__(
+        self, worker: LocalWorker, clock: Callable[[], float] = perf_counter, **settings: Any
+    ) -> None:
         given = {
             "model": "x", "revision": None, "num_tokens": 4, "max_model_len": None, "threads": 1,
             "weight_dtype": "auto", "overlap": "auto", "timeout": None, "optional": False,
@@ -71,7 +78,7 @@ class Texts:
         self.worker = worker
         self.proposer = DraftModelProposer(
             as_any(worker), DraftModelConfig(**given | settings), slots=SLOTS, vocab_size=VOCAB,
-            max_positions=POSITIONS,
+            max_positions=POSITIONS, clock=clock,
         )  # fmt: skip
         self.sequences: dict[int, Any] = {}
 
@@ -81,14 +88,14 @@ class Texts:
     def open(self, row: int, text: list[int], temperature: float = 0.0) -> None:
         request = SimpleNamespace(seed=5, params=SimpleNamespace(temperature=temperature))
         self.sequences[row] = SimpleNamespace(token_ids=list(text), index=0, request=request)
-        self._commit({row: text})
+        self.send_tokens({row: text})
 
     def commit(self, new: dict[int, list[int]]) -> None:
         for row, tokens in new.items():
             self.sequences[row].token_ids += tokens
-        self._commit(new)
+        self.send_tokens(new)
 
-    def _commit(self, new: dict[int, list[int]]) -> None:
+    def send_tokens(self, new: dict[int, list[int]]) -> None:
         fresh = [token for tokens in new.values() for token in tokens]
         sizes = [len(tokens) for tokens in new.values()]
         self.proposer.commit(
@@ -97,7 +104,7 @@ class Texts:
 
     def propose(self, rows: list[int], most: int = 63) -> list[tuple[list[int], list[int]]]:
         """Tokens and parents of each row's draft, after a commit of nothing, as the engine does."""
-        self._commit({row: [] for row in rows})
+        self.send_tokens({row: [] for row in rows})
         found = Proposals.empty(len(rows))
         found.counts[:] = 0
         limits = np.full(len(rows), most, np.int32)
@@ -245,7 +252,7 @@ def test_rows_beyond_the_slots(texts: Texts) -> None:
     assert wait_for_drafts(texts, [0])[0][0]
 
 
-# -- told again ---------------------------------------------------------------------------------
+# -- sent again ---------------------------------------------------------------------------------
 
 
 def test_a_lost_message_costs_some_steps_only(model: DraftModel, texts: Texts) -> None:
@@ -256,7 +263,7 @@ def test_a_lost_message_costs_some_steps_only(model: DraftModel, texts: Texts) -
     texts.sequences[0].token_ids.append(7)
     push = texts.worker.push
     texts.worker.push = texts.worker.outbox.clear  # type: ignore[method-assign]
-    texts._commit({0: [7]})
+    texts.send_tokens({0: [7]})
     texts.worker.push = push  # type: ignore[method-assign]
     texts.commit({0: []})
     drafts = wait_for_drafts(texts, [0])
@@ -270,10 +277,10 @@ def test_refused_for_good(texts: Texts, reason: Refusal) -> None:
     texts.open(0, text_of(0, 20))
     texts.open(1, text_of(1, 20))
     wait_for_drafts(texts, [0, 1])
-    generation = int(texts.proposer._generations[0])
+    generation = 1  # row 0 was sent first
     bed = texts.worker.bed
     bed.refuse(0, generation, reason)
-    bed.refuse(1, 12345, reason)  # of a former text
+    bed.refuse(1, 12345, reason)  # of an earlier sequence
     bed.refuse(SLOTS + 7, 1, reason)
     drafts = wait_for_drafts(texts, [0, 1])
     assert drafts[0] == ([], []) and drafts[1][0]
@@ -287,16 +294,18 @@ def test_refused_for_good(texts: Texts, reason: Refusal) -> None:
 def test_a_worker_that_loses_a_text_over_and_over_is_sent_it_a_few_times(texts: Texts) -> None:
     texts.open(0, text_of(0, 20))
     texts.open(1, text_of(1, 20))
-    for _ in range(3 * proposer_module._MAX_SENDS):
-        generation = max(int(texts.proposer._generations[0]), 0)
+    counters, generation, sent = texts.worker.counters, 1, []
+    for _ in range(30):
         texts.worker.bed.refuse(0, generation, Refusal.LOST_MESSAGE)
         drafts = texts.propose([0, 1])
         texts.run_deferred()
-    assert texts.worker._generation == proposer_module._MAX_SENDS + 1
+        generation = counters.generations  # row 1 is sent once, so the last one is row 0's
+        sent.append(generation)
+    assert sent[0] == 3 and sent[29] == sent[10] < 12
     assert drafts[0] == ([], []) and drafts[1][0]
     texts.proposer.close([0])
     texts.open(0, text_of(0, 20))
-    assert wait_for_drafts(texts, [0])[0][0]  # another text may be told again
+    assert wait_for_drafts(texts, [0])[0][0]  # another sequence may be sent again
 
 
 def test_the_next_worker_is_sent_what_the_last_one_refused(texts: Texts) -> None:
@@ -317,7 +326,7 @@ def test_a_worker_that_comes_back_is_sent_everything(model: DraftModel, texts: T
     texts.run_deferred()
     assert texts.metric("draft_worker_up") == 0
     assert texts.propose([0, 1]) == [([], [])] * 2
-    texts.open(2, text_of(2, 20))  # while nobody listens
+    texts.open(2, text_of(2, 20))  # while no worker runs
     texts.proposer.close([1])
     texts.commit({0: [6]})
     assert texts.propose([0, 2]) == [([], [])] * 2
@@ -410,7 +419,7 @@ def test_enumerate_never_waits(worker: LocalWorker) -> None:
 
 
 def test_a_wait_ends_in_time(worker: LocalWorker) -> None:
-    """Even if a worker says something all the time that is of no use."""
+    """Even if the worker sends one useless message after the other."""
     now = [0.0]
     query: list[int] = []
 
@@ -422,8 +431,7 @@ def test_a_wait_ends_in_time(worker: LocalWorker) -> None:
             return super().poll(timeout_us)
 
     worker.__class__ = Chatterbox
-    texts = Texts(worker, timeout=0.005)
-    texts.proposer._clock = lambda: now[0]
+    texts = Texts(worker, lambda: now[0], timeout=0.005)
     worker.turns = 0
     texts.open(0, text_of(0, 20))
     begin = now[0]
@@ -432,16 +440,16 @@ def test_a_wait_ends_in_time(worker: LocalWorker) -> None:
     assert max(query) <= 5001
 
 
-def test_nobody_waits_for_what_no_draft_may_hold(worker: LocalWorker) -> None:
+def test_no_proposal_waits_for_levels_that_no_draft_may_hold(worker: LocalWorker) -> None:
     """All leaves are as deep as a draft may be: a further level would be of no use."""
     texts = Texts(worker, num_tokens=1)
     texts.open(0, text_of(0, 20))
     wait_for_drafts(texts, [0])
     worker.stands_still = True
-    before = texts.proposer._counts["waits"]
+    before = texts.metric("draft_waits")
     for _ in range(10):
         assert texts.propose([0])[0][0]
-    assert texts.proposer._counts["waits"] == before
+    assert texts.metric("draft_waits") == before
 
 
 def test_leaves_that_a_level_starts_from() -> None:
@@ -451,30 +459,17 @@ def test_leaves_that_a_level_starts_from() -> None:
     #    4
     parents = np.array([-1, -1, 0, 1, 2, 0, 1], np.int32)
     survival = np.array([0.5, 0.4, 0.3, 0.25, 0.2, 0.1, 0.05], np.float32)
-    leaves = proposer_module._open_leaves
+    leaves = open_leaves
     assert leaves(parents, survival, 7, 9) == pytest.approx(0.25 + 0.2 + 0.1 + 0.05)
     assert leaves(parents, survival, 7, 3) == pytest.approx(0.25 + 0.1 + 0.05)
     assert leaves(parents, survival, 7, 2) == 0.0
     assert leaves(parents, survival, 2, 2) == pytest.approx(0.5 + 0.4)
     assert leaves(parents, survival, 0, 9) == 0.0
     many = np.full(9, -1, np.int32), np.linspace(0.1, 0.02, 9, dtype=np.float32)
-    assert leaves(*many, 9, 2) == pytest.approx(
-        many[1][: proposer_module._NUM_EXTENDED_LEAVES].sum()
-    )
+    assert leaves(*many, 9, 2) == pytest.approx(many[1][:NUM_EXTENDED_LEAVES].sum())
 
 
-def test_the_rate_of_first_choices_is_what_came_of_them(texts: Texts) -> None:
-    """What is expected of kinds that were never tried does not count."""
-    stats = texts.proposer._stats.table
-    assert texts.metric("draft_first_accepted") == 0.25
-    first = proposer_module._FIRST_CHOICES[9]
-    stats[first] += 180.0, 200.0
-    assert texts.metric("draft_first_accepted") == pytest.approx(0.9, abs=0.06)
-    stats[first] += 1800.0, 2000.0
-    assert texts.metric("draft_first_accepted") == pytest.approx(0.9, abs=0.01)
-
-
-# -- nodes of somebody else ----------------------------------------------------------------------
+# -- nodes of other proposers ----------------------------------------------------------------------
 
 
 def verified(

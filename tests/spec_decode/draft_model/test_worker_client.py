@@ -1,6 +1,6 @@
 """The client of the draft worker: death, silence, garbage, restarts, shutdown.
 
-Most processes here are stand_in.py, which is up at once; time is told by the tests.
+Most processes here are stand_in.py, which is up at once; the tests set the clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from hetero_llm.bridge.ipc.messages import MessageKind, Messages, Stamps, put_commits
-from hetero_llm.bridge.ipc.rings import Consumer, Ring, RingStatus, create_ring
+from hetero_llm.bridge.ipc.rings import Ring, create_ring
 from hetero_llm.core.errors import ConfigError, RingError
 from hetero_llm.demo_models import demo_folder
 from hetero_llm.spec_decode.draft_model import worker_client
@@ -32,6 +32,7 @@ from hetero_llm.spec_decode.draft_model.worker_client import (
     PROGRAM,
     START_SECONDS,
     DraftWorkerClient,
+    WorkerLimits,
 )
 from hetero_llm.spec_decode.draft_model.worker_settings import WorkerSettings
 from tests.bridge.ipc.tools import HEAD, SLOTS_AT, TAIL
@@ -57,9 +58,11 @@ class Clock:
 
 
 @contextmanager
-def worker(manner: str, clock: Callable[[], float] = time.monotonic) -> Iterator[DraftWorkerClient]:
+def worker(
+    manner: str, clock: Callable[[], float] = time.monotonic, limits: WorkerLimits | None = None
+) -> Iterator[DraftWorkerClient]:
     program = (sys.executable, SCRIPT, manner)
-    one = DraftWorkerClient(SETTINGS, vocab_size=VOCAB, clock=clock, program=program)
+    one = DraftWorkerClient(SETTINGS, vocab_size=VOCAB, clock=clock, program=program, limits=limits)
     try:
         yield one
     finally:
@@ -67,7 +70,7 @@ def worker(manner: str, clock: Callable[[], float] = time.monotonic) -> Iterator
 
 
 def wait(is_so: Callable[[], bool]) -> None:
-    """Until something is so that has to come."""
+    """Waits for a condition that must come true."""
     until = time.monotonic() + PATIENCE
     while not is_so():
         assert time.monotonic() < until
@@ -75,19 +78,19 @@ def wait(is_so: Callable[[], bool]) -> None:
 
 
 def wait_up(one: DraftWorkerClient) -> None:
-    """Without looking after it."""
+    """Waits for its hello without `check_health`."""
     wait(lambda: one.poll(1000) is not None or one.is_up)
 
 
 def kill(one: DraftWorkerClient) -> None:
-    """Returns when it is dead, and nobody has noticed."""
+    """Returns when it is dead; the client has not noticed yet."""
     assert one.pid is not None
     os.kill(one.pid, signal.SIGKILL)
     os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
 
 
 def stop(one: DraftWorkerClient) -> None:
-    """Returns when it stands still, and what it said before was heard."""
+    """Returns when it stands still and its earlier messages were received."""
     assert one.pid is not None
     os.kill(one.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, one.pid, os.WSTOPPED | os.WNOWAIT)
@@ -96,7 +99,7 @@ def stop(one: DraftWorkerClient) -> None:
 
 
 def send(one: DraftWorkerClient, count: int) -> None:
-    """COMMITs of so many slots, one after the other."""
+    """Sends a COMMIT for each of `count` slots."""
     numbers = np.arange(count)
     tokens = np.arange(count, dtype=np.int32)
     put_commits(one.outbox, Stamps(numbers, numbers + 1, numbers), np.ones(count, int), tokens)
@@ -104,7 +107,7 @@ def send(one: DraftWorkerClient, count: int) -> None:
 
 
 def receive(one: DraftWorkerClient, count: int) -> Messages:
-    """The next so many messages."""
+    """Waits for the next `count` messages."""
     heard: list[Messages] = []
 
     def is_enough() -> bool:
@@ -118,22 +121,17 @@ def receive(one: DraftWorkerClient, count: int) -> Messages:
     return Messages(*map(np.concatenate, parts))
 
 
-def ring_of_answers(one: DraftWorkerClient) -> Consumer:
-    assert one._process is not None
-    return one._process.answers
-
-
 def num_pushed(one: DraftWorkerClient) -> int:
     """Slots that the worker has filled since it started."""
-    assert one._process is not None
-    (position,) = np.frombuffer(one._process.rings[1].memory, np.uint32, 1, HEAD)
+    assert one.rings is not None
+    (position,) = np.frombuffer(one.rings[1].memory, np.uint32, 1, HEAD)
     return int(position)
 
 
 def num_taken(one: DraftWorkerClient) -> int:
     """Slots that the worker has taken since it started."""
-    assert one._process is not None
-    (position,) = np.frombuffer(one._process.rings[0].memory, np.uint32, 1, TAIL)
+    assert one.rings is not None
+    (position,) = np.frombuffer(one.rings[0].memory, np.uint32, 1, TAIL)
     return int(position)
 
 
@@ -182,7 +180,7 @@ def test_up_and_heard(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_is_sent_before_it_is_up_is_not_sent() -> None:
-    """The source tells whole texts once it is."""
+    """The proposer sends whole sequences once the worker is up."""
     with worker("good") as one:
         send(one, 2)
         assert len(one.outbox) == 0
@@ -266,7 +264,7 @@ def test_generations_are_never_those_of_before() -> None:
     with worker("good") as one:
         found = [one.next_generation() for _ in range(100)]
         assert len(set(found)) == 100 and min(found) > 0
-        one._generation = 0x7FFFFFFE
+        one.counters.generations = 0x7FFFFFFE
         assert [one.next_generation() for _ in range(3)] == [0x7FFFFFFF, 1, 2]
 
 
@@ -359,7 +357,7 @@ def test_answers_behind_many_heartbeats_come_at_once() -> None:
     """The engine was idle for a while."""
     with worker("good") as one:
         one.wait_ready()
-        wait(lambda: ring_of_answers(one).pop(0).status is RingStatus.EMPTY)
+        wait(lambda: one.poll() is None)
         send(one, 1)
         before = num_pushed(one)
         wait(lambda: num_pushed(one) >= before + 8)
@@ -420,16 +418,15 @@ def test_slow_for_longer_than_silence_is_not_deaf() -> None:
         assert one.pid is None
 
 
-def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_client, "_MAX_WAITING", 100)
-    with worker("deaf", Clock()) as one:
+def test_unsent_messages_are_bounded() -> None:
+    with worker("deaf", Clock(), WorkerLimits(max_waiting=100)) as one:
         wait_up(one)
         send(one, (1 << 14) + 101)
         assert one.pid is None and len(one.outbox) == 0
 
 
 def test_nonsense() -> None:
-    """Records of any content are handed on to those who know them; none ends the worker."""
+    """`poll` returns messages of any content; none ends the worker."""
     with worker("nonsense") as one:
         one.wait_ready()
         heard = receive(one, 500)
@@ -439,7 +436,7 @@ def test_nonsense() -> None:
 
 
 def test_garbage_in_the_ring_of_answers() -> None:
-    """What lies in the ring is lost and counted; what comes afterwards is heard."""
+    """Damaged messages are lost and counted; later ones are received."""
     rng = np.random.default_rng(0)
     with worker("good") as one:
         one.wait_ready()
@@ -447,8 +444,8 @@ def test_garbage_in_the_ring_of_answers() -> None:
             before = num_pushed(one)
             send(one, 40)
             wait(lambda end=before + 40: num_pushed(one) >= end)
-            assert one._process is not None
-            slots = np.frombuffer(one._process.rings[1].memory, np.uint8)[SLOTS_AT:]
+            assert one.rings is not None
+            slots = np.frombuffer(one.rings[1].memory, np.uint8)[SLOTS_AT:]
             slots[:] = rng.integers(0, 256, len(slots), np.uint8)
             assert one.poll() is None
             assert one.counters.corrupt > corrupt
@@ -469,18 +466,16 @@ def test_close_while_it_loads(caplog: pytest.LogCaptureFixture) -> None:
         assert not psutil.pid_exists(pid) and "end by itself" not in caplog.text
 
 
-def test_close_when_it_does_not_listen(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(worker_client, "_STOP_SECONDS", 0.05)
+def test_close_when_it_does_not_listen(caplog: pytest.LogCaptureFixture) -> None:
+    limits = WorkerLimits(stop_seconds=0.05)
     for manner in ("stubborn", "deaf"):
-        with worker(manner) as one:
+        with worker(manner, limits=limits) as one:
             one.wait_ready()
             pid = one.pid
             one.close()
             assert not psutil.pid_exists(pid) and "did not end by itself" in caplog.text
             caplog.clear()
-    with worker("good") as one:
+    with worker("good", limits=limits) as one:
         one.wait_ready()
         stop(one)
         one.close()
@@ -564,7 +559,7 @@ def test_the_real_worker_ends_with_a_parent_killed_while_it_loads() -> None:
 
 
 def test_the_real_worker(caplog: pytest.LogCaptureFixture) -> None:
-    """Up, told, stopped by itself, killed with its parent."""
+    """A worker starts, gets messages, ends by itself, and is killed with its parent."""
     settings = replace(SETTINGS, folder=str(demo_folder("demo-draft")))
     one = DraftWorkerClient(settings, vocab_size=4096)
     try:

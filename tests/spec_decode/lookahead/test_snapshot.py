@@ -266,7 +266,7 @@ def test_a_history_that_becomes_one_generation_needs_room_for_all(tmp_path: Path
 def test_what_compiled_code_could_not_cope_with(
     tmp_path: Path, text: list[int], documents: list[list[int]], reason: str
 ) -> None:
-    """A checksum does not tell who wrote the file."""
+    """A right checksum does not show who wrote the file."""
     nothing = make_history(0).content().old
     part = GenerationContent(as_tokens(text), np.array(documents, np.int64).reshape(-1, 4))
     write_snapshot(str(tmp_path / "a"), CacheContent(nothing, nothing, part), TOKENIZER)
@@ -334,11 +334,11 @@ def test_full_disk_leaves_the_old_file_and_no_other(
 def test_a_device_that_is_really_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = tmp_path / "temporary"
 
-    def opened(folder: str, name: str) -> tuple[int, str]:
+    def opened(**place: str) -> tuple[int, str]:
         temporary.touch()
         return os.open("/dev/full", os.O_WRONLY), str(temporary)
 
-    monkeypatch.setattr(snapshot, "_open_temporary", opened)
+    monkeypatch.setattr("tempfile.mkstemp", opened)
     reason = refuses_to_write(str(tmp_path / "cache.snapshot"))
     assert reason == "cannot be written: No space left on device"
     assert os.listdir(tmp_path) == []

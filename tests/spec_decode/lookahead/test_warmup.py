@@ -1,4 +1,4 @@
-"""Warm-up files: what is learned, what is left out and told, and that serving never notices."""
+"""Warm-up files: what is learned, what is left out and reported; serving goes on meanwhile."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,9 @@ def test_it_outlives_what_is_learned_later(tmp_path: Path) -> None:
     assert chain_of(drafter, [9, 40, 41]) == PHRASE[2:9]
 
 
-def test_documents_larger_than_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warmup, "_BATCH", 8)
+def test_documents_larger_than_a_batch(tmp_path: Path) -> None:
     short = [{"prompt": [], "output": [100 + i, 200 + i, 300, 301]} for i in range(5)]
-    drafter, warm = warmed(write(tmp_path, [short[0], GOOD, *short]))
+    drafter, warm = warmed(write(tmp_path, [short[0], GOOD, *short]), batch_tokens=8)
     assert (warm.num_records, warm.num_tokens) == (7, 38)
     assert chain_of(drafter, [9, 40, 41]) == PHRASE[2:9]
     assert drafter.global_cache.num_documents == 7
@@ -412,15 +412,13 @@ def test_records_do_not_depend_on_the_chunks(
     values: list[Any], chunk: int, margin: int, indented: bool
 ) -> None:
     text = json.dumps(values, indent=1 if indented else None, ensure_ascii=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warmup, "_CHUNK", chunk)
-        patch.setattr(warmup, "_MARGIN", max(margin, 16))
-        records = list(read_records(io.StringIO(text)))
-        assert [(value, problem) for _, value, problem in records] == [(v, None) for v in values]
-        lines = "\n".join(json.dumps(value) for value in values)
-        assert list(read_records(io.StringIO(lines))) == [
-            WarmupRecord(line, value) for line, value in enumerate(values, 1)
-        ]
+    read = partial(read_records, chunk=chunk, margin=max(margin, 16))
+    records = list(read(io.StringIO(text)))
+    assert [(value, problem) for _, value, problem in records] == [(v, None) for v in values]
+    lines = "\n".join(json.dumps(value) for value in values)
+    assert list(read(io.StringIO(lines))) == [
+        WarmupRecord(line, value) for line, value in enumerate(values, 1)
+    ]
     if indented and values:
         rows = text.split("\n")
         assert all(rows[line - 1].startswith(" {") for line, _, _ in records)
