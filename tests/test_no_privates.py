@@ -36,6 +36,8 @@ EXEMPT: dict[str, set[str]] = {
     # transformers has no public name for the implementation that a configuration has chosen.
     "tests/models/test_experts_transformers.py": {"_experts_implementation"},
     "tests/models/test_transformers_backend.py": {"_attn_implementation"},
+    # A module of the standard library, whose file stands for machine code.
+    "tests/utils/test_triton_cache.py": {"_ctypes"},
     # Endings of Prometheus names.
     "tests/server/endpoints/test_info.py": {"_count", "_total"},
 }

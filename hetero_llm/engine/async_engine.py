@@ -87,6 +87,7 @@ class AsyncLLMEngine:
     tokenizer: Tokenizer | None
     images: ImageInputs | None
 
+    # large: what the parent keeps of the engine process, one name each.
     def __init__(
         self,
         engine_args: EngineArgs | Mapping[str, Any],

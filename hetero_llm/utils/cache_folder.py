@@ -41,6 +41,11 @@ def write_folder() -> Path:
     return _writable(cache_dir())[0]
 
 
+def look_again() -> None:
+    """Forgets which folder could be written: the next call finds it out."""
+    _writable.cache_clear()
+
+
 def folders() -> tuple[Path, ...]:
     """All folders in which compiled code is looked for, in order."""
     chosen = cache_dir()

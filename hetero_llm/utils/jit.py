@@ -114,7 +114,7 @@ class _Cache(NullCache):
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         parts = (
             source_digest(function.__module__), str(function.__code__.co_firstlineno),
-            _versions(), repr(codegen.magic_tuple()), repr(signature),
+            versions(), repr(codegen.magic_tuple()), repr(signature),
         )  # fmt: skip
         content = "\0".join(parts).encode() + (serialize.dumps(cells) if cells else b"")
         digest = hashlib.sha256(content).hexdigest()[:_DIGITS]
@@ -130,15 +130,21 @@ def source_digest(module: str) -> str:
         name = waiting.pop()
         if name not in seen:
             seen.add(name)
-            waiting += _imports(name)
+            waiting += imports_of(name)
     digest = hashlib.sha256()
     for name in sorted(seen):
         digest.update(name.encode() + b"\0" + _source(name))
     return digest.hexdigest()[:_DIGITS]
 
 
+def read_sources_again() -> None:
+    """Forgets the sources that were read: they may have changed."""
+    for function in (source_digest, imports_of, _source, _file):
+        function.cache_clear()
+
+
 @cache
-def _imports(module: str) -> tuple[str, ...]:
+def imports_of(module: str) -> tuple[str, ...]:
     """Our modules that a module's text imports, wherever in the text that is. Not this one:
     compiled code holds nothing of it."""
     found = []
@@ -168,7 +174,7 @@ def _file(module: str) -> Path | None:
 
 
 @cache
-def _versions() -> str:
+def versions() -> str:
     """What compiled code and its files depend on besides our sources and the CPU."""
     numbers = numba.__version__, llvmlite.__version__, np.__version__
     return " ".join((_FORMAT, sys.version, *numbers))

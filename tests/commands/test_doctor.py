@@ -282,7 +282,7 @@ def test_no_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     native.build()
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
-    facts, missing = doctor._tools()
+    facts, missing = doctor.SECTIONS["Tools"]()
     assert not missing, "the library is there"
     assert facts["native CPU executor"].startswith("for ")
     assert facts["compiled code"].startswith(f"{cache_folder.write_folder()}, ")

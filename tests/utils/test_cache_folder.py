@@ -80,9 +80,9 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "expanduser", no_home)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    cache_folder._writable.cache_clear()
+    cache_folder.look_again()
     assert cache_folder.write_folder().parent == tmp_path
-    cache_folder._writable.cache_clear()
+    cache_folder.look_again()
 
 
 def test_a_full_disk_leaves_no_half_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,8 +39,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def load(folder: Path) -> ModuleType:
     """The outer module as a new process would load it."""
-    for function in (jit.source_digest, jit._imports, jit._source, jit._file):
-        function.cache_clear()
+    jit.read_sources_again()
     for name in ("inner", "outer"):
         full = f"hetero_llm.test_{name}"
         spec = importlib.util.spec_from_file_location(full, folder / f"test_{name}.py")
@@ -79,7 +78,7 @@ def test_another_version_of_numba_finds_nothing(
     sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert outcome(sources, 2) == (6, False)
-    monkeypatch.setattr(jit, "_versions", lambda: "other")
+    monkeypatch.setattr(jit, "versions", lambda: "other")
     assert outcome(sources, 2) == (6, False)
 
 
@@ -146,7 +145,7 @@ def test_every_compiled_function_of_ours_is_in_this_cache() -> None:
 
 
 def test_imports_are_found_however_they_are_written() -> None:
-    found = set(jit._imports("hetero_llm.engine.factory"))
+    found = set(jit.imports_of("hetero_llm.engine.factory"))
     for name in (
         "hetero_llm.config.engine_config",  # from module import name
         "hetero_llm.utils.compile_progress",  # from package import module

@@ -39,9 +39,11 @@ logger = logging.getLogger(__name__)
 
 _KEYS = ("prompt", "output")
 _CHUNK, _MARGIN = 1 << 20, 1024  # characters, see `read_records`
-_MOST_RECORD = 4 << 20  # characters; parsing one holds up the step loop
+MOST_RECORD = 4 << 20
+"""Characters of a record: parsing one holds up the step loop."""
 _LEAST_FILE, _CHARACTERS_OF_A_TOKEN = 64 << 20, 32
-_MOST_IN_A_ROW = 1000  # records that cannot be used
+MOST_IN_A_ROW = 1000
+"""Records that cannot be used, behind which reading ends."""
 _BATCH = 4096  # tokens learned at once
 _BURST = 2e-4  # seconds of work before a rest
 _REST = 4  # times as long: of equal length, rests let steps on two cores take half as long again
@@ -168,7 +170,7 @@ class Warmup:
                 except ValueError as error:
                     self._leave_out(f"line {line}: {error}")
                     in_a_row += 1
-                    if in_a_row == _MOST_IN_A_ROW:
+                    if in_a_row == MOST_IN_A_ROW:
                         reason = f"{in_a_row} records in a row cannot be used"
                         self.not_read = f"; what follows line {line} is not read: {reason}"
                         break
@@ -381,5 +383,5 @@ class _Source:
 
 
 def _check_length(characters: int) -> None:
-    if characters > _MOST_RECORD:
-        raise ValueError(f"a record is longer than {_MOST_RECORD} characters")
+    if characters > MOST_RECORD:
+        raise ValueError(f"a record is longer than {MOST_RECORD} characters")

@@ -240,10 +240,9 @@ def test_reading_ends_after_a_thousand_records_in_vain(
 def test_what_is_too_long_is_not_read_to_its_end(
     monkeypatch: pytest.MonkeyPatch, content: str, reason: str
 ) -> None:
-    monkeypatch.setattr(warmup, "_MOST_RECORD", 1000)
-    monkeypatch.setattr(warmup, "_CHUNK", 100)
+    monkeypatch.setattr(warmup, "MOST_RECORD", 1000)
     file = io.StringIO(content + "x" * 10**6)
-    *good, last = read_records(file, most=9000)
+    *good, last = read_records(file, most=9000, chunk=100)
     assert good[0].value == GOOD and last.problem is not None
     assert last.problem.startswith(reason) and last.problem.endswith("; the rest cannot be read")
     assert file.tell() < 10_000
@@ -345,7 +344,7 @@ def _endless(_: Any, **__: Any) -> Iterator[WarmupRecord]:
 def read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading ends neither with the file nor once the cache is full."""
     monkeypatch.setattr(warmup, "read_records", _endless)
-    monkeypatch.setattr(warmup, "_MOST_IN_A_ROW", 10**12)
+    monkeypatch.setattr(warmup, "MOST_IN_A_ROW", 10**12)
 
 
 def test_a_load_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
