@@ -203,7 +203,6 @@ class Player:
         drafter = HybridDrafter(
             LookaheadConfig(eos_token_id=(END_ID,), max_seq_len=self._width, voc_size=VOCAB),
             width=self._width, capacity=0, uses_cache=False, model=source,
-            clock=lambda: worker.now,
         )  # fmt: skip
         drafter.set_step_times(self._clock.profile())
         return worker, source, drafter

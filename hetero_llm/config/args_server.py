@@ -155,7 +155,12 @@ _OURS: tuple[ArgSpec, ...] = (
         True,
         "Export metrics also under vLLM's names since 0.4, such as gpu_cache_usage_perc.",
     ),
-    _serve("log_prompts", _BOOL, True, "Log the prompt of each request that is logged."),
+    _serve(
+        "log_prompts",
+        _BOOL,
+        None,
+        "Log the prompt of each request that is logged; default: yes, as in the manual.",
+    ),
     _serve(
         "max_queued_requests",
         _INT,

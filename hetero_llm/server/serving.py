@@ -86,7 +86,7 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
         _warn_if_open(server_args)
         most = connections_possible(server_args["max_connections"])
         server_args = {**server_args, "max_connections": most}
-        console.say(f"hetero_llm {__version__}: loading {arguments.values['model']}")
+        console.say(f"hetero_llm {__version__}: loading {arguments.model}")
         engine = AsyncLLMEngine(
             arguments,
             served_names=settings.served_names,
@@ -100,7 +100,7 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
         if traces is not None:
             context.metrics.tracer = Tracer(traces, context.names[0])
             app.add_middleware(TraceHeaders)
-        config = EngineConfig.from_args(arguments.values)
+        config = EngineConfig.from_args(arguments.resolved())
         context.plan = plan_table(engine.info, config)
         console.say(context.plan)
         address = listener.getsockname()[:2]
@@ -169,15 +169,16 @@ def settings_of(args: Mapping[str, Any]) -> ServerSettings:
 
 
 def _shows_prompts(args: Mapping[str, Any]) -> bool:
-    """Whether prompts are logged: if asked for, or if their length in the log is given."""
+    """Whether prompts are logged: with every request that is, unless they are not wanted."""
     wanted, length = args["log_prompts"], args["max_log_len"]
     if wanted is False and length is not None:
         raise ConfigError("max_log_len", length, "contradicts --no-log-prompts")
-    shown: bool = length is not None if wanted is None else wanted
-    if shown and args["disable_log_requests"]:
-        name, value = ("max_log_len", length) if wanted is None else ("log_prompts", wanted)
-        raise ConfigError(name, value, "contradicts --disable-log-requests")
-    return shown
+    if args["disable_log_requests"]:
+        for name, value in (("log_prompts", wanted or None), ("max_log_len", length)):
+            if value is not None:
+                raise ConfigError(name, value, "contradicts --disable-log-requests")
+        return False
+    return wanted is not False
 
 
 def read_template(value: str | None) -> str | None:

@@ -241,6 +241,7 @@ def test_without_a_compiler_torch_serves_and_the_log_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setenv("HETERO_LLM_CACHE_DIR", str(tmp_path))  # where no library lies
     native.load.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):

@@ -222,7 +222,7 @@ def test_text_without_a_tokenizer(tiny_folder: Path) -> None:
         with pytest.raises(PromptError, match="^prompt 1: prompt='text': .*skip_tokenizer_init"):
             llm.generate([{"prompt_token_ids": [5]}, "text"], ids_only, use_tqdm=False)
         stopped = SamplingParams(stop="x")
-        with pytest.raises(SamplingError, match=r"^prompt 0: stop=\('x',\): needs a tokenizer"):
+        with pytest.raises(SamplingError, match=r"^prompt 0: stop=\['x'\]: needs a tokenizer"):
             llm.generate([{"prompt_token_ids": [5]}], stopped, use_tqdm=False)
         with pytest.raises(RequestError, match="^messages=.*tokenizer"):
             llm.chat([{"role": "user", "content": "x"}], ids_only, use_tqdm=False)

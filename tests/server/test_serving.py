@@ -131,8 +131,9 @@ def settings(**args: Any) -> ServerSettings:
     return settings_of(resolve_server_args(args))
 
 
-def test_prompts_are_logged_if_their_length_in_the_log_is_given() -> None:
-    assert not settings().log_prompts
+def test_prompts_are_logged_with_the_requests() -> None:
+    assert settings().log_prompts
+    assert not settings(log_prompts=False).log_prompts
     assert settings(log_prompts=True).log_prompts
     assert settings(max_log_len=0).log_prompts and settings(max_log_len=0).max_log_len == 0
     assert not settings(disable_log_requests=True).log_prompts
