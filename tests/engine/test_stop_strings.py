@@ -206,3 +206,20 @@ def test_a_beam_ends_where_a_sequence_does(
         if holds_stop(BYTE_LEVEL, request, output[:count])
     ]
     assert found == ([] if stop is None or num_tokens > len(output) else [num_tokens])
+
+
+def test_only_the_end_of_a_long_output_is_decoded_for_a_beam() -> None:
+    pushed: list[int] = []
+
+    class Counting:
+        def decode_stream(self, before: list[int], *, skip_special_tokens: bool) -> Counting:
+            return self
+
+        def push(self, token_id: int) -> str:
+            pushed.append(token_id)
+            return "x"
+
+    request = make_request("a", [1], SamplingParams(stop=["abcd"]), max_model_len=9999)
+    tokenizer: Any = Counting()
+    assert not holds_stop(tokenizer, request, [7] * 3000)
+    assert len(pushed) <= 64

@@ -369,7 +369,7 @@ class TestStart:
         assert start(target, "no/such/folder/here", draft_optional=True) is None
 
     def test_no_memory(self, target: Path, draft: Path) -> None:
-        expected = r"^gpu_memory_utilization=1e-09: gives 0 KV blocks of the free host memory, one sequence"
+        expected = r"^gpu_memory_utilization=1e-09: gives 0 KV blocks of the free host memory"
         with pytest.raises(ConfigError, match=expected):
             start(target, draft, gpu_memory_utilization=1e-9, speculative_max_model_len=50)
 
