@@ -292,8 +292,8 @@ class Bench:
             counted += self._figures() - before
             inner = self.switch.inner
             self.drafter_metrics = inner.metrics() if isinstance(inner, HybridDrafter) else {}
-            if "draft_first_accepted" in self.drafter_metrics:
-                firsts.append(self.drafter_metrics["draft_first_accepted"])
+            if "draft_first_accepted_rate" in self.drafter_metrics:
+                firsts.append(self.drafter_metrics["draft_first_accepted_rate"])
             outputs += found
             taken += seconds - first
             until_half += half - first

@@ -424,16 +424,15 @@ class Scheduler:
         """Collects the batch in flight for `schedule_next`, if the next step will most likely run
         the same sequences, each with one token and a draft. To be called while the device works,
         as the last call before its results; `schedule_next` then has to follow."""
-        self._collect_transfers()
         self._steady = None
         drafter = self._array_drafter
         if len(self._in_flight) != 1 or drafter is None or drafter.idle:
             return
-        flight = self._in_flight[0]
-        newcomers = self._waiting or self.loads or self._admitted or self._num_synchronous
-        if newcomers or flight.sequences != self._running:
+        if self._waiting or self.loads or self._admitted or self._num_synchronous:
             return
-        if flight.num_samples != [1] * len(flight.sequences):
+        self._collect_transfers()  # as `schedule` does, which is not called between such steps
+        flight = self._in_flight[0]
+        if flight.sequences != self._running or flight.num_samples != [1] * len(flight.sequences):
             return
         rows = drafter.rows_of(flight.sequences)
         if rows is not None:

@@ -458,7 +458,7 @@ class DraftModelProposer:
             "draft_timeouts": self._counts["timeouts"],
             "draft_waits": self._counts["waits"],
             "draft_wait_seconds": self._waited,
-            "draft_first_accepted": first_choice_rate(self._stats.table),
+            "draft_first_accepted_rate": first_choice_rate(self._stats.table),
             "draft_rejected_messages": self._counts["rejected"]
             + counters.corrupt
             + dropped["malformed"],
