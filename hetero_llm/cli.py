@@ -16,11 +16,10 @@ from hetero_llm import __version__
 from hetero_llm.commands.console import (
     EXIT_BROKEN_PIPE,
     EXIT_INTERRUPTED,
-    EXIT_USER_ERROR,
     PROGRAM,
     common_flags,
 )
-from hetero_llm.commands.deferred import DeferredParser, later
+from hetero_llm.commands.deferred import CommandParser, DeferredParser, later
 from hetero_llm.config.args import foreign_flags, nearest
 from hetero_llm.config.foreign_args import FOREIGN_ARGS
 from hetero_llm.core.errors import HeteroLLMError
@@ -40,12 +39,13 @@ _COMMANDS = (
     ("bench", "bench", "add_bench", "measure a server, or the engine here"),
     ("warmup", "warmup", "add_warmup", "compile everything that a first start would compile"),
     ("manifest", "manifest", "add_manifest", "write a model's checksums"),
+    ("completion", "completion", "add_completion", "write a completion script for a shell"),
     ("doctor", "doctor", "add_doctor", "show what this machine offers and what is missing"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 2 for a mistake of the user's."""
+    """Runs the command line and returns the exit code: 2 for a mistake of the user's."""
     parser = build_parser()
     options = _parse(parser, argv)
     verbose = getattr(options, "verbose", False)
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if verbose:
             traceback.print_exc()
         print(f"{PROGRAM}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -71,14 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command; `options.run` is the function of the chosen command."""
+    """The parser of the whole command; `options.run` is the function of the chosen command,
+    `options.program` this parser."""
     common = common_flags()
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=PROGRAM,
         description="Run large language models on the CPU and the GPU together.",
         parents=[common],
         allow_abbrev=False,
     )
+    parser.set_defaults(program=parser)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=DeferredParser

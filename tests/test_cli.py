@@ -15,7 +15,7 @@ import pytest
 import hetero_llm
 from hetero_llm import cli
 from hetero_llm.commands import demo
-from hetero_llm.config.args import resolve_engine_args
+from hetero_llm.config.args import ENGINE_ARGS, Status, resolve_engine_args
 from hetero_llm.core.errors import HeteroLLMError, ModelLoadError
 from hetero_llm.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from hetero_llm.core.sampling_params import SamplingParams
@@ -308,7 +308,11 @@ class TestErrors:
             (("generate", "--max-model", "4"), "(did you mean --max-model-len?)"),
             (("generate", "--max-tokens", "many"), "max_tokens='many': must be an integer"),
             (("generate", "--json", "--stream"), "not allowed with"),
-            (("sreve",), "invalid choice: 'sreve'"),
+            (("servee",), "invalid choice: 'servee'"),
+            (("servee",), "did you mean 'serve'?"),
+            (("bench", "sevre"), "did you mean 'serve'?"),
+            (("completion", "bush"), "did you mean 'bash'?"),
+            (("generate", "--max-model-len", "2.5K"), "suffix K; did you mean 2.5k?"),
             ((), "required: COMMAND"),
         ],
     )
@@ -354,6 +358,16 @@ def test_reader_that_leaves() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_help_shows_defaults_under_headings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Port to listen on; 0 for any (default: 8000)." in shown
+    assert "the manual" not in shown
+    groups = [spec.group for spec in ENGINE_ARGS if spec.status is Status.EFFECTIVE]
+    assert all(f" {group}: -" in shown for group in set(groups))
 
 
 def test_help_loads_nothing_heavy() -> None:

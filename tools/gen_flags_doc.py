@@ -42,11 +42,11 @@ nearest one.
 """
 
 DEVIATIONS = """\
-## Deviations from the manual's defaults
+## Deviations from TACO-LLM's defaults
 
 - `enable_prefix_caching` is **on**; `--no-enable-prefix-caching` switches it off.
 - `dtype="auto"` takes the checkpoint's type, except that float32 checkpoints become
-  **bfloat16** on the CPU and on GPUs that have it (the manual: float16), and that float16
+  **bfloat16** on the CPU and on GPUs that have it (TACO-LLM: float16), and that float16
   checkpoints become bfloat16 on the CPU, which has no fast float16 path.
 - `host` is **127.0.0.1**: a server is reachable from other machines only when that is set.
 - `trust_remote_code` stays off; with it, code that comes with a model or its tokenizer may run.

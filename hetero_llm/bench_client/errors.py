@@ -11,6 +11,8 @@ class ServerError(HeteroLLMError):
     `status`: the HTTP status; None if there was none or the stream had begun.
     """
 
+    exit_code = 1
+
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_llm.commands.console import note_neighbours
 from hetero_llm.commands.dataset_flags import DATASET_FLAGS, dataset_of
-from hetero_llm.commands.options import SERVER_FLAGS, add_rows, numbers, server_of, values_of
+from hetero_llm.commands.options import (
+    SERVER_FLAGS,
+    add_model_word,
+    add_rows,
+    chosen_model,
+    numbers,
+    server_of,
+    values_of,
+)
 from hetero_llm.config.args_spec import ArgSpec, Kind, effective, grouped
 from hetero_llm.core.errors import ConfigError, HeteroLLMError
 
@@ -128,8 +136,9 @@ def add_bench(parser: argparse.ArgumentParser, finish: Finish) -> None:
 
 
 def _add_serve(parser: argparse.ArgumentParser, finish: Finish) -> None:
+    add_model_word(parser, "name of the model to ask for")
     add_rows(parser, SERVE_ROWS)
-    parser.usage = "%(prog)s [--base-url URL] [options]"
+    parser.usage = "%(prog)s [MODEL] [--base-url URL] [options]"
     finish(parser, run_serve)
 
 
@@ -151,7 +160,7 @@ def run_serve(options: argparse.Namespace) -> int:
     """Measures a server. Returns the exit code: 1 if any request failed."""
     from hetero_llm.bench_client.serve import run_bench
 
-    values = values_of(SERVE_ROWS, options)
+    values = values_of(SERVE_ROWS, options) | {"model": chosen_model(options)}
     output = _output_of(values)
     bench = _bench_of(values, output)
     if output.save:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hetero_llm.commands.console import DEMO_MODEL, llm_class, note_neighbours
 from hetero_llm.commands.dataset_flags import DATASET_FLAGS, dataset_of
-from hetero_llm.commands.options import add_rows, values_of
+from hetero_llm.commands.options import add_model_word, add_rows, chosen_model, values_of
 from hetero_llm.config.args import add_engine_arguments, engine_args_from_namespace
 from hetero_llm.config.args_spec import ArgSpec, Kind, effective, grouped
 from hetero_llm.core.errors import ConfigError
@@ -44,18 +44,20 @@ _LATENCY_FLAGS: tuple[ArgSpec, ...] = grouped(
 
 def add_throughput(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `bench throughput`."""
+    _add_model(parser)
     add_rows(parser, (*DATASET_FLAGS, *_REQUEST_FLAGS))
     add_engine_arguments(parser)
-    parser.usage = "%(prog)s [--model MODEL] [options]"
+    parser.usage = "%(prog)s [MODEL] [options]"
     parser.epilog = "--seed is the engine's seed and draws the prompts, too."
     finish(parser, run_throughput)
 
 
 def add_latency(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `bench latency`."""
+    _add_model(parser)
     add_rows(parser, (*_LATENCY_FLAGS, *_REQUEST_FLAGS))
     add_engine_arguments(parser)
-    parser.usage = "%(prog)s [--model MODEL] [options]"
+    parser.usage = "%(prog)s [MODEL] [options]"
     parser.epilog = "--seed is the engine's seed and draws the prompts, too."
     finish(parser, run_latency)
 
@@ -66,11 +68,11 @@ def run_throughput(options: argparse.Namespace) -> int:
     from hetero_llm.bench_client.datasets import load_samples
 
     values = values_of((*DATASET_FLAGS, *_REQUEST_FLAGS), options)
-    engine_args = engine_args_from_namespace(options)
+    engine_args = _engine_args(options)
     dataset = dataset_of(values, chat=False, seed=engine_args.get("seed", 0))
     params = _params(values)
     note_neighbours()
-    with _llm(engine_args) as llm:
+    with llm_class()(**engine_args) as llm:
         samples = load_samples(dataset, values["num_prompts"], _counter(llm))
         figures = offline.run_throughput(llm, samples, params=params, use_tqdm=sys.stderr.isatty())
     _report(figures, values)
@@ -83,7 +85,7 @@ def run_latency(options: argparse.Namespace) -> int:
     from hetero_llm.bench_client.datasets import DatasetOptions
 
     values = values_of((*_LATENCY_FLAGS, *_REQUEST_FLAGS), options)
-    engine_args = engine_args_from_namespace(options)
+    engine_args = _engine_args(options)
     dataset = DatasetOptions(
         input_len=values["input_len"],
         output_len=values["output_len"],
@@ -92,7 +94,7 @@ def run_latency(options: argparse.Namespace) -> int:
     )
     params = _params(values)
     note_neighbours()
-    with _llm(engine_args) as llm:
+    with llm_class()(**engine_args) as llm:
         figures = offline.run_latency(
             llm,
             dataset,
@@ -105,8 +107,13 @@ def run_latency(options: argparse.Namespace) -> int:
     return 0
 
 
-def _llm(engine_args: dict[str, Any]) -> Any:
-    return llm_class()(**{"model": DEMO_MODEL, **engine_args})
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    add_model_word(parser, f"folder or Hugging Face name of the model (default: {DEMO_MODEL})")
+
+
+def _engine_args(options: argparse.Namespace) -> dict[str, Any]:
+    given = engine_args_from_namespace(options)
+    return {**given, "model": chosen_model(options) or DEMO_MODEL}
 
 
 def _counter(llm: Any) -> Callable[[str], int] | None:

@@ -13,8 +13,16 @@ from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hetero_llm.bench_client.errors import ServerError
 from hetero_llm.commands.console import EXIT_INTERRUPTED, llm_class, write
-from hetero_llm.commands.options import SERVER_FLAGS, add_rows, server_of, values_of
+from hetero_llm.commands.options import (
+    SERVER_FLAGS,
+    add_model_word,
+    add_rows,
+    chosen_model,
+    server_of,
+    values_of,
+)
 from hetero_llm.config.args import add_engine_arguments, add_flags, engine_args_from_namespace
 from hetero_llm.config.args_sampling import SAMPLING_ARGS
 from hetero_llm.config.args_spec import ArgSpec, Kind, effective, grouped
@@ -91,6 +99,9 @@ class Model(Protocol):
     """Answers prompts (text) and conversations (messages). Ctrl-C ends an answer, not the
     program."""
 
+    def connect(self) -> None:
+        """Raises ServerError if nobody would answer."""
+
     def answer(self, request: str | Messages, write: Write) -> Answer: ...
 
 
@@ -99,21 +110,27 @@ class Model(Protocol):
 
 def add_chat(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `chat`."""
+    add_model_word(parser, "folder or Hugging Face name of a model to run here")
     add_rows(parser, (*_CHAT_FLAGS, *_SHOW_FLAGS))
     _add_common(parser)
-    parser.usage = "%(prog)s [--base-url URL | --model MODEL] [options]"
-    parser.epilog = f"In the conversation: {HELP}. Without --model a server answers."
+    parser.usage = "%(prog)s [MODEL | --base-url URL] [options]"
+    parser.epilog = f"In the conversation: {HELP}. Without MODEL a server answers."
     finish(parser, run_chat)
 
 
 def add_complete(parser: argparse.ArgumentParser, finish: Finish) -> None:
     """Fills the parser of `complete`."""
-    parser.add_argument("prompt_words", metavar="PROMPT", nargs="?", help="the prompt")
+    parser.add_argument(
+        "words",
+        metavar="[MODEL] PROMPT",
+        nargs="*",
+        help="the prompt; before it, or beside --prompt, a model to run here, as --model",
+    )
     add_rows(parser, (*_COMPLETE_FLAGS, *_SHOW_FLAGS))
     _add_common(parser)
-    parser.usage = "%(prog)s [PROMPT] [--base-url URL | --model MODEL] [options]"
+    parser.usage = "%(prog)s [[MODEL] PROMPT] [--base-url URL] [options]"
     parser.epilog = (
-        f"Without --model a server answers; at most {_COMPLETE_TOKENS} tokens unless --max-tokens "
+        f"Without MODEL a server answers; at most {_COMPLETE_TOKENS} tokens unless --max-tokens "
         "says otherwise."
     )
     finish(parser, run_complete)
@@ -131,9 +148,10 @@ def run_chat(options: argparse.Namespace) -> int:
     """Runs a conversation until the end of the input or /quit."""
     values = values_of((*_CHAT_FLAGS, *_SHOW_FLAGS), options)
     interactive = sys.stdin.isatty()
-    if interactive:
-        write(f"({HELP})\n")
     with _open_model(options, {}, values["chat_template"]) as model:
+        model.connect()
+        if interactive:
+            write(f"({HELP})\n")
         converse(
             model,
             system=values["system"],
@@ -149,7 +167,7 @@ def run_chat(options: argparse.Namespace) -> int:
 def run_complete(options: argparse.Namespace) -> int:
     """Streams the continuation of one prompt."""
     values = values_of((*_COMPLETE_FLAGS, *_SHOW_FLAGS), options)
-    prompt = _prompt(options.prompt_words, values["prompt"])
+    options.model_tag, prompt = _model_and_prompt(options.words, values["prompt"])
     with _open_model(options, {"max_tokens": _COMPLETE_TOKENS}, None) as model:
         answer = model.answer(prompt, write)
     write("\n")
@@ -158,15 +176,21 @@ def run_complete(options: argparse.Namespace) -> int:
     return EXIT_INTERRUPTED if answer.interrupted else 0
 
 
-def _prompt(positional: str | None, flag: str | None) -> str:
-    if positional is not None and flag is not None:
-        raise ConfigError("prompt", flag, "is given twice, as an argument and as a flag")
-    prompt = positional if positional is not None else flag
-    if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read()
-    if not prompt:
-        raise ConfigError("prompt", prompt, "give an argument, --prompt or standard input")
-    return prompt
+def _model_and_prompt(words: Sequence[str], flag: str | None) -> tuple[str | None, str]:
+    """The model, if one is named, and the prompt: the last word, `flag`, or standard input.
+
+    Raises:
+        HeteroLLMError: there are too many words, or there is no prompt.
+    """
+    given = [*words] if flag is None else [*words, flag]
+    if not given and not sys.stdin.isatty():
+        given = [sys.stdin.read()]
+    if len(given) > 2:
+        shown = ", ".join(map(repr, given))
+        raise HeteroLLMError(f"expected [MODEL] PROMPT, got {shown}: quote a prompt of many words")
+    if not given or not given[-1]:
+        raise HeteroLLMError("no prompt: give an argument, --prompt or standard input")
+    return (given[0] if len(given) > 1 else None), given[-1]
 
 
 # the conversation
@@ -249,17 +273,19 @@ def _note(line: str) -> None:
 def _open_model(
     options: argparse.Namespace, defaults: Mapping[str, Any], template: str | None
 ) -> Iterator[Model]:
-    """The model that --model names, in this process; without --model that of a server."""
+    """The model that MODEL or --model names, in this process; without one that of a server."""
     given = vars(options)
     sampling = dict(defaults)
     sampling |= {row.name: given[row.name] for row in _SAMPLING_ROWS if row.name in given}
     engine_args = engine_args_from_namespace(options)
+    engine_args.pop("model", None)
+    name = chosen_model(options)
     rows = (*SERVER_FLAGS, *_WHERE_FLAGS)
-    if "model" in engine_args:
+    if name is not None:
         for row in rows:
             if row.name in given:
                 raise ConfigError(row.name, given[row.name], "is for servers, not for --model")
-        with llm_class()(**engine_args) as llm:
+        with llm_class()(model=name, **engine_args) as llm:
             from hetero_llm.engine.default_sampling import with_defaults
 
             own = {"max_tokens": None, **llm.default_sampling}
@@ -268,9 +294,9 @@ def _open_model(
         return
     if template is not None:
         raise ConfigError("chat_template", template, "needs --model: a server has its own")
-    for name, value in engine_args.items():
-        if name != "seed":
-            raise ConfigError(name, value, "needs --model: without it a server answers")
+    for field, value in engine_args.items():
+        if field != "seed":
+            raise ConfigError(field, value, "needs --model: without it a server answers")
         sampling["seed"] = value
     values = values_of(rows, options)
     yield ServedModel(server_of(values), values["model_name"], sampling)
@@ -290,6 +316,9 @@ class LocalModel:
         self._llm = llm
         self._params = params
         self._template = template
+
+    def connect(self) -> None:
+        """The model is in this process."""
 
     def answer(self, request: str | Messages, write: Write) -> Answer:
         prompt: Any = request if isinstance(request, str) else self._rendered(request)
@@ -341,6 +370,27 @@ class ServedModel:
         self._server = server
         self._model = model
         self._sampling = sampling
+
+    def connect(self) -> None:
+        """Asks the server for its models, and takes the first one if none was named.
+
+        Raises:
+            ServerError: nobody answers, or the server names no model.
+        """
+        try:
+            name = asyncio.run(self._first_model())
+        except ServerError as error:
+            if self._model is None or error.status is None:
+                raise
+            return  # it answers; whether it knows the model will be seen
+        if self._model is None:
+            self._model = name
+
+    async def _first_model(self) -> str:
+        from hetero_llm.bench_client.client import first_model, open_session
+
+        async with open_session(self._server) as session:
+            return await first_model(session, self._server)
 
     def answer(self, request: str | Messages, write: Write) -> Answer:
         texts: list[str] = []

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
+
+from hetero_llm.config.args import nearest
+
+_WRONG_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
 
 Fill = Callable[["DeferredParser"], None]
 
 
-class DeferredParser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
+    """A parser that names the nearest choice when a command, or another choice, is misspelt."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with exit code 2."""
+        found = _WRONG_CHOICE.search(message)
+        guess = nearest(found[1], re.findall(r"[\w-]+", found[2])) if found else None
+        super().error(message if guess is None else f"{message}; did you mean {guess!r}?")
+
+
+class DeferredParser(CommandParser):
     """A parser that calls `fill` to add its flags when it is first used; `words` is the command
     line by then."""
 
@@ -26,6 +41,19 @@ class DeferredParser(argparse.ArgumentParser):
             self.words = args
             fill(self)
         return super().parse_known_args(args, namespace)
+
+
+def fill_all(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of a command and of all commands below it, without those of vLLM that are
+    added for a command line which names them."""
+    if isinstance(parser, DeferredParser) and parser.fill is not None:
+        fill, parser.fill = parser.fill, None
+        parser.words = ()
+        fill(parser)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                fill_all(command)
 
 
 def finish(parser: argparse.ArgumentParser, run: Any) -> None:

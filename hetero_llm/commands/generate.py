@@ -17,6 +17,7 @@ from hetero_llm.commands.console import (
     stream_text,
     write,
 )
+from hetero_llm.commands.options import add_model_word, chosen_model
 from hetero_llm.config.args import (
     ENGINE_ARGS,
     add_engine_arguments,
@@ -25,7 +26,7 @@ from hetero_llm.config.args import (
 )
 from hetero_llm.config.args_sampling import SAMPLING_ARGS
 from hetero_llm.config.args_spec import Kind
-from hetero_llm.core.errors import ConfigError
+from hetero_llm.core.errors import ConfigError, HeteroLLMError
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.utils.files import MIB, read_bytes
 
@@ -38,12 +39,7 @@ _EARLY_STOPPING_WORDS: dict[str, bool | str] = {"true": True, "false": False}
 
 def add_generate(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> None:
     """Fills the parser of `generate`."""
-    parser.add_argument(
-        "model_tag",
-        metavar="MODEL",
-        nargs="?",
-        help=f"folder or Hugging Face name of the model, as --model (default: {DEMO_MODEL})",
-    )
+    add_model_word(parser, f"folder or Hugging Face name of the model (default: {DEMO_MODEL})")
     prompts = parser.add_argument_group("Prompts")
     prompts.add_argument("--prompt", action="append", default=[], help="a prompt; repeatable")
     prompts.add_argument(
@@ -65,7 +61,7 @@ def add_generate(parser: argparse.ArgumentParser, finish: Callable[..., None]) -
             add_flags(sampling, spec)
     add_engine_arguments(parser)
     parser.epilog = (
-        "More flags of the manual are accepted without effect, or wait for their feature: "
+        "More flags of TACO-LLM and vLLM are accepted without effect, or wait for their feature: "
         "docs/flags.md lists them all."
     )
     parser.usage = "%(prog)s [MODEL] [--prompt PROMPT] [options]"
@@ -77,11 +73,11 @@ def run_generate(options: argparse.Namespace) -> int:
     from hetero_llm.engine.default_sampling import with_defaults
 
     engine_args = engine_args_from_namespace(options)
-    model = _chosen_model(options.model_tag, engine_args.pop("model", None))
+    engine_args["model"] = chosen_model(options) or DEMO_MODEL
     given = _sampling_given(options)
     _check_output(options, SamplingParams(**given))
     prompts = _prompts(options)
-    with llm_class()(model, **engine_args) as llm:
+    with llm_class()(**engine_args) as llm:
         params = SamplingParams(**with_defaults(llm.default_sampling, given))
         if options.stream:
             for index, prompt in enumerate(prompts):
@@ -102,12 +98,6 @@ def run_generate(options: argparse.Namespace) -> int:
 def _was_interrupted(output: RequestOutput) -> bool:
     """Whether Ctrl-C ended `generate`, which then returns unfinished outputs."""
     return any(one.finish_reason == "abort" for one in output.outputs)
-
-
-def _chosen_model(positional: str | None, flag: str | None) -> str:
-    if positional is not None and flag is not None and positional != flag:
-        raise ConfigError("model", flag, f"contradicts the first argument, {positional!r}")
-    return positional or flag or DEMO_MODEL
 
 
 def _sampling_given(options: argparse.Namespace) -> dict[str, Any]:
@@ -141,7 +131,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     if not prompts and not sys.stdin.isatty():
         prompts = [_prompt_in("-")]
     if not prompts:
-        raise ConfigError("prompt", None, "give --prompt, --prompt-file or standard input")
+        raise HeteroLLMError("no prompt: give --prompt, --prompt-file or standard input")
     return prompts
 
 

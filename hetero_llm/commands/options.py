@@ -6,7 +6,6 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from hetero_llm.config.args import add_flags
@@ -38,18 +37,31 @@ SERVER_FLAGS: tuple[ArgSpec, ...] = grouped(
 
 
 def add_rows(parser: argparse.ArgumentParser, rows: Sequence[ArgSpec]) -> None:
-    """Adds a flag for each `ArgSpec`, under its heading, with its default in the help."""
+    """Adds a flag for each `ArgSpec`, under its heading."""
     groups: dict[str, Any] = {}
     for row in rows:
         if row.group not in groups:
             groups[row.group] = parser.add_argument_group(row.group)
-        add_flags(groups[row.group], replace(row, help=_with_default(row)))
+        add_flags(groups[row.group], row)
 
 
-def _with_default(row: ArgSpec) -> str:
-    if row.default in (None, False, ()):
-        return row.help
-    return f"{row.help.removesuffix('.')} (default: {row.default})."
+def add_model_word(
+    parser: argparse.ArgumentParser, text: str = "folder or Hugging Face name of the model"
+) -> None:
+    """Adds the first argument MODEL, which may be left out; `chosen_model` reads it."""
+    parser.add_argument("model_tag", metavar="MODEL", nargs="?", help=f"{text}, as --model")
+
+
+def chosen_model(options: argparse.Namespace) -> str | None:
+    """The model that the first argument or --model names; None if neither is given.
+
+    Raises:
+        ConfigError: they name two models.
+    """
+    word, flag = options.model_tag, getattr(options, "model", None)
+    if word is not None and flag not in (None, word):
+        raise ConfigError("model", flag, f"contradicts the first argument, {word!r}")
+    return word if flag is None else flag
 
 
 def values_of(rows: Sequence[ArgSpec], options: argparse.Namespace) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hetero_llm.commands import angel
+from hetero_llm.commands.options import add_model_word, chosen_model
 from hetero_llm.config.args import (
     ARGS,
     SERVER_ARGS,
@@ -27,7 +28,7 @@ from hetero_llm.config.args import (
     spec_of,
 )
 from hetero_llm.config.args_spec import ArgSpec, Kind, Scope, from_text
-from hetero_llm.core.errors import ConfigError
+from hetero_llm.core.errors import ConfigError, HeteroLLMError
 from hetero_llm.utils import env
 from hetero_llm.utils.files import MIB, read_text
 
@@ -57,12 +58,7 @@ def add_run(parser: argparse.ArgumentParser, finish: Finish) -> None:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model_tag",
-        metavar="MODEL",
-        nargs="?",
-        help="folder or Hugging Face name of the model, as --model",
-    )
+    add_model_word(parser)
     add_engine_arguments(parser, SERVER_ARGS)
     add_engine_arguments(parser)
     parser.usage = "%(prog)s MODEL [options]"
@@ -93,7 +89,7 @@ def _serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> in
         if error.name is None or error.name.startswith("hetero_llm"):
             raise  # ours: nothing to install
         reason = f"the server needs {error.name}: pip install 'hetero-llm[server]'"
-        raise ConfigError("serve", error.name, reason) from None
+        raise HeteroLLMError(reason) from None
     return serve(engine_args, checked)
 
 
@@ -113,18 +109,16 @@ def gather(
         ConfigError: a name is unknown, or the configuration file cannot be read.
     """
     flags = {name: value for name, value in vars(options).items() if _is_known(name)}
-    if options.model_tag is not None:
-        if flags.get("model", options.model_tag) != options.model_tag:
-            reason = f"contradicts the first argument, {options.model_tag!r}"
-            raise ConfigError("model", flags["model"], reason)
-        flags["model"] = options.model_tag
+    model = chosen_model(options)
+    if model is not None:
+        flags["model"] = model
     from_variables = _read_variables(variables)
     file = flags.get("config", from_variables.get("config"))
     from_file = {} if file is None else _read_file(Path(file))
     given = {**last, **from_file, **from_variables, **flags}
     if "api_key" in last and given["api_key"] is last["api_key"]:
         logger.warning("requests need the API key of VLLM_API_KEY")
-    given = {name: _listed(spec_of(name), value) for name, value in given.items()}
+    given = {name: _read_value(spec_of(name), value) for name, value in given.items()}
     if "model" not in given:
         swallowed = "; --served-model-name takes all words behind it: write MODEL before it"
         hint = swallowed if "served_model_name" in flags else ""
@@ -191,8 +185,11 @@ def _is_words(spec: ArgSpec, text: str) -> bool:
     return spec.kind is Kind.LIST and not text.startswith("[")
 
 
-def _listed(spec: ArgSpec | None, value: Any) -> Any:
-    """Converts a list that is written as JSON, as vLLM's CORS flags are: '["*"]'."""
+def _read_value(spec: ArgSpec | None, value: Any) -> Any:
+    """Converts a list that is written as JSON, as vLLM's CORS flags are: '["*"]', and a file's
+    number with a suffix, such as 10k."""
+    if spec is not None and spec.suffixes and isinstance(value, str):
+        return from_text(spec, value)
     if spec is None or spec.kind is not Kind.LIST:
         return value
     words = [value] if isinstance(value, str) else value

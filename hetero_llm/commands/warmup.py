@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_llm.commands.console import DEMO_MODEL, llm_class, write
+from hetero_llm.commands.options import add_model_word, chosen_model
 from hetero_llm.config.args import add_engine_arguments, engine_args_from_namespace
 from hetero_llm.core.errors import ConfigError, HeteroLLMError
 from hetero_llm.utils import cache_folder, compile_progress
@@ -38,12 +39,7 @@ on this machine's device."""
 
 def add_warmup(parser: argparse.ArgumentParser, finish: Callable[..., None]) -> None:
     """Fills the parser of `warmup`."""
-    parser.add_argument(
-        "model_tag",
-        metavar="MODEL",
-        nargs="?",
-        help="folder or Hugging Face name of a model to warm up as well",
-    )
+    add_model_word(parser, "folder or Hugging Face name of a model to warm up as well")
     add_engine_arguments(parser)
     parser.usage = "%(prog)s [MODEL] [options]"
     finish(parser, run_warmup)
@@ -56,10 +52,8 @@ def run_warmup(options: argparse.Namespace) -> int:
         HeteroLLMError: a library cannot be compiled, or the model cannot be served.
     """
     engine_args = engine_args_from_namespace(options)
-    flag = engine_args.pop("model", None)
-    model = options.model_tag or flag
-    if flag not in (None, model):
-        raise ConfigError("model", flag, f"contradicts the first argument, {model!r}")
+    engine_args.pop("model", None)
+    model = chosen_model(options)
     if model is None and engine_args:
         name, value = next(iter(engine_args.items()))
         raise ConfigError(name, value, "needs a MODEL to be warmed up with it")

@@ -140,15 +140,24 @@ def add_engine_arguments(
 
 
 def add_flags(group: argparse._ArgumentGroup, spec: ArgSpec) -> None:
-    """Add an argument's flags in every spelling. A flag that is not given leaves no attribute."""
+    """Adds an argument's flags in every spelling, the default in the help. A flag that is not given
+    leaves no attribute."""
     hyphened = [n.replace("_", "-") for n in (spec.name, *spec.aliases)]
     underscored = [n for n in (spec.name, *spec.aliases) if "_" in n]
-    shown = spec.help.replace("%", "%%") if spec.status is Status.EFFECTIVE else argparse.SUPPRESS
+    effective = spec.status is Status.EFFECTIVE
+    shown = _with_default(spec).replace("%", "%%") if effective else argparse.SUPPRESS
     _add_spelling(group, spec, [*spec.short, *(f"--{n}" for n in hyphened)], shown)
     if underscored:
         _add_spelling(group, spec, [f"--{n}" for n in underscored], argparse.SUPPRESS)
         if spec.kind is Kind.BOOL:
             _add_negation(group, spec, [f"--no_{n}" for n in underscored])
+
+
+def _with_default(spec: ArgSpec) -> str:
+    if spec.default in (None, (), {}) or spec.default is False:
+        return spec.help
+    shown = str(spec.default).lower() if spec.kind is Kind.BOOL else spec.default
+    return f"{spec.help.removesuffix('.')} (default: {shown})."
 
 
 def foreign_flags(arg: ForeignArg) -> list[str]:

@@ -61,7 +61,7 @@ OFFLOAD = grouped(
         "apc_offload_lookahead",
         _INT,
         2,
-        "Groups of layers of one load that are submitted ahead of the copies. Not in the manual.",
+        "Groups of layers of one load that are submitted ahead of the copies. Not in TACO-LLM.",
         minimum=1,
         maximum=_LARGEST,
     ),
@@ -70,7 +70,7 @@ OFFLOAD = grouped(
         _INT,
         32,
         "Most MiB of loads that are submitted and not yet copied: so long may another copy to the "
-        "GPU have to wait. Not in the manual.",
+        "GPU have to wait. Not in TACO-LLM.",
         minimum=1,
         maximum=1 << 20,
     ),
@@ -79,7 +79,7 @@ OFFLOAD = grouped(
         _STR,
         "victim",
         "When a block is copied to host memory: 'victim' when it is about to leave the GPU, "
-        "'write_through' as soon as it is full. Not in the manual.",
+        "'write_through' as soon as it is full. Not in TACO-LLM.",
         choices=("victim", "write_through"),
     ),
     effective(
@@ -88,8 +88,8 @@ OFFLOAD = grouped(
         "slru",
         "Which block leaves host memory when it is full: 'lru' the one unused for longest, 'slru' "
         "the same, but those used once before those used again, 'cost' the one that is cheapest "
-        "to compute for how often it is used. Never one before those that follow it. Not in the "
-        "manual.",
+        "to compute for how often it is used. Never one before those that follow it. Not in "
+        "TACO-LLM.",
         choices=("lru", "slru", "cost"),
     ),
     effective(
@@ -97,7 +97,7 @@ OFFLOAD = grouped(
         _INT,
         None,
         "Shorter hits in host memory are computed again; by default a hit is loaded where that is "
-        "faster. Not in the manual.",
+        "faster. Not in TACO-LLM.",
         minimum=0,
         maximum=_LARGEST,
     ),
@@ -106,7 +106,7 @@ OFFLOAD = grouped(
         _BOOL,
         True,
         "Serve while the host memory is still being pinned: the pool grows in the background. Not "
-        "in the manual.",
+        "in TACO-LLM.",
     ),
 )
 
@@ -202,7 +202,7 @@ SPECULATIVE = grouped(
         "What the draft worker does while its last drafts are verified: 'enumerate' drafts for the "
         "likeliest outcomes, and what is not there in time is not waited for; 'off' drafts for "
         "what is committed only, and the engine waits; 'auto' does both as far as it pays. Not in "
-        "the manual.",
+        "TACO-LLM.",
         choices=("auto", "off", "enumerate"),
     ),
     effective(
@@ -210,7 +210,7 @@ SPECULATIVE = grouped(
         _FLOAT,
         None,
         "Longest that a step waits for the draft worker; by default twice what it took lately, at "
-        "most 2 ms. Not in the manual.",
+        "most 2 ms. Not in TACO-LLM.",
         above=0,
         maximum=10_000,
     ),
@@ -219,7 +219,7 @@ SPECULATIVE = grouped(
         _INT,
         None,
         "Threads of the draft worker, a core each; by default all that nothing else needs. Not in "
-        "the manual.",
+        "TACO-LLM.",
         minimum=1,
     ),
     effective(
@@ -227,14 +227,14 @@ SPECULATIVE = grouped(
         _STR,
         "auto",
         "How the draft worker holds weights: 'int8', 'bfloat16' or 'float32'; 'auto' is int8 where "
-        "the native executor runs the model, else bfloat16. Not in the manual.",
+        "the native executor runs the model, else bfloat16. Not in TACO-LLM.",
         choices=("auto", "int8", "bfloat16", "float32"),
     ),
     effective(
         "draft_optional",
         _BOOL,
         False,
-        "Serve without drafts if the draft model cannot be loaded. Not in the manual.",
+        "Serve without drafts if the draft model cannot be loaded. Not in TACO-LLM.",
     ),
     effective(
         "speculative_config",
@@ -243,7 +243,7 @@ SPECULATIVE = grouped(
         "vLLM's mapping instead of single flags: method 'ngram' with num_speculative_tokens, "
         "prompt_lookup_max and prompt_lookup_min (5 and 5; one alone stands for both), method "
         "'lookahead' with config_dir and the keys of lookahead_cache_config.json, or method "
-        "'draft_model' with model and num_speculative_tokens. Not in the manual.",
+        "'draft_model' with model and num_speculative_tokens. Not in TACO-LLM.",
         short=("-sc",),
     ),
     not_yet(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -59,7 +60,7 @@ class Kind(Enum):
     """A Python object; has no flag."""
 
 
-# large: one field for each property that an argument of the manual may have
+# large: one field for each property that an argument may have
 @dataclass(frozen=True, slots=True)
 class ArgSpec:
     """One argument of the engine or of the server.
@@ -70,15 +71,16 @@ class ArgSpec:
             is the default.
         help: One or two lines for `--help` and docs/flags.md.
         choices: The values accepted; empty for any.
-        later_choices: Values of the manual that a later version will accept.
+        later_choices: Values of TACO-LLM or vLLM that a later version will accept.
         above: Exclusive lower bound; `minimum` and `maximum` are inclusive.
         feature: NOT_YET only: what is missing, as the subject of "... is not available yet".
         harmless: Values besides the default that mean the same as the default.
         reason: OBSOLETE only: why nothing needs the argument.
-        aliases: Other Python names, as the manual or its relatives spell them.
+        aliases: Other Python names, as TACO-LLM, vLLM or their relatives spell them.
         short: Short flags, such as `-tp`.
         optional_value: BOOL only: the flag may be followed by `true` or `false`.
         many_words: LIST only: several words may follow the flag.
+        suffixes: INT only: text may end in k, m, g, t (powers of 1000) or K, M, G, T (of 1024).
         group: Heading in `--help` and in the documentation.
     """
 
@@ -101,6 +103,7 @@ class ArgSpec:
     required: bool = False
     optional_value: bool = False
     many_words: bool = False
+    suffixes: bool = False
     group: str = ""
 
     @property
@@ -297,6 +300,8 @@ _CONVERTERS: dict[Kind, Callable[[ArgSpec, Any], Any]] = {
 
 # Conversion of command-line words.
 
+_SUFFIXES = "kmgt"
+_WITH_SUFFIX = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKmMgGtT])")
 _TRUE_WORDS = ("true", "1", "yes", "on")
 _FALSE_WORDS = ("false", "0", "no", "off")
 
@@ -313,10 +318,28 @@ def _parse_bool(spec: ArgSpec, text: str) -> bool:
 
 
 def _parse_int(spec: ArgSpec, text: str) -> int:
+    found = _WITH_SUFFIX.fullmatch(text.strip()) if spec.suffixes else None
+    if found is not None:
+        return _scaled(spec, text, found[1], found[2])
     try:
         return int(text)
     except ValueError:
         _must_be(spec, text, "an integer")
+
+
+def _scaled(spec: ArgSpec, text: str, number: str, suffix: str) -> int:
+    """`10k` is 10,000, `10K` is 10,240 and `25.6k` is 25,600, as in vLLM."""
+    power = _SUFFIXES.index(suffix.lower()) + 1
+    whole, _, part = number.partition(".")
+    if suffix.islower():
+        scaled, rest = divmod(int(whole + part) * 1000**power, 10 ** len(part))
+        if rest:
+            _must_be(spec, text, "an integer")
+        return scaled
+    if part:
+        reason = f"a fraction cannot have the suffix {suffix}; did you mean {text.strip().lower()}?"
+        raise ConfigError(spec.name, text, reason)
+    return int(whole) * 1024**power
 
 
 def _parse_float(spec: ArgSpec, text: str) -> float:

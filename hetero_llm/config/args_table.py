@@ -48,7 +48,7 @@ _MODEL = grouped(
         _STR,
         "auto",
         "What computes the model: 'native' is our implementation, 'transformers' the class of that "
-        "library with our attention; 'auto' is the first where there is one. Not in the manual.",
+        "library with our attention; 'auto' is the first where there is one. Not in TACO-LLM.",
         choices=("auto", "native", "transformers"),
     ),
     effective("download_dir", Kind.PATH, None, "Where to download; default: Hugging Face cache."),
@@ -69,7 +69,7 @@ _MODEL = grouped(
         _BOOL,
         False,
         "Read pickled weights (*.bin, *.pt) where there are no safetensors files. Nothing but "
-        "tensors is unpickled, but the format invites attacks. Not in the manual.",
+        "tensors is unpickled, but the format invites attacks. Not in TACO-LLM.",
     ),
     effective(
         "model_sha256",
@@ -77,7 +77,7 @@ _MODEL = grouped(
         None,
         "Manifest of the model's files, as sha256sum writes it, or the SHA-256 of the file "
         "SHA256SUMS in the model's folder: nothing else is served. `hetero-llm manifest` writes "
-        "one. Not in the manual.",
+        "one. Not in TACO-LLM.",
     ),
     effective(
         "config_format",
@@ -132,6 +132,7 @@ _MODEL = grouped(
         None,
         "Longest context (prompt and output); default: what the model was made for.",
         minimum=1,
+        suffixes=True,
     ),
     effective(
         "rope_scaling",
@@ -340,6 +341,7 @@ _SCHEDULING = grouped(
         None,
         "Most tokens in one step; default: chosen for the device.",
         minimum=1,
+        suffixes=True,
     ),
     effective(
         "max_num_seqs",
@@ -382,7 +384,7 @@ _SCHEDULING = grouped(
         _BOOL,
         False,
         "Compute each row in the same way whatever shares its batch: slower, but the output "
-        "does not depend on other requests. Not in the manual.",
+        "does not depend on other requests. Not in TACO-LLM.",
     ),
     effective("disable_log_stats", _BOOL, False, "Log no throughput statistics."),
     not_yet(

@@ -43,7 +43,12 @@ def refuse_later(field: str, value: Any, feature: str) -> None:
 
 
 class HeteroLLMError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose.
+
+    `exit_code`: that of a command which the error ends; 2 is a mistake of the user's.
+    """
+
+    exit_code = 2
 
 
 class ConfigError(HeteroLLMError, ValueError):

@@ -59,7 +59,7 @@ def parse_prompts(value: Any, limits: Limits) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if not value:
-        raise invalid("prompt", "prompt=[]: is empty")
+        raise invalid("prompt", "prompt must not be empty")
     if type(value[0]) is int:
         _check_ids(value, "prompt")
         return [value]
@@ -68,7 +68,7 @@ def parse_prompts(value: Any, limits: Limits) -> list[str | list[int]]:
     for index, item in enumerate(value):
         if isinstance(item, list):
             if not item:
-                raise invalid("prompt", f"prompt[{index}]=[]: is empty")
+                raise invalid("prompt", f"prompt[{index}] must not be empty")
             _check_ids(item, f"prompt[{index}]")
         elif not isinstance(item, str):
             raise invalid(
@@ -292,7 +292,7 @@ def checked_messages(
     if messages is None:
         raise invalid("messages", "messages is required", "missing_required_parameter")
     if not messages:
-        raise invalid("messages", "messages=[]: is empty")
+        raise invalid("messages", "messages must not be empty")
     if len(messages) > limits.messages:
         raise invalid(
             "messages", f"messages: {len(messages)}, at most {limits.messages} are accepted"

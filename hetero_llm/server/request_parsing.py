@@ -58,6 +58,16 @@ _SCANNED_AT_ONCE = 1 << 16
 _ITEMS_LOOKED_AT = 4096
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _WHERE = re.compile(r" - at `(.*)`$")
+_TYPES = re.compile(r"Expected `([^`]+)`, got `([^`]+)`")
+_TYPE_WORDS = {
+    "array": "a list",
+    "bool": "a boolean",
+    "float": "a number",
+    "int": "an integer",
+    "null": "null",
+    "object": "an object",
+    "str": "a string",
+}
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
 _TIMEOUT_HEADER = "x-request-timeout-ms"
@@ -358,11 +368,22 @@ def _type_mistake(text: str) -> ApiError:
     if missing:
         name = f"{where}.{missing[1]}" if where else missing[1]
         return invalid(name, f"{name} is required", "missing_required_parameter")
-    reason = _WHERE.sub("", text)
-    reason = reason[:1].lower() + reason[1:]
+    reason = _in_words(_WHERE.sub("", text))
     if not where:
         return invalid(None, f"the body: {reason}", "invalid_type")
     return invalid(where, f"{where}: {reason}", "invalid_type")
+
+
+def _in_words(reason: str) -> str:
+    """msgspec's "Expected `array | null`, got `str`" as "must be a list, not a string"."""
+    found = _TYPES.fullmatch(reason)
+    if found is None:
+        return reason[:1].lower() + reason[1:]
+    wanted = [_TYPE_WORDS.get(word, word) for word in found[1].split(" | ") if word != "null"]
+    *head, last = wanted
+    either = f"{', '.join(head)} or {last}" if head else last
+    got = "a fraction" if found[2] == "float" else _TYPE_WORDS.get(found[2], found[2])
+    return f"must be {either}, not {got}"
 
 
 def _not_json(body: bytes, reason: str) -> ApiError:
@@ -610,6 +631,6 @@ def _short_text(name: str, text: str | None, limit: int) -> None:
     if text is None:
         return
     if not text and name != "stop":  # SamplingParams says it about stop strings
-        raise invalid(name, f"{name}='': must not be empty")
+        raise invalid(name, f"{name} must not be empty")
     if len(text) > limit:
         raise invalid(name, f"{name}: {len(text)} characters, at most {limit} are accepted")

@@ -87,7 +87,7 @@ class ApiTokenizer:
         """
         tokenizer = self.require(param)
         if not text:
-            raise invalid(param, f"{param}='': is empty")
+            raise invalid(param, f"{param} must not be empty")
         self.check_length(len(text), truncated=truncated, param=param)
         return await self.threads.run(
             lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens), size=len(text)

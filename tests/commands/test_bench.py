@@ -245,14 +245,15 @@ def test_a_failing_warm_up_ends_the_bench(capsys: pytest.CaptureFixture[str]) ->
         reply.json({"error": {"message": "no such model"}}, 404)
 
     with server(refuse) as (seen, command):
-        assert cli.main([*command, *SHORT, "--num-warmups", "1"]) == 2
+        assert cli.main([*command, *SHORT, "--num-warmups", "1"]) == 1
     assert "warm-up request failed: HTTP 404: no such model" in capsys.readouterr().err
     assert len(generations(seen)) == 1
 
 
 def test_reused_prompts() -> None:
     with server() as (seen, command):
-        assert cli.main([*command, *SHORT, "--runs", "3", "--reuse-prompts"]) == 0
+        assert cli.main([*command, "mine", *SHORT, "--runs", "3", "--reuse-prompts"]) == 0
+    assert {request.body["model"] for request in generations(seen)} == {"mine"}
     prompts = [tuple(request.body["prompt"]) for request in generations(seen)]
     assert (len(prompts), len(set(prompts))) == (12, 4)
 
@@ -391,9 +392,9 @@ def test_throughput_command(
     fake_llm: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "t.json"
-    arguments = ("--num-prompts", "5", "--input-len", "7", "--output-len", "3", "--model", "m",
+    arguments = ("--num-prompts", "5", "--input-len", "7", "--output-len", "3",
                  "--max-model-len", "64", "--seed", "9", "--output-json", str(path))  # fmt: skip
-    assert cli.main(["bench", "throughput", *arguments]) == 0
+    assert cli.main(["bench", "throughput", "m", *arguments]) == 0
     output = capsys.readouterr().out
     assert "Total num prompt tokens: 35\nTotal num output tokens: 15\n" in output
     figures = json.loads(path.read_text(encoding="utf-8"))

@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -169,17 +170,31 @@ def test_an_error_in_the_stream(
         reply.end()
 
     with serving_beside(model_script(broken)) as url:
-        assert through_pipe(monkeypatch, ["complete", "--url", url, "x"]) == 2
+        assert through_pipe(monkeypatch, ["complete", "--url", url, "x"]) == 1
     output = capsys.readouterr()
     assert output.out == "half"
     assert "the engine died" in output.err
 
 
+@pytest.mark.parametrize("command", [["chat"], ["chat", "--model-name", "m"], ["complete", "x"]])
+def test_nobody_answers(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:  # bound and not listening: a connection is refused
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        assert through_pipe(monkeypatch, [*command, "--base-url", url]) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert f"cannot connect to {url}: Connection refused" in output.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["complete"], "prompt='': give an argument, --prompt or standard input"),
-        (["complete", "a", "--prompt", "b"], "prompt='b': is given twice"),
+        (["complete"], "no prompt: give an argument, --prompt or standard input"),
+        (["complete", "a", "b", "--prompt", "c"], "[MODEL] PROMPT, got 'a', 'b', 'c': quote"),
+        (["chat", "a", "--model", "b"], "model='b': contradicts the first argument, 'a'"),
         (["complete", "a", "--dtype", "float32"], "dtype='float32': needs --model"),
         (["chat", "--chat-template", "x"], "chat_template='x': needs --model"),
         (["chat", "--model", "m", "--port", "80"], "port=80: is for servers, not for --model"),
@@ -232,8 +247,11 @@ class FakeLLM:
             self.closed_streams += 1
 
 
+@pytest.mark.parametrize(
+    "words", [("hi", "--model", "m"), ("m", "hi"), ("m", "--prompt", "hi")], ids=" ".join
+)
 def test_complete_in_this_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made: list[FakeLLM] = []
 
@@ -242,14 +260,14 @@ def test_complete_in_this_process(
         return made[-1]
 
     monkeypatch.setattr("hetero_llm.engine.llm.LLM", make)
-    arguments = ["complete", "hi", "--model", "m", "--dtype", "float32", "--top-k", "4", "--stats"]
+    arguments = ["complete", *words, "--dtype", "float32", "--top-k", "4", "--stats"]
     assert cli.main(arguments) == 0
     output = capsys.readouterr()
     assert output.out == "a é\n"
     assert "3 tokens" in output.err
     assert made[0].prompts == ["hi"]
     assert (made[0].params[0].max_tokens, made[0].params[0].top_k) == (256, 4)
-    assert made[0].args["dtype"] == "float32"
+    assert (made[0].args["model"], made[0].args["dtype"]) == ("m", "float32")
 
 
 def test_an_interrupt_waits_for_the_step() -> None:
@@ -288,7 +306,7 @@ def test_the_demo_model_talks(
     assert cli.main(["complete", f"{question}\n", *common]) == 0
     expected = capsys.readouterr().out
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{question}\n"))
-    assert cli.main(["chat", "--chat-template", str(template), *common]) == 0
+    assert cli.main(["chat", "demo", "--chat-template", str(template), *common[2:]]) == 0
     assert capsys.readouterr().out == expected != "\n"
 
 

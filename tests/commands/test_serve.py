@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def gathered(*words: str, **variables: str) -> dict[str, Any]:
 
 def test_the_command_line_beats_the_variable_which_beats_the_file(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
-    file.write_text("model: in-file\nport: 1\nhost: in-file\nmax-num-seqs: 5\nmax_model_len: 64\n")
+    file.write_text("model: in-file\nport: 1\nhost: in-file\nmax-num-seqs: 5\nmax_model_len: 64k\n")
     found = gathered("--config", str(file), "--port", "3", port="2", host="in-variable")
     assert found == {
         "config": str(file),
@@ -35,7 +36,7 @@ def test_the_command_line_beats_the_variable_which_beats_the_file(tmp_path: Path
         "port": 3,
         "host": "in-variable",
         "max_num_seqs": 5,
-        "max_model_len": 64,
+        "max_model_len": 64_000,
     }
     assert gathered(config=str(file))["port"] == 1
     assert gathered("named", config=str(file))["model"] == "named"
@@ -101,6 +102,16 @@ def test_other_mistakes(tmp_path: Path) -> None:
         resolve_server_args({"lora_modules": ["a=b"]})
     found = gathered("m", "--lora-modules", "a=b", "c=d")["lora_modules"]
     assert found == ["a=b", "c=d"]
+
+
+def test_a_missing_library_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "hetero_llm.server.serving", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve", "demo"]) == 2
+    said = capsys.readouterr().err
+    assert said == "hetero-llm: error: the server needs uvicorn: pip install 'hetero-llm[server]'\n"
 
 
 def test_mistakes_end_the_command_with_one_line(capfd: pytest.CaptureFixture[str]) -> None:

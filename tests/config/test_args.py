@@ -348,8 +348,21 @@ class TestCommandLine:
         }
 
     @pytest.mark.parametrize(
+        ("text", "number"),
+        [("10k", 10_000), ("10K", 10_240), ("25.6k", 25_600), ("1m", 1_000_000), ("2G", 2 << 30),
+         ("0.0005m", 500), ("4096", 4096), ("1.5t", 1_500_000_000_000)],
+    )  # fmt: skip
+    def test_integers_with_suffixes(self, text: str, number: int) -> None:
+        for flag in ("--max-model-len", "--max-num-batched-tokens"):
+            assert list(parse(flag, text).values()) == [number]
+
+    @pytest.mark.parametrize(
         ("words", "reason"),
         [
+            (("--max-model-len", "2.5K"), "suffix K; did you mean 2.5k?"),
+            (("--max-model-len", "1.2345k"), "max_model_len='1.2345k': must be an integer"),
+            (("--max-model-len", "10kk"), "max_model_len='10kk': must be an integer"),
+            (("--max-num-seqs", "1k"), "max_num_seqs='1k': must be an integer"),
             (("--max-model-len", "long"), "max_model_len='long': must be an integer"),
             (("--rope-theta", "big"), "must be a number"),
             (("--rope-scaling", "{"), "is not valid JSON"),
