@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ def environment() -> dict[str, Any]:
     BENCH_COMMIT names the commit where the tree travels without its .git folder. `load`: runnable
     processes, means of the last 1, 5 and 15 minutes. `steal`: share of the machine's CPU time since
     this module was imported that the hypervisor gave to others; None if it is not known.
+
+    Raises:
+        ValueError: BENCH_COMMIT is neither a commit nor a commit with `-dirty` behind it.
     """
     import torch
     import transformers
@@ -60,10 +64,13 @@ def environment() -> dict[str, Any]:
         ),
         platform.processor(),
     )
+    named = os.environ.get("BENCH_COMMIT", "")
+    if named and not re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", named):
+        raise ValueError(f"BENCH_COMMIT={named!r}: must be a commit, or a commit and -dirty")
     commit = (
-        os.environ.get("BENCH_COMMIT")
+        named
         or subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
+            ["git", "describe", "--always", "--dirty", "--exclude=*"],
             capture_output=True,
             text=True,
             cwd=Path(__file__).parent,
