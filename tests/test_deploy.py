@@ -1,4 +1,4 @@
-"""The files in deploy/ name commands and files that exist. Images are not built here."""
+"""The files in deploy/ name commands, routes and metrics that exist. Images are not built here."""
 
 from __future__ import annotations
 
@@ -6,40 +6,251 @@ import configparser
 import json
 import re
 import shlex
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from hetero_llm.cli import build_parser
+from hetero_llm.config.args import spec_of
+from hetero_llm.core.histogram import Histogram
+from hetero_llm.server.middleware import PUBLIC
+from hetero_llm.utils.env import flag_variables
+from tests.server.fake_engine import demo_tokenizer
+from tests.server.serving import serving
+from tests.server.test_metrics import OFFLOAD, Reporting
 
 ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
 
 
-def parses(words: list[str]) -> bool:
-    return build_parser().parse_args(words).run is not None
-
-
-def test_the_unit_runs_a_command_that_there_is() -> None:
-    unit = configparser.ConfigParser(strict=False, interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment, method-assign]
-    unit.read(ROOT / "deploy" / "hetero-llm.service")
-    service = unit["Service"]
-    program, *words = shlex.split(service["ExecStart"])
-    assert program.endswith("/hetero-llm") and parses(words)
+def parsed(words: list[str]) -> Any:
+    """The options of a command line that the program takes."""
     options = build_parser().parse_args(words)
-    assert int(service["TimeoutStopSec"]) > options.shutdown_timeout
-    assert service["KillMode"] == "mixed", "the engine's process is ended by the API's"
+    assert options.run is not None
+    return options
 
 
-def test_the_image_runs_a_command_that_there_is() -> None:
-    lines = (ROOT / "deploy" / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
-    (command,) = (json.loads(line[4:]) for line in lines if line.startswith("CMD "))
-    assert parses(command)
-    for line in lines:
+# the systemd unit
+
+
+@pytest.fixture(scope="module")
+def unit() -> configparser.SectionProxy:
+    found = configparser.ConfigParser(strict=False, interpolation=None)
+    found.optionxform = str  # type: ignore[assignment, method-assign]
+    found.read(DEPLOY / "hetero-llm.service")
+    return found["Service"]
+
+
+def test_the_unit_runs_a_command_that_there_is(unit: configparser.SectionProxy) -> None:
+    program, *words = shlex.split(unit["ExecStart"])
+    assert program.endswith("/hetero-llm")
+    assert int(unit["TimeoutStopSec"]) > parsed(words).shutdown_timeout
+    assert unit["KillMode"] == "mixed", "the engine's process is ended by the API's"
+
+
+def test_the_unit_leaves_what_the_engine_needs(unit: configparser.SectionProxy) -> None:
+    assert "MemoryDenyWriteExecute" not in unit, "numba and Triton compile"
+    assert "PrivateDevices" not in unit and unit["DeviceAllow"] == "char-nvidia* rw"
+    assert unit.get("ProcSubset", "all") == "all", "/proc/stat and meminfo are read"
+
+
+def test_the_unit_is_hardened() -> None:
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        pytest.skip("needs systemd-analyze")
+    words = [program, "security", "--offline=true", "--no-pager", "--threshold=25"]
+    done = subprocess.run(
+        [*words, str(DEPLOY / "hetero-llm.service")], capture_output=True, text=True
+    )
+    if "offline" in done.stderr:
+        pytest.skip("this systemd-analyze reads no files")
+    assert done.returncode == 0, done.stdout.splitlines()[-1:]
+
+
+# the image
+
+
+@pytest.fixture(scope="module")
+def dockerfile() -> list[str]:
+    """The instructions of the Dockerfile, a line each."""
+    text = (DEPLOY / "Dockerfile").read_text()
+    kept = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    return [line for line in kept.replace("\\\n", " ").splitlines() if line]
+
+
+def test_the_image_runs_commands_that_there_are(dockerfile: list[str]) -> None:
+    (command,) = (json.loads(line[4:]) for line in dockerfile if line.startswith("CMD "))
+    parsed(command)
+    for line in dockerfile:
         if line.startswith("RUN hetero-llm "):
-            assert parses(shlex.split(line)[2:]), line
-        if line.startswith("COPY "):
-            assert all((ROOT / name).exists() for name in line.split()[1:-1]), line
+            parsed(shlex.split(line)[2:])
+
+
+def test_the_image_copies_files_that_the_context_has(dockerfile: list[str]) -> None:
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    kept = {line[1:] for line in ignored if line.startswith("!")}
+    copied = {
+        name for line in dockerfile if line.startswith("COPY ") for name in line.split()[1:-1]
+    }
+    assert copied == kept and all((ROOT / name).exists() for name in copied)
+
+
+def test_the_image_installs_into_an_environment_of_its_own(dockerfile: list[str]) -> None:
+    text = "\n".join(dockerfile)
+    before, _, after = text.partition("python3 -m venv /opt/hetero-llm")
+    assert after and "pip install" not in before, "PEP 668: Ubuntu's Python has no packages"
+    assert "python3-dev python3-venv" in before, "Triton compiles with Python.h"
+    torch, ours = re.findall(r"RUN pip install .*", after)
+    assert "/whl/cpu\n" in after and "$TORCH_INDEX" in torch and torch.endswith(" torch")
+    assert all("-c constraints.txt" in line for line in (torch, ours))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = re.search(r"\.\[([a-z,]+)\]", "\n".join(lines))
+    wanted = re.search(r"\.\[([a-z,]+)\]", ours)
     assert wanted is not None
     assert set(wanted[1].split(",")) <= extras["optional-dependencies"].keys()
+
+
+def test_the_user_is_a_number(dockerfile: list[str]) -> None:
+    (user,) = (line.split()[1] for line in dockerfile if line.startswith("USER "))
+    assert user.isdecimal() and f"--uid {user} " in "\n".join(dockerfile)
+
+
+def test_compose() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    arguments = (DEPLOY / "Dockerfile").read_text()
+    for name in ("server", "gpu"):
+        service = services[name]
+        command = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in service["command"]]
+        options = parsed(command)
+        assert int(service["stop_grace_period"].rstrip("s")) > options.shutdown_timeout
+        assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).exists()
+        assert all(f"ARG {each}=" in arguments for each in service["build"].get("args", ()))
+    (device,) = services["gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    (mount,) = services["prometheus"]["volumes"]
+    assert (DEPLOY / mount.split(":")[0]).exists()
+
+
+# Kubernetes
+
+
+@pytest.fixture(scope="module")
+def manifests() -> dict[str, Any]:
+    """The specification of each object in kubernetes.yaml by its kind."""
+    found = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    return {each["kind"]: each["spec"] for each in found}
+
+
+def test_the_pod_runs_a_command_that_there_is(manifests: dict[str, Any]) -> None:
+    pod = manifests["Deployment"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["terminationGracePeriodSeconds"] > parsed(container["args"]).shutdown_timeout
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_probes_ask_routes_without_a_key(manifests: dict[str, Any]) -> None:
+    (container,) = manifests["Deployment"]["template"]["spec"]["containers"]
+    ports = {port["name"] for port in container["ports"]}
+    paths = {}
+    for name in ("startup", "readiness", "liveness"):
+        asked = container[f"{name}Probe"]["httpGet"]
+        assert asked["port"] in ports
+        paths[name] = asked["path"]
+    assert paths == {"startup": "/ready", "readiness": "/ready", "liveness": "/live"}
+    assert set(paths.values()) <= PUBLIC
+
+
+def test_the_service_finds_the_pod(manifests: dict[str, Any]) -> None:
+    deployment, service = manifests["Deployment"], manifests["Service"]
+    labels = deployment["template"]["metadata"]["labels"]
+    assert service["selector"] == deployment["selector"]["matchLabels"] == labels
+    (container,) = deployment["template"]["spec"]["containers"]
+    assert service["ports"][0]["targetPort"] in {port["name"] for port in container["ports"]}
+
+
+def test_kubernetes_variables_are_no_flags(
+    manifests: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service called hetero-llm sets HETERO_LLM_PORT for every pod that takes service links."""
+    monkeypatch.setenv("HETERO_LLM_PORT", "tcp://10.0.0.1:8000")
+    assert flag_variables()["port"] == "tcp://10.0.0.1:8000"
+    assert manifests["Deployment"]["template"]["spec"]["enableServiceLinks"] is False
+
+
+# Prometheus and Grafana
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, set[str]]:
+    """The labels of every sample that a server with drafts and offload exports, by name."""
+    engine = Reporting(demo_tokenizer())
+    engine.histograms = {
+        "iteration_tokens_total": Histogram((1.0, 2.0), [0, 1, 0], 2.0),
+        "step_seconds/wait": Histogram((0.1, 1.0), [1, 0, 0], 0.05),
+    }
+    engine.more = {**OFFLOAD, "cpu_seconds": 1.0, "spec_decode_num_drafts": 1.0,
+                   "spec_decode_num_draft_tokens": 4.0,
+                   "spec_decode_num_accepted_tokens": 2.0}  # fmt: skip
+    body = {"prompt": "a", "max_tokens": 1}
+    with serving(engine) as served:
+        assert served.post("/v1/completions", body).status_code == 200
+        text = served.http.get("/metrics").text
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(exported: dict[str, set[str]]) -> None:
+    dashboard = json.loads((DEPLOY / "grafana.json").read_text())
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    counted = 0
+    for panel in panels:
+        for target in panel["targets"]:
+            names = re.findall(r"\b(?:vllm:|hetero_llm:|http_|process_)\w+", target["expr"])
+            assert names, target["expr"]
+            for name in names:
+                # Labelled counters that nothing has happened to have no samples yet.
+                assert name in exported or name in SILENT, name
+                counted += 1
+            labels = exported.get(names[0], SILENT.get(names[0], set()))
+            shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            assert shown <= labels, panel["title"]
+            grouped = re.findall(r"by \(([^)]*)\)", target["expr"])
+            assert {one.strip() for group in grouped for one in group.split(",")} <= labels
+            if "model_name=~" in target["expr"]:
+                assert "model_name" in labels, panel["title"]
+    assert counted > 40
+    (query,) = (
+        each["query"]["query"]
+        for each in dashboard["templating"]["list"]
+        if each["name"] == "model"
+    )
+    name = re.match(r"label_values\((\S+), model_name\)", query)
+    assert name is not None and "model_name" in exported[name[1]]
+
+
+SILENT = {"vllm:admission_rejections_total": {"model_name", "engine", "reason"}}
+"""Metrics without samples before the first refusal, and their labels."""
+
+
+def test_the_scrape_asks_the_port_that_is_served() -> None:
+    (job,) = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"]
+    (targets,) = job["static_configs"]
+    port = spec_of("port")
+    assert port is not None and targets["targets"] == [f"127.0.0.1:{port.default}"]
+    assert job["metrics_path"] == "/metrics"
+
+
+def test_the_readme_names_every_file() -> None:
+    text = (DEPLOY / "README.md").read_text()
+    files = {path.name for path in DEPLOY.iterdir()} - {"README.md", "Dockerfile.dockerignore"}
+    assert {name for name in files if f"]({name})" not in text} == set()
