@@ -32,7 +32,7 @@ def _tests_a_module(test: Path) -> bool:
 
 
 def test_every_test_mirrors_a_module_or_is_a_scenario() -> None:
-    about = ("import_rules", "layout", "exports", "deploy", "no_privates")
+    about = ("import_rules", "layout", "exports", "deploy", "no_privates", "packaging")
     here = {Path(f"test_{name}.py") for name in about}
     strays = [str(test) for test in _mirrored() if test not in here and not _tests_a_module(test)]
     assert strays == []

@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILES = ("pyproject.toml", "README.md", "LICENSE")
+FILES = ("pyproject.toml", "docs/package_page.md", "LICENSE")
 _OLDEST = (2, 17)  # of manylinux2014
 
 
@@ -40,7 +40,8 @@ def build(out: Path) -> Path:
             ignore=shutil.ignore_patterns("__pycache__", "prebuilt"),
         )  # fmt: skip
         for file in FILES:
-            shutil.copy(ROOT / file, tree)
+            (tree / file).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / file, tree / file)
         libraries = compile_libraries(tree, folder / "cache")
         prebuilt = tree / "hetero_llm" / "prebuilt"
         prebuilt.mkdir()

@@ -27,7 +27,8 @@ def add_manifest(
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="where to write it; default: SHA256SUMS in the model's folder, '-' is standard output",
+        help="where to write it; default: SHA256SUMS in the model's folder, for an embedded model "
+        "in the current one; '-' is standard output",
     )
     finish(parser, run_manifest)
 
@@ -38,8 +39,9 @@ def run_manifest(options: argparse.Namespace) -> int:
     from hetero_llm.models.folders import resolve_model_folder
     from hetero_llm.models.manifest import MANIFEST_NAME, manifest_of
 
+    name = resolve_alias(options.model)
     folder = resolve_model_folder(
-        resolve_alias(options.model),
+        name,
         revision=options.revision,
         download_dir=options.download_dir,
         allow_pickle=options.allow_pickle_weights,
@@ -50,11 +52,14 @@ def run_manifest(options: argparse.Namespace) -> int:
     if options.out == "-":
         sys.stdout.write(text)
         return 0
-    path = folder / MANIFEST_NAME if options.out is None else Path(options.out).expanduser()
+    # An embedded model's folder is the installed package's, not the user's.
+    default = (folder if name == options.model else Path()) / MANIFEST_NAME
+    path = default if options.out is None else Path(options.out).expanduser()
     try:
         path.write_bytes(text.encode())
     except OSError as error:
-        raise ConfigError("out", str(path), error.strerror or str(error)) from None
+        reason = f"{error.strerror or error}; name another file with --out"
+        raise ConfigError("out", str(path), reason) from None
     digest = hashlib.sha256(text.encode()).hexdigest()
     sys.stdout.write(f"{path}: {text.count(chr(10))} files, SHA-256 {digest}\n")
     return 0

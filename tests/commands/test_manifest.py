@@ -39,12 +39,23 @@ def test_elsewhere(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     check_model(folder, str(path), weights=True)
 
 
+def test_an_embedded_model_leaves_the_package_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(demo_folder("demo-draft").iterdir())
+    assert main(["manifest", "demo-draft"]) == 0
+    assert capsys.readouterr().out.startswith("SHA256SUMS: ")
+    assert sorted(demo_folder("demo-draft").iterdir()) == before
+    check_model(demo_folder("demo-draft"), "SHA256SUMS", weights=True)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("no/such/folder",), "no such folder"),
         (("{empty}",), "nothing to serve"),
-        (("{model}", "--out", "{empty}/no/such"), "No such file"),
+        (("{model}", "--out", "{empty}/no/such"), "No such file or directory; name another file"),
     ],
 )
 def test_mistakes(
