@@ -159,7 +159,7 @@ _OURS: tuple[ArgSpec, ...] = (
         "log_prompts",
         _BOOL,
         None,
-        "Log the prompt of each request that is logged; default: yes, as in the manual.",
+        "Log the prompt of each request that is logged; default: yes, as in TACO-LLM.",
     ),
     _serve(
         "max_queued_requests",

@@ -29,7 +29,7 @@ class OffloadConfig:
         lookahead: number of layer groups of a load that are submitted ahead; `lazy` only.
         max_inflight_bytes: maximum bytes of all submitted, unfinished loads; `lazy` only.
         min_uses: number of requests that must have used a block before it is stored.
-        hit_count: log the manual's hit line.
+        hit_count: log TACO-LLM's hit line.
         gpu_evictor_limit: maximum unused blocks that keep their content on the device; None: all.
         write_policy: "victim": store blocks shortly before their eviction from the device;
             "write_through": store them as soon as they are full.
