@@ -42,6 +42,13 @@ _MODEL_PARAMETER = {
     "required": True,
     "schema": {"type": "string", "minLength": 1},
 }
+_SINCE_PARAMETER = {
+    "name": "since",
+    "in": "query",
+    "required": False,
+    "description": "also earlier readings that are later than this uptime in seconds",
+    "schema": {"type": "number"},
+}
 
 
 class _Route(APIRoute):
@@ -143,12 +150,20 @@ def _add_routes(app: FastAPI, context: Context) -> None:
         ("/version", info.version),
         ("/load", info.load),
         ("/metrics", info.metrics),
-        ("/status.json", page.status),
     ):
         # HEAD is served but not documented: two operations of one handler have one id.
         app.add_api_route(path, handler, methods=["GET"], response_class=Response)
         app.add_api_route(
             path, handler, methods=["HEAD"], response_class=Response, include_in_schema=False
+        )
+    for method, shown in (("GET", True), ("HEAD", False)):
+        app.add_api_route(
+            "/status.json",
+            page.status,
+            methods=[method],
+            response_class=Response,
+            include_in_schema=shown,
+            openapi_extra={"parameters": [_SINCE_PARAMETER]},
         )
     # SageMaker's health check may be of either kind.
     app.add_api_route(
