@@ -75,6 +75,7 @@ POLLED = frozenset(
 _NEVER_BEGUN = (RequestError, OverloadedError, DuplicateRequestError)
 
 
+# large: one attribute for each family of metrics.
 class Metrics:
     """Counts HTTP requests and engine requests; one object per server.
 
@@ -189,11 +190,12 @@ class Metrics:
         return RequestTimes(self, request_id, prompt_tokens, params)
 
     def observe(self, name: str, seconds: float) -> None:
-        self._times[name].observe(max(seconds, 0.0))
+        seconds = max(seconds, 0.0)
+        self._times[name].observe(seconds)
         if name in self.latencies:
             self.latencies[name].observe(seconds)
         if name in self._old_times:
-            self._old_times[name].observe(max(seconds, 0.0))
+            self._old_times[name].observe(seconds)
 
     def finish(self, request: Finished, *, longest: int) -> None:
         """Counts a request to the engine that has ended, in whatever way.

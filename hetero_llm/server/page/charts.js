@@ -4,7 +4,7 @@
 const MINUTES = [1, 2, 5]; // what the axis may show: the least that has room for all readings
 const SECONDS = 60 * MINUTES.at(-1);
 export const GAP_SECONDS = 5; // no line over a time without readings
-const ROOM = { left: 44, right: 8, top: 8, bottom: 16 };
+const ROOM = { left: 50, right: 8, top: 8, bottom: 16 };
 const COLOURS = ["--first", "--second"];
 
 // The least of these times a power of ten that is not below `value`; half of it is short as well.

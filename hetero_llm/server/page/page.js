@@ -172,7 +172,7 @@ const charts = {
     id: "chart-first", title: "First token", names: ["p50", "p99"], show: duration, least: 0.01,
   }),
   between: new Chart(grid, {
-    id: "chart-between", title: "Between tokens", names: ["p50", "p99"], show: duration,
+    id: "chart-between", title: "Token gaps", names: ["p50", "p99"], show: duration,
     least: 0.01,
   }),
   prefix: new Chart(grid, {
@@ -241,7 +241,7 @@ function drawFigures({ counters, now, latency, machine, engine }) {
   at("latency-between").textContent = three(latency.between_tokens);
   const { prefix_cache_hits: hits, prefix_cache_queries: queries } = counters;
   at("prefix-hits").textContent = queries
-    ? `${percent(hits / queries)} of ${count.format(queries)} prompt tokens` : "–";
+    ? `${percent(hits / queries)} of ${count.format(queries)} tokens` : "–";
   const size = count.format(engine.num_blocks * engine.block_size);
   const host = now.host_kv_usage === null ? "" : `, ${percent(now.host_kv_usage)} of host's`;
   at("kv-memory").textContent = `${percent(now.kv_usage)} of ${size} tokens${host}`;
