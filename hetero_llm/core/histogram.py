@@ -32,3 +32,20 @@ class Histogram:
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+
+    def quantile(self, share: float) -> float:
+        """The value below which this share (0 to 1) of the values lies, interpolated between the
+        bounds around it. Values above all bounds count as the last bound.
+
+        Raises:
+            ValueError: there are no values.
+        """
+        wanted = share * self.count
+        below, lower = 0, 0.0
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            if count and below + count >= wanted:
+                return lower + (bound - lower) * (wanted - below) / count
+            below, lower = below + count, bound
+        if not self.count:
+            raise ValueError("a histogram without values has no quantiles")
+        return self.bounds[-1]

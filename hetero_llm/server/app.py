@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -41,6 +41,13 @@ _MODEL_PARAMETER = {
     "in": "path",
     "required": True,
     "schema": {"type": "string", "minLength": 1},
+}
+_SINCE_PARAMETER = {
+    "name": "since",
+    "in": "query",
+    "required": False,
+    "description": "also earlier readings that are later than this uptime in seconds",
+    "schema": {"type": "number"},
 }
 
 
@@ -143,13 +150,9 @@ def _add_routes(app: FastAPI, context: Context) -> None:
         ("/version", info.version),
         ("/load", info.load),
         ("/metrics", info.metrics),
-        ("/status.json", page.status),
     ):
-        # HEAD is served but not documented: two operations of one handler have one id.
-        app.add_api_route(path, handler, methods=["GET"], response_class=Response)
-        app.add_api_route(
-            path, handler, methods=["HEAD"], response_class=Response, include_in_schema=False
-        )
+        _add_get(app, path, handler)
+    _add_get(app, "/status.json", page.status, parameters=[_SINCE_PARAMETER])
     # SageMaker's health check may be of either kind.
     app.add_api_route(
         "/ping", info.live, methods=["POST"], response_class=Response, include_in_schema=False
@@ -161,6 +164,26 @@ def _add_routes(app: FastAPI, context: Context) -> None:
             methods=["GET", "HEAD"],
             response_class=Response,
             include_in_schema=False,
+        )
+
+
+def _add_get(
+    app: FastAPI,
+    path: str,
+    handler: Callable[..., Any],
+    parameters: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Adds a route for GET, and for HEAD, which is served but not documented: two operations of one
+    handler have one id."""
+    extra = {"parameters": [*parameters]} if parameters else None
+    for method, shown in (("GET", True), ("HEAD", False)):
+        app.add_api_route(
+            path,
+            handler,
+            methods=[method],
+            response_class=Response,
+            include_in_schema=shown,
+            openapi_extra=extra,
         )
 
 

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from hetero_llm.engine.engine_client import EngineClient
 from hetero_llm.server.errors import ApiError, busy, duplicate
 from hetero_llm.server.metrics import Metrics
+from hetero_llm.server.readings import Readings
 from hetero_llm.server.settings import ServerSettings
 from hetero_llm.server.tokenization import ApiTokenizer
 
@@ -29,6 +30,7 @@ class Context:
 
     Attributes:
         names: the model's names; the first is in the responses.
+        readings: figures for the status page.
         load: generation requests that are running.
         errors: the last responses with status 500 or above, for the status page; no prompts.
         plan: what serves, as text for the status page; None if the launcher did not set it.
@@ -48,6 +50,7 @@ class Context:
             template_seconds=settings.limits.template_seconds,
         )
         self.metrics = Metrics(client, self.names[0], legacy_names=settings.legacy_metric_names)
+        self.readings = Readings(client, self.metrics)
         self.created = int(time.time())
         self.leaving = self.draining = False
         self.load = 0

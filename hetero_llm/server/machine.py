@@ -6,9 +6,18 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from hetero_llm.utils.topology import read_memory_limit
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Of one GPU, with all that uses it."""
+
+    used_bytes: int
+    total_bytes: int
 
 
 @dataclass(frozen=True)
@@ -20,13 +29,17 @@ class MachineUse:
         cpu_seconds: CPU time since the first reading, of this process and those below it; the
             difference of two readings divided by their distance in time is the cores in use.
         memory_bytes: their resident memory; shared pages count for each process.
+        memory_total_bytes: what they may have: the machine's memory, or the limit of a cgroup.
         gpu: busy part of each GPU, 0 to 1; None if no GPU can be read.
+        gpu_memory: of each GPU; None if it cannot be read of every one.
     """
 
     cores: int
     cpu_seconds: float
     memory_bytes: int
+    memory_total_bytes: int
     gpu: list[float] | None
+    gpu_memory: list[GpuMemory] | None
 
 
 class Machine:
@@ -49,7 +62,8 @@ class Machine:
         self._tree: dict[int, tuple[Any, float]] = {}
         self._looked = -children_seconds
         self._cpu_seconds = 0.0
-        self._gpus: list[Callable[[], float]] | None = None
+        self._memory_total = 0
+        self._gpus: list[_Gpu] | None = None
         self._last: MachineUse | None = None
         self._read_at = 0.0
 
@@ -62,9 +76,13 @@ class Machine:
                 if now - self._looked >= self._children_seconds:
                     self._looked = now
                     self._look_for_children()
+                    self._memory_total = _memory_total()
                 memory = self._read_tree()
                 cores = len(os.sched_getaffinity(0))
-                self._last = MachineUse(cores, self._cpu_seconds, memory, self._read_gpus())
+                busy, gpu_memory = self._read_gpus()
+                self._last = MachineUse(
+                    cores, self._cpu_seconds, memory, self._memory_total, busy, gpu_memory
+                )
                 self._read_at = now
             return self._last
 
@@ -99,12 +117,24 @@ class Machine:
             self._tree[pid] = process, seconds
         return memory
 
-    def _read_gpus(self) -> list[float] | None:
+    def _read_gpus(self) -> tuple[list[float] | None, list[GpuMemory] | None]:
+        """What `MachineUse` holds of the GPUs."""
         if not self._uses_gpu:
-            return None
+            return None, None
         if self._gpus is None:
             self._gpus = _open_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return [read() for read in self._gpus] or None
+        memory = [gpu.memory() for gpu in self._gpus]
+        known = [one for one in memory if one is not None]
+        busy = [gpu.busy() for gpu in self._gpus]
+        return busy or None, known if known and len(known) == len(memory) else None
+
+
+def _memory_total() -> int:
+    """Bytes that this process and those below it may use."""
+    import psutil
+
+    limit, total = read_memory_limit(), int(psutil.virtual_memory().total)
+    return total if limit is None else min(limit.limit_bytes, total)
 
 
 def _cpu_seconds(process: Any) -> float:
@@ -118,7 +148,17 @@ class _Rates(ctypes.Structure):
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
 
-def _open_gpus(visible: str | None) -> list[Callable[[], float]]:
+class _Memory(ctypes.Structure):
+    """Bytes of a GPU's memory."""
+
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+def _open_gpus(visible: str | None) -> list[_Gpu]:
     """A reader for each GPU that CUDA sees. None without NVIDIA's driver, or if one GPU cannot
     be read, such as a part of a card or a name that only CUDA understands."""
     nvml = _driver()
@@ -140,18 +180,35 @@ def _driver() -> Any:
         return None
 
 
-def _reader(nvml: Any, name: str) -> Callable[[], float] | None:
-    handle, rates = ctypes.c_void_p(), _Rates()
+def _reader(nvml: Any, name: str) -> _Gpu | None:
+    handle = ctypes.c_void_p()
     if name.isdecimal():
         unknown = nvml.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(handle))
     else:
         unknown = nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle))
-    if unknown or nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(rates)):
-        return None
+    gpu = _Gpu(nvml, handle)
+    return None if unknown or not gpu.can_be_read else gpu
 
-    def read() -> float:
-        # During a reset of the GPU the call fails and the last figure stays.
-        nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(rates))
-        return rates.gpu / 100
 
-    return read
+class _Gpu:
+    """Reads one GPU. During its reset the driver's calls fail and the last figures stay."""
+
+    def __init__(self, nvml: Any, handle: ctypes.c_void_p) -> None:
+        self._nvml, self._handle = nvml, handle
+        self._rates, self._memory = _Rates(), _Memory()
+
+    @property
+    def can_be_read(self) -> bool:
+        rates = ctypes.byref(self._rates)
+        return not self._nvml.nvmlDeviceGetUtilizationRates(self._handle, rates)
+
+    def busy(self) -> float:
+        """Part of the last moments in which it computed, 0 to 1."""
+        self._nvml.nvmlDeviceGetUtilizationRates(self._handle, ctypes.byref(self._rates))
+        return float(self._rates.gpu) / 100
+
+    def memory(self) -> GpuMemory | None:
+        """None where it never could be read, as on GPUs without memory of their own."""
+        self._nvml.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(self._memory))
+        used, total = int(self._memory.used), int(self._memory.total)
+        return GpuMemory(used, total) if total else None

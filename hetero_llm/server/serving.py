@@ -286,6 +286,7 @@ class Server(uvicorn.Server):
         self._say = say
         self._stats_interval = stats_interval
         self._reporting: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._keep_alive_on_hang = keep_alive_on_hang
         self._hung_since: float | None = None
         self._stop: asyncio.Event | None = None
@@ -317,6 +318,7 @@ class Server(uvicorn.Server):
         while not self.started:
             await asyncio.sleep(0.01)
         self._say(self._ready)
+        self._reading = asyncio.create_task(self.context.readings.run())
         if self._stats_interval is not None:
             self._reporting = asyncio.create_task(log_stats(self._client, self._stats_interval))
         while not self._stop.is_set():

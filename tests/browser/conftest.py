@@ -34,4 +34,5 @@ def browser(running_browser: Browser) -> Iterator[Browser]:
     running_browser.size(1280, 900)
     yield running_browser
     running_browser.open("about:blank")
+    running_browser.forget()
     assert running_browser.complaints == []

@@ -151,6 +151,19 @@ class Browser:
         self.call("Page.navigate", url=url)
         self.wait(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
 
+    def reload(self) -> None:
+        """Loads the page anew and waits until it has loaded."""
+        self.run("window.isOld = true")
+        self.call("Page.reload")
+        self.wait("!window.isOld && document.readyState === 'complete'")
+
+    def forget(self) -> None:
+        """Empties the local storage of all sites that were asked: a later server may have the port
+        of an earlier one."""
+        sites = {"/".join(address.split("/")[:3]) for address in self.addresses}
+        for site in sites:
+            self.call("Storage.clearDataForOrigin", origin=site, storageTypes="local_storage")
+
     def run(self, script: str) -> Any:
         """The value of an expression in the page, awaited if it is a promise.
 
@@ -208,14 +221,14 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=features)
 
-    def size(self, width: int, height: int) -> None:
-        """Of the page in CSS pixels."""
+    def size(self, width: int, height: int, *, mobile: bool = False) -> None:
+        """Of the page in CSS pixels. `mobile`: as phones lay it out."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
             height=height,
             deviceScaleFactor=1,
-            mobile=False,
+            mobile=mobile,
         )
 
     def screenshot(self, path: Path) -> None:

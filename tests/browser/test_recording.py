@@ -41,6 +41,19 @@ LINES = """(canvas => {
 })(document.querySelector("#chart-gpu canvas"))"""
 
 
+def of_today(reading: dict[str, Any]) -> dict[str, Any]:
+    """A reading with the figures that the recorded server did not have yet."""
+    none = {"first_token": None, "between_tokens": None}
+    now = {"host_kv_usage": None, **reading["now"]}
+    machine = {"memory_total_bytes": 1 << 37, "gpu_memory": None, **reading["machine"]}
+    model = {"images": 0, "image_bytes": 0, **reading["model"]}
+    return {"latency": none, **reading, "now": now, "machine": machine, "model": model}
+
+
+def recorded() -> list[dict[str, Any]]:
+    return [of_today(reading) for reading in json.loads(RECORDING.read_text())["readings"]]
+
+
 def replay_of(readings: list[dict[str, Any]]) -> type:
     """ASGI middleware that answers the page with one reading after the other, then with the last
     one, growing older."""
@@ -101,7 +114,7 @@ def replayed(
 
 
 def test_the_gpu_chart_shows_what_was_recorded(browser: Browser, tokenizer: Tokenizer) -> None:
-    readings = json.loads(RECORDING.read_text())["readings"][-MOST:]
+    readings = recorded()[-MOST:]
     busy = [reading["machine"]["gpu"] for reading in readings]
     assert len(busy) >= 10 and max(map(max, busy)) > 0.5
     with replayed(browser, tokenizer, readings):
@@ -121,8 +134,41 @@ def test_the_gpu_chart_shows_what_was_recorded(browser: Browser, tokenizer: Toke
         assert abs(drawn["bottom"] - row(min(sum(one) / len(one) for one in shown))) <= THICKNESS
 
 
+def test_a_page_that_is_opened_shows_the_last_minutes(
+    browser: Browser, tokenizer: Tokenizer
+) -> None:
+    """Only the first answer has what the server has kept; the page then draws one point a time."""
+    readings = recorded()[-60:]
+    opened = {**readings[-1], "history": readings[:-1]}
+    opened["machine"]["gpu_memory"] = [{"used_bytes": 3 << 30, "total_bytes": 8 << 30}]
+    asked: list[bytes] = []
+
+    class Answer:
+        def __init__(self, app: ASGIApp) -> None:
+            self._app = app
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or scope["path"] != "/status.json":
+                await self._app(scope, receive, send)
+                return
+            asked.append(scope["query_string"])
+            status = 200 if len(asked) == 1 else 503
+            answer = Response(json.dumps(opened), status, media_type="application/json")
+            await answer(scope, receive, send)
+
+    with serving(FakeEngine(tokenizer), wrap=Answer) as served, left_at_the_end(browser):
+        browser.open(f"{served.url}/")
+        browser.wait("document.getElementById('model').textContent !== ''")
+        assert asked[0] == b"since=-1"
+        assert browser.run(LINES)["count"] > len(readings)
+        assert browser.text("gpu-memory") == "3.0 of 8.0 GiB"
+        served.wait(lambda: len(asked) > 1)
+        assert asked[1] == b""
+    browser.complaints.clear()  # of the 503
+
+
 def test_without_a_gpu_there_is_no_chart(browser: Browser, tokenizer: Tokenizer) -> None:
-    readings = json.loads(RECORDING.read_text())["readings"][:4]
+    readings = recorded()[:4]
     for reading in readings:
         reading["machine"]["gpu"] = None
     with replayed(browser, tokenizer, readings):

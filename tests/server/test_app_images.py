@@ -84,6 +84,11 @@ def test_a_chat_with_images_is_that_of_llm(served: Served, folder: Path) -> None
     assert counted["tokens"] == output.prompt_token_ids
 
 
+def test_the_status_page_is_told_that_images_are_taken(served: Served) -> None:
+    model = served.http.get("/status.json").json()["model"]
+    assert (model["images"], model["image_bytes"]) == (2, 20_000)
+
+
 def test_other_forms_of_the_same_image(served: Served) -> None:
     """JPEG is lossy: here of one colour."""
     plain = Image.new("RGB", (24, 24), (255, 255, 255))

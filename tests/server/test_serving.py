@@ -127,6 +127,16 @@ def test_the_first_signal_lets_running_requests_finish() -> None:
         assert run.ended(5) == 0
 
 
+def test_readings_are_kept_from_the_start() -> None:
+    """Before any page is opened."""
+    with running(FakeEngine(None)) as run, httpx.Client(base_url=run.url) as http:
+        history = []
+        deadline = time.monotonic() + 10
+        while not history and time.monotonic() < deadline:
+            history = http.get("/status.json", params={"since": -1}).json()["history"]
+        assert history and history[0]["machine"]["memory_bytes"] > 0
+
+
 def settings(**args: Any) -> ServerSettings:
     return settings_of(resolve_server_args(args))
 

@@ -6,7 +6,7 @@ requests on the user's behalf, needs a key if there are keys.
 
 from __future__ import annotations
 
-import asyncio
+import math
 import time
 from dataclasses import dataclass
 from hashlib import sha256
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from hetero_llm import __version__
 from hetero_llm.server.context import Context
 from hetero_llm.server.endpoints.info import Info
-from hetero_llm.server.machine import Machine
+from hetero_llm.server.errors import invalid
 
 _FOLDER = Path(__file__).parents[1] / "page"
 _TYPES = {
@@ -36,6 +36,9 @@ PAGE_FILES = {
     "/assets/page.js": "page.js",
     "/assets/chat.js": "chat.js",
     "/assets/charts.js": "charts.js",
+    "/assets/conversation.js": "conversation.js",
+    "/assets/markdown.js": "markdown.js",
+    "/assets/turn.js": "turn.js",
     "/assets/icon.svg": "icon.svg",
 }
 """Public paths and the files behind them."""
@@ -47,19 +50,6 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",  # revalidated each time: another version may serve now
 }
-_COUNTERS = {
-    "prompt_tokens": "prompt_tokens",
-    "generation_tokens": "generation_tokens",
-    "requests_finished": "num_requests_finished",
-    "preemptions": "num_preemptions",
-    "steps": "num_steps",
-    "prefix_cache_queries": "prefix_cache_queries",
-    "prefix_cache_hits": "prefix_cache_hits",
-    "drafts": "spec_decode_num_drafts",
-    "draft_tokens": "spec_decode_num_draft_tokens",
-    "accepted_tokens": "spec_decode_num_accepted_tokens",
-}
-"""Names in status.json, and the engine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +65,6 @@ class Page:
     def __init__(self, context: Context, info: Info) -> None:
         self._context = context
         self._info = info
-        self._machine = Machine(context.client.info.device)
-        self._begun = time.monotonic()
         self._files = {path: _read(_FOLDER / name) for path, name in PAGE_FILES.items()}
 
     async def file(self, request: Request) -> Response:
@@ -89,36 +77,39 @@ class Page:
 
     async def status(self, request: Request) -> Response:
         """GET /status.json: the page's figures. Counters count since the engine's start; the page
-        divides their differences by those of `uptime`, in seconds."""
+        divides their differences by those of `uptime`, in seconds. With ?since=SECONDS also the
+        earlier readings that are later than this `uptime`.
+
+        Raises:
+            ApiError: 400, `since` is no number.
+        """
+        since = _since(request)
         context = self._context
         client = context.client
-        machine = await asyncio.to_thread(self._machine.read)
-        stats = client.stats()
-        figures = stats.metrics
+        reading = await context.readings.read()
         body = {
             "version": __version__,
             "time": time.time(),
-            "uptime": time.monotonic() - self._begun,
+            "uptime": reading.uptime,
             "state": self._info.state(),
             "model": {
                 "name": context.names[0],
                 "max_model_len": client.info.max_model_len,
                 "text": client.tokenizer is not None,
                 "chat": self._can_chat(),
+                "images": 0 if client.images is None else client.images.limit,
+                "image_bytes": context.settings.limits.image_bytes,
             },
             "engine": client.info,
             "plan": context.plan,
-            "counters": {name: figures.get(theirs, 0) for name, theirs in _COUNTERS.items()},
-            "now": {
-                "running": figures.get("num_requests_running", 0),
-                "waiting": figures.get("num_requests_waiting", 0),
-                "queue": stats.queue,
-                "kv_usage": figures.get("kv_cache_usage_perc", 0.0),
-                "last_step_age": stats.last_step_age,  # infinity becomes null
-            },
-            "machine": machine,
+            "counters": reading.counters,
+            "now": reading.now,
+            "latency": reading.latency,
+            "machine": reading.machine,
             "errors": list(context.errors),
         }
+        if since is not None:
+            body["history"] = context.readings.since(since)
         return Response(
             msgspec.json.encode(body),
             headers={"cache-control": "no-store", "x-content-type-options": "nosniff"},
@@ -127,6 +118,19 @@ class Page:
 
     def _can_chat(self) -> bool:
         return self._context.tokenizer.chat_template is not None
+
+
+def _since(request: Request) -> float | None:
+    text = request.query_params.get("since")
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise invalid("since", f"since={text[:64]!r}: a number of seconds is needed")
+    return seconds
 
 
 def _read(path: Path) -> _File:

@@ -3,8 +3,8 @@
 
 const MINUTES = [1, 2, 5]; // what the axis may show: the least that has room for all readings
 const SECONDS = 60 * MINUTES.at(-1);
-const GAP_SECONDS = 5; // no line over a time without readings
-const ROOM = { left: 44, right: 8, top: 8, bottom: 16 };
+export const GAP_SECONDS = 5; // no line over a time without readings
+const ROOM = { left: 50, right: 8, top: 8, bottom: 16 };
 const COLOURS = ["--first", "--second"];
 
 // The least of these times a power of ten that is not below `value`; half of it is short as well.
@@ -57,9 +57,14 @@ export class Chart {
     this.draw();
   }
 
+  // Takes a reading; `update` shows it, so that many can be taken at once.
   add(seconds, ...values) {
     this.readings.push([seconds, ...values]);
     while (this.readings[0][0] < seconds - SECONDS - GAP_SECONDS) this.readings.shift();
+  }
+
+  update() {
+    const values = this.readings.at(-1)?.slice(1) ?? [];
     const spoken = this.names.map((name, line) => {
       const text = values[line] == null ? "–" : this.show(values[line]);
       this.values[line].textContent = text;

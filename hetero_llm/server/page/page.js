@@ -1,9 +1,9 @@
 // The status page: polls status.json, draws it, and tells what is wrong.
 //
-// All addresses are relative, so that the page works behind a proxy's prefix. Nothing is kept but
-// the API key, in this tab's session storage.
+// All addresses are relative, so that the page works behind a proxy's prefix. The API key is kept in
+// this tab's session storage, the conversation in the browser's local storage.
 
-import { Chart } from "./charts.js";
+import { Chart, GAP_SECONDS } from "./charts.js";
 import { Chat, failureOf } from "./chat.js";
 
 const POLL_MS = 1000;
@@ -17,8 +17,15 @@ const percent = (value) => {
   if (value > 0 && value < 0.001) return "<0.1%";
   return `${(100 * value).toFixed(value > 0 && value < 0.0995 ? 1 : 0)}%`;
 };
+const duration = (seconds) => {
+  if (seconds >= 0.9995) return `${seconds.toFixed(seconds < 9.95 ? 1 : 0)} s`;
+  return `${(1000 * seconds).toFixed(seconds > 0 && seconds < 0.00995 ? 1 : 0)} ms`;
+};
+const GIB = 2 ** 30;
+const gib = (used, total) => `${(used / GIB).toFixed(1)} of ${(total / GIB).toFixed(1)} GiB`;
 
 let status = null; // the last status.json
+let statusAt = 0; // when it came
 let errors = []; // of this tab: [time, what], without anybody's text
 let dismissed = null; // the banner's text that was read
 let current = null; // the trouble that is there now
@@ -161,6 +168,17 @@ const charts = {
     id: "chart-queue", title: "Requests", names: ["running", "waiting"],
     show: (value) => count.format(value), least: 2,
   }),
+  first: new Chart(grid, {
+    id: "chart-first", title: "First token", names: ["p50", "p99"], show: duration, least: 0.01,
+  }),
+  between: new Chart(grid, {
+    id: "chart-between", title: "Token gaps", names: ["p50", "p99"], show: duration,
+    least: 0.01,
+  }),
+  prefix: new Chart(grid, {
+    id: "chart-prefix", title: "Prefix cache hits", names: [""], show: percent, least: 1,
+    fixed: true,
+  }),
   acceptance: new Chart(grid, {
     id: "chart-acceptance", title: "Draft tokens accepted", names: [""], show: percent, least: 1,
     fixed: true,
@@ -179,7 +197,8 @@ const chat = new Chat(
   {
     form: at("form"), prompt: at("prompt"), mode: at("mode"), maxTokens: at("max-tokens"),
     temperature: at("temperature"), send: at("send"), stop: at("stop"), clear: at("clear"),
-    hint: at("hint"), log: at("log"), speed: at("speed"), firstToken: at("first-token"),
+    hint: at("hint"), notice: at("notice"), log: at("log"), system: at("system"),
+    systemBox: at("system-box"), attach: at("attach"), files: at("files"), attached: at("attached"), speed: at("speed"), firstToken: at("first-token"),
     tokens: at("tokens"), drafted: at("drafted"),
   },
   api,
@@ -200,24 +219,52 @@ function draw(next) {
   const { requests_finished: finished, generation_tokens: generated } = next.counters;
   at("totals").textContent = `${count.format(finished)} requests, ${count.format(generated)} `
     + "tokens since the start";
-  if (!before) return; // rates need two readings
-  if (next.uptime <= before.uptime) {
+  drawFigures(next);
+  if (before && next.uptime <= before.uptime) {
     for (const chart of Object.values(charts)) chart.clear(); // another server: from the beginning
     return;
   }
-  drawRates(before, next);
+  let last = before;
+  for (const reading of [...(next.history ?? []), next]) {
+    if (last) addRates(last, reading); // rates need two readings
+    last = reading;
+  }
+  for (const chart of Object.values(charts)) chart.update();
 }
 
-function drawRates(before, next) {
+function drawFigures({ counters, now, latency, machine, engine }) {
+  const three = (found) => {
+    if (!found) return "–";
+    return ["p50", "p95", "p99"].map((name) => `${name} ${duration(found[name])}`).join(", ");
+  };
+  at("latency-first").textContent = three(latency.first_token);
+  at("latency-between").textContent = three(latency.between_tokens);
+  const { prefix_cache_hits: hits, prefix_cache_queries: queries } = counters;
+  at("prefix-hits").textContent = queries
+    ? `${percent(hits / queries)} of ${count.format(queries)} tokens` : "–";
+  const size = count.format(engine.num_blocks * engine.block_size);
+  const host = now.host_kv_usage === null ? "" : `, ${percent(now.host_kv_usage)} of host's`;
+  at("kv-memory").textContent = `${percent(now.kv_usage)} of ${size} tokens${host}`;
+  at("host-memory").textContent = gib(machine.memory_bytes, machine.memory_total_bytes);
+  at("gpu-box").hidden = machine.gpu_memory === null;
+  at("gpu-memory").textContent = (machine.gpu_memory ?? [])
+    .map((one) => gib(one.used_bytes, one.total_bytes)).join(", ");
+}
+
+function addRates(before, next) {
   const now = next.uptime;
   const seconds = now - before.uptime;
   const grown = (name) => Math.max(next.counters[name] - before.counters[name], 0);
   const rate = (name) => grown(name) / seconds;
+  const part = (name, whole) => (grown(whole) ? grown(name) / grown(whole) : null);
   charts.throughput.add(now, rate("generation_tokens"), rate("prompt_tokens"));
   charts.kv.add(now, next.now.kv_usage);
   charts.queue.add(now, next.now.running, next.now.waiting);
-  const drafted = grown("draft_tokens");
-  charts.acceptance.add(now, drafted ? grown("accepted_tokens") / drafted : null);
+  const { first_token: first, between_tokens: between } = next.latency;
+  charts.first.add(now, first?.p50 ?? null, first?.p99 ?? null);
+  charts.between.add(now, between?.p50 ?? null, between?.p99 ?? null);
+  charts.prefix.add(now, part("prefix_cache_hits", "prefix_cache_queries"));
+  charts.acceptance.add(now, part("accepted_tokens", "draft_tokens"));
   const { cores, cpu_seconds: cpu, gpu } = next.machine;
   charts.cpu.add(now, (cpu - before.machine.cpu_seconds) / seconds / cores);
   charts.gpu.hide(gpu === null);
@@ -239,10 +286,17 @@ function troubleIn(next) {
   return `A request failed with status ${code}: ${message}${many}`;
 }
 
+// The address of the figures. The first time, and after a time without readings (a sleeping tab),
+// with those that the server has kept meanwhile.
+function wanted(seconds) {
+  if (status === null) return "status.json?since=-1";
+  return seconds > GAP_SECONDS ? `status.json?since=${status.uptime}` : "status.json";
+}
+
 async function poll() {
   let response;
   try {
-    response = await api("status.json", { signal: AbortSignal.timeout(PATIENCE_MS) });
+    response = await api(wanted((performance.now() - statusAt) / 1000), { signal: AbortSignal.timeout(PATIENCE_MS) });
     if (response.status === 401) {
       at("state").textContent = "key needed";
       await new Promise((resolve) => (keyWanted = resolve));
@@ -250,6 +304,7 @@ async function poll() {
     }
     if (!response.ok) throw await failureOf(response);
     const next = await response.json();
+    statusAt = performance.now();
     draw(next);
     trouble(troubleIn(next));
   } catch (error) {

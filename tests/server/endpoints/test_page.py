@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import re
 import subprocess
@@ -17,10 +18,10 @@ from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.server import machine as machine_module
 from hetero_llm.server.endpoints import page as page_module
 from hetero_llm.server.endpoints.page import PAGE_FILES
-from hetero_llm.server.machine import Machine
+from hetero_llm.server.machine import GpuMemory, Machine
 from hetero_llm.server.settings import ServerSettings
 from tests.server.fake_engine import CONTEXT, FakeEngine
-from tests.server.serving import Served, serving
+from tests.server.serving import LIMIT, Served, serving
 
 FOLDER = Path(page_module.__file__).parents[1] / "page"
 KEYS = ServerSettings(api_keys=("key-one",))
@@ -76,8 +77,12 @@ def test_the_page_is_small_and_needs_nothing_from_elsewhere() -> None:
     for name, text in texts.items():
         found = re.findall(r"(?:[a-z]+:)?//[\w.-]+\.\w+[^\s\"']*", text)
         assert [one for one in found if one != "http://www.w3.org/2000/svg"] == [], name
-        assert not re.search(r"@import|url\(|\beval\b|innerHTML|document\.write", text), name
-    addresses = {f"/assets/{one}" for one in re.findall(r'from "\./([^"]+)"', texts["page.js"])}
+        assert not re.search(
+            r"@import|url\(|\beval\b|(?:inner|outer)HTML|insertAdjacent|parseFromString|document\.write",
+            text,
+        ), name
+    imported = re.findall(r'from "\./([^"]+)"', "".join(texts.values()))
+    addresses = {f"/assets/{one}" for one in imported}
     for page in (texts["index.html"], texts["docs.html"]):
         assert not re.search(r"\son\w+\s*=|\sstyle\s*=|<style", page)
         assert re.findall(r"<script[^>]*>(.*?)</script>", page, re.S) == [""]
@@ -136,7 +141,10 @@ def test_the_figures_are_the_engines(tokenizer: Tokenizer) -> None:
         assert served.post("/v1/completions", body).status_code == 200
         second = status(served)
     assert first["version"] == hetero_llm.__version__ and first["state"] == "ready"
-    assert first["model"] == {"name": "demo", "max_model_len": CONTEXT, "text": True, "chat": True}
+    assert first["model"] == {
+        "name": "demo", "max_model_len": CONTEXT, "text": True, "chat": True, "images": 0,
+        "image_bytes": ServerSettings().limits.image_bytes,
+    }  # fmt: skip
     assert first["engine"]["device"] == "cpu" and first["engine"]["num_blocks"] == 512
     assert abs(first["time"] - time.time()) < 60 and second["uptime"] > first["uptime"] >= 0
     assert set(first["counters"]) == {
@@ -149,10 +157,74 @@ def test_the_figures_are_the_engines(tokenizer: Tokenizer) -> None:
     drafted = ("drafts", "draft_tokens", "accepted_tokens")
     assert [second["counters"][name] for name in drafted] == [3, 9, 6]
     assert second["now"] == {
-        "running": 0, "waiting": 0, "queue": 0, "kv_usage": 0.25, "last_step_age": 0.01,
+        "running": 0, "waiting": 0, "queue": 0, "kv_usage": 0.25, "host_kv_usage": None,
+        "last_step_age": 0.01,
     }  # fmt: skip
     assert second["plan"] is None and second["errors"] == []
     assert second["machine"]["gpu"] is None and second["machine"]["cores"] >= 1
+
+
+def take(served: Served, count: int = 1) -> None:
+    """Adds readings to the history, as the server's task does every two seconds."""
+
+    async def run() -> None:
+        for _ in range(count):
+            await served.context.readings.take()
+
+    asyncio.run_coroutine_threadsafe(run(), served.loop).result(LIMIT)
+
+
+def test_latencies_are_those_of_the_last_minute(tokenizer: Tokenizer) -> None:
+    with serving(FakeEngine(tokenizer)) as served:
+        assert status(served)["latency"] == {"first_token": None, "between_tokens": None}
+        body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True, "stream": True}
+        assert served.post("/v1/completions", body).status_code == 200
+        for found in status(served)["latency"].values():
+            assert 0 < found["p50"] <= found["p95"] <= found["p99"] < 20
+        observe = served.context.metrics.observe
+        served.call(lambda: observe("time_to_first_token_seconds", 500.0))
+        take(served, 30)
+        assert status(served)["latency"]["first_token"] is None  # nothing new in a minute
+        for milliseconds in range(1, 101):
+            served.call(lambda ms=milliseconds: observe("time_to_first_token_seconds", ms / 1000))
+        found = status(served)["latency"]["first_token"]
+        expected = {"p50": 0.050, "p95": 0.095, "p99": 0.099}
+        assert found == {name: pytest.approx(value, rel=0.07) for name, value in expected.items()}
+
+
+def test_the_last_minutes_are_kept(tokenizer: Tokenizer) -> None:
+    with serving(FakeEngine(tokenizer)) as served:
+        assert "history" not in status(served)
+        assert status(served, params={"since": "-1"})["history"] == []
+        take(served, 3)
+        answer = status(served, params={"since": -1})
+        uptimes = [reading["uptime"] for reading in answer["history"]]
+        assert uptimes == sorted(uptimes) and len(uptimes) == 3
+        shared = ("uptime", "counters", "now", "latency", "machine")
+        assert all(set(reading) == set(shared) for reading in answer["history"])
+        assert set(shared) < set(answer) and answer["uptime"] > uptimes[-1]
+        later = status(served, params={"since": uptimes[1]})["history"]
+        assert [reading["uptime"] for reading in later] == uptimes[2:]
+        take(served, 200)
+        assert len(status(served, params={"since": -1})["history"]) == 150  # five minutes
+
+
+@pytest.mark.parametrize("since", ["", "now", "nan", "inf", "1" * 5000])
+def test_a_time_that_is_none(server: Served, since: str) -> None:
+    answer = server.http.get("/status.json", params={"since": since})
+    assert answer.status_code == 400 and len(answer.content) < 1000
+    assert answer.json()["error"]["param"] == "since"
+
+
+def test_host_memory_behind_the_prefix_cache(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine(tokenizer)
+    stats = engine.stats()
+    stats.metrics.update(kv_offload_host_slots=8.0, kv_offload_host_slots_used=2.0)
+    monkeypatch.setattr(engine, "stats", lambda: stats)
+    with serving(engine) as served:
+        assert status(served)["now"]["host_kv_usage"] == 0.25
 
 
 def test_running_requests_are_seen(tokenizer: Tokenizer) -> None:
@@ -231,7 +303,8 @@ def test_the_cpu_time_is_that_of_the_whole_tree() -> None:
         assert child.stdout.readline() == b"1\n"
         first = machine.read()
         assert first.cpu_seconds == pytest.approx(0, abs=0.05)  # nothing of before
-        assert first.memory_bytes > 1 << 20 and first.gpu is None
+        assert 1 << 20 < first.memory_bytes < first.memory_total_bytes
+        assert first.gpu is None and first.gpu_memory is None
         child.stdin.write(b"1")
         child.stdin.flush()
         deadline = time.monotonic() + 20
@@ -253,10 +326,18 @@ def test_a_reading_is_shared() -> None:
 
 
 class FakeDriver:
-    """NVIDIA's library with these GPUs, by index or UUID; what is negative fails."""
+    """NVIDIA's library with these GPUs, by index or UUID; what is negative fails. `memory` has
+    used and all bytes of each; without it there is none to be read."""
 
-    def __init__(self, busy: dict[Any, int], *, works: bool = True) -> None:
+    def __init__(
+        self,
+        busy: dict[Any, int],
+        *,
+        memory: dict[Any, tuple[int, int]] | None = None,
+        works: bool = True,
+    ) -> None:
         self.busy = busy
+        self.memory = memory or {}
         self.works = works
 
     def nvmlInit_v2(self) -> int:
@@ -283,6 +364,16 @@ class FakeDriver:
         if percent < 0:
             return 3
         ctypes.cast(found, ctypes.POINTER(ctypes.c_uint))[0] = percent
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle: ctypes.c_void_p, found: Any) -> int:
+        assert handle.value is not None
+        name = list(self.busy)[handle.value - 1]
+        if name not in self.memory:
+            return 3
+        used, total = self.memory[name]
+        values = ctypes.cast(found, ctypes.POINTER(ctypes.c_ulonglong))
+        values[0], values[1], values[2] = total, total - used, used
         return 0
 
 
@@ -319,6 +410,19 @@ def test_a_gpu_that_does_not_answer_keeps_its_figure(monkeypatch: pytest.MonkeyP
     assert machine.read().gpu == [0.4]
     driver.busy[0] = 70
     assert machine.read().gpu == [0.7]
+
+
+def test_the_memory_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver({0: 10, 1: 90}, memory={0: (3, 8), 1: (1, 4)})
+    with_driver(monkeypatch, driver)
+    machine = Machine("cuda", kept_seconds=0.0)
+    assert machine.read().gpu_memory == [GpuMemory(3, 8), GpuMemory(1, 4)]
+    del driver.memory[0]  # during a reset the last figures stay
+    driver.memory[1] = 2, 4
+    assert machine.read().gpu_memory == [GpuMemory(3, 8), GpuMemory(2, 4)]
+    unified = Machine("cuda", kept_seconds=0.0).read()  # the first has no memory of its own
+    assert unified.gpu_memory is None and unified.gpu == [0.1, 0.9]
+    assert Machine("cpu").read().gpu_memory is None
 
 
 @pytest.mark.parametrize(
