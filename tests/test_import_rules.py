@@ -47,7 +47,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "spec_decode": ("core", "config", "utils.jit", "utils.topology"),
     "spec_decode.verify": ("core",),
     "spec_decode.lookahead": ("core", "config", "utils.files", "utils.jit", *_OF_DRAFTS),
-    "spec_decode.ngram": ("core", "utils.jit", "spec_decode.lookahead.sequence_state", *_OF_DRAFTS),
+    "spec_decode.ngram": (
+        "core", "utils.jit", "spec_decode.budget", "spec_decode.lookahead.sequence_state",
+        "spec_decode.proposal_account", *_OF_DRAFTS,
+    ),
     "spec_decode.draft_model": ("core", "config", "utils.jit", "bridge.ipc", *_OF_DRAFTS),
     # A draft model on the target's device has block tables of its own.
     "spec_decode.draft_model.on_device": ("core", "config", "kv_cache"),

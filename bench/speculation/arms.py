@@ -11,7 +11,7 @@ import argparse
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,10 +29,10 @@ from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import build_engine
 from hetero_llm.kv_cache.prefix_cache import hash_root
 from hetero_llm.models.read_config import load_model_config
-from hetero_llm.spec_decode.budget import IdleTimes, StepCosts
 from hetero_llm.spec_decode.draft_model.on_device import ChainDrafter
 from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
 from hetero_llm.spec_decode.lookahead.sequence_state import namespace_salt
+from hetero_llm.spec_decode.proposal_account import ProposalAccount
 
 LOOKAHEAD = {"method": "lookahead", "cache_size": 4 << 20, "token_paths_top_k": 2}
 GPU_DRAFT = "gpu draft"
@@ -82,14 +82,6 @@ def repeats(tokens: list[int]) -> bool:
     """Whether a span of `SPAN` tokens occurs twice."""
     spans = [tuple(tokens[i : i + SPAN]) for i in range(len(tokens) - SPAN + 1)]
     return len(set(spans)) < len(spans)
-
-
-class Times(NamedTuple):
-    """What a drafter learned of the times of steps."""
-
-    costs: StepCosts
-    proposal_idle: IdleTimes
-    plain_idle: IdleTimes
 
 
 class SwitchedDrafter:
@@ -181,7 +173,7 @@ class Bench:
             config = self.start_draft(args, args.draft)
         self._chains: ChainDrafter | None = None
         self.engine = self._build(args, config, gpu_draft=gpu_draft)
-        self._known: dict[str, Times] = {}
+        self._known: dict[str, ProposalAccount] = {}
         self._runs = 0
         self.drafter_metrics: dict[str, float] = {}  # of the last run's drafter
 
@@ -266,9 +258,7 @@ class Bench:
         if isinstance(drafter, HybridDrafter):
             if self.switch.profile:
                 drafter.set_step_times(self.switch.profile)
-            own = Times(drafter.costs, drafter.proposal_idle, drafter.plain_idle)
-            known = self._known.setdefault(arm, own)
-            drafter.costs, drafter.proposal_idle, drafter.plain_idle = known
+            drafter.account = self._known.setdefault(arm, drafter.account)
             if arm == "warm":
                 for tick, text in enumerate(other_text(self._sizes)):
                     drafter.global_cache.add(text, 0, namespace_salt(hash_root()), tick)

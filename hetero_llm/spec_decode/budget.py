@@ -4,7 +4,7 @@ Goodput as in SmartSpec (Liu et al., arXiv 2406.14066) and vLLM's adaptive verif
 sequences and nodes of path probabilities p_1 >= p_2 >= ..., a step with the first b nodes yields
 B + p_1 + ... + p_b tokens and takes T(rows + b) seconds, which is learned from the steps that ran.
 To these comes the time that the device idles: a step with drafts can only be made when the tokens
-of the one before are known, and one without drafts is launched before.
+of the one before are known, and one without drafts is launched before (proposal_account.py).
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ _SETTLED = 0.01  # of a size's own correction: the part that all sizes take on w
 _KEPT = 0.995  # of the other sizes' own corrections, at every step
 _KNOWN = 0.1  # how fresh a size's time must be to bound those of its neighbours
 _LEAST = 0.5  # of the profile, whatever was observed
-_MAX_BUCKETS = 16
-_IDLE_WEIGHT = 0.1  # of a new time in the average
-_FIRST_IDLE = 2e-3  # most seconds that the first time counts for
-_GUESSED_GAIN, _GUESSED_LOSS = 1.2, 0.95  # with and without nodes, as long as no step was seen
+GUESSED_GAIN, GUESSED_LOSS = 1.2, 0.95
+"""Of a step with and without draft nodes, as long as no step was seen."""
 MEMORY = 1000
 """Steps after which the time of a size that did not run again is forgotten, so that a size that was
 slow once is tried again."""
@@ -37,34 +35,6 @@ _EDGES = np.array(
 )  # fmt: skip
 """Step sizes that differ, unless `StepCosts.price` says which: a step between two of them takes as
 long as the larger one."""
-
-
-class IdleTimes:
-    """How long the device idles before a step: moving averages in seconds, by the number of
-    sequences (one bucket for each power of two)."""
-
-    def __init__(self) -> None:
-        self._seconds = np.zeros(_MAX_BUCKETS)
-        self._counts = np.zeros(_MAX_BUCKETS, np.int64)
-
-    def observe(self, num_sequences: int, seconds: float) -> None:
-        """Report a step: its number of sequences, and for how long the device had idled before. A
-        single long time counts little: there may have been nothing to do."""
-        at = min(num_sequences.bit_length(), _MAX_BUCKETS - 1)
-        known = self._counts[at]
-        weight = max(_IDLE_WEIGHT, 1.0 / (known + 1))
-        most = 2 * self._seconds[at] + 1e-4 if known else _FIRST_IDLE
-        self._seconds[at] += weight * (min(seconds, most) - self._seconds[at])
-        self._counts[at] = known + 1
-
-    def of(self, num_sequences: int) -> float:
-        """Seconds; of a number that was not seen those of the next smaller one that was, or of the
-        next larger one; 0.0 before any was seen."""
-        at = min(num_sequences.bit_length(), _MAX_BUCKETS - 1)
-        for bucket in (*range(at, -1, -1), *range(at + 1, _MAX_BUCKETS)):
-            if self._counts[bucket]:
-                return float(self._seconds[bucket])
-        return 0.0
 
 
 class StepCosts:
@@ -252,7 +222,7 @@ def choose(
     likeliest.sort()
     likeliest = likeliest[::-1]
     most = max(min(size, min(edges[-1], most_rows) - num_rows), 0)
-    total, gain = most, _GUESSED_GAIN if most > 0 else _GUESSED_LOSS
+    total, gain = most, GUESSED_GAIN if most > 0 else GUESSED_LOSS
     if table[-1] > 0.0:
         plain = table[min(np.searchsorted(edges, num_rows), len(edges) - 1)]
         best, total = len(counts) / (plain + idle), 0

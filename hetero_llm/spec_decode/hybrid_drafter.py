@@ -15,7 +15,7 @@ from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.drafter import StepReport
 from hetero_llm.core.request import Request, Sequence
-from hetero_llm.spec_decode.budget import IdleTimes, StepCosts
+from hetero_llm.spec_decode.budget import StepCosts
 from hetero_llm.spec_decode.lookahead.global_cache import GlobalCache
 from hetero_llm.spec_decode.lookahead.indexes import (
     RAW,
@@ -37,16 +37,12 @@ from hetero_llm.spec_decode.lookahead.sequence_state import (
     SequenceRows,
     SequenceStates,
 )
-from hetero_llm.spec_decode.proposal_step import ProposalIdle, ProposalStep
+from hetero_llm.spec_decode.proposal_account import ProposalAccount
+from hetero_llm.spec_decode.proposal_step import ProposalStep
 from hetero_llm.spec_decode.proposals import DraftModel, NoDraftModel
 from hetero_llm.utils.topology import read_topology
 
 _CHUNK = 64  # tokens of an output that enter the global cache together
-_GAIN_WEIGHT = 0.15  # of a proposal in the moving average of gains
-_FIRST_GAIN = 1.05  # so that the drafter begins with proposals
-_MIN_PAUSE, _MAX_PAUSE = 2, 32  # steps; twice as many after each pause that ends in a loss
-_PAUSE_UNKNOWN = 16  # the longest pause as long as step times are not known
-_PROBE_SHARE = 0.005  # of the time, at most, that proposals between pauses cost
 
 
 # large: policy of one drafter: what a step may cost, when to pause, what to learn and to share.
@@ -65,9 +61,7 @@ class HybridDrafter:
     Attributes:
         acceptance: [buckets, 2] float32, accepted and tried nodes of each acceptance bucket: the
             trie's, then the n-gram index's. To be read only.
-        costs: seconds of steps by their tokens.
-        proposal_idle, plain_idle: how long the device idles before steps for which drafts are
-            proposed, and before the others.
+        account: what proposals cost and gain.
         model: see Args; without one a null object.
         states: of the running sequences. To be read only.
     """
@@ -111,15 +105,9 @@ class HybridDrafter:
             num_threads=num_threads,
         )  # fmt: skip
         self._tick = 0
-        self.costs = StepCosts()
-        self.proposal_idle, self.plain_idle = IdleTimes(), IdleTimes()
-        self._observed: list[StepReport] = []  # that `costs` and idle times do not know yet
+        self.account = ProposalAccount()
         # Rows of the last proposal and the verified nodes of each, until the model knows them.
         self._verified: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None
-        # Moving average: tokens a second with proposals over those without, as estimated.
-        self._gain = _FIRST_GAIN
-        self._paused_for = 0  # steps
-        self._next_pause = _MIN_PAUSE
         self._has_proposed = False  # since the last `run_deferred`
         self._compile()
 
@@ -136,7 +124,7 @@ class HybridDrafter:
             index.forget(buffer.tokens, known)
         buffer.close(span.row)
         self._propose([], self.states.follow([], [], None), 0)
-        self._gain, self._paused_for, self._next_pause = _FIRST_GAIN, 0, _MIN_PAUSE
+        self.account = ProposalAccount()
 
     @property
     def global_cache(self) -> GlobalCache:
@@ -144,7 +132,12 @@ class HybridDrafter:
 
     @property
     def idle(self) -> bool:
-        return self._paused_for > 0
+        return self.account.paused
+
+    @property
+    def costs(self) -> StepCosts:
+        """Seconds of steps by their tokens."""
+        return self.account.costs
 
     def metrics(self) -> dict[str, float]:
         """Counters of the draft model's worker; nothing without one."""
@@ -199,20 +192,16 @@ class HybridDrafter:
         self.costs.price(profile)
 
     def observe_step(self, report: StepReport) -> None:
-        self._observed.append(report)  # the device may wait now
+        self.account.observe_step(report)
 
     def close(self, request: Request) -> None:
         self._ended += self.states.end_request(request)  # the device waits now
 
     def run_deferred(self) -> None:
-        self._paused_for = max(self._paused_for - 1, 0)
-        for report in self._observed:
-            self.costs.observe(report.num_tokens, report.seconds)
-            idle = self.proposal_idle if report.proposed else self.plain_idle
-            idle.observe(report.num_sequences, report.idle_seconds)
-        self._observed.clear()
+        self.account.run_deferred()
         self._learn_and_forget()
-        if not self._has_proposed and self._paused_for <= 1 and self._proposing_model is not None:
+        begins = self.account.ends_pause and not self._has_proposed
+        if begins and self._proposing_model is not None:
             self._commit_before_proposal()
         self.model.run_deferred()
         self._has_proposed = False
@@ -227,7 +216,7 @@ class HybridDrafter:
         if self._most_sequences is None or num_sequences <= self._most_sequences:
             return True
         self._has_proposed = True
-        self._paused_for = _MAX_PAUSE
+        self.account.pause()
         return False
 
     def _propose(self, sequences: list[Sequence], new: NewTokens, num_rows: int) -> DraftBatch:
@@ -235,29 +224,14 @@ class HybridDrafter:
         have not paid lately the drafter pauses, so that steps are launched ahead."""
         self._has_proposed = True
         self._take_new(new, sequences)
-        count = new.num_sequences
-        idle = ProposalIdle(self.proposal_idle.of(count), self.plain_idle.of(count))
+        idle = self.account.idle_of(new.num_sequences)
         batch, gain = self._step.propose(
             new, self.costs, num_rows, idle, self._proposing_model,
-            may_wait=self._next_pause == _MIN_PAUSE,
+            may_wait=not self.account.is_probing,
         )  # fmt: skip
         self._verified = (new.rows, batch.counts) if len(batch.token_ids) else None
-        self._gain += _GAIN_WEIGHT * (gain - self._gain)
-        if self._gain < 1.0:  # the next proposal decides whether to go on
-            self._gain = 1.0
-            self._paused_for = self._next_pause
-            self._next_pause = min(2 * self._next_pause, self._longest_pause(num_rows, idle))
-        elif gain > 1.0 and self._next_pause > _MIN_PAUSE:  # as at the beginning
-            self._next_pause, self._gain = _MIN_PAUSE, max(self._gain, _FIRST_GAIN)
+        self.account.note_gain(gain, num_rows, idle)
         return batch
-
-    def _longest_pause(self, num_rows: int, idle: ProposalIdle) -> int:
-        """Steps of a pause behind which the idle time of one proposal does not count."""
-        (seconds,) = self.costs.of(num_rows)
-        if not seconds:
-            return _PAUSE_UNKNOWN
-        share = (idle.proposed - idle.plain) / (seconds + idle.plain)
-        return int(min(max(share / _PROBE_SHARE, _MIN_PAUSE), _MAX_PAUSE))
 
     def _follow(self, sequences: list[Sequence]) -> None:
         """Takes in the sequences' new tokens without a proposal."""

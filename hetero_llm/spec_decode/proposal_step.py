@@ -66,6 +66,7 @@ from hetero_llm.spec_decode.lookahead.sequence_state import (
 from hetero_llm.spec_decode.lookahead.suffix_trie import TrieArrays
 from hetero_llm.spec_decode.lookahead.trie_proposer import TrieProposalParams
 from hetero_llm.spec_decode.merge_trees import merge
+from hetero_llm.spec_decode.proposal_account import ProposalIdle
 from hetero_llm.spec_decode.proposals import DraftModel, Proposals, rows_of
 from hetero_llm.utils.jit import njit
 
@@ -76,14 +77,6 @@ _INITIAL_SIZE = 16
 _SEQUENCES_PER_THREAD = 16  # for which a further thread pays
 _KEPT_SHARE = 0.8  # of the moving averages of hits, kept at each step
 _MIN_SCALE, _MAX_SCALE = 0.1, 2.0  # of a sequence's acceptance scale
-
-
-class ProposalIdle(NamedTuple):
-    """Seconds that the device idles before a step for which drafts are proposed, and before one for
-    which none are."""
-
-    proposed: float
-    plain: float
 
 
 class _Buffers(NamedTuple):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_llm.spec_decode import budget
-from hetero_llm.spec_decode.budget import MEMORY, MOST_ROWS, IdleTimes, StepCosts
+from hetero_llm.spec_decode.budget import MEMORY, MOST_ROWS, StepCosts
 
 CHANCES = st.floats(0.0078125, 1.0, width=32)
 
@@ -193,16 +193,3 @@ def test_drafts_must_pay_for_the_device_that_idles() -> None:
     assert gain == pytest.approx(1.6 / 1.8), "but it should not have"
     assert verdict(costs, drafts, 4, 0.7, 0.7)[1] == pytest.approx(1.6 * 1.7 / 1.8)
     assert verdict(costs, [[0.01]] * 4, 4, 0.25) == ([0] * 4, pytest.approx(0.8))
-
-
-def test_idle_times_are_kept_by_the_number_of_sequences() -> None:
-    idle = IdleTimes()
-    assert idle.of(8) == 0.0
-    for _ in range(50):
-        idle.observe(1, 1e-4)
-        idle.observe(32, 6e-4)
-    assert [idle.of(count) for count in (1, 2, 32, 63, 500)] == pytest.approx(
-        [1e-4, 1e-4, 6e-4, 6e-4, 6e-4]
-    )
-    idle.observe(32, 30.0)
-    assert idle.of(32) < 8e-4, "there was nothing to do for half a minute"

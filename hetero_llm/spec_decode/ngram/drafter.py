@@ -7,21 +7,29 @@ import numpy as np
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
 from hetero_llm.core.drafter import StepReport
 from hetero_llm.core.request import Request, Sequence
+from hetero_llm.spec_decode.budget import GUESSED_GAIN, GUESSED_LOSS
 from hetero_llm.spec_decode.lookahead.sequence_state import TokenBuffer, TokenSpan
 from hetero_llm.spec_decode.ngram.prompt_lookup import propose_ngrams
+from hetero_llm.spec_decode.proposal_account import ProposalAccount
 from hetero_llm.spec_decode.proposals import Proposals
 
-_PAUSE = 8  # steps after one with too many sequences
+_KEPT_WEIGHT = 0.05  # of a draft in the moving average of accepted nodes
 
 
 class PromptLookupDrafter:
-    """A `core.drafter.Drafter`. One thread at a time.
+    """A `core.drafter.Drafter` that is `CostAware`. One thread at a time.
+
+    Its drafts have no probabilities: what they are worth is the average of what came of the last
+    ones. Where they lose, the drafter pauses.
 
     Args:
         width: tokens of the longest sequence.
         smallest, largest: tokens of an n-gram that must have occurred before.
         num_tokens: most tokens of a draft.
         most_sequences: larger steps get no drafts; None: no limit.
+
+    Attributes:
+        account: what proposals cost and gain.
     """
 
     def __init__(
@@ -34,17 +42,20 @@ class PromptLookupDrafter:
         most_sequences: int | None = None,
     ) -> None:
         self._most_sequences = most_sequences
-        self._paused_for = 0  # steps
         self._buffer = TokenBuffer(width)
         self._spans: dict[str, dict[int, TokenSpan]] = {}  # by request and index of the sequence
         self._ngrams = smallest, largest
         self._num_tokens = min(num_tokens, MAX_NODES)
         self._proposals = Proposals.empty(1)
+        self._drafted: list[tuple[TokenSpan, int, int]] = []  # drafts: end of the text, and nodes
+        self._accepted = 1.0  # nodes of a draft, moving average
+        self.account = ProposalAccount()
         self.propose([], [], 0)  # compiles, so that no request waits for that
+        self.account = ProposalAccount()
 
     @property
     def idle(self) -> bool:
-        return self._paused_for > 0
+        return self.account.paused
 
     @property
     def num_requests(self) -> int:
@@ -53,9 +64,10 @@ class PromptLookupDrafter:
 
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         if self._most_sequences is not None and len(sequences) > self._most_sequences:
-            self._paused_for = _PAUSE
+            self.account.pause()
             return Proposals.empty(len(sequences)).batch()
         spans = [self._follow(sequence) for sequence in sequences]
+        self._learn()
         if len(self._proposals.counts) < len(spans):
             self._proposals = Proposals.empty(len(spans))
         found = self._proposals.some(slice(len(spans)))
@@ -73,17 +85,48 @@ class PromptLookupDrafter:
             self._num_tokens,
             *found,
         )
+        self._drafted = [
+            (span, span.end, count)
+            for span, count in zip(spans, found.counts.tolist(), strict=True)
+            if count
+        ]
+        self._note_gain(len(spans), int(found.counts.sum()), num_rows)
         return found.batch()
+
+    def set_step_times(self, profile: list[tuple[int, float]]) -> None:
+        self.account.costs.price(profile)
 
     def close(self, request: Request) -> None:
         for span in self._spans.pop(request.request_id, {}).values():
             self._buffer.close(span.row)
 
     def observe_step(self, report: StepReport) -> None:
-        pass
+        self.account.observe_step(report)
 
     def run_deferred(self) -> None:
-        self._paused_for = max(self._paused_for - 1, 0)
+        self.account.run_deferred()
+
+    def _learn(self) -> None:
+        """Takes in what came of the last drafts."""
+        for span, end, count in self._drafted:
+            num_new = span.end - end
+            if num_new > 0:  # else the sequence has ended or was not in the step
+                accepted = min(num_new - 1, count)
+                self._accepted += _KEPT_WEIGHT * (accepted - self._accepted)
+
+    def _note_gain(self, num_sequences: int, num_nodes: int, num_rows: int) -> None:
+        if not num_sequences:
+            return
+        idle = self.account.idle_of(num_sequences)
+        plain, verify = self.account.costs.of(num_rows, num_rows + num_nodes)
+        gain = GUESSED_GAIN if num_nodes else GUESSED_LOSS
+        if plain:
+            expected = num_sequences + len(self._drafted) * self._accepted
+            faster = (plain + idle.plain) / (verify + idle.proposed)
+            gain = expected / num_sequences * faster
+        self.account.note_gain(gain, num_rows, idle)
+        if self.account.paused:  # the tokens of a pause say nothing about the drafts before it
+            self._drafted = []
 
     def _follow(self, sequence: Sequence) -> TokenSpan:
         """Appends what the sequence has got since the last call."""
