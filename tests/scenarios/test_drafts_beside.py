@@ -148,7 +148,7 @@ def test_the_torch_runner_serves_what_the_configuration_asks_for(
     expected = serve(build(folder, **BACKENDS[backend]), work)
     engine = build(folder, speculative_config=config, **BACKENDS[backend])
     check_same(serve(engine, work), expected)
-    assert num_accepted(engine) > 20
+    assert num_accepted(engine) > 10  # it pauses where it finds nothing
 
 
 def test_one_token_prompts_are_drafted_for_from_the_start(folder: Path) -> None:

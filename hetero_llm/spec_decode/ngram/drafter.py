@@ -7,7 +7,7 @@ import numpy as np
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
 from hetero_llm.core.drafter import StepReport
 from hetero_llm.core.request import Request, Sequence
-from hetero_llm.spec_decode.budget import GUESSED_GAIN, GUESSED_LOSS
+from hetero_llm.spec_decode.budget import GUESSED_GAIN, GUESSED_LOSS, StepCosts
 from hetero_llm.spec_decode.lookahead.sequence_state import TokenBuffer, TokenSpan
 from hetero_llm.spec_decode.ngram.prompt_lookup import propose_ngrams
 from hetero_llm.spec_decode.proposal_account import ProposalAccount
@@ -50,6 +50,7 @@ class PromptLookupDrafter:
         self._drafted: list[tuple[TokenSpan, int, int]] = []  # drafts: end of the text, and nodes
         self._accepted = 1.0  # nodes of a draft, moving average
         self.account = ProposalAccount()
+        StepCosts.compile()
         self.propose([], [], 0)  # compiles, so that no request waits for that
         self.account = ProposalAccount()
 
