@@ -205,9 +205,9 @@ class HybridDrafter:
             self._commit_before_proposal()
         self.model.run_deferred()
         self._has_proposed = False
-        # Nothing waits for this now, and all of it stays until the next proposal.
-        self._step.set_step_times(self.costs)
-        self._step.refresh_indexes()
+        if self.account.ends_pause:  # nothing waits now, and it stays until the next proposal
+            self._step.set_step_times(self.costs)
+            self._step.refresh_indexes()
 
     # -- proposing --------------------------------------------------------------------------
 
