@@ -100,7 +100,7 @@ class Model(Protocol):
     program."""
 
     def connect(self) -> None:
-        """Raises ServerError if nobody would answer."""
+        """Raises ServerError if no server answers."""
 
     def answer(self, request: str | Messages, write: Write) -> Answer: ...
 
@@ -375,7 +375,7 @@ class ServedModel:
         """Asks the server for its models, and takes the first one if none was named.
 
         Raises:
-            ServerError: nobody answers, or the server names no model.
+            ServerError: no server answers, or it names no model.
         """
         try:
             name = asyncio.run(self._first_model())

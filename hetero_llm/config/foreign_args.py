@@ -133,7 +133,7 @@ _EXECUTION = (
 )
 
 _CACHE = (
-    _feature("kv_cache_memory_bytes", _ONE, "a KV cache of so many bytes",
+    _feature("kv_cache_memory_bytes", _ONE, "a KV cache of a given size",
              instead="num_gpu_blocks_override or gpu_memory_utilization"),
     _tuning("prefix_caching_hash_algo", _ONE, "blocks are named by SHA-256."),
     _feature("prefix_cache_retention_interval", _ONE, "an interval of prefix retention", 0),
@@ -149,7 +149,7 @@ _CACHE = (
     _feature("enable_mamba_shared_prefix_checkpoint", _SWITCH, _MAMBA),
     _feature("replayssm_buffer_len", _ONE, _MAMBA, 16),
     _feature("use_replayssm", _SWITCH, _MAMBA),
-    _feature("kv_offloading_size", _ONE, "a KV offload of so many GiB",
+    _feature("kv_offloading_size", _ONE, "a KV offload of a given size",
              instead="enable_prefix_cache_offload and cpu_prefill_memory_utilization"),
     _feature("kv_offloading_backend", _ONE, "another KV offload than our own", "native"),
     _feature("kv_transfer_config", _ONE, _KV_TRANSFER),

@@ -146,7 +146,7 @@ class SamplingParams:
         return copy
 
     def checked_copy(self) -> SamplingParams:
-        """What a request keeps: a copy that nobody else changes.
+        """What a request keeps: a copy of its own.
 
         Raises:
             SamplingError: a field that was assigned is wrong.

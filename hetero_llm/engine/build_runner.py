@@ -161,7 +161,7 @@ def check_context(
     device: torch.device,
 ) -> None:
     """Checks that a sequence of `max_model_len` tokens fits, before anything is loaded or
-    allocated: the length may come from a config.json that nobody has looked at. A rotary table of
+    allocated: the length may come from an unchecked config.json. A rotary table of
     more than 1 GiB is logged.
 
     Raises:

@@ -309,7 +309,7 @@ export class Chat {
 
   // -- requests ---------------------------------------------------------------------------------
 
-  // The conversation so far as the model is told it: turns without an answer are left out.
+  // The conversation so far as the model gets it: turns without an answer are left out.
   messages() {
     const { system } = this.elements;
     const messages = system.value.trim() ? [{ role: "system", content: system.value }] : [];
