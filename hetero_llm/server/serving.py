@@ -376,8 +376,8 @@ class Server(uvicorn.Server):
 
 
 def drain_on_hangup(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Installs the handler for SIGHUP, unless this process was told to ignore the signal. uvicorn
-    installs those for SIGTERM and SIGINT."""
+    """Installs the handler for SIGHUP, unless this process ignores the signal already, as under
+    nohup. uvicorn installs those for SIGTERM and SIGINT."""
     if threading.current_thread() is not threading.main_thread():
         return  # as uvicorn: only the main thread may install handlers
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

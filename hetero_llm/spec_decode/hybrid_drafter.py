@@ -212,7 +212,7 @@ class HybridDrafter:
     # -- proposing --------------------------------------------------------------------------
 
     def _may_propose(self, num_sequences: int) -> bool:
-        """Whether steps of so many sequences get drafts; else the drafter pauses."""
+        """Whether steps with `num_sequences` sequences get drafts; else the drafter pauses."""
         if self._most_sequences is None or num_sequences <= self._most_sequences:
             return True
         self._has_proposed = True

@@ -91,7 +91,7 @@ class ProposalAccount:
         return self._next_pause > _MIN_PAUSE
 
     def idle_of(self, num_sequences: int) -> ProposalIdle:
-        """Of steps with so many sequences."""
+        """Idle seconds before steps with `num_sequences` sequences."""
         return ProposalIdle(
             self._proposal_idle.of(num_sequences), self._plain_idle.of(num_sequences)
         )

@@ -265,7 +265,7 @@ class DraftWorkerClient:
         if self._full_since is None or len(self.outbox) < waiting:
             self._full_since = now
         if now - self._full_since > HANG_SECONDS or len(self.outbox) > self.limits.max_waiting:
-            self._on_failure("does not take what it is told")
+            self._on_failure("does not take its messages")
 
     def check_health(self) -> None:
         """Detect a dead or hung worker, and start a new one once its back-off is over."""
