@@ -32,6 +32,7 @@ from hetero_llm.gpu.kernels.sample import POSITION, SAMPLE_INDEX, SampleRows
 from hetero_llm.gpu.kernels.tree_verify import VerifiedTrees
 from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
 from hetero_llm.gpu.paged_attention import LibraryPlanner, LibraryRows, StepAttention
+from hetero_llm.gpu.sampled_rows import SampledRowsPlanner
 from hetero_llm.gpu.step_buffer import StepBuffers
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import Attend, CausalLM
@@ -145,6 +146,7 @@ class GpuModelRunner:
         self.layer_ready = layer_ready
         self._context = AttentionContext(config, cache, block_tables, dtype)
         self._library = LibraryPlanner(self._context, dtype)
+        self._sampled_rows = SampledRowsPlanner(self._context, max_num_seqs)
         self._buffers = StepBuffers(
             self._context,
             max_num_seqs=max_num_seqs,
@@ -215,14 +217,14 @@ class GpuModelRunner:
             kind = self.graphs.replay_step(step, num_tokens, plain=plain)
         if kind == "decode":
             return self._sent_results(step, num_tokens)
-        hidden = self._device_step.hidden[:num_tokens]
+        hidden, sampled_rows = self._device_step.hidden[:num_tokens], False
         if kind is None:
-            hidden = self._run_uncaptured(step, num_tokens, plain=plain)
+            hidden, sampled_rows = self._run_uncaptured(step, num_tokens, plain=plain)
         if plain:
             num_samples = int(step.num_samples.sum())
             launched = self._copy_results(step, self._device_step.tokens[:num_samples])
         else:
-            launched = self._sample_by_torch(step, hidden)
+            launched = self._sample_by_torch(step, hidden, sampled_rows=sampled_rows)
         if step.kv_loads:
             assert self.layer_ready is not None
             launched.results.turn = self.layer_ready.turn
@@ -317,12 +319,19 @@ class GpuModelRunner:
 
     def _run_uncaptured(
         self, step: SchedulerOutput, num_tokens: int, *, plain: bool
-    ) -> torch.Tensor:
-        """Issues the kernels of a step without drafts: [T, hidden]. If plain, it samples, too."""
+    ) -> tuple[torch.Tensor, bool]:
+        """Issues the kernels of a step without drafts. If plain, it samples, too.
+
+        Returns:
+            [T, hidden] and False, or, where the last layer leaves out what nothing reads, [N,
+            hidden] of the rows of the N samples and True.
+        """
         single = len(step.request_slots) == num_tokens
         library: tuple[LibraryRows, ...] = ()
-        planned = None
+        planned = sampled = None
         if not single:
+            if self.model.selects_rows and not step.prompt_logprob_spans:
+                sampled = self._sampled_rows.plan(step)
             library, planned = self._library.plan(
                 step.request_slots,
                 step.num_computed_tokens,
@@ -344,14 +353,18 @@ class GpuModelRunner:
             any_cut=any_cut,
             library=library,
             planned=planned is None or bool(planned.any()),
+            sampled=sampled,
         )
         if step.kv_loads:
             assert self.layer_ready is not None
             attention = LayerReadyAttention(attention, self.layer_ready)
         hidden = self._device_step.run_model(buffer, attention)
         if plain and num_samples:
-            self._device_step.sample(buffer.inputs, hidden, num_samples)
-        return hidden
+            if sampled is None:
+                self._device_step.sample(buffer.inputs, hidden, num_samples)
+            else:
+                self._device_step.sample_rows(buffer.inputs, hidden)
+        return hidden, sampled is not None
 
     def _verify_uncaptured(
         self, step: SchedulerOutput, verified: VerifiedTrees, *, plain: bool
@@ -372,10 +385,23 @@ class GpuModelRunner:
 
     # -- sampling by torch, and results -----------------------------------------------------
 
-    def _sample_by_torch(self, step: SchedulerOutput, hidden: torch.Tensor) -> LaunchedStep:
-        """Sampling and log-probabilities of a step that the kernels alone do not serve."""
-        last_tokens = self._device_step.last_tokens
-        results = sample_step(self.model, hidden, step, self._sampler, last_tokens, self._prompts)
+    def _sample_by_torch(
+        self, step: SchedulerOutput, hidden: torch.Tensor, *, sampled_rows: bool
+    ) -> LaunchedStep:
+        """Sampling and log-probabilities of a step that the kernels alone do not serve.
+
+        Args:
+            hidden, sampled_rows: see `_run_uncaptured`.
+        """
+        results = sample_step(
+            self.model,
+            hidden,
+            step,
+            self._sampler,
+            self._device_step.last_tokens,
+            self._prompts,
+            sampled_rows=sampled_rows,
+        )
         results.prompt_logprobs = [
             (slot, rows.start_download()) for slot, rows in results.prompt_logprobs
         ]

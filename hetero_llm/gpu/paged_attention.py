@@ -51,6 +51,25 @@ class LibraryRows:
     keys: ChunkKeys | RaggedKeys
 
 
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The rows of a step that its last layer computes to the end; see `sampled_rows`.
+
+    Attributes:
+        layer: the last one.
+        rows: [N] int64 on the device, their indices in the step; N > 0.
+        masks, work, tile: of their attention, as of a step in which N sequences decode.
+        any_cut: the work list may have cut tiles.
+    """
+
+    layer: int
+    rows: torch.Tensor
+    masks: RowMasks
+    work: Work
+    tile: TileShape
+    any_cut: bool
+
+
 class StepAttention:
     """The attention of one step, or of every step that replays one graph."""
 
@@ -63,6 +82,7 @@ class StepAttention:
         any_cut: bool,
         library: tuple[LibraryRows, ...] = (),
         planned: bool = True,
+        sampled: SampledRows | None = None,
     ) -> None:
         """
         Args:
@@ -70,6 +90,7 @@ class StepAttention:
             any_cut: the work list may have cut tiles.
             library: tokens that the work list leaves out.
             planned: the work list has items.
+            sampled: rows for which the last layer's attention returns results; None: all.
         """
         self._any_cut = any_cut
         self._context = context
@@ -78,6 +99,7 @@ class StepAttention:
         self._workspace = context.workspace(tile)
         self._library = library
         self._planned = planned
+        self._sampled = sampled
         tree = inputs.tree
         ancestors = None if tree is None else tree.ancestors
         self._masks = RowMasks(inputs.limits, inputs.positions, ancestors)
@@ -112,12 +134,19 @@ class StepAttention:
         )
         return self._attend(layer, q, keys, values)
 
+    def select(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        if self._sampled is None or layer != self._sampled.layer:
+            return x
+        return x.index_select(0, self._sampled.rows)
+
     def _attend(
         self, layer: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         config = self._context.config
         window = config.sliding_windows[layer]
         scale = config.attn_scale
+        if self._sampled is not None and layer == self._sampled.layer:
+            return self._attend_sampled(self._sampled, self.select(layer, q), keys, values)
         if not self._planned and len(self._library) == 1:  # it is the whole step
             return _attend_by_library(q, keys, values, self._library[0], scale, window)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -141,6 +170,27 @@ class StepAttention:
         for part in self._library:
             out[part.rows] = _attend_by_library(q[part.rows], keys, values, part, scale, window)
         return out
+
+    def _attend_sampled(
+        self, sampled: SampledRows, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """q: [N, H, D] of these rows."""
+        context = self._context
+        return paged_attention(
+            q,
+            keys,
+            values,
+            context.block_tables,
+            sampled.masks,
+            sampled.work,
+            context.workspace(sampled.tile),
+            sampled.tile,
+            scale=context.config.attn_scale,
+            window=context.config.sliding_windows[sampled.layer],
+            softcap=context.config.attn_softcap,
+            slopes=context.slopes,
+            any_cut=sampled.any_cut,
+        )
 
 
 def _attend_by_library(

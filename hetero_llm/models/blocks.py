@@ -137,7 +137,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, rotary: StepRotary, attend: Attend) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
+        """[T, hidden] -> [T, hidden], or those rows of it that `attend.select` leaves."""
         qkv = self.project(x, rotary)
         if self.heads is None:
             q, k, v = qkv.view(len(qkv), -1, self.head_dim).split(self.head_counts, dim=1)
@@ -283,7 +283,8 @@ class DecoderLayer(nn.Module):
                 norm adds them up.
 
         Returns:
-            The terms of the next layer or of the final norm.
+            The terms of the next layer or of the final norm, with the rows that `attend.select`
+            leaves.
         """
         if self.parallel and self.mlp_norm is not None:
             assert isinstance(self.attention_norm, AddLayerNorm)
@@ -293,7 +294,9 @@ class DecoderLayer(nn.Module):
             normed, residual = self.attention_norm(*terms)
             mlp_input = normed
         attended = self.attention(normed, rotary, attend)
+        residual = attend.select(self.attention.layer, residual)
         if self.mlp_norm is None or self.parallel:
+            mlp_input = attend.select(self.attention.layer, mlp_input)
             return self.mlp(mlp_input), residual, attended
         normed, residual = self.mlp_norm(attended, residual)
         return self.mlp(normed), residual
@@ -322,6 +325,7 @@ class DecoderLM(CausalLM):
     names = ModelNames()
     layer_names = LayerNames()
     norm_class: NormClass = RMSNorm
+    selects_rows = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

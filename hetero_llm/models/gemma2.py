@@ -33,6 +33,7 @@ class Gemma2Layer(DecoderLayer):
         assert self.mlp_norm is not None
         x, residual = self.attention_norm(*terms)
         x = self.post_attention_norm(self.attention(x, rotary, attend))[0]
+        residual = attend.select(self.attention.layer, residual)
         x, residual = self.mlp_norm(x, residual)
         return self.post_mlp_norm(self.mlp(x))[0], residual
 

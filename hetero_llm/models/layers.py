@@ -57,6 +57,11 @@ class Attend(Protocol):
         `self(layer, *heads(qkv, rows))`, perhaps in fewer kernels."""
         ...
 
+    def select(self, layer: int, x: Tensor) -> Tensor:
+        """The rows of x [T, size] for which this layer's attention returns a result: all, but in
+        the last layer, where only rows that are sampled after may be left."""
+        ...
+
 
 class QKNorm(nn.Module):
     """RMS norm of every query and key head, with one weight for all of each kind (Qwen3)."""
@@ -140,6 +145,9 @@ class CausalLM(nn.Module):
     dtype and on its default device."""
 
     config: ModelConfig
+    selects_rows = False
+    """Whether `forward` returns the rows that `Attend.select` leaves in the last layer, rather than
+    need all of them."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the final norm.
@@ -150,7 +158,7 @@ class CausalLM(nn.Module):
             attend: Called once per layer, layers in order.
 
         Returns:
-            [T, hidden] in the parameters' dtype.
+            [T, hidden] in the parameters' dtype, or fewer rows: see `selects_rows`.
         """
         raise NotImplementedError
 

@@ -38,7 +38,8 @@ class PostNormLayer(DecoderLayer):
     def forward(self, rotary: StepRotary, attend: Attend, *terms: Any) -> tuple[Tensor, ...]:
         assert self.mlp_norm is not None
         x = terms[0]  # norms overwrite it
-        x, _ = self.attention_norm(self.attention(x, rotary, attend), x)
+        attended = self.attention(x, rotary, attend)
+        x, _ = self.attention_norm(attended, attend.select(self.attention.layer, x))
         x, _ = self.mlp_norm(self.mlp(x), x)
         return (x,)
 

@@ -323,6 +323,9 @@ class PlannedAttention:
     ) -> torch.Tensor:
         return self(layer, *heads(qkv, rows))
 
+    def select(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        return x
+
     def _attend(
         self,
         group: _Group,

@@ -42,3 +42,6 @@ class LayerReadyAttention:
     ) -> torch.Tensor:
         self._layer_ready.wait(layer)
         return self._attend.rotary(layer, qkv, heads, rows)
+
+    def select(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        return self._attend.select(layer, x)

@@ -240,11 +240,15 @@ def sample_step(
     sampler: Sampler,
     last_tokens: torch.Tensor,
     prompts: dict[int, AdmittedSequence],
+    *,
+    sampled_rows: bool = False,
 ) -> PendingStep:
     """Samples where a step without drafts wants it, and computes the wanted log-probabilities.
 
     Args:
         hidden: [T, hidden] after the final norm.
+        sampled_rows: `hidden` has one row for each sample instead, and the step wants no
+            log-probabilities of a prompt.
         last_tokens: [request slots] int64, written.
         prompts: the state of every slot that wants prompt_logprobs.
     """
@@ -253,7 +257,9 @@ def sample_step(
     if len(sequences) == 0:
         return PendingStep(step, None, prompt_logprobs)
     slots, samples = step.request_slots[sequences], step.num_samples[sequences]
-    last = (np.cumsum(step.num_scheduled_tokens) - 1)[sequences]
+    last = (np.cumsum(step.num_samples if sampled_rows else step.num_scheduled_tokens) - 1)[
+        sequences
+    ]
     sampled = sampler.sample(
         model.logits(hidden[torch.from_numpy(last).to(hidden.device)]),
         slots,

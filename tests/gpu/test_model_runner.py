@@ -26,7 +26,10 @@ from tests.models.tiny import make_tiny_checkpoint
 BLOCKS, SLOTS, MAX_LEN = 24, 4, 64
 
 
-@pytest.fixture(scope="module", params=[("llama", "heads_of_16"), ("opt", "heads_of_16")])
+FAMILIES = [("llama", "heads_of_16"), ("opt", "heads_of_16")]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, variant = request.param
     return make_tiny_checkpoint(tmp_path_factory.mktemp(family), family, variant, layers=2)
@@ -117,6 +120,19 @@ def test_it_draws_what_the_torch_runner_draws(
         for entry, other in zip(output.logprobs or (), wanted.logprobs or ()):
             assert entry.rank == other.rank and entry.top[0][0] == other.top[0][0]
             assert entry.sampled == pytest.approx(other.sampled, abs=1e-4)
+
+
+def test_the_last_layer_goes_on_with_sampled_rows(checkpoint: Path, device: torch.device) -> None:
+    """Chunks of 20, 5 and 10 tokens of which two are sampled after; then one of 7 tokens that is
+    sampled after twice, beside two that decode; then a chunk that is not sampled after."""
+    config, model, cache = build(checkpoint, device)
+    rows: list[int] = []
+    model.layers[-1].mlp.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
+    sizes = {"max_num_seqs": SLOTS, "max_model_len": MAX_LEN, "max_num_batched_tokens": 64}
+    runner = GpuModelRunner(model, config, cache, graphs=False, **sizes)
+    for step in (*steps()[:2], step_of([(3, 0, [5, 6, 7], 0)], writes=[(3, 0, 23)])):
+        runner.finish(runner.launch(step))
+    assert rows == [2, 4, 1]
 
 
 def test_soft_caps_and_alibi_reach_the_kernel(tmp_path: Path, device: torch.device) -> None:

@@ -38,6 +38,18 @@ def log_probs(model: CausalLM, sequences: list[Tensor]) -> list[Tensor]:
     return list(logits.float().log_softmax(-1).split(lengths))
 
 
+class EndsOnly(DenseAttend):
+    """In the last layer it returns the last token of each sequence alone."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.select(layer, super().__call__(layer, q, k, v))
+
+    def select(self, layer: int, x: Tensor) -> Tensor:
+        if layer < self.config.num_layers - 1:
+            return x
+        return x[torch.tensor(self.lengths).cumsum(0) - 1]
+
+
 def reference_log_probs(folder: Path, sequences: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=reference_attention(folder)
@@ -62,6 +74,14 @@ def test_equals_transformers(tmp_path: Path, family: str, variant: str) -> None:
     expected = reference_log_probs(folder, sequences, torch.float32)
     for ours, theirs in zip(log_probs(model, sequences), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
+    # A last layer that goes on with a part of the rows.
+    assert model.selects_rows
+    positions = torch.cat([torch.arange(len(s)) for s in sequences])
+    with torch.no_grad():
+        hidden = model(torch.cat(sequences), positions, EndsOnly(config, [LENGTH, 1, 9]))
+        ends = model.logits(hidden).float().log_softmax(-1)
+    for ours, theirs in zip(ends, expected, strict=True):
+        torch.testing.assert_close(ours, theirs[-1], atol=TOLERANCE, rtol=0)
 
 
 def test_dynamic_rope_beyond_the_original_context(tmp_path: Path) -> None:

@@ -281,6 +281,9 @@ class FirstRow:
     def rotary(self, layer: int, qkv: Tensor, heads: Any, rows: Any) -> Tensor:
         raise AssertionError("transformers rotates by itself")
 
+    def select(self, layer: int, x: Tensor) -> Tensor:
+        raise AssertionError("classes of transformers return every row")
+
 
 # -- which implementation -------------------------------------------------------------------
 

@@ -153,3 +153,6 @@ class DenseAttend:
 
     def rotary(self, layer: int, qkv: Tensor, heads: RotaryHeads, rows: StepRotary) -> Tensor:
         return self(layer, *heads(qkv, rows))
+
+    def select(self, layer: int, x: Tensor) -> Tensor:
+        return x

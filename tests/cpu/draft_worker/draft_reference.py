@@ -50,6 +50,9 @@ class _Attend:
     ) -> torch.Tensor:
         return self(layer, *heads(qkv, rows))
 
+    def select(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        return x
+
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
