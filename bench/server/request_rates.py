@@ -5,7 +5,8 @@
 The server runs as users start it, with `hetero-llm serve`, without a prefix cache; the client is
 that of `hetero-llm bench serve`, on the same machine. Requests arrive at random times (a Poisson
 process) for --seconds at each rate, with random prompts of --input-len token ids; each answer is a
-stream of --output-len tokens.
+stream of --output-len tokens. All rates follow each other --repeats times; figures are medians of
+the repeats.
 
 "req/s": finished requests over the time until the last of them; below "rate" the server has
 fallen behind. "first", "gap": first token and gap between two tokens, in ms. "client cpu": cores
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bench.common import bench_parser, print_table, write_results
@@ -50,7 +52,7 @@ def row_of(point: Point) -> dict[str, Any]:
 def measure(args: argparse.Namespace, url: str) -> list[dict[str, Any]]:
     """One row for each rate."""
     points: list[Point] = []
-    for index, rate in enumerate(args.rates):
+    for index, rate in enumerate(args.rates * args.repeats):
         bench = ServeBench(
             Server(url), "/v1/completions", "hetero_llm", None,
             DatasetOptions(input_len=args.input_len, output_len=args.output_len,
@@ -59,7 +61,9 @@ def measure(args: argparse.Namespace, url: str) -> list[dict[str, Any]]:
             num_warmups=8, extra={"ignore_eos": True, "temperature": 0},
         )  # fmt: skip
         asyncio.run(run_bench(bench, lambda _, point: points.append(point)))
-    return [row_of(point) for point in points]
+    rows = [row_of(point) for point in points]
+    repeated = [rows[at :: len(args.rates)] for at in range(len(args.rates))]
+    return [{name: median(row[name] for row in of) for name in of[0]} for of in repeated]
 
 
 def main() -> None:
@@ -67,7 +71,8 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rates", type=rates, default=[1.0, 2.0, 4.0, 8.0, 16.0, 24.0, 32.0])
-    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals at each rate")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of arrivals at each rate")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--vocab", type=int, default=4000, help="random ids are below this")
@@ -76,7 +81,7 @@ def main() -> None:
     with served(args, args.budget) as (port, _):
         rows = measure(args, f"http://{HOST}:{port}")
     print_table(rows)
-    names = ("device", "seconds", "input_len", "output_len", "budget")
+    names = ("device", "seconds", "repeats", "input_len", "output_len", "budget")
     settings = {"model": Path(args.model).name, **{name: vars(args)[name] for name in names}}
     write_results("request_rates", {**settings, "rows": rows}, args.out)
 

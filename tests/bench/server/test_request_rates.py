@@ -32,12 +32,15 @@ def test_every_rate_has_its_requests_and_prompts(monkeypatch: pytest.MonkeyPatch
 
     async def run_bench(bench: ServeBench, report: Any) -> None:
         benches.append(bench)
-        report("demo", point(run([OK], 1.0, None), rate=bench.loads[0].rate))
+        seconds = (2.0, 2.0, 1.0, 1.0, 8.0, 4.0)[len(benches) - 1]
+        report("demo", point(run([OK], seconds, None), rate=bench.loads[0].rate))
 
     monkeypatch.setattr(request_rates, "run_bench", run_bench)
     args = argparse.Namespace(
-        rates=rates("0.5,8"), seconds=4.0, input_len=16, output_len=8, vocab=100
+        rates=rates("0.5,8"), seconds=4.0, repeats=3, input_len=16, output_len=8, vocab=100
     )
-    assert [row["rate"] for row in measure(args, "http://127.0.0.1:1")] == [0.5, 8.0]
-    assert [(bench.loads[0].rate, bench.num_prompts) for bench in benches] == [(0.5, 2), (8.0, 32)]
-    assert len({bench.dataset.seed for bench in benches}) == 2, "no rate sends known prompts"
+    rows = measure(args, "http://127.0.0.1:1")
+    assert [(row["rate"], row["req/s"]) for row in rows] == [(0.5, 1 / 2.0), (8.0, 1 / 2.0)]
+    sent = [(bench.loads[0].rate, bench.num_prompts) for bench in benches]
+    assert sent == [(0.5, 2), (8.0, 32)] * 3
+    assert len({bench.dataset.seed for bench in benches}) == 6, "no run sends known prompts"
