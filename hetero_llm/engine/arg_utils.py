@@ -24,6 +24,7 @@ from hetero_llm.core.errors import ConfigError
 if TYPE_CHECKING:
     from typing import Self, Unpack
 
+    from hetero_llm.config.engine_arg_types import EngineArgFields as _Fields
     from hetero_llm.config.engine_arg_types import EngineArgTypes
 
 _FRONT_END = tuple(
@@ -38,9 +39,10 @@ def _field(spec: ArgSpec) -> tuple[str, Any, Any]:
     return spec.name, Any, dataclasses.field(default=spec.default)
 
 
-_Fields: Any = dataclasses.make_dataclass(
-    "_Fields", map(_field, (*ENGINE_ARGS, *_FRONT_END)), init=False, repr=False
-)
+if not TYPE_CHECKING:
+    _Fields = dataclasses.make_dataclass(
+        "_Fields", map(_field, (*ENGINE_ARGS, *_FRONT_END)), init=False, repr=False
+    )
 
 
 class EngineArgs(_Fields):
@@ -52,10 +54,6 @@ class EngineArgs(_Fields):
     Raises:
         ConfigError: an argument is unknown or wrong.
     """
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(
         self,
@@ -72,13 +70,15 @@ class EngineArgs(_Fields):
         for name, value in values.items():
             setattr(self, name, value)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        known = [field.name for field in dataclasses.fields(self)]
-        if name not in known:
-            guess = nearest(name, known)
-            hint = f"; did you mean {guess!r}?" if guess else ""
-            raise ConfigError(name, value, f"unknown argument{hint}")
-        object.__setattr__(self, name, value)
+    if not TYPE_CHECKING:  # which would take every name for known
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            known = [field.name for field in dataclasses.fields(self)]
+            if name not in known:
+                guess = nearest(name, known)
+                hint = f"; did you mean {guess!r}?" if guess else ""
+                raise ConfigError(name, value, f"unknown argument{hint}")
+            object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.changed().items())

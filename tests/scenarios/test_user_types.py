@@ -1,10 +1,12 @@
-"""What type checkers see of the public API: mypy --strict over a user's script, through an editable
-install of this project."""
+"""What type checkers see of the public API: mypy --strict and, where it is installed, pyright
+in strict mode over a user's script, through an editable install of this project and a wheel."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -16,6 +18,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """\
+import dataclasses
+
 from hetero_llm import (
     LLM,
     AsyncEngineArgs,
@@ -47,6 +51,16 @@ def offline() -> list[str]:
         return [output.outputs[0].text for output in outputs]
 
 
+def settings() -> None:
+    args = EngineArgs("demo", max_num_seqs=4)
+    reveal_type(args.max_num_seqs)  # int | None
+    reveal_type(args.model)  # str
+    args.max_num_seqs = 8
+    reveal_type(dataclasses.replace(args, seed=1))  # EngineArgs
+    args.max_num_seqs = "8"  # error
+    args.max_num_sqes = 8  # error
+
+
 def mistakes(llm: LLM) -> None:
     LLM("demo", max_num_seq=4)  # error
     LLM("demo", max_num_seqs="4")  # error
@@ -73,16 +87,23 @@ async def stream() -> None:
 """
 
 
-@pytest.fixture(scope="module")
-def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment into which this project is installed as editable."""
-    folder = tmp_path_factory.mktemp("editable")
+EXPECTED = {
+    number: line.partition("  # ")[2]
+    for number, line in enumerate(SCRIPT.splitlines(), start=1)
+    if "  # " in line
+}
+"""Line to the type that a checker reveals there, or `error`."""
+
+
+def install(kind: str, folder: Path) -> Path:
+    """The interpreter of a new environment in `folder` that has this project, `editable` or as a
+    `wheel`, and nothing else."""
     project = folder / "project"
-    project.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    (project / "docs").mkdir(parents=True)
+    for name in ("pyproject.toml", "LICENSE", "docs/package_page.md"):
         (project / name).write_bytes((ROOT / name).read_bytes())
     (project / "hetero_llm").symlink_to(ROOT / "hetero_llm")
-    build = f"from setuptools import build_meta as b; print(b.build_editable({str(folder)!r}))"
+    build = f"from setuptools import build_meta as b; print(b.build_{kind}({str(folder)!r}))"
     done = subprocess.run(
         [sys.executable, "-c", build], cwd=project, capture_output=True, text=True, check=True
     )
@@ -93,25 +114,41 @@ def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "env" / "bin" / "python"
 
 
-def test_a_users_script_under_mypy_strict(editable: Path, tmp_path: Path) -> None:
-    pytest.importorskip("mypy")
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    # The package is to be found through the installation alone.
+def check(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a checker in a folder with the script. The package is to be found through the
+    installation alone."""
+    (folder / "script.py").write_text(SCRIPT)
     clean = {name: value for name, value in os.environ.items() if "PYTHONPATH" not in name}
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--python-executable", editable, "script.py",
-         "--cache-dir", tmp_path / "cache", "--config-file", ""],
-        cwd=tmp_path, env=clean, capture_output=True, text=True, check=False,
+    return subprocess.run(
+        command, cwd=folder, env=clean, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("kind", ["editable", "wheel"])
+def test_a_users_script_under_mypy_strict(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    done = check(
+        tmp_path, sys.executable, "-m", "mypy", "--strict", "--config-file", "",
+        "--cache-dir", tmp_path / "cache",
+        "--python-executable", install(kind, tmp_path / "installed"), "script.py",
     )  # fmt: skip
     found = re.findall(r"^script\.py:(\d+): (error|note: Revealed type is \"(.*)\")", done.stdout,
                        flags=re.MULTILINE)  # fmt: skip
     said = {
         int(line): re.sub(r"[\w.]+\.(\w+)", r"\1", shown) or "error" for line, _, shown in found
     }
-    expected = {
-        number: line.partition("  # ")[2]
-        for number, line in enumerate(SCRIPT.splitlines(), start=1)
-        if "  # " in line
-    }
-    assert said == expected, done.stdout + done.stderr
+    assert said == EXPECTED, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("pyright") is None, reason="needs pyright (npm or pip)")
+@pytest.mark.parametrize("kind", ["editable", "wheel"])
+def test_a_users_script_under_pyright_strict(kind: str, tmp_path: Path) -> None:
+    settings = {"include": ["script.py"], "typeCheckingMode": "strict"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    python = install(kind, tmp_path / "installed")
+    done = check(tmp_path, "pyright", "--outputjson", "--pythonpath", python, "-p", tmp_path)
+    said = {}
+    for each in json.loads(done.stdout)["generalDiagnostics"]:
+        revealed = re.fullmatch(r'Type of ".*" is "(.*)"', each["message"])
+        said[each["range"]["start"]["line"] + 1] = revealed[1] if revealed else "error"
+    assert said == EXPECTED, done.stdout + done.stderr
