@@ -397,6 +397,12 @@ def _follow(
 
 
 @njit(**BORROWING)
+def holds_key(arrays: TrieArrays, key: int) -> bool:
+    """Whether the trie has a context that begins with `key_length` tokens of this hash."""
+    return bool(arrays.slots[find_slot(arrays.slots, key), KEY] != 0)
+
+
+@njit(**BORROWING)
 def find(
     arrays: TrieArrays,
     key_length: int,

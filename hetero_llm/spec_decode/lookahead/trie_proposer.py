@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hetero_llm.spec_decode.array_table import BORROWING
+from hetero_llm.spec_decode.lookahead.ngram_index import hash_tokens
 from hetero_llm.spec_decode.lookahead.suffix_trie import (
     CHILD,
     FREQ,
@@ -25,6 +26,7 @@ from hetero_llm.spec_decode.lookahead.suffix_trie import (
     TOKEN,
     TrieArrays,
     find,
+    holds_key,
 )
 from hetero_llm.spec_decode.lookahead.trie_buckets import (
     GLOBAL,
@@ -357,13 +359,23 @@ def _start(
     while run < min(params.match_length, end - first) and text[end - 1 - run] >= 0:
         run += 1
     held = size = anchors = _ZERO
+    if run < shortest:
+        return held
+    # A global trie that does not know the last tokens knows no longer context that ends in them;
+    # the local one may, by tokens that are yet to be entered.
+    key = hash_tokens(text, end - shortest, end, namespace)
+    has_young = asked != _OWN and holds_key(tries.young, key)
+    has_old = asked != _OWN and holds_key(tries.old, key)
+    has_static = asked != _OWN and holds_key(tries.static, key)
     for length in range(run, shortest - 1, -1):
         places[:] = _NOWHERE
-        if asked != _OWN:
+        if has_young:
             one, arena = tries.young, tries.young_text
             places[1] = _anchor(one, arena, shortest, text, namespace, end, length)
+        if has_old:
             one, arena = tries.old, tries.old_text
             places[2] = _anchor(one, arena, shortest, text, namespace, end, length)
+        if has_static:
             one, arena = tries.static, tries.static_text
             places[3] = _anchor(one, arena, shortest, text, namespace, end, length)
         if asked & _OWN:
