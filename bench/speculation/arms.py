@@ -20,7 +20,14 @@ from bench.generation import add_requests, greedy, step_outputs
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.draft_tree import DraftBatch
-from hetero_llm.core.drafter import ArrayDrafter, Drafter, PromptObserver, StepReport
+from hetero_llm.core.drafter import (
+    ArrayDrafter,
+    DecodingBatch,
+    DecodingStep,
+    Drafter,
+    PromptObserver,
+    StepReport,
+)
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.demo_models import ALIASES, demo_folder, heldout_prompts
 from hetero_llm.engine.build_draft_worker import DraftModel, prepare_draft_model
@@ -109,15 +116,10 @@ class SwitchedDrafter:
         return self.inner.rows_of(sequences) if isinstance(self.inner, ArrayDrafter) else None
 
     def propose_next(
-        self,
-        sequences: list[Sequence],
-        rows: np.ndarray,
-        token_ids: np.ndarray,
-        sizes: np.ndarray,
-        limits: np.ndarray,
-    ) -> DraftBatch:
+        self, batch: DecodingBatch, token_ids: np.ndarray, sizes: np.ndarray
+    ) -> DecodingStep | None:
         assert isinstance(self.inner, ArrayDrafter)
-        return self.inner.propose_next(sequences, rows, token_ids, sizes, limits)
+        return self.inner.propose_next(batch, token_ids, sizes)
 
     def close(self, request: Request) -> None:
         if self.inner is not None:
