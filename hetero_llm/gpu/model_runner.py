@@ -460,7 +460,10 @@ def verified_output(
     total = _read_verified(
         packed, num_groups, drafts.counts, step.num_samples, token_ids, num_tokens
     )
-    return ModelRunnerOutput(token_ids[:total].tolist(), None, {}, {}, num_tokens.tolist())
+    token_ids = token_ids[:total]
+    return ModelRunnerOutput(
+        token_ids.tolist(), None, {}, {}, num_tokens.tolist(), arrays=(token_ids, num_tokens)
+    )
 
 
 @njit(cache=True, nogil=True)

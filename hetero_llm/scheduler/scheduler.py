@@ -284,9 +284,11 @@ class Scheduler:
         drafter = self._array_drafter
         if batch is None or drafter is None or output.errors or output.kv_loads_timed_out:
             return None
-        sizes = np.array(output.num_tokens or [1] * len(batch.epochs), np.int64)
-        token_ids = np.array(output.token_ids, np.int64)
-        following = drafter.propose_next(batch.decoding, token_ids, sizes)
+        arrays = output.arrays
+        if arrays is None:
+            sizes = output.num_tokens or [1] * len(batch.epochs)
+            arrays = np.array(output.token_ids, np.int64), np.array(sizes, np.int64)
+        following = drafter.propose_next(batch.decoding, *arrays)
         if following is None:
             return None
         drafts: DraftBatch | None = following.drafts
@@ -438,6 +440,7 @@ class Scheduler:
         if rows is not None:
             budget = self._config.max_num_batched_tokens
             self._steady = steady_batch(flight, rows, self.blocks, budget)
+            self.blocks.pack_changes()
 
     def observe_tokens(self) -> None:
         """Lets the drafter learn from the tokens that the last steps sampled."""

@@ -20,11 +20,7 @@ from hetero_llm.core.request import Sequence
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.table_changes import TableChanges
-from hetero_llm.scheduler.step_builder import (
-    InFlight,
-    block_copies,
-    block_table_writes,
-)
+from hetero_llm.scheduler.step_builder import InFlight, block_copies
 
 _NO_TOKEN = -1  # pads the end tokens of `DecodingBatch.numbers`
 
@@ -108,7 +104,7 @@ def build_steady_step(
         num_samples=ones,
         prompt_logprob_spans=(),
         admitted=(),
-        block_table_writes=block_table_writes(changes),
+        block_table_writes=changes.writes(),
         block_copies=block_copies(changes),
         drafts=drafts,
     )

@@ -137,9 +137,8 @@ def _gather(
     work: _Work,
     count: int,
 ) -> int:
-    """Adds what one trie has at a place to the `count` continuations found so far."""
-    if place == _NOWHERE:
-        return count
+    """Adds what one trie has at a place to the `count` continuations found so far; not for
+    `_NOWHERE`."""
     first, size = np.int64(-2 - place), np.int64(0)
     if place >= 0:
         first, size = np.int64(arrays.nodes[place, REF]), np.int64(arrays.nodes[place, SIZE])
@@ -294,13 +293,21 @@ def _expand(
         Both numbers afterwards.
     """
     start, places, count = params.start_freq, work.places, _ZERO
-    ends = len(tries.young_text), len(tries.old_text), len(tries.static_text)
-    count = _gather(tries.local, tries.text, tries.end, places[0], _TRIES[0], start, work, count)
-    count = _gather(tries.young, tries.young_text, ends[0], places[1], _TRIES[1], 1.0, work, count)
-    count = _gather(tries.old, tries.old_text, ends[1], places[2], _TRIES[2], 1.0, work, count)
-    count = _gather(
-        tries.static, tries.static_text, ends[2], places[3], _TRIES[3], 1.0, work, count
-    )
+    if places[0] != _NOWHERE:
+        count = _gather(
+            tries.local, tries.text, tries.end, places[0], _TRIES[0], start, work, count
+        )
+    if places[1] != _NOWHERE:
+        text = tries.young_text
+        count = _gather(tries.young, text, len(text), places[1], _TRIES[1], 1.0, work, count)
+    if places[2] != _NOWHERE:
+        text = tries.old_text
+        count = _gather(tries.old, text, len(text), places[2], _TRIES[2], 1.0, work, count)
+    if places[3] != _NOWHERE:
+        text = tries.static_text
+        count = _gather(tries.static, text, len(text), places[3], _TRIES[3], 1.0, work, count)
+    if count == 0:
+        return held, size
     _estimate(work, count, context)
     if count > params.top_k_in_cell:
         for index in range(params.top_k_in_cell):
