@@ -18,6 +18,7 @@ import numpy as np
 
 from hetero_llm.spec_decode.array_table import (
     BORROWING,
+    INLINED,
     Float32Matrix,
     Int32Matrix,
     Int64Matrix,
@@ -469,7 +470,7 @@ def remove_all(
         remove(arrays, params, text, salts[i], firsts[i], ends[i])
 
 
-@njit(**BORROWING)
+@njit(**INLINED)
 def _draft(
     arrays: NgramArrays,
     arena: np.ndarray,
@@ -544,7 +545,7 @@ def _draft(
     return count
 
 
-@njit(**BORROWING)
+@njit(**INLINED)
 def propose_one(
     local: NgramArrays,
     text: np.ndarray,

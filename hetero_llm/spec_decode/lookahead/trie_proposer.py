@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetero_llm.spec_decode.array_table import BORROWING
+from hetero_llm.spec_decode.array_table import BORROWING, INLINED
 from hetero_llm.spec_decode.lookahead.ngram_index import hash_tokens
 from hetero_llm.spec_decode.lookahead.suffix_trie import (
     CHILD,
@@ -126,7 +126,7 @@ class _Work(NamedTuple):
     rates: np.ndarray
 
 
-@njit(**BORROWING)
+@njit(**INLINED)
 def _gather(
     arrays: TrieArrays,
     arena: np.ndarray,
@@ -270,7 +270,7 @@ def _pop(work: _Work, size: int) -> np.int32:
     return best
 
 
-@njit(**BORROWING)
+@njit(**INLINED)
 def _expand(
     tries: _Tries,
     params: TrieProposalParams,
@@ -332,7 +332,7 @@ def _expand(
     return held, size
 
 
-@njit(**BORROWING)
+@njit(**INLINED)
 def _anchor(
     arrays: TrieArrays,
     arena: np.ndarray,
@@ -349,7 +349,7 @@ def _anchor(
     return -2 - (np.int64(arrays.nodes[node, REF]) + beyond)
 
 
-@njit(**BORROWING)
+@njit(**INLINED)
 def _start(
     tries: _Tries,
     params: TrieProposalParams,
@@ -398,7 +398,7 @@ def _start(
     return held
 
 
-@njit(**BORROWING)
+@njit(**INLINED)
 def _true_length(tries: _Tries, place: int, first: int, length: int) -> int:
     """How many of the tokens before the newest occurrence of a context in the sequence itself are
     those at its end; `length` of them are known to be. Counts up to `_LONGEST`: beyond, estimates
@@ -435,7 +435,7 @@ def _go_round(tries: _Tries, place: int, depth: int) -> int:
     return place + depth if place == -2 - tries.end else place
 
 
-@njit(**BORROWING)
+@njit(**INLINED)
 def _grow(
     tries: _Tries,
     params: TrieProposalParams,
