@@ -173,7 +173,7 @@ class ModelRunnerOutput:
             sequence has one more than accepted nodes.
         kv_loads_timed_out: the step gave up waiting for one of its `kv_loads`: the tokens that it
             sampled for their sequences and the KV that it wrote for them are invalid.
-        arrays: `token_ids` and `num_tokens` once more, as int64 arrays; None if the runner has none.
+        arrays: `token_ids` and `num_tokens` as int64 arrays; None if the runner has none.
     """
 
     token_ids: list[int]

@@ -254,8 +254,7 @@ class GpuModelRunner:
         if self._sampler.has_history:
             observe_inputs(self._sampler, step)
         if step.block_table_writes.shape[1]:
-            slots, columns, blocks = step.block_table_writes
-            self.filler.block_tables[slots, columns] = blocks
+            self.filler.write_tables(step.block_table_writes)
         copies = step.block_copies
         if copies.shape[1]:
             if step.kv_loads and self.layer_ready is not None:  # a source may be loading

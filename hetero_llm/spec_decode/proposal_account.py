@@ -52,7 +52,9 @@ class IdleTimes:
         """Seconds; of a number that was not seen those of the next smaller one that was, or of the
         next larger one; 0.0 before any was seen."""
         at = min(num_sequences.bit_length(), _MAX_BUCKETS - 1)
-        for bucket in (*range(at, -1, -1), *range(at + 1, _MAX_BUCKETS)):
+        if self._counts[at]:
+            return self._seconds[at]
+        for bucket in (*range(at - 1, -1, -1), *range(at + 1, _MAX_BUCKETS)):
             if self._counts[bucket]:
                 return self._seconds[bucket]
         return 0.0

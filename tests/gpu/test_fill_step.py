@@ -106,8 +106,9 @@ def test_every_part(step: SchedulerOutput) -> None:
     total = len(tokens)
     groups = total + 20 if step.drafts is not None else 0
     layout = StepLayout(total + 3, total + 20, total + 40, total + 3, 6, 2, groups)
-    slots, columns, blocks = step.block_table_writes
-    FILLER.block_tables[slots, columns] = blocks
+    FILLER.write_tables(step.block_table_writes)
+    for slot, column, block in {w[:2]: w for w in zip(*step.block_table_writes.tolist())}.values():
+        assert FILLER.block_tables[slot, column] == block
     FILLER.ring[:] = 7  # what earlier steps left
     any_cut = FILLER.fill(step, buffer_of(layout))
     views = step_views(FILLER.filled, layout)
