@@ -22,10 +22,9 @@ from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.drafter import (
     ArrayDrafter,
-    DecodingBatch,
-    DecodingStep,
     Drafter,
     PromptObserver,
+    SteadyStep,
     StepReport,
 )
 from hetero_llm.core.request import Request, Sequence
@@ -116,10 +115,15 @@ class SwitchedDrafter:
         return self.inner.rows_of(sequences) if isinstance(self.inner, ArrayDrafter) else None
 
     def propose_next(
-        self, batch: DecodingBatch, token_ids: np.ndarray, sizes: np.ndarray
-    ) -> DecodingStep | None:
+        self,
+        sequences: list[Sequence],
+        numbers: np.ndarray,
+        token_ids: np.ndarray,
+        sizes: np.ndarray,
+        most_nodes: int,
+    ) -> SteadyStep | None:
         assert isinstance(self.inner, ArrayDrafter)
-        return self.inner.propose_next(batch, token_ids, sizes)
+        return self.inner.propose_next(sequences, numbers, token_ids, sizes, most_nodes)
 
     def close(self, request: Request) -> None:
         if self.inner is not None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -69,31 +68,14 @@ class Drafter(Protocol):
 
 
 ROW, NUM_KNOWN, MAX_KNOWN, NUM_WRITABLE, FIRST_END_ID = range(5)
-"""Columns of `DecodingBatch.numbers`."""
+"""Columns of a steady batch's numbers, [S, 4 + E] int64, before the results of its step. ROW: the
+drafter's number of a sequence, see `ArrayDrafter.rows_of`. NUM_KNOWN: tokens known. MAX_KNOWN:
+tokens at which it ends. NUM_WRITABLE: leading positions with KV blocks of its own. FIRST_END_ID and
+the columns behind it: tokens that end it, padded with -1."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodingBatch:
-    """S running sequences with a step in flight that samples one token of each, or verifies a draft
-    of each, at the time before that step's results.
-
-    Attributes:
-        sequences: [S], to be read before the results alone.
-        numbers: [S, 4 + E] int64.
-            ROW: the drafter's number of it, see `ArrayDrafter.rows_of`.
-            NUM_KNOWN: tokens known; MAX_KNOWN: tokens at which it ends.
-            NUM_WRITABLE: leading positions with KV blocks of its own.
-            FIRST_END_ID and the columns behind it: tokens that end it, padded with -1.
-        most_nodes: of one draft, at least 1.
-    """
-
-    sequences: list[Sequence]
-    numbers: NDArray[np.int64]
-    most_nodes: int
-
-
-class DecodingStep(NamedTuple):
-    """The step behind the results of a `DecodingBatch`'s step, for the T sequences that go on.
+class SteadyStep(NamedTuple):
+    """The step behind the results of a steady batch, for the T sequences that go on.
 
     Attributes:
         going_on: [T] int64 indices of these sequences, ascending; None: all go on.
@@ -112,8 +94,9 @@ class DecodingStep(NamedTuple):
 
 @runtime_checkable
 class ArrayDrafter(Protocol):
-    """A drafter that takes in a step's results itself, in arrays: without work for each sequence
-    between the results and the drafts."""
+    """A drafter that takes in the results of a steady batch itself: S running sequences with a step
+    in flight that samples one token of each, or verifies a draft of each. So there is no work for
+    each sequence between the results and the drafts."""
 
     def rows_of(self, sequences: list[Sequence]) -> NDArray[np.int64] | None:
         """Called while the device works.
@@ -125,14 +108,22 @@ class ArrayDrafter(Protocol):
         ...
 
     def propose_next(
-        self, batch: DecodingBatch, token_ids: NDArray[np.int64], sizes: NDArray[np.int64]
-    ) -> DecodingStep | None:
+        self,
+        sequences: list[Sequence],
+        numbers: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        most_nodes: int,
+    ) -> SteadyStep | None:
         """Takes in results and drafts for the sequences that go on: those that have got no token
         which ends them, and fewer tokens than at which they end. A draft leaves room for one token
         behind it before its sequence ends, and may be empty.
 
         Args:
+            sequences: [S], which have not got the tokens yet; not to be read.
+            numbers: [S, 4 + E], see `FIRST_END_ID`.
             token_ids: new tokens, one sequence after the other. sizes: [S] of each, at least 1.
+            most_nodes: of one draft, at least 1.
 
         Returns:
             None if no sequence goes on, or one that does lacks the KV block for its next token.

@@ -288,7 +288,7 @@ class Scheduler:
         if arrays is None:
             sizes = output.num_tokens or [1] * len(batch.epochs)
             arrays = np.array(output.token_ids, np.int64), np.array(sizes, np.int64)
-        following = drafter.propose_next(batch.decoding, *arrays)
+        following = drafter.propose_next(batch.sequences, batch.numbers, *arrays, batch.most_nodes)
         if following is None:
             return None
         drafts: DraftBatch | None = following.drafts

@@ -15,36 +15,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
-from hetero_llm.core.drafter import DecodingBatch, DecodingStep
+from hetero_llm.core.drafter import SteadyStep
 from hetero_llm.core.request import Sequence
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.table_changes import TableChanges
 from hetero_llm.scheduler.step_builder import InFlight, block_copies
 
-_NO_TOKEN = -1  # pads the end tokens of `DecodingBatch.numbers`
+_NO_TOKEN = -1  # pads the end tokens of `SteadyBatch.numbers`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SteadyBatch:
-    """S running sequences with a step in flight, before that step's results.
+    """S running sequences with a step in flight that samples one token of each, or verifies a draft
+    of each, before that step's results.
 
     Attributes:
-        decoding: the sequences, in the step's order.
-        epochs: those of the step.
+        sequences, epochs: those of the step, in its order.
         request_slots: [S] int32.
+        numbers: [S, 4 + E] int64, see `core.drafter.FIRST_END_ID`.
         ones: [S] int32, all 1.
+        most_nodes: of one draft, by the token budget.
     """
 
-    decoding: DecodingBatch
+    sequences: list[Sequence]
     epochs: list[int]
     request_slots: NDArray[np.int32]
+    numbers: NDArray[np.int64]
     ones: NDArray[np.int32]
-
-    def only(self, indices: NDArray[np.int64]) -> tuple[list[Sequence], list[int]]:
-        """The sequences of these indices, and their epochs."""
-        chosen, sequences = indices.tolist(), self.decoding.sequences
-        return [sequences[index] for index in chosen], [self.epochs[index] for index in chosen]
+    most_nodes: int
 
 
 def steady_batch(
@@ -74,15 +73,17 @@ def steady_batch(
             *[_NO_TOKEN] * (size - len(ends)),
         ])  # fmt: skip
     return SteadyBatch(
-        DecodingBatch(sequences, np.array(numbers, np.int64), most_nodes),
+        sequences,
         flight.epochs,
         np.array(slots, np.int32),
+        np.array(numbers, np.int64),
         np.ones(len(slots), np.int32),
+        most_nodes,
     )
 
 
 def build_steady_step(
-    batch: SteadyBatch, following: DecodingStep, changes: TableChanges, drafts: DraftBatch | None
+    batch: SteadyBatch, following: SteadyStep, changes: TableChanges, drafts: DraftBatch | None
 ) -> InFlight:
     """Makes the step behind a batch's results: one token of each sequence that goes on, and its
     draft. The sequences are left alone: see `count_as_scheduled`.
@@ -91,10 +92,12 @@ def build_steady_step(
         following: see `ArrayDrafter.propose_next`.
         drafts: those of its drafts that have blocks; None if all are empty.
     """
-    sequences, epochs = batch.decoding.sequences, batch.epochs
+    sequences, epochs = batch.sequences, batch.epochs
     slots, ones = batch.request_slots, batch.ones
     if following.going_on is not None:
-        sequences, epochs = batch.only(following.going_on)
+        going_on = following.going_on.tolist()
+        sequences = [sequences[index] for index in going_on]
+        epochs = [epochs[index] for index in going_on]
         slots, ones = slots[following.going_on], ones[: len(sequences)]
     step = SchedulerOutput(
         request_slots=slots,

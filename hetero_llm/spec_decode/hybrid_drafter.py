@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.draft_tree import DraftBatch
-from hetero_llm.core.drafter import FIRST_END_ID, DecodingBatch, DecodingStep, StepReport
+from hetero_llm.core.drafter import FIRST_END_ID, SteadyStep, StepReport
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.spec_decode.budget import StepCosts
 from hetero_llm.spec_decode.lookahead.global_cache import GlobalCache
@@ -125,7 +125,7 @@ class HybridDrafter:
         buffer.close(span.row)
         self._propose([], self.states.follow([], [], None), 0)
         none = np.zeros(0, np.int64)
-        self.propose_next(DecodingBatch([], none.reshape(0, FIRST_END_ID), 1), none, none)
+        self.propose_next([], none.reshape(0, FIRST_END_ID), none, none, 1)
         self.account = ProposalAccount()
 
     @property
@@ -183,22 +183,25 @@ class HybridDrafter:
         return rows
 
     def propose_next(
-        self, batch: DecodingBatch, token_ids: NDArray[np.int64], sizes: NDArray[np.int64]
-    ) -> DecodingStep | None:
-        taken_in = self._step.take_in_next(batch, token_ids, sizes)
+        self,
+        sequences: list[Sequence],
+        numbers: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        most_nodes: int,
+    ) -> SteadyStep | None:
+        taken_in = self._step.take_in_next(numbers, token_ids, sizes, most_nodes)
         if taken_in is None:
             return None
         rows, going_on = taken_in.rows, taken_in.going_on
         if self._proposing_model is not None:
-            if going_on is None:
-                self.model.commit(rows, token_ids, sizes, batch.sequences)
-            else:
-                goes_on = np.isin(np.arange(len(sizes)), going_on)
-                sequences = [batch.sequences[index] for index in going_on.tolist()]
-                new = token_ids[np.repeat(goes_on, sizes)]
-                self.model.commit(rows, new, sizes[going_on], sequences)
+            if going_on is not None:
+                token_ids = token_ids[np.repeat(np.isin(np.arange(len(sizes)), going_on), sizes)]
+                sizes = sizes[going_on]
+                sequences = [sequences[index] for index in going_on.tolist()]
+            self.model.commit(rows, token_ids, sizes, sequences)
         drafts = self._draft(rows, len(rows))
-        return DecodingStep(
+        return SteadyStep(
             going_on, taken_in.num_computed_tokens, taken_in.token_ids, drafts,
             self._step.has_blocks,
         )  # fmt: skip

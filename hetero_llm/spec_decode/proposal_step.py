@@ -21,7 +21,6 @@ from hetero_llm.core.drafter import (
     NUM_KNOWN,
     NUM_WRITABLE,
     ROW,
-    DecodingBatch,
 )
 from hetero_llm.spec_decode import budget
 from hetero_llm.spec_decode.acceptance_stats import record_outcome
@@ -120,8 +119,8 @@ class _Buffers(NamedTuple):
 
 
 class TakenIn(NamedTuple):
-    """The T sequences of a `DecodingBatch` that go on: see `DecodingStep`. `rows`: [T] int64, of
-    the sequence states."""
+    """The T sequences of a steady batch that go on: see `SteadyStep`. `rows`: [T] int64, of the
+    sequence states."""
 
     going_on: NDArray[np.int64] | None
     rows: NDArray[np.int64]
@@ -286,15 +285,19 @@ class ProposalStep:
         self._arrays.put("states", self._states.arrays)
 
     def take_in_next(
-        self, batch: DecodingBatch, token_ids: NDArray[np.int64], sizes: NDArray[np.int64]
+        self,
+        numbers: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        most_nodes: int,
     ) -> TakenIn | None:
-        """Appends new tokens to the sequences of a batch that go on, for which a proposal begins;
-        see `ArrayDrafter.propose_next`."""
+        """Appends new tokens to the sequences of a steady batch that go on, for which a proposal
+        begins; see `ArrayDrafter.propose_next`."""
         count = len(sizes)
         longs, ints = np.empty((2, count), np.int64), np.empty((2, count), np.int32)
         num_left = _take_in_next(
-            self._arrays.table, batch.numbers, token_ids, sizes, batch.most_nodes, self._number,
-            *self._limits, longs, ints,
+            self._arrays.table, numbers, token_ids, sizes, most_nodes, self._number, *self._limits,
+            longs, ints,
         )  # fmt: skip
         if not num_left:
             return None
@@ -428,7 +431,7 @@ def _take_in_next(
     """As `_take_in`, for those of S sequences that go on.
 
     Args:
-        numbers, most_nodes: of `DecodingBatch`. token_ids, sizes: see `ArrayDrafter.propose_next`.
+        numbers, token_ids, sizes, most_nodes: see `ArrayDrafter.propose_next`.
         longs: [2, S] int64, written: `TakenIn.going_on` and `TakenIn.rows`.
         ints: [2, S] int32, written: `TakenIn.num_computed_tokens` and `TakenIn.token_ids`.
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hetero_llm import SamplingParams
 from hetero_llm.core.draft_tree import DraftBatch, DraftTree, join_trees
-from hetero_llm.core.drafter import NUM_WRITABLE, ROW, DecodingBatch, DecodingStep, StepReport
+from hetero_llm.core.drafter import NUM_WRITABLE, ROW, SteadyStep, StepReport
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.step import SchedulerOutput
 from tests.helpers.harness import VOCAB, absorb, begin, expected_output, make_request, token_of
@@ -48,8 +48,13 @@ class ArrayTreeDrafter:
         return np.arange(len(sequences))
 
     def propose_next(
-        self, batch: DecodingBatch, token_ids: np.ndarray, sizes: np.ndarray
-    ) -> DecodingStep | None:
+        self,
+        sequences: list[Sequence],
+        numbers: np.ndarray,
+        token_ids: np.ndarray,
+        sizes: np.ndarray,
+        most_nodes: int,
+    ) -> SteadyStep | None:
         assert (sizes >= 1).all() and sizes.sum() == len(token_ids)
         going_on: list[int] = []
         computed: list[int] = []
@@ -58,18 +63,18 @@ class ArrayTreeDrafter:
         has_blocks = True
         first = 0
         for index, size in enumerate(sizes.tolist()):
-            sequence, known = self._known[int(batch.numbers[index, ROW])]
-            assert sequence is batch.sequences[index] and sequence.token_ids.tolist() == known
+            sequence, known = self._known[int(numbers[index, ROW])]
+            assert sequence is sequences[index] and sequence.token_ids.tolist() == known
             new = token_ids[first : first + size].tolist()
             first += size
             request = sequence.request
             num_known = len(known) + size
             if num_known >= request.max_total_tokens or request.end_ids.intersection(new):
                 continue
-            writable = int(batch.numbers[index, NUM_WRITABLE])
+            writable = int(numbers[index, NUM_WRITABLE])
             if writable < num_known:
                 return None
-            limit = min(request.max_total_tokens - num_known - 1, batch.most_nodes)
+            limit = min(request.max_total_tokens - num_known - 1, most_nodes)
             tree = self._tree(sequence.index, [*known, *new], limit) if limit > 0 else None
             has_blocks = has_blocks and num_known + (0 if tree is None else len(tree)) <= writable
             going_on.append(index)
@@ -80,7 +85,7 @@ class ArrayTreeDrafter:
             return None
         self.num_from_arrays += 1
         self.num_shrunk += len(going_on) < len(sizes)
-        return DecodingStep(
+        return SteadyStep(
             None if len(going_on) == len(sizes) else np.array(going_on),
             np.array(computed, np.int32), np.array(last, np.int32), join_trees(trees), has_blocks,
         )  # fmt: skip

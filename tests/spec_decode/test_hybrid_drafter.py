@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hetero_llm.config.lookahead_config import Given, LookaheadConfig, lookahead_config
 from hetero_llm.core.draft_tree import DraftBatch
-from hetero_llm.core.drafter import NUM_WRITABLE, DecodingBatch, StepReport
+from hetero_llm.core.drafter import NUM_WRITABLE, SteadyStep, StepReport
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
@@ -405,8 +405,10 @@ def test_threads_share_large_batches_without_changing_drafts(
     assert drafts[0] == drafts[1] and sum(map(len, drafts[0])) > 100
 
 
-def decoding_batch(drafter: HybridDrafter, sequences: list[Sequence], room: int) -> DecodingBatch:
-    """Of sequences with many KV blocks, the first one with `room` more positions."""
+def propose_next(
+    drafter: HybridDrafter, sequences: list[Sequence], new: list[list[int]], room: int
+) -> SteadyStep | None:
+    """With many KV blocks for all sequences but the first one, which has `room` more positions."""
     rows = drafter.rows_of(sequences)
     assert rows is not None
     numbers = [
@@ -414,7 +416,9 @@ def decoding_batch(drafter: HybridDrafter, sequences: list[Sequence], room: int)
         for row, sequence in zip(rows.tolist(), sequences, strict=True)
     ]
     numbers[0][NUM_WRITABLE] = len(sequences[0].token_ids) + room
-    return DecodingBatch(sequences, np.array(numbers, np.int64), 40)
+    token_ids = np.array([token for fresh in new for token in fresh], np.int64)
+    sizes = np.array([len(fresh) for fresh in new], np.int64)
+    return drafter.propose_next(sequences, np.array(numbers, np.int64), token_ids, sizes, 40)
 
 
 def nodes_of(batch: DraftBatch) -> list[list[int]]:
@@ -447,10 +451,7 @@ def test_results_in_arrays_give_the_drafts_that_the_sequences_give(mode: int) ->
             if 2 not in fresh and known + len(fresh) < sequence.request.max_total_tokens:
                 going_on.append(index)
         room = int(rng.integers(5, 22))
-        batch = decoding_batch(drafters[1], runs[1], room)
-        token_ids = np.array([token for fresh in new for token in fresh], np.int64)
-        sizes = np.array([len(fresh) for fresh in new], np.int64)
-        following = drafters[1].propose_next(batch, token_ids, sizes)
+        following = propose_next(drafters[1], runs[1], new, room)
         for sequences in runs:
             for sequence, fresh in zip(sequences, new, strict=True):
                 sequence.token_ids.extend(fresh)
@@ -483,12 +484,9 @@ def test_nothing_is_taken_in_where_a_sequence_lacks_its_next_block() -> None:
     sequences = [make_sequence(name, [*PHRASE, *PHRASE[:3]]) for name in "ab"]
     drafter.prompts_started(sequences)
     drafter.run_deferred()
-    batch = decoding_batch(drafter, sequences, 7)
-    fresh = np.array([*PHRASE[3:10], 60, PHRASE[3]], np.int64)
-    assert drafter.propose_next(batch, fresh, np.array([8, 1])) is None
-    ends = np.array([2, 2], np.int64)
-    assert drafter.propose_next(batch, ends, np.array([1, 1])) is None
-    following = drafter.propose_next(batch, fresh[[0, 0]], np.array([1, 1]))
+    assert propose_next(drafter, sequences, [[*PHRASE[3:10], 60], PHRASE[3:4]], 7) is None
+    assert propose_next(drafter, sequences, [[2], [2]], 7) is None  # both have ended
+    following = propose_next(drafter, sequences, [PHRASE[3:4], PHRASE[3:4]], 7)
     assert following is not None
     assert following.drafts.token_ids.tolist() == [*PHRASE[4:10], PHRASE[0]] * 2
 
