@@ -241,6 +241,7 @@ class HybridDrafter:
         """Takes in new tokens and drafts."""
         self.model.commit(new.rows, new.tokens, new.sizes, sequences)
         self._step.take_in(new, proposes=True)
+        self._step.set_step_times(self.costs)  # before `propose_next` deferred work has done it
         return self._draft(new.rows, num_rows)
 
     def _draft(self, rows: NDArray[np.int64], num_rows: int) -> DraftBatch:

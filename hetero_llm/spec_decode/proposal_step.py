@@ -328,7 +328,7 @@ class ProposalStep:
 
         Args:
             rows: [S] of the sequence states.
-            costs: seconds of steps by their tokens.
+            costs: seconds of steps by their tokens, as set by `set_step_times`.
             num_rows: tokens of the step without drafts.
             idle: of the device.
             model: a draft model, which has got the new tokens already; its drafts are added.
@@ -346,7 +346,7 @@ class ProposalStep:
                 may_wait=may_wait,
             )  # fmt: skip
             self.merge(model.drafts)
-        return self.choose(costs, num_rows, idle)
+        return self.choose(num_rows, idle)
 
     def look_up(self, count: int) -> None:
         """Drafts for the first `count` sequences from the indexes; threads share large batches."""
@@ -371,13 +371,10 @@ class ProposalStep:
         self._arrays.put("of_model", drafts)
         _merge_model(self._arrays.table, self._count)
 
-    def choose(
-        self, costs: StepCosts, num_rows: int, idle: ProposalIdle
-    ) -> tuple[DraftBatch, float]:
+    def choose(self, num_rows: int, idle: ProposalIdle) -> tuple[DraftBatch, float]:
         """Chooses the nodes that make tokens come fastest and notes which sequence got which; see
         `propose`."""
         count, buffers = self._count, self._buffers
-        self.set_step_times(costs)
         self._number += 1
         gain, size, self._least_kept, self.has_blocks = _choose(
             self._arrays.table, count, self._number, num_rows, idle.proposed, idle.plain,
