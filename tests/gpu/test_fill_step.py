@@ -462,8 +462,7 @@ def test_verified_output_reads_groups() -> None:
 @settings(max_examples=50, deadline=None)
 @given(steps().filter(lambda step: step.drafts is not None))
 def test_sizes_of_a_drafted_step(step: SchedulerOutput) -> None:
-    assert step.drafts is not None
-    sizes = drafted_sizes(step, step.drafts)
+    sizes = drafted_sizes(step)
     trees, contexts = is_tree(step), step.num_computed_tokens + step.num_scheduled_tokens
     assert sizes.num_tokens == step.num_scheduled_tokens.sum()
     samples = np.where(trees, step.num_scheduled_tokens, step.num_samples)
