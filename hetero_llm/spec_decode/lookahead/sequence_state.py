@@ -243,7 +243,8 @@ class SequenceStates:
         for sequence in sequences:
             row = row_of.get(sequence)
             rows.append(self._open(sequence, index_from) if row is None else row)
-        num_followed: list[int] = self.arrays.numbers[rows, NUM_FOLLOWED].tolist()
+        followed = self.arrays.numbers[:, NUM_FOLLOWED]
+        num_followed: list[int] = followed[rows].tolist()
         lengths = [len(sequence.token_ids) for sequence in sequences]
         for sequence, before, known in zip(sequences, num_followed, lengths, strict=True):
             sizes.append(max(known - before, 0))  # a stop string may have taken some back
@@ -251,7 +252,7 @@ class SequenceStates:
                 new.append(sequence.token_ids[before])
             else:
                 new += sequence.token_ids[before:]
-        self.arrays.numbers[rows, NUM_FOLLOWED] = lengths
+        followed[rows] = lengths
         return NewTokens(len(rows), np.array(rows + limits + sizes + new, np.int64))
 
     def rows_of(self, sequences: list[Sequence]) -> NDArray[np.int64] | None:
@@ -261,8 +262,8 @@ class SequenceStates:
             return None
         rows = np.array(found, np.int64)
         lengths = [len(sequence.token_ids) for sequence in sequences]
-        followed = self.arrays.numbers[rows, NUM_FOLLOWED].tolist()
-        return rows if followed == lengths else None
+        followed = self.arrays.numbers[:, NUM_FOLLOWED]
+        return rows if followed[rows].tolist() == lengths else None
 
     def spans(self, rows: NDArray[np.int64]) -> SequenceRows:
         """Where the sequences of these rows lie."""
