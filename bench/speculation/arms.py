@@ -20,7 +20,13 @@ from bench.generation import add_requests, greedy, step_outputs
 from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.draft_tree import DraftBatch
-from hetero_llm.core.drafter import ArrayDrafter, Drafter, PromptObserver, StepReport
+from hetero_llm.core.drafter import (
+    ArrayDrafter,
+    Drafter,
+    PromptObserver,
+    SteadyStep,
+    StepReport,
+)
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.demo_models import ALIASES, demo_folder, heldout_prompts
 from hetero_llm.engine.build_draft_worker import DraftModel, prepare_draft_model
@@ -111,13 +117,13 @@ class SwitchedDrafter:
     def propose_next(
         self,
         sequences: list[Sequence],
-        rows: np.ndarray,
+        numbers: np.ndarray,
         token_ids: np.ndarray,
         sizes: np.ndarray,
-        limits: np.ndarray,
-    ) -> DraftBatch:
+        most_nodes: int,
+    ) -> SteadyStep | None:
         assert isinstance(self.inner, ArrayDrafter)
-        return self.inner.propose_next(sequences, rows, token_ids, sizes, limits)
+        return self.inner.propose_next(sequences, numbers, token_ids, sizes, most_nodes)
 
     def close(self, request: Request) -> None:
         if self.inner is not None:

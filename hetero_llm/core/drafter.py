@@ -67,10 +67,36 @@ class Drafter(Protocol):
         ...
 
 
+ROW, NUM_KNOWN, MAX_KNOWN, NUM_WRITABLE, FIRST_END_ID = range(5)
+"""Columns of a steady batch's numbers, [S, 4 + E] int64, before the results of its step. ROW: the
+drafter's number of a sequence, see `ArrayDrafter.rows_of`. NUM_KNOWN: tokens known. MAX_KNOWN:
+tokens at which it ends. NUM_WRITABLE: leading positions with KV blocks of its own. FIRST_END_ID and
+the columns behind it: tokens that end it, padded with -1."""
+
+
+class SteadyStep(NamedTuple):
+    """The step behind the results of a steady batch, for the T sequences that go on.
+
+    Attributes:
+        going_on: [T] int64 indices of these sequences, ascending; None: all go on.
+        num_computed_tokens: [T] int32, before the step.
+        token_ids: [T] int32 last token of each sequence, the step's input.
+        drafts: of T sequences.
+        has_blocks: whether each sequence has KV blocks for all of its nodes.
+    """
+
+    going_on: NDArray[np.int64] | None
+    num_computed_tokens: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+    drafts: DraftBatch
+    has_blocks: bool
+
+
 @runtime_checkable
 class ArrayDrafter(Protocol):
-    """A drafter that takes new tokens in arrays, too: without work for each sequence between the
-    tokens and the drafts."""
+    """A drafter that takes in the results of a steady batch itself: S running sequences with a step
+    in flight that samples one token of each, or verifies a draft of each. So there is no work for
+    each sequence between the results and the drafts."""
 
     def rows_of(self, sequences: list[Sequence]) -> NDArray[np.int64] | None:
         """Called while the device works.
@@ -84,21 +110,25 @@ class ArrayDrafter(Protocol):
     def propose_next(
         self,
         sequences: list[Sequence],
-        rows: NDArray[np.int64],
+        numbers: NDArray[np.int64],
         token_ids: NDArray[np.int64],
         sizes: NDArray[np.int64],
-        limits: NDArray[np.int64],
-    ) -> DraftBatch:
-        """Drafts for sequences that have just got tokens, in a step of one token of each.
+        most_nodes: int,
+    ) -> SteadyStep | None:
+        """Takes in results and drafts for the sequences that go on: those that have got no token
+        which ends them, and fewer tokens than at which they end. A draft leaves room for one token
+        behind it before its sequence ends, and may be empty.
 
         Args:
             sequences: [S], which have not got the tokens yet; not to be read.
-            rows: [S] their numbers.
-            token_ids: new tokens, one sequence after the other. sizes: [S] of each.
-            limits: [S] maximum number of nodes of each draft, at least 1.
+            numbers: [S, 4 + E], see `FIRST_END_ID`.
+            token_ids: new tokens, one sequence after the other. sizes: [S] of each, at least 1.
+            most_nodes: of one draft, at least 1.
 
         Returns:
-            As `Drafter.propose`.
+            None if no sequence goes on, or one that does lacks the KV block for its next token.
+            Then nothing was taken in. What was taken in is not passed to `propose` again, even if
+            the step comes to nothing.
         """
         ...
 

@@ -8,7 +8,7 @@ keeps block tables and sampling state by request slot, so a step carries only wh
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -173,6 +173,7 @@ class ModelRunnerOutput:
             sequence has one more than accepted nodes.
         kv_loads_timed_out: the step gave up waiting for one of its `kv_loads`: the tokens that it
             sampled for their sequences and the KV that it wrote for them are invalid.
+        arrays: `token_ids` and `num_tokens` as int64 arrays; None if the runner has none.
     """
 
     token_ids: list[int]
@@ -181,3 +182,4 @@ class ModelRunnerOutput:
     errors: dict[int, str]
     num_tokens: list[int] | None = None
     kv_loads_timed_out: bool = False
+    arrays: tuple[np.ndarray, np.ndarray] | None = field(default=None, compare=False)

@@ -58,7 +58,8 @@ class StepFiller:
         windows: the different sliding windows of the model's layers.
 
     Attributes:
-        block_tables: [slots, columns] int32, the host's copy; the caller writes it before `fill`.
+        block_tables: [slots, columns] int32, the host's copy; a step's writes go there by
+            `write_tables`, before `fill`.
         sampling: of every request slot.
         ring: [RING, num_words] int32, page-locked beside a GPU; steps take its rows in turn, the
             first step the first one.
@@ -100,9 +101,14 @@ class StepFiller:
         words = torch.zeros(int(step_offsets(layout)["words"][0]), dtype=torch.int32)
         limits = PlanLimits(1, 16, 1, 0, 16)
         views = step_views(words, layout)
+        self.write_tables(none)
         self.fill(step, StepBuffer(layout, step_offsets(layout), limits, words, views))
         self._next = 0
         self.ring.zero_()  # graphs fetch a buffer while they are captured: one without content
+
+    def write_tables(self, writes: np.ndarray) -> None:
+        """Applies block-table writes to the host's copy; [3, K] int32, see `SchedulerOutput`."""
+        _write_tables(self.block_tables, writes)
 
     def fill(
         self, step: SchedulerOutput, buffer: StepBuffer, chosen: np.ndarray | None = None
@@ -157,6 +163,12 @@ class StepFiller:
         assert tree is not None
         _, num_samples, slots = tree.groups
         num_samples[:], slots[:] = 0, -1
+
+
+@njit(cache=True, nogil=True)
+def _write_tables(block_tables: np.ndarray, writes: np.ndarray) -> None:
+    for index in range(writes.shape[1]):
+        block_tables[writes[0, index], writes[1, index]] = writes[2, index]
 
 
 # large: one pass over the sequences writes every part of the buffer.

@@ -18,6 +18,7 @@ Larger steps, and with `enforce_eager` all steps, issue the same kernels uncaptu
 from __future__ import annotations
 
 import gc
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -59,6 +60,23 @@ class StepBuckets(NamedTuple):
     waiting: tuple[int, ...]
 
 
+class DraftedSizes(NamedTuple):
+    """Of a step with draft trees.
+
+    Attributes:
+        num_tokens: draft nodes included.
+        num_samples: tokens to sample: one after each token of a tree, and those of the others.
+        num_groups: of samples that are verified together: a tree, or one sample.
+        longest, num_keys: keys of the longest context, and of all; the step's own included.
+    """
+
+    num_tokens: int
+    num_samples: int
+    num_groups: int
+    longest: int
+    num_keys: int
+
+
 def step_buckets(max_num_seqs: int, max_tokens: int) -> StepBuckets:
     """The buckets of a runner whose steps have at most `max_tokens` tokens."""
     tokens = token_buckets(min(MAX_GRAPH_TOKENS, max_tokens))
@@ -93,12 +111,16 @@ def is_short(contexts: np.ndarray, context: AttentionContext) -> bool:
     Args:
         contexts: [S] keys of each sequence, the step's own included.
     """
-    longest = int(contexts.max())
+    return are_short(len(contexts), int(contexts.max()), int(contexts.sum()), context)
+
+
+def are_short(count: int, longest: int, total: int, context: AttentionContext) -> bool:
+    """As `is_short`, for `count` sequences: the most keys of one and the keys of all."""
     if longest <= _SHORT_CONTEXT:
         return True
     places = 3 * num_multiprocessors(context.block_tables.device)
-    fills_device = len(contexts) * context.config.num_kv_heads >= places
-    return fills_device and longest * len(contexts) <= 2 * int(contexts.sum())
+    fills_device = count * context.config.num_kv_heads >= places
+    return fills_device and longest * count <= 2 * total
 
 
 @contextmanager
@@ -240,21 +262,22 @@ class StepGraphs:
         return "head"
 
     def replay_verify(
-        self, step: SchedulerOutput, num_tokens: int, num_samples: int, *, plain: bool
+        self, step: SchedulerOutput, sizes: DraftedSizes, *, plain: bool
     ) -> StepLayout | None:
         """Fills the buffer of a step with drafts and replays its graph, which sends the results.
 
         Args:
-            num_samples: tokens to sample, one after each token of a tree.
+            sizes: of the step.
             plain: else the graph runs the model, but verifies no tree.
 
         Returns:
             The buffer's layout; None if no graph holds the step.
         """
-        bucket = _smallest(self._buckets.tokens, num_tokens)
-        if bucket is None or num_samples > bucket:
+        bucket = _smallest(self._buckets.tokens, sizes.num_tokens)
+        if bucket is None or sizes.num_samples > bucket:
             return None
-        short = is_short(step.num_computed_tokens + step.num_scheduled_tokens, self._context)
+        count = len(step.request_slots)
+        short = are_short(count, sizes.longest, sizes.num_keys, self._context)
         key = ("short verify" if short else "verify", bucket)
         self._fill_and_replay(step, key, withdraw=not plain)
         return self._filled[key].layout
@@ -324,7 +347,8 @@ class StepGraphs:
 
 def _smallest(buckets: tuple[int, ...], count: int) -> int | None:
     """The smallest bucket that holds `count`."""
-    return next((bucket for bucket in buckets if bucket >= count), None)
+    at = bisect_left(buckets, count)
+    return buckets[at] if at < len(buckets) else None
 
 
 @torch.inference_mode()

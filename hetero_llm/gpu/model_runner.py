@@ -27,13 +27,13 @@ from hetero_llm.core.step import AdmittedSequence, ModelRunnerOutput, SchedulerO
 from hetero_llm.gpu.attention_context import AttentionContext, check_supported
 from hetero_llm.gpu.device_step import DeviceStep
 from hetero_llm.gpu.fill_step import StepFiller
-from hetero_llm.gpu.graph_set import GraphSet, StepGraphs, is_short, step_buckets
+from hetero_llm.gpu.graph_set import DraftedSizes, GraphSet, StepGraphs, is_short, step_buckets
 from hetero_llm.gpu.kernels.sample import POSITION, SAMPLE_INDEX, SampleRows
 from hetero_llm.gpu.kernels.tree_verify import VerifiedTrees
 from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
 from hetero_llm.gpu.paged_attention import LibraryPlanner, LibraryRows, StepAttention
 from hetero_llm.gpu.sampled_rows import SampledRowsPlanner
-from hetero_llm.gpu.step_buffer import StepBuffers
+from hetero_llm.gpu.step_buffer import LEAST_WRITES, StepBuffers
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import Attend, CausalLM
 from hetero_llm.runner.kv_cache import PagedKVCache
@@ -178,10 +178,9 @@ class GpuModelRunner:
         )
         self._sampler = Sampler(max_num_seqs, config.vocab_size, device, self._sample_processed)
         self._prompts: dict[int, AdmittedSequence] = {}  # of slots that want prompt_logprobs
-        none = np.zeros(0, np.int64)
-        _read_verified(
-            none, 0, none.astype(np.int32), none.astype(np.int32), none, none
-        )  # compiles
+        none, no_ints = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        _read_verified(none, 0, no_ints, no_ints, none, none)  # compiles, as the next one
+        _drafted_sizes(no_ints, no_ints, no_ints, no_ints)
         self.graphs: StepGraphs | None = None
         if graphs:
             self.graphs = StepGraphs(
@@ -202,15 +201,39 @@ class GpuModelRunner:
 
     # -- a step -----------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Issues all device work of a step."""
+        if self._is_one_replay(step):
+            if step.block_table_writes.shape[1]:
+                self.filler.write_tables(step.block_table_writes)
+            launched = self._replay_verify(step, drafted_sizes(step), plain=True)
+            if launched is not None:
+                return launched
+        return self._launch(step)
+
+    def _is_one_replay(self, step: SchedulerOutput) -> bool:
+        """Whether all that a step takes is to replay a graph with drafts, if one holds it. The
+        device waits for such steps, which call no operator of torch: so they need not enter the
+        inference mode, which takes 8 us."""
+        return (
+            step.drafts is not None
+            and self.graphs is not None
+            and self.typical is None
+            and self._sampler.all_plain
+            and not step.admitted
+            and not step.prompt_logprob_spans
+            and not step.block_copies.shape[1]
+            and step.block_table_writes.shape[1] <= LEAST_WRITES
+        )
+
+    @torch.inference_mode()
+    def _launch(self, step: SchedulerOutput) -> LaunchedStep:
         if step.kv_loads:
             arm_layer_ready(self.layer_ready, step)
         self._apply_changes(step)
-        num_tokens = int(step.num_scheduled_tokens.sum())
         if step.drafts is not None:
-            return self._launch_drafted(step, step.drafts, num_tokens)
+            return self._launch_drafted(step, step.drafts)
+        num_tokens = int(step.num_scheduled_tokens.sum())
         plain = not step.prompt_logprob_spans and self._sampler.is_plain(step.request_slots)
         kind = None
         if self.graphs is not None:
@@ -257,39 +280,45 @@ class GpuModelRunner:
         if self._sampler.has_history:
             observe_inputs(self._sampler, step)
         if step.block_table_writes.shape[1]:
-            slots, columns, blocks = step.block_table_writes
-            self.filler.block_tables[slots, columns] = blocks
+            self.filler.write_tables(step.block_table_writes)
         copies = step.block_copies
         if copies.shape[1]:
             if step.kv_loads and self.layer_ready is not None:  # a source may be loading
                 self.layer_ready.wait(self.cache.shape.num_layers - 1)
             self.cache.copy_blocks(list(zip(*copies.tolist(), strict=True)))
 
-    def _launch_drafted(
-        self, step: SchedulerOutput, drafts: DraftBatch, num_tokens: int
-    ) -> LaunchedStep:
-        sampling_slots = step.request_slots[step.num_samples > 0]
+    def _launch_drafted(self, step: SchedulerOutput, drafts: DraftBatch) -> LaunchedStep:
         plain = (
             self.typical is None
             and not step.prompt_logprob_spans
-            and self._sampler.is_plain(sampling_slots)
+            and (
+                self._sampler.all_plain
+                or self._sampler.is_plain(step.request_slots[step.num_samples > 0])
+            )
         )
-        is_tree = drafts.counts > 0
-        num_samples = int(np.where(is_tree, step.num_scheduled_tokens, step.num_samples).sum())
-        layout = None
-        if self.graphs is not None:
-            layout = self.graphs.replay_verify(step, num_tokens, num_samples, plain=plain)
-        if layout is not None:
-            hidden = self._device_step.hidden[:num_tokens]
-            launched = self._sent_results(step, layout.groups + layout.samples)
-        else:
-            num_groups = int(np.where(is_tree, 1, step.num_samples).sum())
-            verified = self._device_step.verified.part(num_groups, num_samples)
+        sizes = drafted_sizes(step)
+        launched = self._replay_verify(step, sizes, plain=plain)
+        hidden = self._device_step.hidden
+        if launched is None:
+            verified = self._device_step.verified.part(sizes.num_groups, sizes.num_samples)
             hidden = self._verify_uncaptured(step, verified, plain=plain)
             launched = self._copy_results(step, verified.packed)
-        launched.num_groups = num_groups if layout is None else layout.groups
+            launched.num_groups = sizes.num_groups
         if not plain:
-            launched.drafted = self._drafted_step(step, drafts, hidden)
+            launched.drafted = self._drafted_step(step, drafts, hidden[: sizes.num_tokens])
+        return launched
+
+    def _replay_verify(
+        self, step: SchedulerOutput, sizes: DraftedSizes, *, plain: bool
+    ) -> LaunchedStep | None:
+        """Replays the graph of a step with drafts; None if no graph holds the step."""
+        if self.graphs is None:
+            return None
+        layout = self.graphs.replay_verify(step, sizes, plain=plain)
+        if layout is None:
+            return None
+        launched = self._sent_results(step, layout.groups + layout.samples)
+        launched.num_groups = layout.groups
         return launched
 
     def _drafted_step(
@@ -444,6 +473,36 @@ class GpuModelRunner:
         return LaunchedStep(results or PendingStep(step, None, []), array[:count], event)
 
 
+def drafted_sizes(step: SchedulerOutput) -> DraftedSizes:
+    """The sizes of a step with drafts."""
+    drafts = step.drafts
+    assert drafts is not None
+    return DraftedSizes(
+        *_drafted_sizes(
+            step.num_computed_tokens, step.num_scheduled_tokens, step.num_samples, drafts.counts
+        )
+    )
+
+
+@njit(cache=True, nogil=True)
+def _drafted_sizes(
+    num_computed_tokens: np.ndarray,
+    num_scheduled_tokens: np.ndarray,
+    num_samples: np.ndarray,
+    nodes: np.ndarray,
+) -> tuple[int, int, int, int, int]:
+    """The fields of `DraftedSizes`. `nodes`: [S] nodes of each sequence's tree."""
+    tokens = samples = groups = longest = keys = 0
+    for sequence in range(len(nodes)):
+        count = num_scheduled_tokens[sequence]
+        context = num_computed_tokens[sequence] + count
+        tokens += count
+        samples += count if nodes[sequence] > 0 else num_samples[sequence]
+        groups += 1 if nodes[sequence] > 0 else num_samples[sequence]
+        longest, keys = max(longest, context), keys + context
+    return tokens, samples, groups, longest, keys
+
+
 def verified_output(
     step: SchedulerOutput, packed: np.ndarray, num_groups: int
 ) -> ModelRunnerOutput:
@@ -460,7 +519,10 @@ def verified_output(
     total = _read_verified(
         packed, num_groups, drafts.counts, step.num_samples, token_ids, num_tokens
     )
-    return ModelRunnerOutput(token_ids[:total].tolist(), None, {}, {}, num_tokens.tolist())
+    token_ids = token_ids[:total]
+    return ModelRunnerOutput(
+        token_ids.tolist(), None, {}, {}, num_tokens.tolist(), arrays=(token_ids, num_tokens)
+    )
 
 
 @njit(cache=True, nogil=True)

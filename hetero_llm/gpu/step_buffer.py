@@ -28,6 +28,8 @@ RING = 4
 """Buffers in host memory: one is filled while up to two earlier steps still run."""
 GROUP_FIELDS = 3
 _HEADER = 16
+LEAST_WRITES = 256
+"""Block-table writes that the buffer of every captured step holds."""
 _MOST_WRITES = 4096
 """Block-table writes in a buffer; those of a longer prefix hit (65,536 tokens) go separately."""
 
@@ -274,7 +276,7 @@ class StepBuffers:
 
     def decode(self, bucket: int, tile: TileShape, *, cut: bool) -> StepBuffer:
         """Of graphs in which every sequence decodes one token. `cut`: attention may be cut."""
-        return self._buffer(self._layout(bucket, bucket, max(256, 2 * bucket)), tile, cut)
+        return self._buffer(self._layout(bucket, bucket, max(LEAST_WRITES, 2 * bucket)), tile, cut)
 
     def model(self, bucket: int, tile: TileShape) -> StepBuffer:
         """Of graphs of the model alone. The part that the separate "head" graphs read lies at the
@@ -303,7 +305,7 @@ class StepBuffers:
 
     def _verify_layout(self, bucket: int) -> StepLayout:
         """Any token may be sampled after, and be a group of its own."""
-        return self._layout(bucket, bucket, max(256, 2 * bucket), groups=bucket)
+        return self._layout(bucket, bucket, max(LEAST_WRITES, 2 * bucket), groups=bucket)
 
     def _model_layout(self, bucket: int) -> StepLayout:
         return self._layout(bucket, self._max_decode_tokens, _MOST_WRITES)

@@ -332,6 +332,10 @@ class BlockManager:
         self._copied.clear()
         return changes
 
+    def pack_changes(self) -> None:
+        """Called while nothing waits, to make less of the next `take_changes` to be done later."""
+        self._changes.pack()
+
     def launched(self) -> None:
         """Called when the step of the last `take_changes` is on the device's stream."""
         self.transfers.step_launched(self._steps)

@@ -222,6 +222,7 @@ class Sampler:
         self._num_logprobs = np.full(max_num_seqs, _NO_LOGPROBS, np.int64)
         self._processed_logprobs = np.zeros(max_num_seqs, bool)
         self._history: dict[int, _History] = {}
+        self._special: set[int] = set()  # slots with history or log-probabilities
 
     def admit(self, state: AdmittedSequence) -> None:
         """Sets the slot of a sequence that enters it; replaces what the slot held."""
@@ -241,6 +242,9 @@ class Sampler:
         self._history.pop(slot, None)
         if depends_on_history(params, state.end_ids, state.bad_word_ids):
             self._history[slot] = self._new_history(state)
+        self._special.discard(slot)
+        if slot in self._history or wanted is not None:
+            self._special.add(slot)
 
     def observe(self, slot: int, position: int, token_id: int) -> None:
         """Appends the token at a position to the slot's history if the position is the next one.
@@ -263,9 +267,12 @@ class Sampler:
 
     def is_plain(self, slots: np.ndarray) -> bool:
         """Whether these slots need temperature, thresholds and noise only."""
-        if self._history and not self._history.keys().isdisjoint(slots.tolist()):
-            return False
-        return bool((self._num_logprobs[slots] == _NO_LOGPROBS).all())
+        return not self._special or self._special.isdisjoint(slots.tolist())
+
+    @property
+    def all_plain(self) -> bool:
+        """Whether all slots need temperature, thresholds and noise only."""
+        return not self._special
 
     @property
     def has_history(self) -> bool:

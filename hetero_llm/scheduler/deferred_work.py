@@ -13,6 +13,8 @@ _STEP_BLOCKS = 128
 _PROMPT_TOKENS_PER_BLOCK = 4
 """A block takes some 5 us to examine; 4 tokens of an 8B model take 100 us to compute."""
 _MAX_SKIPS = 2
+_NODES_AHEAD = 15
+"""Nodes of a draft that seldom has more."""
 _PLENTY = 4
 """Free blocks per scheduled sequence from which on blocks are allocated ahead."""
 
@@ -64,16 +66,20 @@ class DeferredCaching:
 
 
 def allocate_ahead(flight: InFlight, blocks: BlockManager) -> None:
-    """Allocates blocks that drafted sequences may need in the step after the one in flight: for as
-    many nodes again, should all of these be accepted. Only while free blocks are plenty."""
-    if blocks.num_free < _PLENTY * len(flight.sequences):
+    """Allocates blocks that decoding sequences may need in the step after the one in flight, if
+    that may have drafts: for as many nodes again, and at least `_NODES_AHEAD`, should all nodes be
+    accepted. Only while free blocks are plenty."""
+    if not flight.proposed or blocks.num_free < _PLENTY * len(flight.sequences):
         return
     num_writable = blocks.num_writable
-    for sequence, epoch, num_computed, num_nodes in zip(
-        flight.sequences, flight.epochs, flight.num_computed_tokens, flight.num_nodes, strict=True
-    ):
-        if not num_nodes or sequence.epoch != epoch:
+    for sequence, epoch, num_computed, num_scheduled, num_nodes in zip(
+        flight.sequences, flight.epochs, flight.num_computed_tokens, flight.num_scheduled_tokens,
+        flight.num_nodes, strict=True,
+    ):  # fmt: skip
+        request, slot = sequence.request, sequence.request_slot
+        if sequence.epoch != epoch or num_scheduled != 1 or not request.may_draft:
             continue
-        end = min(num_computed + 2 * (num_nodes + 1), sequence.request.max_total_tokens)
-        if num_writable[sequence.request_slot] < end:
-            blocks.allocate(sequence.request_slot, num_computed, end)
+        end = num_computed + num_nodes + max(num_nodes, _NODES_AHEAD) + 2
+        end = min(end, request.max_total_tokens)
+        if num_writable[slot] < end:
+            blocks.allocate(slot, num_computed, end)

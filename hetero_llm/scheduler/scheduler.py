@@ -275,7 +275,7 @@ class Scheduler:
 
     def schedule_next(self, output: ModelRunnerOutput) -> SchedulerOutput | None:
         """Makes the step after the one in flight from that one's results, which `update` has not
-        got yet: in a steady batch whose sequences all go on, nothing else is needed.
+        got yet: in a steady batch nothing else is needed.
 
         Returns:
             None if the step has to be made by `schedule`, after `update`.
@@ -284,24 +284,26 @@ class Scheduler:
         drafter = self._array_drafter
         if batch is None or drafter is None or output.errors or output.kv_loads_timed_out:
             return None
-        count = len(batch.sequences)
-        sizes = np.array(output.num_tokens or [1] * count, np.int64)
-        token_ids = np.array(output.token_ids, np.int64)
-        advanced = batch.advance(token_ids, sizes)
-        if advanced is None:
+        arrays = output.arrays
+        if arrays is None:
+            sizes = output.num_tokens or [1] * len(batch.epochs)
+            arrays = np.array(output.token_ids, np.int64), np.array(sizes, np.int64)
+        following = drafter.propose_next(batch.sequences, batch.numbers, *arrays, batch.most_nodes)
+        if following is None:
             return None
-        drafts: DraftBatch | None = drafter.propose_next(
-            batch.sequences, batch.rows, token_ids, sizes, advanced.limits
-        )
-        assert drafts is not None
-        ends = advanced.num_computed_tokens + 1 + drafts.counts
+        drafts: DraftBatch | None = following.drafts
+        num_nodes, count = len(following.drafts.token_ids), len(following.token_ids)
         budget = self._config.max_num_batched_tokens - count
-        if len(drafts.token_ids) > budget or (ends > batch.num_writable).any():
-            slots, starts = batch.request_slots.tolist(), advanced.num_computed_tokens.tolist()
-            drafts = allocate_nodes(drafts, slots, starts, self.blocks, budget, reserve=count)
-        elif not len(drafts.token_ids):
+        if num_nodes > budget or not following.has_blocks:
+            if following.going_on is not None:
+                return None  # the blocks of the ended sequences come first
+            slots, starts = batch.request_slots.tolist(), following.num_computed_tokens.tolist()
+            drafts = allocate_nodes(
+                following.drafts, slots, starts, self.blocks, budget, reserve=count
+            )
+        elif not num_nodes:
             drafts = None
-        flight = build_steady_step(batch, advanced, self.blocks.take_changes(), drafts)
+        flight = build_steady_step(batch, following, self.blocks.take_changes(), drafts)
         self._in_flight.append(flight)
         self.stats.num_steps += 1
         return flight.step
@@ -438,6 +440,7 @@ class Scheduler:
         if rows is not None:
             budget = self._config.max_num_batched_tokens
             self._steady = steady_batch(flight, rows, self.blocks, budget)
+            self.blocks.pack_changes()
 
     def observe_tokens(self) -> None:
         """Lets the drafter learn from the tokens that the last steps sampled."""

@@ -2,9 +2,9 @@
 
 Between the results of a step with drafts and the launch of the next step the device waits. So the
 scheduler collects what the next step depends on while the device still works (`steady_batch`).
-Once the results are there, `SteadyBatch.advance` takes them in and says whether the next step runs
-the same sequences again. The sequences themselves are updated behind the launch of that step, and
-come to the state that the arrays had before.
+Once the results are there, the drafter takes them in and drafts for the sequences that go on, in
+arrays (`core.drafter.ArrayDrafter`), and `build_steady_step` makes the step. The sequences
+themselves are updated behind its launch, and come to the state that the arrays had before.
 """
 
 from __future__ import annotations
@@ -15,145 +15,108 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
+from hetero_llm.core.drafter import SteadyStep
 from hetero_llm.core.request import Sequence
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.table_changes import TableChanges
-from hetero_llm.scheduler.step_builder import (
-    InFlight,
-    block_copies,
-    block_table_writes,
-    with_nodes,
-)
+from hetero_llm.scheduler.step_builder import InFlight, block_copies
 
-_NO_TOKEN = -1  # pads `end_ids`
+_NO_TOKEN = -1  # pads the end tokens of `SteadyBatch.numbers`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SteadyBatch:
     """S running sequences with a step in flight that samples one token of each, or verifies a draft
-    of each. Arrays are of the time before that step's results.
+    of each, before that step's results.
 
     Attributes:
         sequences, epochs: those of the step, in its order.
-        rows: [S] int64, the drafter's names of them.
         request_slots: [S] int32.
-        num_tokens: [S] int64 tokens known.
-        max_tokens: [S] int64 tokens at which each sequence ends.
-        end_ids: [S, E] int64 tokens that end it, padded with -1.
-        num_writable: [S] int64 leading positions with KV blocks of its own.
+        numbers: [S, 4 + E] int64, see `core.drafter.FIRST_END_ID`.
+        ones: [S] int32, all 1.
         most_nodes: of one draft, by the token budget.
     """
 
     sequences: list[Sequence]
     epochs: list[int]
-    rows: NDArray[np.int64]
     request_slots: NDArray[np.int32]
-    num_tokens: NDArray[np.int64]
-    max_tokens: NDArray[np.int64]
-    end_ids: NDArray[np.int64]
-    num_writable: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+    ones: NDArray[np.int32]
     most_nodes: int
-
-    def advance(self, token_ids: NDArray[np.int64], sizes: NDArray[np.int64]) -> Advanced | None:
-        """Takes in the results of the step in flight.
-
-        Args:
-            token_ids: sampled tokens, one sequence after the other. sizes: [S] of each.
-
-        Returns:
-            None if a sequence ends, or has no room for its next token or for a draft: then the next
-            step has to be scheduled sequence by sequence.
-        """
-        known = self.num_tokens + sizes
-        # If all nodes are accepted, one more token follows them.
-        limits = np.minimum(self.max_tokens - known - 1, self.most_nodes)
-        if sizes.min() < 1 or limits.min() < 1 or (self.num_writable < known).any():
-            return None
-        if self.end_ids.shape[1]:
-            owners = np.repeat(np.arange(len(sizes)), sizes)
-            if (token_ids[:, None] == self.end_ids[owners]).any():
-                return None
-        last = token_ids[np.cumsum(sizes) - 1]
-        return Advanced(limits, (known - 1).astype(np.int32), last.astype(np.int32))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Advanced:
-    """A steady batch behind the results of its step.
-
-    Attributes:
-        limits: [S] int64 most nodes of each draft.
-        num_computed_tokens: [S] int32, before the next step.
-        token_ids: [S] int32 last token of each sequence, the input of the next step.
-    """
-
-    limits: NDArray[np.int64]
-    num_computed_tokens: NDArray[np.int32]
-    token_ids: NDArray[np.int32]
 
 
 def steady_batch(
     flight: InFlight, rows: NDArray[np.int64], blocks: BlockManager, token_budget: int
-) -> SteadyBatch:
-    """Collects a batch while its step is in flight.
+) -> SteadyBatch | None:
+    """Collects a batch while its step is in flight; None if the next step has no room for a draft.
 
     Args:
         flight: the step; it samples once for each of its sequences.
-        rows: [S] the drafter's names of the sequences.
+        rows: [S] the drafter's numbers of the sequences.
         token_budget: tokens of a step.
     """
     sequences = flight.sequences
+    most_nodes = min(MAX_NODES, token_budget - len(sequences))
+    if most_nodes < 1:
+        return None
     size = max(len(sequence.request.end_ids) for sequence in sequences)
-    num_tokens, max_tokens, num_writable = [], [], []
+    num_writable = blocks.num_writable
     slots: list[int] = []
-    end_ids: list[list[int]] = []
-    for sequence in sequences:
+    numbers: list[list[int]] = []
+    for sequence, row in zip(sequences, rows.tolist(), strict=True):
         request, slot = sequence.request, sequence.request_slot
-        slots.append(slot)
-        num_tokens.append(len(sequence.token_ids))
-        max_tokens.append(request.max_total_tokens)
-        num_writable.append(blocks.num_writable[slot])
         ends = list(request.end_ids)
-        end_ids.append(ends + [_NO_TOKEN] * (size - len(ends)))
+        slots.append(slot)
+        numbers.append([
+            row, len(sequence.token_ids), request.max_total_tokens, num_writable[slot], *ends,
+            *[_NO_TOKEN] * (size - len(ends)),
+        ])  # fmt: skip
     return SteadyBatch(
-        sequences=sequences,
-        epochs=flight.epochs,
-        rows=rows,
-        request_slots=np.array(slots, np.int32),
-        num_tokens=np.array(num_tokens, np.int64),
-        max_tokens=np.array(max_tokens, np.int64),
-        end_ids=np.array(end_ids, np.int64).reshape(len(sequences), size),
-        num_writable=np.array(num_writable, np.int64),
-        most_nodes=min(MAX_NODES, token_budget - len(sequences)),
+        sequences,
+        flight.epochs,
+        np.array(slots, np.int32),
+        np.array(numbers, np.int64),
+        np.ones(len(slots), np.int32),
+        most_nodes,
     )
 
 
 def build_steady_step(
-    batch: SteadyBatch, advanced: Advanced, changes: TableChanges, drafts: DraftBatch | None
+    batch: SteadyBatch, following: SteadyStep, changes: TableChanges, drafts: DraftBatch | None
 ) -> InFlight:
-    """Makes the step behind a batch's results: one token of each sequence, and its draft. The
-    sequences are left alone: see `count_as_scheduled`."""
-    count = len(batch.sequences)
-    ones = [1] * count
-    num_scheduled = np.ones(count, np.int32)
-    scheduled, num_nodes = with_nodes(num_scheduled.copy(), drafts)
+    """Makes the step behind a batch's results: one token of each sequence that goes on, and its
+    draft. The sequences are left alone: see `count_as_scheduled`.
+
+    Args:
+        following: see `ArrayDrafter.propose_next`.
+        drafts: those of its drafts that have blocks; None if all are empty.
+    """
+    sequences, epochs = batch.sequences, batch.epochs
+    slots, ones = batch.request_slots, batch.ones
+    if following.going_on is not None:
+        going_on = following.going_on.tolist()
+        sequences = [sequences[index] for index in going_on]
+        epochs = [epochs[index] for index in going_on]
+        slots, ones = slots[following.going_on], ones[: len(sequences)]
     step = SchedulerOutput(
-        request_slots=batch.request_slots,
-        num_computed_tokens=advanced.num_computed_tokens,
-        num_scheduled_tokens=scheduled,
-        token_ids=advanced.token_ids,
-        num_samples=num_scheduled,
+        request_slots=slots,
+        num_computed_tokens=following.num_computed_tokens,
+        num_scheduled_tokens=ones if drafts is None else drafts.counts + 1,
+        token_ids=following.token_ids,
+        num_samples=ones,
         prompt_logprob_spans=(),
         admitted=(),
-        block_table_writes=block_table_writes(changes),
+        block_table_writes=changes.writes(),
         block_copies=block_copies(changes),
         drafts=drafts,
     )
-    num_computed = advanced.num_computed_tokens.tolist()
+    count = len(sequences)
+    one_each = [1] * count
+    num_nodes = [0] * count if drafts is None else drafts.counts.tolist()
     return InFlight(
-        step, batch.sequences, batch.epochs, num_computed, ones, ones, num_nodes, 0,
-        proposed=True, is_steady=True,
+        step, sequences, epochs, following.num_computed_tokens.tolist(), one_each, one_each,
+        num_nodes, 0, proposed=True, is_steady=True,
     )  # fmt: skip
 
 

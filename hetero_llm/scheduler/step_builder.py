@@ -101,7 +101,7 @@ def build_step(
         num_samples=np.array(num_samples, np.int32),
         prompt_logprob_spans=tuple(logprob_spans),
         admitted=admitted,
-        block_table_writes=block_table_writes(changes),
+        block_table_writes=changes.writes(),
         block_copies=block_copies(changes),
         drafts=drafts,
         kv_loads=loads,
@@ -126,11 +126,6 @@ def with_nodes(
         return num_scheduled, [0] * len(num_scheduled)
     num_scheduled += drafts.counts
     return num_scheduled, drafts.counts.tolist()
-
-
-def block_table_writes(changes: TableChanges) -> NDArray[np.int32]:
-    """[3, N], see `SchedulerOutput`."""
-    return changes.writes() if changes.runs else _NO_WRITES
 
 
 def block_copies(changes: TableChanges) -> NDArray[np.int32]:
@@ -158,5 +153,4 @@ def admitted_sequence(sequence: Sequence) -> AdmittedSequence:
     )
 
 
-_NO_WRITES = np.zeros((3, 0), np.int32)
 _NO_COPIES = np.zeros((2, 0), np.int32)

@@ -45,6 +45,11 @@ references are not counted. Counting took four fifths of a lookup's time, and th
 the counters."""
 
 
+INLINED: dict[str, Any] = {**BORROWING, "forceinline": True}
+"""Options of small or hot functions that get many arrays: seven words of each are passed in a call,
+which took half of a lookup's time."""
+
+
 @dataclass(frozen=True)
 class ArrayType:
     """Type of a C-contiguous array in a declaration."""

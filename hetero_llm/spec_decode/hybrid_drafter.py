@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.draft_tree import DraftBatch
-from hetero_llm.core.drafter import StepReport
+from hetero_llm.core.drafter import FIRST_END_ID, SteadyStep, StepReport
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.spec_decode.budget import StepCosts
 from hetero_llm.spec_decode.lookahead.global_cache import GlobalCache
@@ -124,6 +124,8 @@ class HybridDrafter:
             index.forget(buffer.tokens, known)
         buffer.close(span.row)
         self._propose([], self.states.follow([], [], None), 0)
+        none = np.zeros(0, np.int64)
+        self.propose_next([], none.reshape(0, FIRST_END_ID), none, none, 1)
         self.account = ProposalAccount()
 
     @property
@@ -175,18 +177,34 @@ class HybridDrafter:
         most = self._most_sequences
         if most is not None and len(sequences) > most:
             return None
-        return self.states.rows_of(sequences)
+        rows = self.states.rows_of(sequences)
+        if rows is not None:
+            self._step.prepare(len(rows))
+        return rows
 
     def propose_next(
         self,
         sequences: list[Sequence],
-        rows: NDArray[np.int64],
+        numbers: NDArray[np.int64],
         token_ids: NDArray[np.int64],
         sizes: NDArray[np.int64],
-        limits: NDArray[np.int64],
-    ) -> DraftBatch:
-        new = self.states.follow_arrays(rows, token_ids, sizes, limits)
-        return self._propose(sequences, new, len(sequences))
+        most_nodes: int,
+    ) -> SteadyStep | None:
+        taken_in = self._step.take_in_next(numbers, token_ids, sizes, most_nodes)
+        if taken_in is None:
+            return None
+        rows, going_on = taken_in.rows, taken_in.going_on
+        if self._proposing_model is not None:
+            if going_on is not None:
+                token_ids = token_ids[np.repeat(np.isin(np.arange(len(sizes)), going_on), sizes)]
+                sizes = sizes[going_on]
+                sequences = [sequences[index] for index in going_on.tolist()]
+            self.model.commit(rows, token_ids, sizes, sequences)
+        drafts = self._draft(rows, len(rows))
+        return SteadyStep(
+            going_on, taken_in.num_computed_tokens, taken_in.token_ids, drafts,
+            self._step.has_blocks,
+        )  # fmt: skip
 
     def set_step_times(self, profile: list[tuple[int, float]]) -> None:
         self.costs.price(profile)
@@ -220,29 +238,33 @@ class HybridDrafter:
         return False
 
     def _propose(self, sequences: list[Sequence], new: NewTokens, num_rows: int) -> DraftBatch:
-        """Drafts of the nodes that make tokens come fastest, which may be none. Where proposals
-        have not paid lately the drafter pauses, so that steps are launched ahead."""
+        """Takes in new tokens and drafts."""
+        self.model.commit(new.rows, new.tokens, new.sizes, sequences)
+        self._step.take_in(new, proposes=True)
+        self._step.set_step_times(self.costs)  # before `propose_next` deferred work has done it
+        return self._draft(new.rows, num_rows)
+
+    def _draft(self, rows: NDArray[np.int64], num_rows: int) -> DraftBatch:
+        """Drafts for the sequences of these rows, whose tokens are taken in: of the nodes that make
+        tokens come fastest, which may be none. Where proposals have not paid lately the drafter
+        pauses, so that steps are launched ahead."""
         self._has_proposed = True
-        self._take_new(new, sequences)
-        idle = self.account.idle_of(new.num_sequences)
+        self._with_new_tokens.append(rows)
+        idle = self.account.idle_of(len(rows))
         batch, gain = self._step.propose(
-            new, self.costs, num_rows, idle, self._proposing_model,
+            rows, self.costs, num_rows, idle, self._proposing_model,
             may_wait=not self.account.is_probing,
         )  # fmt: skip
-        self._verified = (new.rows, batch.counts) if len(batch.token_ids) else None
+        self._verified = (rows, batch.counts) if len(batch.token_ids) else None
         self.account.note_gain(gain, num_rows, idle)
         return batch
 
     def _follow(self, sequences: list[Sequence]) -> None:
         """Takes in the sequences' new tokens without a proposal."""
         new = self.states.follow(sequences, [0] * len(sequences), self._index_from)
-        self._take_new(new, sequences)
-        self._step.take_in(new, proposes=False)
-
-    def _take_new(self, new: NewTokens, sequences: list[Sequence]) -> None:
-        """Sends new tokens to the worker, which drafts while the indexes are looked up."""
         self._with_new_tokens.append(new.rows)
         self.model.commit(new.rows, new.tokens, new.sizes, sequences)
+        self._step.take_in(new, proposes=False)
 
     def _commit_before_proposal(self) -> None:
         """Sends the worker the new tokens of all sequences at the end of a pause, so that it has

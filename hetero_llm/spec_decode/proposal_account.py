@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from hetero_llm.core.drafter import StepReport
 from hetero_llm.spec_decode.budget import StepCosts
 
@@ -37,8 +35,8 @@ class IdleTimes:
     sequences (one bucket for each power of two)."""
 
     def __init__(self) -> None:
-        self._seconds = np.zeros(_MAX_BUCKETS)
-        self._counts = np.zeros(_MAX_BUCKETS, np.int64)
+        self._seconds = [0.0] * _MAX_BUCKETS
+        self._counts = [0] * _MAX_BUCKETS
 
     def observe(self, num_sequences: int, seconds: float) -> None:
         """Report a step: its number of sequences, and for how long the device had idled before. A
@@ -54,9 +52,11 @@ class IdleTimes:
         """Seconds; of a number that was not seen those of the next smaller one that was, or of the
         next larger one; 0.0 before any was seen."""
         at = min(num_sequences.bit_length(), _MAX_BUCKETS - 1)
-        for bucket in (*range(at, -1, -1), *range(at + 1, _MAX_BUCKETS)):
+        if self._counts[at]:
+            return self._seconds[at]
+        for bucket in (*range(at - 1, -1, -1), *range(at + 1, _MAX_BUCKETS)):
             if self._counts[bucket]:
-                return float(self._seconds[bucket])
+                return self._seconds[bucket]
         return 0.0
 
 

@@ -15,9 +15,17 @@ from numpy.typing import NDArray
 
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
+from hetero_llm.core.drafter import (
+    FIRST_END_ID,
+    MAX_KNOWN,
+    NUM_KNOWN,
+    NUM_WRITABLE,
+    ROW,
+)
 from hetero_llm.spec_decode import budget
 from hetero_llm.spec_decode.acceptance_stats import record_outcome
 from hetero_llm.spec_decode.array_table import (
+    BORROWING,
     ArrayTable,
     Float32Matrix,
     Float32Vector,
@@ -49,6 +57,7 @@ from hetero_llm.spec_decode.lookahead.sequence_state import (
     MEAN_HITS,
     NAMESPACE,
     NODE_LIMIT,
+    NUM_FOLLOWED,
     NUM_OUT_OF_VOCAB,
     NUM_VERIFIED,
     OUT_OF_VOCAB,
@@ -73,8 +82,12 @@ from hetero_llm.utils.jit import njit
 _NO_INDEX = -1  # instead of a cache mode
 _NO_PROPOSAL = -2  # a number that no proposal has
 _TRIE_BUCKETS, _NGRAM_BUCKETS = LocalSuffixTrie.NUM_BUCKETS, LocalNgramIndex.NUM_BUCKETS
+_ANY_ROOM = MAX_NODES
 _INITIAL_SIZE = 16
-_SEQUENCES_PER_THREAD = 16  # for which a further thread pays
+_LEAST_PER_THREAD = 64
+"""Sequences that make a thread worth waking: one is looked up in some 2 us, and an empty call of
+another thread took 34 us. On the 16 cores of an H200 node four threads took 166 us for 64 sequences
+of Raw, one thread 6 us for 8."""
 _KEPT_SHARE = 0.8  # of the moving averages of hits, kept at each step
 _MIN_SCALE, _MAX_SCALE = 0.1, 2.0  # of a sequence's acceptance scale
 
@@ -87,6 +100,7 @@ class _Buffers(NamedTuple):
         salts, namespaces: [S] of their entries in the local indexes and in the global cache.
         starts, ends: [S] positions in the token buffer.
         limits: [S] nodes that each draft may have.
+        rooms: [S] nodes for which there are KV blocks.
         scales: [S] acceptance scale: what to scale the odds of a draft's path probabilities by.
         kept: [S] nodes of each draft to be verified, its first ones.
         token_ids, parents: these nodes, one draft after the other.
@@ -98,10 +112,21 @@ class _Buffers(NamedTuple):
     starts: Int64Vector
     ends: Int64Vector
     limits: Int32Vector
+    rooms: Int32Vector
     scales: Float32Vector
     kept: Int32Vector
     token_ids: Int32Vector
     parents: Int32Vector
+
+
+class TakenIn(NamedTuple):
+    """The T sequences of a steady batch that go on: see `SteadyStep`. `rows`: [T] int64, of the
+    sequence states."""
+
+    going_on: NDArray[np.int64] | None
+    rows: NDArray[np.int64]
+    num_computed_tokens: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
 
 
 class _LocalIndexes(NamedTuple):
@@ -151,7 +176,8 @@ _read = reader_of(_Arrays)
 
 # large: what stays of a proposal from one call to the next.
 class ProposalStep:
-    """See the module. One thread at a time.
+    """See the module. New tokens are taken in, by `take_in` or `take_in_next`, then `propose` makes
+    drafts. One thread at a time.
 
     Args:
         states: the sequences to draft for.
@@ -160,6 +186,10 @@ class ProposalStep:
         accepted: [buckets, 2] float32, accepted and tried nodes of each acceptance bucket: those of
             the trie, then those of the n-gram index.
         num_threads: that share large batches.
+
+    Attributes:
+        has_blocks: whether each sequence has KV blocks for its nodes of the last proposal; always
+            behind `take_in`, which does not know.
     """
 
     def __init__(
@@ -179,6 +209,7 @@ class ProposalStep:
         self._target = config.target_parallelism if config.cache_mode == RAW else 0
         self._max_tokens = MOST_ROWS if config.cache_mode == RAW else config.target_parallelism
         self._depth = config.copy_length
+        self.has_blocks = True
         self._number = 0  # of the last proposal
         self._count = 0  # its sequences
         self._least_kept = 0.0  # least path probability of its nodes that are verified
@@ -202,6 +233,7 @@ class ProposalStep:
             starts=np.empty(size, np.int64),
             ends=np.empty(size, np.int64),
             limits=np.empty(size, np.int32),
+            rooms=np.empty(size, np.int32),
             scales=np.empty(size, np.float32),
             kept=np.empty(size, np.int32),
             token_ids=np.empty(size * MAX_NODES, np.int32),
@@ -232,9 +264,60 @@ class ProposalStep:
             put(name + "text", part.text)
             self._arrays.cut(name + "text", part.end)
 
+    def take_in(self, new: NewTokens, *, proposes: bool) -> None:
+        """Appends new tokens to their sequences.
+
+        Args:
+            proposes: a proposal for these sequences begins: what came of the last one's drafts is
+                recorded, and limit and acceptance scale of each sequence are worked out.
+        """
+        self.prepare(new.num_sequences)
+        number = self._number if proposes else _NO_PROPOSAL
+        _take_in(self._arrays.table, new.batch, new.num_sequences, number, *self._limits)
+        if proposes:
+            self._begin(new.num_sequences)
+
+    def prepare(self, count: int) -> None:
+        """Makes room for `count` sequences and enters the arrays that taking in needs: to be called
+        before `take_in_next`, while nothing waits."""
+        if count > len(self._buffers.limits):
+            self._make_room(2 * count)
+        self._arrays.put("tokens", self._states.buffer.tokens)
+        self._arrays.put("states", self._states.arrays)
+
+    def take_in_next(
+        self,
+        numbers: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        most_nodes: int,
+    ) -> TakenIn | None:
+        """Appends new tokens to the sequences of a steady batch that go on, for which a proposal
+        begins; see `ArrayDrafter.propose_next`."""
+        count = len(sizes)
+        longs, ints = np.empty((2, count), np.int64), np.empty((2, count), np.int32)
+        num_left = _take_in_next(
+            self._arrays.table, numbers, token_ids, sizes, most_nodes, self._number, *self._limits,
+            longs, ints,
+        )  # fmt: skip
+        if not num_left:
+            return None
+        self._begin(num_left)
+        if num_left == count:
+            return TakenIn(None, longs[1], ints[0], ints[1])
+        going_on, rows = longs[:, :num_left]
+        return TakenIn(going_on, rows, *ints[:, :num_left])
+
+    def _begin(self, count: int) -> None:
+        """Begins a proposal for `count` sequences whose tokens are taken in."""
+        self._count = count
+        if len(self._found.counts) < count:  # the last drafts are not needed any more
+            self._found = Proposals.empty(len(self._buffers.limits))
+            self._arrays.put("found", self._found)
+
     def propose(
         self,
-        new: NewTokens,
+        rows: NDArray[np.int64],
         costs: StepCosts,
         num_rows: int,
         idle: ProposalIdle,
@@ -242,11 +325,11 @@ class ProposalStep:
         *,
         may_wait: bool,
     ) -> tuple[DraftBatch, float]:
-        """Drafts for sequences.
+        """Drafts for the sequences whose tokens were taken in last.
 
         Args:
-            new: the sequences and their new tokens.
-            costs: seconds of steps by their tokens.
+            rows: [S] of the sequence states.
+            costs: seconds of steps by their tokens, as set by `set_step_times`.
             num_rows: tokens of the step without drafts.
             idle: of the device.
             model: a draft model, which has got the new tokens already; its drafts are added.
@@ -255,45 +338,23 @@ class ProposalStep:
         Returns:
             the drafts, and what they gain (`budget.choose`).
         """
-        self.take_in(new, proposes=True)
         self.look_up(self._count)
         if model is not None:
             (seconds,) = costs.of(num_rows)
             limits = self._buffers.limits[: self._count]
             model.propose(
-                new.rows, limits, seconds + idle.proposed, self.found, self._least_kept,
+                rows, limits, seconds + idle.proposed, self.found, self._least_kept,
                 may_wait=may_wait,
             )  # fmt: skip
             self.merge(model.drafts)
-        return self.choose(costs, num_rows, idle)
-
-    def take_in(self, new: NewTokens, *, proposes: bool) -> None:
-        """Appends new tokens to their sequences.
-
-        Args:
-            proposes: a proposal begins: what came of the last one's drafts is recorded, and limit
-                and acceptance scale of each sequence are worked out.
-        """
-        arrays, count = self._arrays, new.num_sequences
-        if count > len(self._buffers.limits):
-            self._make_room(2 * count)
-        arrays.put("tokens", self._states.buffer.tokens)
-        arrays.put("states", self._states.arrays)
-        number = self._number if proposes else _NO_PROPOSAL
-        _take_in(arrays.table, new.batch, count, number, *self._limits)
-        if not proposes:
-            return
-        self._count = count
-        if len(self._found.counts) < count:  # the last drafts are not needed any more
-            self._found = Proposals.empty(len(self._buffers.limits))
-            arrays.put("found", self._found)
+        return self.choose(num_rows, idle)
 
     def look_up(self, count: int) -> None:
         """Drafts for the first `count` sequences from the indexes; threads share large batches."""
         if self._cache.changed:
             self.refresh_indexes()
         table, mode = self._arrays.table, self._mode
-        num_parts = min(self._num_threads, -(-count // _SEQUENCES_PER_THREAD))
+        num_parts = min(self._num_threads, count // _LEAST_PER_THREAD)
         if num_parts <= 1:
             _look_up(table, mode, 0, count)
             return
@@ -311,15 +372,12 @@ class ProposalStep:
         self._arrays.put("of_model", drafts)
         _merge_model(self._arrays.table, self._count)
 
-    def choose(
-        self, costs: StepCosts, num_rows: int, idle: ProposalIdle
-    ) -> tuple[DraftBatch, float]:
+    def choose(self, num_rows: int, idle: ProposalIdle) -> tuple[DraftBatch, float]:
         """Chooses the nodes that make tokens come fastest and notes which sequence got which; see
         `propose`."""
         count, buffers = self._count, self._buffers
-        self.set_step_times(costs)
         self._number += 1
-        gain, size, self._least_kept = _choose(
+        gain, size, self._least_kept, self.has_blocks = _choose(
             self._arrays.table, count, self._number, num_rows, idle.proposed, idle.plain,
             self._max_tokens, self._target, self._depth,
         )  # fmt: skip
@@ -334,7 +392,7 @@ class ProposalStep:
 # -- compiled -------------------------------------------------------------------------------
 
 
-@njit(cache=True, nogil=True)
+@njit(**BORROWING)
 def _take_in(
     table: np.ndarray, batch: np.ndarray, count: int, number: int, voc_size: int, max_seq_len: int
 ) -> None:
@@ -345,45 +403,134 @@ def _take_in(
         voc_size: a sequence with a token of this or above gets no drafts.
         max_seq_len: tokens beyond which nothing is drafted.
     """
-    tokens, stop_tokens = _read(table, "tokens"), _read(table, "stop_tokens")
-    buffers, found = _read(table, "buffers"), _read(table, "found")
-    numbers, averages, totals = _read(table, "states")
     first = 3 * count
     for i in range(count):
-        row, limit, size = batch[i], batch[count + i], batch[2 * count + i]
-        state, average = numbers[row], averages[row]
+        size = batch[2 * count + i]
         new = batch[first : first + size]
+        _take_in_one(
+            table, i, batch[i], new, batch[count + i], _ANY_ROOM, number, voc_size, max_seq_len
+        )
         first += size
-        if state[OUT_OF_VOCAB] == 0 and len(new) > 0:
-            if _append(tokens, new, state[END], stop_tokens, voc_size):
-                state[END] += len(new)
-            else:
-                tokens[state[END]] = SEPARATOR
-                state[OUT_OF_VOCAB] = 1
-                totals[NUM_OUT_OF_VOCAB] += 1
-        if state[PROPOSAL] == number:
-            accepted = record_outcome(
-                tokens, state[PROPOSAL_END], state[END], state[PLACE], found.tokens, found.parents,
-                found.buckets, found.counts, state[NUM_VERIFIED], _read(table, "accepted"),
-            )  # fmt: skip
-            if state[NUM_VERIFIED] > 0:
-                weight, proposed = 1 - _KEPT_SHARE, average[PROPOSED_HITS]
-                average[HITS] += weight * (accepted - average[HITS])
-                average[EXPECTED_HITS] += weight * (proposed - average[EXPECTED_HITS])
-                weight /= 8
-                totals[MEAN_HITS] += weight * (accepted - totals[MEAN_HITS])
-                totals[MEAN_EXPECTED_HITS] += weight * (proposed - totals[MEAN_EXPECTED_HITS])
-        buffers.rows[i], buffers.salts[i] = row, state[SALT]
-        buffers.namespaces[i] = state[NAMESPACE]
-        buffers.starts[i], buffers.ends[i] = state[START], state[END]
-        left = max_seq_len - (state[END] - state[START])
-        limit = max(min(limit, state[NODE_LIMIT], left), 0)
-        buffers.limits[i] = limit if state[OUT_OF_VOCAB] == 0 else 0
-        scale = average[HITS] / max(average[EXPECTED_HITS], 1e-6)
-        buffers.scales[i] = min(max(scale, _MIN_SCALE), _MAX_SCALE)
 
 
-@njit(cache=True, nogil=True)
+@njit(**BORROWING)
+def _take_in_next(
+    table: np.ndarray,
+    numbers: np.ndarray,
+    token_ids: np.ndarray,
+    sizes: np.ndarray,
+    most_nodes: int,
+    number: int,
+    voc_size: int,
+    max_seq_len: int,
+    longs: np.ndarray,
+    ints: np.ndarray,
+) -> int:
+    """As `_take_in`, for those of S sequences that go on.
+
+    Args:
+        numbers, token_ids, sizes, most_nodes: see `ArrayDrafter.propose_next`.
+        longs: [2, S] int64, written: `TakenIn.going_on` and `TakenIn.rows`.
+        ints: [2, S] int32, written: `TakenIn.num_computed_tokens` and `TakenIn.token_ids`.
+
+    Returns:
+        How many sequences go on; 0 if one of them lacks the block for its next token, too. Then
+        nothing was taken in.
+    """
+    going_on, rows = longs
+    num_computed, last_tokens = ints
+    count = first = 0
+    for i in range(len(sizes)):
+        known, end = numbers[i, NUM_KNOWN] + sizes[i], first + sizes[i]
+        if known < numbers[i, MAX_KNOWN] and not _holds_any(
+            token_ids[first:end], numbers[i, FIRST_END_ID:]
+        ):
+            if numbers[i, NUM_WRITABLE] < known:
+                return 0
+            going_on[count], rows[count] = i, numbers[i, ROW]
+            num_computed[count], last_tokens[count] = known - 1, token_ids[end - 1]
+            count += 1
+        first = end
+    first = i = 0
+    states = _read(table, "states")
+    for place in range(count):
+        while i < going_on[place]:
+            first += sizes[i]
+            i += 1
+        known = numbers[i, NUM_KNOWN] + sizes[i]
+        # If all nodes are accepted, one more token follows them.
+        limit = max(min(numbers[i, MAX_KNOWN] - known - 1, most_nodes), 0)
+        room = numbers[i, NUM_WRITABLE] - known
+        new = token_ids[first : first + sizes[i]]
+        _take_in_one(table, place, rows[place], new, limit, room, number, voc_size, max_seq_len)
+        states.numbers[rows[place], NUM_FOLLOWED] += sizes[i]
+    return count
+
+
+@njit(**BORROWING)
+def _holds_any(token_ids: np.ndarray, wanted: np.ndarray) -> bool:
+    """Whether any of the tokens is among those wanted."""
+    for token in token_ids:
+        for one in wanted:
+            if token == one:
+                return True
+    return False
+
+
+@njit(**BORROWING)
+def _take_in_one(
+    table: np.ndarray,
+    i: int,
+    row: int,
+    new: np.ndarray,
+    limit: int,
+    room: int,
+    number: int,
+    voc_size: int,
+    max_seq_len: int,
+) -> None:
+    """Appends new tokens to a sequence, judges its draft of proposal `number` by them, and writes
+    place `i` of the buffers.
+
+    Args:
+        row: of the sequence states. new: its new tokens.
+        limit: most nodes of its next draft. room: nodes for which it has KV blocks.
+    """
+    tokens, buffers = _read(table, "tokens"), _read(table, "buffers")
+    numbers, averages, totals = _read(table, "states")
+    state, average = numbers[row], averages[row]
+    if state[OUT_OF_VOCAB] == 0 and len(new) > 0:
+        if _append(tokens, new, state[END], _read(table, "stop_tokens"), voc_size):
+            state[END] += len(new)
+        else:
+            tokens[state[END]] = SEPARATOR
+            state[OUT_OF_VOCAB] = 1
+            totals[NUM_OUT_OF_VOCAB] += 1
+    if state[PROPOSAL] == number and len(new) > 0:
+        found = _read(table, "found")
+        accepted = record_outcome(
+            tokens, state[PROPOSAL_END], state[END], state[PLACE], found.tokens, found.parents,
+            found.buckets, found.counts, state[NUM_VERIFIED], _read(table, "accepted"),
+        )  # fmt: skip
+        if state[NUM_VERIFIED] > 0:
+            weight, proposed = 1 - _KEPT_SHARE, average[PROPOSED_HITS]
+            average[HITS] += weight * (accepted - average[HITS])
+            average[EXPECTED_HITS] += weight * (proposed - average[EXPECTED_HITS])
+            weight /= 8
+            totals[MEAN_HITS] += weight * (accepted - totals[MEAN_HITS])
+            totals[MEAN_EXPECTED_HITS] += weight * (proposed - totals[MEAN_EXPECTED_HITS])
+    buffers.rows[i], buffers.salts[i] = row, state[SALT]
+    buffers.namespaces[i] = state[NAMESPACE]
+    buffers.starts[i], buffers.ends[i] = state[START], state[END]
+    left = max_seq_len - (state[END] - state[START])
+    limit = max(min(limit, state[NODE_LIMIT], left), 0)
+    buffers.limits[i] = limit if state[OUT_OF_VOCAB] == 0 else 0
+    buffers.rooms[i] = room
+    scale = average[HITS] / max(average[EXPECTED_HITS], 1e-6)
+    buffers.scales[i] = min(max(scale, _MIN_SCALE), _MAX_SCALE)
+
+
+@njit(**BORROWING)
 def _append(
     tokens: np.ndarray, new: np.ndarray, end: int, stop_tokens: np.ndarray, voc_size: int
 ) -> bool:
@@ -456,18 +603,31 @@ def _draft_from_tries(table: np.ndarray, found: Proposals, first: int, last: int
 @njit(cache=True, nogil=True)
 def _draft_from_ngrams(table: np.ndarray, found: Proposals, first: int, last: int) -> None:
     """Raw's drafts for those of sequences first .. last-1 that have none."""
-    params, buffers = _read(table, "ngram_params"), _read(table, "buffers")
     accepted = _read(table, "accepted")
-    first_bucket = len(accepted) - _NGRAM_BUCKETS
-    own = accepted[first_bucket:]
+    own = accepted[len(accepted) - _NGRAM_BUCKETS :]
     rates = (own[:, 0] + np.float32(1.0)) / (own[:, 1] + np.float32(2.0))
     rates = rates.reshape((ngram_index.NUM_LEVELS, ngram_index.NUM_DEPTHS))
+    path = np.empty(MAX_NODES, np.int32)
+    _fill_from_ngrams(table, found, first, last, len(accepted) - _NGRAM_BUCKETS, rates, path)
+
+
+@njit(**BORROWING)
+def _fill_from_ngrams(
+    table: np.ndarray,
+    found: Proposals,
+    first: int,
+    last: int,
+    first_bucket: int,
+    rates: np.ndarray,
+    path: np.ndarray,
+) -> None:
+    """As `_draft_from_ngrams`, with the acceptance rates of its buckets and memory for a path."""
+    params, buffers = _read(table, "ngram_params"), _read(table, "buffers")
     young, old, static = _read(table, "young"), _read(table, "old"), _read(table, "static")
     local, tokens = _read(table, "local").ngrams, _read(table, "tokens")
     generations = (
         (young.ngrams, young.text), (old.ngrams, old.text), (static.ngrams, static.text),
     )  # fmt: skip
-    path = np.empty(MAX_NODES, np.int32)
     for i in range(last - first):
         if found.counts[i] > 0:
             continue
@@ -493,9 +653,10 @@ def _choose(
     max_tokens: int,
     target: int,
     depth: int,
-) -> tuple[float, int, float]:
+) -> tuple[float, int, float, bool]:
     """Chooses nodes and notes which sequence got which. Returns what they gain, how many are to be
-    verified, and the least path probability of these, 0 if all are."""
+    verified, the least path probability of these, 0 if all are, and whether there are KV blocks for
+    all that are verified."""
     found, buffers = rows_of(_read(table, "found"), 0, count), _read(table, "buffers")
     states = _read(table, "states")
     rows, kept = buffers.rows[:count], buffers.kept[:count]
@@ -509,13 +670,15 @@ def _choose(
     size = kept.sum()
     _hand_over(states, rows, number, found, kept, buffers.token_ids, buffers.parents)
     least = 1.0 if size < found.counts.sum() else 0.0
+    has_blocks = True
     for i in range(count):
+        has_blocks = has_blocks and kept[i] <= buffers.rooms[i]
         if least > 0.0 and kept[i] > 0:
             least = min(least, found.path_probs[i, kept[i] - 1])
-    return gain, size, least
+    return gain, size, least, has_blocks
 
 
-@njit(cache=True, nogil=True)
+@njit(**BORROWING)
 def _keep_to_target(
     target: int, depth: int, averages: np.ndarray, rows: np.ndarray, kept: np.ndarray
 ) -> None:
@@ -538,7 +701,7 @@ def _keep_to_target(
             kept[i] = max(int((kept[i] + 1) * (target / num_tokens)) - 1, 0)
 
 
-@njit(cache=True, nogil=True)
+@njit(**BORROWING)
 def _hand_over(
     states: SequenceArrays,
     rows: np.ndarray,

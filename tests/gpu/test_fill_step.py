@@ -15,7 +15,7 @@ from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.gpu.attention_plan import PlanLimits, plan_work
 from hetero_llm.gpu.fill_step import StepFiller
-from hetero_llm.gpu.model_runner import verified_output
+from hetero_llm.gpu.model_runner import drafted_sizes, verified_output
 from hetero_llm.gpu.step_buffer import (
     RING,
     StepBuffer,
@@ -106,8 +106,9 @@ def test_every_part(step: SchedulerOutput) -> None:
     total = len(tokens)
     groups = total + 20 if step.drafts is not None else 0
     layout = StepLayout(total + 3, total + 20, total + 40, total + 3, 6, 2, groups)
-    slots, columns, blocks = step.block_table_writes
-    FILLER.block_tables[slots, columns] = blocks
+    FILLER.write_tables(step.block_table_writes)
+    for slot, column, block in {w[:2]: w for w in zip(*step.block_table_writes.tolist())}.values():
+        assert FILLER.block_tables[slot, column] == block
     FILLER.ring[:] = 7  # what earlier steps left
     any_cut = FILLER.fill(step, buffer_of(layout))
     views = step_views(FILLER.filled, layout)
@@ -456,6 +457,18 @@ def test_verified_output_reads_groups() -> None:
     output = verified_output(step, np.array(packed), 6)
     assert output.token_ids == [10, 11, 12, 20, 21, 30]
     assert output.num_tokens == [3, 2, 1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(steps().filter(lambda step: step.drafts is not None))
+def test_sizes_of_a_drafted_step(step: SchedulerOutput) -> None:
+    sizes = drafted_sizes(step)
+    trees, contexts = is_tree(step), step.num_computed_tokens + step.num_scheduled_tokens
+    assert sizes.num_tokens == step.num_scheduled_tokens.sum()
+    samples = np.where(trees, step.num_scheduled_tokens, step.num_samples)
+    assert sizes.num_samples == samples.sum()
+    assert sizes.num_groups == np.where(trees, 1, step.num_samples).sum()
+    assert (sizes.longest, sizes.num_keys) == (contexts.max(), contexts.sum())
 
 
 def test_withdrawn_trees_are_padding() -> None:

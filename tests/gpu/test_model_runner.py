@@ -14,7 +14,9 @@ from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.gpu.fused import speed_up
+from hetero_llm.gpu.graph_set import DraftedSizes
 from hetero_llm.gpu.model_runner import GpuModelRunner
+from hetero_llm.gpu.step_buffer import StepLayout
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import CausalLM
 from hetero_llm.models.loader import load_model
@@ -157,6 +159,46 @@ def test_soft_caps_and_alibi_reach_the_kernel(tmp_path: Path, device: torch.devi
     plain, torchs, ours = outputs
     torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-4)
     assert float((plain - torchs).abs().max()) > 1e-2
+
+
+class RecordingGraphs:
+    """In the place of captured graphs: says that each drafted step was replayed."""
+
+    def __init__(self, holds: bool) -> None:
+        self.layout = StepLayout(8, 8, 8, 8, 8, 1, 8) if holds else None
+        self.modes: list[bool] = []
+
+    def replay_verify(self, step: SchedulerOutput, sizes: DraftedSizes, *, plain: bool) -> Any:
+        assert (sizes.num_tokens, sizes.num_samples, sizes.num_groups) == (4, 4, 2)
+        self.modes.append(torch.is_inference_mode_enabled())
+        return self.layout
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_only_what_calls_torch_enters_the_inference_mode(
+    checkpoint: Path, device: torch.device, holds: bool
+) -> None:
+    config, model, cache = build(checkpoint, device)
+    speed_up(model)
+    runner: Any = GpuModelRunner(
+        model, config, cache, max_num_seqs=SLOTS, max_model_len=MAX_LEN,
+        max_num_batched_tokens=64, graphs=False, drafts=True,
+    )  # fmt: skip
+    for step in steps()[:2]:
+        runner.launch(step)
+    graphs = runner.graphs = RecordingGraphs(holds)
+    drafts = DraftBatch(*(np.array(v, np.int32) for v in ([2, 0], [5, 6], [-1, 0])))
+    work = step_of([(0, 21, [4, 5, 6], 1), (1, 6, [7], 1)], writes=[(0, 2, 5)])
+    step = dataclasses.replace(work, token_ids=np.array([4, 7], np.int32), drafts=drafts)
+    copies = np.array([[0], [1]], np.int32)
+    launched = [runner.launch(step), runner.launch(dataclasses.replace(step, block_copies=copies))]
+    assert runner.filler.block_tables[0, 2] == 5
+    if holds:
+        assert graphs.modes == [False, True]
+        assert [one.num_groups for one in launched] == [8, 8]
+    else:  # asked once more on the way that runs without a graph
+        assert graphs.modes == [False, True, True]
+        assert [one.num_groups for one in launched] == [2, 2]
 
 
 def test_a_tree_yields_what_plain_steps_yield(checkpoint: Path, device: torch.device) -> None:

@@ -158,6 +158,19 @@ def test_logprobs_are_the_raw_models() -> None:
     assert entry.top[0][1] == pytest.approx(float(expected[0]))
 
 
+def test_slots_are_plain_until_one_needs_more_than_its_own_logits() -> None:
+    sampler = Sampler(3, VOCAB, torch.device("cpu"))
+    plain, penalty = SamplingParams(top_p=0.5), SamplingParams(presence_penalty=1.0)
+    sampler.admit(state(plain, slot=0))
+    assert sampler.all_plain
+    for special in (state(penalty, slot=1), state(plain, slot=1, num_logprobs=0)):
+        sampler.admit(special)
+        assert not sampler.all_plain
+        assert sampler.is_plain(np.array([0, 2])) and not sampler.is_plain(np.array([0, 1]))
+        sampler.admit(state(plain, slot=1))
+        assert sampler.all_plain and sampler.is_plain(np.array([0, 1]))
+
+
 def test_a_failing_user_processor_names_only_its_slot() -> None:
     def broken(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         raise ValueError("boom")

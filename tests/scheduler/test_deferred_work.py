@@ -58,3 +58,19 @@ def test_blocks_are_allocated_ahead_only_while_they_are_plenty() -> None:
         if num_blocks == 40:  # no more than the request can ever use: 16 tokens
             assert blocks.num_blocks - blocks.num_free == 4
         scheduler.check_integrity()
+
+
+def test_a_sequence_without_nodes_has_room_for_a_draft_of_the_next_step() -> None:
+    scheduler, blocks, runner = make_scheduler(
+        num_blocks=40, block_size=4, drafter=ChainDrafter(0, 0), max_model_len=32
+    )
+    request = make_request("a", [1, 2, 3], GREEDY)
+    scheduler.add_request(request)
+    step = scheduler.schedule()
+    scheduler.update(step, runner.run(step))
+    scheduler.schedule()  # position 3, which is in the prompt's block
+    slot = request.sequences[0].request_slot
+    assert blocks.num_writable[slot] == 4
+    scheduler.run_deferred()
+    assert blocks.num_writable[slot] == 20  # positions 3 and 4, and 15 nodes
+    scheduler.check_integrity()

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from hetero_llm import SamplingParams
 from hetero_llm.core.draft_tree import DraftBatch, DraftTree, join_trees
-from hetero_llm.core.drafter import StepReport
+from hetero_llm.core.drafter import NUM_WRITABLE, ROW, SteadyStep, StepReport
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.step import SchedulerOutput
-from tests.helpers.harness import VOCAB, absorb, begin, make_request, token_of
+from tests.helpers.harness import VOCAB, absorb, begin, expected_output, make_request, token_of
 from tests.helpers.traffic import TRAFFIC, Served, make_engine, run_all, serve_on
 from tests.scheduler.test_draft_admission import record_steps
 
@@ -33,7 +33,7 @@ class ArrayTreeDrafter:
         self._right, self._takes_arrays = right, takes_arrays
         self._known: list[tuple[Sequence, list[int]]] = []
         self.idle = False
-        self.num_from_arrays = 0
+        self.num_from_arrays = self.num_shrunk = 0
 
     def propose(self, sequences: list[Sequence], limits: list[int], num_rows: int) -> DraftBatch:
         return join_trees(
@@ -50,21 +50,45 @@ class ArrayTreeDrafter:
     def propose_next(
         self,
         sequences: list[Sequence],
-        rows: np.ndarray,
+        numbers: np.ndarray,
         token_ids: np.ndarray,
         sizes: np.ndarray,
-        limits: np.ndarray,
-    ) -> DraftBatch:
-        self.num_from_arrays += 1
-        assert (limits >= 1).all() and sizes.sum() == len(token_ids)
-        trees, first = [], 0
-        for row, size, limit in zip(rows.tolist(), sizes.tolist(), limits.tolist(), strict=True):
-            sequence, known = self._known[row]
-            assert sequence is sequences[row] and sequence.token_ids.tolist() == known
+        most_nodes: int,
+    ) -> SteadyStep | None:
+        assert (sizes >= 1).all() and sizes.sum() == len(token_ids)
+        going_on: list[int] = []
+        computed: list[int] = []
+        last: list[int] = []
+        trees: list[DraftTree | None] = []
+        has_blocks = True
+        first = 0
+        for index, size in enumerate(sizes.tolist()):
+            sequence, known = self._known[int(numbers[index, ROW])]
+            assert sequence is sequences[index] and sequence.token_ids.tolist() == known
             new = token_ids[first : first + size].tolist()
-            trees.append(self._tree(sequence.index, [*known, *new], limit))
             first += size
-        return join_trees(trees)
+            request = sequence.request
+            num_known = len(known) + size
+            if num_known >= request.max_total_tokens or request.end_ids.intersection(new):
+                continue
+            writable = int(numbers[index, NUM_WRITABLE])
+            if writable < num_known:
+                return None
+            limit = min(request.max_total_tokens - num_known - 1, most_nodes)
+            tree = self._tree(sequence.index, [*known, *new], limit) if limit > 0 else None
+            has_blocks = has_blocks and num_known + (0 if tree is None else len(tree)) <= writable
+            going_on.append(index)
+            computed.append(num_known - 1)
+            last.append(new[-1])
+            trees.append(tree)
+        if not going_on:
+            return None
+        self.num_from_arrays += 1
+        self.num_shrunk += len(going_on) < len(sizes)
+        return SteadyStep(
+            None if len(going_on) == len(sizes) else np.array(going_on),
+            np.array(computed, np.int32), np.array(last, np.int32), join_trees(trees), has_blocks,
+        )  # fmt: skip
 
     def close(self, request: Request) -> None:
         pass
@@ -137,6 +161,19 @@ def test_most_steps_of_a_decoding_batch_are_made_from_arrays() -> None:
     run_all(served, [make_request(str(i), [1, 2, i], GREEDY) for i in range(4)])
     num_steps = served.scheduler.stats.num_steps
     assert drafter.num_from_arrays >= num_steps - 8, "but the prompts', and those in which one ends"
+
+
+def test_a_batch_goes_on_from_arrays_when_some_of_its_sequences_end() -> None:
+    served, drafter = steady_engine()
+    requests = [
+        make_request(str(i), [1, 2, i], dataclasses.replace(GREEDY, max_tokens=12 + 8 * i))
+        for i in range(4)
+    ]
+    outputs = run_all(served, requests)
+    for request in requests:
+        expected = expected_output(request.prompt_token_ids, request.params)
+        assert outputs[request.request_id].outputs[0].token_ids == expected
+    assert drafter.num_shrunk == 3
 
 
 @pytest.mark.parametrize(

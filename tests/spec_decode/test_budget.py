@@ -193,3 +193,14 @@ def test_drafts_must_pay_for_the_device_that_idles() -> None:
     assert gain == pytest.approx(1.6 / 1.8), "but it should not have"
     assert verdict(costs, drafts, 4, 0.7, 0.7)[1] == pytest.approx(1.6 * 1.7 / 1.8)
     assert verdict(costs, [[0.01]] * 4, 4, 0.25) == ([0] * 4, pytest.approx(0.8))
+
+
+def test_the_likeliest_of_many_nodes_are_kept() -> None:
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(0, 20, 64)
+    drafts = [np.sort(rng.random(size).astype(np.float32) ** 3)[::-1] for size in sizes]
+    in_order = np.sort(np.concatenate(drafts))[::-1]
+    assert len(in_order) > 500
+    for most in (1, 37, 400):
+        kept = choose(StepCosts(), [draft.tolist() for draft in drafts], 64, most_rows=64 + most)
+        assert kept == [int((draft >= in_order[most - 1]).sum()) for draft in drafts]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hetero_llm.config.lookahead_config import Given, LookaheadConfig, lookahead_config
 from hetero_llm.core.draft_tree import DraftBatch
-from hetero_llm.core.drafter import StepReport
+from hetero_llm.core.drafter import NUM_WRITABLE, SteadyStep, StepReport
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request, Sequence
 from hetero_llm.core.sampling_params import SamplingParams
@@ -397,12 +397,110 @@ def test_threads_share_large_batches_without_changing_drafts(
     for threads in (1, 8):
         drafter = make_drafter(cache_mode=mode, num_threads=threads)
         rng = np.random.default_rng(0)
-        sequences = [make_sequence(str(i), rng.integers(3, 20, 60).tolist()) for i in range(70)]
+        sequences = [make_sequence(str(i), rng.integers(3, 20, 60).tolist()) for i in range(130)]
         ask(drafter, *sequences)
         for sequence in sequences:
             sequence.token_ids.extend(rng.integers(3, 20, 4).tolist())
         drafts.append(ask(drafter, *sequences))
     assert drafts[0] == drafts[1] and sum(map(len, drafts[0])) > 100
+
+
+def propose_next(
+    drafter: HybridDrafter, sequences: list[Sequence], new: list[list[int]], room: int
+) -> SteadyStep | None:
+    """With many KV blocks for all sequences but the first one, which has `room` more positions."""
+    rows = drafter.rows_of(sequences)
+    assert rows is not None
+    numbers = [
+        [row, len(sequence.token_ids), sequence.request.max_total_tokens, 1000, 2, -1]
+        for row, sequence in zip(rows.tolist(), sequences, strict=True)
+    ]
+    numbers[0][NUM_WRITABLE] = len(sequences[0].token_ids) + room
+    token_ids = np.array([token for fresh in new for token in fresh], np.int64)
+    sizes = np.array([len(fresh) for fresh in new], np.int64)
+    return drafter.propose_next(sequences, np.array(numbers, np.int64), token_ids, sizes, 40)
+
+
+def nodes_of(batch: DraftBatch) -> list[list[int]]:
+    return [part.tolist() for part in (batch.counts, batch.token_ids, batch.parents)]
+
+
+@pytest.mark.parametrize("mode", range(4))
+def test_results_in_arrays_give_the_drafts_that_the_sequences_give(mode: int) -> None:
+    """Six sequences get a few tokens a step; one ends by a token, one by its length."""
+    rng = np.random.default_rng(mode)
+    drafters = [make_drafter(cache_mode=mode) for _ in range(2)]
+    texts = [np.tile(rng.integers(3, 40, 25), 12).tolist() for _ in range(6)]
+    runs = [[make_sequence(str(i), text[:30]) for i, text in enumerate(texts)] for _ in drafters]
+    for sequences in runs:
+        sequences[4].request.max_total_tokens = 60
+    for drafter, sequences in zip(drafters, runs, strict=True):
+        drafter.prompts_started(sequences)
+        drafter.run_deferred()
+    num_drafted = 0
+    lacked_blocks = set()
+    for step in range(30):
+        going_on: list[int] = []
+        new: list[list[int]] = []
+        for index, sequence in enumerate(runs[0]):
+            known, text = len(sequence.token_ids), texts[int(sequence.request.request_id)]
+            fresh = text[known : known + int(rng.integers(1, 6))]
+            if step == 20 and sequence.request.request_id == "2":
+                fresh[0] = 2
+            new.append(fresh)
+            if 2 not in fresh and known + len(fresh) < sequence.request.max_total_tokens:
+                going_on.append(index)
+        room = int(rng.integers(5, 22))
+        following = propose_next(drafters[1], runs[1], new, room)
+        for sequences in runs:
+            for sequence, fresh in zip(sequences, new, strict=True):
+                sequence.token_ids.extend(fresh)
+        left = [runs[0][index] for index in going_on]
+        limits = [min(s.request.max_total_tokens - len(s.token_ids) - 1, 40) for s in left]
+        asked = drafters[0].propose(left, limits, len(left))
+        assert following is not None and nodes_of(following.drafts) == nodes_of(asked)
+        assert following.token_ids.tolist() == [sequence.token_ids[-1] for sequence in left]
+        computed = [len(sequence.token_ids) - 1 for sequence in left]
+        assert following.num_computed_tokens.tolist() == computed
+        assert (following.going_on is None) == (len(left) == len(runs[0]))
+        assert following.going_on is None or following.going_on.tolist() == going_on
+        assert following.has_blocks == (len(new[0]) + asked.counts[0] <= room)
+        lacked_blocks.add(following.has_blocks)
+        num_drafted += int(asked.counts.sum())
+        for drafter, sequences in zip(drafters, runs, strict=True):
+            for index in sorted(set(range(len(sequences))) - set(going_on), reverse=True):
+                drafter.close(sequences.pop(index).request)
+            drafter.run_deferred()
+            drafter.check_integrity()
+        np.testing.assert_array_equal(drafters[0].acceptance, drafters[1].acceptance)
+        averages = [drafter.states.arrays.averages for drafter in drafters]
+        np.testing.assert_array_equal(*averages)
+    assert len(runs[0]) == 4 and num_drafted > 200
+    assert lacked_blocks == {False, True}
+
+
+def test_nothing_is_taken_in_where_a_sequence_lacks_its_next_block() -> None:
+    drafter = make_drafter()
+    sequences = [make_sequence(name, [*PHRASE, *PHRASE[:3]]) for name in "ab"]
+    drafter.prompts_started(sequences)
+    drafter.run_deferred()
+    assert propose_next(drafter, sequences, [[*PHRASE[3:10], 60], PHRASE[3:4]], 7) is None
+    assert propose_next(drafter, sequences, [[2], [2]], 7) is None  # both have ended
+    following = propose_next(drafter, sequences, [PHRASE[3:4], PHRASE[3:4]], 7)
+    assert following is not None
+    assert following.drafts.token_ids.tolist() == [*PHRASE[4:10], PHRASE[0]] * 2
+
+
+def test_drafts_that_no_token_followed_are_not_judged() -> None:
+    drafter = make_drafter(cache_mode=0, capacity=0)
+    sequence = make_sequence("a", [*PHRASE, 7, 8])
+    ask(drafter, sequence)
+    sequence.token_ids.extend(PHRASE[:3])
+    (draft,) = ask(drafter, sequence)
+    hits = drafter.states.arrays.averages.copy()
+    assert draft and ask(drafter, sequence) == [draft]
+    row = drafter.states.row_of(sequence)
+    assert drafter.states.arrays.averages[row, HITS] == hits[row, HITS]
 
 
 def test_the_record_learns_what_comes_of_drafts() -> None:

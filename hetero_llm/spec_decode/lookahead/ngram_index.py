@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_llm.spec_decode.array_table import (
+    BORROWING,
+    INLINED,
     Float32Matrix,
     Int32Matrix,
     Int64Matrix,
@@ -214,7 +216,7 @@ def _new_arrays(num_slots: int, num_entries: int) -> NgramArrays:
     return NgramArrays(np.zeros((num_slots, 2), np.int64), entries, entries.view(np.float32), state)
 
 
-@njit(cache=True, nogil=True)
+@njit(**BORROWING)
 def hash_tokens(text: np.ndarray, begin: int, end: int, salt: int) -> int:
     """Hash of a salt and the tokens at begin .. end-1, as int64; 0 if a separator is among them.
 
@@ -232,7 +234,7 @@ def hash_tokens(text: np.ndarray, begin: int, end: int, salt: int) -> int:
     return np.int64(1) if mixed == np.uint64(0) else np.int64(mixed)
 
 
-@njit(cache=True, nogil=True)
+@njit(**BORROWING)
 def find_slot(slots: np.ndarray, key: int) -> int:
     """The slot that holds the key, or the empty one where it would go."""
     mask = len(slots) - 1
@@ -242,7 +244,7 @@ def find_slot(slots: np.ndarray, key: int) -> int:
     return slot
 
 
-@njit(cache=True, nogil=True)
+@njit(**BORROWING)
 def _rehash(old: np.ndarray, new: np.ndarray) -> None:
     """Moves the keys of `old` to `new`, which is empty and larger."""
     for slot in range(len(old)):
@@ -253,7 +255,7 @@ def _rehash(old: np.ndarray, new: np.ndarray) -> None:
             new[place, _CELL] = old[slot, _CELL]
 
 
-@njit(cache=True, nogil=True)
+@njit(**BORROWING)
 def _take_block(arrays: NgramArrays, size_class: int) -> int:
     """A block of 2^size_class entries, of any content."""
     state = arrays.state
@@ -268,14 +270,14 @@ def _take_block(arrays: NgramArrays, size_class: int) -> int:
     return block
 
 
-@njit(cache=True, nogil=True)
+@njit(**BORROWING)
 def _give_block(arrays: NgramArrays, block: int, size_class: int) -> None:
     arrays.entries[block, _POS] = arrays.state[_FREE + size_class]
     arrays.state[_FREE + size_class] = block
     arrays.state[_BLOCKS_IN_USE + size_class] -= 1
 
 
-@njit(cache=True, nogil=True)
+@njit(**BORROWING)
 def _size_class(count: int) -> int:
     """Of the block for `count` entries."""
     size_class = 0
@@ -284,7 +286,7 @@ def _size_class(count: int) -> int:
     return size_class
 
 
-@njit(cache=True, nogil=True)
+@njit(**BORROWING)
 def _is_older(entries: np.ndarray, row: int, other: int) -> bool:
     """By tick, then by position: within a salt, later tokens have higher ones."""
     if entries[row, _TICK] != entries[other, _TICK]:
@@ -292,7 +294,7 @@ def _is_older(entries: np.ndarray, row: int, other: int) -> bool:
     return entries[row, _POS] < entries[other, _POS]
 
 
-@njit(cache=True, nogil=True)
+@njit(**BORROWING)
 def _is_weaker(arrays: NgramArrays, row: int, other: int) -> bool:
     """By frequency, then by age."""
     if arrays.freqs[row, _FREQ] != arrays.freqs[other, _FREQ]:
@@ -300,7 +302,7 @@ def _is_weaker(arrays: NgramArrays, row: int, other: int) -> bool:
     return _is_older(arrays.entries, row, other)
 
 
-@njit(cache=True, nogil=True)
+@njit(**BORROWING)
 def _evict(arrays: NgramArrays, params: NgramParams, block: int, count: int) -> int:
     """The entry of a full cell that makes room for a new one."""
     freqs = arrays.freqs
@@ -321,7 +323,7 @@ def _evict(arrays: NgramArrays, params: NgramParams, block: int, count: int) -> 
     return victim
 
 
-@njit(cache=True, nogil=True)
+@njit(**BORROWING)
 def _place(arrays: NgramArrays, params: NgramParams, key: int, signature: int) -> tuple[int, bool]:
     """The entry of the key's cell for this phrase, and whether it was there before."""
     slots, entries = arrays.slots, arrays.entries
@@ -351,7 +353,7 @@ def _place(arrays: NgramArrays, params: NgramParams, key: int, signature: int) -
     return block + count, False
 
 
-@njit(cache=True, nogil=True)
+@njit(**BORROWING)
 def insert(
     arrays: NgramArrays,
     params: NgramParams,
@@ -403,7 +405,7 @@ def insert(
             arrays.entries[row, _TICK] = tick
 
 
-@njit(cache=True, nogil=True)
+@njit(**BORROWING)
 def remove(
     arrays: NgramArrays, params: NgramParams, text: np.ndarray, salt: int, first: int, end: int
 ) -> None:
@@ -437,7 +439,7 @@ def remove(
             slots[hole, _KEY] = 0
 
 
-@njit(cache=True, nogil=True)
+@njit(**BORROWING)
 def insert_all(
     arrays: NgramArrays,
     params: NgramParams,
@@ -454,7 +456,7 @@ def insert_all(
         insert(arrays, params, text, salts[i], firsts[i], begins[i], ends[i], freq, tick)
 
 
-@njit(cache=True, nogil=True)
+@njit(**BORROWING)
 def remove_all(
     arrays: NgramArrays,
     params: NgramParams,
@@ -468,7 +470,7 @@ def remove_all(
         remove(arrays, params, text, salts[i], firsts[i], ends[i])
 
 
-@njit(cache=True, nogil=True)
+@njit(**INLINED)
 def _draft(
     arrays: NgramArrays,
     arena: np.ndarray,
@@ -543,7 +545,7 @@ def _draft(
     return count
 
 
-@njit(cache=True, nogil=True)
+@njit(**INLINED)
 def propose_one(
     local: NgramArrays,
     text: np.ndarray,

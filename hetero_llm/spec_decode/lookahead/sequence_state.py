@@ -29,8 +29,8 @@ _INITIAL_ROWS = 16
 
 START, END, INDEXED, SHARED, SHARED_START, SALT, NAMESPACE = range(7)
 NODE_LIMIT, OUT_OF_VOCAB, CLOSED = range(7, 10)
-PROPOSAL, PLACE, PROPOSAL_END, NUM_VERIFIED = range(10, 14)
-_NUM_COLUMNS = 14
+PROPOSAL, PLACE, PROPOSAL_END, NUM_VERIFIED, NUM_FOLLOWED = range(10, 15)
+_NUM_COLUMNS = 15
 HITS, EXPECTED_HITS, PROPOSED_HITS = range(3)
 MEAN_HITS, MEAN_EXPECTED_HITS, NUM_OUT_OF_VOCAB = range(3)
 
@@ -124,7 +124,7 @@ class SequenceArrays(NamedTuple):
     """State of all rows as compiled functions see it.
 
     Attributes:
-        numbers: [rows, 14] int64.
+        numbers: [rows, 15] int64.
             START and END: positions of the sequence in `TokenBuffer.tokens`.
             INDEXED: positions before it are in the local indexes.
             SHARED: positions before it are in the global cache; those before SHARED_START never
@@ -135,6 +135,8 @@ class SequenceArrays(NamedTuple):
             CLOSED: 1 if its request has ended.
             PROPOSAL: number of the last proposal that it was in; PLACE: its index there;
             PROPOSAL_END: its END then; NUM_VERIFIED: nodes of its draft that were verified.
+            NUM_FOLLOWED: tokens that `SequenceStates.follow` has returned or a drafter has taken in
+            by itself.
         averages: [rows, 3] float64. Moving averages of accepted nodes per draft (HITS) and of their
             estimate (EXPECTED_HITS); the estimate for its last draft (PROPOSED_HITS).
         totals: [3] float64. MEAN_HITS and MEAN_EXPECTED_HITS: the averages over all sequences;
@@ -209,8 +211,6 @@ class SequenceStates:
         )
         self._row_of: dict[Sequence, int] = {}
         self._of_request: dict[str, list[Sequence]] = {}
-        # By row: tokens that `follow` has returned.
-        self._num_followed: NDArray[np.int64] = np.zeros(0, np.int64)
 
     @property
     def num_out_of_vocab(self) -> int:
@@ -243,7 +243,8 @@ class SequenceStates:
         for sequence in sequences:
             row = row_of.get(sequence)
             rows.append(self._open(sequence, index_from) if row is None else row)
-        num_followed: list[int] = self._num_followed[rows].tolist()
+        followed = self.arrays.numbers[:, NUM_FOLLOWED]
+        num_followed: list[int] = followed[rows].tolist()
         lengths = [len(sequence.token_ids) for sequence in sequences]
         for sequence, before, known in zip(sequences, num_followed, lengths, strict=True):
             sizes.append(max(known - before, 0))  # a stop string may have taken some back
@@ -251,7 +252,7 @@ class SequenceStates:
                 new.append(sequence.token_ids[before])
             else:
                 new += sequence.token_ids[before:]
-        self._num_followed[rows] = lengths
+        followed[rows] = lengths
         return NewTokens(len(rows), np.array(rows + limits + sizes + new, np.int64))
 
     def rows_of(self, sequences: list[Sequence]) -> NDArray[np.int64] | None:
@@ -261,23 +262,8 @@ class SequenceStates:
             return None
         rows = np.array(found, np.int64)
         lengths = [len(sequence.token_ids) for sequence in sequences]
-        return rows if self._num_followed[rows].tolist() == lengths else None
-
-    def follow_arrays(
-        self,
-        rows: NDArray[np.int64],
-        token_ids: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        limits: NDArray[np.int64],
-    ) -> NewTokens:
-        """As `follow`, for sequences of these rows, which will have got these tokens by the next
-        call of `follow`.
-
-        Args:
-            rows: [S]. token_ids: one sequence after the other. sizes: [S] of each. limits: [S].
-        """
-        self._num_followed[rows] += sizes
-        return NewTokens(len(rows), np.concatenate((rows, limits, sizes, token_ids)))
+        followed = self.arrays.numbers[:, NUM_FOLLOWED]
+        return rows if followed[rows].tolist() == lengths else None
 
     def spans(self, rows: NDArray[np.int64]) -> SequenceRows:
         """Where the sequences of these rows lie."""
@@ -311,10 +297,9 @@ class SequenceStates:
         request = sequence.request
         span = self.buffer.open()
         row, start = span.row, span.start
-        if row >= len(self._num_followed):
-            more = 2 * row + 1 - len(self._num_followed)
-            self._num_followed = np.concatenate([self._num_followed, np.zeros(more, np.int64)])
-            numbers, averages, totals = self.arrays
+        numbers, averages, totals = self.arrays
+        if row >= len(numbers):
+            more = 2 * row + 1 - len(numbers)
             numbers = np.concatenate([numbers, np.zeros((more, _NUM_COLUMNS), np.int64)])
             averages = np.concatenate([averages, np.zeros((more, 3))])
             self.arrays = SequenceArrays(numbers, averages, totals)
@@ -326,10 +311,9 @@ class SequenceStates:
         numbers, averages, totals = self.arrays
         numbers[row] = (
             start, start, indexed, shared_start, shared_start, span.salt,
-            namespace_salt(request.root_hash), limit, 0, 0, -1, 0, 0, 0,
+            namespace_salt(request.root_hash), limit, 0, 0, -1, 0, 0, 0, 0,
         )  # fmt: skip
         averages[row] = totals[MEAN_HITS], totals[MEAN_EXPECTED_HITS], 0.0
-        self._num_followed[row] = 0
         self._row_of[sequence] = row
         self._of_request.setdefault(request.request_id, []).append(sequence)
         return row

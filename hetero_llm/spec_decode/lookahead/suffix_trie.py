@@ -20,6 +20,7 @@ import numpy as np
 
 from hetero_llm.spec_decode.array_table import (
     BORROWING,
+    INLINED,
     Float32Matrix,
     Int32Matrix,
     Int64Matrix,
@@ -396,7 +397,13 @@ def _follow(
     return -1
 
 
-@njit(**BORROWING)
+@njit(**INLINED)
+def holds_key(arrays: TrieArrays, key: int) -> bool:
+    """Whether the trie has a context that begins with `key_length` tokens of this hash."""
+    return bool(arrays.slots[find_slot(arrays.slots, key), KEY] != 0)
+
+
+@njit(**INLINED)
 def find(
     arrays: TrieArrays,
     key_length: int,

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetero_llm.spec_decode.array_table import BORROWING
+from hetero_llm.spec_decode.array_table import BORROWING, INLINED
+from hetero_llm.spec_decode.lookahead.ngram_index import hash_tokens
 from hetero_llm.spec_decode.lookahead.suffix_trie import (
     CHILD,
     FREQ,
@@ -25,6 +26,7 @@ from hetero_llm.spec_decode.lookahead.suffix_trie import (
     TOKEN,
     TrieArrays,
     find,
+    holds_key,
 )
 from hetero_llm.spec_decode.lookahead.trie_buckets import (
     GLOBAL,
@@ -124,7 +126,7 @@ class _Work(NamedTuple):
     rates: np.ndarray
 
 
-@njit(**BORROWING)
+@njit(**INLINED)
 def _gather(
     arrays: TrieArrays,
     arena: np.ndarray,
@@ -135,9 +137,8 @@ def _gather(
     work: _Work,
     count: int,
 ) -> int:
-    """Adds what one trie has at a place to the `count` continuations found so far."""
-    if place == _NOWHERE:
-        return count
+    """Adds what one trie has at a place to the `count` continuations found so far; not for
+    `_NOWHERE`."""
     first, size = np.int64(-2 - place), np.int64(0)
     if place >= 0:
         first, size = np.int64(arrays.nodes[place, REF]), np.int64(arrays.nodes[place, SIZE])
@@ -269,7 +270,7 @@ def _pop(work: _Work, size: int) -> np.int32:
     return best
 
 
-@njit(**BORROWING)
+@njit(**INLINED)
 def _expand(
     tries: _Tries,
     params: TrieProposalParams,
@@ -292,13 +293,21 @@ def _expand(
         Both numbers afterwards.
     """
     start, places, count = params.start_freq, work.places, _ZERO
-    ends = len(tries.young_text), len(tries.old_text), len(tries.static_text)
-    count = _gather(tries.local, tries.text, tries.end, places[0], _TRIES[0], start, work, count)
-    count = _gather(tries.young, tries.young_text, ends[0], places[1], _TRIES[1], 1.0, work, count)
-    count = _gather(tries.old, tries.old_text, ends[1], places[2], _TRIES[2], 1.0, work, count)
-    count = _gather(
-        tries.static, tries.static_text, ends[2], places[3], _TRIES[3], 1.0, work, count
-    )
+    if places[0] != _NOWHERE:
+        count = _gather(
+            tries.local, tries.text, tries.end, places[0], _TRIES[0], start, work, count
+        )
+    if places[1] != _NOWHERE:
+        text = tries.young_text
+        count = _gather(tries.young, text, len(text), places[1], _TRIES[1], 1.0, work, count)
+    if places[2] != _NOWHERE:
+        text = tries.old_text
+        count = _gather(tries.old, text, len(text), places[2], _TRIES[2], 1.0, work, count)
+    if places[3] != _NOWHERE:
+        text = tries.static_text
+        count = _gather(tries.static, text, len(text), places[3], _TRIES[3], 1.0, work, count)
+    if count == 0:
+        return held, size
     _estimate(work, count, context)
     if count > params.top_k_in_cell:
         for index in range(params.top_k_in_cell):
@@ -323,7 +332,7 @@ def _expand(
     return held, size
 
 
-@njit(**BORROWING)
+@njit(**INLINED)
 def _anchor(
     arrays: TrieArrays,
     arena: np.ndarray,
@@ -340,7 +349,7 @@ def _anchor(
     return -2 - (np.int64(arrays.nodes[node, REF]) + beyond)
 
 
-@njit(**BORROWING)
+@njit(**INLINED)
 def _start(
     tries: _Tries,
     params: TrieProposalParams,
@@ -357,13 +366,23 @@ def _start(
     while run < min(params.match_length, end - first) and text[end - 1 - run] >= 0:
         run += 1
     held = size = anchors = _ZERO
+    if run < shortest:
+        return held
+    # A global trie that does not know the last tokens knows no longer context that ends in them;
+    # the local one may, by tokens that are yet to be entered.
+    key = hash_tokens(text, end - shortest, end, namespace)
+    has_young = asked != _OWN and holds_key(tries.young, key)
+    has_old = asked != _OWN and holds_key(tries.old, key)
+    has_static = asked != _OWN and holds_key(tries.static, key)
     for length in range(run, shortest - 1, -1):
         places[:] = _NOWHERE
-        if asked != _OWN:
+        if has_young:
             one, arena = tries.young, tries.young_text
             places[1] = _anchor(one, arena, shortest, text, namespace, end, length)
+        if has_old:
             one, arena = tries.old, tries.old_text
             places[2] = _anchor(one, arena, shortest, text, namespace, end, length)
+        if has_static:
             one, arena = tries.static, tries.static_text
             places[3] = _anchor(one, arena, shortest, text, namespace, end, length)
         if asked & _OWN:
@@ -379,7 +398,7 @@ def _start(
     return held
 
 
-@njit(**BORROWING)
+@njit(**INLINED)
 def _true_length(tries: _Tries, place: int, first: int, length: int) -> int:
     """How many of the tokens before the newest occurrence of a context in the sequence itself are
     those at its end; `length` of them are known to be. Counts up to `_LONGEST`: beyond, estimates
@@ -416,7 +435,7 @@ def _go_round(tries: _Tries, place: int, depth: int) -> int:
     return place + depth if place == -2 - tries.end else place
 
 
-@njit(**BORROWING)
+@njit(**INLINED)
 def _grow(
     tries: _Tries,
     params: TrieProposalParams,
