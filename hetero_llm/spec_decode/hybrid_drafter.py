@@ -15,7 +15,7 @@ from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.drafter import StepReport
 from hetero_llm.core.request import Request, Sequence
-from hetero_llm.spec_decode.budget import StepCosts
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.spec_decode.lookahead.global_cache import GlobalCache
 from hetero_llm.spec_decode.lookahead.indexes import (
     RAW,
@@ -113,7 +113,6 @@ class HybridDrafter:
 
     def _compile(self) -> None:
         """Calls everything that is compiled at its first use."""
-        StepCosts.compile()
         buffer = self.states.buffer
         span = buffer.open()
         buffer.extend(span, [0, 1, 0])
@@ -135,9 +134,9 @@ class HybridDrafter:
         return self.account.paused
 
     @property
-    def costs(self) -> StepCosts:
-        """Seconds of steps by their tokens."""
-        return self.account.costs
+    def step_times(self) -> StepTimes:
+        """Predicts verify steps by their tokens."""
+        return self.account.step_times
 
     def metrics(self) -> dict[str, float]:
         """Counters of the draft model's worker; nothing without one."""
@@ -189,7 +188,7 @@ class HybridDrafter:
         return self._propose(sequences, new, len(sequences))
 
     def set_step_times(self, profile: list[tuple[int, float]]) -> None:
-        self.costs.price(profile)
+        self.account.set_step_times(profile)
 
     def observe_step(self, report: StepReport) -> None:
         self.account.observe_step(report)
@@ -206,7 +205,7 @@ class HybridDrafter:
         self.model.run_deferred()
         self._has_proposed = False
         if self.account.ends_pause:  # nothing waits now, and it stays until the next proposal
-            self._step.set_step_times(self.costs)
+            self._step.set_step_times(self.step_times)
             self._step.refresh_indexes()
 
     # -- proposing --------------------------------------------------------------------------
@@ -226,7 +225,7 @@ class HybridDrafter:
         self._take_new(new, sequences)
         idle = self.account.idle_of(new.num_sequences)
         batch, gain = self._step.propose(
-            new, self.costs, num_rows, idle, self._proposing_model,
+            new, self.step_times, num_rows, idle, self._proposing_model,
             may_wait=not self.account.is_probing,
         )  # fmt: skip
         self._verified = (new.rows, batch.counts) if len(batch.token_ids) else None

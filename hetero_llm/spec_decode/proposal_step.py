@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.spec_decode import budget
 from hetero_llm.spec_decode.acceptance_stats import record_outcome
 from hetero_llm.spec_decode.array_table import (
@@ -26,7 +27,7 @@ from hetero_llm.spec_decode.array_table import (
     Int64Vector,
     reader_of,
 )
-from hetero_llm.spec_decode.budget import MOST_ROWS, StepCosts
+from hetero_llm.spec_decode.budget import MOST_ROWS
 from hetero_llm.spec_decode.lookahead import ngram_index, trie_proposer
 from hetero_llm.spec_decode.lookahead.global_cache import GlobalCache
 from hetero_llm.spec_decode.lookahead.indexes import (
@@ -215,10 +216,10 @@ class ProposalStep:
         """[S] drafts of the last proposal, whether verified or not."""
         return self._found.some(slice(self._count))
 
-    def set_step_times(self, costs: StepCosts) -> None:
+    def set_step_times(self, times: StepTimes) -> None:
         """Enters what steps take from now on."""
-        self._arrays.put("step_seconds", costs.table())
-        self._arrays.put("step_sizes", costs.edges)
+        self._arrays.put("step_seconds", times.table())
+        self._arrays.put("step_sizes", times.sizes)
 
     def refresh_indexes(self) -> None:
         """Enters the indexes as they are now. Needed after anything was learned or forgotten."""
@@ -235,7 +236,7 @@ class ProposalStep:
     def propose(
         self,
         new: NewTokens,
-        costs: StepCosts,
+        times: StepTimes,
         num_rows: int,
         idle: ProposalIdle,
         model: DraftModel | None,
@@ -246,7 +247,7 @@ class ProposalStep:
 
         Args:
             new: the sequences and their new tokens.
-            costs: seconds of steps by their tokens.
+            times: of verify steps.
             num_rows: tokens of the step without drafts.
             idle: of the device.
             model: a draft model, which has got the new tokens already; its drafts are added.
@@ -258,14 +259,14 @@ class ProposalStep:
         self.take_in(new, proposes=True)
         self.look_up(self._count)
         if model is not None:
-            (seconds,) = costs.of(num_rows)
+            seconds = times.predict(num_rows)
             limits = self._buffers.limits[: self._count]
             model.propose(
                 new.rows, limits, seconds + idle.proposed, self.found, self._least_kept,
                 may_wait=may_wait,
             )  # fmt: skip
             self.merge(model.drafts)
-        return self.choose(costs, num_rows, idle)
+        return self.choose(times, num_rows, idle)
 
     def take_in(self, new: NewTokens, *, proposes: bool) -> None:
         """Appends new tokens to their sequences.
@@ -312,12 +313,12 @@ class ProposalStep:
         _merge_model(self._arrays.table, self._count)
 
     def choose(
-        self, costs: StepCosts, num_rows: int, idle: ProposalIdle
+        self, times: StepTimes, num_rows: int, idle: ProposalIdle
     ) -> tuple[DraftBatch, float]:
         """Chooses the nodes that make tokens come fastest and notes which sequence got which; see
         `propose`."""
         count, buffers = self._count, self._buffers
-        self.set_step_times(costs)
+        self.set_step_times(times)
         self._number += 1
         gain, size, self._least_kept = _choose(
             self._arrays.table, count, self._number, num_rows, idle.proposed, idle.plain,
