@@ -36,9 +36,9 @@ from hetero_llm.config.draft_model_config import DraftModelConfig
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.core.drafter import StepReport
+from hetero_llm.core.step_times import StepTimes, extend_profile
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel, DraftSizes
-from hetero_llm.cpu.draft_worker.step_times import DraftStepTimes
-from hetero_llm.cpu.draft_worker.tree_ops import WINDOW
+from hetero_llm.cpu.draft_worker.step_profile import MOST_TOKENS
 from hetero_llm.cpu.draft_worker.tree_pool import TreePool
 from hetero_llm.cpu.draft_worker.worker import Worker
 from hetero_llm.demo_models import demo_folder, heldout_prompts
@@ -54,10 +54,10 @@ DRAFT_STEPS = "1:0.30 2:0.31 4:0.32 8:0.37 16:0.45 32:0.58 64:0.91"
 NEWS = 0.2  # of the gap, until tokens are known
 
 
-class FixedTimes(DraftStepTimes):
+class FixedTimes(StepTimes):
     """Steps take what was said, whatever they take here."""
 
-    def observe(self, rows: int, seconds: float) -> None:
+    def observe(self, num_tokens: int, seconds: float, context: float = 0.0) -> None:
         pass
 
 
@@ -76,7 +76,7 @@ class PlayedWorker:
     def __init__(
         self,
         model: DraftModel,
-        times: DraftStepTimes,
+        times: StepTimes,
         stats: BucketStats,
         *,
         ahead: bool,
@@ -120,8 +120,8 @@ class PlayedWorker:
         self._is_idle = len(trace) == before
         if not self._is_idle:
             rows = trace[-1][2]
-            self._idle_from += self._times.of(rows)
-            self.busy += self._times.of(rows)
+            self._idle_from += self._times.predict(rows)
+            self.busy += self._times.predict(rows)
             self.rows += rows
             self.steps += 1
         while len(records := self._answers.pop().messages):
@@ -181,8 +181,9 @@ class Player:
             demo_folder("demo-draft"), DraftSizes(1, self._width, window=SEES),
             dtype=torch.float32, weight_format="float", threads=1,
         )  # fmt: skip
-        sizes, seconds = zip(*_pairs(args.draft_steps), strict=True)
-        self._times = FixedTimes(list(sizes), [ms * 1e-3 for ms in seconds], 8 * WINDOW)
+        sizes, ms = zip(*_pairs(args.draft_steps), strict=True)
+        profile = extend_profile(sizes, [each * 1e-3 for each in ms], [MOST_TOKENS])
+        self._times = FixedTimes(*profile)
         self._clock = Clock(_pairs(args.verify), args.gap)
         self._stats = BucketStats()
 

@@ -32,7 +32,8 @@ import numpy as np
 
 from bench.common import bench_parser, print_table, write_results
 from bench.speculation.arms import ARMS, VOCAB, Bench, add_arguments, batches_of, repeats
-from hetero_llm.spec_decode.budget import StepCosts
+from hetero_llm.core.step_times import StepTimes
+from hetero_llm.spec_decode.proposal_account import ProposalAccount
 
 
 def random_batch(size: int, length: int) -> list[list[int]]:
@@ -107,8 +108,8 @@ def main() -> None:
     )  # fmt: skip
     args = parser.parse_args()
     if args.no_budget:
-        StepCosts.observe = lambda *_: None  # type: ignore[method-assign]
-        StepCosts.price = lambda *_: None  # type: ignore[method-assign]
+        StepTimes.observe = lambda *_: None  # type: ignore[method-assign]
+        ProposalAccount.set_step_times = lambda *_: None  # type: ignore[method-assign]
     if args.arms[0] != "none":
         parser.error("the first arm is the baseline: none")
     if args.gpu_draft and args.draft is None:

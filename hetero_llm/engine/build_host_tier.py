@@ -21,8 +21,8 @@ from hetero_llm.bridge.kv_offload.pinned_pool import PinnedPool, PoolError
 from hetero_llm.bridge.kv_offload.sizing import pool_size
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.config.offload_config import OffloadConfig, pool_words
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.kv_cache.block_transfers import OffloadLimits
-from hetero_llm.scheduler.kv_loads import ContextStepTimes
 from hetero_llm.utils.topology import read_topology
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class HostMemory:
     layer_ready: LoadFlags
     method: str = ""
 
-    def join(self, cache: PagedKVCache, times: ContextStepTimes) -> PinnedHostTier | None:
+    def join(self, cache: PagedKVCache, times: StepTimes) -> PinnedHostTier | None:
         """Starts the copier and returns the tier; None with a warning if there is no copier. To be
         called before the cache holds anything."""
         copier = _open_copier(self, cache)
@@ -184,8 +184,8 @@ def offload_limits(config: OffloadConfig, scheduler: SchedulerConfig) -> Offload
     )
 
 
-def step_times(config: ModelConfig, num_parameters: int) -> ContextStepTimes:
+def step_times(config: ModelConfig, num_parameters: int) -> StepTimes:
     """The predictor of step durations. A token costs 4 operations per head dimension for each token
     of its context (2 products, each a multiplication and an addition), and 2 per parameter."""
     per_context = 4 * config.num_layers * config.num_heads * config.head_dim
-    return ContextStepTimes(per_context / (2 * max(num_parameters, 1)))
+    return StepTimes(per_context=per_context / (2 * max(num_parameters, 1)))

@@ -18,6 +18,7 @@ from hetero_llm.config.engine_config import EngineConfig, SchedulerConfig
 from hetero_llm.config.offload_config import no_effect_on_cpu
 from hetero_llm.core.drafter import CostAware
 from hetero_llm.core.errors import ConfigError, ModelLoadError
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.engine.build_device_draft import DeviceDraft, count_blocks, draft_limits
 from hetero_llm.engine.build_draft_worker import (
     DraftModel,
@@ -62,7 +63,7 @@ from hetero_llm.kv_cache.block_transfers import BlockTransfers
 from hetero_llm.kv_cache.hit_log import HitCounter, HitLog
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
-from hetero_llm.scheduler.kv_loads import ContextStepTimes, KVLoadQueue
+from hetero_llm.scheduler.kv_loads import KVLoadQueue
 from hetero_llm.scheduler.scheduler import Scheduler
 from hetero_llm.utils import compile_progress, triton_cache
 
@@ -270,7 +271,7 @@ def _scheduler(
     inputs: _EngineInputs,
     built: BuiltRunner,
     drafter: Drafter | None,
-    memory: tuple[HostTier | None, HostMemory | None, ContextStepTimes],
+    memory: tuple[HostTier | None, HostMemory | None, StepTimes],
 ) -> tuple[Scheduler, HitCounter]:
     """Builds the scheduler and its block manager. Returns the scheduler and the block manager's hit
     counter.

@@ -358,7 +358,7 @@ class BlockManager:
         the rest is looked up.
 
         Args:
-            compute: (start, count) -> seconds to compute `count` tokens behind `start` others.
+            compute: (count, start) -> seconds to compute `count` tokens behind `start` others.
             whole: False: load only those two parts of a long prefix.
 
         Returns:
@@ -391,7 +391,7 @@ class BlockManager:
                     break
                 after = begin + count * size
                 is_last = number == len(parts)
-                rest_s = compute(after, len(token_ids) - after) if is_last else None
+                rest_s = compute(len(token_ids) - after, after) if is_last else None
                 part = hit.first(count)
                 transfers.load(table, part, blocks, int(self._freed_at[blocks].max()), rest_s)
                 entry.hashes += part.block_hashes

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from hetero_llm.core.request import Sequence
 from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.block_transfers import BlockTransfers
 
@@ -24,54 +25,7 @@ _MAX_AHEAD = 1e-3
 _ALONE, _LAUNCH = 1.5, 2e-3
 """With no other sequence running, one joins a little earlier: the step may take `_ALONE` times as
 long as predicted, and a launch beside a busy thread takes `_LAUNCH` seconds."""
-_NEWEST = 0.25
-"""Weight of the newest step in the mean over steps of about its size."""
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 1e-3
-
-
-class ContextStepTimes:
-    """Predicts the duration of steps from those observed, by their number of tokens (one bucket
-    for each power of two). A token's time grows with its context by a known share.
-
-    Args:
-        per_context: relative cost of one token of context, from the model's sizes: attention's
-            share of the arithmetic.
-    """
-
-    def __init__(self, per_context: float) -> None:
-        self._per_context = per_context
-        self._seen: dict[int, tuple[float, float]] = {}  # bucket: mean tokens, mean seconds
-
-    def observe(self, step: SchedulerOutput, seconds: float) -> None:
-        num_tokens = int(step.num_scheduled_tokens.sum())
-        context = float((step.num_computed_tokens * step.num_scheduled_tokens).sum()) / num_tokens
-        self._add(num_tokens, seconds / (1.0 + self._per_context * context))
-
-    def _add(self, num_tokens: int, seconds: float) -> None:
-        bucket = num_tokens.bit_length()
-        old = self._seen.get(bucket)
-        if old is not None:
-            mean_tokens = old[0] + _NEWEST * (num_tokens - old[0])
-            self._seen[bucket] = mean_tokens, old[1] + _NEWEST * (seconds - old[1])
-        else:
-            self._seen[bucket] = float(num_tokens), seconds
-
-    def predict(self, context: int, num_tokens: int) -> float:
-        """Seconds of a step with `num_tokens` tokens behind `context` others; 0.0 if no step was
-        observed yet."""
-        if not self._seen or num_tokens <= 0:
-            return 0.0
-        known = sorted(self._seen.values())
-        below = [pair for pair in known if pair[0] <= num_tokens]
-        above = [pair for pair in known if pair[0] > num_tokens]
-        if not below:
-            base = above[0][1] * num_tokens / above[0][0]  # at least that
-        elif not above:
-            base = below[-1][1] * max(1.0, num_tokens / below[-1][0])
-        else:
-            (low, first), (high, last) = below[-1], above[0]
-            base = first + (last - first) * (num_tokens - low) / (high - low)
-        return base * (1.0 + self._per_context * context)
 
 
 @dataclass(slots=True)
@@ -116,7 +70,7 @@ class KVLoadQueue:
         blocks: BlockManager,
         transfers: BlockTransfers,
         num_layers: int,
-        times: ContextStepTimes,
+        times: StepTimes,
         *,
         chunked: bool = True,
     ) -> None:
@@ -253,7 +207,7 @@ class KVLoadQueue:
         left = self._tier.seconds_left(pending) if pending else 0.0
         if left <= 0.0 or self.wait_whole:
             return left <= 0.0
-        until_start = self._times.predict(0, self._last_tokens) if self._in_flight else 0.0
+        until_start = self._times.predict(self._last_tokens) if self._in_flight else 0.0
         ahead = self._tier.seconds_ahead(pending)
         hidden = self._hidden(num_tokens, context)
         if alone:
@@ -262,7 +216,7 @@ class KVLoadQueue:
 
     def _hidden(self, num_tokens: int, context: int) -> float:
         """Seconds of a load that a step hides."""
-        return self._times.predict(context, num_tokens) * self._hidden_share
+        return self._times.predict(num_tokens, context) * self._hidden_share
 
     def take_starved(self) -> Sequence | None:
         """The newest loading sequence, to give its blocks up, if a ready one could not get blocks
@@ -358,12 +312,13 @@ class KVLoadQueue:
         """Notes the duration of a finished step; of one that waited for loads, by how much it
         exceeded the prediction."""
         self._in_flight -= 1
+        counts = step.num_scheduled_tokens
+        num_tokens = int(counts.sum())
+        context = float((step.num_computed_tokens * counts).sum()) / num_tokens
         if not step.kv_loads:
-            self._times.observe(step, seconds)
+            self._times.observe(num_tokens, seconds, context)
             return
-        num_tokens = int(step.num_scheduled_tokens.sum())
-        context = int((step.num_computed_tokens * step.num_scheduled_tokens).sum() // num_tokens)
-        expected = self._times.predict(context, num_tokens)
+        expected = self._times.predict(num_tokens, context)
         if expected:
             self.exposed_seconds += max(0.0, seconds - expected)
 

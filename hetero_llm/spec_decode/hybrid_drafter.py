@@ -15,7 +15,7 @@ from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.drafter import FIRST_END_ID, SteadyStep, StepReport
 from hetero_llm.core.request import Request, Sequence
-from hetero_llm.spec_decode.budget import StepCosts
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.spec_decode.lookahead.global_cache import GlobalCache
 from hetero_llm.spec_decode.lookahead.indexes import (
     RAW,
@@ -113,7 +113,6 @@ class HybridDrafter:
 
     def _compile(self) -> None:
         """Calls everything that is compiled at its first use."""
-        StepCosts.compile()
         buffer = self.states.buffer
         span = buffer.open()
         buffer.extend(span, [0, 1, 0])
@@ -137,9 +136,9 @@ class HybridDrafter:
         return self.account.paused
 
     @property
-    def costs(self) -> StepCosts:
-        """Seconds of steps by their tokens."""
-        return self.account.costs
+    def step_times(self) -> StepTimes:
+        """Predicts verify steps by their tokens."""
+        return self.account.step_times
 
     def metrics(self) -> dict[str, float]:
         """Counters of the draft model's worker; nothing without one."""
@@ -207,7 +206,7 @@ class HybridDrafter:
         )  # fmt: skip
 
     def set_step_times(self, profile: list[tuple[int, float]]) -> None:
-        self.costs.price(profile)
+        self.account.set_step_times(profile)
 
     def observe_step(self, report: StepReport) -> None:
         self.account.observe_step(report)
@@ -224,7 +223,7 @@ class HybridDrafter:
         self.model.run_deferred()
         self._has_proposed = False
         if self.account.ends_pause:  # nothing waits now, and it stays until the next proposal
-            self._step.set_step_times(self.costs)
+            self._step.set_step_times(self.step_times)
             self._step.refresh_indexes()
 
     # -- proposing --------------------------------------------------------------------------
@@ -241,7 +240,7 @@ class HybridDrafter:
         """Takes in new tokens and drafts."""
         self.model.commit(new.rows, new.tokens, new.sizes, sequences)
         self._step.take_in(new, proposes=True)
-        self._step.set_step_times(self.costs)  # before `propose_next` deferred work has done it
+        self._step.set_step_times(self.step_times)  # before `propose_next` deferred work has done it
         return self._draft(new.rows, num_rows)
 
     def _draft(self, rows: NDArray[np.int64], num_rows: int) -> DraftBatch:
@@ -252,7 +251,7 @@ class HybridDrafter:
         self._with_new_tokens.append(rows)
         idle = self.account.idle_of(len(rows))
         batch, gain = self._step.propose(
-            rows, self.costs, num_rows, idle, self._proposing_model,
+            rows, self.step_times, num_rows, idle, self._proposing_model,
             may_wait=not self.account.is_probing,
         )  # fmt: skip
         self._verified = (rows, batch.counts) if len(batch.token_ids) else None

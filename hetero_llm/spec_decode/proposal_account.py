@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hetero_llm.core.drafter import StepReport
-from hetero_llm.spec_decode.budget import StepCosts
+from hetero_llm.core.step_times import StepTimes
+from hetero_llm.spec_decode.budget import verify_times
 
 _MAX_BUCKETS = 16
 _IDLE_WEIGHT = 0.1  # of a new time in the average
@@ -64,11 +65,11 @@ class ProposalAccount:
     """Step times, idle times and gains of one drafter. One thread at a time.
 
     Attributes:
-        costs: seconds of steps by their tokens.
+        step_times: of steps without a prompt's chunk, by their tokens.
     """
 
     def __init__(self) -> None:
-        self.costs = StepCosts()
+        self.step_times: StepTimes = verify_times()
         self._proposal_idle, self._plain_idle = IdleTimes(), IdleTimes()
         self._observed: list[StepReport] = []  # that times do not know yet
         # Moving average: tokens a second with proposals over those without, as estimated.
@@ -90,6 +91,10 @@ class ProposalAccount:
         """Whether the last pause ended in a loss, or no proposal has followed it."""
         return self._next_pause > _MIN_PAUSE
 
+    def set_step_times(self, profile: list[tuple[int, float]]) -> None:
+        """Sets measured step times; see `core.drafter.CostAware`. Forgets what was observed."""
+        self.step_times = verify_times(profile)
+
     def idle_of(self, num_sequences: int) -> ProposalIdle:
         """Idle seconds before steps with `num_sequences` sequences."""
         return ProposalIdle(
@@ -104,7 +109,7 @@ class ProposalAccount:
         """Takes in what was observed; called once a step while the device works."""
         self._paused_for = max(self._paused_for - 1, 0)
         for report in self._observed:
-            self.costs.observe(report.num_tokens, report.seconds)
+            self.step_times.observe(report.num_tokens, report.seconds)
             idle = self._proposal_idle if report.proposed else self._plain_idle
             idle.observe(report.num_sequences, report.idle_seconds)
         self._observed.clear()
@@ -131,7 +136,7 @@ class ProposalAccount:
 
     def _longest_pause(self, num_rows: int, idle: ProposalIdle) -> int:
         """Steps of a pause behind which the idle time of one proposal does not count."""
-        (seconds,) = self.costs.of(num_rows)
+        seconds = self.step_times.predict(num_rows)
         if not seconds:
             return _PAUSE_UNKNOWN
         share = (idle.proposed - idle.plain) / (seconds + idle.plain)

@@ -22,6 +22,7 @@ from hetero_llm.core.drafter import (
     NUM_WRITABLE,
     ROW,
 )
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.spec_decode import budget
 from hetero_llm.spec_decode.acceptance_stats import record_outcome
 from hetero_llm.spec_decode.array_table import (
@@ -34,7 +35,7 @@ from hetero_llm.spec_decode.array_table import (
     Int64Vector,
     reader_of,
 )
-from hetero_llm.spec_decode.budget import MOST_ROWS, StepCosts
+from hetero_llm.spec_decode.budget import MOST_ROWS
 from hetero_llm.spec_decode.lookahead import ngram_index, trie_proposer
 from hetero_llm.spec_decode.lookahead.global_cache import GlobalCache
 from hetero_llm.spec_decode.lookahead.indexes import (
@@ -247,10 +248,10 @@ class ProposalStep:
         """[S] drafts of the last proposal, whether verified or not."""
         return self._found.some(slice(self._count))
 
-    def set_step_times(self, costs: StepCosts) -> None:
+    def set_step_times(self, times: StepTimes) -> None:
         """Enters what steps take from now on."""
-        self._arrays.put("step_seconds", costs.table())
-        self._arrays.put("step_sizes", costs.edges)
+        self._arrays.put("step_seconds", times.table())
+        self._arrays.put("step_sizes", times.sizes)
 
     def refresh_indexes(self) -> None:
         """Enters the indexes as they are now. Needed after anything was learned or forgotten."""
@@ -318,7 +319,7 @@ class ProposalStep:
     def propose(
         self,
         rows: NDArray[np.int64],
-        costs: StepCosts,
+        times: StepTimes,
         num_rows: int,
         idle: ProposalIdle,
         model: DraftModel | None,
@@ -329,7 +330,7 @@ class ProposalStep:
 
         Args:
             rows: [S] of the sequence states.
-            costs: seconds of steps by their tokens, as set by `set_step_times`.
+            times: of verify steps, as set by `set_step_times`.
             num_rows: tokens of the step without drafts.
             idle: of the device.
             model: a draft model, which has got the new tokens already; its drafts are added.
@@ -340,7 +341,7 @@ class ProposalStep:
         """
         self.look_up(self._count)
         if model is not None:
-            (seconds,) = costs.of(num_rows)
+            seconds = times.predict(num_rows)
             limits = self._buffers.limits[: self._count]
             model.propose(
                 rows, limits, seconds + idle.proposed, self.found, self._least_kept,

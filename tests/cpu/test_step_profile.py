@@ -33,8 +33,8 @@ def test_the_drafter_knows_what_steps_cost(folder: Path) -> None:
         profile = engine.runner.profile
         assert [rows for rows, _ in profile] == [*range(1, 9), *range(16, 65, 8)]
         assert all(0 < seconds < 1 for _, seconds in profile)
-        costs = engine.scheduler.drafter.costs
-        assert costs.of(8) == pytest.approx([dict(profile)[8]])
+        times = engine.scheduler.drafter.step_times
+        assert times.predict(8) == pytest.approx(dict(profile)[8])
         # The places that the measuring wrote to are anybody's.
         assert llm.metrics()["kv_cache_usage_perc"] == 0.0
 

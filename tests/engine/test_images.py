@@ -18,12 +18,13 @@ from hetero_llm.config.args import resolve_engine_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import PromptError, SamplingError
 from hetero_llm.core.images import PromptImages
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.engine.images import open_images
 from hetero_llm.engine.input_processor import parse_prompts
 from hetero_llm.engine.resolve import find_model, open_model
 from hetero_llm.models.image_tokens import best_pinpoint, mrope_table
 from hetero_llm.models.read_config import load_model_config
-from hetero_llm.spec_decode.budget import StepCosts
+from hetero_llm.spec_decode.proposal_account import ProposalAccount
 from tests.models.tiny import rewrite_config
 from tests.models.tiny_images import (
     CLASSES,
@@ -201,8 +202,8 @@ def test_preemption_and_drafts(
     kind: str, llava: Path, qwen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Images are encoded again, and positions go on behind them, whatever rows a step has."""
-    monkeypatch.setattr(StepCosts, "observe", lambda *_: None)  # all drafts are verified
-    monkeypatch.setattr(StepCosts, "price", lambda *_: None)
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)  # all drafts are verified
+    monkeypatch.setattr(ProposalAccount, "set_step_times", lambda *_: None)
     folder = {"llava": llava, "qwen2_vl": qwen}[kind]
     prompts = [ONE, TWO, TEXT]
     expected, calm = with_one(folder, prompts, LONG)

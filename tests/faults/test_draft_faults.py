@@ -26,13 +26,14 @@ from hetero_llm import LLM, SamplingParams
 from hetero_llm.bridge.ipc.rings import Ring, create_ring
 from hetero_llm.core.errors import ConfigError, ModelLoadError
 from hetero_llm.core.outputs import RequestOutput
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.input_processor import Prompt
-from hetero_llm.spec_decode.budget import StepCosts
 from hetero_llm.spec_decode.draft_model import worker_client
 from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 from hetero_llm.spec_decode.draft_model.worker_client import DraftWorkerClient, WorkerLimits
 from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
+from hetero_llm.spec_decode.proposal_account import ProposalAccount
 from tests.bridge.ipc.tools import HEAD, SLOT_BYTES, SLOTS_AT, TAIL
 from tests.helpers.draft_traffic import (
     EVERYTHING,
@@ -140,8 +141,8 @@ def quiet() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepCosts, "observe", lambda *_: None)
-        patch.setattr(StepCosts, "price", lambda *_: None)
+        patch.setattr(StepTimes, "observe", lambda *_: None)
+        patch.setattr(ProposalAccount, "set_step_times", lambda *_: None)
         yield
     torch.set_num_threads(threads)
 

@@ -22,15 +22,16 @@ from hetero_llm.config.draft_model_config import DraftModelConfig
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.errors import ConfigError, ModelLoadError
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.cpu import native
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel
 from hetero_llm.engine.build_draft_worker import prepare_draft_model, start_draft_model
 from hetero_llm.engine.core_plan import CorePlan
 from hetero_llm.engine.tokenizer import load_tokenizer
 from hetero_llm.models.read_config import load_model_config
-from hetero_llm.spec_decode.budget import StepCosts
 from hetero_llm.spec_decode.draft_model.proposer import DraftModelProposer
 from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
+from hetero_llm.spec_decode.proposal_account import ProposalAccount
 from tests.helpers.draft_traffic import (
     EVERYTHING,
     FAST,
@@ -69,8 +70,8 @@ def quiet() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepCosts, "observe", lambda *_: None)
-        patch.setattr(StepCosts, "price", lambda *_: None)
+        patch.setattr(StepTimes, "observe", lambda *_: None)
+        patch.setattr(ProposalAccount, "set_step_times", lambda *_: None)
         yield
     torch.set_num_threads(threads)
 

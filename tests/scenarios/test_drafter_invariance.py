@@ -14,9 +14,10 @@ import torch
 from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.drafter import Drafter
 from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.cpu import native
-from hetero_llm.spec_decode.budget import StepCosts
 from hetero_llm.spec_decode.hybrid_drafter import HybridDrafter
+from hetero_llm.spec_decode.proposal_account import ProposalAccount
 from tests.helpers.draft_traffic import EVERYTHING, FAST, MAX_LEN, VOCAB, Bench, make_model
 from tests.helpers.drafters import Garbage, Oracle, Siblings
 
@@ -72,8 +73,8 @@ def quiet() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepCosts, "observe", lambda *_: None)
-        patch.setattr(StepCosts, "price", lambda *_: None)
+        patch.setattr(StepTimes, "observe", lambda *_: None)
+        patch.setattr(ProposalAccount, "set_step_times", lambda *_: None)
         yield
     torch.set_num_threads(threads)
 

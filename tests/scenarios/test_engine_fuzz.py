@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hetero_llm.spec_decode.budget import StepCosts
+from hetero_llm.core.step_times import StepTimes
+from hetero_llm.spec_decode.proposal_account import ProposalAccount
 from tests.helpers.draft_traffic import make_model
 from tests.helpers.engine_fuzz import Reference, run_seed
 
@@ -23,8 +24,8 @@ def test_random_mixes_of_features_equal_transformers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without step times, the size of drafts does not depend on the machine's load.
-    monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
-    monkeypatch.setattr(StepCosts, "price", lambda *_: None)
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
+    monkeypatch.setattr(ProposalAccount, "set_step_times", lambda *_: None)
     reference = Reference(folder)
     counts: Counter[str] = Counter()
     for seed in SEEDS:

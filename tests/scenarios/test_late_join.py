@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from hetero_llm.core.sampling_params import SamplingParams
-from hetero_llm.scheduler.kv_loads import ContextStepTimes, KVLoadQueue
+from hetero_llm.core.step_times import StepTimes
+from hetero_llm.scheduler.kv_loads import KVLoadQueue
 from tests.helpers.harness import make_request, make_sequence
 
 CACHED = 16
@@ -55,7 +56,7 @@ def step_of(rows: int) -> Any:
 def make(link: Link, rows: dict[int, int], waiting: dict[int, set[int]]) -> KVLoadQueue:
     """Sequences by slot: their rows behind the prefix, and the loads that they wait for. A step of
     8 rows takes 8 ms, one of 1024 takes 28."""
-    times = ContextStepTimes(0.0)
+    times = StepTimes()
     loads: Any = KVLoadQueue(link, link, 4, times)  # type: ignore[arg-type]
     for size, seconds in ((8, 0.008), (1024, 0.028)):
         loads.take_joined([size])

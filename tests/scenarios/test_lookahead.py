@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from hetero_llm import LLM, SamplingParams
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.demo_models import heldout_prompts
 from hetero_llm.engine.speculation_log import SpeculationLog, speculation_metrics
 from hetero_llm.scheduler.stats import SchedulerStats
-from hetero_llm.spec_decode.budget import StepCosts
+from hetero_llm.spec_decode.proposal_account import ProposalAccount
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.95, seed=3)
@@ -63,8 +64,8 @@ def served(llm: LLM) -> list[list[tuple[list[int], str, Any, Any]]]:
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps cost nothing that the budget knows of, so that all drafts are verified: otherwise what
     is drafted would depend on how loaded the machine is."""
-    monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
-    monkeypatch.setattr(StepCosts, "price", lambda *_: None)
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
+    monkeypatch.setattr(ProposalAccount, "set_step_times", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +100,12 @@ def test_drafts_do_not_change_tokens(plain: list[Any], engine_args: dict[str, An
 def test_a_budget_does_not_change_tokens(plain: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Times that jump about: drafts are cut, left out for some steps, and tried again."""
     monkeypatch.undo()
-    observe, rng = StepCosts.observe, random.Random(0)
+    observe, rng = StepTimes.observe, random.Random(0)
 
-    def jump(costs: StepCosts, rows: int, _: float) -> None:
-        observe(costs, rows, rng.choice((0.001, 0.003)) * (1 + rng.choice((0.0, 0.5)) * rows))
+    def jump(times: StepTimes, rows: int, _: float) -> None:
+        observe(times, rows, rng.choice((0.001, 0.003)) * (1 + rng.choice((0.0, 0.5)) * rows))
 
-    monkeypatch.setattr(StepCosts, "observe", jump)
+    monkeypatch.setattr(StepTimes, "observe", jump)
     with start(speculative_config=HYBRID) as llm:
         for _ in range(3):
             assert served(llm) == plain

@@ -15,9 +15,10 @@ import pytest
 
 from hetero_llm import LLM, ConfigError, SamplingParams, SnapshotError
 from hetero_llm.config.lookahead_config import FILE_NAME
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.cpu import native
 from hetero_llm.demo_models import heldout_prompts
-from hetero_llm.spec_decode.budget import StepCosts
+from hetero_llm.spec_decode.proposal_account import ProposalAccount
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 PROMPTS = [heldout_prompts().prompts[5 * i, :60].tolist() for i in range(3)]
@@ -40,8 +41,8 @@ def served(llm: LLM) -> tuple[list[list[int]], int]:
 @pytest.fixture(autouse=True)
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps cost nothing that the budget knows of, so that all drafts are verified."""
-    monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
-    monkeypatch.setattr(StepCosts, "price", lambda *_: None)
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
+    monkeypatch.setattr(ProposalAccount, "set_step_times", lambda *_: None)
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,14 @@ from hetero_llm.bridge.kv_offload.pinned_host_tier import LoadRule, PinnedHostTi
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.request import Request
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.block_transfers import BlockTransfers, OffloadLimits
 from hetero_llm.kv_cache.hit_log import hit_line
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
-from hetero_llm.scheduler.kv_loads import ContextStepTimes, KVLoadQueue
+from hetero_llm.scheduler.kv_loads import KVLoadQueue
 from hetero_llm.scheduler.scheduler import Scheduler
 from tests.bridge.kv_offload.model_copier import ModelCopier
 from tests.helpers import offload_traffic as traffic
@@ -115,8 +116,8 @@ def build(
     device = runner.bytes_of()
     host = np.zeros((host_blocks, *device.shape[1:]), np.uint8)
     copier = runner.copier = ModelCopier(device, host, host_blocks, random.Random(seed))
-    times = ContextStepTimes(0.0)
-    rule = LoadRule(BLOCK, device[0].nbytes, LAYERS, lambda start, count: float(count), 0)
+    times = StepTimes()
+    rule = LoadRule(BLOCK, device[0].nbytes, LAYERS, lambda count, start: float(count), 0)
     tier = PinnedHostTier(HostBlockIndex(policy=policy, min_uses=min_uses), copier, rule)
     prefix = PrefixCache()
     transfers = BlockTransfers(tier, prefix, limits or OffloadLimits(8), gpu_blocks)

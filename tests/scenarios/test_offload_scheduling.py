@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.stop_strings import holds_stop
@@ -21,7 +22,7 @@ from hetero_llm.kv_cache.block_transfers import BlockTransfers, OffloadLimits
 from hetero_llm.kv_cache.hit_log import hit_line
 from hetero_llm.kv_cache.host_tier import HostHit
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
-from hetero_llm.scheduler.kv_loads import ContextStepTimes, KVLoadQueue
+from hetero_llm.scheduler.kv_loads import KVLoadQueue
 from hetero_llm.scheduler.scheduler import Scheduler
 from tests.helpers.harness import expected_output, make_request
 from tests.helpers.host_memory import FakeTier, LoadingRunner
@@ -52,7 +53,7 @@ def make_served(
     transfers = BlockTransfers(tier, prefix, limits, num_blocks)
     blocks = BlockManager(num_blocks, block_size, prefix, transfers, load_parts=load_parts)
     tokenizer: Any = LetterTokenizer()
-    loads = KVLoadQueue(blocks, transfers, 4, ContextStepTimes(0.0))
+    loads = KVLoadQueue(blocks, transfers, 4, StepTimes())
     scheduler = Scheduler(config, blocks, partial(holds_stop, tokenizer), loads=loads)
     outputs = OutputProcessor(tokenizer, scheduler.stop_sequence)
     inputs: Any = None

@@ -25,6 +25,7 @@ from hetero_llm.bridge.kv_offload.pinned_host_tier import LoadRule, PinnedHostTi
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.request import Request
 from hetero_llm.core.step import ModelRunnerOutput
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.engine import engine as engine_module
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.output_processor import OutputProcessor
@@ -32,7 +33,7 @@ from hetero_llm.kv_cache.block_manager import BlockManager
 from hetero_llm.kv_cache.block_transfers import BlockTransfers, OffloadLimits
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.scheduler import kv_loads
-from hetero_llm.scheduler.kv_loads import ContextStepTimes, KVLoadQueue
+from hetero_llm.scheduler.kv_loads import KVLoadQueue
 from hetero_llm.scheduler.scheduler import Scheduler
 from hetero_llm.utils.native_build import find_compiler, open_both_ways
 from tests.bridge.kv_offload.conftest import FakeCuda, fake, fake_cuda_library, until  # noqa: F401
@@ -254,7 +255,7 @@ def served(
     clock = SimpleNamespace(monotonic=lambda: machine.now * 1e-9)
     monkeypatch.setattr(kv_loads, "time", clock)
     monkeypatch.setattr(engine_module, "perf_counter", clock.monotonic)
-    times = ContextStepTimes(0.0)
+    times = StepTimes()
     rule = LoadRule(BLOCK, LAYERS * LAYER_BYTES, LAYERS, times.predict, 0)
     tier = PinnedHostTier(HostBlockIndex(), copier, rule)
     prefix = PrefixCache()

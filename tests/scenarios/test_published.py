@@ -19,7 +19,8 @@ import torch
 import transformers
 
 from hetero_llm import LLM, RequestOutput, SamplingParams
-from hetero_llm.spec_decode.budget import StepCosts
+from hetero_llm.core.step_times import StepTimes
+from hetero_llm.spec_decode.proposal_account import ProposalAccount
 
 PROMPTS = (
     "What is the capital of France?",
@@ -104,8 +105,8 @@ def test_the_same_with_the_lookahead_cache(
     published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Steps cost nothing that the budget knows of: it verifies all drafts, on any machine.
-    monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
-    monkeypatch.setattr(StepCosts, "price", lambda *_: None)
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
+    monkeypatch.setattr(ProposalAccount, "set_step_times", lambda *_: None)
     with start(published, use_lookahead=True) as llm:
         for _ in range(2):  # the second time the cache knows the answers
             outputs = llm.chat(CONVERSATIONS, GREEDY, use_tqdm=False)

@@ -36,7 +36,7 @@ def gains(account: ProposalAccount, gain: float, steps: int) -> int:
 
 def test_who_loses_pauses_for_longer_and_longer_and_tries_again() -> None:
     account = ProposalAccount()
-    account.costs.price([(1, 3e-3), (8, 4e-3), (64, 5e-3)])
+    account.set_step_times([(1, 3e-3), (8, 4e-3), (64, 5e-3)])
     assert gains(account, 1.2, 50) == 50
     assert gains(account, 0.9, 50) < 20
     assert account.is_probing
@@ -59,4 +59,5 @@ def test_steps_are_reported_to_what_they_were() -> None:
     assert account.idle_of(4) == (0.0, 0.0)
     account.run_deferred()
     assert account.idle_of(4) == pytest.approx((2e-4, 0.0))
-    assert account.costs.of(4, 9) == [4e-3, 5e-3]
+    assert account.step_times.predict(4) == 4e-3
+    assert account.step_times.predict(9) == 5e-3

@@ -157,6 +157,11 @@ def test_imports_are_found_however_they_are_written() -> None:
 
 
 def test_nothing_is_cached_beside_the_sources() -> None:
-    code = "import hetero_llm.spec_decode.budget as b; b.StepCosts.compile()"
+    code = (
+        "import numpy as np; from hetero_llm.spec_decode import budget;"
+        "none = np.zeros(1, np.int32);"
+        "budget.choose(np.zeros((1, 1), np.float32), none, np.ones(1, np.float32), np.zeros(1),"
+        " np.ones(1, np.int64), 1, 0.0, 0.0, 8, none)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
     assert not [*PACKAGE.rglob("budget*.nbi")]

@@ -35,7 +35,7 @@ class LoadRule:
         block_size: tokens in a block.
         block_bytes: of one block, all layers.
         num_layers: computing all layers but the first hides a load.
-        compute: (start, count) -> seconds to compute `count` tokens of a prompt behind `start`
+        compute: (count, start) -> seconds to compute `count` tokens of a prompt behind `start`
             others; 0.0 if not known yet, then everything is loaded.
         min_tokens: minimum number of tokens to load; None: as many as one pass over the weights
             computes at no extra cost, unless the load is hidden.
@@ -215,11 +215,11 @@ class PinnedHostTier:
         if rate <= 0.0:  # nothing measured yet
             return count
         load = count * rule.block_bytes / rate + self._seconds_ahead(count, rate)
-        rest_s = rule.compute(start + tokens, rest) if rest else 0.0
+        rest_s = rule.compute(rest, start + tokens) if rest else 0.0
         hidden = load <= rest_s * (rule.num_layers - 1) / rule.num_layers
         if rule.min_tokens is None and not hidden and tokens < _FREE_TOKENS - rest:
             return 0
-        whole = rule.compute(start, tokens + rest)
+        whole = rule.compute(tokens + rest, start)
         return count if hidden or whole <= 0.0 or load < whole - rest_s else 0
 
     def poll(self, finished: Iterable[int] = ()) -> TierEvents:

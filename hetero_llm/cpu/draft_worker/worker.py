@@ -40,10 +40,11 @@ from hetero_llm.bridge.ipc.messages import (
 from hetero_llm.bridge.ipc.rings import Consumer, Producer, RingStatus, attach_ring
 from hetero_llm.core.draft_tree import MAX_NODES
 from hetero_llm.core.errors import HeteroLLMError, PromptError
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.cpu import native
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel, DraftSizes, best_format
 from hetero_llm.cpu.draft_worker.kv_layout import TreeNodes
-from hetero_llm.cpu.draft_worker.step_times import DraftStepTimes, measure
+from hetero_llm.cpu.draft_worker.step_profile import measure
 from hetero_llm.cpu.draft_worker.tree_ops import WINDOW
 from hetero_llm.cpu.draft_worker.tree_pool import TreePool
 from hetero_llm.spec_decode.draft_model.node_buckets import BucketStats
@@ -100,7 +101,7 @@ class Worker:
         self,
         model: DraftModel,
         pool: TreePool,
-        times: DraftStepTimes,
+        times: StepTimes,
         inbox: Consumer,
         answers: Producer,
         *,
@@ -319,7 +320,7 @@ class Worker:
         prefix = model.kv_layout.plan_prefix(chunk)
         num_prefix = int(prefix.counts.sum())
         rows = pool.choose(
-            self._times.beside(num_prefix, min(_MAX_NODES, model.most_rows - num_prefix)),
+            self._times.predict_range(num_prefix, min(_MAX_NODES, model.most_rows - num_prefix)),
             weights=self._weights, urgent=self._urgent > 0, gained=float(len(prefix.slots)),
         )  # fmt: skip
         num_rows = num_prefix + len(rows.ids)
@@ -362,7 +363,7 @@ class Worker:
             logger.debug("%d records wait for the engine", len(self._outbox))
 
 
-def load(settings: WorkerSettings) -> tuple[DraftModel, DraftStepTimes]:
+def load(settings: WorkerSettings) -> tuple[DraftModel, StepTimes]:
     """Load the model and measure its step times.
 
     Raises:
@@ -382,7 +383,7 @@ def load(settings: WorkerSettings) -> tuple[DraftModel, DraftStepTimes]:
     )  # fmt: skip
     context = max(1, min(_CONTEXT, settings.max_model_len // 2))
     times = measure(model, settings.slots, context)
-    shown = ", ".join(f"{rows}: {times.of(rows) * 1e3:.2f}" for rows in _SHOWN)
+    shown = ", ".join(f"{rows}: {times.predict(rows) * 1e3:.2f}" for rows in _SHOWN)
     logger.info("milliseconds of steps by rows: %s", shown)
     return model, times
 

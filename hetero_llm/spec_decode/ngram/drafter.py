@@ -7,7 +7,7 @@ import numpy as np
 from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
 from hetero_llm.core.drafter import StepReport
 from hetero_llm.core.request import Request, Sequence
-from hetero_llm.spec_decode.budget import GUESSED_GAIN, GUESSED_LOSS, StepCosts
+from hetero_llm.spec_decode.budget import GUESSED_GAIN, GUESSED_LOSS
 from hetero_llm.spec_decode.lookahead.sequence_state import TokenBuffer, TokenSpan
 from hetero_llm.spec_decode.ngram.prompt_lookup import propose_ngrams
 from hetero_llm.spec_decode.proposal_account import ProposalAccount
@@ -50,7 +50,6 @@ class PromptLookupDrafter:
         self._drafted: list[tuple[TokenSpan, int, int]] = []  # drafts: end of the text, and nodes
         self._accepted = 1.0  # nodes of a draft, moving average
         self.account = ProposalAccount()
-        StepCosts.compile()
         self.propose([], [], 0)  # compiles, so that no request waits for that
         self.account = ProposalAccount()
 
@@ -95,7 +94,7 @@ class PromptLookupDrafter:
         return found.batch()
 
     def set_step_times(self, profile: list[tuple[int, float]]) -> None:
-        self.account.costs.price(profile)
+        self.account.set_step_times(profile)
 
     def close(self, request: Request) -> None:
         for span in self._spans.pop(request.request_id, {}).values():
@@ -119,9 +118,10 @@ class PromptLookupDrafter:
         if not num_sequences:
             return
         idle = self.account.idle_of(num_sequences)
-        plain, verify = self.account.costs.of(num_rows, num_rows + num_nodes)
+        plain = self.account.step_times.predict(num_rows)
         gain = GUESSED_GAIN if num_nodes else GUESSED_LOSS
         if plain:
+            verify = self.account.step_times.predict(num_rows + num_nodes)
             expected = num_sequences + len(self._drafted) * self._accepted
             faster = (plain + idle.plain) / (verify + idle.proposed)
             gain = expected / num_sequences * faster

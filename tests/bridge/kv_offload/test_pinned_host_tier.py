@@ -51,7 +51,7 @@ def model(
 
 
 def load_rule(
-    compute: Callable[[int, int], float] = lambda start, count: 0.0,
+    compute: Callable[[int, int], float] = lambda count, start: 0.0,
     min_tokens: int | None = 0,
     window_bytes: int | None = 0,
 ) -> LoadRule:
@@ -347,7 +347,7 @@ def worth(tokens: int, rest: int, rule: LoadRule, start: int = 0) -> int:
 
 def test_loads_what_takes_longer_to_compute() -> None:
     def seconds(per_token: float) -> Callable[[int, int], float]:
-        return lambda start, count: per_token * count
+        return lambda count, start: per_token * count
 
     per_token = BLOCK_S / BLOCK_SIZE
     assert worth(160, 160, load_rule(seconds(1.2 * per_token))) == 10
@@ -360,13 +360,13 @@ def test_loads_what_takes_longer_to_compute() -> None:
 def test_few_tokens_ride_along() -> None:
     """Up to 133 rows cost no more than one; a step with more grows with them."""
 
-    def compute(start: int, count: int) -> float:
+    def compute(count: int, start: int) -> float:
         return 100e-9 + 50e-9 * max(0, count - 133) if count else 0.0
 
     assert worth(112, 16, load_rule(compute, None)) == 0, "128 rows in all"
     assert worth(128, 16, load_rule(compute, None)) == 8, "144"
     assert worth(16, 133, load_rule(compute, None)) == 1
-    assert worth(128, 1, load_rule(lambda s, c: 1e-9, None)) == 0
+    assert worth(128, 1, load_rule(lambda c, s: 1e-9, None)) == 0
     assert worth(160, 200, load_rule(compute, 161)) == 0
     assert worth(176, 200, load_rule(compute, 161)) == 11
 
@@ -376,7 +376,7 @@ def test_the_queue_counts() -> None:
 
     def ahead(window: int | None, prompt: Path, own: Path, seconds: float) -> int:
         copier = model(16, 8)
-        tier = tier_over(copier, load_rule(lambda s, c: seconds * c, 0, window))
+        tier = tier_over(copier, load_rule(lambda c, s: seconds * c, 0, window))
         fill(tier, copier, (0, 0, 0, 0))
         tier.load(find(tier, prompt), list(range(8, 8 + len(prompt))), 0, 0.0)
         return tier.worth_loading(find(tier, own), 0, 0)

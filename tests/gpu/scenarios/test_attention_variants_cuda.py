@@ -19,9 +19,10 @@ import torch
 import transformers
 
 from hetero_llm import SamplingParams
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.gpu.attention_context import AttentionContext
 from hetero_llm.gpu.kernels.paged_attention import TileShape
-from hetero_llm.spec_decode.budget import StepCosts
+from hetero_llm.spec_decode.proposal_account import ProposalAccount
 from tests.gpu.kernels.test_paged_attention import Case, check, random_tree
 from tests.gpu.scenarios import serving
 from tests.gpu.scenarios.serving import TIES, generate, regrets, start
@@ -201,8 +202,8 @@ def eager_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is proposed is verified: a small model's steps would make the budget refuse most."""
-    for method in ("observe", "price"):
-        monkeypatch.setattr(StepCosts, method, lambda *_: None)
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
+    monkeypatch.setattr(ProposalAccount, "set_step_times", lambda *_: None)
 
 
 @pytest.mark.usefixtures("eager_reference", "whatever_it_costs")

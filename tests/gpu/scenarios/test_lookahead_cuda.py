@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hetero_llm import SamplingParams
-from hetero_llm.spec_decode.budget import StepCosts
+from hetero_llm.core.step_times import StepTimes
+from hetero_llm.spec_decode.proposal_account import ProposalAccount
 from tests.gpu.scenarios.serving import (
     TIES,
     equal,
@@ -41,8 +42,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is proposed is verified: a small model's steps would make the budget refuse most."""
-    for method in ("observe", "price"):
-        monkeypatch.setattr(StepCosts, method, lambda *_: None)
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
+    monkeypatch.setattr(ProposalAccount, "set_step_times", lambda *_: None)
 
 
 def accepted(metrics: dict[str, float]) -> float:
@@ -115,7 +116,7 @@ def test_the_budget_drafts_nothing_and_steps_run_ahead(monkeypatch: pytest.Monke
     """Where no draft pays the engine's steps are asynchronous, and the tokens the same."""
     monkeypatch.undo()
     # Every token more makes a step much longer.
-    monkeypatch.setattr(StepCosts, "table", lambda self: (self.edges + 1.0) ** 2)
+    monkeypatch.setattr(StepTimes, "table", lambda self: (self.sizes + 1.0) ** 2)
     prompts = ragged(8)
     with start(speculative_config=DRAFTERS["hybrid"]) as llm:
         outputs = generate(llm, prompts, MIXED[:8])
@@ -130,11 +131,11 @@ def test_the_budget_knows_what_every_captured_size_costs(monkeypatch: pytest.Mon
     monkeypatch.undo()
     with start(speculative_config=DRAFTERS["hybrid"]) as llm:
         profile = runner_of(llm).profile
-        costs = llm.engine.scheduler.drafter.costs
+        times = llm.engine.scheduler.drafter.step_times
         assert [rows for rows, _ in profile] == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
         assert all(0 < seconds < 0.1 for _, seconds in profile)
-        assert costs.of(1)[0] == pytest.approx(profile[0][1])
-        assert costs.of(5) == costs.of(8), "padded to the same graph"
+        assert times.predict(1) == pytest.approx(profile[0][1])
+        assert times.predict(5) == times.predict(8), "padded to the same graph"
         outputs = generate(llm, ragged(), MIXED)
     assert regrets(outputs, MIXED).max() < TIES
     with start() as llm:

@@ -18,9 +18,8 @@ import torch
 
 from hetero_llm.bridge.ipc.messages import MessageKind, Messages, Outbox, Refusal, put_refused
 from hetero_llm.bridge.ipc.rings import Consumer, Producer, create_ring
+from hetero_llm.core.step_times import StepTimes
 from hetero_llm.cpu.draft_worker.draft_model import DraftModel, DraftSizes
-from hetero_llm.cpu.draft_worker.step_times import DraftStepTimes
-from hetero_llm.cpu.draft_worker.tree_ops import WINDOW
 from hetero_llm.cpu.draft_worker.tree_pool import TreePool
 from hetero_llm.cpu.draft_worker.worker import Worker
 from hetero_llm.spec_decode.draft_model.node_buckets import BucketStats
@@ -76,7 +75,7 @@ class Bed:
                     setting.slots, max_depth=setting.max_depth, stats=BucketStats(),
                     max_positions=model.max_positions, vocab_size=model.vocab_size,
                 ),
-                DraftStepTimes([1], [1.0], 8 * WINDOW),  # steps cost the same: they are full
+                StepTimes([1], [1.0]),  # steps cost the same: they are full
                 stack.enter_context(Consumer(requests)),
                 self.worker_end,
                 slots=setting.slots, ahead=setting.ahead, most_nodes=setting.most_nodes,
