@@ -240,7 +240,8 @@ class HybridDrafter:
         """Takes in new tokens and drafts."""
         self.model.commit(new.rows, new.tokens, new.sizes, sequences)
         self._step.take_in(new, proposes=True)
-        self._step.set_step_times(self.step_times)  # before `propose_next` deferred work has done it
+        # Before a proposal through `propose_next`, deferred work has done this.
+        self._step.set_step_times(self.step_times)
         return self._draft(new.rows, num_rows)
 
     def _draft(self, rows: NDArray[np.int64], num_rows: int) -> DraftBatch:
