@@ -31,6 +31,7 @@ _KEPT = 0.995  # of all own corrections at every step: sizes that do not run ret
 _LEAST = 0.1  # of each factor
 
 
+# large: one predictor of three callers: their settings, and tables that change together.
 class StepTimes:
     """Predicts seconds of steps from four parts:
 
