@@ -126,9 +126,9 @@ class ArrayDrafter(Protocol):
             most_nodes: of one draft, at least 1.
 
         Returns:
-            None if no sequence goes on, or one that does lacks the KV block for its next token.
-            Then nothing was taken in. What was taken in is not passed to `propose` again, even if
-            the step comes to nothing.
+            None if all sequences end, or if one that goes on has no KV block yet for its next
+            token. Then nothing was taken in. What was taken in is not passed to `propose` again,
+            even if the step comes to nothing.
         """
         ...
 

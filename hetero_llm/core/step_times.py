@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SIZES = tuple(1 << k for k in range(18))
-"""Tokens of the steps that are told apart unless the caller knows better."""
+"""Default of `StepTimes`' `sizes`: powers of two."""
 
 _OUTLIER = 4.0
 """Times the prediction. One step as slow is ignored, a second one in a row is not."""

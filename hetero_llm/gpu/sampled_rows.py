@@ -3,7 +3,7 @@
 The last layer stores keys and values of every token. What it computes beyond that is read only
 where the step samples: after the last token of a chunk, if at all. So its attention, output
 projection and MLP run for those rows alone, with an attention work list of their own. In a model of
-32 layers that is 3% of a long prompt's time.
+32 layers that saves nearly 1/32 of a long prompt's arithmetic.
 """
 
 from __future__ import annotations

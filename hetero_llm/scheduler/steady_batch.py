@@ -85,8 +85,9 @@ def steady_batch(
 def build_steady_step(
     batch: SteadyBatch, following: SteadyStep, changes: TableChanges, drafts: DraftBatch | None
 ) -> InFlight:
-    """Makes the step behind a batch's results: one token of each sequence that goes on, and its
-    draft. The sequences are left alone: see `count_as_scheduled`.
+    """Makes the step after the one whose results the drafter has taken in. Each sequence that has
+    not ended runs its last token and its draft. The sequences are left alone: see
+    `count_as_scheduled`.
 
     Args:
         following: see `ArrayDrafter.propose_next`.
