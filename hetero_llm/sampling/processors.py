@@ -70,6 +70,17 @@ def keep_only(logits: torch.Tensor, token_ids: Sequence[int]) -> None:
     logits[kept] = values
 
 
+def unpack_mask(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[..., vocab_size] bool, whether each token is allowed.
+
+    Args:
+        words: [..., ceil(vocab_size / 32)] int32 token masks: bit `token % 32` of word
+            `token // 32` is 1 where the token is allowed.
+    """
+    bits = torch.arange(32, device=words.device, dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> bits) & 1).flatten(-2)[..., :vocab_size].bool()
+
+
 def add_bias(logits: torch.Tensor, bias: dict[int, float]) -> None:
     ids = torch.tensor(list(bias), device=logits.device)
     logits[ids] += torch.tensor(list(bias.values()), device=logits.device)
