@@ -27,6 +27,7 @@ _OF_DRAFTS = ("spec_decode.acceptance_stats", "spec_decode.array_table", "spec_d
 _DEVICE = ("core", "config", "utils", "sampling", "models", "runner", "spec_decode.verify")
 _ENGINE = (
     "core", "config", "utils", "scheduler", "kv_cache", "spec_decode", "sampling", "models",
+    "structured_output",
 )  # fmt: skip
 _BUILDER = (*_ENGINE, "bridge", "runner", "cpu", "gpu", "demo_models")
 
@@ -38,6 +39,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "config": ("core",),
     "config.lookahead_config": ("core", "utils.files"),
     "sampling": ("core",),
+    "structured_output": ("core",),
     "kv_cache": ("core", "config"),
     "scheduler": ("core", "config", "kv_cache"),
     "bridge": ("core", "utils"),

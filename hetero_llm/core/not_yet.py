@@ -27,11 +27,3 @@ class PromptAdapterRequest(NotYet):
 
 class PoolingParams(NotYet):
     feature = "a pooling model"
-
-
-class GuidedDecodingParams(NotYet):
-    feature = "guided decoding"
-
-
-class StructuredOutputsParams(NotYet):
-    feature = "guided decoding"

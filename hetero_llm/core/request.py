@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
+from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.images import PromptImages
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.sampling_params import SamplingParams
@@ -38,6 +39,7 @@ class Request:
         num_unfinished: how many of `sequences` are not finished.
         packed_prompt: the prompt's tokens as int32 bytes, for the prefix cache; may be empty.
         images: of its prompt; `prompt_token_ids` holds their placeholder tokens. None without any.
+        grammar: that its outputs follow; None: they are free.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; -1 before.
         synchronous: every token must be known on the host before the next step is made.
         may_draft: its sequences may have drafts; False for beams, which sampling does not continue.
@@ -63,6 +65,7 @@ class Request:
     num_cached_tokens: int = -1
     error: str | None = None
     images: PromptImages | None = None
+    grammar: Grammar | None = None
     packed_prompt: bytes = b""
     synchronous: bool = field(init=False)
     may_draft: bool = field(init=False)
@@ -71,7 +74,7 @@ class Request:
     def __post_init__(self) -> None:
         params = self.params
         self.synchronous = params.use_beam_search or depends_on_history(
-            params, self.end_ids, self.bad_word_ids
+            params, self.end_ids, self.bad_word_ids, self.grammar
         )
         self.may_draft = not params.use_beam_search
         self.num_first_samples = 1 if params.use_beam_search else params.width

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hetero_llm.core.draft_tree import DraftBatch
+from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.images import PromptImages
 from hetero_llm.core.sampling_params import SamplingParams
 
@@ -24,6 +25,7 @@ def depends_on_history(
     params: SamplingParams,
     end_ids: Collection[int],
     bad_word_ids: tuple[tuple[int, ...], ...],
+    grammar: Grammar | None,
 ) -> bool:
     """Whether sampling applies any processor besides temperature and top-k/top-p/min-p.
 
@@ -33,9 +35,11 @@ def depends_on_history(
     Args:
         end_ids: tokens that `min_tokens` forbids at first.
         bad_word_ids: token sequences of `bad_words`.
+        grammar: that the output follows.
     """
     return bool(
-        params.logits_processors
+        grammar is not None
+        or params.logits_processors
         or params.allowed_token_ids is not None
         or bad_word_ids
         or params.no_repeat_ngram_size
@@ -65,6 +69,7 @@ class AdmittedSequence:
         end_ids: tokens that end the sequence, which `min_tokens` forbids at first.
         bad_word_ids: token sequences of `bad_words`.
         images: those of its prompt; None without any.
+        grammar: that its output follows; None: the output is free.
     """
 
     request_slot: int
@@ -78,6 +83,7 @@ class AdmittedSequence:
     end_ids: tuple[int, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     images: PromptImages | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

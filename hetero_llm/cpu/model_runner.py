@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hetero_llm.core.acceptance import TypicalAcceptance
+from hetero_llm.core.grammar import OpenMatcher
 from hetero_llm.core.step import (
     LAST_SAMPLED,
     AdmittedSequence,
@@ -80,6 +81,10 @@ class NativeModelRunner:
         buffers = self._buffers
         self._prepared = executor.prepare(buffers.inputs, buffers.samples, buffers.tokens)
         self._prompts: dict[int, AdmittedSequence] = {}  # by slots that want prompt_logprobs
+
+    def set_open_matcher(self, open_matcher: OpenMatcher) -> None:
+        """Sets what opens the grammars of admitted sequences; call it before one has any."""
+        self._sampler.open_matcher = open_matcher
 
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> ModelRunnerOutput:

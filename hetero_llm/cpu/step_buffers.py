@@ -36,7 +36,7 @@ class SlotSampling:
         """Sets the slot of a sequence that enters it."""
         slot, params = state.request_slot, state.params
         if state.num_logprobs is not None or depends_on_history(
-            params, state.end_ids, state.bad_word_ids
+            params, state.end_ids, state.bad_word_ids, state.grammar
         ):
             self.modes[slot] = LOGITS_ONLY
         elif params.greedy:

@@ -44,6 +44,7 @@ from hetero_llm.engine.metric_objects import metric_objects
 from hetero_llm.engine.output_stream import Assembler, OutputStream
 from hetero_llm.engine.resolve import open_model
 from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
+from hetero_llm.structured_output.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +153,9 @@ class AsyncLLMEngine:
             max_logprobs=config.max_logprobs,
             seed=config.seed,
             images=self.images,
+            grammars=None
+            if self.tokenizer is None
+            else GrammarCompiler(self.tokenizer.vocabulary(model.vocab_size, model.eos_token_ids)),
         )
         self._max_running = config.max_num_seqs
         self._max_queued = max_queued_requests

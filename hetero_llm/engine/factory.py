@@ -65,6 +65,7 @@ from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
 from hetero_llm.scheduler.kv_loads import KVLoadQueue
 from hetero_llm.scheduler.scheduler import Scheduler
+from hetero_llm.structured_output.compiler import GrammarCompiler
 from hetero_llm.utils import compile_progress, triton_cache
 
 if TYPE_CHECKING:
@@ -237,6 +238,11 @@ def _join(
     tier = None if host is None else host.join(built.cache, times)
     offload = None if tier is None or host is None else host
     scheduler, hits = _scheduler(config, inputs, built, drafter, (tier, offload, times))
+    grammars = None
+    if tokenizer is not None:
+        eos_ids = model_config.eos_token_ids
+        grammars = GrammarCompiler(tokenizer.vocabulary(model_config.vocab_size, eos_ids))
+        runner.set_open_matcher(grammars.open)
     engine = Engine(
         InputProcessor(
             tokenizer,
@@ -246,6 +252,7 @@ def _join(
             max_logprobs=config.max_logprobs,
             seed=config.seed,
             images=inputs.images,
+            grammars=grammars,
         ),
         scheduler,
         runner,

@@ -23,6 +23,7 @@ from hetero_llm.engine.detokenizer import (
     piece_bytes,
 )
 from hetero_llm.models.config_reader import read_json, short_reason
+from hetero_llm.structured_output.compiler import Vocabulary
 
 T = TypeVar("T")
 
@@ -100,6 +101,16 @@ class Tokenizer:
         if not isinstance(piece, str):
             return None
         return piece_bytes(piece, byte_level=self._byte_level)
+
+    def vocabulary(self, size: int, eos_ids: tuple[int, ...]) -> Vocabulary:
+        """The tokenizer as grammars see it, for a model with `size` logits."""
+        special = {
+            text: index for index, text in self.added_tokens.items() if index in self._special
+        }
+        return Vocabulary(
+            self._fast, self.token_bytes, partial(self.encode, add_special_tokens=False), special,
+            size, eos_ids,
+        )  # fmt: skip
 
     def apply_chat_template(
         self,

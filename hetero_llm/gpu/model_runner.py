@@ -23,6 +23,7 @@ import torch
 
 from hetero_llm.core.acceptance import TypicalAcceptance
 from hetero_llm.core.draft_tree import DraftBatch
+from hetero_llm.core.grammar import OpenMatcher
 from hetero_llm.core.step import AdmittedSequence, ModelRunnerOutput, SchedulerOutput
 from hetero_llm.gpu.attention_context import AttentionContext, check_supported
 from hetero_llm.gpu.device_step import DeviceStep
@@ -200,6 +201,10 @@ class GpuModelRunner:
         return [] if self.graphs is None else self.graphs.profile
 
     # -- a step -----------------------------------------------------------------------------
+
+    def set_open_matcher(self, open_matcher: OpenMatcher) -> None:
+        """Sets what opens the grammars of admitted sequences; call it before one has any."""
+        self._sampler.open_matcher = open_matcher
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Issues all device work of a step."""

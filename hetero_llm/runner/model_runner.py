@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from hetero_llm.core.acceptance import TypicalAcceptance
+from hetero_llm.core.grammar import OpenMatcher
 from hetero_llm.core.step import (
     LAST_SAMPLED,
     AdmittedSequence,
@@ -116,6 +117,10 @@ class TorchModelRunner:
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._prompts: dict[int, AdmittedSequence] = {}  # by slots that want prompt_logprobs
         self._images = SlotImages(model, device) if isinstance(model, ImageCausalLM) else None
+
+    def set_open_matcher(self, open_matcher: OpenMatcher) -> None:
+        """Sets what opens the grammars of admitted sequences; call it before one has any."""
+        self._sampler.open_matcher = open_matcher
 
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> PendingStep | DraftedStep:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from hetero_llm.core.grammar import GrammarMatcher, OpenMatcher
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence, SampleLogprobs, depends_on_history, has_penalties
 from hetero_llm.sampling import processors
@@ -34,7 +36,8 @@ class _History:
 
     Attributes:
         token_ids: prompt and output as observed so far.
-        error: message of a user's processor that raised; then no processor of the slot runs again.
+        error: why the slot cannot be sampled any further; then no processor of it runs again.
+        matcher: the state of its grammar; None: it has none.
         seen: [vocab] bool, token is in prompt or output; with penalties only.
         output_counts: [vocab] float32 occurrences in the output; with penalties only.
     """
@@ -42,6 +45,7 @@ class _History:
     state: AdmittedSequence
     token_ids: list[int]
     error: str | None = None
+    matcher: GrammarMatcher | None = None
     seen: torch.Tensor | None = None
     output_counts: torch.Tensor | None = None
 
@@ -93,7 +97,8 @@ class SampleResult:
     Attributes:
         token_ids: [N] int64.
         logprobs: of the samples listed in `logprob_rows`; None if none is.
-        errors: request slot to the message of a user's processor that raised.
+        errors: request slot to why it could not be sampled: a user's processor raised, or its
+            grammar cannot be followed.
     """
 
     token_ids: torch.Tensor
@@ -200,6 +205,9 @@ class Sampler:
         vocab_size: width of the logits.
         device: of the logits.
         sample_processed: a faster way to sample from processed logits; None: plain torch.
+
+    Attributes:
+        open_matcher: opens the grammars of admitted sequences; to be set before one has any.
     """
 
     def __init__(
@@ -209,6 +217,7 @@ class Sampler:
         device: torch.device,
         sample_processed: SampleProcessed | None = None,
     ) -> None:
+        self.open_matcher: OpenMatcher | None = None
         self._sample_processed = sample_processed or self._sample_by_sorting
         self._vocab_size = vocab_size
         self._device = device
@@ -240,7 +249,7 @@ class Sampler:
         self._num_logprobs[slot] = _NO_LOGPROBS if wanted is None else wanted
         self._processed_logprobs[slot] = params.use_beam_search
         self._history.pop(slot, None)
-        if depends_on_history(params, state.end_ids, state.bad_word_ids):
+        if depends_on_history(params, state.end_ids, state.bad_word_ids, state.grammar):
             self._history[slot] = self._new_history(state)
         self._special.discard(slot)
         if slot in self._history or wanted is not None:
@@ -252,16 +261,20 @@ class Sampler:
         history = self._history.get(slot)
         if history is not None and position == len(history.token_ids):
             history.token_ids.append(token_id)
+            if history.matcher is not None:
+                history.matcher.observe(token_id)
             if history.seen is not None:
                 assert history.output_counts is not None
                 history.seen[token_id] = True
                 history.output_counts[token_id] += 1
 
     def ends_at(self, slot: int, token_id: int) -> bool:
-        """Whether verification stops after this token: it ends the sequence, and a user's processor
-        must not be called for tokens that are never emitted."""
+        """Whether verification stops after this token: it ends the sequence, and neither a user's
+        processor nor a grammar sees tokens that are never emitted."""
         history = self._history.get(slot)
-        if history is None or not history.state.params.logits_processors:
+        if history is None:
+            return False
+        if not history.state.params.logits_processors and history.matcher is None:
             return False
         return token_id in history.state.end_ids
 
@@ -389,7 +402,7 @@ class Sampler:
             if history.error is None:
                 try:
                     logits[row] = _process_row(logits[row], history)
-                except processors.UserProcessorError as error:
+                except processors.ProcessorError as error:
                     history.error = str(error)
                     logits[row] = raw[row]
             if history.error is not None:
@@ -398,6 +411,9 @@ class Sampler:
 
     def _new_history(self, state: AdmittedSequence) -> _History:
         history = _History(state, list(state.token_ids))
+        if state.grammar is not None:
+            assert self.open_matcher is not None, "a grammar, but nothing opens it"
+            history.matcher = self.open_matcher(state.grammar, history.output_ids)
         if has_penalties(state.params):
             everything = torch.tensor(history.token_ids, device=self._device)
             history.seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
@@ -408,9 +424,16 @@ class Sampler:
 
 
 def _process_row(logits: torch.Tensor, history: _History) -> torch.Tensor:
-    """All processors of one row, in vLLM's order; returns new logits [vocab]."""
+    """All processors of one row, in vLLM's order; returns new logits [vocab].
+
+    Raises:
+        ProcessorError: no token can follow, or a user's processor failed.
+    """
     state, params = history.state, history.state.params
     output_ids = history.output_ids
+    mask = None if history.matcher is None else _mask_of(history.matcher, len(logits))
+    if mask is not None:
+        processors.keep_allowed(logits, mask)
     if params.logits_processors:
         prompt_ids = history.token_ids[: state.num_prompt_tokens]
         logits = processors.apply_user_processors(
@@ -424,10 +447,35 @@ def _process_row(logits: torch.Tensor, history: _History) -> torch.Tensor:
         size = params.no_repeat_ngram_size
         processors.forbid_repeated_ngrams(logits, size, history.token_ids)
     if len(output_ids) < params.min_tokens:
+        ends = logits[list(state.end_ids)]
         processors.forbid_tokens(logits, state.end_ids)
+        if mask is not None and not _any_allowed(logits):  # the output is complete
+            logits[list(state.end_ids)] = ends
     if params.logit_bias:
         processors.add_bias(logits, dict(params.logit_bias))
     if history.seen is not None:
         assert history.output_counts is not None
         processors.apply_penalties(logits, params, history.seen, history.output_counts)
+    if mask is not None and not _any_allowed(logits):
+        raise processors.GrammarError(
+            "no token can follow: other parameters forbid what the grammar allows"
+        )
     return logits
+
+
+def _mask_of(matcher: GrammarMatcher, vocab_size: int) -> NDArray[np.int32] | None:
+    """The tokens that may come next, see `GrammarMatcher.fill_mask`; None: all.
+
+    Raises:
+        GrammarError: none may.
+    """
+    mask = np.zeros(-(-vocab_size // 32), np.int32)
+    if not matcher.fill_mask(mask):
+        return None
+    if not mask.any():
+        raise processors.GrammarError(matcher.error or "the grammar allows no further token")
+    return mask
+
+
+def _any_allowed(logits: torch.Tensor) -> bool:
+    return bool((logits > processors.NEVER).any())

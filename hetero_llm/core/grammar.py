@@ -1,0 +1,51 @@
+"""The grammar of a request's output, as plain data, and what the runner asks of its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar that has been checked.
+
+    Attributes:
+        text: in llguidance's form.
+        begins_after: tokens behind which it begins; empty: at the first output token.
+    """
+
+    text: str
+    begins_after: tuple[int, ...] = ()
+
+
+class GrammarMatcher(Protocol):
+    """The state of one sequence under its grammar."""
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar can no longer be followed (a limit of its parser); None: it can."""
+        ...
+
+    def observe(self, token_id: int) -> None:
+        """Takes in the next output token. One that the grammar refuses is an error."""
+        ...
+
+    def fill_mask(self, mask: NDArray[np.int32]) -> bool:
+        """Writes which tokens may come next: bit i of word w stands for token 32 w + i.
+
+        Args:
+            mask: [ceil(vocabulary / 32)] int32, written unless all tokens may come.
+
+        Returns:
+            False: all tokens may come, since the grammar has not begun.
+        """
+        ...
+
+
+OpenMatcher = Callable[[Grammar, Sequence[int]], GrammarMatcher]
+"""The state of a sequence with these output tokens under a grammar."""
