@@ -45,7 +45,8 @@ from hetero_llm.sampling.processors import restrict_support, unpack_mask
 ROW_FIELDS = 9
 """int32 fields of a row, in the order of `pack_rows`'s arguments; a seed takes two."""
 SAMPLE_INDEX, POSITION, MASK_PLACE = 6, 7, 8
-"""Fields that a step sets for each row; the others are the request's."""
+"""Fields that a step sets for each row; the others are the request's. The last one is 1 + the place
+of the row's mask, 0 for none: in a buffer that is not filled no row waits for one."""
 CHUNK = 1024  # tokens of a partial result; part of the definition of a row's sums
 SUB_BLOCK = 32
 TILE = 4096  # tokens that a program of `_finish` looks at together
@@ -178,7 +179,7 @@ def pack_rows(
     packed[4:6] = np.ascontiguousarray(seeds, np.int64).view(np.int32).reshape(-1, 2).T
     packed[6] = sample_indices
     packed[7] = positions
-    packed[8] = -1 if mask_places is None else mask_places
+    packed[8] = 0 if mask_places is None else np.asarray(mask_places) + 1
     return packed
 
 
@@ -517,7 +518,7 @@ def _scan(
     if position >= 0:
         masked = position < 0
         if HAS_MASKS:
-            place = tl.load(rows + MASK_PLACE_FIELD * rows_stride + row).to(tl.int64)
+            place = tl.load(rows + MASK_PLACE_FIELD * rows_stride + row).to(tl.int64) - 1
             mask_words += place * num_words
             if place >= 0:
                 masked = _await_mask(mask_ready + place, mask_gave_up + place, most_looks, FENCE)
@@ -852,7 +853,7 @@ def sample_tokens_reference(
     packed = rows.packed[:, :num_rows].contiguous()
     scores = logits.float().masked_fill(logits.isnan(), float("-inf"))
     if masks is not None:
-        for row, place in enumerate(packed[MASK_PLACE].tolist()):
+        for row, place in enumerate((packed[MASK_PLACE] - 1).tolist()):
             if place >= 0 and packed[POSITION, row] >= 0:
                 if masks.ready[place]:
                     allowed = unpack_mask(masks.words[place], vocab).to(scores.device)
