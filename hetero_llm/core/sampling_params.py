@@ -188,6 +188,11 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
+    def constrains(self) -> bool:
+        """Whether the output must follow a grammar."""
+        return self.structured_outputs is not None or self.guided_decoding is not None
+
+    @property
     def ranks_by_logprob(self) -> bool:
         """More sequences are generated than returned."""
         return not self.use_beam_search and self.width > self.n

@@ -66,7 +66,7 @@ class StructuredOutputsParams:
             given.append("json")
         if len(given) != 1:
             several = f"{' and '.join(given)} are given" if given else "none is given"
-            _fail("structured_outputs", self, f"needs one of {', '.join(CONSTRAINTS)}; {several}")
+            _fail("structured_outputs", given, f"needs one of {', '.join(CONSTRAINTS)}; {several}")
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
@@ -138,9 +138,7 @@ class GuidedDecodingParams:
     def from_optional(**given: Any) -> GuidedDecodingParams | None:
         """The parameters given by name; None if no constraint is among them. `json` may be a class
         with `model_json_schema` (pydantic's)."""
-        schema = given.get("json")
-        if hasattr(schema, "model_json_schema"):
-            given["json"] = schema.model_json_schema()
+        given["json"] = _plain_schema(given.get("json"))
         if all(given.get(name) in (None, False) for name in CONSTRAINTS):
             return None
         return GuidedDecodingParams(**{k: v for k, v in given.items() if v is not None})
@@ -176,11 +174,8 @@ class GuidedDecodingRequest:
             SamplingError: a field is wrong; the message has today's name of it.
         """
         check_backend("guided_decoding_backend", self.guided_decoding_backend)
-        schema = self.guided_json
-        if hasattr(schema, "model_json_schema"):
-            schema = schema.model_json_schema()
         return StructuredOutputsParams(
-            json=schema,
+            json=_plain_schema(self.guided_json),
             regex=self.guided_regex,
             choice=self.guided_choice,
             grammar=self.guided_grammar,
@@ -214,6 +209,11 @@ def check_backend(field: str, name: Any) -> None:
         return
     if not isinstance(name, str) or name.partition(":")[0] not in BACKENDS:
         _fail(field, name, f"must be one of {', '.join(BACKENDS)}")
+
+
+def _plain_schema(schema: Any) -> Any:
+    """A schema, of a class of pydantic's the one that it describes."""
+    return schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
 
 
 def _texts(field: str, value: Any) -> list[str]:

@@ -52,6 +52,8 @@ STEP_TIMEOUTS = {"cuda": 30.0, "cpu": 120.0}
 """Seconds without a message after which an engine counts as hung, by device."""
 _IDS_PER_CHARACTER = 8
 """Token ids that are checked in the time in which one character is encoded."""
+_CONSTRAINT_CHARACTERS = 4096
+"""A constraint is compiled in the time in which a text of this length is encoded, or longer."""
 _SECONDS_TO_STOP = 1.5
 _POLL_SECONDS = 0.01
 
@@ -360,6 +362,8 @@ class AsyncLLMEngine:
             return await self.threads.run_on_images(make)
         ids = prompt.token_ids
         size = len(prompt.text or "") if ids is None else len(ids) // _IDS_PER_CHARACTER
+        if isinstance(params, SamplingParams) and params.constrains:
+            size += _CONSTRAINT_CHARACTERS
         return await self.threads.run(make, size=size)
 
     def _submit(self, stream: OutputStream, request: Request) -> None:

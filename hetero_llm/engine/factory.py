@@ -260,6 +260,7 @@ def _join(
         asynchronous=device.type == "cuda" and not _on_torch(config, model_config),
         speculation_log=make_log(config.speculation),
         background_drafter=background_drafter_of(drafter, config.speculation),
+        grammars=grammars,
         hit_log=HitLog(hits) if offload is not None and offload.config.hit_count else None,
     )
     if not config.disable_log_stats:

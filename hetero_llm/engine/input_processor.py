@@ -429,7 +429,7 @@ def with_guided_options(
         )
     joined = []
     for own, options in zip(params, given, strict=True):
-        if own.structured_outputs is not None or own.guided_decoding is not None:
+        if own.constrains:
             reason = "contradicts the constraint of sampling_params"
             raise RequestError("guided_options_request", options, reason)
         guided = GuidedDecodingRequest.of(options).structured_outputs()

@@ -107,10 +107,16 @@ class Tokenizer:
         special = {
             text: index for index, text in self.added_tokens.items() if index in self._special
         }
-        return Vocabulary(
-            self._fast, self.token_bytes, partial(self.encode, add_special_tokens=False), special,
-            size, eos_ids,
-        )  # fmt: skip
+        return Vocabulary(self._fast, self._bytes_in_text, special, size, eos_ids)
+
+    def _bytes_in_text(self, token_id: int) -> bytes | None:
+        """What a token adds to a text: nothing if there is no such token, None if that depends on
+        others."""
+        if self._hf.convert_ids_to_tokens(token_id) is None:
+            return b""
+        exact = self.token_bytes(token_id)
+        text = self.decode_token(token_id)
+        return exact if exact is not None or REPLACEMENT in text else text.encode()
 
     def apply_chat_template(
         self,

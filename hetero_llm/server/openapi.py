@@ -181,7 +181,9 @@ def _whole_schemas(context: Context) -> dict[str, Schema]:
         },
         "response_format": {
             "type": ["object", "null"],
-            "properties": {"type": {"const": "text"}},
+            "properties": {
+                "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]}
+            },
             "required": ["type"],
         },
         "tool_choice": {"enum": ["none", None]},

@@ -22,6 +22,9 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 class ResponseFormat(msgspec.Struct, kw_only=True):
     type: str | None = None
     json_schema: Any = None
+    structures: Any = None
+    triggers: Any = None
+    format: Any = None
 
 
 # large: one field for each parameter of the public API.
@@ -77,7 +80,7 @@ class Generation(msgspec.Struct, kw_only=True):
     prompt_cache_key: Any = None
     safety_identifier: Any = None
     parallel_tool_calls: bool | None = None
-    # Not available.
+    # What the output must follow, beside response_format.
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -86,6 +89,7 @@ class Generation(msgspec.Struct, kw_only=True):
     guided_decoding_backend: Any = None
     guided_whitespace_pattern: Any = None
     structural_tag: Any = None
+    # Not available.
     logits_processors: Any = None
     prompt_embeds: Any = None
     logprob_token_ids: Any = None
@@ -199,16 +203,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[int] | None = None
 
 
-STRUCTURED, TOOLS = "structured output", "tool calling"
+TOOLS = "tool calling"
 UNAVAILABLE = {
-    "structured_outputs": STRUCTURED,
-    "guided_json": STRUCTURED,
-    "guided_regex": STRUCTURED,
-    "guided_choice": STRUCTURED,
-    "guided_grammar": STRUCTURED,
-    "guided_decoding_backend": STRUCTURED,
-    "guided_whitespace_pattern": STRUCTURED,
-    "structural_tag": STRUCTURED,
     "logits_processors": "a logits processor over HTTP",
     "prompt_embeds": "a prompt of embeddings",
     "logprob_token_ids": "log-probabilities of chosen tokens",

@@ -42,6 +42,7 @@ class Limits:
     bad_words: int = 256
     bad_word_chars: int = 256
     logit_bias: int = 1024
+    constraint_chars: int = 1 << 17
     image_bytes: int = MOST_BYTES
     image_pixels: int = MOST_PIXELS
     salt_chars: int = 128

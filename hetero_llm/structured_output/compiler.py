@@ -6,6 +6,7 @@ needed, so that a grammar costs next to nothing to compile, and a mask some 50 u
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -35,7 +36,6 @@ class Vocabulary:
     Attributes:
         fast: Hugging Face's tokenizer object of the tokenizers library; None: use `token_bytes`.
         token_bytes: id to the bytes that a token adds to a text; None where that depends on others.
-        encode: text to token ids, without special tokens around them.
         special: special tokens and their ids.
         size: number of logits. Ids above the tokenizer's are never allowed.
         eos_ids: end-of-sequence tokens, the only ones allowed behind a complete output.
@@ -43,7 +43,6 @@ class Vocabulary:
 
     fast: Any
     token_bytes: Callable[[int], bytes | None]
-    encode: Callable[[str], list[int]]
     special: dict[str, int]
     size: int
     eos_ids: tuple[int, ...]
@@ -82,7 +81,7 @@ class GrammarCompiler:
             grammar_text(params, self._vocabulary.special), tuple(params.begins_after)
         )
         matcher = self._compiled(grammar.text)
-        reason = matcher.get_error() if matcher.is_error() else self._dead_end(matcher)
+        reason = _why_useless(matcher)
         if reason:
             self._forget(grammar.text)
             value = getattr(params, field)
@@ -91,6 +90,15 @@ class GrammarCompiler:
                 field += place
             raise SamplingError(field, value, _plain(reason))
         return grammar
+
+    def knows(self, grammar: Grammar) -> bool:
+        """Whether the grammar is compiled, so that `open` takes microseconds."""
+        with self._lock:
+            return grammar.text in self._pristine
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Compiles a grammar, for a later `open`. An error is found there."""
+        self._compiled(grammar.text)
 
     def open(self, grammar: Grammar, output_ids: Sequence[int]) -> Matcher:
         """The state of a sequence with these output tokens; see `core.grammar.OpenMatcher`."""
@@ -123,14 +131,6 @@ class GrammarCompiler:
     def _forget(self, text: str) -> None:
         with self._lock:
             self._pristine.pop(text, None)
-
-    def _dead_end(self, matcher: LLMatcher) -> str:
-        """Why no token can begin an output; "" if one can."""
-        own = matcher.deep_copy()
-        mask = np.frombuffer(own.compute_bitmask(), np.uint8)
-        if own.is_error() and "NoExtension" not in own.get_error():
-            return own.get_error()
-        return "" if mask.any() else "allows no output at all"
 
     def _tokenizer(self) -> LLTokenizer:
         with self._lock:
@@ -201,6 +201,14 @@ class Matcher:
         return True
 
 
+def _why_useless(matcher: LLMatcher) -> str:
+    """Why a compiled grammar can be followed by no output; "" if one can."""
+    own = matcher.deep_copy()
+    empty = not own.is_error() and not any(own.compute_bitmask())
+    reason = own.get_error()
+    return "allows no output at all" if empty or reason.startswith("NoExtension") else reason
+
+
 def _build(vocabulary: Vocabulary) -> LLTokenizer:
     """llguidance's tokenizer.
 
@@ -220,7 +228,9 @@ def _build(vocabulary: Vocabulary) -> LLTokenizer:
         copy = type(vocabulary.fast).from_str(vocabulary.fast.to_str())
         copy.no_padding()
         copy.no_truncation()
-        return LLTokenizer(copy.to_str(), n_vocab=vocabulary.size, eos_token=eos)
+        # A decoder that llguidance does not know is a ValueError.
+        with contextlib.suppress(ValueError):
+            return LLTokenizer(copy.to_str(), n_vocab=vocabulary.size, eos_token=eos)
     return LLTokenizer(TokenizerWrapper(_Words(vocabulary)), n_vocab=vocabulary.size, eos_token=eos)
 
 
@@ -236,10 +246,25 @@ class _Words:
         if unknown:
             reason = f"this tokenizer does not tell the bytes of {unknown} of its tokens"
             raise SamplingError(_FEATURE, None, reason)
-        self._encode = vocabulary.encode
+        special = set(self.special_token_ids)
+        self._ids = {word: i for i, word in enumerate(self.tokens) if word and i not in special}
+        self._longest = max(map(len, self._ids), default=1)
 
-    def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+    def __call__(self, text: bytes) -> list[int]:
+        """The longest tokens that make up these bytes. The tokenizer itself may add a space where a
+        text begins, and these bytes stand within one."""
+        found: list[int] = []
+        begin = 0
+        while begin < len(text):
+            for end in range(min(begin + self._longest, len(text)), begin, -1):
+                token = self._ids.get(text[begin:end])
+                if token is not None:
+                    found.append(token)
+                    begin = end
+                    break
+            else:
+                break  # no token begins like this: llguidance falls back to its own way
+        return found
 
 
 def _plain(text: str) -> str:

@@ -77,7 +77,8 @@ def _subject(message: str) -> Callable[[str, Any], bool] | None:
         keys = set(json.loads(found[1]))
         return lambda name, value: name in keys
     if found := _POINTER.search(message):
-        return lambda name, value: name == "$ref" and str(value).endswith(found[1])
+        pointer = found[1]
+        return lambda name, value: name == "$ref" and str(value).endswith(pointer)
     if found := _QUOTED_VALUE.search(message):
         wanted = found[1].strip()
         keyword = "format" if "format" in message else "type"
@@ -100,6 +101,8 @@ def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
             where = f"{at}.{name}"
             yield where, name, value
             if name in _NAMED and isinstance(value, dict):
+                if name == "patternProperties":
+                    yield from ((f"{where}.{key}", "pattern", key) for key in value)
                 stack += [(item, f"{where}.{key}") for key, item in value.items()]
             elif name not in _DATA:
                 stack.append((value, where))

@@ -33,6 +33,7 @@ from hetero_llm.engine.engine_client import EngineInfo, EngineStats
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
 from hetero_llm.engine.stop_strings import find_stop, num_undecided
 from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads, load_tokenizer
+from hetero_llm.structured_output.compiler import GrammarCompiler
 
 VOCAB, CONTEXT, EOS = 4096, 2048, 0
 Script = Callable[[list[int], int, int], int]
@@ -107,6 +108,7 @@ class FakeEngine:
             eos_ids=(EOS,),
             max_logprobs=max_logprobs,
             seed=0,
+            grammars=tokenizer and GrammarCompiler(tokenizer.vocabulary(VOCAB, (EOS,))),
         )
         self.script = script
         self.delay = delay

@@ -61,6 +61,7 @@ async def _checked(context: Context, request: Request, body: ChatRequest) -> Che
         body,
         max_tokens=default if wanted is None else wanted,
         max_model_len=context.client.info.max_model_len,
+        limits=context.settings.limits,
         defaults=defaults,
     )
     prompt = await chat_prompt(
