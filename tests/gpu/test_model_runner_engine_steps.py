@@ -39,7 +39,6 @@ Work = list[tuple[list[int], SamplingParams]]
 LETTERS = Vocabulary(
     None,
     lambda token: bytes([32 + token]) if token > 2 else b"",
-    lambda text: [ord(letter) - 32 for letter in text],
     {},
     VOCAB_SIZE,
     (2,),
