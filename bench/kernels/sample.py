@@ -7,8 +7,8 @@ where it can, as the head leaves them. "over greedy" is what a decode step pays 
 goal at 32 rows is 200. Logits are normal with spread 1 (flat: top-p alone keeps most of the
 vocabulary, the hard case) and 4. "masked us": every row has a token mask in page-locked memory that
 allows one token in two; "us": none has one, though the kernel is the one that could read them, as
-in a step; "no masks us": the kernel without that code. "same" counts the rows whose token equals the torch reference's;
-the rounding of sums and noise may decide a row differently now and then.
+in a step; "no masks us": the kernel without that code. "same" counts the rows whose token equals
+the torch reference's; the rounding of sums and noise may decide a row differently now and then.
 """
 
 from __future__ import annotations
