@@ -35,6 +35,14 @@ class GrammarMatcher(Protocol):
         """Takes in the next output token. One that the grammar refuses is an error."""
         ...
 
+    def try_observe(self, token_id: int) -> bool:
+        """Takes in the next token of a draft. False: the grammar refuses it; nothing changes."""
+        ...
+
+    def copy(self) -> GrammarMatcher:
+        """A state of its own that has taken in the same tokens."""
+        ...
+
     def fill_mask(self, mask: NDArray[np.int32]) -> bool:
         """Writes which tokens may come next: bit i of word w stands for token 32 w + i.
 

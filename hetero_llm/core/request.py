@@ -74,7 +74,7 @@ class Request:
     def __post_init__(self) -> None:
         params = self.params
         self.synchronous = params.use_beam_search or depends_on_history(
-            params, self.end_ids, self.bad_word_ids, self.grammar
+            params, self.end_ids, self.bad_word_ids
         )
         self.may_draft = not params.use_beam_search
         self.num_first_samples = 1 if params.use_beam_search else params.width

@@ -25,21 +25,18 @@ def depends_on_history(
     params: SamplingParams,
     end_ids: Collection[int],
     bad_word_ids: tuple[tuple[int, ...], ...],
-    grammar: Grammar | None,
 ) -> bool:
-    """Whether sampling applies any processor besides temperature and top-k/top-p/min-p.
+    """Whether sampling applies any processor besides temperature, top-k/top-p/min-p and a mask.
 
     Those processors run on the host's record of the tokens so far, so every token has to reach the
-    host before the next one is sampled.
+    host before the next step is launched. A grammar's mask may come while the step runs.
 
     Args:
         end_ids: tokens that `min_tokens` forbids at first.
         bad_word_ids: token sequences of `bad_words`.
-        grammar: that the output follows.
     """
     return bool(
-        grammar is not None
-        or params.logits_processors
+        params.logits_processors
         or params.allowed_token_ids is not None
         or bad_word_ids
         or params.no_repeat_ngram_size

@@ -1,7 +1,8 @@
 """The arrays of plain steps, filled by compiled code: a small model's step takes a millisecond, and
 building its arrays one by one in numpy would add a tenth of that.
 
-Plain steps have no draft trees, no log-probabilities, and sample greedily or with temperature only.
+Plain steps have no draft trees, no log-probabilities, and sample greedily or with temperature only,
+of all tokens or of those that a mask allows.
 """
 
 from __future__ import annotations
@@ -9,8 +10,16 @@ from __future__ import annotations
 import numpy as np
 
 from hetero_llm.core.step import AdmittedSequence, SchedulerOutput, depends_on_history
-from hetero_llm.cpu.executor import GREEDY, LOGITS_ONLY, NOISY, StepInput, StepSamples
+from hetero_llm.cpu.executor import (
+    GREEDY,
+    LOGITS_ONLY,
+    NOISY,
+    SampleMasks,
+    StepInput,
+    StepSamples,
+)
 from hetero_llm.sampling.sampler import restricts_support
+from hetero_llm.sampling.token_masks import NO_MASK
 from hetero_llm.utils.jit import njit
 
 _SEED_MASK = (1 << 64) - 1
@@ -36,7 +45,7 @@ class SlotSampling:
         """Sets the slot of a sequence that enters it."""
         slot, params = state.request_slot, state.params
         if state.num_logprobs is not None or depends_on_history(
-            params, state.end_ids, state.bad_word_ids, state.grammar
+            params, state.end_ids, state.bad_word_ids
         ):
             self.modes[slot] = LOGITS_ONLY
         elif params.greedy:
@@ -54,12 +63,15 @@ class StepBuffers:
 
     Args:
         block_tables: [request slots, columns] int32, the runner's own.
+        mask_words: int32 words of a token mask.
 
     Attributes:
         inputs, samples, tokens: what `Executor.prepare` takes; their first entries are the step's.
     """
 
-    def __init__(self, max_tokens: int, max_sequences: int, block_tables: np.ndarray) -> None:
+    def __init__(
+        self, max_tokens: int, max_sequences: int, block_tables: np.ndarray, mask_words: int
+    ) -> None:
         def of_tokens(dtype: type = np.int32) -> np.ndarray:
             return np.zeros(max_tokens, dtype)
 
@@ -86,7 +98,12 @@ class StepBuffers:
             seeds=of_sequences(np.uint64),
             positions=of_sequences(),
             sample_indices=of_sequences(),
+            masks=SampleMasks(
+                np.full(max_sequences, NO_MASK, np.int32),
+                np.zeros((max_sequences, mask_words), np.int32),
+            ),
         )
+        self._num_masked = 0  # samples of the last step that may have masks
         self.tokens = of_sequences(np.int64)
         self._compile()
 
@@ -121,6 +138,21 @@ class StepBuffers:
             (samples.modes, samples.temperatures, samples.seeds),
         )
         return None if count < 0 else count
+
+    def set_masks(self, places: np.ndarray | None) -> None:
+        """Sets the rows of `samples.masks` that the step's samples use.
+
+        Args:
+            places: [N] int32; None: no sample has a mask.
+        """
+        if places is None and not self._num_masked:
+            return
+        masks = self.samples.masks
+        assert masks is not None
+        masks.rows[: self._num_masked] = NO_MASK
+        self._num_masked = 0 if places is None else len(places)
+        if places is not None:
+            masks.rows[: len(places)] = places
 
 
 @njit(cache=True, nogil=True)

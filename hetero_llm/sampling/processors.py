@@ -80,6 +80,17 @@ def keep_only(logits: torch.Tensor, token_ids: Sequence[int]) -> None:
     logits[kept] = values
 
 
+def unpack_mask(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[..., vocab_size] bool, whether each token is allowed.
+
+    Args:
+        words: [..., ceil(vocab_size / 32)] int32 token masks: bit `token % 32` of word
+            `token // 32` is 1 where the token is allowed.
+    """
+    bits = torch.arange(32, device=words.device, dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> bits) & 1).flatten(-2)[..., :vocab_size].bool()
+
+
 def keep_allowed(logits: torch.Tensor, mask: NDArray[np.int32]) -> None:
     """Forbids the tokens whose bit is 0.
 

@@ -175,6 +175,23 @@ class Matcher:
             reason = _plain(self._matcher.get_error())
             self._error = f"the grammar refuses token {token_id}: {reason}"
 
+    def try_observe(self, token_id: int) -> bool:
+        """Takes in the next token of a draft, unless it is refused; see `GrammarMatcher`."""
+        if self._error is not None:
+            return False
+        if not self._begun:
+            self.observe(token_id)
+            return True
+        if token_id in self._eos_ids and self._matcher.is_stopped():
+            return True
+        return self._matcher.try_consume_tokens([token_id]) == 1
+
+    def copy(self) -> Matcher:
+        """A state of its own that has taken in the same tokens."""
+        other = Matcher(self._matcher.deep_copy(), self._begins_after, self._eos_ids)
+        other._recent, other._begun, other._error = self._recent, self._begun, self._error
+        return other
+
     def fill_mask(self, mask: NDArray[np.int32]) -> bool:
         """Writes which tokens may come next; see `GrammarMatcher`."""
         if not self._begun:
