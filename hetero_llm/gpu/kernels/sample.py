@@ -484,7 +484,6 @@ def _load_allowed(words, chunk, num_words, CHUNK: tl.constexpr):
     return tl.reshape(bits, [CHUNK])
 
 
-# large: one pass over the logits serves rows of every kind.
 @triton.jit(do_not_specialize=["rows_stride", "chunks_per_program", "most_looks"])
 def _scan(
     best,
@@ -748,6 +747,7 @@ def _check_arguments(
         assert 0 <= masks.most_looks < 2**31 - 1
 
 
+# large: two launches, and the contract of their arguments.
 def sample_tokens(
     logits: torch.Tensor,
     rows: SampleRows,
