@@ -57,3 +57,30 @@ class GrammarMatcher(Protocol):
 
 OpenMatcher = Callable[[Grammar, Sequence[int]], GrammarMatcher]
 """The state of a sequence with these output tokens under a grammar."""
+
+
+class DraftGrammar(Protocol):
+    """The state of one sequence where its drafts are chosen."""
+
+    def observe(self, token_id: int) -> None:
+        """Takes in the next output token."""
+        ...
+
+    def constrained(
+        self, token_ids: Sequence[int], parents: Sequence[int], most: int
+    ) -> tuple[list[int], list[int], int]:
+        """A draft without the nodes that the grammar refuses, and with the tokens that it forces.
+
+        Args:
+            token_ids, parents: of the draft's nodes, see `DraftTree`; may be empty.
+            most: nodes of the result.
+
+        Returns:
+            Token ids and parents of the nodes, and how many of them are forced: only they can
+            follow what is before them.
+        """
+        ...
+
+
+OpenDraftGrammar = Callable[[Grammar, Sequence[int]], DraftGrammar]
+"""The state of a sequence with these output tokens under a grammar."""

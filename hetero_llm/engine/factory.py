@@ -63,9 +63,11 @@ from hetero_llm.kv_cache.block_transfers import BlockTransfers
 from hetero_llm.kv_cache.hit_log import HitCounter, HitLog
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
+from hetero_llm.scheduler.grammar_drafts import GrammarDrafts
 from hetero_llm.scheduler.kv_loads import KVLoadQueue
 from hetero_llm.scheduler.scheduler import Scheduler
 from hetero_llm.structured_output.compiler import GrammarCompiler
+from hetero_llm.structured_output.draft_matcher import DraftMatcher
 from hetero_llm.utils import compile_progress, triton_cache
 
 if TYPE_CHECKING:
@@ -237,12 +239,15 @@ def _join(
     times = step_times(model_config, model.parameters_per_token())
     tier = None if host is None else host.join(built.cache, times)
     offload = None if tier is None or host is None else host
-    scheduler, hits = _scheduler(config, inputs, built, drafter, (tier, offload, times))
     grammars = None
     if tokenizer is not None:
         eos_ids = model_config.eos_token_ids
         grammars = GrammarCompiler(tokenizer.vocabulary(model_config.vocab_size, eos_ids))
         runner.set_open_matcher(grammars.open)
+    forced = None
+    if grammars is not None and (drafter is not None or device.type == "cpu"):
+        forced = GrammarDrafts(partial(grammars.open_as, DraftMatcher))
+    scheduler, hits = _scheduler(config, inputs, built, drafter, (tier, offload, times), forced)
     engine = Engine(
         InputProcessor(
             tokenizer,
@@ -280,6 +285,7 @@ def _scheduler(
     built: BuiltRunner,
     drafter: Drafter | None,
     memory: tuple[HostTier | None, HostMemory | None, StepTimes],
+    grammar_drafts: GrammarDrafts | None,
 ) -> tuple[Scheduler, HitCounter]:
     """Builds the scheduler and its block manager. Returns the scheduler and the block manager's hit
     counter.
@@ -301,6 +307,7 @@ def _scheduler(
         blocks,
         None if tokenizer is None else partial(holds_stop, tokenizer),
         drafter=drafter,
+        grammar_drafts=grammar_drafts,
         loads=None
         if transfers is None
         else KVLoadQueue(blocks, transfers, shape.num_layers, times, chunked=chunked),

@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from hetero_llm.structured_output.json_schema import place_of, read_schema
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+M = TypeVar("M", bound="Matcher")
 _KEPT_GRAMMARS = 64
 _FEATURE = "structured_outputs"
 
@@ -102,7 +103,11 @@ class GrammarCompiler:
 
     def open(self, grammar: Grammar, output_ids: Sequence[int]) -> Matcher:
         """The state of a sequence with these output tokens; see `core.grammar.OpenMatcher`."""
-        matcher = Matcher(
+        return self.open_as(Matcher, grammar, output_ids)
+
+    def open_as(self, kind: type[M], grammar: Grammar, output_ids: Sequence[int]) -> M:
+        """The same as a subclass of `Matcher`."""
+        matcher = kind(
             self._compiled(grammar.text).deep_copy(),
             grammar.begins_after,
             self._vocabulary.eos_ids,

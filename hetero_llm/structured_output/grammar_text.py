@@ -11,7 +11,7 @@ from typing import Any
 
 from hetero_llm.core.errors import SamplingError
 from hetero_llm.core.structured_outputs import StructuredOutputsParams
-from hetero_llm.structured_output.json_schema import close_objects, read_schema
+from hetero_llm.structured_output.json_schema import check_schema, close_objects, read_schema
 from hetero_llm.structured_output.structural_tag import structural_tag_grammar
 
 WHITESPACE = r"[ \t\n\r]{1,64}"
@@ -58,6 +58,7 @@ def embedded_schema(
     options: dict[str, Any] = {"whitespace_flexible": False}
     if not params.disable_any_whitespace:
         options = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+    check_schema(schema, "json")
     if schema is False:  # allows nothing, which llguidance says
         return False
     return {**({} if schema is True else schema), "x-guidance": options}

@@ -59,6 +59,34 @@ def _close_named(schemas: Any) -> Any:
     return {name: close_objects(one) for name, one in schemas.items()}
 
 
+def check_schema(schema: Any, field: str) -> None:
+    """Refuses what llguidance 1.9 takes and follows wrongly.
+
+    Raises:
+        SamplingError: a number lies above an integer and below the next one (or the other way
+            round), the integer excluded: llguidance would allow the integer itself.
+    """
+    for path, one in _schemas(schema):
+        if one.get("type") == "integer":
+            continue
+        for name, others, sign in _EXCLUSIVE:
+            bound = one.get(name)
+            ends = [one[other] for other in others if isinstance(one.get(other), (int, float))]
+            if not isinstance(bound, (int, float)) or bound != int(bound) or not ends:
+                continue
+            if min(sign * (end - bound) for end in ends) < 1:
+                reason = (
+                    "an excluded integer with the other limit less than 1 away is not supported"
+                )
+                raise SamplingError(f"{field}{path}.{name}", bound, reason)
+
+
+_EXCLUSIVE = (
+    ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
+    ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
+)
+
+
 def place_of(message: str, schema: Any) -> tuple[str, Any] | None:
     """Where in a schema lies what llguidance's message speaks of: a path from the root such as
     ".properties.age.format", and the value there; None if the message does not tell."""
@@ -89,7 +117,17 @@ def _subject(message: str) -> Callable[[str, Any], bool] | None:
 
 
 def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
-    """Path, keyword and value of every keyword of a schema and of the schemas in it."""
+    """Path, keyword and value of every keyword of a schema and of the schemas in it. The patterns
+    of patternProperties count as keywords "pattern"."""
+    for path, one in _schemas(schema):
+        for name, value in one.items():
+            yield f"{path}.{name}", name, value
+            if name == "patternProperties" and isinstance(value, dict):
+                yield from ((f"{path}.{name}.{key}", "pattern", key) for key in value)
+
+
+def _schemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Path and object of a schema and of the schemas in it."""
     stack = [(schema, "")]
     while stack:
         one, at = stack.pop()
@@ -97,12 +135,9 @@ def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
             stack += [(item, f"{at}[{index}]") for index, item in enumerate(one)]
         if not isinstance(one, dict):
             continue
+        yield at, one
         for name, value in one.items():
-            where = f"{at}.{name}"
-            yield where, name, value
             if name in _NAMED and isinstance(value, dict):
-                if name == "patternProperties":
-                    yield from ((f"{where}.{key}", "pattern", key) for key in value)
-                stack += [(item, f"{where}.{key}") for key, item in value.items()]
+                stack += [(item, f"{at}.{name}.{key}") for key, item in value.items()]
             elif name not in _DATA:
-                stack.append((value, where))
+                stack.append((value, f"{at}.{name}"))
