@@ -1,9 +1,9 @@
-"""A decode step whose rows all follow a JSON schema, beside one without any grammar.
+"""A decoded token where all rows follow a JSON schema, beside one without any grammar.
 
     python -m bench.engine.guided_decode --shape S --device cpu [--vocab 128256] [--threads 2]
     python -m bench.engine.guided_decode --shape llama-3.1-8b --device cuda --batches 1,32,128
 
-ms/step = (T(1 + STEPS tokens) - T(1 token)) / STEPS through `LLM.generate`, greedy, no
+ms/token = (T(1 + STEPS tokens) - T(1 token)) / STEPS through `LLM.generate`, greedy, no
 detokenization; the arms take turns and each figure is the least of the rounds, since what else runs
 on the machine only adds to it. Random weights, and a byte-level tokenizer of made-up words of the
 model's vocabulary size, over which the grammar's masks are computed. Arms:
@@ -13,6 +13,8 @@ model's vocabulary size, over which the grammar's masks are computed. Arms:
 - noise, guided noise: the same at temperature 1.
 - torch sampler: the same grammar beside a processor that looks back (a bias of 0), so the torch
   sampler applies the mask to full logits, as for every guided row before.
+- forced drafts: as guided, with the drafts of forced tokens that all other arms forgo: a step
+  yields several tokens, and the figure is for each.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from hetero_llm import LLM, StructuredOutputsParams
 
 PROMPT = 32
 STEPS = 64
-ARMS = ("unguided", "guided", "noise", "guided noise", "torch sampler")
+ARMS = ("unguided", "guided", "noise", "guided noise", "torch sampler", "forced drafts")
 SCHEMA = {
     "type": "array",
     "minItems": 64,
@@ -87,15 +89,20 @@ def parameters(arm: str, count: int) -> Any:
         )
     if arm == "torch sampler":
         more["logit_bias"] = {5: 0.0}
+    if arm != "forced drafts":
+        more["num_speculative_tokens"] = 0
     return greedy(count, **more)
 
 
 def measure(llm: LLM, vocab: int, batch: int, arms: list[str], rounds: int) -> dict[str, float]:
-    """Arm -> ms of a decode step at this batch."""
+    """Arm -> ms of a token of all sequences at this batch."""
     prompts = Prompts(vocab)
     best = dict.fromkeys(arms, float("inf"))
     for arm in arms:
-        seconds(llm, prompts.draw(batch, PROMPT), parameters(arm, 4))
+        before = llm.engine.metrics()["spec_decode_num_draft_tokens"]
+        seconds(llm, prompts.draw(batch, PROMPT), parameters(arm, 1 + STEPS))
+        drafted = llm.engine.metrics()["spec_decode_num_draft_tokens"] - before
+        assert arm == "forced drafts" or not drafted, "a token is not a step"
     for _ in range(rounds):
         for arm in arms:
             short = seconds(llm, prompts.draw(batch, PROMPT), parameters(arm, 1))

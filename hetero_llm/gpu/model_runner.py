@@ -112,6 +112,7 @@ class ResultRing:
         return place
 
 
+# large: every way of a step needs most of what `__init__` makes.
 class GpuModelRunner:
     """Owns the KV cache, the block tables, sampling state and graphs.
 
@@ -135,6 +136,7 @@ class GpuModelRunner:
         graphs: None: all steps run uncaptured.
     """
 
+    # large: the sizes of a step decide those of all parts.
     def __init__(
         self,
         model: CausalLM,
@@ -192,7 +194,6 @@ class GpuModelRunner:
             pin=pin,
             most_looks=most_looks,
         )
-        self._places = np.zeros(0, np.int32)  # of the masks in `_sample_processed`
         self._device_step = DeviceStep(
             model,
             config,
@@ -255,7 +256,7 @@ class GpuModelRunner:
         masks = None
         if plain or step.drafts is None:
             masks = self._masks.plan(step, self._sampler.is_masked_later)
-        self.filler.mask_places = self._places = _NO_PLACES if masks is None else masks.places
+        self.filler.mask_places = _NO_PLACES if masks is None else masks.places
         if masks is not None and self._masks.runs_at_launch:
             self._masks.start_fill(masks)
         return masks
@@ -515,9 +516,9 @@ class GpuModelRunner:
         """What the torch sampler samples with: see `sampling.sampler.SampleProcessed`."""
         packed = np.take(self.filler.sampling.packed, slots, axis=1)
         packed[SAMPLE_INDEX], packed[POSITION] = sample_indices, positions
-        if len(self._places):
-            later = [self._sampler.is_masked_later(slot) for slot in slots.tolist()]
-            packed[MASK_PLACE] = np.where(later, self._places + 1, 0)
+        places = self.filler.mask_places
+        if len(places):
+            packed[MASK_PLACE] = places + 1
             logits = logits.clone()  # log-probabilities are those of the unmasked ones
         rows = SampleRows(upload(packed, logits.device))
         return self._device_step.sample_processed(logits, rows)

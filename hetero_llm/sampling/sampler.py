@@ -193,6 +193,7 @@ def expand_samples(
     return source, np.where(samples[source] > 1, within, sample_indices[source])
 
 
+# large: an array for each sampling parameter of request slots.
 class Sampler:
     """Sampling state of every request slot, and the sampling itself.
 

@@ -65,7 +65,12 @@ def choose_drafts(
     else:
         proposed = drafter.propose(asked, limits, sum(num_scheduled_tokens))
     if not grammars.idle:
-        proposed = grammars.constrained(asked, limits, proposed)
+        own = [sequence.request.params.num_speculative_tokens for sequence in asked]
+        most_own = [
+            limit if wanted is None else min(limit, wanted)
+            for limit, wanted in zip(limits, own, strict=True)
+        ]
+        proposed = grammars.constrained(asked, most_own, proposed)
     assert len(proposed.counts) == len(asked), "a drafter answers every request"
     assert (proposed.counts <= np.array(limits)).all(), "a drafter keeps to its limits"
     kept = allocate_nodes(

@@ -100,7 +100,8 @@ def start(
         grammars=grammars,
     )
     outputs = OutputProcessor(None, scheduler.stop_sequence)
-    return Engine(inputs, scheduler, runner, outputs, asynchronous=ours), scheduler
+    engine = Engine(inputs, scheduler, runner, outputs, asynchronous=ours, grammars=grammars)
+    return engine, scheduler
 
 
 def run(engine: Engine, work: Work) -> dict[str, list[tuple[list[int], str | None]]]:

@@ -269,3 +269,17 @@ def test_a_grammar_that_fails_ends_its_request_alone(
     assert last["good"].error is None and list(last["good"].outputs[0].token_ids) == good
     if name == "none":
         assert list(last["bad"].outputs[0].token_ids) == good[:5]
+
+
+@pytest.mark.parametrize(("most", "drafted"), [(None, True), (0, False)])
+def test_a_request_may_forgo_drafts_of_forced_tokens(
+    folder: Path, most: int | None, drafted: bool
+) -> None:
+    engine = build(folder, BATCH, None)
+    params = guided(
+        replace(GREEDY, max_tokens=12, num_speculative_tokens=most), choice=["abcdefghij"]
+    )
+    engine.add_request(engine.make_request("forced", Prompt(None, [5, 6, 7]), params))
+    while engine.has_unfinished:
+        engine.step()
+    assert (engine.metrics()["spec_decode_num_draft_tokens"] > 0) == drafted

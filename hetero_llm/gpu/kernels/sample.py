@@ -38,7 +38,7 @@ import triton
 import triton.language as tl
 
 from hetero_llm.gpu.kernels.launch import INTERPRETED, let_next_start, pdl_options, wait_for_inputs
-from hetero_llm.gpu.kernels.layer_ready import MOST_LOOKS, see_what_came_before
+from hetero_llm.gpu.kernels.layer_ready import MOST_LOOKS
 from hetero_llm.sampling.noise import gumbel_noise
 from hetero_llm.sampling.processors import restrict_support, unpack_mask
 
@@ -461,18 +461,29 @@ def _is_restricted(temperature, top_k, top_p, min_p, vocab):
 
 
 @triton.jit
+def _fenced(value, FENCE: tl.constexpr):
+    """`value`, known only behind a fence: what depends on the result sees all that the host wrote
+    before what was read so far."""
+    if FENCE:
+        value = tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [value],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return value
+
+
+@triton.jit
 def _await_mask(ready, gave_up, most_looks, FENCE: tl.constexpr):
-    """Waits until the host has written a mask. Returns whether it has; else notes that it gave up,
-    so that other programs of the row do not wait."""
+    """Waits until the host has written a mask. Returns 1 if it has. Else it returns 0 and notes
+    that it gave up, so that other programs of the row do not wait."""
     is_ready = tl.load(ready, volatile=True)
     looks = tl.load(gave_up, volatile=True) * most_looks
     while (is_ready == 0) & (looks < most_looks):
         is_ready = tl.load(ready, volatile=True)
         looks += 1
-    see_what_came_before(FENCE)
     if is_ready == 0:
         tl.store(gave_up, 1)
-    return is_ready != 0
+    return is_ready
 
 
 @triton.jit
@@ -484,7 +495,6 @@ def _load_allowed(words, chunk, num_words, CHUNK: tl.constexpr):
     return tl.reshape(bits, [CHUNK])
 
 
-# large: one pass over the logits serves rows of every kind.
 @triton.jit(do_not_specialize=["rows_stride", "chunks_per_program", "most_looks"])
 def _scan(
     best,
@@ -521,7 +531,10 @@ def _scan(
             place = tl.load(rows + MASK_PLACE_FIELD * rows_stride + row).to(tl.int64) - 1
             mask_words += place * num_words
             if place >= 0:
-                masked = _await_mask(mask_ready + place, mask_gave_up + place, most_looks, FENCE)
+                ready = _await_mask(mask_ready + place, mask_gave_up + place, most_looks, FENCE)
+                fenced = _fenced(ready, FENCE)
+                mask_words += fenced - ready  # 0, so that words are loaded behind the fence
+                masked = fenced != 0
         first = tl.program_id(0) * chunks_per_program
         for chunk in range(first, tl.minimum(first + chunks_per_program, num_chunks)):
             tokens = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -748,6 +761,7 @@ def _check_arguments(
         assert 0 <= masks.most_looks < 2**31 - 1
 
 
+# large: two launches, and the contract of their arguments.
 def sample_tokens(
     logits: torch.Tensor,
     rows: SampleRows,
