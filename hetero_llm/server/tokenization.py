@@ -131,6 +131,13 @@ class ApiTokenizer:
         return frozenset() if self._tokenizer is None else self._tokenizer.special_ids
 
     @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that were added to the vocabulary, special ones included, by text."""
+        if self._tokenizer is None:
+            return {}
+        return {text: index for index, text in self._tokenizer.added_tokens.items()}
+
+    @cached_property
     def special_tokens(self) -> dict[str, int]:
         """Ids of the tokens that control the model, by their text."""
         if self._tokenizer is None:

@@ -1,0 +1,174 @@
+"""The parsers of a model's messages: which format the model writes, and one parser a message."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from hetero_llm.core.errors import ConfigError
+from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.server.errors import invalid
+from hetero_llm.server.message_events import MessageParser, PlainParser
+from hetero_llm.server.regions.detection import detected_format
+from hetero_llm.server.regions.formats import MessageFormat, named_format
+from hetero_llm.server.regions.region_parser import RegionParser, SpecialTokens, Start
+from hetero_llm.server.tokenization import ApiTokenizer
+from hetero_llm.server.tool_requests import ToolRequest
+
+logger = logging.getLogger(__name__)
+
+OFF = "none"
+"""The name of a parser that parses nothing."""
+
+
+class MessageParsers:
+    """Makes the parsers of all messages of one model.
+
+    Args:
+        tool_parser: name of the format of tool calls; None: that of the chat template.
+        reasoning_parser: name of the format of reasoning; None: that of the chat template.
+        needs_tools: --enable-auto-tool-choice was given.
+
+    Attributes:
+        format: of the model's messages.
+
+    Raises:
+        ConfigError: no format of tool calls was found, though one is needed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ApiTokenizer,
+        *,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        needs_tools: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.format = _format(tokenizer, tool_parser, reasoning_parser)
+        if needs_tools and not self.format.calls_tools:
+            raise ConfigError(
+                "enable_auto_tool_choice",
+                True,
+                "the chat template shows no known format of tool calls; name it with "
+                "--tool-call-parser",
+            )
+        texts = tokenizer.added_tokens
+        self._marker_ids = {one: texts[one] for one in _markers(self.format) if one in texts}
+        self._special = {
+            index: text
+            for text, index in tokenizer.special_tokens.items()
+            if text not in self._marker_ids
+        }
+
+    def check(self, tools: ToolRequest) -> None:
+        """Raises:
+        ApiError: the request has tools that this model cannot be asked to call.
+        """
+        if tools.is_on and not self.format.calls_tools:
+            raise invalid(
+                "tools",
+                "tools: the format of this model's tool calls is not known; the server's operator "
+                "names it with --tool-call-parser; tool_choice 'none' is accepted",
+                "unsupported_parameter",
+            )
+
+    def sampling(self, params: SamplingParams, tools: ToolRequest) -> SamplingParams:
+        """The parameters for the engine: a parser needs special tokens in its text."""
+        if not self._parses(tools) or not params.detokenize or not params.skip_special_tokens:
+            return params
+        return replace(params, skip_special_tokens=False)
+
+    def new(
+        self, prompt: Prompt, tools: ToolRequest, params: SamplingParams, *, skip_special: bool
+    ) -> MessageParser:
+        """A parser for one message.
+
+        Args:
+            params: as the engine has them.
+            skip_special: leave special tokens that mark nothing out of texts.
+        """
+        if not self._parses(tools) or not params.detokenize:
+            return PlainParser()
+        tokens = SpecialTokens(
+            self._marker_ids, self._special if skip_special else {}, self._decode
+        )
+        return RegionParser(
+            self.format,
+            self.start(prompt),
+            schemas=tools.schemas if tools.is_on else None,
+            tokens=tokens,
+            only_one_call=not tools.parallel,
+        )
+
+    def start(self, prompt: Prompt) -> Start:
+        """The region that the prompt leaves open."""
+        ids, text = prompt.token_ids or [], (prompt.text or "").rstrip()
+        channels, reasoning = self.format.channels, self.format.reasoning
+        if channels is not None:
+            return "header" if text.endswith(f"{channels.part}assistant") else "content"
+        if reasoning is None:
+            return "content"
+        opened = max((self._last(ids, one) for one in reasoning.opens), default=-1)
+        closed = max((self._last(ids, one) for one in reasoning.closes), default=-1)
+        if text.endswith(reasoning.opens) or opened > closed:
+            return "reasoning"
+        if reasoning.always and not text.endswith(reasoning.closes):
+            return "reasoning"
+        return "content"
+
+    def _last(self, ids: list[int], marker: str) -> int:
+        """Where a marker's token stands last in a prompt, -1 if nowhere."""
+        token = self._marker_ids.get(marker)
+        if token is None or token not in ids:
+            return -1
+        return len(ids) - 1 - ids[::-1].index(token)
+
+    def _parses(self, tools: ToolRequest) -> bool:
+        return self.format.reasons or tools.is_on
+
+    def _decode(self, token_ids: Any) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _format(
+    tokenizer: ApiTokenizer, tool_parser: str | None, reasoning_parser: str | None
+) -> MessageFormat:
+    """The format by the names given, and by the chat template where none is."""
+    template = tokenizer.chat_template
+    found = MessageFormat() if template is None else detected_format(template.text)
+    given = named_format(_known(tool_parser), _known(reasoning_parser))
+    if given.channels is not None:
+        return given
+    if found.channels is not None:
+        return found if tool_parser is None and reasoning_parser is None else given
+    return MessageFormat(
+        found.tools if tool_parser is None else given.tools,
+        found.reasoning if reasoning_parser is None else given.reasoning,
+    )
+
+
+def _known(name: str | None) -> str | None:
+    return None if name == OFF else name
+
+
+def _markers(message_format: MessageFormat) -> Iterable[str]:
+    """All markers of a format."""
+    channels = message_format.channels
+    if channels is not None:
+        yield from (channels.part, channels.channel, channels.message, *channels.ends)
+    if message_format.tools is not None:
+        yield from message_format.tools.opens
+        if message_format.tools.closes:
+            yield message_format.tools.closes
+        body = message_format.tools.body
+        for name in ("opens", "closes"):
+            marker = getattr(body, name, "")
+            if marker:
+                yield marker
+    if message_format.reasoning is not None:
+        yield from message_format.reasoning.opens
+        yield from message_format.reasoning.closes
