@@ -14,7 +14,8 @@ from hetero_llm.server.errors import invalid
 from hetero_llm.server.message_events import MessageParser, PlainParser
 from hetero_llm.server.regions.detection import detected_format
 from hetero_llm.server.regions.formats import MessageFormat, named_format
-from hetero_llm.server.regions.region_parser import RegionParser, SpecialTokens, Start
+from hetero_llm.server.regions.region_parser import RegionParser
+from hetero_llm.server.regions.special_tokens import SpecialTokens, Start
 from hetero_llm.server.tokenization import ApiTokenizer
 from hetero_llm.server.tool_requests import ToolRequest
 
@@ -57,7 +58,7 @@ class MessageParsers:
                 "--tool-call-parser",
             )
         texts = tokenizer.added_tokens
-        self._marker_ids = {one: texts[one] for one in _markers(self.format) if one in texts}
+        self._marker_ids = {one: texts[one] for one in markers_of(self.format) if one in texts}
         self._special = {
             index: text
             for text, index in tokenizer.special_tokens.items()
@@ -155,7 +156,7 @@ def _known(name: str | None) -> str | None:
     return None if name == OFF else name
 
 
-def _markers(message_format: MessageFormat) -> Iterable[str]:
+def markers_of(message_format: MessageFormat) -> Iterable[str]:
     """All markers of a format."""
     channels = message_format.channels
     if channels is not None:

@@ -78,8 +78,11 @@ class CallReader:
             NotACall: see the module.
             TextEnded: the text ended inside of the section.
         """
-        self.begun, self.only_declared = False, bare
         body = self.format.body
+        self.begun, self.only_declared = False, bare
+        if isinstance(body, TaggedCalls) and not body.name_ends:
+            # Nothing marks a name, so prose behind a marker that is plain text looks like one.
+            self.only_declared |= not self.source.has_token(self.format.opens[0])
         if isinstance(body, JsonCalls):
             yield from self._json_calls(body)
         elif isinstance(body, HeadedCalls):
@@ -357,11 +360,11 @@ class CallReader:
     def rest(self, ends: tuple[str, ...]) -> Reading[None]:
         """After a mistake inside of a call: passes on what the model wrote, as arguments of that
         call, up to a marker that ends it."""
-        source = self.source
+        source, space = self.source, ""
         while True:
             found = any_of(ends).search(source.text, source.at) if ends else None
             if found is not None:
-                left = source.take(found.start()).rstrip()
+                left = (space + source.take(found.start())).rstrip()
                 self.writer.arguments(left)
                 if self._is_closed and not left:
                     self.writer.end_call()
@@ -370,11 +373,14 @@ class CallReader:
                 return
             whole = held_back(source.text, source.at, ends) if ends else len(source.text)
             if source.ended:
-                self.writer.arguments(source.take(len(source.text)))
+                self.writer.arguments(space + source.take(len(source.text)))
                 raise TextEnded
-            if whole > source.at:
+            text = space + source.take(whole)
+            bare = text.rstrip()
+            space = text[len(bare) :]
+            if bare:
                 self._is_closed = False
-                self.writer.arguments(source.take(whole))
+                self.writer.arguments(bare)
             yield from more(source)
 
 

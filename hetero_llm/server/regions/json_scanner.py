@@ -232,6 +232,7 @@ class JsonScanner:
         self._word_length += len(word[0])
         if self._word_length > _MOST_WORD:
             self._out.extend(self._word)
+            self._word.clear()
             self.failed = True
         return word.end()
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from hetero_llm.server.message_events import Content, MessageEvent, Reasoning
 from hetero_llm.server.regions.call_readers import CallReader
@@ -26,31 +25,11 @@ from hetero_llm.server.regions.reading import (
     skip_space,
     value,
 )
+from hetero_llm.server.regions.reasoning_counter import ReasoningCounter
+from hetero_llm.server.regions.special_tokens import NO_TOKENS, SpecialTokens, Start
 from hetero_llm.server.regions.text_source import TextSource
 
-Start = Literal["content", "reasoning", "header"]
-"""The region in which a message begins, which the prompt decides."""
-
 _ASSISTANT = re.compile(r"\s*(?:assistant\b)?[^\S\n]*")
-
-
-@dataclass(frozen=True, slots=True)
-class SpecialTokens:
-    """What a parser has to know about the model's tokens.
-
-    Attributes:
-        marker_ids: the token of each marker of the format that has one.
-        dropped: special tokens whose text is left out of messages, by id.
-        decode: token ids to text, special tokens included.
-    """
-
-    marker_ids: Mapping[str, int]
-    dropped: Mapping[int, str]
-    decode: Callable[[Sequence[int]], str]
-
-
-NO_TOKENS = SpecialTokens({}, {}, lambda token_ids: "")
-"""Of a model whose markers are plain text."""
 
 
 class RegionParser:
@@ -89,7 +68,7 @@ class RegionParser:
             )
             self._reading = regions.read(start)
         next(self._reading)
-        self._counter = _ReasoningCounter(message_format, tokens, start)
+        self._counter = ReasoningCounter(message_format, tokens, start)
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -109,62 +88,6 @@ class RegionParser:
         next(self._reading, None)
         self._writer.end()
         return self._writer.take()
-
-
-class _ReasoningCounter:
-    """Counts the tokens of reasoning by the tokens of its markers.
-
-    Attributes:
-        count: None where the markers are no tokens.
-    """
-
-    def __init__(self, message_format: MessageFormat, tokens: SpecialTokens, start: Start) -> None:
-        channels, reasoning = message_format.channels, message_format.reasoning
-        ids = tokens.marker_ids
-        self._decode = tokens.decode
-        self._regions = {} if channels is None else channels.regions
-        self._header: list[int] | None = None
-        self._message = None
-        if channels is not None:
-            begins, opens = (channels.channel,), ()
-            closes = (channels.part, *channels.ends)
-            self._message = ids.get(channels.message)
-            known = {channels.channel, channels.message} <= ids.keys()
-        elif reasoning is not None:
-            begins, opens, closes = (), reasoning.opens, reasoning.closes
-            known = all(one in ids for one in closes)
-        else:
-            begins, opens, closes, known = (), (), (), False
-        if known and message_format.tools is not None and message_format.tools.in_reasoning:
-            closes = (*closes, message_format.tools.opens[0])
-        self._begins = frozenset(ids[one] for one in begins if one in ids)
-        self._opens = frozenset(ids[one] for one in opens if one in ids)
-        self._closes = frozenset(ids[one] for one in closes if one in ids)
-        self._markers = self._begins | self._opens | self._closes
-        self._inside = start == "reasoning"
-        self.count: int | None = 0 if known else None
-
-    def note(self, token_ids: Sequence[int]) -> None:
-        if self.count is None:
-            return
-        if self._header is None and self._markers.isdisjoint(token_ids):
-            self.count += len(token_ids) if self._inside else 0
-            return
-        for token in token_ids:
-            if token in self._opens:
-                self._inside = True
-            elif token in self._begins:
-                self._inside, self._header = False, []
-            elif self._header is not None and token == self._message:
-                name = self._decode(self._header).split(maxsplit=1)
-                self._inside = bool(name) and self._regions.get(name[0]) == "reasoning"
-                self._header = None
-            elif token in self._closes:
-                self._inside = False
-            elif self._header is not None:
-                self._header.append(token)
-            elif self._inside:
-                self.count += 1
 
 
 class _Regions:
@@ -188,7 +111,7 @@ class _Regions:
         stray = (tools.closes,) if tools is not None and tools.closes else ()
         self._in_content = (*self._thinks, *self._thought, *self._call_opens, *stray)
         in_reasoning = self._call_opens[:1] if tools is not None and tools.in_reasoning else ()
-        self._in_reasoning = (*self._thought, *in_reasoning)
+        self._in_reasoning = (*self._thought, *self._thinks, *in_reasoning)
 
     def read(self, start: Start) -> Reading[None]:
         """Reads the whole message."""
@@ -244,13 +167,14 @@ class _Regions:
             marker, start = found[0], found.start()
             if not source.is_real(marker, start):
                 continue
-            if source.has_token(marker) or kind is Reasoning or marker in self._call_opens:
-                return found
-            # As plain text only the beginning of a message opens reasoning, and what closes
-            # reasoning or calls closes nothing here.
-            if marker in self._thinks and self._at_beginning(start):
-                return found
-            if self._tools is not None and marker == self._tools.closes and self._writer.num_calls:
+            # A marker that is plain text opens reasoning at the beginning of a message only.
+            if marker in self._thinks:
+                is_one = source.has_token(marker) or self._at_beginning(start)
+            elif marker in self._thought:
+                is_one = source.has_token(marker) or kind is Reasoning
+            else:  # what closes calls means nothing before the first one
+                is_one = marker in self._call_opens or bool(self._writer.num_calls)
+            if is_one:
                 return found
         return None
 
