@@ -106,27 +106,19 @@ class MessageParsers:
         )
 
     def start(self, prompt: Prompt) -> Start:
-        """The region that the prompt leaves open."""
-        ids, text = prompt.token_ids or [], (prompt.text or "").rstrip()
+        """The region that the prompt leaves open. Only its end counts: a marker further up may be
+        a user's text."""
+        text = (prompt.text or "").rstrip()
         channels, reasoning = self.format.channels, self.format.reasoning
         if channels is not None:
             return "header" if text.endswith(f"{channels.part}assistant") else "content"
         if reasoning is None:
             return "content"
-        opened = max((self._last(ids, one) for one in reasoning.opens), default=-1)
-        closed = max((self._last(ids, one) for one in reasoning.closes), default=-1)
-        if text.endswith(reasoning.opens) or opened > closed:
+        if text.endswith(reasoning.opens):
             return "reasoning"
         if reasoning.always and not text.endswith(reasoning.closes):
             return "reasoning"
         return "content"
-
-    def _last(self, ids: list[int], marker: str) -> int:
-        """Where a marker's token stands last in a prompt, -1 if nowhere."""
-        token = self._marker_ids.get(marker)
-        if token is None or token not in ids:
-            return -1
-        return len(ids) - 1 - ids[::-1].index(token)
 
     def _parses(self, tools: ToolRequest) -> bool:
         return self.format.reasons or tools.is_on

@@ -21,7 +21,8 @@ from hetero_llm.server.settings import Limits
 Tool = dict[str, Any]
 """{"type": "function", "function": {"name", "description", "parameters", "strict"}}."""
 
-_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+TOOL_NAME = r"[A-Za-z0-9_.\-]{1,64}"
+"""The pattern of functions' names."""
 _CHOICES = ("none", "auto", "required")
 
 
@@ -124,7 +125,7 @@ def _checked_tool(tool: Any, where: str, limits: Limits) -> str:
         raise invalid(f"{where}.function", f"{where}.function: must be an object", "invalid_type")
     where += ".function"
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not re.fullmatch(TOOL_NAME, name):
         raise invalid(
             f"{where}.name",
             f"{where}.name={shown(name)}: must be 1 to 64 letters, digits, '_', '-' or '.'",
