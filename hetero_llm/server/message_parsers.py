@@ -16,11 +16,20 @@ from hetero_llm.server.regions.detection import detected_format
 from hetero_llm.server.regions.formats import MessageFormat, named_format
 from hetero_llm.server.regions.region_parser import RegionParser
 from hetero_llm.server.regions.special_tokens import SpecialTokens, Start
+from hetero_llm.server.regions.tool_grammar import (
+    GrammarFunction,
+    SchemaError,
+    ToolGrammar,
+    tool_grammar,
+    written_texts,
+)
 from hetero_llm.server.tokenization import ApiTokenizer
 from hetero_llm.server.tool_requests import ToolRequest
 
 logger = logging.getLogger(__name__)
 
+_SHORTEST_MARKER = 4
+"""Characters; shorter added tokens, such as runs of spaces, are text."""
 OFF = "none"
 """The name of a parser that parses nothing."""
 
@@ -58,11 +67,15 @@ class MessageParsers:
                 "--tool-call-parser",
             )
         texts = tokenizer.added_tokens
+        written = written_texts(self.format)
+        self._written_ids = {
+            text: index
+            for text, index in texts.items()
+            if text in written and len(text) >= _SHORTEST_MARKER
+        }
         self._marker_ids = {one: texts[one] for one in markers_of(self.format) if one in texts}
         self._special = {
-            index: text
-            for text, index in tokenizer.special_tokens.items()
-            if text not in self._marker_ids
+            index: text for text, index in tokenizer.special_tokens.items() if text not in written
         }
 
     def check(self, tools: ToolRequest) -> None:
@@ -105,6 +118,29 @@ class MessageParsers:
             only_one_call=not tools.parallel,
         )
 
+    def grammar(self, tools: ToolRequest, prompt: Prompt) -> ToolGrammar | None:
+        """The grammar of the answer to a prompt, for tools that need one.
+
+        Raises:
+            ApiError: a tool's schema cannot be made a grammar; it names the part of the schema.
+        """
+        if not tools.needs_grammar:
+            return None
+        functions = functions_of(tools)
+        try:
+            return tool_grammar(
+                self.format,
+                [one for _, one in functions],
+                self._written_ids,
+                self.start(prompt),
+                required=tools.choice != "auto",
+                parallel=tools.parallel and tools.choice != "named",
+            )
+        except SchemaError as error:
+            index = next(i for i, one in functions if one.name == error.function)
+            where = f"tools[{index}].function.parameters.{error.path}"
+            raise invalid(where, f"{where}: {error}", "unsupported_parameter") from None
+
     def start(self, prompt: Prompt) -> Start:
         """The region that the prompt leaves open. Only its end counts: a marker further up may be
         a user's text."""
@@ -125,6 +161,20 @@ class MessageParsers:
 
     def _decode(self, token_ids: Any) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def functions_of(tools: ToolRequest) -> list[tuple[int, GrammarFunction]]:
+    """The functions that the answer may call, each with the index of its tool."""
+    found = []
+    for index, tool in enumerate(tools.tools):
+        function = tool["function"]
+        if tools.name is not None and function["name"] != tools.name:
+            continue
+        strict = function.get("strict") is True
+        schema = function.get("parameters") or {}
+        free = tools.choice == "auto" and not strict
+        found.append((index, GrammarFunction(function["name"], None if free else schema, strict)))
+    return found
 
 
 def _format(

@@ -198,7 +198,7 @@ def _tools(context: Context) -> Schema:
     """Tools can be declared to a template that describes them, in a format that is known."""
     template, limits = context.tokenizer.chat_template, context.settings.limits
     if template is None or not template.mentions("tools") or not context.parsers.format.calls_tools:
-        return {"type": ["array", "null"], "maxItems": 0}
+        return {"enum": [[], None]}
     function = {
         "type": "object",
         "properties": {

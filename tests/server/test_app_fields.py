@@ -95,7 +95,6 @@ REFUSED: dict[str, Any] = {
     "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
 }
 CHAT_REFUSED: dict[str, Any] = {
-    "tools": [{"type": "function", "function": {"name": "f"}}],
     "functions": [{"name": "f"}],
     "function_call": "auto",
 }

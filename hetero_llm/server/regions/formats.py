@@ -39,13 +39,15 @@ class HeadedCalls:
         written: how to write a header; {name} and {index} stand for the function and the number of
             the call.
         opens: before each header.
-        tail: after the arguments, to be skipped.
+        tail: after the arguments.
         closes: after each call.
+        inside: markup that a header may hold besides what is `written`.
         as_json: how calls are written if a list or an object comes in place of a header.
     """
 
     header: re.Pattern[str]
     written: str
+    inside: tuple[str, ...] = ()
     opens: str = ""
     tail: str = ""
     closes: str = ""
@@ -103,6 +105,8 @@ class ToolFormat:
             characters; only functions that the request declares are then calls.
         in_reasoning: calls may stand inside of reasoning, which they end.
         several: the model writes several calls in one section, else a section for each.
+        written: how it writes a section: what stands before its calls, between two calls or two
+            sections, and after them.
         id_form: "call": any; "mistral": nine letters and digits; "header": the model writes it.
     """
 
@@ -113,6 +117,7 @@ class ToolFormat:
     bare: str = ""
     in_reasoning: bool = False
     several: bool = True
+    written: tuple[str, str, str] = ("", "", "")
     id_form: str = "call"
     example: str = ""
 
@@ -179,6 +184,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             opens=("<tool_call>",),
             closes="</tool_call>",
             several=False,
+            written=("<tool_call>\n", "\n", "\n</tool_call>"),
             example='<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
         ),
         ToolFormat(
@@ -186,15 +192,19 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             JsonCalls(argument_keys=("parameters", "arguments"), separators=";"),
             opens=("<|python_tag|>",),
             bare="{",
+            written=("", "; ", ""),
             example='{"name": "f", "parameters": {"a": 1}}',
         ),
-        ToolFormat("pythonic", PythonCalls(), bare="[", example="[f(a=1)]"),
+        ToolFormat(
+            "pythonic", PythonCalls(), bare="[", written=("[", ", ", "]"), example="[f(a=1)]"
+        ),
         ToolFormat(
             "llama4_pythonic",
             PythonCalls(),
             opens=("<|python_start|>",),
             closes="<|python_end|>",
             bare="[",
+            written=("[", ", ", "]"),
             example="[f(a=1)]",
         ),
         ToolFormat(
@@ -202,6 +212,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             PythonCalls(bracketed=False),
             opens=("<function_calls>",),
             closes="</function_calls>",
+            written=("<function_calls>", "\n", "</function_calls>"),
             example="<function_calls>f(a=1)\ng()</function_calls>",
         ),
         ToolFormat(
@@ -209,11 +220,13 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             HeadedCalls(
                 header=_MISTRAL_HEADER,
                 written="{name}[ARGS]",
+                inside=("[CALL_ID]",),
                 as_json=JsonCalls(as_list=True),
             ),
             opens=("[TOOL_CALLS]",),
             several=False,
             id_form="mistral",
+            written=("[TOOL_CALLS]", "", ""),
             example='[TOOL_CALLS]f[ARGS]{"a": 1}',
         ),
         ToolFormat(
@@ -222,6 +235,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             opens=("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"),
             closes="<|action_end|>",
             several=False,
+            written=("<|action_start|><|plugin|>\n", "\n", "<|action_end|>"),
             example=(
                 '<|action_start|><|plugin|>\n{"name": "f", "parameters": {"a": 1}}<|action_end|>'
             ),
@@ -242,6 +256,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             closes="</tool_call>",
             in_reasoning=True,
             several=False,
+            written=("<tool_call>\n", "\n", "\n</tool_call>"),
             example=(
                 "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n"
                 "</tool_call>"
@@ -258,6 +273,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             ),
             opens=("<｜tool▁calls▁begin｜>",),
             closes="<｜tool▁calls▁end｜>",
+            written=("<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
             example=(
                 f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function{_SEP}f\n"
                 '```json\n{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
@@ -273,6 +289,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             ),
             opens=("<｜tool▁calls▁begin｜>",),
             closes="<｜tool▁calls▁end｜>",
+            written=("<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),
             example=(
                 f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f{_SEP}"
                 '{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
@@ -292,6 +309,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             opens=("<tool_call>",),
             closes="</tool_call>",
             several=False,
+            written=("<tool_call>", "\n", "</tool_call>"),
             example=("<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
         ),
         ToolFormat(
@@ -299,6 +317,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             JsonCalls(as_list=True),
             opens=("<|tool_call|>", "<tool_call>"),
             closes="</tool_call>",
+            written=("<|tool_call|>[", ", ", "]"),
             example='<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]',
         ),
         ToolFormat(
@@ -306,6 +325,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             _JSON,
             opens=("<function_call>",),
             several=False,
+            written=("<function_call> ", "\n", ""),
             example='<function_call> {"name": "f", "arguments": {"a": 1}}',
         ),
         ToolFormat(
@@ -323,6 +343,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             closes="<|tool_calls_section_end|>",
             in_reasoning=True,
             id_form="header",
+            written=("<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>"),
             example=(
                 "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
                 '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_calls_section_end|>'
@@ -333,6 +354,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             _JSON,
             opens=("<tool_calls>",),
             closes="</tool_calls>",
+            written=("<tool_calls>\n", "\n", "\n</tool_calls>"),
             example='<tool_calls>\n{"name": "f", "arguments": {"a": 1}}\n</tool_calls>',
         ),
         ToolFormat(
@@ -348,6 +370,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             ),
             opens=("<minimax:tool_call>",),
             closes="</minimax:tool_call>",
+            written=("<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>"),
             example=(
                 '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n'
                 "</invoke>\n</minimax:tool_call>"
