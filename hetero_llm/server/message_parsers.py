@@ -15,6 +15,7 @@ from hetero_llm.server.message_events import MessageParser, PlainParser
 from hetero_llm.server.regions.detection import detected_format
 from hetero_llm.server.regions.formats import MessageFormat, named_format
 from hetero_llm.server.regions.region_parser import RegionParser
+from hetero_llm.server.regions.response_template import translated
 from hetero_llm.server.regions.special_tokens import SpecialTokens, Start
 from hetero_llm.server.regions.tool_grammar import (
     GrammarFunction,
@@ -180,9 +181,13 @@ def functions_of(tools: ToolRequest) -> list[tuple[int, GrammarFunction]]:
 def _format(
     tokenizer: ApiTokenizer, tool_parser: str | None, reasoning_parser: str | None
 ) -> MessageFormat:
-    """The format by the names given, and by the chat template where none is."""
+    """The format by the names given; where none is, by the tokenizer's response template, and what
+    that leaves open by the chat template."""
     template = tokenizer.chat_template
     found = MessageFormat() if template is None else detected_format(template.text)
+    described = tokenizer.response_template
+    if described is not None and (tool_parser is None or reasoning_parser is None):
+        found = _described(described, found)
     given = named_format(_known(tool_parser), _known(reasoning_parser))
     if given.channels is not None:
         return given
@@ -192,6 +197,19 @@ def _format(
         found.tools if tool_parser is None else given.tools,
         found.reasoning if reasoning_parser is None else given.reasoning,
     )
+
+
+def _described(template: Any, found: MessageFormat) -> MessageFormat:
+    """The format of a response template; what it does not say is as it was `found`."""
+    translation = translated(template)
+    for problem in translation.problems:
+        logger.warning("the tokenizer's response_template is not used for %s", problem)
+    by_template = translation.format
+    if by_template.channels is not None:
+        return by_template
+    if found.channels is not None:
+        return by_template if by_template.calls_tools and by_template.reasons else found
+    return MessageFormat(by_template.tools or found.tools, by_template.reasoning or found.reasoning)
 
 
 def _known(name: str | None) -> str | None:

@@ -127,6 +127,11 @@ class ApiTokenizer:
         return around[:at] + token_ids + around[at + len(bare) :]
 
     @property
+    def response_template(self) -> Any:
+        """What transformers' tokenizer says about the form of answers; None if nothing."""
+        return getattr(self._tokenizer and self._tokenizer.hf, "response_template", None)
+
+    @property
     def special_ids(self) -> frozenset[int]:
         return frozenset() if self._tokenizer is None else self._tokenizer.special_ids
 

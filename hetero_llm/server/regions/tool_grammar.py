@@ -347,7 +347,7 @@ def _parameters(function: GrammarFunction) -> list[tuple[str, Mapping[str, Any],
                     function.name, word, f"{word} is not available here in this model's format"
                 )
     needed = set(schema.get("required", ()))
-    whole = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    whole: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return [
         (key, {**({} if isinstance(one, bool) else one), **whole}, key in needed)
         for key, one in properties.items()
