@@ -58,7 +58,7 @@ class MessageParsers:
         reasoning_parser: str | None = None,
         needs_tools: bool = False,
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.format = _format(tokenizer, tool_parser, reasoning_parser)
         if needs_tools and not self.format.calls_tools:
             raise ConfigError(
@@ -161,7 +161,7 @@ class MessageParsers:
         return self.format.reasons or tools.is_on
 
     def _decode(self, token_ids: Any) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 def functions_of(tools: ToolRequest) -> list[tuple[int, GrammarFunction]]:
