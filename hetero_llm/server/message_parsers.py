@@ -12,6 +12,7 @@ from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.server.errors import invalid
 from hetero_llm.server.message_events import MessageParser, PlainParser
+from hetero_llm.server.protocol import ChatRequest
 from hetero_llm.server.regions.detection import detected_format
 from hetero_llm.server.regions.formats import MessageFormat, named_format
 from hetero_llm.server.regions.region_parser import RegionParser
@@ -24,8 +25,9 @@ from hetero_llm.server.regions.tool_grammar import (
     tool_grammar,
     written_texts,
 )
+from hetero_llm.server.settings import Limits
 from hetero_llm.server.tokenization import ApiTokenizer
-from hetero_llm.server.tool_requests import ToolRequest
+from hetero_llm.server.tool_requests import ToolRequest, checked_tools, refuse_until_grammar
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class MessageParsers:
         needs_tools: --enable-auto-tool-choice was given.
 
     Attributes:
+        tokenizer: of the model.
         format: of the model's messages.
 
     Raises:
@@ -79,10 +82,15 @@ class MessageParsers:
             index: text for text, index in tokenizer.special_tokens.items() if text not in written
         }
 
-    def check(self, tools: ToolRequest) -> None:
-        """Raises:
-        ApiError: the request has tools that this model cannot be asked to call.
+    def requested(self, body: ChatRequest, limits: Limits) -> ToolRequest:
+        """The tools of a request to generate.
+
+        Raises:
+            ApiError: a field is wrong, or this model cannot be asked to call tools.
         """
+        tools = checked_tools(
+            body.tools, body.tool_choice, limits, parallel=body.parallel_tool_calls
+        )
         if tools.is_on and not self.format.calls_tools:
             raise invalid(
                 "tools",
@@ -90,6 +98,8 @@ class MessageParsers:
                 "names it with --tool-call-parser; tool_choice 'none' is accepted",
                 "unsupported_parameter",
             )
+        refuse_until_grammar(tools)
+        return tools
 
     def sampling(self, params: SamplingParams, tools: ToolRequest) -> SamplingParams:
         """The parameters for the engine: a parser needs special tokens in its text."""

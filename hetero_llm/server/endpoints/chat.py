@@ -35,7 +35,7 @@ from hetero_llm.server.request_parsing import (
 )
 from hetero_llm.server.response_builder import ChunkBuilder
 from hetero_llm.server.responses import Responses
-from hetero_llm.server.tool_requests import ToolRequest, checked_tools, refuse_until_grammar
+from hetero_llm.server.tool_requests import ToolRequest
 
 _OBJECT, _CHUNK = "chat.completion", "chat.completion.chunk"
 
@@ -47,14 +47,7 @@ def chat_endpoint(
 
     async def chat_completions(request: Request) -> Response:
         body = await read_generation(context, request, ChatRequest)
-        tools = checked_tools(
-            body.tools,
-            body.tool_choice,
-            context.settings.limits,
-            parallel=body.parallel_tool_calls,
-        )
-        refuse_until_grammar(tools)
-        context.parsers.check(tools)
+        tools = context.parsers.requested(body, context.settings.limits)
         checked = await _checked(context, request, body, tools)
         builder = _ChatBuilder(context, body, checked, tools)
         return await responses.send(request, checked, builder, streamed=bool(body.stream))

@@ -72,7 +72,8 @@ class CallReader:
     """The arguments of the call are complete, whatever follows."""
 
     def section(self, *, bare: bool) -> Reading[None]:
-        """Reads a section behind its opening marker; `bare`: it has none.
+        """Reads a section behind its opening marker; `bare`: it has none, or an unusual one that
+        may be prose.
 
         Raises:
             NotACall: see the module.

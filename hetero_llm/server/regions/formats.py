@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-# large: one field for each way in which the formats differ.
-
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:

@@ -190,7 +190,8 @@ class _Regions:
         opens = next(one for one in self._call_opens if source.text.startswith(one, source.at))
         if opens != getattr(self._tools.body, "opens", ""):
             source.take(source.at + len(opens))
-        return (yield from self._calls_or_text(kind, bare=False))
+        unusual = opens != self._tools.opens[0] and not source.has_token(opens)
+        return (yield from self._calls_or_text(kind, bare=unusual))
 
     def _bare_calls(self) -> Reading[None]:
         """Reads calls that stand without a marker where a region begins, if there are any."""

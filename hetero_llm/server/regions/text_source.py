@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 
+# large: the text, its tokens up to the next marker, and the reader's place in it.
 class TextSource:
     """Text up to now, without what was consumed.
 
