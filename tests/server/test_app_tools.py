@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import openai
@@ -123,20 +124,27 @@ def without_ids(calls: list[Any]) -> list[tuple[str, str]]:
     return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
-@pytest.fixture(scope="module", params=["tokens", "text"])
-def speaker(request: pytest.FixtureRequest, marked: Tokenizer) -> Iterator[Speaker]:
-    """With markers that are tokens, and with markers that are text."""
-    tokenizer = marked if request.param == "tokens" else demo_tokenizer()
-    engine = FakeEngine(tokenizer, vocab_size=len(tokenizer.hf))
-    with serving(engine, ServerSettings(chat_template=TEMPLATE)) as served:
-        yield Speaker(served, tokenizer)
-
-
 @pytest.fixture(scope="module")
-def tokens(marked: Tokenizer) -> Iterator[Speaker]:
-    engine = FakeEngine(marked, vocab_size=len(marked.hf))
-    with serving(engine, ServerSettings(chat_template=TEMPLATE)) as served:
-        yield Speaker(served, marked)
+def speakers(marked: Tokenizer) -> Iterator[dict[str, Speaker]]:
+    """By what markers are for the model."""
+    with ExitStack() as stack:
+        found = {}
+        for name, tokenizer in (("tokens", marked), ("text", demo_tokenizer())):
+            engine = FakeEngine(tokenizer, vocab_size=len(tokenizer.hf))
+            served = stack.enter_context(serving(engine, ServerSettings(chat_template=TEMPLATE)))
+            found[name] = Speaker(served, tokenizer)
+        yield found
+
+
+@pytest.fixture(params=["tokens", "text"])
+def speaker(request: pytest.FixtureRequest, speakers: dict[str, Speaker]) -> Speaker:
+    """With markers that are tokens, and with markers that are text."""
+    return speakers[request.param]
+
+
+@pytest.fixture
+def tokens(speakers: dict[str, Speaker]) -> Speaker:
+    return speakers["tokens"]
 
 
 # -- calls ------------------------------------------------------------------------------------
@@ -192,18 +200,6 @@ def test_arguments_stream_as_they_come(speaker: Speaker) -> None:
     assert len(pieces) > 8 and all(call.keys() == {"index", "function"} for call in calls[1:])
     # Each chunk has what the engine's last token added: nothing waits for the end.
     assert max(map(len, pieces)) < 16
-
-
-def test_a_chunk_of_many_tokens_has_one_entry_for_each_call(marked: Tokenizer) -> None:
-    engine = FakeEngine(marked, vocab_size=len(marked.hf))
-    settings = ServerSettings(chat_template=TEMPLATE, stream_interval=1000)
-    with serving(engine, settings) as served:
-        (choice,) = Speaker(served, marked).says("So: " + CALL + CALL_NOW).joined().values()
-    assert [call[1:] for call in choice["calls"].values()] == [
-        ["get_weather", ARGUMENTS],
-        ["now", "{}"],
-    ]
-    assert choice["content"] == "So:"
 
 
 def test_one_call_if_calls_may_not_be_parallel(speaker: Speaker) -> None:
