@@ -59,7 +59,9 @@ class CallReader:
         format: of the calls.
         schemas: of the parameters of each function that the request declares.
         only_declared: of the section being read: other functions are not calls.
-        begun: a call of the section has begun, so that what follows can no longer be text.
+        begun: a call of the section has begun.
+        is_open: a call has begun and not ended, so that what follows can no longer be text. Outside
+            of calls the source keeps what it consumes.
     """
 
     source: TextSource
@@ -68,6 +70,7 @@ class CallReader:
     schemas: Mapping[str, Mapping[str, Any]]
     only_declared: bool = False
     begun: bool = False
+    is_open: bool = False
     _is_closed: bool = False
     """The arguments of the call are complete, whatever follows."""
 
@@ -80,7 +83,7 @@ class CallReader:
             TextEnded: the text ended inside of the section.
         """
         body = self.format.body
-        self.begun, self.only_declared = False, bare
+        self.begun, self.is_open, self.only_declared = False, False, bare
         if isinstance(body, TaggedCalls) and not body.name_ends:
             # Nothing marks a name, so prose behind a marker that is plain text looks like one.
             self.only_declared |= not self.source.has_token(self.format.opens[0])
@@ -97,9 +100,15 @@ class CallReader:
         """A call's name is known."""
         if not name or (self.only_declared and name not in self.schemas):
             raise NotACall
-        self.begun, self._is_closed = True, False
+        self.begun, self.is_open, self._is_closed = True, True, False
         self.source.release()
         self.writer.begin_call(name, call_id)
+
+    def _end(self) -> None:
+        """A call is complete."""
+        self.writer.end_call()
+        self.is_open = False
+        self.source.keep()
 
     def _closed(self) -> Reading[bool]:
         """Consumes the section's closing marker if it is next."""
@@ -139,6 +148,7 @@ class CallReader:
                 char = yield from peek(source)
             if (yield from self._closed()) or char != "{":
                 return
+            source.keep()
 
     def _json_call(self, body: JsonCalls) -> Reading[None]:
         source, writer = self.source, self.writer
@@ -166,7 +176,7 @@ class CallReader:
         if name is None:
             raise NotACall
         source.take(source.at + 1)
-        writer.end_call()
+        self._end()
 
     def _arguments(self, char: str, write: Any) -> Reading[None]:
         """Arguments are an object; some models write it as JSON inside of a string, or null."""
@@ -197,7 +207,7 @@ class CallReader:
             found = header.groupdict()
             self._begin(found["name"], found.get("id"))
             yield from value(source, writer.arguments)
-            writer.end_call()
+            self._end()
             if not (yield from self._space()):
                 return
             if body.tail:
@@ -211,6 +221,7 @@ class CallReader:
                 return
             if not (yield from self._next_is(body.opens)):
                 return
+            source.keep()
 
     def _next_is(self, literal: str) -> Reading[bool]:
         """Whether `literal` is next, without consuming it."""
@@ -258,14 +269,15 @@ class CallReader:
             writer.arguments("}")
             if body.closes:
                 yield from expect(source, body.closes)
-                writer.end_call()
+                self._end()
                 if not (yield from self._space()):
                     return
                 if (yield from self._closed()) or not (yield from self._next_is(body.opens)):
                     return
+                source.keep()
             else:
                 yield from expect(source, self.format.closes)
-                writer.end_call()
+                self._end()
                 return
 
     def _parameter(
@@ -334,6 +346,7 @@ class CallReader:
                 return
             if not _PYTHON_NAME.match((yield from peek(source))):
                 return
+            source.keep()
 
     def _python_call(self) -> Reading[None]:
         source, writer = self.source, self.writer
@@ -354,7 +367,7 @@ class CallReader:
             first = False
         source.take(source.at + 1)
         writer.arguments("}")
-        writer.end_call()
+        self._end()
 
     # -- what is no call after all --------------------------------------------------------------
 

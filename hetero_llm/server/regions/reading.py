@@ -61,7 +61,11 @@ def skip_space(source: TextSource, also: str = "") -> Reading[str]:
 
 
 def comes(source: TextSource, literal: str) -> Reading[bool]:
-    """Consumes `literal` if it is next."""
+    """Consumes `literal` if it is next.
+
+    Raises:
+        TextEnded: only its beginning came.
+    """
     while True:
         there = source.text[source.at : source.at + len(literal)]
         if there == literal:
@@ -70,6 +74,8 @@ def comes(source: TextSource, literal: str) -> Reading[bool]:
         if not literal.startswith(there):
             return False
         if source.ended:
+            if there:
+                raise TextEnded
             return False
         yield
 
@@ -96,10 +102,10 @@ def until(source: TextSource, pattern: re.Pattern[str], *, most: int = MOST_HEAD
     start = 0
     while True:
         found = pattern.search(source.text, source.at + start)
-        if found is not None:
+        if found is not None and found.end() - source.at <= most:
             return source.take(found.start())
         start = max(0, len(source.text) - source.at - 64)
-        if len(source.text) - source.at > most:
+        if len(source.text) - source.at >= most:
             raise NotACall
         yield from more(source)
 

@@ -29,8 +29,6 @@ from hetero_llm.server.regions.reasoning_counter import ReasoningCounter
 from hetero_llm.server.regions.special_tokens import NO_TOKENS, SpecialTokens, Start
 from hetero_llm.server.regions.text_source import TextSource
 
-_ASSISTANT = re.compile(r"\s*(?:assistant\b)?[^\S\n]*")
-
 
 class RegionParser:
     """A `MessageParser`; its text has to hold special tokens.
@@ -214,22 +212,31 @@ class _Regions:
         assert calls is not None and self._tools is not None
         try:
             yield from calls.section(bare=bare)
+            source.release()
         except NotACall:
-            if not calls.begun:
+            if calls.is_open:
+                yield from calls.rest((*self._ends(), *self._call_opens))
+            else:
+                if calls.begun:
+                    kind = Content
+                    self._writer.border()
                 self._writer.text(kind, source.kept(), may_end=True)
-                return False
-            yield from calls.rest((*self._ends(), *self._call_opens))
+                return calls.begun
         except TextEnded:
-            if not calls.begun:
-                self._writer.text(kind, source.kept() + source.take(len(source.text)), may_end=True)
+            if not calls.is_open:
+                left = source.kept() + source.take(len(source.text))
+                is_markup = any(one.startswith(left.strip()) for one in self._ends())
+                if not (calls.begun and is_markup):
+                    self._writer.text(Content if calls.begun else kind, left, may_end=True)
             raise
         self._writer.border()
         return True
 
     def _ends(self) -> tuple[str, ...]:
         assert self._tools is not None
-        body_closes = getattr(self._tools.body, "closes", "")
-        return tuple(one for one in (self._tools.closes, body_closes) if one)
+        body = self._tools.body
+        ends = [self._tools.closes, *(getattr(body, one, "") for one in ("closes", "tail"))]
+        return tuple(one.strip() for one in ends if one.strip())
 
 
 def _channel_regions(
@@ -259,6 +266,8 @@ def _channel_regions(
             else:
                 if in_header and header is None:  # the model does not write harmony
                     kind = Content
+                    begun = next((b for b in begins if source.text.startswith(b, source.at)), "")
+                    writer.text(kind, source.take(source.at + len(begun)), may_end=True)
                 write = partial(writer.text, kind, may_end=True)
                 marker = yield from _until_real(source, write, ends)
             writer.border()
@@ -271,20 +280,19 @@ def _channel_regions(
 
 def _header(source: TextSource, channels: Channels) -> Reading[str | None]:
     """Consumes a header with the marker that ends it; None if the text is no header."""
+    begins = (channels.part, channels.channel, "to=")
     while True:
         at = source.text.find(channels.message, source.at)
+        end = at + len(channels.message) if at >= 0 else len(source.text) + 1
+        text = source.text[source.at : end].lstrip()
+        may_be = text.startswith(begins) or any(one.startswith(text) for one in begins)
+        if not may_be or end - source.at > MOST_HEADER:
+            return None
         if at >= 0:
             header = source.take(at)
-            source.take(at + len(channels.message))
+            source.take(end)
             return header
-        text = source.text[source.at :]
-        looks_so = _ASSISTANT.sub("", text, count=1).startswith(
-            (channels.part, channels.channel, "to=")
-        ) or any(
-            one.startswith(_ASSISTANT.sub("", text, count=1))
-            for one in (channels.part, channels.channel, "to=")
-        )
-        if not looks_so or len(text) > MOST_HEADER or source.ended:
+        if source.ended:
             return None
         yield
 
