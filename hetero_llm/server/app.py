@@ -33,7 +33,12 @@ from hetero_llm.server.protocol import (
     GenerateRequest,
     TokenizeRequest,
 )
-from hetero_llm.server.responses import CLIENT_CLOSED_REQUEST, Responses, report_error
+from hetero_llm.server.responses import (
+    CLIENT_CLOSED_REQUEST,
+    Responses,
+    form_of,
+    report_error,
+)
 from hetero_llm.server.settings import ServerSettings
 
 _MODEL_PARAMETER = {
@@ -198,11 +203,12 @@ async def _router_error(request: Request, error: Exception) -> Response:
         )
     else:
         failure = ApiError(error.status_code, "http_error", str(error.detail))
-    return failure.response()
+    return failure.response(form_of(request.scope))
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
-    return report_error(request.app.state.context, error, request_id_of(request)).response()
+    failure = report_error(request.app.state.context, error, request_id_of(request))
+    return failure.response(form_of(request.scope))
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:

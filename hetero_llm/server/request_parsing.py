@@ -135,6 +135,17 @@ async def read_generation(context: Context, request: Request, kind: type[G]) -> 
     Raises:
         ApiError: the request is wrong, or the server cannot serve.
     """
+    body = await read_known(context, request, kind)
+    check_generation(context, body)
+    return body
+
+
+async def read_known(context: Context, request: Request, kind: type[T]) -> T:
+    """Reads a body; names that `kind` does not have are counted and logged.
+
+    Raises:
+        ApiError: see `read_json`.
+    """
     settings = context.settings
     body, unknown = await read_json(
         request, kind, settings.limits, strict_fields=settings.strict_fields
@@ -145,12 +156,20 @@ async def read_generation(context: Context, request: Request, kind: type[G]) -> 
         logger.warning(
             "request %s: unknown fields ignored: %s", request_id_of(request), as_json(names)
         )
+    return body
+
+
+def check_generation(context: Context, body: Generation) -> None:
+    """Makes all checks of a request that need no tokenizer.
+
+    Raises:
+        ApiError: the request is wrong, or the server cannot serve.
+    """
     context.check_open()
     context.model_name(body.model)
     refuse_unsupported(body)
-    check_limits(body, settings.limits, context.client.info)
+    check_limits(body, context.settings.limits, context.client.info)
     check_stream(body)
-    return body
 
 
 def checked_request(
@@ -169,7 +188,7 @@ def checked_request(
 
     Args:
         params: those of all prompts.
-        prefix: of the response's id.
+        prefix: of the response's id, with what separates it.
         wanted: tokens to generate as the request says, in its field `name`.
         default: see `budget`.
 
@@ -186,7 +205,7 @@ def checked_request(
         each.append(params if same else replace(params, max_tokens=max_tokens))
     salt = context.cache_salt(request, body.cache_salt)
     return CheckedRequest(
-        id=f"{prefix}-{body.request_id or uuid4().hex}",
+        id=f"{prefix}{body.request_id or uuid4().hex}",
         http_id=request_id_of(request),
         created=int(time.time()),
         model=context.model_name(body.model),
@@ -289,6 +308,18 @@ def decode(
     if unknown and strict_fields:
         raise invalid(unknown[0], f"{unknown[0][:64]!r} is not a known field", "unknown_parameter")
     return value, unknown
+
+
+def converted(value: Any, kind: type[T]) -> T:
+    """JSON data as `kind`.
+
+    Raises:
+        ApiError: it is not of this kind; the error's path begins at `value`.
+    """
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _type_mistake(str(error)) from None
 
 
 def decode_json(data: bytes, kind: Any, limits: Limits) -> Any:

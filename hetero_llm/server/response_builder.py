@@ -15,6 +15,7 @@ from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.engine.output_stream import extend
 from hetero_llm.server.context import Context
 from hetero_llm.server.engine_requests import EngineRequests
+from hetero_llm.server.errors import ApiError
 from hetero_llm.server.protocol import Generation, PromptTokensDetails, Usage
 from hetero_llm.server.request_parsing import CheckedRequest
 
@@ -46,6 +47,10 @@ class ResponseBuilder(ABC, Generic[B]):
     @abstractmethod
     async def stream(self, send: Send) -> None:
         """Sends the response piece by piece."""
+
+    def failure(self, error: ApiError) -> Any:
+        """The payload of an error after the first event of a stream."""
+        return msgspec.Raw(error.body())
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """The engine's outputs; a subclass may change them."""

@@ -10,10 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput
+from hetero_llm.server.chat_requests import checked_chat
 from hetero_llm.server.context import Context
-from hetero_llm.server.errors import invalid
 from hetero_llm.server.logprobs import chat_logprobs, prompt_logprobs
-from hetero_llm.server.prompts import chat_prompt
 from hetero_llm.server.protocol import (
     Chat,
     ChatChoice,
@@ -25,14 +24,7 @@ from hetero_llm.server.protocol import (
     ResponseMessage,
     Usage,
 )
-from hetero_llm.server.request_parsing import (
-    CheckedRequest,
-    check_max_tokens,
-    checked_request,
-    prompt_cut,
-    read_generation,
-    sampling_params,
-)
+from hetero_llm.server.request_parsing import read_generation
 from hetero_llm.server.response_builder import ChunkBuilder
 from hetero_llm.server.responses import Responses
 
@@ -46,53 +38,11 @@ def chat_endpoint(
 
     async def chat_completions(request: Request) -> Response:
         body = await read_generation(context, request, ChatRequest)
-        checked = await _checked(context, request, body)
+        checked = await checked_chat(context, request, body, prefix="chatcmpl-")
         builder = _ChatBuilder(context, body, checked)
         return await responses.send(request, checked, builder, streamed=bool(body.stream))
 
     return chat_completions
-
-
-async def _checked(context: Context, request: Request, body: ChatRequest) -> CheckedRequest:
-    wanted, name = _max_tokens(body)
-    defaults = context.client.info.default_sampling
-    default = defaults.get("max_tokens")
-    params = sampling_params(
-        body,
-        max_tokens=default if wanted is None else wanted,
-        max_model_len=context.client.info.max_model_len,
-        defaults=defaults,
-    )
-    prompt = await chat_prompt(
-        body,
-        context.tokenizer,
-        context.settings,
-        add_special_tokens=bool(body.add_special_tokens),
-        cut=prompt_cut(body, params),
-    )
-    return checked_request(
-        context,
-        request,
-        body,
-        [prompt],
-        params,
-        prefix="chatcmpl",
-        wanted=wanted,
-        default=default,
-        name=name,
-    )
-
-
-def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:
-    """The limit, and the name of the field that sets it: OpenAI has a new and an old one."""
-    old, new = body.max_tokens, body.max_completion_tokens
-    check_max_tokens(old, "max_tokens", lowest=1)
-    check_max_tokens(new, "max_completion_tokens", lowest=1)
-    if old is not None and new is not None and old != new:
-        raise invalid(
-            "max_tokens", f"max_tokens={old}: contradicts max_completion_tokens={new}; send one"
-        )
-    return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
 class _ChatBuilder(ChunkBuilder[ChatRequest]):

@@ -1,0 +1,86 @@
+"""What the three APIs of conversations (chat completions, responses, messages) share: from a
+`ChatRequest` that has passed `check_generation` to tokenized prompt and parser."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from hetero_llm.server.context import Context
+from hetero_llm.server.errors import invalid
+from hetero_llm.server.message_events import MessageParser, PlainParser
+from hetero_llm.server.prompts import chat_prompt
+from hetero_llm.server.protocol import ChatRequest
+from hetero_llm.server.request_parsing import (
+    CheckedRequest,
+    check_max_tokens,
+    checked_request,
+    prompt_cut,
+    sampling_params,
+)
+
+
+async def checked_chat(
+    context: Context,
+    request: Request,
+    body: ChatRequest,
+    *,
+    prefix: str,
+    cut_max_tokens: bool = False,
+) -> CheckedRequest:
+    """Renders and tokenizes the conversation and makes the checks that need its length.
+
+    Args:
+        prefix: of the response's id, with what separates it.
+        cut_max_tokens: lower the tokens to generate to what the context has room for, instead of
+            refusing the request.
+
+    Raises:
+        ApiError: the conversation is wrong, or does not fit.
+        SamplingError: a field is out of range or contradicts another one.
+    """
+    wanted, name = _max_tokens(body)
+    defaults = context.client.info.default_sampling
+    default = defaults.get("max_tokens")
+    if cut_max_tokens and wanted is not None:
+        wanted, default = None, wanted
+    params = sampling_params(
+        body,
+        max_tokens=default if wanted is None else wanted,
+        max_model_len=context.client.info.max_model_len,
+        defaults=defaults,
+    )
+    prompt = await chat_prompt(
+        body,
+        context.tokenizer,
+        context.settings,
+        add_special_tokens=bool(body.add_special_tokens),
+        cut=prompt_cut(body, params),
+    )
+    return checked_request(
+        context,
+        request,
+        body,
+        [prompt],
+        params,
+        prefix=prefix,
+        wanted=wanted,
+        default=default,
+        name=name,
+    )
+
+
+def message_parser(context: Context, body: ChatRequest) -> MessageParser:
+    """The parser of the message that answers this conversation."""
+    return PlainParser()
+
+
+def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:
+    """The limit, and the name of the field that sets it: OpenAI has a new and an old one."""
+    old, new = body.max_tokens, body.max_completion_tokens
+    check_max_tokens(old, "max_tokens", lowest=1)
+    check_max_tokens(new, "max_completion_tokens", lowest=1)
+    if old is not None and new is not None and old != new:
+        raise invalid(
+            "max_tokens", f"max_tokens={old}: contradicts max_completion_tokens={new}; send one"
+        )
+    return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
