@@ -22,8 +22,11 @@ from hetero_llm.server.endpoints.chat import chat_endpoint
 from hetero_llm.server.endpoints.completions import completions_endpoint
 from hetero_llm.server.endpoints.generate import generate_endpoint
 from hetero_llm.server.endpoints.info import Info
+from hetero_llm.server.endpoints.messages import MessagesApi
 from hetero_llm.server.endpoints.page import PAGE_FILES, Page
+from hetero_llm.server.endpoints.responses import ResponsesApi
 from hetero_llm.server.errors import ApiError
+from hetero_llm.server.messages_api.protocol import MessagesRequest
 from hetero_llm.server.middleware import RequestMiddleware
 from hetero_llm.server.openapi import request_schema
 from hetero_llm.server.protocol import (
@@ -39,10 +42,17 @@ from hetero_llm.server.responses import (
     form_of,
     report_error,
 )
+from hetero_llm.server.responses_api.protocol import ResponsesRequest
 from hetero_llm.server.settings import ServerSettings
 
 _MODEL_PARAMETER = {
     "name": "model",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string", "minLength": 1},
+}
+_RESPONSE_PARAMETER = {
+    "name": "response_id",
     "in": "path",
     "required": True,
     "schema": {"type": "string", "minLength": 1},
@@ -104,6 +114,8 @@ def _add_routes(app: FastAPI, context: Context) -> None:
     info = Info(context)
     page = Page(context, info)
     responses = Responses(context)
+    stored = ResponsesApi(context, responses)
+    anthropic = MessagesApi(context, responses)
     posts: list[tuple[str, Any, type[msgspec.Struct], tuple[str, ...], str]] = [
         (
             "/v1/completions",
@@ -118,6 +130,27 @@ def _add_routes(app: FastAPI, context: Context) -> None:
             ChatRequest,
             ("messages",),
             "Answer a conversation",
+        ),
+        (
+            "/v1/responses",
+            stored.create,
+            ResponsesRequest,
+            ("input",),
+            "Answer a conversation of items",
+        ),
+        (
+            "/v1/messages",
+            anthropic.create,
+            MessagesRequest,
+            ("messages", "max_tokens"),
+            "Answer a conversation, as Anthropic does",
+        ),
+        (
+            "/v1/messages/count_tokens",
+            anthropic.count_tokens,
+            MessagesRequest,
+            ("messages",),
+            "Count the tokens of a conversation",
         ),
         (
             "/generate",
@@ -137,6 +170,18 @@ def _add_routes(app: FastAPI, context: Context) -> None:
             response_class=Response,
             summary=text,
             openapi_extra=request_schema(kind, required, context),
+        )
+    for path, method, response_handler in (
+        ("/v1/responses/{response_id}", "GET", stored.retrieve),
+        ("/v1/responses/{response_id}", "DELETE", stored.delete),
+        ("/v1/responses/{response_id}/input_items", "GET", stored.input_items),
+    ):
+        app.add_api_route(
+            path,
+            response_handler,
+            methods=[method],
+            response_class=Response,
+            openapi_extra={"parameters": [_RESPONSE_PARAMETER]},
         )
     app.add_api_route(
         "/v1/models/{model:path}",

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from starlette.requests import Request
 
+from hetero_llm.core.sampling_params import RequestOutputKind
 from hetero_llm.server.context import Context
 from hetero_llm.server.errors import invalid
 from hetero_llm.server.message_events import MessageParser, PlainParser
@@ -72,6 +75,15 @@ async def checked_chat(
 def message_parser(context: Context, body: ChatRequest) -> MessageParser:
     """The parser of the message that answers this conversation."""
     return PlainParser()
+
+
+def read_by_deltas(checked: CheckedRequest, parser: MessageParser) -> CheckedRequest:
+    """The request with outputs that come as deltas, also for a whole response: only then is it
+    known which tokens are reasoning. A message that is all content needs no deltas."""
+    if isinstance(parser, PlainParser):
+        return checked
+    kind = RequestOutputKind.DELTA
+    return replace(checked, params=[replace(one, output_kind=kind) for one in checked.params])
 
 
 def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:

@@ -15,7 +15,7 @@ from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.engine.output_stream import extend
 from hetero_llm.server.context import Context
 from hetero_llm.server.engine_requests import EngineRequests
-from hetero_llm.server.errors import ApiError
+from hetero_llm.server.errors import ApiError, busy
 from hetero_llm.server.protocol import Generation, PromptTokensDetails, Usage
 from hetero_llm.server.request_parsing import CheckedRequest
 
@@ -118,6 +118,11 @@ async def deltas(
         for delta in held.values():
             yield delta
         raise
+
+
+def aborted() -> ApiError:
+    """The error of a response whose sequence the server itself ended."""
+    return busy("aborted", "the request was ended before its response was complete", 1.0)
 
 
 def _is_news(one: CompletionOutput) -> bool:
