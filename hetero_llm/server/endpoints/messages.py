@@ -87,8 +87,13 @@ class MessagesApi:
         context = self._context
         body = await read_known(context, request, MessagesRequest)
         context.check_open()
-        template = context.tokenizer.chat_template
-        return body, *translated(body, template, context.settings.limits)
+        chat, names = translated(
+            body,
+            context.tokenizer.chat_template,
+            context.settings.limits,
+            takes_images=context.client.images is not None,
+        )
+        return body, chat, names
 
 
 @contextmanager

@@ -115,7 +115,8 @@ class ResponsesApi:
             raise unsupported("store", "storing responses (--max-stored-responses)")
         earlier = self._earlier(owner, body.previous_response_id)
         items = new_items(body)
-        chat, names = translated(body, items, earlier)
+        takes_images = self._context.client.images is not None
+        chat, names = translated(body, items, earlier, takes_images=takes_images)
         stored = bool(self._store) and body.store is not False
         return _Conversation(body, chat, names, [*earlier, *items], owner, stored)
 

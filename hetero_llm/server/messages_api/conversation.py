@@ -42,17 +42,18 @@ _NAMES = {
     "prompt": "messages",
 }
 _BILLING = "x-anthropic-billing-header:"
-"""Begins a block of Claude Code's system prompt that is another one in each request and says nothing
-to the model. Without it prompts share their prefix."""
+"""Begins a block of Claude Code's system prompt that differs in each request and says nothing to
+the model. Without it prompts share their prefix."""
 
 
 def translated(
-    body: MessagesRequest, template: ChatTemplate | None, limits: Limits
+    body: MessagesRequest, template: ChatTemplate | None, limits: Limits, *, takes_images: bool
 ) -> tuple[ChatRequest, FieldNames]:
     """The chat request, and what the client calls its fields.
 
     Args:
         template: the model's, which decides whether the model can be told to think or not.
+        takes_images: the model does.
 
     Raises:
         ApiError: a message, a tool or an option is wrong or not available.
@@ -60,14 +61,16 @@ def translated(
     for name, feature in UNAVAILABLE.items():
         if getattr(body, name) not in (None, [], {}):
             raise unsupported(name, feature)
-    conversation = _conversation(body, limits)
+    if body.max_tokens is not None and body.max_tokens < 1:
+        raise invalid("max_tokens", f"max_tokens={body.max_tokens}: must be at least 1")
+    conversation = _conversation(body, limits, takes_images=takes_images)
     fields: dict[str, Any] = {name: getattr(body, name) for name in PASSED_ON}
     fields |= {
         "messages": conversation.messages,
         "stop": body.stop_sequences,
         "chat_template_kwargs": _template_kwargs(body, template),
     }
-    if _is_continued(conversation):
+    if _is_continued(conversation, f"messages[{len(body.messages or ()) - 1}]"):
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     config = body.output_config
     if config is not None and config.effort is not None:
@@ -93,7 +96,7 @@ def translated(
 # -- messages -------------------------------------------------------------------------------
 
 
-def _conversation(body: MessagesRequest, limits: Limits) -> Conversation:
+def _conversation(body: MessagesRequest, limits: Limits, *, takes_images: bool) -> Conversation:
     if body.messages is None:
         raise required("messages")
     if not body.messages:
@@ -102,7 +105,7 @@ def _conversation(body: MessagesRequest, limits: Limits) -> Conversation:
         raise invalid(
             "messages", f"messages: {len(body.messages)}, at most {limits.messages} are accepted"
         )
-    reader = _BlockReader()
+    reader = _BlockReader(takes_images=takes_images)
     system = _system_text(body.system)
     if system:
         reader.conversation.add({"role": "system", "content": system}, "system")
@@ -124,18 +127,25 @@ def _system_text(system: str | list[Any] | None) -> str | None:
     return "\n".join(text for text in texts if not text.startswith(_BILLING))
 
 
-def _is_continued(conversation: Conversation) -> bool:
-    """Whether the last message is the beginning of the answer."""
+def _is_continued(conversation: Conversation, where: str) -> bool:
+    """Whether the last message, which stands at `where`, is the beginning of the answer."""
     last = conversation.messages[-1]
-    return bool(last["role"] == "assistant")
+    if last["role"] != "assistant":
+        return False
+    if "tool_calls" in last:
+        raise invalid(where, f"{where}: after a 'tool_use' its 'tool_result' has to come")
+    if not last["content"]:
+        raise invalid(where, f"{where}: the beginning of an answer needs a text")
+    return True
 
 
 class _BlockReader:
     """Collects the messages of a conversation: a tool's result, a block inside of a user's message
     here, is a message of its own in a chat."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_images: bool) -> None:
         self.conversation = Conversation()
+        self._takes_images = takes_images
         self._calls: set[str] = set()
 
     def read(self, message: InputMessage, where: str) -> None:
@@ -202,7 +212,7 @@ class _BlockReader:
                 parts = []
                 self._result(block, name)
             else:
-                parts.append((_part(block, name), name))
+                parts.append((self._part(block, name), name))
         self._say(role, parts, where)
 
     def _result(self, block: InputBlock, where: str) -> None:
@@ -217,12 +227,22 @@ class _BlockReader:
         content: Any = block.content
         if isinstance(content, list):
             content = [
-                _part(part_of(value, InputBlock, name), name)
+                self._part(part_of(value, InputBlock, name), name)
                 for index, value in enumerate(content)
                 for name in [f"{where}.content[{index}]"]
             ]
         message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content or ""}
         self.conversation.add(message, where)
+
+    def _part(self, block: InputBlock, where: str) -> dict[str, Any]:
+        """A text or an image as a chat request has it."""
+        if block.type == "text":
+            return {"type": "text", "text": _text(block, where)}
+        if block.type != "image":
+            raise _no_such_block(where, block.type, "only 'text', 'image' and 'tool_result' are")
+        if not self._takes_images:
+            raise unsupported(where, "an image for this model")
+        return {"type": "image_url", "image_url": {"url": _image_uri(block.source, where)}}
 
     def _say(self, role: str, parts: Sequence[tuple[dict[str, Any], str]], where: str) -> None:
         if not parts:
@@ -231,15 +251,6 @@ class _BlockReader:
         path = self.conversation.add({"role": role, "content": content}, where)
         for index, (_, name) in enumerate(parts):
             self.conversation.names[f"{path}.content[{index}]"] = name
-
-
-def _part(block: InputBlock, where: str) -> dict[str, Any]:
-    """A text or an image as a chat request has it."""
-    if block.type == "text":
-        return {"type": "text", "text": _text(block, where)}
-    if block.type == "image":
-        return {"type": "image_url", "image_url": {"url": _image_uri(block.source, where)}}
-    raise _no_such_block(where, block.type, "only 'text', 'image' and 'tool_result' are")
 
 
 def _text(block: InputBlock, where: str) -> str:
@@ -304,7 +315,7 @@ def _check_thinking(thinking: Thinking) -> None:
     budget = thinking.budget_tokens
     if budget is not None and budget < 1:
         raise invalid(
-            "thinking.budget_tokens", f"thinking.budget_tokens={budget}: must be positive"
+            "thinking.budget_tokens", f"thinking.budget_tokens={budget}: must be at least 1"
         )
     if thinking.display not in (None, "summarized", "omitted"):
         raise invalid(

@@ -82,6 +82,10 @@ def check_fields(body: ResponsesRequest, limits: Limits) -> None:
             raise invalid(
                 f"include[{index}]", f"include[{index}]={shown(name)}: must be one of {known}"
             )
+    if body.max_output_tokens is not None and body.max_output_tokens < 1:
+        raise invalid(
+            "max_output_tokens", f"max_output_tokens={body.max_output_tokens}: must be at least 1"
+        )
     _check_metadata(body.metadata or {})
     if isinstance(body.input, list) and len(body.input) > limits.messages:
         raise invalid(
@@ -119,18 +123,19 @@ def new_items(body: ResponsesRequest) -> list[Any]:
 
 
 def translated(
-    body: ResponsesRequest, items: Sequence[Any], earlier: Sequence[Any] = ()
+    body: ResponsesRequest, items: Sequence[Any], earlier: Sequence[Any], *, takes_images: bool
 ) -> tuple[ChatRequest, FieldNames]:
     """The chat request, and what the client calls its fields.
 
     Args:
         items: see `new_items`.
         earlier: items of the previous response and of its input, which stand before them.
+        takes_images: the model does.
 
     Raises:
         ApiError: an item, a tool or an option is wrong or not available.
     """
-    reader = _ItemReader()
+    reader = _ItemReader(takes_images=takes_images)
     if body.instructions is not None:
         reader.say("system", body.instructions, "instructions")
     for item in earlier:
@@ -281,8 +286,9 @@ class _ItemReader:
     becomes one message.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_images: bool) -> None:
         self.conversation = Conversation()
+        self._takes_images = takes_images
         self._assistant: dict[str, Any] | None = None
         self._calls: set[str] = set()
 
@@ -330,7 +336,7 @@ class _ItemReader:
         if message.content is None:
             raise required(f"{where}.content")
         parts = message.content
-        content = parts if isinstance(parts, str) else _parts(parts, f"{where}.content")
+        content = parts if isinstance(parts, str) else self._parts(parts, f"{where}.content")
         open_one = self._assistant
         if role == "assistant" and open_one is not None and _only_reasoning(open_one):
             open_one["content"] = content
@@ -382,39 +388,40 @@ class _ItemReader:
                 f"{where}.call_id={shown(item.call_id)}: no 'function_call' before it has this id",
             )
         output = item.output
-        content = output if isinstance(output, str) else _parts(output, f"{where}.output")
+        content = output if isinstance(output, str) else self._parts(output, f"{where}.output")
         path = self.say("tool", content, where)
         self.conversation.messages[-1]["tool_call_id"] = item.call_id
         self.conversation.names[f"{path}.content"] = f"{where}.output"
 
+    def _parts(self, parts: Sequence[Any], where: str) -> list[dict[str, Any]]:
+        """The parts of a content as a chat request has them, each at the same index."""
+        found: list[dict[str, Any]] = []
+        for index, value in enumerate(parts):
+            name = f"{where}[{index}]"
+            part = part_of(value, InputPart, name)
+            field = _TEXTS.get(part.type or "")
+            if field is not None:
+                text = getattr(part, field)
+                if text is None:
+                    raise required(f"{name}.{field}")
+                found.append({"type": "text", "text": text})
+            elif part.type == "input_image":
+                if not self._takes_images:
+                    raise unsupported(name, "an image for this model")
+                if part.file_id is not None:
+                    raise unsupported(f"{name}.file_id", "a file that the server keeps")
+                if not part.image_url:
+                    raise required(f"{name}.image_url")
+                found.append({"type": "image_url", "image_url": {"url": part.image_url}})
+            else:
+                raise invalid(
+                    f"{name}.type",
+                    f"{name}.type={shown(part.type)}: such parts are not available, only "
+                    "'input_text', 'output_text', 'refusal' and 'input_image' are",
+                    "unsupported_parameter",
+                )
+        return found
+
 
 def _only_reasoning(message: Mapping[str, Any]) -> bool:
     return message["content"] is None and "tool_calls" not in message
-
-
-def _parts(parts: Sequence[Any], where: str) -> list[dict[str, Any]]:
-    """The parts of a content as a chat request has them, each at the same index."""
-    found: list[dict[str, Any]] = []
-    for index, value in enumerate(parts):
-        name = f"{where}[{index}]"
-        part = part_of(value, InputPart, name)
-        field = _TEXTS.get(part.type or "")
-        if field is not None:
-            text = getattr(part, field)
-            if text is None:
-                raise required(f"{name}.{field}")
-            found.append({"type": "text", "text": text})
-        elif part.type == "input_image":
-            if part.file_id is not None:
-                raise unsupported(f"{name}.file_id", "a file that the server keeps")
-            if not part.image_url:
-                raise required(f"{name}.image_url")
-            found.append({"type": "image_url", "image_url": {"url": part.image_url}})
-        else:
-            raise invalid(
-                f"{name}.type",
-                f"{name}.type={shown(part.type)}: such parts are not available, only "
-                "'input_text', 'output_text', 'refusal' and 'input_image' are",
-                "unsupported_parameter",
-            )
-    return found
