@@ -110,6 +110,7 @@ def build_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
     return app
 
 
+# large: one entry for each route.
 def _add_routes(app: FastAPI, context: Context) -> None:
     info = Info(context)
     page = Page(context, info)

@@ -302,7 +302,7 @@ def decode(
             None, f"the body is not UTF-8 text (byte {error.start})", "invalid_json"
         ) from None
     except msgspec.ValidationError as error:
-        raise _type_mistake(str(error)) from None
+        raise type_mistake(str(error)) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise _not_json(body, str(error)) from None
     if unknown and strict_fields:
@@ -319,7 +319,7 @@ def converted(value: Any, kind: type[T]) -> T:
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise _type_mistake(str(error)) from None
+        raise type_mistake(str(error)) from None
 
 
 def decode_json(data: bytes, kind: Any, limits: Limits) -> Any:
@@ -392,7 +392,8 @@ def _check_shape(body: bytes, limits: Limits) -> None:
         level += int(steps[-1])
 
 
-def _type_mistake(text: str) -> ApiError:
+def type_mistake(text: str) -> ApiError:
+    """The error that msgspec's words of a validation error stand for."""
     found = _WHERE.search(text)
     missing = _MISSING.search(text)
     where = found[1].removeprefix("$").removeprefix(".") if found else ""
