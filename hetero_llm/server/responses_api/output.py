@@ -102,18 +102,12 @@ class OutputWriter:
             case CallStart(index, call_id, name):
                 return self._start_call(index, call_id, name)
             case CallArguments(index, text):
-                call = self._calls[index]
-                call.pieces.append(text)
-                return [
-                    ArgumentsDelta(
-                        sequence_number=self.number(),
-                        output_index=call.index,
-                        item_id=call.id,
-                        delta=text,
-                    )
-                ]
+                return [self._write_arguments(self._calls[index], text)]
             case CallEnd(index):
-                return self._end_call(self._calls.pop(index), _COMPLETED)
+                call = self._calls.pop(index)
+                # A call without arguments is one of an empty object.
+                events: list[Event] = [] if call.pieces else [self._write_arguments(call, "{}")]
+                return events + self._end_call(call, _COMPLETED)
 
     def finish(self, *, cut: bool) -> list[Event]:
         """Ends the items that are open. `cut`: the message was cut off, not ended by the model."""
@@ -215,6 +209,12 @@ class OutputWriter:
             ItemAdded(sequence_number=self.number(), output_index=index, item=call.item(_RUNNING))
         )
         return events
+
+    def _write_arguments(self, call: _OpenCall, text: str) -> Event:
+        call.pieces.append(text)
+        return ArgumentsDelta(
+            sequence_number=self.number(), output_index=call.index, item_id=call.id, delta=text
+        )
 
     def _end_call(self, call: _OpenCall, status: str) -> list[Event]:
         item = self._items[call.index] = call.item(status)
