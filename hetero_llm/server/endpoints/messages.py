@@ -150,7 +150,7 @@ class _Builder(ResponseBuilder[ChatRequest]):
 
     async def _events(self) -> AsyncGenerator[Event, None]:
         """The events of a stream; `_message` has how the message ended, and its usage."""
-        opened = False
+        opened = ended = False
         found = deltas(self._outputs(), self._settings.stream_interval)
         async with aclosing(found):
             async for index, output, one in found:
@@ -164,11 +164,13 @@ class _Builder(ResponseBuilder[ChatRequest]):
                     for event in self._writer.write(piece.event):
                         yield event
                 if one.finish_reason is not None:
+                    ended = True
                     for event in self._writer.close():
                         yield event
                     stopped = self._stopped(one)
                     yield MessageDelta(stopped, self._message.usage)
                     yield MessageStop()
+        assert ended, "the outputs of a sequence end with its finish reason"
 
     def _stopped(self, one: CompletionOutput) -> Stopped:
         """How the message ended; `_message` gets it, too."""

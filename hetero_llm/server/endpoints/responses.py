@@ -251,7 +251,7 @@ class _Builder(ResponseBuilder[ChatRequest]):
     async def _events(self) -> AsyncGenerator[Event, None]:
         """The events of a stream; the last one has the whole response."""
         writer, response = self._writer, self._response
-        opened = False
+        opened = ended = False
         found = deltas(self._outputs(), self._settings.stream_interval)
         async with aclosing(found):
             async for index, output, one in found:
@@ -264,8 +264,10 @@ class _Builder(ResponseBuilder[ChatRequest]):
                     for event in writer.write(piece.event, self._logprobs(piece)):
                         yield event
                 if one.finish_reason is not None:
+                    ended = True
                     for event in self._finish(one.finish_reason):
                         yield event
+        assert ended, "the outputs of a sequence end with its finish reason"
 
     def _finish(self, finish_reason: str) -> list[Event]:
         deadline, response = self._engine_requests.deadline, self._response
