@@ -26,7 +26,11 @@ def greedy(setup: Setup, **rest: Any) -> dict[str, Any]:
     wanted = setup.wanted
     system, *messages = wanted["messages"]
     common = {"model": setup.model, "system": system["content"], "messages": messages}
-    return {**common, "temperature": 0, "max_tokens": wanted["max_tokens"], **rest}
+    # The client itself knows no temperature any more.
+    return {
+        **common, "max_tokens": wanted["max_tokens"], **rest,
+        "extra_body": {"temperature": 0, **rest.get("extra_body", {})},
+    }  # fmt: skip
 
 
 def chat(setup: Setup) -> None:
@@ -95,7 +99,7 @@ def parallel(setup: Setup) -> None:
 def errors(setup: Setup) -> None:
     create = client(setup).messages.create
     with raises(anthropic.BadRequestError, "temperature", "at most 2") as caught:
-        create(**greedy(setup, temperature=3))
+        create(**greedy(setup, extra_body={"temperature": 3}))
     equal(caught[0].body["error"]["type"], "invalid_request_error")
     with raises(anthropic.BadRequestError, "prompt is too long"):
         create(**greedy(setup, messages=[{"role": "user", "content": "word " * 5000}]))
