@@ -18,6 +18,12 @@ from tests.server.serving import Served, raw_post, received, serving
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 USER: list[Any] = [{"role": "user", "content": "héllo 😀"}]
+DELTAS = {
+    "text_delta": ("text", "text"),
+    "thinking_delta": ("thinking", "thinking"),
+    "input_json_delta": ("partial_json", "json"),
+}
+"""Kinds of deltas: their field, and that of the block it is added to."""
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 
 
@@ -121,10 +127,8 @@ def joined(stream: str) -> dict[str, Any]:
         elif name == "content_block_delta":
             block, delta = message["content"][event["index"]], event["delta"]
             assert event["index"] == len(message["content"]) - 1
-            field = {"input_json_delta": "partial_json"}.get(
-                delta["type"], delta["type"].removesuffix("_delta")
-            )
-            block["json" if field == "partial_json" else field] += delta[field]
+            field, into = DELTAS[delta["type"]]
+            block[into] += delta[field]
         elif name == "content_block_stop":
             block = message["content"][event["index"]]
             text = block.pop("json")
