@@ -57,6 +57,27 @@ _RESPONSE_PARAMETER = {
     "required": True,
     "schema": {"type": "string", "minLength": 1},
 }
+_PAGE_PARAMETERS: list[dict[str, Any]] = [
+    {
+        "name": "limit",
+        "in": "query",
+        "required": False,
+        "schema": {"type": "integer", "minimum": 1, "maximum": 100},
+    },
+    {
+        "name": "order",
+        "in": "query",
+        "required": False,
+        "schema": {"enum": ["asc", "desc"]},
+    },
+    {
+        "name": "after",
+        "in": "query",
+        "required": False,
+        "description": "id of the item before the first one",
+        "schema": {"type": "string"},
+    },
+]
 _SINCE_PARAMETER = {
     "name": "since",
     "in": "query",
@@ -172,17 +193,23 @@ def _add_routes(app: FastAPI, context: Context) -> None:
             summary=text,
             openapi_extra=request_schema(kind, required, context),
         )
-    for path, method, response_handler in (
-        ("/v1/responses/{response_id}", "GET", stored.retrieve),
-        ("/v1/responses/{response_id}", "DELETE", stored.delete),
-        ("/v1/responses/{response_id}/input_items", "GET", stored.input_items),
+    one = [_RESPONSE_PARAMETER]
+    for path, method, response_handler, parameters in (
+        ("/v1/responses/{response_id}", "GET", stored.retrieve, one),
+        ("/v1/responses/{response_id}", "DELETE", stored.delete, one),
+        (
+            "/v1/responses/{response_id}/input_items",
+            "GET",
+            stored.input_items,
+            one + _PAGE_PARAMETERS,
+        ),
     ):
         app.add_api_route(
             path,
             response_handler,
             methods=[method],
             response_class=Response,
-            openapi_extra={"parameters": [_RESPONSE_PARAMETER]},
+            openapi_extra={"parameters": parameters},
         )
     app.add_api_route(
         "/v1/models/{model:path}",

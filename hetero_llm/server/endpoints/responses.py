@@ -33,7 +33,7 @@ from hetero_llm.server.responses_api.conversation import (
     tools_of,
     translated,
 )
-from hetero_llm.server.responses_api.output import OutputWriter
+from hetero_llm.server.responses_api.output import OutputWriter, response_of_item
 from hetero_llm.server.responses_api.protocol import (
     Completed,
     Created,
@@ -55,7 +55,7 @@ from hetero_llm.server.responses_api.protocol import (
     TextSettings,
 )
 from hetero_llm.server.responses_api.store import ResponseStore, StoredResponse
-from hetero_llm.server.translation import FieldNames
+from hetero_llm.server.translation import FieldNames, required
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,10 @@ class ResponsesApi:
         if body.store and not self._store:
             raise unsupported("store", "storing responses (--max-stored-responses)")
         earlier = self._earlier(owner, body.previous_response_id)
-        items = new_items(body)
+        items = [
+            self._resolved(owner, item, f"input[{index}]")
+            for index, item in enumerate(new_items(body))
+        ]
         takes_images = self._context.client.images is not None
         chat, names = translated(body, items, earlier, takes_images=takes_images)
         stored = bool(self._store) and body.store is not False
@@ -139,6 +142,26 @@ class ResponsesApi:
         items: list[Any] = msgspec.json.decode(found.items)
         output: list[Any] = msgspec.json.decode(found.response)["output"]
         return items + output
+
+    def _resolved(self, owner: str, item: Any, where: str) -> Any:
+        """The item itself, or the one of a stored response that it refers to."""
+        if not isinstance(item, dict) or item.get("type") != "item_reference":
+            return item
+        if not self._store:
+            raise unsupported(
+                f"{where}.type", "'item_reference', to a stored response (--max-stored-responses),"
+            )
+        item_id = item.get("id")
+        if not isinstance(item_id, str):
+            raise required(f"{where}.id")
+        found = self._store.get(owner, response_of_item(item_id, _PREFIX))
+        output: list[Any] = [] if found is None else msgspec.json.decode(found.response)["output"]
+        for one in output:
+            if one["id"] == item_id:
+                return one
+        raise invalid(
+            f"{where}.id", f"{where}.id={shown(item_id)}: no such item is stored, or no longer"
+        )
 
     # -- what is stored -----------------------------------------------------------------------
 

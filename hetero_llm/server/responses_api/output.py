@@ -231,3 +231,9 @@ class OutputWriter:
 
     def _id(self, prefix: str, index: int) -> str:
         return f"{prefix}_{self._suffix}_{index}"
+
+
+def response_of_item(item_id: str, prefix: str) -> str:
+    """The id of the response that an `OutputWriter` has written an item of; another text for an
+    item of someone else's. `prefix`: of the ids of responses."""
+    return prefix + item_id.partition("_")[2].rpartition("_")[0]

@@ -299,6 +299,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"type": "mcp_call", "id": "a"}]}, "input[0].type",
      "input[0].type='mcp_call': such items are not available, only 'message', 'function_call', "
      "'function_call_output' and 'reasoning' are"),
+    ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type",
+     "input[0].type: 'item_reference', to a stored response (--max-stored-responses), is not "
+     "available"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id",
      "input[0].call_id is required"),
     ({"input": [CALL]}, "input[0]",
@@ -425,6 +428,23 @@ def test_stored_responses_are_found_listed_and_deleted(keeper: Served) -> None:
         made.responses.retrieve(answer.id)
 
 
+def test_items_of_stored_responses_are_referred_to(keeper: Served) -> None:
+    first = client(keeper).responses.create(model="demo", input="one").output[0]
+    reference = {"type": "item_reference", "id": first.id}
+    body = {"input": [{"role": "user", "content": "one"}, reference]}
+    body["input"].append({"role": "user", "content": "two"})
+    assert keeper.post(PATH, body).status_code == 200
+    assert keeper.engine.seen[-1][1].text == (
+        f"# user: one\n# assistant: {first.content[0].text}\n# user: two\n# assistant:"
+    )
+    for wrong in (f"{first.id}9", "msg_1", "x", ""):
+        error = error_of(keeper, input=[{"type": "item_reference", "id": wrong}])
+        assert error["param"] == "input[0].id"
+        assert error["message"].endswith("no such item is stored, or no longer")
+    error = error_of(keeper, input=[{"type": "item_reference"}])
+    assert error["message"] == "input[0].id is required"
+
+
 @pytest.mark.parametrize(
     ("query", "param"),
     [("limit=0", "limit"), ("limit=101", "limit"), ("limit=x", "limit"), ("order=up", "order"),
@@ -480,6 +500,14 @@ def test_keys_do_not_see_each_others_responses(keyed: Served) -> None:
     with pytest.raises(openai.BadRequestError):
         yours.responses.create(model="demo", input="a", previous_response_id=answer.id)
     assert mine.responses.retrieve(answer.id).id == answer.id
+
+
+def test_keys_do_not_share_cached_prefixes(keyed: Served) -> None:
+    salts = []
+    for key in KEYS:
+        client(keyed, key).responses.create(model="demo", input="a")
+        salts.append(keyed.engine.seen[-1][1].cache_salt)
+    assert None not in salts and salts[0] != salts[1]
 
 
 def test_one_that_is_too_large_says_that_it_is_not_stored(keyed: Served) -> None:
