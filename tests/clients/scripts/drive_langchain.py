@@ -85,7 +85,7 @@ def parallel(setup: Setup) -> None:
 def errors(setup: Setup) -> None:
     with raises(openai.BadRequestError, "at most 2"):
         model(setup, temperature=3).invoke(messages(setup))
-    with raises(openai.BadRequestError, "messages=[]"):
+    with raises(openai.BadRequestError, "messages must not be empty"):
         list(model(setup).stream([]))
     with raises(openai.NotFoundError, "does not exist"):
         model(setup, model="nothing").invoke(messages(setup))
