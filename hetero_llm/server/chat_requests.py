@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 from starlette.requests import Request
 
 from hetero_llm.core.sampling_params import RequestOutputKind
+from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.server.context import Context
 from hetero_llm.server.errors import invalid
 from hetero_llm.server.message_events import MessageParser, PlainParser
+from hetero_llm.server.message_reader import CountsReasoning
 from hetero_llm.server.prompts import chat_prompt
 from hetero_llm.server.protocol import ChatRequest
 from hetero_llm.server.request_parsing import (
@@ -20,6 +24,19 @@ from hetero_llm.server.request_parsing import (
     prompt_cut,
     sampling_params,
 )
+from hetero_llm.server.tokenization import WHOLE, Cut
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedChat:
+    """A conversation that is ready for the engine.
+
+    Attributes:
+        new_parser: makes the parser of one message that answers it.
+    """
+
+    request: CheckedRequest
+    new_parser: Callable[[], MessageParser]
 
 
 async def checked_chat(
@@ -29,7 +46,7 @@ async def checked_chat(
     *,
     prefix: str,
     cut_max_tokens: bool = False,
-) -> CheckedRequest:
+) -> CheckedChat:
     """Renders and tokenizes the conversation and makes the checks that need its length.
 
     Args:
@@ -52,14 +69,8 @@ async def checked_chat(
         max_model_len=context.client.info.max_model_len,
         defaults=defaults,
     )
-    prompt = await chat_prompt(
-        body,
-        context.tokenizer,
-        context.settings,
-        add_special_tokens=bool(body.add_special_tokens),
-        cut=prompt_cut(body, params),
-    )
-    return checked_request(
+    prompt = await conversation_prompt(context, body, cut=prompt_cut(body, params))
+    checked = checked_request(
         context,
         request,
         body,
@@ -70,17 +81,34 @@ async def checked_chat(
         default=default,
         name=name,
     )
+    return CheckedChat(checked, partial(message_parser, context, body, checked))
 
 
-def message_parser(context: Context, body: ChatRequest) -> MessageParser:
-    """The parser of the message that answers this conversation."""
+async def conversation_prompt(context: Context, body: ChatRequest, *, cut: Cut = WHOLE) -> Prompt:
+    """The prompt of a conversation; `cut` says which of its tokens are kept.
+
+    Raises:
+        ApiError: a message is wrong, the template refuses it, or it cannot fit.
+    """
+    return await chat_prompt(
+        body,
+        context.tokenizer,
+        context.settings,
+        add_special_tokens=bool(body.add_special_tokens),
+        cut=cut,
+    )
+
+
+def message_parser(context: Context, body: ChatRequest, checked: CheckedRequest) -> MessageParser:
+    """A new parser for one message that answers this conversation."""
     return PlainParser()
 
 
 def read_by_deltas(checked: CheckedRequest, parser: MessageParser) -> CheckedRequest:
     """The request with outputs that come as deltas, also for a whole response: only then is it
-    known which tokens are reasoning. A message that is all content needs no deltas."""
-    if isinstance(parser, PlainParser):
+    known which tokens are reasoning. A message that is all content needs no deltas, nor does a
+    parser that counts them itself."""
+    if isinstance(parser, (PlainParser, CountsReasoning)):
         return checked
     kind = RequestOutputKind.DELTA
     return replace(checked, params=[replace(one, output_kind=kind) for one in checked.params])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from hetero_llm.core.outputs import CompletionOutput, TokenLogprobs
 from hetero_llm.server.message_events import (
@@ -13,6 +14,16 @@ from hetero_llm.server.message_events import (
     MessageParser,
     Reasoning,
 )
+
+
+@runtime_checkable
+class CountsReasoning(Protocol):
+    """A parser that knows how many tokens of what it was fed are reasoning."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of reasoning so far."""
+        ...
 
 
 @dataclass(slots=True)
@@ -29,8 +40,8 @@ class MessageReader:
 
     Attributes:
         num_tokens: read so far.
-        reasoning_tokens: those of them that are reasoning. Where one delta holds reasoning and
-            something else, they are divided by the lengths of the texts.
+        reasoning_tokens: those of them that are reasoning, as the parser counts them. Of one that
+            does not, each delta's tokens are divided by the lengths of the texts.
         has_calls: the message calls a tool.
     """
 
@@ -49,6 +60,8 @@ class MessageReader:
         events = self._parser.feed(delta.text, delta.token_ids)
         if delta.finish_reason is not None:
             events = [*events, *self._parser.finish()]
+        if isinstance(self._parser, CountsReasoning):
+            self.reasoning_tokens = self._parser.reasoning_tokens
         return self._pieces(events)
 
     def _pieces(self, events: Sequence[MessageEvent]) -> list[Piece]:
@@ -57,7 +70,8 @@ class MessageReader:
         if not pieces:
             return pieces
         self.has_calls = self.has_calls or any(isinstance(event, CallStart) for event in events)
-        self.reasoning_tokens += _share_of_reasoning(events, len(self._held_ids))
+        if not isinstance(self._parser, CountsReasoning):
+            self.reasoning_tokens += _share_of_reasoning(events, len(self._held_ids))
         for piece in pieces:
             if isinstance(piece.event, Content):
                 piece.token_ids, piece.logprobs = self._held_ids, self._held_logprobs

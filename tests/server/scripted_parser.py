@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
+from hetero_llm.server import chat_requests
 from hetero_llm.server.message_events import (
     CallArguments,
     CallEnd,
@@ -46,6 +46,6 @@ class ScriptedParser:
         return []
 
 
-def use_script(monkeypatch: pytest.MonkeyPatch, endpoint: Any, script: Script) -> None:
-    """Makes all requests of this endpoint's module be read by the script."""
-    monkeypatch.setattr(endpoint, "message_parser", lambda *_: ScriptedParser(script))
+def use_script(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
+    """Makes the messages of all conversations be read by the script."""
+    monkeypatch.setattr(chat_requests, "message_parser", lambda *_: ScriptedParser(script))

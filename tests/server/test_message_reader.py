@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hetero_llm.core.outputs import CompletionOutput, Logprob
-from hetero_llm.server.message_events import Content, PlainParser, Reasoning
+from hetero_llm.server.message_events import Content, MessageEvent, PlainParser, Reasoning
 from hetero_llm.server.message_reader import MessageReader
 from tests.server.scripted_parser import AGENT, ScriptedParser
 
@@ -50,3 +52,17 @@ def test_what_the_parser_held_back_comes_with_the_end() -> None:
     assert reader.read(delta(1)) == []
     (piece,) = reader.read(delta(2, end="stop"))
     assert piece.event == Content("all") and piece.token_ids == [1, 2]
+
+
+def test_a_parser_that_counts_is_believed() -> None:
+    class Counting(ScriptedParser):
+        reasoning_tokens = 0
+
+        def feed(self, text: str, token_ids: Sequence[int]) -> list[MessageEvent]:
+            self.reasoning_tokens += 1  # as if one token of each delta were reasoning
+            return super().feed(text, token_ids)
+
+    reader = MessageReader(Counting([[Reasoning("aa")], [], [Content("b")]]))
+    for tokens in ((1, 2, 3), (4, 5), (6,)):
+        reader.read(delta(*tokens))
+    assert (reader.num_tokens, reader.reasoning_tokens) == (6, 3)

@@ -38,9 +38,9 @@ def chat_endpoint(
 
     async def chat_completions(request: Request) -> Response:
         body = await read_generation(context, request, ChatRequest)
-        checked = await checked_chat(context, request, body, prefix="chatcmpl-")
-        builder = _ChatBuilder(context, body, checked)
-        return await responses.send(request, checked, builder, streamed=bool(body.stream))
+        chat = await checked_chat(context, request, body, prefix="chatcmpl-")
+        builder = _ChatBuilder(context, body, chat.request)
+        return await responses.send(request, chat.request, builder, streamed=bool(body.stream))
 
     return chat_completions
 

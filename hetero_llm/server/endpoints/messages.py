@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hetero_llm.core.outputs import CompletionOutput
-from hetero_llm.server.chat_requests import checked_chat, message_parser, read_by_deltas
+from hetero_llm.server.chat_requests import checked_chat, conversation_prompt, read_by_deltas
 from hetero_llm.server.context import Context
 from hetero_llm.server.endpoints.info import json_response
 from hetero_llm.server.errors import ApiError
@@ -31,7 +31,6 @@ from hetero_llm.server.messages_api.protocol import (
     Stopped,
     TokenCount,
 )
-from hetero_llm.server.prompts import chat_prompt
 from hetero_llm.server.protocol import ChatRequest
 from hetero_llm.server.request_parsing import CheckedRequest, check_generation, read_known
 from hetero_llm.server.response_builder import ResponseBuilder, Send, aborted, deltas
@@ -56,11 +55,9 @@ class MessagesApi:
             raise required("max_tokens")
         with _said_as_anthropic(names):
             check_generation(context, chat)
-            checked = await checked_chat(
-                context, request, chat, prefix=_PREFIX, cut_max_tokens=True
-            )
-        parser = message_parser(context, chat)
-        checked = read_by_deltas(checked, parser)
+            found = await checked_chat(context, request, chat, prefix=_PREFIX, cut_max_tokens=True)
+        parser = found.new_parser()
+        checked = read_by_deltas(found.request, parser)
         hidden = body.thinking is not None and body.thinking.display == "omitted"
         builder = _Builder(
             context,
@@ -80,7 +77,7 @@ class MessagesApi:
         _, chat, names = await self._read(request)
         with _said_as_anthropic(names):
             check_generation(context, chat)
-            prompt = await chat_prompt(chat, context.tokenizer, context.settings)
+            prompt = await conversation_prompt(context, chat)
         return json_response(TokenCount(len(prompt.token_ids or ())))
 
     async def _read(self, request: Request) -> tuple[MessagesRequest, ChatRequest, FieldNames]:

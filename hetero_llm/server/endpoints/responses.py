@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hetero_llm.core.errors import shown
-from hetero_llm.server.chat_requests import checked_chat, message_parser, read_by_deltas
+from hetero_llm.server.chat_requests import checked_chat, read_by_deltas
 from hetero_llm.server.context import Context
 from hetero_llm.server.endpoints.info import json_response
 from hetero_llm.server.errors import ApiError, invalid, unsupported
@@ -98,9 +98,9 @@ class ResponsesApi:
         conversation = self._conversation(body, _owner(request))
         with conversation.names.in_errors():
             check_generation(context, conversation.chat)
-            checked = await checked_chat(context, request, conversation.chat, prefix=_PREFIX)
-        parser = message_parser(context, conversation.chat)
-        checked = read_by_deltas(checked, parser)
+            chat = await checked_chat(context, request, conversation.chat, prefix=_PREFIX)
+        parser = chat.new_parser()
+        checked = read_by_deltas(chat.request, parser)
         builder = _Builder(
             context, conversation, checked, reader=MessageReader(parser), store=self._store
         )

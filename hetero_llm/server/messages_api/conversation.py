@@ -40,6 +40,7 @@ _NAMES = {
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
     "prompt": "messages",
+    "tool_choice.function": "tool_choice",
 }
 _BILLING = "x-anthropic-billing-header:"
 """Begins a block of Claude Code's system prompt that differs in each request and says nothing to

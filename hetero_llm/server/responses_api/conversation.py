@@ -53,6 +53,7 @@ _NAMES = {
     "verbosity": "text.verbosity",
     "logprobs": "top_logprobs",
     "prompt": "input",
+    "tool_choice.function": "tool_choice",
 }
 
 

@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from hetero_llm.engine.tokenizer import Tokenizer
-from hetero_llm.server.endpoints import messages as endpoint
 from hetero_llm.server.settings import ServerSettings
 from tests.server.endpoints.golden_files import check_golden, named_events
 from tests.server.fake_engine import EOS, FakeEngine
@@ -99,7 +98,7 @@ def test_thinking_text_and_calls(
     moody: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     moody.engine.script = lambda prompt, sequence, position: EOS if position == 7 else prompt[0]
-    use_script(monkeypatch, endpoint, AGENT)
+    use_script(monkeypatch, AGENT)
     body = {"messages": USER, "max_tokens": 20, "stream": stream}
     answer = moody.post(PATH, body)
     found = joined(answer.text) if stream else answer.json()
@@ -142,7 +141,7 @@ def joined(stream: str) -> dict[str, Any]:
 
 
 def test_thinking_may_be_left_out(moody: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_script(monkeypatch, endpoint, AGENT)
+    use_script(monkeypatch, AGENT)
     thinking = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
     body = {"messages": USER, "max_tokens": 4, "thinking": thinking}
     empty = {"type": "thinking", "thinking": "", "signature": ""}
@@ -154,7 +153,7 @@ def test_thinking_may_be_left_out(moody: Served, monkeypatch: pytest.MonkeyPatch
 def test_a_call_that_was_cut_off_is_left_out(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_script(monkeypatch, endpoint, CUT)
+    use_script(monkeypatch, CUT)
     found = ask(server, max_tokens=3)
     assert found["stop_reason"] == "max_tokens"
     assert found["content"] == [{"type": "text", "text": "a"}]
@@ -174,7 +173,7 @@ STREAMS: dict[str, tuple[dict[str, Any], Any]] = {
 def test_golden_stream(server: Served, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     body, script = STREAMS[name]
     if script is not None:
-        use_script(monkeypatch, endpoint, script)
+        use_script(monkeypatch, script)
     body = {"messages": USER, **body}
     streamed = server.post(PATH, {**body, "stream": True})
     assert streamed.headers["content-type"] == "text/event-stream; charset=utf-8"

@@ -12,7 +12,6 @@ import openai
 import pytest
 
 from hetero_llm.engine.tokenizer import Tokenizer
-from hetero_llm.server.endpoints import responses as endpoint
 from hetero_llm.server.settings import ServerSettings
 from tests.server.endpoints.golden_files import check_golden, named_events
 from tests.server.fake_engine import EOS, FakeEngine
@@ -110,7 +109,7 @@ def test_log_probabilities(server: Served) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_and_calls(keeper: Served, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    use_script(monkeypatch, endpoint, AGENT)
+    use_script(monkeypatch, AGENT)
     ask = client(keeper).responses
     if stream:
         with ask.stream(model="demo", input="hello there, you two") as events:
@@ -131,7 +130,7 @@ def test_reasoning_and_calls(keeper: Served, monkeypatch: pytest.MonkeyPatch, st
 def test_a_call_that_was_cut_off(
     server: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    use_script(monkeypatch, endpoint, CUT)
+    use_script(monkeypatch, CUT)
     body = {"input": "a b c", "max_output_tokens": 3, "stream": stream}
     answer = server.post(PATH, body)
     found = json.loads(named_events(answer.text)[-1][1])["response"] if stream else answer.json()
@@ -155,7 +154,7 @@ STREAMS: dict[str, tuple[dict[str, Any], Any]] = {
 def test_golden_stream(server: Served, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     body, script = STREAMS[name]
     if script is not None:
-        use_script(monkeypatch, endpoint, script)
+        use_script(monkeypatch, script)
     streamed = server.post(PATH, {**body, "stream": True})
     assert streamed.headers["content-type"] == "text/event-stream; charset=utf-8"
     check_golden(name, streamed.text)
