@@ -27,7 +27,7 @@ IPEX_STAMP := $(IPEX_VENV)/.installed
 PUBLISHED := .venv-published
 
 CLIENT_VENVS := .venv-clients
-CLIENTS := openai2 openai3 langchain litellm lm_eval schemathesis
+CLIENTS := openai2 openai3 openai_agents anthropic langchain litellm lm_eval schemathesis
 CLIENT_STAMPS := $(patsubst %,$(CLIENT_VENVS)/%/.installed,$(CLIENTS))
 
 .PHONY: install demo test test-native test-faults test-clients test-ipex test-browser test-published check format docs clean

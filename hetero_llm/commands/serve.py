@@ -97,6 +97,8 @@ def gather(
     options: argparse.Namespace,
     variables: Mapping[str, str],
     last: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    command: str = "serve",
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The engine's and the server's arguments as given, by Python name, unchecked.
 
@@ -104,6 +106,7 @@ def gather(
         options: the command line; flags that were not given have no attribute.
         variables: Python names and texts of the environment.
         last: values of arguments that are given nowhere else.
+        command: named in the error for a missing model.
 
     Raises:
         ConfigError: a name is unknown, or the configuration file cannot be read.
@@ -122,7 +125,7 @@ def gather(
     if "model" not in given:
         swallowed = "; --served-model-name takes all words behind it: write MODEL before it"
         hint = swallowed if "served_model_name" in flags else ""
-        raise ConfigError("model", None, f"is required: hetero-llm serve MODEL{hint}")
+        raise ConfigError("model", None, f"is required: hetero-llm {command} MODEL{hint}")
     return (
         {name: value for name, value in given.items() if is_argument_of(Scope.ENGINE, name)},
         {name: value for name, value in given.items() if is_argument_of(Scope.SERVE, name)},

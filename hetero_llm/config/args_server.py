@@ -324,6 +324,21 @@ _OURS: tuple[ArgSpec, ...] = (
         "Streams have token counts in each chunk and at the end without being asked.",
     ),
     _serve(
+        "max_stored_responses",
+        _INT,
+        0,
+        "Responses of /v1/responses that are kept in memory for previous_response_id; 0 for none.",
+        minimum=0,
+    ),
+    _serve(
+        "max_stored_response_bytes",
+        _INT,
+        256 << 20,
+        "Bytes of the responses that are kept; those not used for longest are dropped.",
+        minimum=1,
+        suffixes=True,
+    ),
+    _serve(
         "prefix_cache_isolation",
         _STR,
         None,

@@ -365,7 +365,7 @@ _SERVER = (
     _serve("cohere_is_reasoning_model", _SWITCH, _REASONING, True, False,
            reason="only models of Cohere's API read it."),
     _serve("cohere_format", _ONE, "Cohere's form of prompts", "cmd4"),
-    _serve("anthropic_disabled_thinking_effort", _ONE, "Anthropic's API", "auto"),
+    _serve("anthropic_disabled_thinking_effort", _ONE, "an effort for disabled thinking", "auto"),
     _serve("log_error_stack", _SWITCH, "a switch for tracebacks", True, False,
            reason="unexpected errors are logged with their traceback."),
     _serve("tokens_only", _SWITCH, "an API of token ids alone", instead="skip_tokenizer_init"),

@@ -17,10 +17,13 @@ class Grammar:
     Attributes:
         text: in llguidance's form.
         begins_after: tokens behind which it begins; empty: at the first output token.
+        may_begin_with: a first token that may come instead of the grammar, which then begins behind
+            `begins_after`; None: there is none.
     """
 
     text: str
     begins_after: tuple[int, ...] = ()
+    may_begin_with: int | None = None
 
 
 class GrammarMatcher(Protocol):

@@ -39,6 +39,8 @@ class StructuredOutputsParams:
         whitespace_pattern: Regular expression of the whitespace between parts of JSON.
         begins_after: Token ids behind which the constraint begins, for models that reason first:
             the end of their reasoning. Until then the output is free. Empty: it begins at once.
+        may_begin_with: The token id with which such a reasoning begins, if the model may leave it
+            out: then the constraint begins at once, unless this token comes first.
 
     Raises:
         SamplingError: none or several of the first six are given, or a field has a wrong type.
@@ -55,6 +57,7 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     begins_after: Sequence[int] = ()
+    may_begin_with: int | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -87,6 +90,11 @@ class StructuredOutputsParams:
             )
         if not all(type(token) is int and token >= 0 for token in self.begins_after):
             _fail("begins_after", self.begins_after, "must be token ids")
+        opens = self.may_begin_with
+        if opens is not None and (type(opens) is not int or opens < 0):
+            _fail("may_begin_with", opens, "must be a token id")
+        if opens is not None and not self.begins_after:
+            _fail("may_begin_with", opens, "needs begins_after")
 
     @classmethod
     def of(cls, value: Any, field: str) -> StructuredOutputsParams:

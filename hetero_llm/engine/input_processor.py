@@ -250,10 +250,11 @@ class InputProcessor:
         if self._grammars is None:
             reason = "needs a tokenizer (skip_tokenizer_init is set)"
             raise SamplingError("structured_outputs", constraint, reason)
-        for token in constraint.begins_after:
+        opens = constraint.may_begin_with
+        for token in (*constraint.begins_after, *(() if opens is None else (opens,))):
             if token >= self._vocab_size:
                 reason = f"is outside the vocabulary (0 to {self._vocab_size - 1})"
-                raise SamplingError("begins_after", token, reason)
+                raise SamplingError("structured_outputs", token, reason)
         return self._grammars.grammar(constraint)
 
     def prepare_images(self, prompt: Prompt) -> Prompt:

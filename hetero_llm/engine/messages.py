@@ -100,6 +100,7 @@ class AddRequest(Message):
     images_key: str = ""
     grammar: str = ""
     grammar_begins_after: list[int] = []
+    grammar_may_begin_with: int | None = None
 
 
 class Abort(Message):
@@ -248,6 +249,7 @@ def request_to_wire(key: str, request: Request) -> AddRequest:
         "" if images is None else images.key,
         "" if request.grammar is None else request.grammar.text,
         [] if request.grammar is None else list(request.grammar.begins_after),
+        None if request.grammar is None else request.grammar.may_begin_with,
     )
 
 
@@ -274,11 +276,16 @@ def request_from_wire(message: AddRequest) -> Request:
         num_prompt_logprobs=message.num_prompt_logprobs,
         bad_word_ids=tuple(map(tuple, message.bad_word_ids)),
         images=images_from_wire(message.images, message.images_key),
-        grammar=Grammar(message.grammar, tuple(message.grammar_begins_after))
-        if message.grammar
-        else None,
+        grammar=_grammar_of(message),
         packed_prompt=message.packed_prompt,
     )
+
+
+def _grammar_of(message: AddRequest) -> Grammar | None:
+    if not message.grammar:
+        return None
+    after = tuple(message.grammar_begins_after)
+    return Grammar(message.grammar, after, message.grammar_may_begin_with)
 
 
 def params_to_wire(params: SamplingParams, kind: RequestOutputKind) -> dict[str, Any]:

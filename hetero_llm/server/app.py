@@ -22,8 +22,11 @@ from hetero_llm.server.endpoints.chat import chat_endpoint
 from hetero_llm.server.endpoints.completions import completions_endpoint
 from hetero_llm.server.endpoints.generate import generate_endpoint
 from hetero_llm.server.endpoints.info import Info
+from hetero_llm.server.endpoints.messages import MessagesApi
 from hetero_llm.server.endpoints.page import PAGE_FILES, Page
+from hetero_llm.server.endpoints.responses import ResponsesApi
 from hetero_llm.server.errors import ApiError
+from hetero_llm.server.messages_api.protocol import MessagesRequest
 from hetero_llm.server.middleware import RequestMiddleware
 from hetero_llm.server.openapi import request_schema
 from hetero_llm.server.protocol import (
@@ -33,7 +36,13 @@ from hetero_llm.server.protocol import (
     GenerateRequest,
     TokenizeRequest,
 )
-from hetero_llm.server.responses import CLIENT_CLOSED_REQUEST, Responses, report_error
+from hetero_llm.server.responses import (
+    CLIENT_CLOSED_REQUEST,
+    Responses,
+    form_of,
+    report_error,
+)
+from hetero_llm.server.responses_api.protocol import ResponsesRequest
 from hetero_llm.server.settings import ServerSettings
 
 _MODEL_PARAMETER = {
@@ -42,6 +51,33 @@ _MODEL_PARAMETER = {
     "required": True,
     "schema": {"type": "string", "minLength": 1},
 }
+_RESPONSE_PARAMETER = {
+    "name": "response_id",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string", "minLength": 1},
+}
+_PAGE_PARAMETERS: list[dict[str, Any]] = [
+    {
+        "name": "limit",
+        "in": "query",
+        "required": False,
+        "schema": {"type": "integer", "minimum": 1, "maximum": 100},
+    },
+    {
+        "name": "order",
+        "in": "query",
+        "required": False,
+        "schema": {"enum": ["asc", "desc"]},
+    },
+    {
+        "name": "after",
+        "in": "query",
+        "required": False,
+        "description": "id of the item before the first one",
+        "schema": {"type": "string"},
+    },
+]
 _SINCE_PARAMETER = {
     "name": "since",
     "in": "query",
@@ -95,10 +131,13 @@ def build_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
     return app
 
 
+# large: one entry for each route.
 def _add_routes(app: FastAPI, context: Context) -> None:
     info = Info(context)
     page = Page(context, info)
     responses = Responses(context)
+    stored = ResponsesApi(context, responses)
+    anthropic = MessagesApi(context, responses)
     posts: list[tuple[str, Any, type[msgspec.Struct], tuple[str, ...], str]] = [
         (
             "/v1/completions",
@@ -113,6 +152,27 @@ def _add_routes(app: FastAPI, context: Context) -> None:
             ChatRequest,
             ("messages",),
             "Answer a conversation",
+        ),
+        (
+            "/v1/responses",
+            stored.create,
+            ResponsesRequest,
+            ("input",),
+            "Answer a conversation of items",
+        ),
+        (
+            "/v1/messages",
+            anthropic.create,
+            MessagesRequest,
+            ("messages", "max_tokens"),
+            "Answer a conversation, as Anthropic does",
+        ),
+        (
+            "/v1/messages/count_tokens",
+            anthropic.count_tokens,
+            MessagesRequest,
+            ("messages",),
+            "Count the tokens of a conversation",
         ),
         (
             "/generate",
@@ -132,6 +192,24 @@ def _add_routes(app: FastAPI, context: Context) -> None:
             response_class=Response,
             summary=text,
             openapi_extra=request_schema(kind, required, context),
+        )
+    one = [_RESPONSE_PARAMETER]
+    for path, method, response_handler, parameters in (
+        ("/v1/responses/{response_id}", "GET", stored.retrieve, one),
+        ("/v1/responses/{response_id}", "DELETE", stored.delete, one),
+        (
+            "/v1/responses/{response_id}/input_items",
+            "GET",
+            stored.input_items,
+            one + _PAGE_PARAMETERS,
+        ),
+    ):
+        app.add_api_route(
+            path,
+            response_handler,
+            methods=[method],
+            response_class=Response,
+            openapi_extra={"parameters": parameters},
         )
     app.add_api_route(
         "/v1/models/{model:path}",
@@ -198,11 +276,12 @@ async def _router_error(request: Request, error: Exception) -> Response:
         )
     else:
         failure = ApiError(error.status_code, "http_error", str(error.detail))
-    return failure.response()
+    return failure.response(form_of(request.scope))
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
-    return report_error(request.app.state.context, error, request_id_of(request)).response()
+    failure = report_error(request.app.state.context, error, request_id_of(request))
+    return failure.response(form_of(request.scope))
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:

@@ -1,4 +1,5 @@
-"""Every error of the API: status, OpenAI's error object, and the headers that control retries.
+"""Every error of the API: status, error object (OpenAI's, or Anthropic's on its routes), and the
+headers that control retries.
 
 OpenAI's clients retry 408, 409, 429 and 5xx. So a client's own mistake is never a 5xx, and an error
 that a retry would only repeat has the header `x-should-retry: false`.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -38,7 +40,32 @@ _KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_MESSAGES_ROUTE = "/v1/messages"
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _ENGINE_FIELDS = {"prompt_token_ids": "prompt", "prompts": "prompt"}
+
+
+class ErrorForm(Enum):
+    """Whose error object a route sends."""
+
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"
+
+
+def error_form(path: str) -> ErrorForm:
+    """The form of the errors of the route with this path."""
+    anthropic = path == _MESSAGES_ROUTE or path.startswith(f"{_MESSAGES_ROUTE}/")
+    return ErrorForm.ANTHROPIC if anthropic else ErrorForm.OPENAI
 
 
 class ApiError(Exception):
@@ -72,8 +99,16 @@ class ApiError(Exception):
     def kind(self) -> str:
         return _KINDS.get(self.status, "invalid_request_error")
 
-    def body(self) -> bytes:
+    @property
+    def anthropic_kind(self) -> str:
+        """Anthropic's name for an error of this status."""
+        return _ANTHROPIC_KINDS.get(self.status, "invalid_request_error")
+
+    def body(self, form: ErrorForm = ErrorForm.OPENAI) -> bytes:
         """The JSON of the error, at most 4 KiB."""
+        if form is ErrorForm.ANTHROPIC:
+            shown = {"type": self.anthropic_kind, "message": self.message}
+            return msgspec.json.encode({"type": "error", "error": shown})
         error = {
             "message": self.message,
             "type": self.kind,
@@ -82,9 +117,9 @@ class ApiError(Exception):
         }
         return msgspec.json.encode({"error": error})
 
-    def response(self) -> Response:
+    def response(self, form: ErrorForm = ErrorForm.OPENAI) -> Response:
         return Response(
-            self.body(),
+            self.body(form),
             status_code=self.status,
             headers=self.headers,
             media_type="application/json",

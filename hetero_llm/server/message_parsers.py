@@ -9,6 +9,7 @@ from typing import Any
 
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.core.sampling_params import SamplingParams
+from hetero_llm.core.structured_outputs import StructuredOutputsParams
 from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.server.errors import invalid
 from hetero_llm.server.message_events import MessageParser, PlainParser
@@ -27,12 +28,14 @@ from hetero_llm.server.regions.tool_grammar import (
 )
 from hetero_llm.server.settings import Limits
 from hetero_llm.server.tokenization import ApiTokenizer
-from hetero_llm.server.tool_requests import ToolRequest, checked_tools, refuse_until_grammar
+from hetero_llm.server.tool_requests import ToolRequest, checked_tools
 
 logger = logging.getLogger(__name__)
 
 _SHORTEST_MARKER = 4
 """Characters; shorter added tokens, such as runs of spaces, are text."""
+_ANSWER = "final"
+"""Harmony's channel of the answer."""
 OFF = "none"
 """The name of a parser that parses nothing."""
 
@@ -98,8 +101,54 @@ class MessageParsers:
                 "names it with --tool-call-parser; tool_choice 'none' is accepted",
                 "unsupported_parameter",
             )
-        refuse_until_grammar(tools)
         return tools
+
+    def constrained(
+        self, params: SamplingParams, tools: ToolRequest, prompt: Prompt
+    ) -> SamplingParams:
+        """The parameters with what the answer must follow: the grammar of tools that need one, or
+        the request's own constraint, which reasoning may precede.
+
+        Raises:
+            ApiError: there are both, or the grammar cannot be made.
+        """
+        own = params.structured_outputs
+        grammar = self.grammar(tools, prompt)
+        if grammar is not None:
+            if own is not None:
+                raise invalid(
+                    "response_format",
+                    "response_format and the like: not with tools that have to be called, or "
+                    "are strict",
+                )
+            constraint = StructuredOutputsParams(
+                grammar=grammar.lark, begins_after=grammar.begins_after
+            )
+            return replace(params, structured_outputs=constraint)
+        if own is None or own.begins_after or own.may_begin_with is not None:
+            return params
+        return replace(params, structured_outputs=self._behind_reasoning(own, prompt))
+
+    def _behind_reasoning(
+        self, constraint: StructuredOutputsParams, prompt: Prompt
+    ) -> StructuredOutputsParams:
+        """The constraint of an answer before which the model may reason. Only reasoning between
+        tokens of its own can be told from the answer."""
+        channels, reasoning = self.format.channels, self.format.reasoning
+        if channels is not None:
+            answer = f"{channels.channel}{_ANSWER}{channels.message}"
+            return replace(constraint, begins_after=self.tokenizer.token_ids(answer))
+        if reasoning is None:
+            return constraint
+        closes = self._marker_ids.get(reasoning.closes[0])
+        opens = self._marker_ids.get(reasoning.opens[0]) if reasoning.opens else None
+        if closes is None:
+            return constraint
+        if self.start(prompt) == "reasoning":
+            return replace(constraint, begins_after=(closes,))
+        if opens is None or (prompt.text or "").rstrip().endswith(reasoning.closes):
+            return constraint
+        return replace(constraint, begins_after=(closes,), may_begin_with=opens)
 
     def sampling(self, params: SamplingParams, tools: ToolRequest) -> SamplingParams:
         """The parameters for the engine: a parser needs special tokens in its text."""

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hetero_llm.server.connection import CROWDED, crowded
 from hetero_llm.server.context import Context
 from hetero_llm.server.endpoints.page import PAGE_FILES
-from hetero_llm.server.errors import ApiError, busy
+from hetero_llm.server.errors import ApiError, ErrorForm, busy, error_form
 from hetero_llm.server.responses import report_error
 from hetero_llm.utils.log_sink import REQUEST_ID
 
@@ -74,7 +74,8 @@ class RequestMiddleware:
             scope["root_path"] = self._root_path
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
-        scope.setdefault("state", {})["request_id"] = request_id
+        form = error_form(_path(scope))
+        scope.setdefault("state", {}).update(request_id=request_id, error_form=form)
         REQUEST_ID.set(request_id)  # of this request's own task
         status, started = 500, False
 
@@ -82,8 +83,10 @@ class RequestMiddleware:
             nonlocal status, started
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
-                shown = (b"x-request-id", request_id.encode("ascii"))
-                message = {**message, "headers": [*message.get("headers", ()), shown]}
+                shown = [(b"x-request-id", request_id.encode("ascii"))]
+                if form is ErrorForm.ANTHROPIC:
+                    shown.append((b"request-id", request_id.encode("ascii")))
+                message = {**message, "headers": [*message.get("headers", ()), *shown]}
             await send(message)
 
         metrics = self._context.metrics
@@ -95,12 +98,12 @@ class RequestMiddleware:
         except asyncio.CancelledError:
             if not started:  # the server stops without waiting for this request
                 failure = busy("draining", "the server was shut down", _FULL_RETRY_SECONDS)
-                await failure.response()(scope, receive, send_with_id)
+                await failure.response(form)(scope, receive, send_with_id)
             raise
         except Exception as error:
             failure = report_error(self._context, error, request_id)
             if not started:
-                await failure.response()(scope, receive, send_with_id)
+                await failure.response(form)(scope, receive, send_with_id)
         finally:
             self._num_requests -= 1
             metrics.http_ends(_route(scope), scope["method"], status)
@@ -126,7 +129,7 @@ class RequestMiddleware:
         path = _path(scope)
         if path not in self._public:
             if self._keys:
-                scope["state"]["api_key"] = self._keys.match(headers.get("authorization"))
+                scope["state"]["api_key"] = self._keys.match(_given_key(headers))
             if CROWDED in scope["state"]:
                 raise crowded(scope["state"][CROWDED])
             if self._num_requests > limits.concurrent_requests:
@@ -139,8 +142,14 @@ class RequestMiddleware:
                 return self._key_limits.admitted(scope["state"]["api_key"])
         elif path == "/health" and scope["query_string"] and self._keys:
             # Details need a key; the bare status is public.
-            self._keys.match(headers.get("authorization"))
+            self._keys.match(_given_key(headers))
         return nullcontext()
+
+
+def _given_key(headers: Headers) -> str | None:
+    """The Authorization header, or Anthropic's x-api-key written as one."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization", None if key is None else f"Bearer {key}")
 
 
 def _path(scope: Scope) -> str:

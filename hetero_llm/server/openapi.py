@@ -12,8 +12,12 @@ import msgspec
 
 from hetero_llm.core.sampling_params import MAX_SEED
 from hetero_llm.server.context import Context
+from hetero_llm.server.messages_api import protocol as messages_api
+from hetero_llm.server.messages_api.protocol import MessagesRequest
 from hetero_llm.server.prompts import EFFORTS, MAX_ROLE_CHARS
 from hetero_llm.server.protocol import UNAVAILABLE, ChatRequest, GenerateRequest
+from hetero_llm.server.responses_api import protocol as responses_api
+from hetero_llm.server.responses_api.protocol import ResponsesRequest
 from hetero_llm.server.tool_requests import TOOL_NAME
 
 Schema = dict[str, Any]
@@ -40,6 +44,10 @@ _OPTIONS_NEED_STREAM: Schema = {
     "then": {"properties": {"stream": {"const": True}}, "required": ["stream"]},
 }
 _SEED_SHOWN = (MAX_SEED + 1) // 2  # limits are written as floats, and MAX_SEED would round up
+_UNAVAILABLE_IN: dict[type[msgspec.Struct], dict[str, str]] = {
+    ResponsesRequest: responses_api.UNAVAILABLE,
+    MessagesRequest: messages_api.UNAVAILABLE,
+}
 _SPOKEN_ROLES = ["system", "developer", "user", "assistant"]
 _REFUSAL_PART: Schema = {
     "type": "object",
@@ -65,7 +73,8 @@ def request_schema(
 ) -> Schema:
     """The part of an operation that describes the request body."""
     schema = _inlined(*msgspec.json.schema_components([kind]))
-    properties = {n: p for n, p in schema["properties"].items() if n not in UNAVAILABLE}
+    hidden = UNAVAILABLE.keys() | _UNAVAILABLE_IN.get(kind, {}).keys()
+    properties = {n: p for n, p in schema["properties"].items() if n not in hidden}
     for name, rule in _rules(context).items():
         if name in properties:
             _narrow(properties[name], rule)
@@ -74,6 +83,10 @@ def request_schema(
         wholes["echo"] = {"enum": [False, None]}
     if kind is GenerateRequest:
         wholes["prompt"] = {"type": "string", "minLength": 1}
+    if kind is ResponsesRequest:
+        wholes |= _responses_schemas(context)
+    if kind is MessagesRequest:
+        wholes |= _messages_schemas(context)
     properties |= {name: wholes[name] for name in wholes.keys() & properties.keys()}
     schema["properties"], schema["required"] = properties, list(required)
     if "stream_options" in properties:
@@ -109,6 +122,10 @@ def _rules(context: Context) -> dict[str, Schema]:
             "maxItems": limits.stop,
             "items": {"minLength": 1, "maxLength": limits.stop_chars},
         },
+        "stop_sequences": {
+            "maxItems": limits.stop,
+            "items": {"minLength": 1, "maxLength": limits.stop_chars},
+        },
         "bad_words": {
             "maxItems": limits.bad_words,
             "items": {"minLength": 1, "maxLength": limits.bad_word_chars},
@@ -126,6 +143,7 @@ def _rules(context: Context) -> dict[str, Schema]:
         "prompt_logprobs": logprobs,
         "max_tokens": tokens,
         "max_completion_tokens": tokens,
+        "max_output_tokens": tokens,
         "truncation_side": {"enum": ["left", "right"]},
         "min_tokens": {"minimum": 0, "maximum": info.max_model_len},
         "priority": {"minimum": 0, "maximum": 0},
@@ -227,6 +245,96 @@ def _tools(context: Context) -> Schema:
         "required": ["type", "function"],
     }
     return {"type": ["array", "null"], "maxItems": limits.tools, "items": tool}
+
+
+def _responses_schemas(context: Context) -> dict[str, Schema]:
+    """Whole schemas of fields of /v1/responses."""
+    settings = context.settings
+    text = {"type": "string", "minLength": 1}
+    part = _object({"type": {"const": "input_text"}, "text": {"type": "string"}})
+    message = _object(
+        {
+            "type": {"const": "message"},
+            "role": {"enum": _SPOKEN_ROLES},
+            "content": {"anyOf": [text, {"type": "array", "minItems": 1, "items": part}]},
+        }
+    )
+    items = {"type": "array", "minItems": 1, "maxItems": settings.limits.messages, "items": message}
+    effort = {"effort": {"enum": [*EFFORTS, None]}, "summary": {"type": ["string", "null"]}}
+    form = {"type": ["object", "null"], "properties": {"type": {"const": "text"}}}
+    stores = settings.stored_responses > 0
+    return {
+        "input": {"anyOf": [text, items]},
+        "tools": {
+            "type": ["array", "null"],
+            "items": _object({"type": {"const": "function"}, "name": text}),
+        },
+        "reasoning": {"type": ["object", "null"], "properties": effort},
+        "text": {
+            "type": ["object", "null"],
+            "properties": {
+                "format": {**form, "required": ["type"]},
+                "verbosity": {"type": ["string", "null"]},
+            },
+        },
+        "include": {
+            "type": ["array", "null"],
+            "items": {"enum": ["message.output_text.logprobs", "reasoning.encrypted_content"]},
+        },
+        "truncation": {"enum": ["disabled", None]},
+        "store": {"type": ["boolean", "null"]} if stores else {"enum": [False, None]},
+        "previous_response_id": {"type": ["string", "null"] if stores else "null"},
+        "metadata": {
+            "type": ["object", "null"],
+            "maxProperties": 16,
+            "propertyNames": {"maxLength": 64},
+            "additionalProperties": {"type": "string", "maxLength": 512},
+        },
+        "stream_options": {
+            "type": ["object", "null"],
+            "properties": {"include_obfuscation": {"enum": [False, None]}},
+        },
+    }
+
+
+def _messages_schemas(context: Context) -> dict[str, Schema]:
+    """Whole schemas of fields of /v1/messages."""
+    texts = {
+        "type": "array",
+        "minItems": 1,
+        "items": _object({"type": {"const": "text"}, "text": {"type": "string"}}),
+    }
+    said = {"anyOf": [{"type": "string"}, texts]}
+    message = _object({"role": {"enum": ["user", "assistant", "system"]}, "content": said})
+    name = {"type": "string", "minLength": 1}
+    thinking = _object({"type": {"enum": ["enabled", "disabled", "adaptive", "between_tools"]}})
+    thinking["properties"]["budget_tokens"] = {"type": ["integer", "null"], "minimum": 1}
+    return {
+        "messages": {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": context.settings.limits.messages,
+            "items": message,
+        },
+        "system": {"anyOf": [{"type": "null"}, *said["anyOf"]]},
+        "max_tokens": {"type": "integer", "minimum": 1},
+        "tools": {
+            "type": ["array", "null"],
+            "items": _object({"name": name, "input_schema": {"type": "object"}}),
+        },
+        "tool_choice": {"anyOf": [{"type": "null"}, _object({"type": {"enum": ["auto", "none"]}})]},
+        "thinking": {"anyOf": [{"type": "null"}, thinking]},
+        "output_config": {
+            "type": ["object", "null"],
+            "properties": {"effort": {"enum": [*EFFORTS, "max", None]}},
+        },
+        "output_format": {"type": "null"},
+    }
+
+
+def _object(properties: dict[str, Schema]) -> Schema:
+    """An object that has to have all of these."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
 
 
 def _token(context: Context) -> Schema:

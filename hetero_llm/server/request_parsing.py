@@ -134,6 +134,17 @@ async def read_generation(context: Context, request: Request, kind: type[G]) -> 
     Raises:
         ApiError: the request is wrong, or the server cannot serve.
     """
+    body = await read_known(context, request, kind)
+    check_generation(context, body)
+    return body
+
+
+async def read_known(context: Context, request: Request, kind: type[T]) -> T:
+    """Reads a body; names that `kind` does not have are counted and logged.
+
+    Raises:
+        ApiError: see `read_json`.
+    """
     settings = context.settings
     body, unknown = await read_json(
         request, kind, settings.limits, strict_fields=settings.strict_fields
@@ -144,12 +155,20 @@ async def read_generation(context: Context, request: Request, kind: type[G]) -> 
         logger.warning(
             "request %s: unknown fields ignored: %s", request_id_of(request), as_json(names)
         )
+    return body
+
+
+def check_generation(context: Context, body: Generation) -> None:
+    """Makes all checks of a request that need no tokenizer.
+
+    Raises:
+        ApiError: the request is wrong, or the server cannot serve.
+    """
     context.check_open()
     context.model_name(body.model)
     refuse_unsupported(body)
-    check_limits(body, settings.limits, context.client.info)
+    check_limits(body, context.settings.limits, context.client.info)
     check_stream(body)
-    return body
 
 
 def checked_request(
@@ -168,7 +187,7 @@ def checked_request(
 
     Args:
         params: those of all prompts.
-        prefix: of the response's id.
+        prefix: of the response's id, with what separates it.
         wanted: tokens to generate as the request says, in its field `name`.
         default: see `budget`.
 
@@ -185,7 +204,7 @@ def checked_request(
         each.append(params if same else replace(params, max_tokens=max_tokens))
     salt = context.cache_salt(request, body.cache_salt)
     return CheckedRequest(
-        id=f"{prefix}-{body.request_id or uuid4().hex}",
+        id=f"{prefix}{body.request_id or uuid4().hex}",
         http_id=request_id_of(request),
         created=int(time.time()),
         model=context.model_name(body.model),
@@ -282,12 +301,24 @@ def decode(
             None, f"the body is not UTF-8 text (byte {error.start})", "invalid_json"
         ) from None
     except msgspec.ValidationError as error:
-        raise _type_mistake(str(error)) from None
+        raise type_mistake(str(error)) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise _not_json(body, str(error)) from None
     if unknown and strict_fields:
         raise invalid(unknown[0], f"{unknown[0][:64]!r} is not a known field", "unknown_parameter")
     return value, unknown
+
+
+def converted(value: Any, kind: type[T]) -> T:
+    """JSON data as `kind`.
+
+    Raises:
+        ApiError: it is not of this kind; the error's path begins at `value`.
+    """
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise type_mistake(str(error)) from None
 
 
 def decode_json(data: bytes, kind: Any, limits: Limits) -> Any:
@@ -360,7 +391,8 @@ def _check_shape(body: bytes, limits: Limits) -> None:
         level += int(steps[-1])
 
 
-def _type_mistake(text: str) -> ApiError:
+def type_mistake(text: str) -> ApiError:
+    """The error that msgspec's words of a validation error stand for."""
     found = _WHERE.search(text)
     missing = _MISSING.search(text)
     where = found[1].removeprefix("$").removeprefix(".") if found else ""

@@ -15,6 +15,7 @@ from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.engine.output_stream import extend
 from hetero_llm.server.context import Context
 from hetero_llm.server.engine_requests import EngineRequests
+from hetero_llm.server.errors import ApiError, busy
 from hetero_llm.server.protocol import (
     CompletionTokensDetails,
     Generation,
@@ -51,6 +52,10 @@ class ResponseBuilder(ABC, Generic[B]):
     @abstractmethod
     async def stream(self, send: Send) -> None:
         """Sends the response piece by piece."""
+
+    def failure(self, error: ApiError) -> Any:
+        """The payload of an error after the first event of a stream."""
+        return msgspec.Raw(error.body())
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """The engine's outputs; a subclass may change them."""
@@ -121,6 +126,11 @@ async def deltas(
         for delta in held.values():
             yield delta
         raise
+
+
+def aborted() -> ApiError:
+    """The error of a response whose sequence the server itself ended."""
+    return busy("aborted", "the request was ended before its response was complete", 1.0)
 
 
 def _is_news(one: CompletionOutput) -> bool:

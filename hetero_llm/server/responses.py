@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from hetero_llm.core.errors import EngineDeadError
 from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.server.context import Context
-from hetero_llm.server.errors import INTERNAL, ApiError, as_api_error
+from hetero_llm.server.errors import INTERNAL, ApiError, ErrorForm, as_api_error
 from hetero_llm.server.request_parsing import CheckedRequest, as_json
 from hetero_llm.server.response_builder import ResponseBuilder
 
@@ -38,7 +38,7 @@ class Framing:
 
     Attributes:
         before, after: what stands around each payload.
-        done: the clean end.
+        done: the clean end; empty: the payloads themselves say which one is the last.
         comment: what clients skip; empty: the framing has nothing like that.
     """
 
@@ -48,18 +48,33 @@ class Framing:
     done: bytes = b""
     comment: bytes = b""
 
-    def frame(self, payload: bytes) -> bytes:
-        return self.before + payload + self.after
+    def frame(self, payload: Any) -> bytes:
+        return self.before + _ENCODER.encode(payload) + self.after
+
+
+class NamedEvents(Framing):
+    """Server-sent events that carry the name of their payload, which is its struct's tag."""
+
+    def frame(self, payload: Any) -> bytes:
+        name: str = payload.__struct_config__.tag
+        return b"event: %b\n%b" % (name.encode(), super().frame(payload))
 
 
 # JSON has no raw line ends, so one data line is enough.
+_EVENT_STREAM = b"text/event-stream; charset=utf-8"
 SERVER_SENT_EVENTS = Framing(
-    b"text/event-stream; charset=utf-8",
+    _EVENT_STREAM,
     b"data: ",
     b"\n\n",
     done=b"data: [DONE]\n\n",
     comment=b": keep-alive\n\n",
 )
+RESPONSE_EVENTS = NamedEvents(_EVENT_STREAM, b"data: ", b"\n\n", comment=b": keep-alive\n\n")
+"""The stream of /v1/responses."""
+MESSAGE_EVENTS = NamedEvents(
+    _EVENT_STREAM, b"data: ", b"\n\n", comment=b'event: ping\ndata: {"type":"ping"}\n\n'
+)
+"""The stream of /v1/messages."""
 ENDED_BY_NUL = Framing(b"text/plain; charset=utf-8", b"", b"\0")
 """One JSON object after the other, as /generate writes them."""
 
@@ -143,7 +158,7 @@ class _StreamedResponse(Response):
             logger.info("request %s: aborted, cause: %s", self._checked.http_id, cause)
         except Exception as error:
             failure = report_error(self._context, error, self._checked.http_id)
-            await failure.response()(scope, receive, send)
+            await failure.response(form_of(scope))(scope, receive, send)
         finally:
             self._watch.remove(stream)
             stream.has_ended()
@@ -164,7 +179,7 @@ class _StreamedResponse(Response):
             dead = isinstance(error, EngineDeadError)
             if dead:
                 self._context.metrics.aborted("engine")
-            await stream.fail(failure, clean=not dead)
+            await stream.fail(self._builder.failure(failure), clean=not dead)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -195,6 +210,12 @@ async def _hung_up(receive: Receive) -> None:
         pass
 
 
+def form_of(scope: Scope) -> ErrorForm:
+    """The form of the errors of this request, which the middleware has noted."""
+    form: ErrorForm = scope.get("state", {}).get("error_form", ErrorForm.OPENAI)
+    return form
+
+
 def report_error(context: Context, error: Exception, http_id: str) -> ApiError:
     """Logs and counts an exception; returns the error for the client."""
     failure = as_api_error(error, http_id)
@@ -215,10 +236,11 @@ def report_error(context: Context, error: Exception, http_id: str) -> ApiError:
 class EventStream:
     """Writes the events of one response.
 
-    An event is written whole or not at all. A stream ends with the framing's clean end (`[DONE]`),
-    after an error frame if something went wrong; where even that cannot be trusted the connection
-    is cut. A clean end without a finish reason would be a silent truncation. The status line goes
-    out with the first frame, so errors before it have a status of their own.
+    An event is written whole or not at all. A stream ends with the framing's clean end (`[DONE]`,
+    or the API's last event), after an error frame if something went wrong; where even that cannot
+    be trusted the connection is cut. A clean end without a finish reason would be a silent
+    truncation. The status line goes out with the first frame, so errors before it have a status of
+    their own.
 
     Attributes:
         started: the status line was sent.
@@ -247,15 +269,16 @@ class EventStream:
 
     async def send(self, payload: Any) -> None:
         """Writes a payload as one event; waits while the client's buffers are full."""
-        await self._write(self._framing.frame(_ENCODER.encode(payload)))
+        await self._write(self._framing.frame(payload))
 
     async def done(self) -> None:
         """The stream's clean end."""
         await self._write(self._framing.done, last=True)
 
-    async def fail(self, error: ApiError, *, clean: bool) -> None:
-        """Writes an error frame; then the end if `clean`, else the server cuts the connection."""
-        await self._write(self._framing.frame(error.body()))
+    async def fail(self, error: Any, *, clean: bool) -> None:
+        """Writes an error's payload; then the end if `clean`, else the server cuts the
+        connection."""
+        await self._write(self._framing.frame(error))
         if clean:
             await self.done()
 

@@ -161,6 +161,8 @@ def settings_of(args: Mapping[str, Any]) -> ServerSettings:
         log_prompts=_shows_prompts(args),
         max_log_len=args["max_log_len"],
         legacy_metric_names=args["legacy_metric_names"],
+        stored_responses=args["max_stored_responses"],
+        stored_response_bytes=args["max_stored_response_bytes"],
         cors=Cors(
             origins=tuple(args["allowed_origins"]),
             methods=tuple(args["allowed_methods"]),

@@ -113,6 +113,8 @@ class ServerSettings:
         log_prompts: log its prompts, too, cut to `max_log_len` characters or token ids.
         max_log_len: None is the whole prompt, 0 none of it.
         legacy_metric_names: export metrics also under names that vLLM has replaced or dropped.
+        stored_responses, stored_response_bytes: responses of /v1/responses that are kept in memory
+            at most, and bytes of them; 0 responses: none are kept.
     """
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -140,6 +142,8 @@ class ServerSettings:
     log_prompts: bool = True
     max_log_len: int | None = None
     legacy_metric_names: bool = True
+    stored_responses: int = 0
+    stored_response_bytes: int = 256 << 20
     cors: Cors = field(default_factory=Cors)
     limits: Limits = field(default_factory=Limits)
 

@@ -108,6 +108,10 @@ class ApiTokenizer:
         tokenizer = self.require("tokens")
         return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def token_ids(self, markers: str) -> tuple[int, ...]:
+        """Token ids of a text of markers, special tokens in it included."""
+        return tuple(self.require("messages").encode(markers, add_special_tokens=False))
+
     def encode_rendered(self, text: str, guard: SpecialGuard | None) -> list[int]:
         """Token ids of a rendered conversation; `guard` is the one that hid users' texts."""
         tokenizer = self.require("messages")

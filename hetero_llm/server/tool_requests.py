@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from hetero_llm.core.errors import shown
-from hetero_llm.server.errors import ApiError, invalid, unsupported
+from hetero_llm.server.errors import ApiError, invalid
 from hetero_llm.server.regions.call_readers import declared_schemas
 from hetero_llm.server.settings import Limits
 
@@ -75,18 +75,6 @@ def checked_tools(
     if not checked:
         return NO_TOOLS
     return ToolRequest(checked, choice, name, parallel is not False)
-
-
-def refuse_until_grammar(request: ToolRequest) -> None:
-    """Raises:
-    ApiError: the request needs output that follows a grammar.
-    """
-    if not request.needs_grammar:
-        return
-    if request.choice != "auto":
-        raise unsupported("tool_choice", "a tool_choice other than 'auto' and 'none'")
-    index = next(i for i, tool in enumerate(request.tools) if _is_strict(tool))
-    raise unsupported(f"tools[{index}].function.strict", "a strict tool")
 
 
 def _is_strict(tool: Tool) -> bool:

@@ -79,7 +79,9 @@ class GrammarCompiler:
         field = next((name for name in CONSTRAINTS if getattr(params, name)), "json")
         self._tokenizer()
         grammar = Grammar(
-            grammar_text(params, self._vocabulary.special), tuple(params.begins_after)
+            grammar_text(params, self._vocabulary.special),
+            tuple(params.begins_after),
+            params.may_begin_with,
         )
         matcher = self._compiled(grammar.text)
         reason = _why_useless(matcher)
@@ -107,11 +109,7 @@ class GrammarCompiler:
 
     def open_as(self, kind: type[M], grammar: Grammar, output_ids: Sequence[int]) -> M:
         """The same as a subclass of `Matcher`."""
-        matcher = kind(
-            self._compiled(grammar.text).deep_copy(),
-            grammar.begins_after,
-            self._vocabulary.eos_ids,
-        )
+        matcher = kind(self._compiled(grammar.text).deep_copy(), grammar, self._vocabulary.eos_ids)
         for token in output_ids:
             matcher.observe(token)
         return matcher
@@ -147,14 +145,16 @@ class GrammarCompiler:
 class Matcher:
     """The state of one sequence under its grammar; `core.grammar.GrammarMatcher`."""
 
-    def __init__(
-        self, matcher: LLMatcher, begins_after: tuple[int, ...], eos_ids: tuple[int, ...]
-    ) -> None:
+    def __init__(self, matcher: LLMatcher, grammar: Grammar, eos_ids: tuple[int, ...]) -> None:
         self._matcher = matcher
-        self._begins_after = begins_after
+        self._grammar = grammar
         self._eos_ids = eos_ids
-        self._recent: tuple[int, ...] = ()
-        self._begun = not begins_after
+        opens = grammar.may_begin_with
+        # The last tokens of the free text before the grammar begins; None once it has begun.
+        self._before: tuple[int, ...] | None = (
+            () if grammar.begins_after and opens is None else None
+        )
+        self._may_open = opens is not None  # the next token may begin a free text
         self._error: str | None = None
 
     @property
@@ -163,11 +163,7 @@ class Matcher:
 
     def observe(self, token_id: int) -> None:
         """Takes in the next output token; see `GrammarMatcher`."""
-        if self._error is not None:
-            return
-        if not self._begun:
-            self._recent = (*self._recent, token_id)[-len(self._begins_after) :]
-            self._begun = self._recent == self._begins_after
+        if self._error is not None or self._observe_free(token_id):
             return
         if token_id in self._eos_ids and self._matcher.is_stopped():
             return  # with ignore_eos a complete output goes on with end tokens
@@ -179,22 +175,24 @@ class Matcher:
         """Takes in the next token of a draft, unless it is refused; see `GrammarMatcher`."""
         if self._error is not None:
             return False
-        if not self._begun:
-            self.observe(token_id)
+        may_open = self._may_open
+        if self._observe_free(token_id):
             return True
         if token_id in self._eos_ids and self._matcher.is_stopped():
             return True
-        return self._matcher.try_consume_tokens([token_id]) == 1
+        taken = self._matcher.try_consume_tokens([token_id]) == 1
+        self._may_open = may_open and not taken
+        return taken
 
     def copy(self) -> Matcher:
         """A state of its own that has taken in the same tokens."""
-        other = Matcher(self._matcher.deep_copy(), self._begins_after, self._eos_ids)
-        other._recent, other._begun, other._error = self._recent, self._begun, self._error
+        other = Matcher(self._matcher.deep_copy(), self._grammar, self._eos_ids)
+        other._before, other._may_open, other._error = self._before, self._may_open, self._error
         return other
 
     def fill_mask(self, mask: NDArray[np.int32]) -> bool:
         """Writes which tokens may come next; see `GrammarMatcher`."""
-        if not self._begun:
+        if self._before is not None:
             return False
         if self._error is not None:
             mask.fill(0)
@@ -203,7 +201,29 @@ class Matcher:
         if self._matcher.is_error():
             self._error = f"the grammar: {_plain(self._matcher.get_error())}"
             mask.fill(0)
+        elif self._may_open:
+            opens = self._grammar.may_begin_with
+            assert opens is not None
+            mask.view(np.uint32)[opens // 32] |= np.uint32(1 << opens % 32)
         return True
+
+    def _observe_free(self, token_id: int) -> bool:
+        """Takes in a token of free text before the grammar begins; False: it is none."""
+        may_open, self._may_open = self._may_open, False
+        if may_open and token_id == self._grammar.may_begin_with:
+            self._before = ()
+            return True
+        if self._before is None:
+            return False
+        self._before = text_before(self._grammar, self._before, token_id)
+        return True
+
+
+def text_before(grammar: Grammar, before: tuple[int, ...], token_id: int) -> tuple[int, ...] | None:
+    """The last tokens of the free text behind `before` and another token; None: the grammar begins
+    there."""
+    last = (*before, token_id)[-len(grammar.begins_after) :]
+    return None if last == grammar.begins_after else last
 
 
 def _why_useless(matcher: LLMatcher) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetero_llm.core.draft_tree import MAX_NODES
-from hetero_llm.structured_output.compiler import Matcher
+from hetero_llm.structured_output.compiler import Matcher, text_before
 
 
 class DraftMatcher(Matcher):
@@ -20,7 +20,9 @@ class DraftMatcher(Matcher):
         if self._error is not None:
             return [], [], 0
         walk = _Walk(self, token_ids, parents)
-        walk.descend(-1, -1, -1, self._begun, self._recent)
+        walk.descend(
+            -1, -1, -1, self._before, self._grammar.may_begin_with if self._may_open else None
+        )
         order = sorted(range(len(walk.found)), key=lambda node: walk.found[node][2])[:most]
         place = {node: at for at, node in enumerate(order)}
         place[-1] = -1
@@ -31,13 +33,9 @@ class DraftMatcher(Matcher):
             sum(forced for _, _, _, forced in kept),
         )
 
-    def next_recent(self, recent: tuple[int, ...], token_id: int) -> tuple[int, ...]:
-        """The last tokens before the grammar's beginning, `token_id` included."""
-        return (*recent, token_id)[-len(self._begins_after) :]
-
-    def begins_with(self, recent: tuple[int, ...]) -> bool:
-        """Whether the grammar begins behind these last tokens."""
-        return recent == self._begins_after
+    def before(self, before: tuple[int, ...], token_id: int) -> tuple[int, ...] | None:
+        """See `text_before`."""
+        return text_before(self._grammar, before, token_id)
 
     def take(self, token_id: int) -> bool:
         """Moves on by a token of a draft; `give_back` undoes it."""
@@ -73,18 +71,24 @@ class _Walk:
         self.found: list[tuple[int, int, int, bool]] = []
 
     def descend(
-        self, node: int, parent: int, rank: int, begun: bool, recent: tuple[int, ...]
+        self,
+        node: int,
+        parent: int,
+        rank: int,
+        before: tuple[int, ...] | None,
+        opens: int | None = None,
     ) -> None:
         """Adds what follows a node that the grammar has taken.
 
         Args:
             node: of the draft; -1 for its root. parent, rank: of the nodes to be added.
-            begun, recent: whether the grammar has begun there, and the tokens before, if not.
+            before: the last tokens there if the grammar has not begun.
+            opens: the token that may begin a free text there.
         """
         children = self._children.get(node, [])
         taken = 0
         # Behind a choice that the draft has made, its nodes are looked at first.
-        if begun and (node == -1 or not children):
+        if before is None and opens is None and (node == -1 or not children):
             for token in self._matcher.forced():
                 if len(self.found) >= MAX_NODES or not self._matcher.take(token):
                     break
@@ -95,12 +99,14 @@ class _Walk:
                 children = [below for child in same for below in self._children.get(child, [])]
         for child in children:
             token = self._token_ids[child]
-            before = recent if begun else self._matcher.next_recent(recent, token)
-            if begun and not self._matcher.take(token):
+            is_free = before is not None or token == opens
+            if not is_free and not self._matcher.take(token):
                 continue
             self.found.append((token, parent, child, False))
-            begins = begun or self._matcher.begins_with(before)
-            self.descend(child, len(self.found) - 1, child, begins, before)
-            if begun:
+            below = () if token == opens else before
+            if before is not None:
+                below = self._matcher.before(before, token)
+            self.descend(child, len(self.found) - 1, child, below)
+            if not is_free:
                 self._matcher.give_back(1)
         self._matcher.give_back(taken)

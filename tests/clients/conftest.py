@@ -86,7 +86,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def url(logs: Path) -> Iterator[str]:
     """The server that the clients talk to."""
-    with server(logs / "server") as found:
+    with server(logs / "server", "--max-stored-responses", "100") as found:
         yield found
 
 

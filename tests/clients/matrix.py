@@ -23,9 +23,16 @@ FEATURES = {
     "abort": "leaving a stream ends the request and frees its KV blocks",
     "tools": "tool calling is refused with a 400 that says so",
     "json_schema": "structured output is refused with a 400 that says so",
+    "responses": "the Responses API: the same text, whole, streamed and continued",
+    "count": "counts the tokens of a conversation",
 }
 
-_CHATS = frozenset(FEATURES) - {"models", "token_ids"}
+_OPENAI = frozenset(FEATURES) - {"count"}
+_CHATS = _OPENAI - {"models", "token_ids", "responses"}
+_ANTHROPIC = frozenset(
+    ("chat", "stream", "usage", "count", "stop", "parallel", "errors", "wrong_key", "retry",
+     "abort")
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +46,11 @@ class Client:
 
 
 CLIENTS = {
-    "openai 2": Client("openai2", "drive_openai", frozenset(FEATURES), {"major": "2"}),
-    "openai 3": Client("openai3", "drive_openai", frozenset(FEATURES), {"major": "3"}),
-    "langchain-openai": Client("langchain", "drive_langchain", _CHATS),
+    "openai 2": Client("openai2", "drive_openai", _OPENAI, {"major": "2"}),
+    "openai 3": Client("openai3", "drive_openai", _OPENAI, {"major": "3"}),
+    "openai-agents": Client("openai_agents", "drive_openai_agents", frozenset(("responses",))),
+    "anthropic": Client("anthropic", "drive_anthropic", _ANTHROPIC),
+    "langchain-openai": Client("langchain", "drive_langchain", _CHATS | {"responses"}),
     "litellm openai/": Client("litellm", "drive_litellm", _CHATS, {"prefix": "openai"}),
     "litellm hosted_vllm/": Client("litellm", "drive_litellm", _CHATS, {"prefix": "hosted_vllm"}),
 }

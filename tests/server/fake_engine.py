@@ -109,7 +109,7 @@ class FakeEngine:
             eos_ids=(EOS,),
             max_logprobs=max_logprobs,
             seed=0,
-            grammars=tokenizer and GrammarCompiler(tokenizer.vocabulary(VOCAB, (EOS,))),
+            grammars=tokenizer and GrammarCompiler(tokenizer.vocabulary(vocab_size, (EOS,))),
         )
         self.script = script
         self.delay = delay

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jsonschema
 import pytest
 
 from tests.server.serving import Served
@@ -106,3 +107,57 @@ def test_what_is_required(server: Served) -> None:
         assert answer.json()["error"]["code"] == "missing_required_parameter"
         assert "stream" in str(schema["allOf"])
         assert refused_field(server, path, stream_options={}) == "stream_options"
+
+
+GOOD: dict[str, list[dict[str, Any]]] = {
+    "/v1/responses": [
+        {"input": "a", "include": ["message.output_text.logprobs"], "metadata": {"a": "b"}},
+        {"input": [{"type": "message", "role": "developer", "content": "a"}], "store": False},
+        {"input": "a", "stream": True, "stream_options": {"include_obfuscation": False}},
+        {"input": "a", "reasoning": {"effort": "xhigh"}, "text": {"format": {"type": "text"}}},
+        {"input": "a", "tool_choice": "none", "truncation": "disabled"},
+    ],
+    "/v1/messages": [
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+        {"messages": [{"role": "user", "content": "a"}], "system": "b", "stop_sequences": ["c"]},
+        {"messages": [{"role": "user", "content": "a"}], "thinking": {"type": "disabled"}},
+        {"messages": [{"role": "user", "content": "a"}], "output_config": {"effort": "max"}},
+        {"messages": [{"role": "user", "content": "a"}], "tool_choice": {"type": "auto"}},
+    ],
+}
+BAD: dict[str, list[dict[str, Any]]] = {
+    "/v1/responses": [
+        {"input": []},
+        {"input": [{"type": "mcp_call"}]},
+        {"input": "a", "truncation": "auto"},
+        {"input": "a", "store": True},
+        {"input": "a", "previous_response_id": "resp_1"},
+        {"input": "a", "metadata": {"x" * 65: ""}},
+        {"input": "a", "include": ["file_search_call.results"]},
+        {"input": "a", "stream_options": {}},
+    ],
+    "/v1/messages": [
+        {"messages": []},
+        {"messages": [{"role": "tool", "content": "a"}]},
+        {"messages": [{"role": "user", "content": []}]},
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": None},
+        {"messages": [{"role": "user", "content": "a"}], "thinking": {"type": "much"}},
+        {"messages": [{"role": "user", "content": "a"}], "output_config": {"effort": "huge"}},
+    ],
+}
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_the_other_conversations(server: Served, path: str) -> None:
+    """The document and the server agree on what is right and what is wrong."""
+    operation = server.http.get("/openapi.json").json()["paths"][path]["post"]
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    assert not {"background", "mcp_servers", "container", "prompt"} & schema["properties"].keys()
+    validator = jsonschema.Draft202012Validator(schema)
+    short = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 1}
+    for body in GOOD[path]:
+        assert server.post(path, short | body).status_code == 200, body
+        validator.validate(short | body)
+    for body in BAD[path]:
+        assert server.post(path, short | body).status_code == 400, body
+        assert not validator.is_valid(short | body), body

@@ -257,3 +257,14 @@ def test_without_an_end_token_there_is_no_structured_output(tokenizer: Tokenizer
     with pytest.raises(SamplingError, match="no end-of-sequence token"):
         compiler.grammar(StructuredOutputsParams(choice=["a"]))
     compiler.warm_up()  # says nothing
+
+
+def test_a_grammar_that_a_free_text_may_precede(compiler: GrammarCompiler) -> None:
+    params = StructuredOutputsParams(choice=["a"], begins_after=[6], may_begin_with=5)
+    grammar = compiler.grammar(params)
+    assert allowed(compiler.open(grammar, [])) == {5, *ids("a")}
+    assert allowed(compiler.open(grammar, ids("a"))) == {EOS}
+    for output in ([5], [5, 5]):
+        assert allowed(compiler.open(grammar, output)) is None
+    assert allowed(compiler.open(grammar, [5, 7, 6])) == set(ids("a"))
+    assert allowed(compiler.open(grammar, []).copy()) == {5, *ids("a")}

@@ -114,3 +114,20 @@ def test_any_tree(choice: list[str], draft: list[tuple[int, str]], most: int) ->
     alone = os.path.commonprefix(sorted(texts))  # what all choices begin with, up to a complete one
     alone = alone[: min(len(alone), *map(len, texts))]
     assert len(kept) == most or kept >= {alone[: end + 1] for end in range(len(alone))}
+
+
+def test_a_free_text_that_may_come_first() -> None:
+    params = StructuredOutputsParams(choice=["yes"], begins_after=[1], may_begin_with=0)
+    grammar = COMPILER.grammar(params)
+    matcher = COMPILER.open_as(DraftMatcher, grammar, [])
+    assert matcher.constrained([], [], MAX_NODES) == ([], [], 0)  # there is a choice
+    tokens, parents, forced = matcher.constrained([0, 9, 1, *ids("n")], [-1, 0, 1, 2], MAX_NODES)
+    assert (tokens[:3], forced) == ([0, 9, 1], 0) and paths(tokens, parents) == {
+        (0,), (0, 9), (0, 9, 1)
+    }  # fmt: skip
+    tokens, parents, forced = matcher.constrained(*chain("y"), MAX_NODES)
+    assert paths(tokens, parents) == prefixes("yes") and forced == 2
+    matcher.observe(0)
+    assert matcher.constrained([7], [-1], MAX_NODES)[0] == [7]
+    matcher.observe(1)
+    assert matcher.constrained([], [], MAX_NODES)[0] == ids("yes")

@@ -10,11 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput
+from hetero_llm.server.chat_requests import CheckedChat, checked_chat
 from hetero_llm.server.context import Context
-from hetero_llm.server.errors import invalid
 from hetero_llm.server.logprobs import chat_logprobs, prompt_logprobs
 from hetero_llm.server.message_words import MessageWords
-from hetero_llm.server.prompts import chat_prompt
 from hetero_llm.server.protocol import (
     Chat,
     ChatChoice,
@@ -25,17 +24,9 @@ from hetero_llm.server.protocol import (
     Delta,
     Usage,
 )
-from hetero_llm.server.request_parsing import (
-    CheckedRequest,
-    check_max_tokens,
-    checked_request,
-    prompt_cut,
-    read_generation,
-    sampling_params,
-)
+from hetero_llm.server.request_parsing import read_generation
 from hetero_llm.server.response_builder import ChunkBuilder
 from hetero_llm.server.responses import Responses
-from hetero_llm.server.tool_requests import ToolRequest
 
 _OBJECT, _CHUNK = "chat.completion", "chat.completion.chunk"
 
@@ -47,83 +38,27 @@ def chat_endpoint(
 
     async def chat_completions(request: Request) -> Response:
         body = await read_generation(context, request, ChatRequest)
-        tools = context.parsers.requested(body, context.settings.limits)
-        checked = await _checked(context, request, body, tools)
-        builder = _ChatBuilder(context, body, checked, tools)
-        return await responses.send(request, checked, builder, streamed=bool(body.stream))
+        chat = await checked_chat(context, request, body, prefix="chatcmpl-")
+        builder = _ChatBuilder(context, body, chat)
+        return await responses.send(request, chat.request, builder, streamed=bool(body.stream))
 
     return chat_completions
-
-
-async def _checked(
-    context: Context, request: Request, body: ChatRequest, tools: ToolRequest
-) -> CheckedRequest:
-    wanted, name = _max_tokens(body)
-    defaults = context.client.info.default_sampling
-    default = defaults.get("max_tokens")
-    params = sampling_params(
-        body,
-        max_tokens=default if wanted is None else wanted,
-        max_model_len=context.client.info.max_model_len,
-        limits=context.settings.limits,
-        defaults=defaults,
-    )
-    prompt = await chat_prompt(
-        body,
-        context.tokenizer,
-        context.settings,
-        add_special_tokens=bool(body.add_special_tokens),
-        cut=prompt_cut(body, params),
-        tools=tools.tools,
-    )
-    return checked_request(
-        context,
-        request,
-        body,
-        [prompt],
-        context.parsers.sampling(params, tools),
-        prefix="chatcmpl",
-        wanted=wanted,
-        default=default,
-        name=name,
-    )
-
-
-def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:
-    """The limit, and the name of the field that sets it: OpenAI has a new and an old one."""
-    old, new = body.max_tokens, body.max_completion_tokens
-    check_max_tokens(old, "max_tokens", lowest=1)
-    check_max_tokens(new, "max_completion_tokens", lowest=1)
-    if old is not None and new is not None and old != new:
-        raise invalid(
-            "max_tokens", f"max_tokens={old}: contradicts max_completion_tokens={new}; send one"
-        )
-    return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
 class _ChatBuilder(ChunkBuilder[ChatRequest]):
     """Builds the response to one conversation."""
 
-    def __init__(
-        self, context: Context, body: ChatRequest, request: CheckedRequest, tools: ToolRequest
-    ) -> None:
-        super().__init__(context, body, request)
-        self._parsers = context.parsers
-        self._tools = tools
+    def __init__(self, context: Context, body: ChatRequest, chat: CheckedChat) -> None:
+        super().__init__(context, body, chat.request)
+        self._new_parser = chat.new_parser
         self._messages: dict[int, MessageWords] = {}
 
     def _message(self, sequence: int) -> MessageWords:
         """What has been parsed of a sequence."""
         found = self._messages.get(sequence)
         if found is None:
-            body, request = self._body, self._request
-            parser = self._parsers.new(
-                request.prompts[0],
-                self._tools,
-                request.params[0],
-                skip_special=body.skip_special_tokens is not False,
-            )
-            found = MessageWords(parser, with_reasoning=body.include_reasoning is not False)
+            shows = self._body.include_reasoning is not False
+            found = MessageWords(self._new_parser(), with_reasoning=shows)
             self._messages[sequence] = found
         return found
 

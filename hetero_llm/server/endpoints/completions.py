@@ -78,7 +78,7 @@ async def _checked(context: Context, request: Request, body: CompletionRequest) 
         body,
         prompts,
         params,
-        prefix="cmpl",
+        prefix="cmpl-",
         wanted=wanted,
         default=default,
         name="max_tokens",

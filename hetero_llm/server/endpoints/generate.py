@@ -68,7 +68,7 @@ async def _checked(context: Context, request: Request, body: GenerateRequest) ->
         body,
         [Prompt(body.prompt if cut.count is None else None, cut.apply(token_ids))],
         params,
-        prefix="gen",
+        prefix="gen-",
         wanted=body.max_tokens,
         default=default,
         name="max_tokens",

@@ -85,7 +85,7 @@ def parallel(setup: Setup) -> None:
 def errors(setup: Setup) -> None:
     with raises(openai.BadRequestError, "at most 2"):
         model(setup, temperature=3).invoke(messages(setup))
-    with raises(openai.BadRequestError, "messages=[]"):
+    with raises(openai.BadRequestError, "messages must not be empty"):
         list(model(setup).stream([]))
     with raises(openai.NotFoundError, "does not exist"):
         model(setup, model="nothing").invoke(messages(setup))
@@ -130,8 +130,23 @@ def json_schema(setup: Setup) -> None:
             made.invoke(messages(setup))
 
 
+def responses(setup: Setup) -> None:
+    made = model(setup, use_responses_api=True)
+    answer = made.invoke(messages(setup))
+    equal(str(answer.text), setup.wanted["chat"])
+    assert answer.usage_metadata is not None
+    equal(answer.usage_metadata["input_tokens"], setup.wanted["chat_prompt_tokens"])
+    pieces = [str(chunk.text) for chunk in made.stream(messages(setup))]
+    equal("".join(pieces), setup.wanted["chat"])
+    chained = model(setup, use_responses_api=True, use_previous_response_id=True)
+    first = chained.invoke(messages(setup))
+    second = chained.invoke([*messages(setup), first, ("human", "and now?")])
+    assert second.usage_metadata is not None
+    assert second.usage_metadata["input_tokens"] > setup.wanted["chat_prompt_tokens"]
+
+
 CELLS = (chat, stream, usage, completions, logprobs, n, stop, parallel, errors, wrong_key, retry,
-         abort, tools, json_schema)  # fmt: skip
+         abort, tools, json_schema, responses)  # fmt: skip
 
 if __name__ == "__main__":
     run_cells(CELLS, version("langchain-openai"))

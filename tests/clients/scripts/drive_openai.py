@@ -218,8 +218,40 @@ def json_schema(setup: Setup) -> None:
         equal((caught[0].param, caught[0].code), ("response_format", "unsupported_parameter"))
 
 
+def responses(setup: Setup) -> None:
+    wanted = setup.wanted
+    system, user = wanted["messages"]
+    body = {"model": setup.model, "instructions": system["content"], "input": user["content"],
+            "temperature": 0, "max_output_tokens": wanted["max_tokens"]}  # fmt: skip
+    made = client(setup).responses
+    answer = made.create(**body)
+    equal((answer.output_text, answer.status), (wanted["chat"], "incomplete"))
+    equal(answer.usage.input_tokens, wanted["chat_prompt_tokens"])
+    equal(answer.usage.output_tokens, wanted["max_tokens"])
+    kinds, pieces = [], []
+    for event in made.create(**body, stream=True):
+        kinds.append(event.type)
+        if event.type == "response.output_text.delta":
+            pieces.append(event.delta)
+    equal("".join(pieces), wanted["chat"])
+    equal((kinds[0], kinds[-1]), ("response.created", "response.incomplete"))
+    again = {**body, "input": "and now?", "previous_response_id": answer.id}
+    continued = made.create(**again)
+    assert continued.usage.input_tokens > answer.usage.input_tokens + wanted["max_tokens"]
+    turns = [*wanted["messages"][1:], {"role": "assistant", "content": answer.output_text},
+             {"role": "user", "content": "and now?"}]  # fmt: skip
+    equal(made.create(**{**body, "input": turns}).output_text, continued.output_text)
+    equal(made.retrieve(continued.id).output_text, continued.output_text)
+    equal(len(list(made.input_items.list(continued.id))), 3)
+    made.delete(answer.id)
+    with raises(openai.NotFoundError, "is stored"):
+        made.retrieve(answer.id)
+    with raises(openai.BadRequestError, "web_search", "not available"):
+        made.create(**body, tools=[{"type": "web_search"}])
+
+
 CELLS = (models, chat, stream, usage, completions, logprobs, token_ids, n, stop, parallel, errors,
-         wrong_key, retry, abort, tools, json_schema)  # fmt: skip
+         wrong_key, retry, abort, tools, json_schema, responses)  # fmt: skip
 
 if __name__ == "__main__":
     run_cells(CELLS, openai.__version__)

@@ -1,0 +1,200 @@
+"""/v1/messages: Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hetero_llm.core.outputs import CompletionOutput
+from hetero_llm.server.chat_requests import checked_chat, conversation_prompt, read_by_deltas
+from hetero_llm.server.context import Context
+from hetero_llm.server.endpoints.info import json_response
+from hetero_llm.server.errors import ApiError
+from hetero_llm.server.message_reader import MessageReader
+from hetero_llm.server.messages_api.conversation import translated
+from hetero_llm.server.messages_api.output import BlockWriter
+from hetero_llm.server.messages_api.protocol import (
+    ErrorDetails,
+    ErrorEvent,
+    Event,
+    MessageDelta,
+    MessageObject,
+    MessagesRequest,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    OutputTokensDetails,
+    Stopped,
+    TokenCount,
+)
+from hetero_llm.server.protocol import ChatRequest
+from hetero_llm.server.request_parsing import CheckedRequest, check_generation, read_known
+from hetero_llm.server.response_builder import ResponseBuilder, Send, aborted, deltas
+from hetero_llm.server.responses import MESSAGE_EVENTS, Responses
+from hetero_llm.server.translation import FieldNames, required
+
+_PREFIX = "msg_"
+
+
+class MessagesApi:
+    """Handlers of /v1/messages and of what counts its tokens."""
+
+    def __init__(self, context: Context, responses: Responses) -> None:
+        self._context = context
+        self._responses = responses
+
+    async def create(self, request: Request) -> Response:
+        """POST /v1/messages"""
+        context = self._context
+        body, chat, names = await self._read(request)
+        if body.max_tokens is None:
+            raise required("max_tokens")
+        with _said_as_anthropic(names):
+            check_generation(context, chat)
+            found = await checked_chat(context, request, chat, prefix=_PREFIX, cut_max_tokens=True)
+        parser = found.new_parser()
+        checked = read_by_deltas(found.request, parser)
+        hidden = body.thinking is not None and body.thinking.display == "omitted"
+        builder = _Builder(
+            context,
+            chat,
+            checked,
+            names,
+            reader=MessageReader(parser),
+            writer=BlockWriter(shows_thinking=not hidden),
+        )
+        return await self._responses.send(
+            request, checked, builder, streamed=bool(body.stream), framing=MESSAGE_EVENTS
+        )
+
+    async def count_tokens(self, request: Request) -> Response:
+        """POST /v1/messages/count_tokens"""
+        context = self._context
+        _, chat, names = await self._read(request)
+        with _said_as_anthropic(names):
+            check_generation(context, chat)
+            tools = context.parsers.requested(chat, context.settings.limits)
+            prompt = await conversation_prompt(context, chat, tools)
+        return json_response(TokenCount(len(prompt.token_ids or ())))
+
+    async def _read(self, request: Request) -> tuple[MessagesRequest, ChatRequest, FieldNames]:
+        context = self._context
+        body = await read_known(context, request, MessagesRequest)
+        context.check_open()
+        chat, names = translated(
+            body,
+            context.tokenizer.chat_template,
+            context.settings.limits,
+            takes_images=context.client.images is not None,
+        )
+        return body, chat, names
+
+
+@contextmanager
+def _said_as_anthropic(names: FieldNames) -> Iterator[None]:
+    """Errors inside name the client's fields. Of a prompt that is too long clients want to read
+    these words: Claude Code then shortens the conversation."""
+    try:
+        with names.in_errors():
+            yield
+    except ApiError as error:
+        if error.code != "context_length_exceeded":
+            raise
+        message = f"prompt is too long: {error.message}"
+        raise ApiError(error.status, error.code, message, param=error.param) from None
+
+
+class _Builder(ResponseBuilder[ChatRequest]):
+    """Builds the message that answers one request."""
+
+    def __init__(
+        self,
+        context: Context,
+        body: ChatRequest,
+        request: CheckedRequest,
+        names: FieldNames,
+        *,
+        reader: MessageReader,
+        writer: BlockWriter,
+    ) -> None:
+        super().__init__(context, body, request)
+        self._names = names
+        self._reader = reader
+        self._writer = writer
+        self._message = MessageObject(
+            request.id, "assistant", request.model, [], None, None, self._usage()
+        )
+
+    async def whole(self) -> MessageObject:
+        with _said_as_anthropic(self._names):
+            async with aclosing(self._events()) as events:
+                async for _ in events:
+                    pass
+        self._message.content = self._writer.blocks
+        return self._message
+
+    async def stream(self, send: Send) -> None:
+        with _said_as_anthropic(self._names):
+            async with aclosing(self._events()) as events:
+                async for event in events:
+                    await send(event)
+
+    def failure(self, error: ApiError) -> ErrorEvent:
+        return ErrorEvent(ErrorDetails(error.anthropic_kind, error.message))
+
+    async def _events(self) -> AsyncGenerator[Event, None]:
+        """The events of a stream; `_message` has how the message ended, and its usage."""
+        opened = ended = False
+        found = deltas(self._outputs(), self._settings.stream_interval)
+        async with aclosing(found):
+            async for index, output, one in found:
+                if not opened:
+                    opened = True
+                    self._counter.note(index, output, [])
+                    self._message.usage = self._usage()
+                    yield MessageStart(self._message)
+                self._counter.note(index, output, [one])
+                for piece in self._reader.read(one):
+                    for event in self._writer.write(piece.event):
+                        yield event
+                if one.finish_reason is not None:
+                    ended = True
+                    for event in self._writer.close():
+                        yield event
+                    stopped = self._stopped(one)
+                    yield MessageDelta(stopped, self._message.usage)
+                    yield MessageStop()
+        assert ended, "the outputs of a sequence end with its finish reason"
+
+    def _stopped(self, one: CompletionOutput) -> Stopped:
+        """How the message ended; `_message` gets it, too."""
+        deadline, message = self._engine_requests.deadline, self._message
+        reason = deadline.reason(one.finish_reason)
+        if reason == "length":
+            full = self._reader.num_tokens < (self._body.max_tokens or 0)
+            timeout = deadline.cut(one.finish_reason)
+            window = full and not timeout
+            message.stop_reason = "model_context_window_exceeded" if window else "max_tokens"
+            if timeout:
+                message.timeout = True
+        elif reason != "stop":
+            raise aborted()
+        elif isinstance(one.stop_reason, str):
+            message.stop_reason, message.stop_sequence = "stop_sequence", one.stop_reason
+        else:
+            message.stop_reason = "tool_use" if self._reader.has_calls else "end_turn"
+        message.usage = self._usage()
+        return Stopped(message.stop_reason, message.stop_sequence, message.timeout)
+
+    def _usage(self) -> MessageUsage:
+        usage = self._counter.usage()
+        details = usage.prompt_tokens_details
+        cached = 0 if isinstance(details, msgspec.UnsetType) else details.cached_tokens
+        thinking = OutputTokensDetails(self._reader.reasoning_tokens)
+        return MessageUsage(
+            usage.prompt_tokens - cached, 0, cached, usage.completion_tokens, thinking
+        )

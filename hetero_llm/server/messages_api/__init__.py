@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: its objects and their translation into a conversation."""

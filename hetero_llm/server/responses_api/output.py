@@ -1,0 +1,239 @@
+"""From the events of a message to the output items of a response and the events of its stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hetero_llm.server.message_events import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Content,
+    MessageEvent,
+    Reasoning,
+)
+from hetero_llm.server.protocol import ChatLogprob
+from hetero_llm.server.responses_api.protocol import (
+    ArgumentsDelta,
+    ArgumentsDone,
+    CallItem,
+    Event,
+    ItemAdded,
+    ItemDone,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    Part,
+    PartAdded,
+    PartDone,
+    ReasoningDelta,
+    ReasoningDone,
+    ReasoningItem,
+    ReasoningText,
+    TextDelta,
+    TextDone,
+)
+
+_RUNNING, _COMPLETED, _INCOMPLETE = "in_progress", "completed", "incomplete"
+_ASSISTANT = "assistant"
+
+
+@dataclass(slots=True)
+class _OpenText:
+    """A message or reasoning that is being written."""
+
+    id: str
+    index: int
+    is_reasoning: bool
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[ChatLogprob] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _OpenCall:
+    """A call whose arguments are being written."""
+
+    id: str
+    index: int
+    call_id: str
+    name: str
+    pieces: list[str] = field(default_factory=list)
+
+    def item(self, status: str) -> CallItem:
+        return CallItem(self.id, status, self.call_id, self.name, "".join(self.pieces))
+
+
+class OutputWriter:
+    """Writes the items of one response.
+
+    Args:
+        suffix: of the ids of the items.
+    """
+
+    def __init__(self, suffix: str) -> None:
+        self._suffix = suffix
+        self._items: list[OutputItem | None] = []
+        self._text: _OpenText | None = None
+        self._calls: dict[int, _OpenCall] = {}
+        self._sequence = 0
+
+    @property
+    def items(self) -> list[OutputItem]:
+        """The items that are complete, in their order."""
+        return [item for item in self._items if item is not None]
+
+    def number(self) -> int:
+        """The sequence number of the next event."""
+        self._sequence += 1
+        return self._sequence - 1
+
+    def write(self, event: MessageEvent, logprobs: Sequence[ChatLogprob] = ()) -> list[Event]:
+        """Takes in an event of the message.
+
+        Args:
+            logprobs: of the tokens of a content.
+        """
+        match event:
+            case Content(text):
+                return self._write_text(text, logprobs, is_reasoning=False)
+            case Reasoning(text):
+                return self._write_text(text, (), is_reasoning=True)
+            case CallStart(index, call_id, name):
+                return self._start_call(index, call_id, name)
+            case CallArguments(index, text):
+                return [self._write_arguments(self._calls[index], text)]
+            case CallEnd(index):
+                call = self._calls.pop(index)
+                # A call without arguments is one of an empty object.
+                events: list[Event] = [] if call.pieces else [self._write_arguments(call, "{}")]
+                return events + self._end_call(call, _COMPLETED)
+
+    def finish(self, *, cut: bool) -> list[Event]:
+        """Ends the items that are open. `cut`: the message was cut off, not ended by the model."""
+        events = self._end_text(_INCOMPLETE if cut else _COMPLETED)
+        for index in tuple(self._calls):
+            events += self._end_call(self._calls.pop(index), _INCOMPLETE)
+        return events
+
+    # -- messages and reasoning ---------------------------------------------------------------
+
+    def _write_text(
+        self, text: str, logprobs: Sequence[ChatLogprob], *, is_reasoning: bool
+    ) -> list[Event]:
+        events: list[Event] = []
+        if self._text is None or self._text.is_reasoning != is_reasoning:
+            events = self._end_text(_COMPLETED)
+            events += self._start_text(is_reasoning=is_reasoning)
+        assert self._text is not None
+        self._text.pieces.append(text)
+        self._text.logprobs += logprobs
+        if is_reasoning:
+            events.append(
+                ReasoningDelta(
+                    sequence_number=self.number(),
+                    output_index=self._text.index,
+                    item_id=self._text.id,
+                    delta=text,
+                )
+            )
+        else:
+            events.append(
+                TextDelta(
+                    sequence_number=self.number(),
+                    output_index=self._text.index,
+                    item_id=self._text.id,
+                    delta=text,
+                    logprobs=list(logprobs),
+                )
+            )
+        return events
+
+    def _start_text(self, *, is_reasoning: bool) -> list[Event]:
+        index = len(self._items)
+        item_id = self._id("rs" if is_reasoning else "msg", index)
+        self._text = _OpenText(item_id, index, is_reasoning)
+        self._items.append(None)
+        item: OutputItem
+        part: Part
+        if is_reasoning:
+            item, part = ReasoningItem(item_id, _RUNNING, [], []), ReasoningText("")
+        else:
+            item, part = MessageItem(item_id, _RUNNING, _ASSISTANT, []), OutputText("", [], [])
+        return [
+            ItemAdded(sequence_number=self.number(), output_index=index, item=item),
+            PartAdded(
+                sequence_number=self.number(), output_index=index, item_id=item_id, part=part
+            ),
+        ]
+
+    def _end_text(self, status: str) -> list[Event]:
+        open_one, self._text = self._text, None
+        if open_one is None:
+            return []
+        text, index, item_id = "".join(open_one.pieces), open_one.index, open_one.id
+        item: OutputItem
+        part: Part
+        ended: Event
+        if open_one.is_reasoning:
+            part = ReasoningText(text)
+            item = ReasoningItem(item_id, status, [], [part])
+            ended = ReasoningDone(
+                sequence_number=self.number(), output_index=index, item_id=item_id, text=text
+            )
+        else:
+            part = OutputText(text, [], open_one.logprobs)
+            item = MessageItem(item_id, status, _ASSISTANT, [part])
+            ended = TextDone(
+                sequence_number=self.number(),
+                output_index=index,
+                item_id=item_id,
+                text=text,
+                logprobs=open_one.logprobs,
+            )
+        self._items[index] = item
+        return [
+            ended,
+            PartDone(sequence_number=self.number(), output_index=index, item_id=item_id, part=part),
+            ItemDone(sequence_number=self.number(), output_index=index, item=item),
+        ]
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def _start_call(self, number: int, call_id: str, name: str) -> list[Event]:
+        events = self._end_text(_COMPLETED)
+        index = len(self._items)
+        call = self._calls[number] = _OpenCall(self._id("fc", index), index, call_id, name)
+        self._items.append(None)
+        events.append(
+            ItemAdded(sequence_number=self.number(), output_index=index, item=call.item(_RUNNING))
+        )
+        return events
+
+    def _write_arguments(self, call: _OpenCall, text: str) -> Event:
+        call.pieces.append(text)
+        return ArgumentsDelta(
+            sequence_number=self.number(), output_index=call.index, item_id=call.id, delta=text
+        )
+
+    def _end_call(self, call: _OpenCall, status: str) -> list[Event]:
+        item = self._items[call.index] = call.item(status)
+        return [
+            ArgumentsDone(
+                sequence_number=self.number(),
+                output_index=call.index,
+                item_id=call.id,
+                name=call.name,
+                arguments=item.arguments,
+            ),
+            ItemDone(sequence_number=self.number(), output_index=call.index, item=item),
+        ]
+
+    def _id(self, prefix: str, index: int) -> str:
+        return f"{prefix}_{self._suffix}_{index}"
+
+
+def response_of_item(item_id: str, prefix: str) -> str:
+    """The id of the response that an `OutputWriter` has written an item of; another text for an
+    item of someone else's. `prefix`: of the ids of responses."""
+    return prefix + item_id.partition("_")[2].rpartition("_")[0]
