@@ -59,6 +59,7 @@ async def checked_chat(
         ApiError: the conversation is wrong, or does not fit.
         SamplingError: a field is out of range or contradicts another one.
     """
+    tools = context.parsers.requested(body, context.settings.limits)
     wanted, name = _max_tokens(body)
     defaults = context.client.info.default_sampling
     default = defaults.get("max_tokens")
@@ -71,7 +72,6 @@ async def checked_chat(
         limits=context.settings.limits,
         defaults=defaults,
     )
-    tools = context.parsers.requested(body, context.settings.limits)
     prompt = await conversation_prompt(context, body, tools, cut=prompt_cut(body, params))
     params = context.parsers.constrained(params, tools, prompt)
     checked = checked_request(

@@ -214,39 +214,6 @@ def _whole_schemas(context: Context) -> dict[str, Schema]:
     }
 
 
-def _tools(context: Context) -> Schema:
-    """Tools can be declared to a template that describes them, in a format that is known."""
-    template, limits = context.tokenizer.chat_template, context.settings.limits
-    if template is None or not template.mentions("tools") or not context.parsers.format.calls_tools:
-        return {"enum": [[], None]}
-    function = {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "pattern": f"^{TOOL_NAME}$"},
-            "description": {"type": ["string", "null"]},
-            "parameters": {
-                "type": ["object", "null"],
-                "properties": {
-                    "type": {"const": "object"},
-                    "properties": {
-                        "type": "object",
-                        "additionalProperties": {"type": ["object", "boolean"]},
-                    },
-                    "required": {"type": "array", "items": {"type": "string"}},
-                },
-            },
-            "strict": {"enum": [False, None]},
-        },
-        "required": ["name"],
-    }
-    tool = {
-        "type": "object",
-        "properties": {"type": {"const": "function"}, "function": function},
-        "required": ["type", "function"],
-    }
-    return {"type": ["array", "null"], "maxItems": limits.tools, "items": tool}
-
-
 def _responses_schemas(context: Context) -> dict[str, Schema]:
     """Whole schemas of fields of /v1/responses."""
     settings = context.settings
@@ -335,6 +302,39 @@ def _messages_schemas(context: Context) -> dict[str, Schema]:
 def _object(properties: dict[str, Schema]) -> Schema:
     """An object that has to have all of these."""
     return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _tools(context: Context) -> Schema:
+    """Tools can be declared to a template that describes them, in a format that is known."""
+    template, limits = context.tokenizer.chat_template, context.settings.limits
+    if template is None or not template.mentions("tools") or not context.parsers.format.calls_tools:
+        return {"enum": [[], None]}
+    function = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "pattern": f"^{TOOL_NAME}$"},
+            "description": {"type": ["string", "null"]},
+            "parameters": {
+                "type": ["object", "null"],
+                "properties": {
+                    "type": {"const": "object"},
+                    "properties": {
+                        "type": "object",
+                        "additionalProperties": {"type": ["object", "boolean"]},
+                    },
+                    "required": {"type": "array", "items": {"type": "string"}},
+                },
+            },
+            "strict": {"type": ["boolean", "null"]},
+        },
+        "required": ["name"],
+    }
+    tool = {
+        "type": "object",
+        "properties": {"type": {"const": "function"}, "function": function},
+        "required": ["type", "function"],
+    }
+    return {"type": ["array", "null"], "maxItems": limits.tools, "items": tool}
 
 
 def _token(context: Context) -> Schema:

@@ -101,7 +101,7 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
             context.metrics.tracer = Tracer(traces, context.names[0])
             app.add_middleware(TraceHeaders)
         config = EngineConfig.from_args(arguments.resolved())
-        context.plan = plan_table(engine.info, config)
+        context.plan = plan_table(engine.info, config, parsers=context.parsers.format.words)
         console.say(context.plan)
         address = listener.getsockname()[:2]
         server = Server(

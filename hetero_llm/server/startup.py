@@ -17,8 +17,12 @@ _CHAT = (
 _COMPLETION = "/v1/completions", '{"prompt": "def add(a, b):", "max_tokens": 16}'
 
 
-def plan_table(info: EngineInfo, config: EngineConfig) -> str:
-    """The model, device and memory that serve, as lines of a name and a value."""
+def plan_table(info: EngineInfo, config: EngineConfig, *, parsers: str) -> str:
+    """The model, device and memory that serve, as lines of a name and a value.
+
+    Args:
+        parsers: the formats of tool calls and reasoning that the server reads, in words.
+    """
     tokens = info.num_blocks * info.block_size
     rows = [
         ("model", f"{info.model} ({info.dtype})"),
@@ -30,6 +34,7 @@ def plan_table(info: EngineInfo, config: EngineConfig) -> str:
         ("sequences", f"{config.max_num_seqs} at once"),
         ("drafts", _drafts(config)),
         ("offload", _offload(info, config)),
+        ("parsers", parsers),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)

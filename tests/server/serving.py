@@ -95,6 +95,12 @@ def serving(
             task.cancel()
         await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
         app.state.context.tokenizer.close()
+        # What still sleeps, such as the watch of the streams, would be destroyed with a message on
+        # standard error in the middle of some later test.
+        sleeping = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in sleeping:
+            task.cancel()
+        await asyncio.gather(*sleeping, return_exceptions=True)
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(run()), daemon=True)
     thread.start()

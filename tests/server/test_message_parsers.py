@@ -126,6 +126,10 @@ def test_response_templates_go_before_chat_templates(
     assert found.reasoning is not None and found.reasoning.opens == ("<mull>",)
     assert found.tools is TOOL_FORMATS["hermes"]
     assert "response_template is not used for tool_calls" in caplog.text
+    assert (
+        parsers(tokenizer, tool_parser="openai").format.words == "tool calls and reasoning openai"
+    )
+    assert found.words == "tool calls hermes, reasoning response_template"
     given = parsers(
         tokenizer, response_template={"fields": fields}, reasoning_parser="qwen3"
     ).format

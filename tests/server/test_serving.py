@@ -25,6 +25,7 @@ from hetero_llm.config.args import resolve_engine_args, resolve_server_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import ConfigError
 from hetero_llm.server.app import build_app
+from hetero_llm.server.regions.formats import MessageFormat
 from hetero_llm.server.serving import (
     EXIT_ENGINE_DEAD,
     Server,
@@ -255,10 +256,14 @@ def test_templates(tmp_path: Path) -> None:
 def test_the_plan_names_what_serves() -> None:
     config = EngineConfig.from_args(resolve_engine_args({"model": "demo", "cpu_threads": 3}))
     rows = dict(
-        line.split(maxsplit=1) for line in plan_table(FakeEngine(None).info, config).splitlines()
+        line.split(maxsplit=1)
+        for line in plan_table(
+            FakeEngine(None).info, config, parsers=MessageFormat().words
+        ).splitlines()
     )
     assert "8192 tokens in 512 blocks of 16" in rows["KV"] and rows["drafts"] == "none"
     assert rows["cores"].endswith(", 3 for the model") and rows["offload"] == "off"
+    assert rows["parsers"] == "tool calls none, reasoning none"
 
 
 def test_the_plan_tells_of_offload(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +272,7 @@ def test_the_plan_tells_of_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     def rows(device: str, offload: str, **given: Any) -> dict[str, str]:
         config = EngineConfig.from_args(resolve_engine_args({"model": "demo", **given}))
         info = replace(FakeEngine(None).info, device=device, offload=offload)
-        lines = plan_table(info, config).splitlines()
+        lines = plan_table(info, config, parsers="none").splitlines()
         return {line.split()[0]: line.strip().partition("  ")[2].strip() for line in lines}
 
     on = {"enable_prefix_cache_offload": True}

@@ -428,6 +428,15 @@ class MessageFormat:
     channels: Channels | None = None
 
     @property
+    def words(self) -> str:
+        """For people."""
+        if self.channels is not None:
+            return f"tool calls and reasoning {self.channels.name}"
+        tools = "none" if self.tools is None else self.tools.name
+        reasoning = "none" if self.reasoning is None else self.reasoning.name
+        return f"tool calls {tools}, reasoning {reasoning}"
+
+    @property
     def calls_tools(self) -> bool:
         return self.tools is not None or self.channels is not None
 
