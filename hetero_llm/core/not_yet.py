@@ -25,10 +25,6 @@ class PromptAdapterRequest(NotYet):
     feature = "a prompt adapter"
 
 
-class PoolingParams(NotYet):
-    feature = "a pooling model"
-
-
 class GuidedDecodingParams(NotYet):
     feature = "guided decoding"
 
