@@ -16,8 +16,6 @@ import weakref
 from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import (
     ConfigError,
@@ -34,14 +32,14 @@ from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.inputs import PromptType
 from hetero_llm.core.metrics import Metric
 from hetero_llm.core.outputs import RequestOutput
-from hetero_llm.core.pooling import Finish, PoolingInput, PoolingRequest
+from hetero_llm.core.pooling import Finish, PoolingInput, PoolingRequest, PoolingResult
 from hetero_llm.core.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from hetero_llm.core.pooling_params import PoolingParams
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine import messages
 from hetero_llm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-from hetero_llm.engine.engine_client import EngineInfo, EngineStats, ModelInfo
+from hetero_llm.engine.engine_client import EngineInfo, EngineStats, ModelInfo, PoolingInfo
 from hetero_llm.engine.engine_launcher import EngineProcess, launch
 from hetero_llm.engine.finish_rate import FinishRate
 from hetero_llm.engine.images import ImageInputs
@@ -144,7 +142,7 @@ class AsyncLLMEngine:
             offload=ready.offload,
             default_sampling=opened.default_sampling,
             max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
-            pooling=model if isinstance(model, PoolingModel) else None,
+            pooling=PoolingInfo.of(model) if isinstance(model, PoolingModel) else None,
             started_seconds={**ready.seconds, "total": time.monotonic() - begun},
         )
         self._model = ModelInfo(
@@ -166,8 +164,8 @@ class AsyncLLMEngine:
             images=self.images,
         )
         self.pooling_inputs = None
-        if self.info.pooling is not None:
-            self.pooling_inputs = PoolingInputs(self.tokenizer, self.info.pooling)
+        if isinstance(model, PoolingModel):
+            self.pooling_inputs = PoolingInputs(self.tokenizer, model)
         self._max_running = config.max_num_seqs
         self._max_queued = max_queued_requests
         self.step_timeout = step_timeout or STEP_TIMEOUTS[ready.device.partition(":")[0]]
@@ -334,13 +332,13 @@ class AsyncLLMEngine:
         (one,) = await self.threads.run(
             lambda: made.prompts([parsed], [params], name_index=False), size=len(parsed.text or "")
         )
-        values = await self.pool(request_id, [one], finish)
-        output = PoolingOutput(torch.from_numpy(values[0].copy()))
+        result = await self.pool(request_id, [one], finish)
+        output = PoolingOutput(torch.from_numpy(result.values[0].copy()))
         yield PoolingRequestOutput(request_id, output, one.token_ids.tolist())
 
     async def pool(
         self, request_id: str, inputs: Sequence[PoolingInput], finish: Finish
-    ) -> np.ndarray:
+    ) -> PoolingResult:
         """See `EngineClient`."""
         self._attach_loop()
         stream = self._open_stream(request_id, PoolingStream)
@@ -348,13 +346,13 @@ class AsyncLLMEngine:
             request = PoolingRequest(stream.key, inputs, finish)
             self._send(messages.pooling_to_wire(request))
             stream.sent = True
-            pooled = await stream.get()
+            result = messages.pooled_from_wire(await stream.get())
             self.finish_rate.note()
         finally:
             self._close_stream(stream)
-        if pooled.error is not None:
-            raise HeteroLLMError(pooled.error)
-        return messages.pooled_values(pooled)
+        if result.error is not None:
+            raise HeteroLLMError(result.error)
+        return result
 
     @property
     def num_unfinished(self) -> int:

@@ -11,14 +11,28 @@ from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from hetero_llm.core.pooling import Finish, PoolingInput
+    from hetero_llm.core.pooling import Finish, PoolingInput, PoolingResult
     from hetero_llm.engine.images import ImageInputs
     from hetero_llm.engine.input_processor import Prompt
     from hetero_llm.engine.pooling_inputs import PoolingInputs
     from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
     from hetero_llm.pooling.pooling_model import PoolingModel
+
+
+@dataclass(frozen=True)
+class PoolingInfo:
+    """Facts about a model that pools: its class, which hidden states become a vector ("CLS", "MEAN"
+    or "LAST"), the tasks of `PoolingParams` that it serves, and how long its vectors are."""
+
+    class_name: str
+    pooling: str
+    tasks: tuple[str, ...]
+    size: int
+
+    @staticmethod
+    def of(model: PoolingModel) -> PoolingInfo:
+        size = len(model.labels) or model.embedding_size
+        return PoolingInfo(model.class_name, model.pooling, model.tasks, size)
 
 
 @dataclass(frozen=True)
@@ -46,7 +60,7 @@ class EngineInfo:
     offload: str = ""
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     max_logprobs: int = 20
-    pooling: PoolingModel | None = None
+    pooling: PoolingInfo | None = None
 
 
 @dataclass(frozen=True)
@@ -124,8 +138,8 @@ class EngineClient(Protocol):
 
     async def pool(
         self, request_id: str, inputs: Sequence[PoolingInput], finish: Finish
-    ) -> np.ndarray:
-        """The pooled values of inputs that `pooling_inputs` has made, [inputs, D] float32.
+    ) -> PoolingResult:
+        """The pooled values of inputs that `pooling_inputs` has made.
 
         Cancelling the call aborts the request.
 

@@ -385,9 +385,10 @@ def pooled_to_wire(result: PoolingResult) -> Pooled:
     return Pooled(result.key, data, len(result.values[0]), result.scheduled, result.error)
 
 
-def pooled_values(pooled: Pooled) -> np.ndarray:
-    """[inputs, size] float32, a view of the message's bytes."""
-    return np.frombuffer(pooled.values, "<f4").reshape(-1, pooled.size)
+def pooled_from_wire(pooled: Pooled) -> PoolingResult:
+    """The arrays are views of the message's bytes."""
+    values = list(np.frombuffer(pooled.values, "<f4").reshape(-1, pooled.size))
+    return PoolingResult(pooled.key, values, pooled.scheduled, pooled.error)
 
 
 # -- images ---------------------------------------------------------------------------------

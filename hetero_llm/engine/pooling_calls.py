@@ -101,11 +101,14 @@ class PoolingCalls:
             raise PoolingError("pooling_params", params, "must be one PoolingParams for all pairs")
         (own,) = _params_of(params, 1, options)
         if not self._built.model.is_classifier:
-            both = [*first, *second]
             finish = self.inputs.finish_of(own, SCORE)
             with prompt_wakeups():
-                inputs = self.inputs.prompts(both, [own] * len(both), name_index=True)
-            values = self._run(inputs, [finish] * len(both), shown)
+                inputs = []
+                for name, side in (("data_1", first), ("data_2", second)):
+                    inputs += self.inputs.prompts(
+                        side, [own] * len(side), name_index=True, field=name
+                    )
+            values = self._run(inputs, [finish] * len(inputs), shown)
             return [
                 ScoringRequestOutput(str(i), ScoringOutput(score), tokens)
                 for i, (score, tokens) in enumerate(
@@ -115,7 +118,7 @@ class PoolingCalls:
         texts = [(_text_of(first[one]), _text_of(second[other])) for one, other in pairs]
         finish = self.inputs.finish_of(own, SCORE)
         with prompt_wakeups():
-            inputs = self.inputs.pairs(texts, own, name_index=True)
+            inputs = self.inputs.pairs(texts, own, name_index=True, field="data_2")
         values = self._run(inputs, [finish] * len(inputs), shown)
         return [
             ScoringRequestOutput(str(i), ScoringOutput(float(one[0])), made.token_ids.tolist())

@@ -7,7 +7,8 @@ switch for that is shared by all threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -85,13 +86,21 @@ class PoolingInputs:
         raise PoolingError("task", task, reason)
 
     def prompts(
-        self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], *, name_index: bool
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[PoolingParams],
+        *,
+        name_index: bool,
+        field: str = "prompt",
+        add_special_tokens: bool = True,
     ) -> list[PoolingInput]:
         """The inputs of prompts, each a text or token ids.
 
         Args:
             params: one for each prompt.
             name_index: errors name the prompt's place in the list.
+            field: what errors call the prompts.
+            add_special_tokens: put the tokenizer's special tokens around texts.
 
         Raises:
             PromptError, PoolingError: a prompt cannot be served.
@@ -99,45 +108,42 @@ class PoolingInputs:
         inputs: list[PoolingInput | None] = [None] * len(prompts)
         places, texts = [], []
         for place, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-            try:
+            with _naming(field, place if name_index else None):
                 if prompt.images or prompt.prepared is not None:
                     raise PromptError("multi_modal_data", "images", "this model takes no images")
                 if prompt.token_ids is None:
-                    assert prompt.text is not None
                     text = self._checked_text(prompt.text)
                     places.append(place)
                     texts.append(self._prefix(one) + text)
                 else:
                     inputs[place] = self._of_ids(prompt.token_ids, one)
-            except (PromptError, PoolingError) as error:
-                raise (error.at_prompt(place) if name_index else error) from None
-        for place, made in zip(places, self._encode(texts), strict=True):
-            try:
+        for place, made in zip(places, self._encode(texts, add_special_tokens), strict=True):
+            with _naming(field, place if name_index else None):
                 inputs[place] = self._of_encoding(made, params[place])
-            except (PromptError, PoolingError) as error:
-                raise (error.at_prompt(place) if name_index else error) from None
         return [one for one in inputs if one is not None]
 
     def pairs(
-        self, pairs: Sequence[tuple[str, str]], params: PoolingParams, *, name_index: bool
+        self,
+        pairs: Sequence[tuple[str, str]],
+        params: PoolingParams,
+        *,
+        name_index: bool,
+        field: str = "prompt",
+        add_special_tokens: bool = True,
     ) -> list[PoolingInput]:
-        """The inputs of pairs of texts, for a cross-encoder.
+        """The inputs of pairs of texts, for a cross-encoder; arguments as of `prompts`.
 
         Raises:
-            PromptError: a pair cannot be served.
+            PromptError, PoolingError: a pair cannot be served.
         """
         checked = []
         for place, pair in enumerate(pairs):
-            try:
+            with _naming(field, place if name_index else None):
                 checked.append((self._checked_text(pair[0]), self._checked_text(pair[1])))
-            except PromptError as error:
-                raise (error.at_prompt(place) if name_index else error) from None
         inputs = []
-        for place, made in enumerate(self._encode(checked)):
-            try:
+        for place, made in enumerate(self._encode(checked, add_special_tokens)):
+            with _naming(field, place if name_index else None):
                 inputs.append(self._of_encoding(made, params))
-            except PromptError as error:
-                raise (error.at_prompt(place) if name_index else error) from None
         return inputs
 
     def _dimensions(self, params: PoolingParams) -> int:
@@ -168,7 +174,7 @@ class PoolingInputs:
             raise PoolingError("prompt_name", name, f"the model's prompts are {known}")
         return model.prompts[name]
 
-    def _checked_text(self, text: str) -> str:
+    def _checked_text(self, text: str | None) -> str:
         if not isinstance(text, str):
             raise PromptError("prompt", text, "must be a string")
         if self._tokenizer is None:
@@ -179,15 +185,18 @@ class PoolingInputs:
             raise PromptError("prompt", text, "holds half a surrogate pair, which is no text")
         return text.lower() if self._model.lower_case else text
 
-    def _encode(self, texts: Sequence[Text]) -> Sequence[Any]:
+    def _encode(self, texts: Sequence[Text], add_special_tokens: bool) -> Sequence[Any]:
         """An encoding of the tokenizers library for each text or pair."""
         if not texts:
             return []
         if self._backend is not None:
-            return self._backend.encode_batch(list(texts), add_special_tokens=True)
+            made: Sequence[Any] = self._backend.encode_batch(
+                list(texts), add_special_tokens=add_special_tokens
+            )
+            return made
         assert self._tokenizer is not None
         hf = self._tokenizer.hf
-        return [_SlowEncoding(hf, text) for text in texts]
+        return [_SlowEncoding(hf, text, add_special_tokens) for text in texts]
 
     def _limit(self, params: PoolingParams) -> int | None:
         """Tokens that an input is cut to; None: it is not."""
@@ -241,6 +250,19 @@ class PoolingInputs:
         return made
 
 
+@contextmanager
+def _naming(field: str, place: int | None) -> Iterator[None]:
+    """Gives errors the field's name and the place of the prompt, if it is one of several."""
+    try:
+        yield
+    except PoolingError as error:
+        raise (error if place is None else error.at_prompt(place)) from None
+    except PromptError as error:
+        ours = error.field == "prompt" or (error.field == "prompt_token_ids" and field != "prompt")
+        name = field if ours else error.field
+        raise PromptError(name, error.value, error.reason, prompt_index=place) from None
+
+
 def _kept(sequences: Sequence[int | None], limit: int, *, left: bool) -> np.ndarray:
     """Which tokens of an encoding stay, bool: its special tokens, and of the texts what
     transformers' strategy "longest_first" leaves.
@@ -280,14 +302,14 @@ def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
 class _SlowEncoding:
     """What `PoolingInputs` reads of an encoding, from a tokenizer in Python."""
 
-    def __init__(self, hf: Any, text: Text) -> None:
+    def __init__(self, hf: Any, text: Text, add_special_tokens: bool) -> None:
         pair = text if isinstance(text, tuple) else (text, None)
         parts = [None if one is None else hf.encode(one, add_special_tokens=False) for one in pair]
-        self.ids = hf.build_inputs_with_special_tokens(*parts)
-        self.type_ids = hf.create_token_type_ids_from_sequences(*parts)
-        special = hf.get_special_tokens_mask(*parts)
-        left = [0] * (len(special) - sum(special))
-        if parts[1] is not None:
-            left[len(parts[0] or ()) :] = [1] * len(parts[1])
-        texts = iter(left)
+        self.ids = [*(parts[0] or ()), *(parts[1] or ())]
+        self.type_ids = special = [0] * len(self.ids)
+        if add_special_tokens:
+            self.ids = hf.build_inputs_with_special_tokens(*parts)
+            self.type_ids = hf.create_token_type_ids_from_sequences(*parts)
+            special = hf.get_special_tokens_mask(*parts)
+        texts = iter([0] * len(parts[0] or ()) + [1] * len(parts[1] or ()))
         self.sequence_ids = [None if mask else next(texts) for mask in special]

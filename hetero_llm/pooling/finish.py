@@ -26,6 +26,7 @@ def finish(values: np.ndarray, wanted: Finish) -> np.ndarray:
 
 
 def cosine(one: np.ndarray, other: np.ndarray) -> float:
-    """Cosine of the angle between two vectors [D]; 0 if one of them is 0."""
+    """Cosine of the angle between two vectors [D], in float64; 0 if one of them is 0."""
+    one, other = one.astype(np.float64), other.astype(np.float64)
     lengths = float(np.linalg.norm(one)) * float(np.linalg.norm(other))
     return float(np.dot(one, other)) / max(lengths, _TINY)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero_llm.config.engine_config import EngineConfig
@@ -25,12 +25,21 @@ def plan_table(info: EngineInfo, config: EngineConfig) -> str:
         ("device", f"{info.device}, {info.backend}"),
         ("cores", _cores(info, config)),
         ("context", f"{info.max_model_len} tokens"),
+    ]
+    if info.pooling is not None:
+        rows += [("pools", f"{info.pooling.pooling}, for {' and '.join(info.pooling.tasks)}")]
+        return _lines(rows)
+    rows += [
         ("KV cache", f"{tokens} tokens in {info.num_blocks} blocks of {info.block_size}"),
         ("full contexts", f"{tokens / info.max_model_len:.1f} at once"),
         ("sequences", f"{config.max_num_seqs} at once"),
         ("drafts", _drafts(config)),
         ("offload", _offload(info, config)),
     ]
+    return _lines(rows)
+
+
+def _lines(rows: Sequence[tuple[str, str]]) -> str:
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
