@@ -78,7 +78,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "bench_client": ("core", "utils.files", "demo_models", "engine.tokenizer"),
     "commands": (
         "core", "config", "utils", "engine", "models", "server", "bench_client", "spec_decode",
-        "kv_cache",
+        "kv_cache", "pooling",
     ),
     "commands.doctor": (
         "core", "config", "utils", "bridge.kv_offload", "cpu", "engine.core_plan",

@@ -23,6 +23,10 @@ from hetero_llm.pooling.pooling_model import PoolingModel
 
 Text = str | tuple[str, str]
 
+_CUT_CONTEXTS = 8
+"""A text that will be cut is first cut to the characters of this many contexts of the longest
+token, so that a huge one takes no time."""
+
 
 class PoolingInputs:
     """Checks and tokenizes the inputs of one model. Any number of threads may call it.
@@ -35,9 +39,14 @@ class PoolingInputs:
         self._tokenizer = tokenizer
         self._model = model
         self._backend = None
+        self._longest_token = 1
+        self._segments = False
         if tokenizer is not None:
             tokenizer.encode("a")  # switches cutting and padding off that tokenizer.json asks for
             self._backend = getattr(tokenizer.hf, "backend_tokenizer", None)
+            names = getattr(tokenizer.hf, "model_input_names", ())
+            self._segments = model.has_segments and "token_type_ids" in names
+            self._longest_token = max(map(len, tokenizer.hf.get_vocab()), default=1)
 
     @property
     def model(self) -> PoolingModel:
@@ -112,7 +121,7 @@ class PoolingInputs:
                 if prompt.images or prompt.prepared is not None:
                     raise PromptError("multi_modal_data", "images", "this model takes no images")
                 if prompt.token_ids is None:
-                    text = self._checked_text(prompt.text)
+                    text = self._checked_text(prompt.text, one)
                     places.append(place)
                     texts.append(self._prefix(one) + text)
                 else:
@@ -139,7 +148,9 @@ class PoolingInputs:
         checked = []
         for place, pair in enumerate(pairs):
             with _naming(field, place if name_index else None):
-                checked.append((self._checked_text(pair[0]), self._checked_text(pair[1])))
+                checked.append(
+                    (self._checked_text(pair[0], params), self._checked_text(pair[1], params))
+                )
         inputs = []
         for place, made in enumerate(self._encode(checked, add_special_tokens)):
             with _naming(field, place if name_index else None):
@@ -174,7 +185,7 @@ class PoolingInputs:
             raise PoolingError("prompt_name", name, f"the model's prompts are {known}")
         return model.prompts[name]
 
-    def _checked_text(self, text: str | None) -> str:
+    def _checked_text(self, text: str | None, params: PoolingParams) -> str:
         if not isinstance(text, str):
             raise PromptError("prompt", text, "must be a string")
         if self._tokenizer is None:
@@ -183,6 +194,10 @@ class PoolingInputs:
             raise PromptError("prompt", text, "is empty")
         if not is_text(text):
             raise PromptError("prompt", text, "holds half a surrogate pair, which is no text")
+        limit = self._limit(params)
+        if limit is not None:
+            most = _CUT_CONTEXTS * limit * self._longest_token
+            text = text[-most:] if self._cuts_left(params) else text[:most]
         return text.lower() if self._model.lower_case else text
 
     def _encode(self, texts: Sequence[Text], add_special_tokens: bool) -> Sequence[Any]:
@@ -216,7 +231,7 @@ class PoolingInputs:
 
     def _of_encoding(self, made: Any, params: PoolingParams) -> PoolingInput:
         ids = np.array(made.ids, np.int32)
-        kinds = np.array(made.type_ids, np.uint8)
+        kinds = np.array(made.type_ids if self._segments else [0] * len(ids), np.uint8)
         limit = self._limit(params)
         if limit is not None and len(ids) > limit:
             kept = _kept(made.sequence_ids, limit, left=self._cuts_left(params))

@@ -60,6 +60,7 @@ class PoolingModel:
         matryoshka: embeddings may be cut; `matryoshka_dimensions`: to these lengths, if any are
             named.
         dimensions: length of embeddings for requests that do not ask for one; 0: all.
+        has_segments: it tells the texts of a pair apart by segment (BERT).
     """
 
     class_name: str
@@ -85,6 +86,7 @@ class PoolingModel:
     matryoshka: bool = False
     matryoshka_dimensions: tuple[int, ...] = ()
     dimensions: int = 0
+    has_segments: bool = False
     trust_remote_code: bool = False
 
     @property
@@ -214,6 +216,7 @@ def _encoder_model(reader: Reader, name: str, load: LoadConfig) -> PoolingModel:
         torch_dtype=torch_dtype(reader),
         pooling="CLS",
         normalize=True,
+        has_segments=(getattr(text, "type_vocab_size", None) or 0) > 1,
         trust_remote_code=load.trust_remote_code,
     )
 

@@ -24,8 +24,8 @@ _DECODER = {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": Fals
 _MODERN = {"global_attn_every_n_layers": 2, "local_attention": 16, "cls_token_id": 2,
            "sep_token_id": 3}  # fmt: skip
 _FAMILIES: dict[str, dict[str, Any]] = {
-    "Bert": {}, "Roberta": {"max_position_embeddings": 129}, "ModernBert": _MODERN,
-    "XLMRoberta": {"max_position_embeddings": 129}, "Qwen3": _DECODER, "Qwen2": _DECODER,
+    "Bert": {}, "Roberta": {"max_position_embeddings": 129, "type_vocab_size": 1}, "ModernBert": _MODERN,
+    "XLMRoberta": {"max_position_embeddings": 129, "type_vocab_size": 1}, "Qwen3": _DECODER, "Qwen2": _DECODER,
     "Mistral": {**_DECODER, "sliding_window": None},
     "Llama": _DECODER,
 }  # fmt: skip

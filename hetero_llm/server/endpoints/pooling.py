@@ -279,15 +279,14 @@ class _Call:
 
     def _check_length(self, chars: int, params: PoolingParams, field: str) -> None:
         """Refuses a text that cannot fit before it is tokenized."""
-        if self._context.client.tokenizer is None:
+        if self._context.client.tokenizer is None or params.truncate_prompt_tokens is not None:
             return
-        cut = params.truncate_prompt_tokens is not None
         try:
-            self._context.tokenizer.check_length(chars, truncated=cut, param=field)
+            self._context.tokenizer.check_length(chars, truncated=False, param=field)
         except ApiError:
             longest = self.inputs.model.max_model_len
-            hint = "too long to be cut" if cut else "truncate_prompt_tokens=-1 cuts it"
             text = f"{field}: {chars} characters are more than {longest} tokens, the model's limit"
+            hint = "truncate_prompt_tokens=-1 cuts it"
             raise invalid(field, f"{text}; {hint}", "context_length_exceeded") from None
 
     def _in_thread(
