@@ -34,13 +34,14 @@ class HeadlessLM(CausalLM):
         self.config = config
         causal = model_class(config.architecture)(config)
         assert isinstance(causal, DecoderLM)
+        causal.requires_grad_(False)  # views of parameters that need gradients cannot be filled
         self.decoder = causal
         self._tensors: dict[str, Tensor | RearrangedView] = dict(causal.checkpoint_tensors())
         self._head = f"{causal.names.head}."
         self._prefix = f"{causal.names.model}."
         self.score: Linear | None = None
         if num_classes:
-            self.score = Linear(config.hidden_size, num_classes, bias=False)
+            self.score = Linear(config.hidden_size, num_classes, bias=False).requires_grad_(False)
             self._tensors[_SCORE] = self.score.weight
         if not keeps_head:
             self._tensors = {
@@ -48,8 +49,12 @@ class HeadlessLM(CausalLM):
                 for name, view in self._tensors.items()
                 if not name.startswith(self._head)
             }
-            causal.lm_head = _NoHead()
+            self._drop_head()
         self._keeps_head = keeps_head
+
+    def _drop_head(self) -> None:
+        del self.decoder.lm_head
+        self.decoder.add_module("lm_head", _NoHead())
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return self.decoder(input_ids, positions, attend)
@@ -78,7 +83,7 @@ class HeadlessLM(CausalLM):
         if bias is not None:
             score.bias = nn.Parameter(bias.to(head.weight.dtype), requires_grad=False)
         self.score = score
-        self.decoder.lm_head = _NoHead()
+        self._drop_head()
 
     def checkpoint_tensors(self) -> Mapping[str, Tensor | RearrangedView]:
         return self._tensors
@@ -95,8 +100,5 @@ class HeadlessLM(CausalLM):
         self.decoder.finish_loading(batch_invariant=batch_invariant)
 
 
-class _NoHead(Linear):
+class _NoHead(nn.Module):
     """In the place of a head that is not computed."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 0, bias=False)

@@ -23,11 +23,11 @@ _SIZES: dict[str, Any] = {
 _DECODER = {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False}
 _MODERN = {"global_attn_every_n_layers": 2, "local_attention": 16, "cls_token_id": 2,
            "sep_token_id": 3}  # fmt: skip
+_ROBERTA = {"max_position_embeddings": 129, "type_vocab_size": 1}
 _FAMILIES: dict[str, dict[str, Any]] = {
-    "Bert": {}, "Roberta": {"max_position_embeddings": 129, "type_vocab_size": 1}, "ModernBert": _MODERN,
-    "XLMRoberta": {"max_position_embeddings": 129, "type_vocab_size": 1}, "Qwen3": _DECODER, "Qwen2": _DECODER,
+    "Bert": {}, "Roberta": _ROBERTA, "XLMRoberta": _ROBERTA, "ModernBert": _MODERN,
+    "Qwen3": _DECODER, "Qwen2": _DECODER, "Llama": _DECODER,
     "Mistral": {**_DECODER, "sliding_window": None},
-    "Llama": _DECODER,
 }  # fmt: skip
 
 
@@ -61,7 +61,9 @@ def make_pooling_checkpoint(
             is_norm = parameter.dim() == 1 and name.endswith("weight")
             parameter.copy_(1 + 0.2 * noise if is_norm else 0.25 * noise)
     model.to(dtype).save_pretrained(folder)
-    save_tokenizer(folder, decoder=family in ("Qwen2", "Qwen3", "Mistral", "Llama"))
+    save_tokenizer(
+        folder, segments=family == "Bert", decoder=family in ("Qwen2", "Qwen3", "Mistral", "Llama")
+    )
     if pooling is not None:
         write_modules(folder, pooling, normalize=normalize, max_seq_length=max_seq_length)
     if prompts is not None:
@@ -90,7 +92,7 @@ def write_modules(
         (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
 
 
-def save_tokenizer(folder: Path, *, decoder: bool) -> None:
+def save_tokenizer(folder: Path, *, decoder: bool, segments: bool = False) -> None:
     """A word a token; <s> and </s> around an encoder's text, </s> behind a decoder's."""
     vocab = {word: index for index, word in enumerate(VOCAB)}
     made = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -107,6 +109,7 @@ def save_tokenizer(folder: Path, *, decoder: bool) -> None:
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", unk_token="<unk>", bos_token="<s>",
         eos_token="</s>", cls_token="<s>", sep_token="</s>",
+        model_input_names=["input_ids", *["token_type_ids"] * segments, "attention_mask"],
     ).save_pretrained(folder)  # fmt: skip
 
 
@@ -124,7 +127,6 @@ def reference(
     rows = []
     for text in texts:
         inputs = tokenizer(text, return_tensors="pt", padding=False, **options)
-        inputs.pop("token_type_ids", None)
         with torch.inference_mode():
             hidden = model(**inputs).last_hidden_state[0]
         row = {"cls": hidden[0], "mean": hidden.mean(0), "lasttoken": hidden[-1]}[pooling]
