@@ -208,7 +208,8 @@ class _Call:
         params = self._params(task)
         finish = self.inputs.finish_of(params, task)
         prompts = _prompts(given, self._context.settings.limits.pooling_inputs)
-        inputs = await self._inputs(prompts, params, "input", several=isinstance(given, list))
+        several = isinstance(given, list) and type(given[0]) is not int
+        inputs = await self._inputs(prompts, params, "input", several=several)
         return inputs, (await self._run(inputs, finish, task)).values
 
     async def scores(
