@@ -62,6 +62,7 @@ _NOT_YET = {
 """Attributes of vLLM's `LLM`, and what they are for."""
 
 
+# large: one method for each call of vLLM's LLM.
 class LLM:
     """A model and everything needed to generate text with it, in this process.
 

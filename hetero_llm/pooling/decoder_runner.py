@@ -37,7 +37,6 @@ class _Begun:
     computed: int = 0
 
 
-# large: the parts of one step, one attribute each.
 class DecoderRunner:
     """See `PoolingRunner`.
 
