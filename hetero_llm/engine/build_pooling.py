@@ -95,14 +95,16 @@ def build_pooling(
 
 def _check_arguments(config: EngineConfig, model: PoolingModel, device: torch.device) -> None:
     """Refuses arguments that a pooling model cannot follow."""
-    for field, given in (
-        ("speculative_model", config.speculation is not None),
-        ("kv_cache_dtype", config.cache.dtype != "auto"),
-        ("cpu_offload_gb", bool(config.load.cpu_offload_gb)),
-        ("cpu_weight_dtype", config.cpu.weight_dtype != "auto"),
+    speculation = config.speculation
+    drafts = None if speculation is None else speculation.method
+    for field, value, usual in (
+        ("speculation", drafts, None),
+        ("kv_cache_dtype", config.cache.dtype, "auto"),
+        ("cpu_offload_gb", config.load.cpu_offload_gb, 0),
+        ("cpu_weight_dtype", config.cpu.weight_dtype, "auto"),
     ):
-        if given:
-            raise ConfigError(field, "given", f"{model.class_name} pools, which runs without it")
+        if value != usual:
+            raise ConfigError(field, value, f"{model.class_name} pools, which runs without it")
     if config.cpu.backend == "ipex":
         raise ConfigError("cpu_backend", "ipex", "a pooling model runs on torch; leave it out")
     for field, given in (
@@ -175,12 +177,9 @@ def _decoder(
     shape = KVCacheShape(own.num_layers, own.num_kv_heads, own.head_dim, size, dtype)
     num_blocks = blocks_needed(model.max_model_len, tokens, most, size)
     _check_memory(config, shape.block_bytes * num_blocks, model.max_model_len, device)
-    network = _load_decoder(
-        config, folder, model, own, dtype=dtype, device=device, show_progress=show_progress
-    )
-    if model.label_tokens:
-        ids = _label_ids(model, tokenizer)
-        network.classify_by_tokens(ids, two_way=model.two_way)
+    ids = _label_ids(model, tokenizer) if model.label_tokens else []
+    model_of = partial(_load_decoder, config, folder, model, own, ids)
+    network = model_of(dtype=dtype, device=device, show_progress=show_progress)
     cache = PagedKVCache(shape, num_blocks, device)
     row_kernel = None
     if device.type == "cpu" and not config.batch_invariant:
@@ -205,12 +204,17 @@ def _load_decoder(
     folder: Path,
     model: PoolingModel,
     own: ModelConfig,
+    label_ids: list[int],
     *,
     dtype: torch.dtype,
     device: torch.device,
     show_progress: bool,
 ) -> HeadlessLM:
-    """Loads the weights and replaces layers by the fastest ones for the device."""
+    """Loads the weights and replaces layers by the fastest ones for the device.
+
+    Args:
+        label_ids: of `PoolingModel.label_tokens`; empty: the checkpoint has a classifier, or none.
+    """
     from hetero_llm.models.headless import HeadlessLM
     from hetero_llm.models.loader import load_model
 
@@ -227,6 +231,8 @@ def _load_decoder(
         build=partial(HeadlessLM, num_classes=classes, keeps_head=bool(model.label_tokens)),
     )
     assert isinstance(network, HeadlessLM)
+    if label_ids:  # before the head's rows are laid out anew
+        network.classify_by_tokens(label_ids, two_way=model.two_way)
     if config.batch_invariant:
         from hetero_llm.models.invariant import make_batch_invariant
 
@@ -235,7 +241,7 @@ def _load_decoder(
         from hetero_llm.gpu.fused import speed_up
 
         speed_up(network)
-    elif not model.label_tokens:  # `classify_by_tokens` reads the head's rows as they are stored
+    else:
         from hetero_llm.cpu.fused import speed_up
 
         speed_up(network)
