@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hetero_llm.core.errors import ModelLoadError
 from hetero_llm.models.config_reader import short_reason
 from hetero_llm.pooling.sentence_transformers import DenseModule
+from hetero_llm.utils.files import check_regular
 
 
 def pool_padded(hidden: Tensor, lengths: Tensor, pooling: str) -> Tensor:
@@ -86,6 +87,7 @@ def _linear(layer: DenseModule) -> nn.Linear:
 
     path = Path(layer.folder) / "model.safetensors"
     try:
+        check_regular(path)
         stored = {name.removeprefix("linear."): one for name, one in load_file(path).items()}
         linear = nn.Linear(layer.in_features, layer.out_features, bias="bias" in stored)
         linear.load_state_dict({name: one.float() for name, one in stored.items()})

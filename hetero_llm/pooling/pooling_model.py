@@ -20,7 +20,12 @@ from hetero_llm.models.config_reader import LARGEST_SIZE, Reader, read_config, t
 from hetero_llm.models.configs.transformers import check_version, load_source
 from hetero_llm.models.read_config import load_model_config
 from hetero_llm.models.registry import FAMILIES
-from hetero_llm.pooling.sentence_transformers import DenseModule, SentenceModules, read_modules
+from hetero_llm.pooling.sentence_transformers import (
+    MODULES,
+    DenseModule,
+    SentenceModules,
+    read_modules,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +138,8 @@ def read_pooling_model(folder: Path, config: EngineConfig) -> PoolingModel | Non
     classifies = wanted.convert == CLASSIFY or (
         not wanted.convert and modules is None and names[0].endswith(_CLASSIFIER)
     )
+    if not classifies and modules is None and not wanted.pooling_type:
+        _refuse_other_modules(folder)
     model = _decoder_model(folder, reader, names[0], load)
     if model is None:
         model = _encoder_model(reader, names[0], load)
@@ -140,6 +147,16 @@ def read_pooling_model(folder: Path, config: EngineConfig) -> PoolingModel | Non
         model = _with_labels(model, reader)
     model = _with_modules(model, modules)
     return _with_arguments(model, reader, wanted, config.max_model_len)
+
+
+def _refuse_other_modules(folder: Path) -> None:
+    """Raises ModelLoadError: sentence-transformers' files name modules, but none that pools."""
+    path = folder / MODULES
+    if path.is_file():
+        raise ModelLoadError(
+            f"{path}: has no module that pools as an embedding model does; if there is a way, name "
+            'it, as pooler_config={"pooling_type": "MEAN"}'
+        )
 
 
 def _pools(folder: Path, name: str) -> bool:

@@ -15,7 +15,7 @@ from hetero_llm.core.errors import ModelLoadError, shown
 from hetero_llm.models.config_reader import Reader, read_json
 from hetero_llm.utils.files import read_text
 
-_MODULES = "modules.json"
+MODULES = "modules.json"
 _MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -68,12 +68,14 @@ def read_modules(folder: Path) -> SentenceModules | None:
     Raises:
         ModelLoadError: a file cannot be read, or asks for what is not computed.
     """
-    path = folder / _MODULES
+    path = folder / MODULES
     if not path.is_file():
         return None
     pooling, normalize, dense, transformer = "", False, [], folder
-    for entry in _entries(path):
-        kind = str(entry.get("type", "")).rpartition(".")[2]
+    kinds = [(str(entry.get("type", "")).rpartition(".")[2], entry) for entry in _entries(path)]
+    if "Pooling" not in dict(kinds):
+        return None
+    for kind, entry in kinds:
         own = _inside(folder, path, entry.get("path", ""))
         if kind == "Transformer":
             transformer = own
@@ -85,8 +87,6 @@ def read_modules(folder: Path) -> SentenceModules | None:
             dense.append(_dense(own))
         else:
             raise ModelLoadError(f"{path}: the module {shown(entry.get('type'))} is not supported")
-    if not pooling:
-        return None
     if transformer != folder:
         raise ModelLoadError(f"{path}: the model is in {transformer}; name that folder's own files")
     length, lower = _text_settings(folder)

@@ -66,6 +66,16 @@ def test_chunks_against_whole_inputs(
         assert steps == (-(-total // 32) if tokens == 32 else 2)
 
 
+def test_bfloat16(tmp_path: Path) -> None:
+    """The type in which decoders run unless told otherwise: other kernels than in float32."""
+    make_pooling_checkpoint(tmp_path, "Qwen3ForCausalLM", pooling="lasttoken")
+    wanted = reference(tmp_path, TEXTS, "lasttoken")
+    with LLM(str(tmp_path), device="cpu", max_num_batched_tokens=32) as llm:
+        found = np.array([one.outputs.embedding for one in llm.embed(TEXTS, use_tqdm=False)])
+    assert (found * wanted).sum(1).min() > 0.99
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-5)
+
+
 def test_blocks_come_back_after_results_and_aborts(tmp_path: Path) -> None:
     make_pooling_checkpoint(tmp_path, "Qwen3Model", pooling="lasttoken")
     given = {"model": str(tmp_path), "device": "cpu", "max_num_batched_tokens": 16}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from hetero_llm import LLM, ModelLoadError
 from tests.pooling.tiny_pooling import make_pooling_checkpoint, reference, text_of
@@ -110,6 +112,27 @@ def test_segments_of_a_pair(tmp_path: Path) -> None:
     with LLM(str(tmp_path), device="cpu") as llm:
         (found,) = llm.score("w1 w2", "w3", use_tqdm=False)
     assert found.outputs.score == pytest.approx(wanted, abs=CLOSE)
+
+
+def test_dense_layers_follow_the_pooling(tmp_path: Path) -> None:
+    make_pooling_checkpoint(tmp_path, "BertModel", pooling="mean", normalize=False)
+    dense = torch.nn.Linear(32, 8)
+    folder = tmp_path / "2_Dense"
+    folder.mkdir()
+    settings = {"in_features": 32, "out_features": 8, "bias": True,
+                "activation_function": "torch.nn.modules.activation.Tanh"}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(settings))
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    modules.append({"path": "2_Dense", "type": "sentence_transformers.models.Dense"})
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ModelLoadError, match="2_Dense/model.safetensors: cannot be used"):
+        LLM(str(tmp_path), device="cpu")
+    stored = {f"linear.{name}": one.detach() for name, one in dense.named_parameters()}
+    save_file(stored, folder / "model.safetensors")
+    pooled = torch.from_numpy(reference(tmp_path, TEXTS, "mean", normalize=False))
+    wanted = torch.tanh(dense(pooled)).detach().numpy()
+    with LLM(str(tmp_path), device="cpu") as llm:
+        np.testing.assert_allclose(embeddings(llm, TEXTS), wanted, atol=1e-5)
 
 
 def test_missing_tensors_end_the_load(tmp_path: Path) -> None:

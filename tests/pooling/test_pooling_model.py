@@ -110,8 +110,13 @@ def test_prompts_and_dense_layers(tmp_path: Path) -> None:
         ("modules.json", "{}", "a list of modules is needed"),
         (
             "modules.json",
-            '[{"path": "", "type": "sentence_transformers.models.CNN"}]',
-            "the module 'sentence_transformers.models.CNN' is not supported",
+            '[{"type": "a.Pooling", "path": "1_Pooling"}, {"type": "a.CNN", "path": ""}]',
+            "the module 'a.CNN' is not supported",
+        ),
+        (
+            "modules.json",
+            '[{"type": "a.MLMTransformer"}, {"type": "a.SpladePooling"}]',
+            "modules.json: has no module that pools as an embedding model does",
         ),
         (
             "modules.json",
