@@ -406,8 +406,10 @@ class LLM:
         return self._parts().metrics()
 
     def reset_prefix_cache(self) -> None:
-        """Drops all cached prefixes."""
-        self._engine_parts().engine.reset_prefix_cache()
+        """Drops all cached prefixes; a model that pools caches none."""
+        built = self._parts()
+        if not isinstance(built, BuiltPooling):
+            built.engine.reset_prefix_cache()
 
     def save_lookahead_cache(self, path: str | os.PathLike[str]) -> None:
         """Saves the lookahead cache, which holds the tokens of all requests, in one file.
