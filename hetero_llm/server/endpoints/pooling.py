@@ -279,11 +279,12 @@ class _Call:
         )  # fmt: skip
 
     def _check_length(self, chars: int, params: PoolingParams, field: str) -> None:
-        """Refuses a text that cannot fit before it is tokenized."""
+        """Refuses a text of several contexts before it is tokenized: even whole tokens may stand for
+        fewer characters than a text has, as white space becomes none."""
         if self._context.client.tokenizer is None or params.truncate_prompt_tokens is not None:
             return
         try:
-            self._context.tokenizer.check_length(chars, truncated=False, param=field)
+            self._context.tokenizer.check_length(chars, truncated=True, param=field)
         except ApiError:
             longest = self.inputs.model.max_model_len
             text = f"{field}: {chars} characters are more than {longest} tokens, the model's limit"

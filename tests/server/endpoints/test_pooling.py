@@ -101,6 +101,9 @@ def test_forms_of_input_and_options(embedder: Served, folder: Path) -> None:
     np.testing.assert_allclose(vectors(embedder.post(EMBEDDINGS, long)), wanted, atol=CLOSE)
     query = vectors(embedder.post(EMBEDDINGS, {"input": "w0", "prompt_name": "query"}))
     np.testing.assert_allclose(query, reference(folder, ["w7 w8 w0"], "mean"), atol=CLOSE)
+    spaces = {"input": ["w0 w1", "w0" + " " * 4000 + "w1"]}  # which are no tokens
+    same = vectors(embedder.post(EMBEDDINGS, spaces))
+    np.testing.assert_allclose(same[0], same[1], atol=CLOSE)
     bare = embedder.post(EMBEDDINGS, {"input": "w0 w1", "add_special_tokens": False})
     assert bare.json()["usage"]["prompt_tokens"] == 2
 
@@ -151,8 +154,8 @@ def test_the_openai_client(embedder: Served, folder: Path) -> None:
         (EMBEDDINGS, {"input": text_of(127)},
          ("input='129 tokens': exceeds max_model_len (128); truncate_prompt_tokens=-1 cuts it",
           "input")),
-        (EMBEDDINGS, {"input": "w" * 5000},
-         ("input: 5000 characters are more than 128 tokens, the model's limit; "
+        (EMBEDDINGS, {"input": "w" * 6000},
+         ("input: 6000 characters are more than 128 tokens, the model's limit; "
           "truncate_prompt_tokens=-1 cuts it", "input")),
         (EMBEDDINGS, {"input": ["w0"] * 301},
          ("input: 301 entries, at most 300 are accepted", "input")),
