@@ -492,7 +492,7 @@ PICTURES: dict[str, Picture] = {
         ),
     ),
     "embeddings": Picture(
-        "Embeddings of 192 texts, 6 layers of 384 in float32, one thread", "Server",
+        "Embeddings of 160 texts, 6 layers of 384 in float32, one thread", "Server",
         (
             Panel(("embeddings.c",), "in one process", {"texts_per_cpu_s": "texts a CPU second"},
                   x="arm", unit="texts a CPU second", kind="across"),

@@ -279,8 +279,8 @@ class _Call:
         )  # fmt: skip
 
     def _check_length(self, chars: int, params: PoolingParams, field: str) -> None:
-        """Refuses a text of several contexts before it is tokenized: even whole tokens may stand for
-        fewer characters than a text has, as white space becomes none."""
+        """Refuses a text of several contexts before it is tokenized. One alone would be too strict:
+        white space may become no token at all."""
         if self._context.client.tokenizer is None or params.truncate_prompt_tokens is not None:
             return
         try:
