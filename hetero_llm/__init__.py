@@ -50,6 +50,10 @@ if TYPE_CHECKING:
     from hetero_llm.core.sampling_params import BeamSearchParams as BeamSearchParams
     from hetero_llm.core.sampling_params import RequestOutputKind as RequestOutputKind
     from hetero_llm.core.sampling_params import SamplingParams as SamplingParams
+    from hetero_llm.core.structured_outputs import GuidedDecodingParams as GuidedDecodingParams
+    from hetero_llm.core.structured_outputs import (
+        StructuredOutputsParams as StructuredOutputsParams,
+    )
     from hetero_llm.engine.arg_utils import AsyncEngineArgs as AsyncEngineArgs
     from hetero_llm.engine.arg_utils import EngineArgs as EngineArgs
     from hetero_llm.engine.async_engine import AsyncLLMEngine as AsyncLLMEngine
@@ -67,6 +71,8 @@ _HOMES = {
     "BeamSearchParams": "hetero_llm.core.sampling_params",
     "SamplingParams": "hetero_llm.core.sampling_params",
     "RequestOutputKind": "hetero_llm.core.sampling_params",
+    "GuidedDecodingParams": "hetero_llm.core.structured_outputs",
+    "StructuredOutputsParams": "hetero_llm.core.structured_outputs",
     "TextPrompt": "hetero_llm.core.inputs",
     "TokensPrompt": "hetero_llm.core.inputs",
     "PromptType": "hetero_llm.core.inputs",

@@ -1,7 +1,7 @@
 """vLLM's path of the parameters of requests."""
 
-from hetero_llm.core.not_yet import GuidedDecodingParams as GuidedDecodingParams
-from hetero_llm.core.not_yet import StructuredOutputsParams as StructuredOutputsParams
 from hetero_llm.core.sampling_params import BeamSearchParams as BeamSearchParams
 from hetero_llm.core.sampling_params import RequestOutputKind as RequestOutputKind
 from hetero_llm.core.sampling_params import SamplingParams as SamplingParams
+from hetero_llm.core.structured_outputs import GuidedDecodingParams as GuidedDecodingParams
+from hetero_llm.core.structured_outputs import StructuredOutputsParams as StructuredOutputsParams

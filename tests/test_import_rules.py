@@ -28,6 +28,7 @@ _DEVICE = ("core", "config", "utils", "sampling", "models", "runner", "spec_deco
 _ENGINE = (
     "core", "config", "utils", "scheduler", "kv_cache", "spec_decode", "sampling", "models",
     "pooling",
+    "structured_output",
 )  # fmt: skip
 _BUILDER = (*_ENGINE, "bridge", "runner", "cpu", "gpu", "demo_models")
 
@@ -39,6 +40,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "config": ("core",),
     "config.lookahead_config": ("core", "utils.files"),
     "sampling": ("core",),
+    "structured_output": ("core",),
     "kv_cache": ("core", "config"),
     "scheduler": ("core", "config", "kv_cache"),
     "bridge": ("core", "utils"),
@@ -46,7 +48,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "bridge.kv_offload": ("core", "utils", "kv_cache.host_tier"),
     "bridge.build": ("utils", "bridge.ipc", "bridge.kv_offload"),
     "spec_decode": ("core", "config", "utils.jit", "utils.topology"),
-    "spec_decode.verify": ("core",),
+    "spec_decode.verify": ("core", "utils.jit"),
     "spec_decode.lookahead": ("core", "config", "utils.files", "utils.jit", *_OF_DRAFTS),
     "spec_decode.ngram": (
         "core", "utils.jit", "spec_decode.budget", "spec_decode.lookahead.sequence_state",

@@ -5,8 +5,10 @@
 Microseconds of one call inside a captured graph of several, on bf16 logits that the L2 cache holds
 where it can, as the head leaves them. "over greedy" is what a decode step pays for sampling; the
 goal at 32 rows is 200. Logits are normal with spread 1 (flat: top-p alone keeps most of the
-vocabulary, the hard case) and 4. "same" counts the rows whose token equals the torch reference's;
-the rounding of sums and noise may decide a row differently now and then.
+vocabulary, the hard case) and 4. "masked us": every row has a token mask in page-locked memory that
+allows one token in two; "us": none has one, though the kernel is the one that could read them, as
+in a step; "no masks us": the kernel without that code. "same" counts the rows whose token equals
+the torch reference's; the rounding of sums and noise may decide a row differently now and then.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import torch
 from bench.common import bench_parser, print_table, write_results
 from bench.gpu_timing import call_us, event_ms
 from hetero_llm.gpu.kernels.sample import (
+    MASK_PLACE,
     SampleRows,
+    make_mask_places,
     make_sample_workspace,
     pack_rows,
     sample_tokens,
@@ -60,10 +64,22 @@ def measure(count: int, vocab: int, spread: float) -> list[dict[str, Any]]:
     logits = torch.empty(count, vocab, dtype=torch.bfloat16, device=DEVICE).normal_(std=spread)
     workspace = make_sample_workspace(count, vocab, DEVICE)
     out = torch.empty(count, dtype=torch.int64, device=DEVICE)
+    places = make_mask_places(count, vocab, pin=True)
+    places.words.fill_(0x55555555)
+    places.ready.fill_(1)
     table: list[dict[str, Any]] = []
     for name, kind in KINDS.items():
         rows = make_rows(count, vocab, kind)
-        us = call_us(lambda rows=rows: sample_tokens(logits, rows, workspace, out=out), CALLS)
+        bare = call_us(lambda rows=rows: sample_tokens(logits, rows, workspace, out=out), CALLS)
+
+        def sample(rows: SampleRows = rows, values: torch.Tensor = logits) -> None:
+            sample_tokens(values, rows, workspace, masks=places, out=out)
+
+        masked_rows = SampleRows(rows.packed.clone())
+        masked_rows.packed[MASK_PLACE] = torch.arange(1, count + 1)
+        own = logits.clone()  # of whose forbidden tokens some are overwritten
+        masked = call_us(lambda rows=masked_rows, own=own: sample(rows, own), CALLS)
+        us = call_us(sample, CALLS)
         sorting: float | str = "-"
         if name == "k50 p.95" and count <= LARGEST_SORTED:
             sample_tokens_reference(logits, rows)
@@ -77,6 +93,8 @@ def measure(count: int, vocab: int, spread: float) -> list[dict[str, Any]]:
                 "spread": spread,
                 "kind": name,
                 "us": us,
+                "no masks us": bare,
+                "masked us": masked,
                 "over greedy": us - table[0]["us"] if table else 0.0,
                 "argmax us": argmax,
                 "sorting us": sorting,

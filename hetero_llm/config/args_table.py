@@ -15,6 +15,7 @@ from hetero_llm.config.args_features import (
     SPECULATIVE,
 )
 from hetero_llm.config.args_spec import ArgSpec, Kind, effective, grouped, not_yet, obsolete
+from hetero_llm.core.structured_outputs import BACKENDS
 
 _BOOL, _INT, _FLOAT, _STR, _JSON = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.STR, Kind.JSON
 
@@ -388,12 +389,13 @@ _SCHEDULING = grouped(
         "does not depend on other requests. Not in TACO-LLM.",
     ),
     effective("disable_log_stats", _BOOL, False, "Log no throughput statistics."),
-    not_yet(
+    effective(
         "guided_decoding_backend",
         _STR,
         None,
-        "Library that constrains the output to a schema or an expression.",
-        feature="guided decoding",
+        "Library that constrains the output to a schema or an expression. llguidance does so "
+        "whichever of vLLM's names is given.",
+        choices=BACKENDS,
     ),
     obsolete(
         "num_scheduler_steps",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
+from hetero_llm.core.grammar import OpenMatcher
 from hetero_llm.core.step import ModelRunnerOutput, SchedulerOutput
 
 P = TypeVar("P")
@@ -17,6 +18,10 @@ class ModelRunner(Protocol[P]):
 
     def launch(self, step: SchedulerOutput) -> P:
         """Starts a step without waiting for the device; the result is for `finish`."""
+        ...
+
+    def set_open_matcher(self, open_matcher: OpenMatcher) -> None:
+        """Sets what opens the grammars of admitted sequences; call it before one has any."""
         ...
 
     def finish(self, pending: P) -> ModelRunnerOutput:

@@ -23,11 +23,3 @@ class LoRARequest(NotYet):
 
 class PromptAdapterRequest(NotYet):
     feature = "a prompt adapter"
-
-
-class GuidedDecodingParams(NotYet):
-    feature = "guided decoding"
-
-
-class StructuredOutputsParams(NotYet):
-    feature = "guided decoding"

@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
+from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.images import PromptImages
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.sampling_params import SamplingParams
@@ -38,6 +39,7 @@ class Request:
         num_unfinished: how many of `sequences` are not finished.
         packed_prompt: the prompt's tokens as int32 bytes, for the prefix cache; may be empty.
         images: of its prompt; `prompt_token_ids` holds their placeholder tokens. None without any.
+        grammar: that its outputs follow; None: they are free.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; -1 before.
         synchronous: every token must be known on the host before the next step is made.
         may_draft: its sequences may have drafts; False for beams, which sampling does not continue.
@@ -63,6 +65,7 @@ class Request:
     num_cached_tokens: int = -1
     error: str | None = None
     images: PromptImages | None = None
+    grammar: Grammar | None = None
     packed_prompt: bytes = b""
     synchronous: bool = field(init=False)
     may_draft: bool = field(init=False)
@@ -124,6 +127,14 @@ class Sequence:
         """Whether `min_tokens` allows an end token or stop string at `length` tokens in all."""
         return length - self.num_prompt_tokens > self.request.params.min_tokens
 
+    def ends_with(self, token: int, length: int) -> bool:
+        """Whether `token` ends the sequence as its last one of `length`. An end-of-sequence token
+        that `min_tokens` forbids is only sampled where a grammar allows nothing else."""
+        request = self.request
+        if token not in request.end_ids:
+            return False
+        return self.may_end(length) or (request.grammar is not None and token in request.eos_ids)
+
     def num_before_end(self, new: list[int]) -> int:
         """How many new tokens come before the first that ends the sequence, or before the last one.
 
@@ -133,7 +144,7 @@ class Sequence:
         if not end_ids.isdisjoint(new):
             length = len(self.token_ids)
             for index, token in enumerate(new):
-                if token in end_ids and self.may_end(length + index + 1):
+                if token in end_ids and self.ends_with(token, length + index + 1):
                     return index
         return len(new) - 1
 

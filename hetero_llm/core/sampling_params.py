@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from typing import Any, NoReturn
 
 from hetero_llm.core.errors import SamplingError
+from hetero_llm.core.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by them would overflow."""
@@ -83,8 +84,10 @@ class SamplingParams:
         truncation_side: Which end of the prompt truncate_prompt_tokens cuts away: "left" or
             "right".
         logprob_token_ids: Not available yet: log-probabilities of chosen tokens.
-        guided_decoding: Not available yet: output that follows a schema or an expression.
-        structured_outputs: Not available yet; the later name of guided_decoding.
+        guided_decoding: The older name of structured_outputs: a `GuidedDecodingParams`.
+        structured_outputs: What the output must follow, such as a JSON schema: a
+            `StructuredOutputsParams`, or a mapping of its fields. Where only an end-of-sequence
+            token may follow, min_tokens does not forbid it.
 
     Raises:
         SamplingError: A field is out of range or contradicts another one.
@@ -124,8 +127,8 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
     truncation_side: str = "left"
     logprob_token_ids: Any = None
-    guided_decoding: Any = None
-    structured_outputs: Any = None
+    guided_decoding: GuidedDecodingParams | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -167,6 +170,7 @@ class SamplingParams:
         for name, feature in _NOT_YET.items():
             if getattr(self, name) is not None:
                 _fail(name, getattr(self, name), f"{feature} is not available yet")
+        self._check_structured_outputs()
         if self.use_beam_search:
             self._check_beam_search()
         elif self.early_stopping is not False:
@@ -182,6 +186,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def constrains(self) -> bool:
+        """Whether the output must follow a grammar."""
+        return self.structured_outputs is not None or self.guided_decoding is not None
 
     @property
     def ranks_by_logprob(self) -> bool:
@@ -263,6 +272,16 @@ class SamplingParams:
             if not callable(processor):
                 _fail("logits_processors", processor, "must be callables")
 
+    def _check_structured_outputs(self) -> None:
+        if self.guided_decoding is not None:
+            guided = StructuredOutputsParams.of(self.guided_decoding, "guided_decoding")
+            if self.structured_outputs is not None:
+                _fail("guided_decoding", self.guided_decoding, "contradicts structured_outputs")
+            self.guided_decoding, self.structured_outputs = None, guided
+        elif self.structured_outputs is not None:
+            value = self.structured_outputs
+            self.structured_outputs = StructuredOutputsParams.of(value, "structured_outputs")
+
     def _check_beam_search(self) -> None:
         if self.width < 2:
             _fail("best_of", self.best_of, "the beam width must be at least 2")
@@ -330,8 +349,6 @@ _OPTIONAL_INTEGERS = (
 )
 _NOT_YET = {
     "logprob_token_ids": "asking for the log-probabilities of chosen tokens",
-    "guided_decoding": "guided decoding",
-    "structured_outputs": "guided decoding",
 }
 _BOOLEANS = (
     "use_beam_search",

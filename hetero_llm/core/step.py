@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hetero_llm.core.draft_tree import DraftBatch
+from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.images import PromptImages
 from hetero_llm.core.sampling_params import SamplingParams
 
@@ -25,10 +26,10 @@ def depends_on_history(
     end_ids: Collection[int],
     bad_word_ids: tuple[tuple[int, ...], ...],
 ) -> bool:
-    """Whether sampling applies any processor besides temperature and top-k/top-p/min-p.
+    """Whether sampling applies any processor besides temperature, top-k/top-p/min-p and a mask.
 
     Those processors run on the host's record of the tokens so far, so every token has to reach the
-    host before the next one is sampled.
+    host before the next step is launched. A grammar's mask may come while the step runs.
 
     Args:
         end_ids: tokens that `min_tokens` forbids at first.
@@ -65,6 +66,7 @@ class AdmittedSequence:
         end_ids: tokens that end the sequence, which `min_tokens` forbids at first.
         bad_word_ids: token sequences of `bad_words`.
         images: those of its prompt; None without any.
+        grammar: that its output follows; None: the output is free.
     """
 
     request_slot: int
@@ -78,6 +80,7 @@ class AdmittedSequence:
     end_ids: tuple[int, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     images: PromptImages | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

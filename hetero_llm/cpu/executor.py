@@ -84,9 +84,10 @@ class _Step(ctypes.Structure):
 
     _fields_ = [
         *((name, _LONG) for name in ("num_tokens", "num_sequences", "num_samples")),
-        *((name, _LONG) for name in ("table_columns", "num_candidates")),
+        *((name, _LONG) for name in ("table_columns", "num_candidates", "mask_words")),
         *((name, _POINTER) for name, _ in _INPUT),
         *((f"sample_{name}", _POINTER) for name, _ in _SAMPLES),
+        *((name, _POINTER) for name in ("mask_rows", "masks")),
         *((name, _POINTER) for name in ("tokens", "candidates", "log_probs", "logits", "hidden")),
     ]
 
@@ -134,6 +135,29 @@ class StepInput:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleMasks:
+    """The tokens that each of N samples may take. Contiguous arrays.
+
+    Attributes:
+        rows: [N] int32 row of each sample in `words`; -1: it may take any token.
+        words: [R, ceil(vocab / 32)] int32 token masks: bit `token % 32` of word `token // 32` is 1
+            where the token is allowed.
+
+    A forbidden token is neither sampled nor a candidate; a sample whose mask allows none takes
+    token 0. Logits are those of all tokens. Parts of the head whose tokens all samples forbid are
+    not computed.
+    """
+
+    rows: np.ndarray
+    words: np.ndarray
+
+    def __post_init__(self) -> None:
+        for array in (self.rows, self.words):
+            assert array.dtype == np.int32 and array.flags.c_contiguous, array.dtype
+        assert self.rows.ndim == 1 and self.words.ndim == 2
+
+
+@dataclass(frozen=True, slots=True)
 class StepSamples:
     """N samples of a step. Contiguous arrays.
 
@@ -144,6 +168,7 @@ class StepSamples:
         seeds: [N] uint64, of noise as the next two.
         positions: [N] int32 position of the token to be sampled.
         sample_indices: [N] int32 index of the sample among its request's.
+        masks: of these samples; None: they may take any token.
     """
 
     token_indices: np.ndarray
@@ -152,10 +177,12 @@ class StepSamples:
     seeds: np.ndarray
     positions: np.ndarray
     sample_indices: np.ndarray
+    masks: SampleMasks | None = None
 
     def __post_init__(self) -> None:
         _check(self, _SAMPLES)
         assert len({len(getattr(self, name)) for name, _ in _SAMPLES}) == 1
+        assert self.masks is None or len(self.masks.rows) == len(self.modes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,9 +361,11 @@ class Executor:
         """Prepares many steps through the same arrays, which `run` reads and writes.
 
         Args:
+            samples: if it has masks, every step's rows are -1 or rows of the masks' words.
             tokens: [N] int64, written where a sample is greedy or noisy.
             candidates: of N samples, written where one wants candidates; None if none ever does.
         """
+        self._check_masks(samples.masks)
         step = _step(inputs, samples, tokens, candidates)
         return PreparedStep(step, (inputs, samples, tokens, candidates))
 
@@ -386,12 +415,18 @@ class Executor:
             counts = inputs.num_scheduled_tokens[trees]
             windows = (inputs.num_computed_tokens - inputs.bases)[trees] + counts
             assert ((counts <= windows) & (windows <= TREE_WINDOW)).all(), windows
+        self._check_masks(samples.masks)
+        if samples.masks is not None:
+            assert (samples.masks.rows < len(samples.masks.words)).all()
         step = _step(inputs, samples, tokens, candidates)
         step.num_tokens, step.num_sequences = len(inputs.token_ids), len(inputs.request_slots)
         step.num_samples = len(samples.modes)
         if logits is not None:
             step.logits = logits.data_ptr()
         self._watched(step)
+
+    def _check_masks(self, masks: SampleMasks | None) -> None:
+        assert masks is None or masks.words.shape[1] == -(-self._vocab_size // 32)
 
     def _watched(self, step: _Step) -> None:
         begin = perf_counter()
@@ -411,10 +446,15 @@ def _step(
             candidates.tokens.ctypes.data,
             candidates.log_probs.ctypes.data,
         )
+    masks, pointers = samples.masks, (None, None)
+    words = 0
+    if masks is not None:
+        words, pointers = masks.words.shape[1], (masks.rows.ctypes.data, masks.words.ctypes.data)
     return _Step(
-        *(0, 0, 0, inputs.block_tables.shape[1], found[0]),
+        *(0, 0, 0, inputs.block_tables.shape[1], found[0], words),
         *(getattr(inputs, name).ctypes.data for name, _ in _INPUT),
         *(getattr(samples, name).ctypes.data for name, _ in _SAMPLES),
+        *pointers,
         tokens.ctypes.data,
         *found[1:],
     )

@@ -1,9 +1,10 @@
 """Runs steps through the native executor, draft trees included.
 
-Greedy and temperature-only sampling happens in the library, where the logits stay. A step in which
-any sequence wants more (thresholds, penalties, users' processors, log-probabilities) brings the
-logits that are sampled from to the torch sampler, which then takes part in the verification of
-draft trees (`runner.verify`). Reference: `runner.model_runner.TorchModelRunner`.
+Greedy and temperature-only sampling happens in the library, where the logits stay, with the token
+masks of sequences that follow a grammar. A step in which any sequence wants more (thresholds,
+penalties, users' processors, log-probabilities) brings the logits that are sampled from to the
+torch sampler, which then takes part in the verification of draft trees (`runner.verify`).
+Reference: `runner.model_runner.TorchModelRunner`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from hetero_llm.core.acceptance import TypicalAcceptance
+from hetero_llm.core.grammar import OpenMatcher
 from hetero_llm.core.step import (
     LAST_SAMPLED,
     AdmittedSequence,
@@ -22,7 +24,7 @@ from hetero_llm.core.step import (
     SampleLogprobs,
     SchedulerOutput,
 )
-from hetero_llm.cpu.executor import LOGITS_ONLY, Executor, StepInput, StepSamples
+from hetero_llm.cpu.executor import LOGITS_ONLY, Executor, SampleMasks, StepInput, StepSamples
 from hetero_llm.cpu.step_buffers import SlotSampling, StepBuffers
 from hetero_llm.cpu.step_profile import profile_executor
 from hetero_llm.models.config import ModelConfig
@@ -37,6 +39,7 @@ from hetero_llm.runner.model_runner import (
 )
 from hetero_llm.runner.verify import DraftedStep, verify
 from hetero_llm.sampling.sampler import Sampler, expand_samples, token_logprobs
+from hetero_llm.sampling.token_masks import PlannedMasks
 from hetero_llm.spec_decode.verify import TreeTokens, compact_kv, tree_tokens, verify_trees
 
 
@@ -76,45 +79,87 @@ class NativeModelRunner:
         self._block_tables = np.zeros((max_num_seqs, columns), np.int32)
         self._sampler = Sampler(max_num_seqs, config.vocab_size, torch.device("cpu"))
         self._sampling = SlotSampling(max_num_seqs)
-        self._buffers = StepBuffers(max_num_batched_tokens, max_num_seqs, self._block_tables)
+        self._masks = self._sampler.masks
+        self._buffers = StepBuffers(
+            max_num_batched_tokens, max_num_seqs, self._block_tables, self._masks.num_words
+        )
         buffers = self._buffers
         self._prepared = executor.prepare(buffers.inputs, buffers.samples, buffers.tokens)
         self._prompts: dict[int, AdmittedSequence] = {}  # by slots that want prompt_logprobs
+
+    def set_open_matcher(self, open_matcher: OpenMatcher) -> None:
+        """Sets what opens the grammars of admitted sequences; call it before one has any."""
+        self._sampler.open_matcher = open_matcher
 
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Runs a step to its end: the CPU computes it."""
         assert LAST_SAMPLED not in step.token_ids, "no step overlaps another, so tokens are known"
         self._apply_changes(step)
-        plain = not step.prompt_logprob_spans and not self._sampler.has_history
-        if plain and step.drafts is None:
-            num_samples = self._buffers.fill(step, self._sampling, self._cache.shape.block_size)
-            if num_samples is not None:
-                return self._run_plain(step, num_samples)
         if self._sampler.has_history:
             observe_inputs(self._sampler, step)
+        plain = not step.prompt_logprob_spans and not self._sampler.has_processors
+        planned = self._masks.plan(step)
+        if planned is not None and planned.num_places > self._buffers.num_masks:
+            plain = False
+        if plain and (step.drafts is None or self.typical is None):
+            num_samples = self._buffers.fill(step, self._sampling, self._cache.shape.block_size)
+            if num_samples is not None:
+                return self._run_plain(step, num_samples, planned)
         trees = tree_tokens(step, step.drafts)
         inputs = self._step_input(step, trees)
         if step.drafts is not None:
-            return self._run_drafted(step, inputs, trees)
+            return self._run_drafted(step, inputs, trees, planned)
         sequences = np.flatnonzero(step.num_samples)
         last = (np.cumsum(step.num_scheduled_tokens) - 1)[sequences]
         if step.prompt_logprob_spans or self._needs_logits(step):
             logits, prompt_logprobs = self._logits(step, inputs, last)
             output = self._sample_logits(step, logits)
             return replace(output, prompt_logprobs=prompt_logprobs)
-        token_ids = self._run_sampling(step, inputs, sequences, last, step.num_samples[sequences])
-        return ModelRunnerOutput(token_ids, None, {}, {})
+        counts = step.num_samples[sequences]
+        token_ids, errors = self._run_sampling(
+            step, inputs, sequences, last, counts, planned=planned
+        )
+        output = ModelRunnerOutput(token_ids, None, {}, errors)
+        self._observe_sampled(step, planned, output)
+        return output
 
     def finish(self, pending: ModelRunnerOutput) -> ModelRunnerOutput:
         """The results of a launched step."""
         return pending
 
-    def _run_plain(self, step: SchedulerOutput, num_samples: int) -> ModelRunnerOutput:
-        """Runs the step that the buffers hold."""
-        counts = len(step.token_ids), len(step.request_slots), num_samples
-        self._executor.run(self._prepared, *counts)
-        return ModelRunnerOutput(self._buffers.tokens[:num_samples].tolist(), None, {}, {})
+    def _run_plain(
+        self, step: SchedulerOutput, num_samples: int, planned: PlannedMasks | None
+    ) -> ModelRunnerOutput:
+        """Runs the step that the buffers hold, and verifies its drafts."""
+        drafts, buffers = step.drafts, self._buffers
+        errors: dict[int, str] = {}
+        buffers.set_masks(None if planned is None else planned.places)
+        if planned is not None:
+            errors = self._masks.fill(planned, buffers.mask_words)
+        num_nodes = 0 if drafts is None else len(drafts.token_ids)
+        num_tokens = len(step.token_ids) + num_nodes
+        self._executor.run(self._prepared, num_tokens, len(step.request_slots), num_samples)
+        if drafts is None:
+            tokens = buffers.tokens[:num_samples].tolist()
+            output = ModelRunnerOutput(tokens, None, {}, errors)
+        else:
+            kept, counts, moves = buffers.verify(step, drafts, num_samples)
+            if moves.size:
+                self._cache.move_tokens(*moves)
+            output = ModelRunnerOutput(
+                kept.tolist(), None, {}, errors, counts.tolist(), arrays=(kept, counts)
+            )
+        self._observe_sampled(step, planned, output)
+        return output
+
+    def _observe_sampled(
+        self, step: SchedulerOutput, planned: PlannedMasks | None, output: ModelRunnerOutput
+    ) -> None:
+        """Shows the grammars what a step has sampled with masks."""
+        if planned is not None:
+            num_tokens = output.num_tokens or step.num_samples.tolist()
+            self._masks.observe_sampled(planned, output.token_ids, num_tokens)
 
     def _apply_changes(self, step: SchedulerOutput) -> None:
         for state in step.admitted:
@@ -155,14 +200,25 @@ class NativeModelRunner:
         sequences: np.ndarray,
         after: np.ndarray,
         counts: np.ndarray,
-    ) -> list[int]:
+        *,
+        planned: PlannedMasks | None,
+    ) -> tuple[list[int], dict[int, str]]:
         """Runs a step in which the library samples.
 
         Args:
             sequences: [N] index of the scheduled sequence.
             after: [N] index in the step of the token to sample after.
             counts: [N] samples after it; of more than one the sample indices are 0, 1, ...
+            planned: the step's masks; None: it has none.
+
+        Returns:
+            The sampled tokens, and by request slot why a grammar cannot be followed.
         """
+        masks, errors = None, {}
+        if planned is not None:
+            words = np.empty((planned.num_places, self._masks.num_words), np.int32)
+            errors = self._masks.fill(planned, words)
+            masks = SampleMasks(planned.places, words)
         slots = step.request_slots[sequences]
         indices = self._sampling.sample_indices[slots]
         if (counts > 1).any():
@@ -175,9 +231,9 @@ class NativeModelRunner:
             seeds=self._sampling.seeds[slots],
             positions=inputs.positions[after] + np.int32(1),
             sample_indices=indices.astype(np.int32),
+            masks=masks,
         )
-        tokens: list[int] = self._executor.step(inputs, samples).tolist()
-        return tokens
+        return self._executor.step(inputs, samples).tolist(), errors
 
     def _sample_logits(self, step: SchedulerOutput, logits: torch.Tensor) -> ModelRunnerOutput:
         """Samples from logits [N, vocab], one row for each sequence that samples."""
@@ -193,7 +249,11 @@ class NativeModelRunner:
     # -- draft trees ------------------------------------------------------------------------
 
     def _run_drafted(
-        self, step: SchedulerOutput, inputs: StepInput, trees: TreeTokens
+        self,
+        step: SchedulerOutput,
+        inputs: StepInput,
+        trees: TreeTokens,
+        planned: PlannedMasks | None,
     ) -> ModelRunnerOutput:
         """Runs a step with drafts and verifies them."""
         is_tree = trees.is_tree > 0
@@ -214,9 +274,13 @@ class NativeModelRunner:
             output = verify(drafted, self._sampler, self._cache, typical=self.typical)
             return replace(output, prompt_logprobs=prompt_logprobs)
         num_samples = np.where(is_tree, 1, step.num_samples)[sequences]
-        sampled = self._run_sampling(step, inputs, sequences, after, num_samples)
+        sampled, errors = self._run_sampling(
+            step, inputs, sequences, after, num_samples, planned=planned
+        )
         num_sampled = np.where(is_tree, step.num_scheduled_tokens, step.num_samples).tolist()
-        return self._verify_sampled(step, trees, inputs.slot_mapping, sampled, num_sampled)
+        output = self._verify_sampled(step, trees, inputs.slot_mapping, sampled, num_sampled)
+        self._observe_sampled(step, planned, output)
+        return replace(output, errors=errors)
 
     def _verify_sampled(
         self,

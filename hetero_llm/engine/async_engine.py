@@ -51,6 +51,7 @@ from hetero_llm.engine.pooling_stream import PoolingStream
 from hetero_llm.engine.resolve import open_model
 from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
 from hetero_llm.pooling.pooling_model import PoolingModel
+from hetero_llm.structured_output.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S", OutputStream, PoolingStream)
@@ -59,6 +60,8 @@ STEP_TIMEOUTS = {"cuda": 30.0, "cpu": 120.0}
 """Seconds without a message after which an engine counts as hung, by device."""
 _IDS_PER_CHARACTER = 8
 """Token ids that are checked in the time in which one character is encoded."""
+_CONSTRAINT_CHARACTERS = 4096
+"""A constraint is compiled in the time in which a text of this length is encoded, or longer."""
 _SECONDS_TO_STOP = 1.5
 _POLL_SECONDS = 0.01
 
@@ -162,6 +165,9 @@ class AsyncLLMEngine:
             max_logprobs=config.max_logprobs,
             seed=config.seed,
             images=self.images,
+            grammars=None
+            if self.tokenizer is None or isinstance(model, PoolingModel)
+            else GrammarCompiler(self.tokenizer.vocabulary(model.vocab_size, model.eos_token_ids)),
         )
         self.pooling_inputs = None
         if isinstance(model, PoolingModel):
@@ -430,6 +436,8 @@ class AsyncLLMEngine:
             return await self.threads.run_on_images(make)
         ids = prompt.token_ids
         size = len(prompt.text or "") if ids is None else len(ids) // _IDS_PER_CHARACTER
+        if isinstance(params, SamplingParams) and params.constrains:
+            size += _CONSTRAINT_CHARACTERS
         return await self.threads.run(make, size=size)
 
     def _submit(self, stream: OutputStream, request: Request) -> None:

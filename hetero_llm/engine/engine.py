@@ -25,6 +25,8 @@ from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.speculation_log import SpeculationLog, speculation_metrics
 from hetero_llm.kv_cache.hit_log import HitLog
 from hetero_llm.scheduler.scheduler import Scheduler
+from hetero_llm.structured_output.compile_queue import CompileQueue
+from hetero_llm.structured_output.compiler import GrammarCompiler
 from hetero_llm.utils.gc_control import collect_if_due
 
 logger = logging.getLogger(__name__)
@@ -89,6 +91,7 @@ class Engine:
         background_drafter: the drafter, if part of it runs in another process; the engine reports
             its metrics and shuts it down.
         hit_log: notified after each step; logs where blocks were found.
+        grammars: compiles the grammars of requests; None if none has any.
 
     The four parts, `asynchronous` and `background_drafter` are attributes: benches and tests read
     the parts' counters and call their `check_integrity`.
@@ -105,6 +108,7 @@ class Engine:
         speculation_log: SpeculationLog | None = None,
         background_drafter: BackgroundDrafter | None = None,
         hit_log: HitLog | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.input_processor = input_processor
         self.scheduler = scheduler
@@ -114,6 +118,7 @@ class Engine:
         self._speculation_log = speculation_log
         self.background_drafter = background_drafter
         self._hit_log = hit_log
+        self._compiling = CompileQueue(grammars)
         self._pending: tuple[SchedulerOutput, Any, float] | None = None  # launched, not finished
         self._clock = StepClock()
         self._last_finish = 0.0  # when the last step finished, `perf_counter` time
@@ -121,7 +126,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        return self.scheduler.num_unfinished > 0
+        return self.scheduler.num_unfinished > 0 or len(self._compiling) > 0
 
     def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
         """Builds and checks a request without starting it.
@@ -144,10 +149,14 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Queues a request that passed `check_request`."""
         self.check_alive()
-        self.scheduler.add_request(request)
+        if not self._compiling.add(request):
+            self.scheduler.add_request(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request. Returns its last output, None if it is not running."""
+        held = self._compiling.take(request_id)
+        if held is not None:
+            self.scheduler.add_request(held)
         request = self.scheduler.abort(request_id)
         return None if request is None else self.output_processor.abort(request)
 
@@ -162,11 +171,15 @@ class Engine:
         self.check_alive()
         clock = self._clock
         clock.begin()
+        for request in self._compiling.take_ready():
+            self.scheduler.add_request(request)
         try:
             pending = self._pending or self._launch(self.scheduler.schedule())
             if pending is None:
                 if self.scheduler.loads:  # all requests wait for KV loads
                     self.scheduler.loads.nap()
+                elif self._compiling:
+                    self._compiling.nap()
                 return []
             if self.asynchronous:
                 self._pending = self._launch(self.scheduler.schedule_ahead())
@@ -216,7 +229,7 @@ class Engine:
         stats = self.scheduler.stats
         return {
             "num_requests_running": self.scheduler.num_running,
-            "num_requests_waiting": self.scheduler.num_waiting,
+            "num_requests_waiting": self.scheduler.num_waiting + len(self._compiling),
             "num_requests_finished": stats.num_requests_finished,
             "num_preemptions": stats.num_preemptions,
             "num_steps": stats.num_steps,
@@ -258,6 +271,7 @@ class Engine:
         if self._hit_log is not None:
             self._hit_log.close()
         self.scheduler.loads.shut_down()
+        self._compiling.close()
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()

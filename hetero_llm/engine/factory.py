@@ -66,8 +66,11 @@ from hetero_llm.kv_cache.hit_log import HitCounter, HitLog
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
 from hetero_llm.pooling.pooling_model import read_pooling_model
+from hetero_llm.scheduler.grammar_drafts import GrammarDrafts
 from hetero_llm.scheduler.kv_loads import KVLoadQueue
 from hetero_llm.scheduler.scheduler import Scheduler
+from hetero_llm.structured_output.compiler import GrammarCompiler
+from hetero_llm.structured_output.draft_matcher import DraftMatcher
 from hetero_llm.utils import compile_progress, triton_cache
 
 if TYPE_CHECKING:
@@ -257,7 +260,15 @@ def _join(
     times = step_times(model_config, model.parameters_per_token())
     tier = None if host is None else host.join(built.cache, times)
     offload = None if tier is None or host is None else host
-    scheduler, hits = _scheduler(config, inputs, built, drafter, (tier, offload, times))
+    grammars = None
+    if tokenizer is not None:
+        eos_ids = model_config.eos_token_ids
+        grammars = GrammarCompiler(tokenizer.vocabulary(model_config.vocab_size, eos_ids))
+        runner.set_open_matcher(grammars.open)
+    forced = None
+    if grammars is not None and (drafter is not None or device.type == "cpu"):
+        forced = GrammarDrafts(partial(grammars.open_as, DraftMatcher))
+    scheduler, hits = _scheduler(config, inputs, built, drafter, (tier, offload, times), forced)
     engine = Engine(
         InputProcessor(
             tokenizer,
@@ -267,6 +278,7 @@ def _join(
             max_logprobs=config.max_logprobs,
             seed=config.seed,
             images=inputs.images,
+            grammars=grammars,
         ),
         scheduler,
         runner,
@@ -274,6 +286,7 @@ def _join(
         asynchronous=device.type == "cuda" and not _on_torch(config, model_config),
         speculation_log=make_log(config.speculation),
         background_drafter=background_drafter_of(drafter, config.speculation),
+        grammars=grammars,
         hit_log=HitLog(hits) if offload is not None and offload.config.hit_count else None,
     )
     if not config.disable_log_stats:
@@ -293,6 +306,7 @@ def _scheduler(
     built: BuiltRunner,
     drafter: Drafter | None,
     memory: tuple[HostTier | None, HostMemory | None, StepTimes],
+    grammar_drafts: GrammarDrafts | None,
 ) -> tuple[Scheduler, HitCounter]:
     """Builds the scheduler and its block manager. Returns the scheduler and the block manager's hit
     counter.
@@ -314,6 +328,7 @@ def _scheduler(
         blocks,
         None if tokenizer is None else partial(holds_stop, tokenizer),
         drafter=drafter,
+        grammar_drafts=grammar_drafts,
         loads=None
         if transfers is None
         else KVLoadQueue(blocks, transfers, shape.num_layers, times, chunked=chunked),

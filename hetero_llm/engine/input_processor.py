@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 
 from hetero_llm.core.errors import PromptError, RequestError, SamplingError
+from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.images import PromptImages
 from hetero_llm.core.outputs import RequestMetrics
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams, is_text
+from hetero_llm.core.structured_outputs import GuidedDecodingRequest
 from hetero_llm.engine.images import FIELD, ImageInputs, given_images
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.kv_cache.prefix_cache import hash_root, token_bytes
 from hetero_llm.scheduler.beam_search import candidates_needed
+from hetero_llm.structured_output.compiler import GrammarCompiler
 
 _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data"})
 _MASK = (1 << 64) - 1
@@ -162,6 +165,7 @@ class InputProcessor:
         max_logprobs: most log-probabilities a request may ask for; -1 is no limit.
         seed: of the engine; requests without a seed derive theirs from it.
         images: prepares the images of prompts; None if the model takes none.
+        grammars: compiles the constraints of outputs; None without a tokenizer.
     """
 
     def __init__(
@@ -174,7 +178,9 @@ class InputProcessor:
         max_logprobs: int,
         seed: int,
         images: ImageInputs | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
+        self._grammars = grammars
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -228,8 +234,27 @@ class InputProcessor:
             num_prompt_logprobs=self._count(params.prompt_logprobs) or 0,
             bad_word_ids=self._bad_word_ids(params),
             images=images,
+            grammar=self._grammar(params),
             packed_prompt=packed,
         )
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """The grammar of a request's constraint.
+
+        Raises:
+            SamplingError: it cannot be followed.
+        """
+        constraint = params.structured_outputs
+        if constraint is None:
+            return None
+        if self._grammars is None:
+            reason = "needs a tokenizer (skip_tokenizer_init is set)"
+            raise SamplingError("structured_outputs", constraint, reason)
+        for token in constraint.begins_after:
+            if token >= self._vocab_size:
+                reason = f"is outside the vocabulary (0 to {self._vocab_size - 1})"
+                raise SamplingError("begins_after", token, reason)
+        return self._grammars.grammar(constraint)
 
     def prepare_images(self, prompt: Prompt) -> Prompt:
         """The prompt with its images processed and their tokens in `token_ids`.
@@ -383,6 +408,33 @@ def _packed_plain_ids(token_ids: list[int], vocab_size: int) -> bytes | None:
         return None
     small = np.flatnonzero(unsigned < 2).tolist()
     return None if any(isinstance(token_ids[place], bool) for place in small) else packed
+
+
+GuidedOptions = GuidedDecodingRequest | Mapping[str, Any]
+
+
+def with_guided_options(
+    params: Sequence[SamplingParams], given: GuidedOptions | Sequence[GuidedOptions]
+) -> list[SamplingParams]:
+    """The parameters of each prompt with vLLM's `guided_options_request` in them.
+
+    Raises:
+        RequestError: there is not one or one for each, or parameters have a constraint already.
+    """
+    if isinstance(given, (Mapping, GuidedDecodingRequest)):
+        given = [given] * len(params)
+    if not isinstance(given, Sequence) or len(given) != len(params):
+        raise RequestError(
+            "guided_options_request", given, f"must be one, or a list of {len(params)}"
+        )
+    joined = []
+    for own, options in zip(params, given, strict=True):
+        if own.constrains:
+            reason = "contradicts the constraint of sampling_params"
+            raise RequestError("guided_options_request", options, reason)
+        guided = GuidedDecodingRequest.of(options).structured_outputs()
+        joined.append(replace(own, structured_outputs=guided))
+    return joined
 
 
 def pair_params(

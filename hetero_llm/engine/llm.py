@@ -40,7 +40,14 @@ from hetero_llm.engine.build_pooling import BuiltPooling
 from hetero_llm.engine.chat_messages import for_template
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.factory import BuiltEngine, build, free_unreachable
-from hetero_llm.engine.input_processor import Prompt, is_one_prompt, pair_params, parse_prompts
+from hetero_llm.engine.input_processor import (
+    GuidedOptions,
+    Prompt,
+    is_one_prompt,
+    pair_params,
+    parse_prompts,
+    with_guided_options,
+)
 from hetero_llm.engine.interrupts import interrupt_between_steps
 from hetero_llm.engine.metric_objects import metric_objects
 from hetero_llm.engine.pooling_calls import PoolingCalls
@@ -120,7 +127,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
         prompt_adapter_request: None = None,
-        guided_options_request: None = None,
+        guided_options_request: GuidedOptions | Sequence[GuidedOptions] | None = None,
         priority: Sequence[int] | None = None,
         *,
         inputs: PromptType | Sequence[PromptType] | None = None,
@@ -135,7 +142,9 @@ class LLM:
             prompt_token_ids: token ids instead of, or along with, text.
             use_tqdm: show progress and tokens per second; a class or function like `tqdm` shows
                 them its way.
-            lora_request, prompt_adapter_request, guided_options_request: not available yet.
+            lora_request, prompt_adapter_request: not available yet.
+            guided_options_request: what the outputs must follow, one for all prompts or one each;
+                today's name is `SamplingParams.structured_outputs`.
             priority: of each prompt; other ones than 0 are not available yet.
             inputs: an older name of `prompts`.
 
@@ -149,7 +158,6 @@ class LLM:
         """
         refuse_later("lora_request", lora_request, "LoRA")
         refuse_later("prompt_adapter_request", prompt_adapter_request, "prompt adapters")
-        refuse_later("guided_options_request", guided_options_request, "guided decoding")
         refuse_later("priority", priority if any(priority or ()) else None, "priority scheduling")
         if inputs is not None:
             if prompts is not None:
@@ -158,6 +166,8 @@ class LLM:
         parsed = parse_prompts(prompts, prompt_token_ids)
         is_list = not is_one_prompt(prompts, prompt_token_ids)
         params = pair_params(sampling_params, len(parsed), self.get_default_sampling_params())
+        if guided_options_request is not None:
+            params = with_guided_options(params, guided_options_request)
         requests = self._make_requests(parsed, params, is_list)
         return self._run(requests, use_tqdm)
 
@@ -286,7 +296,7 @@ class LLM:
                     continue
                 output = inbox.popleft()
                 if output.error is not None:
-                    raise RequestError("logits_processors", None, output.error)
+                    raise RequestError("sampling_params", params, output.error)
                 finished = output.finished
                 yield output
         finally:
@@ -538,8 +548,9 @@ class LLM:
                         progress.add(output)
                         if output.error is not None:
                             index = indices[output.request_id]
+                            params = requests[index].params
                             raise RequestError(
-                                "logits_processors", None, output.error, prompt_index=index
+                                "sampling_params", params, output.error, prompt_index=index
                             )
             if interrupted:
                 logger.warning("interrupted: unfinished requests are returned as they are")

@@ -26,6 +26,7 @@ from hetero_llm.core.errors import (
     SnapshotError,
     shown,
 )
+from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.images import PromptImage, PromptImages
 from hetero_llm.core.outputs import CompletionOutput, RequestMetrics, TokenLogprobs
@@ -82,7 +83,8 @@ class AddRequest(Message):
     """A checked `Request`, of whose fields it has the names; see `request_to_wire`.
 
     `key` names the request between the two processes: it is used once, unlike users' ids.
-    `packed_prompt` holds the prompt's token ids, int32. `images` are prepared.
+    `packed_prompt` holds the prompt's token ids, int32. `images` are prepared. `grammar` stands for
+    the parameters' constraint, which does not travel; empty: there is none.
     """
 
     key: str
@@ -98,6 +100,8 @@ class AddRequest(Message):
     bad_word_ids: list[list[int]] = []
     images: list[Image] = []
     images_key: str = ""
+    grammar: str = ""
+    grammar_begins_after: list[int] = []
 
 
 class AddPooling(Message):
@@ -280,6 +284,8 @@ def request_to_wire(key: str, request: Request) -> AddRequest:
         [list(word) for word in request.bad_word_ids],
         images_to_wire(images),
         "" if images is None else images.key,
+        "" if request.grammar is None else request.grammar.text,
+        [] if request.grammar is None else list(request.grammar.begins_after),
     )
 
 
@@ -306,12 +312,16 @@ def request_from_wire(message: AddRequest) -> Request:
         num_prompt_logprobs=message.num_prompt_logprobs,
         bad_word_ids=tuple(map(tuple, message.bad_word_ids)),
         images=images_from_wire(message.images, message.images_key),
+        grammar=Grammar(message.grammar, tuple(message.grammar_begins_after))
+        if message.grammar
+        else None,
         packed_prompt=message.packed_prompt,
     )
 
 
 def params_to_wire(params: SamplingParams, kind: RequestOutputKind) -> dict[str, Any]:
-    """The fields that are not at their default, and `kind` as the output kind.
+    """The fields that are not at their default, and `kind` as the output kind. A constraint on the
+    output is left out: its grammar travels with the request.
 
     Raises:
         SamplingError: a field cannot travel: a Python function, or a number of over 64 bits.
@@ -325,7 +335,7 @@ def params_to_wire(params: SamplingParams, kind: RequestOutputKind) -> dict[str,
     fields: dict[str, Any] = {}
     for name in _FIELDS:
         value = getattr(params, name)
-        if value == getattr(_DEFAULTS, name):
+        if value == getattr(_DEFAULTS, name) or name == "structured_outputs":
             continue
         if isinstance(value, int) and value > _MOST:
             raise SamplingError(name, value, f"must be at most {_MOST}")

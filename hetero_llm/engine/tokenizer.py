@@ -23,6 +23,7 @@ from hetero_llm.engine.detokenizer import (
     piece_bytes,
 )
 from hetero_llm.models.config_reader import read_json, short_reason
+from hetero_llm.structured_output.compiler import Vocabulary
 
 T = TypeVar("T")
 
@@ -100,6 +101,22 @@ class Tokenizer:
         if not isinstance(piece, str):
             return None
         return piece_bytes(piece, byte_level=self._byte_level)
+
+    def vocabulary(self, size: int, eos_ids: tuple[int, ...]) -> Vocabulary:
+        """The tokenizer as grammars see it, for a model with `size` logits."""
+        special = {
+            text: index for index, text in self.added_tokens.items() if index in self._special
+        }
+        return Vocabulary(self._fast, self._bytes_in_text, special, size, eos_ids)
+
+    def _bytes_in_text(self, token_id: int) -> bytes | None:
+        """What a token adds to a text: nothing if there is no such token, None if that depends on
+        others."""
+        if self._hf.convert_ids_to_tokens(token_id) is None:
+            return b""
+        exact = self.token_bytes(token_id)
+        text = self.decode_token(token_id)
+        return exact if exact is not None or REPLACEMENT in text else text.encode()
 
     def apply_chat_template(
         self,

@@ -6,7 +6,12 @@ import torch
 
 from hetero_llm.gpu.kernels.compact_kv import compact_kv
 from hetero_llm.gpu.kernels.exchange import apply_step_inputs, fetch_pinned, send_results
-from hetero_llm.gpu.kernels.sample import SampleRows, make_sample_workspace, sample_tokens
+from hetero_llm.gpu.kernels.sample import (
+    MaskPlaces,
+    SampleRows,
+    make_sample_workspace,
+    sample_tokens,
+)
 from hetero_llm.gpu.kernels.tree_verify import VerifiedTrees, make_verified_trees, verify_trees
 from hetero_llm.gpu.step_buffer import RING, StepBuffer, StepInputs
 from hetero_llm.models.config import ModelConfig
@@ -20,6 +25,7 @@ class DeviceStep:
     Args:
         block_tables: [slots, columns] int32, written by every step.
         ring: of input buffers, see `StepFiller`.
+        masks: where the step's token masks are, or will be.
         results: [places, >= 2 * max_samples] int64 in page-locked memory, in which captured steps
             leave their results in turn.
         max_graph_tokens: most tokens of a captured step.
@@ -41,6 +47,7 @@ class DeviceStep:
         block_tables: torch.Tensor,
         ring: torch.Tensor,
         results: torch.Tensor,
+        masks: MaskPlaces,
         *,
         max_graph_tokens: int,
         max_tokens: int,
@@ -54,6 +61,7 @@ class DeviceStep:
         self._block_tables = block_tables
         self._ring = ring
         self._results = results
+        self._masks = masks
         self._input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._turns = torch.zeros(2, dtype=torch.int32, device=device)  # of `ring`, of `results`
         self._workspace = make_sample_workspace(max_samples, config.vocab_size, device)
@@ -123,12 +131,14 @@ class DeviceStep:
             self._workspace,
             slots=inputs.sample_slots[:count],
             last_tokens=self.last_tokens,
+            masks=self._masks,
             out=self.tokens[:count],
         )
 
     def sample_processed(self, logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
-        """[R] int64 sampled from logits [R, vocab] that processors have changed."""
-        return sample_tokens(logits, rows, self._workspace)
+        """[R] int64 sampled from logits [R, vocab] that processors have changed; see there what
+        masks change of them."""
+        return sample_tokens(logits, rows, self._workspace, masks=self._masks)
 
     def verify_trees(
         self, inputs: StepInputs[torch.Tensor], hidden: torch.Tensor, verified: VerifiedTrees
@@ -147,6 +157,7 @@ class DeviceStep:
             self._model.logits(hidden.index_select(0, rows)),
             SampleRows(inputs.sampling),
             self._workspace,
+            masks=self._masks,
             out=self.tokens[: len(rows)],
         )
         verify_trees(

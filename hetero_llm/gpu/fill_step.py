@@ -13,7 +13,13 @@ from hetero_llm.core.draft_tree import DraftBatch
 from hetero_llm.core.step import AdmittedSequence, SchedulerOutput
 from hetero_llm.gpu.attention_plan import PlanLimits, plan_into
 from hetero_llm.gpu.kernels.paged_attention import CUT_ROW_FIELDS, WORK_FIELDS
-from hetero_llm.gpu.kernels.sample import POSITION, ROW_FIELDS, SAMPLE_INDEX, pack_rows
+from hetero_llm.gpu.kernels.sample import (
+    MASK_PLACE,
+    POSITION,
+    ROW_FIELDS,
+    SAMPLE_INDEX,
+    pack_rows,
+)
 from hetero_llm.gpu.step_buffer import RING, StepBuffer, StepLayout, step_offsets, step_views
 from hetero_llm.gpu.uploads import Uploads
 from hetero_llm.sampling.noise import signed_seed
@@ -21,13 +27,14 @@ from hetero_llm.utils.jit import njit
 
 _TOP_P_OFF = 2.0
 _NO_NODES = np.zeros(0, np.int32)
+_NO_PLACES = np.zeros(0, np.int32)
 _MAX_TREE = 64
 _MOST_WRITES = 1 << 18
 """Block-table writes that a step may bring without waiting: 64 prompts of 64K tokens."""
 
 
 class SamplingTable:
-    """Sampling parameters of every request slot: `packed` is [8, slots] int32, see `pack_rows`."""
+    """Sampling parameters of every request slot: `packed` is [9, slots] int32, see `pack_rows`."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -64,6 +71,8 @@ class StepFiller:
         ring: [RING, num_words] int32, page-locked beside a GPU; steps take its rows in turn, the
             first step the first one.
         filled: [num_words] int32 view of the buffer that was filled last.
+        mask_places: [N] int32 place of the mask of each sample of the next step, -1 for none;
+            empty: no sample has one. To be set before each `fill`.
     """
 
     def __init__(
@@ -83,6 +92,7 @@ class StepFiller:
         self.ring = torch.zeros(RING, num_words, dtype=torch.int32, pin_memory=pin)
         self._arrays = list(self.ring.numpy())
         self.filled = self._arrays[-1]
+        self.mask_places = _NO_PLACES
         self._next = 0
         self._device_block_tables = device_block_tables
         self._uploads = Uploads(3 * min(self.block_tables.size, _MOST_WRITES), device)
@@ -151,6 +161,7 @@ class StepFiller:
             self.sampling.packed,
             self._block_size,
             self._windows,
+            self.mask_places,
             buffer.limits,
             self._all_chosen if chosen is None else chosen,
         )
@@ -189,6 +200,7 @@ def fill_buffer(
     sampling: np.ndarray,
     block_size: int,
     windows: np.ndarray,
+    mask_places: np.ndarray,
     limits: PlanLimits,
     chosen: np.ndarray,
 ) -> bool:
@@ -199,7 +211,8 @@ def fill_buffer(
         request_slots .. num_samples, table_writes: of the step.
         nodes, node_ids, parents: of its `DraftBatch`, empty if it has none.
         block_tables: the host's, with the step's writes. sampling: `SamplingTable.packed`.
-        windows: [windows] int64, 0 for none. limits, chosen: see `plan_into`.
+        windows: [windows] int64, 0 for none. mask_places: see `StepFiller`. limits, chosen: see
+            `plan_into`.
     """
     at = offsets[0]
     trees = np.zeros(len(request_slots), np.bool_)
@@ -236,6 +249,9 @@ def fill_buffer(
                 buffer[parameter] = sampling[field, slot]
             if not tree and num_samples[sequence] > 1:  # a forking prompt: sample indices 0, 1, ...
                 buffer[at.sampling + SAMPLE_INDEX * at.sample_stride + sample] = draw
+            if len(mask_places):
+                place = at.sampling + MASK_PLACE * at.sample_stride + sample
+                buffer[place] = mask_places[sample] + 1
             position = start + (depths[draw] + 1 if tree else count)
             buffer[at.sampling + POSITION * at.sample_stride + sample] = position
             if verifies:

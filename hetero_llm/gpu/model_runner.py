@@ -11,29 +11,38 @@ Sampling that needs more than temperature and thresholds (log-probabilities, pen
 processors) goes through the torch sampler behind the model, and uses the same kernel in the end.
 Beside draft trees it comes in `finish`, one depth after the other (`runner.verify`); the step
 itself then verifies no tree.
+
+Token masks reach the sampling kernel through memory that it reads, while the step runs
+(`token_masks`). Only beside draft trees that are verified in `finish`, and beside processors that
+look back, the torch sampler applies them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from hetero_llm.core.acceptance import TypicalAcceptance
 from hetero_llm.core.draft_tree import DraftBatch
+from hetero_llm.core.grammar import OpenMatcher
 from hetero_llm.core.step import AdmittedSequence, ModelRunnerOutput, SchedulerOutput
 from hetero_llm.gpu.attention_context import AttentionContext, check_supported
 from hetero_llm.gpu.device_step import DeviceStep
 from hetero_llm.gpu.fill_step import StepFiller
 from hetero_llm.gpu.graph_set import DraftedSizes, GraphSet, StepGraphs, is_short, step_buckets
-from hetero_llm.gpu.kernels.sample import POSITION, SAMPLE_INDEX, SampleRows
+from hetero_llm.gpu.kernels.layer_ready import MOST_LOOKS
+from hetero_llm.gpu.kernels.sample import MASK_PLACE, POSITION, SAMPLE_INDEX, SampleRows
 from hetero_llm.gpu.kernels.tree_verify import VerifiedTrees
 from hetero_llm.gpu.layer_ready import DeviceLayerReadyFlags
 from hetero_llm.gpu.paged_attention import LibraryPlanner, LibraryRows, StepAttention
 from hetero_llm.gpu.sampled_rows import SampledRowsPlanner
 from hetero_llm.gpu.step_buffer import LEAST_WRITES, StepBuffers
+from hetero_llm.gpu.token_masks import DeviceTokenMasks, StepMasks
 from hetero_llm.models.config import ModelConfig
 from hetero_llm.models.layers import Attend, CausalLM
 from hetero_llm.runner.kv_cache import PagedKVCache
@@ -52,6 +61,7 @@ from hetero_llm.sampling.sampler import Sampler
 from hetero_llm.spec_decode.verify import tree_tokens
 from hetero_llm.utils.jit import njit
 
+_NO_PLACES = np.zeros(0, np.int32)
 _RESULTS = 4
 """Places for results: more than the steps that run at once."""
 
@@ -65,6 +75,7 @@ class LaunchedStep:
         tokens: int64 in page-locked memory, valid once `arrived` has happened: the sampled tokens,
             or with draft trees a packed `VerifiedTrees` of `num_groups` groups.
         drafted: a step whose sampling is still to come, in `finish`; `tokens` mean nothing then.
+        masks: of the step's samples; None: the sampling kernel applies none.
     """
 
     results: PendingStep
@@ -72,6 +83,12 @@ class LaunchedStep:
     arrived: torch.cuda.Event | None
     num_groups: int = 0
     drafted: DraftedStep | None = None
+    masks: StepMasks | None = None
+
+    def wait(self) -> None:
+        """Waits until the tokens have arrived."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
 
 
 class ResultRing:
@@ -95,6 +112,7 @@ class ResultRing:
         return place
 
 
+# large: every way of a step needs most of what `__init__` makes.
 class GpuModelRunner:
     """Owns the KV cache, the block tables, sampling state and graphs.
 
@@ -108,6 +126,7 @@ class GpuModelRunner:
         graphs: capture graphs now (seconds) and replay them.
         drafts: there will be steps with draft trees.
         layer_ready: what steps with `kv_loads` wait at; None: there will be no such steps.
+        most_looks: see `kernels.sample.MaskPlaces`.
 
     Attributes:
         model, cache, layer_ready: see Args.
@@ -117,6 +136,7 @@ class GpuModelRunner:
         graphs: None: all steps run uncaptured.
     """
 
+    # large: the sizes of a step decide those of all parts.
     def __init__(
         self,
         model: CausalLM,
@@ -129,6 +149,7 @@ class GpuModelRunner:
         graphs: bool,
         drafts: bool = False,
         layer_ready: DeviceLayerReadyFlags | None = None,
+        most_looks: int = MOST_LOOKS,
     ) -> None:
         check_supported(config, cache.shape.dtype)
         device, dtype = cache.data.device, next(model.parameters()).dtype
@@ -165,6 +186,14 @@ class GpuModelRunner:
         pin = device.type == "cuda"  # else Triton's interpreter: for tests
         self._copied = ResultRing(2 * max_samples, pin=pin)  # of uncaptured steps
         self._sent = ResultRing(2 * max_samples, pin=pin)  # of captured ones, whose kernel sends
+        self._sampler = Sampler(max_num_seqs, config.vocab_size, device, self._sample_processed)
+        self._masks = DeviceTokenMasks(
+            self._sampler.masks,
+            config.vocab_size,
+            max(max_num_seqs, max_graph_tokens) if drafts else max_num_seqs,
+            pin=pin,
+            most_looks=most_looks,
+        )
         self._device_step = DeviceStep(
             model,
             config,
@@ -172,11 +201,11 @@ class GpuModelRunner:
             block_tables,
             self.filler.ring,
             self._sent.ring,
+            self._masks.places,
             max_graph_tokens=max_graph_tokens,
             max_tokens=max_tokens,
             max_samples=max_samples,
         )
-        self._sampler = Sampler(max_num_seqs, config.vocab_size, device, self._sample_processed)
         self._prompts: dict[int, AdmittedSequence] = {}  # of slots that want prompt_logprobs
         none, no_ints = np.zeros(0, np.int64), np.zeros(0, np.int32)
         _read_verified(none, 0, no_ints, no_ints, none, none)  # compiles, as the next one
@@ -201,15 +230,44 @@ class GpuModelRunner:
 
     # -- a step -----------------------------------------------------------------------------
 
+    def set_open_matcher(self, open_matcher: OpenMatcher) -> None:
+        """Sets what opens the grammars of admitted sequences; call it before one has any."""
+        self._sampler.open_matcher = open_matcher
+
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Issues all device work of a step."""
         if self._is_one_replay(step):
             if step.block_table_writes.shape[1]:
                 self.filler.write_tables(step.block_table_writes)
+            if self._sampler.has_history:
+                observe_inputs(self._sampler, step)
+            masks = self._plan_masks(step, plain=True)
             launched = self._replay_verify(step, drafted_sizes(step), plain=True)
             if launched is not None:
-                return launched
+                return self._with_masks(launched, masks)
         return self._launch(step)
+
+    def _plan_masks(self, step: SchedulerOutput, *, plain: bool) -> StepMasks | None:
+        """Takes places for the masks of a step and hands them to the filler.
+
+        Args:
+            plain: the kernels verify the step's draft trees, if it has any.
+        """
+        masks = None
+        if plain or step.drafts is None:
+            masks = self._masks.plan(step, self._sampler.is_masked_later)
+        self.filler.mask_places = _NO_PLACES if masks is None else masks.places
+        if masks is not None and self._masks.runs_at_launch:
+            self._masks.start_fill(masks)
+        return masks
+
+    def _with_masks(self, launched: LaunchedStep, masks: StepMasks | None) -> LaunchedStep:
+        """Lets the masks of a launched step be written, and its tokens be shown to the grammars."""
+        if masks is not None:
+            launched.masks = masks
+            self._masks.start_fill(masks)
+            self._masks.start_observe(masks, partial(_wait_for_tokens, launched))
+        return launched
 
     def _is_one_replay(self, step: SchedulerOutput) -> bool:
         """Whether all that a step takes is to replay a graph with drafts, if one holds it. The
@@ -235,11 +293,12 @@ class GpuModelRunner:
             return self._launch_drafted(step, step.drafts)
         num_tokens = int(step.num_scheduled_tokens.sum())
         plain = not step.prompt_logprob_spans and self._sampler.is_plain(step.request_slots)
+        masks = self._plan_masks(step, plain=plain)
         kind = None
         if self.graphs is not None:
             kind = self.graphs.replay_step(step, num_tokens, plain=plain)
         if kind == "decode":
-            return self._sent_results(step, num_tokens)
+            return self._with_masks(self._sent_results(step, num_tokens), masks)
         hidden, sampled_rows = self._device_step.hidden[:num_tokens], False
         if kind is None:
             hidden, sampled_rows = self._run_uncaptured(step, num_tokens, plain=plain)
@@ -251,7 +310,7 @@ class GpuModelRunner:
         if step.kv_loads:
             assert self.layer_ready is not None
             launched.results.turn = self.layer_ready.turn
-        return launched
+        return self._with_masks(launched, masks)
 
     def finish(self, pending: LaunchedStep) -> ModelRunnerOutput:
         """Waits for a launched step and returns its results as plain data."""
@@ -259,11 +318,14 @@ class GpuModelRunner:
             last_tokens = self._device_step.last_tokens
             with torch.inference_mode():
                 return verify(pending.drafted, self._sampler, self.cache, last_tokens, self.typical)
-        if pending.arrived is not None:
-            pending.arrived.synchronize()
+        pending.wait()
+        errors = {} if pending.masks is None else self._masks.finish(pending.masks)
         if pending.num_groups:
-            return verified_output(pending.results.step, pending.tokens, pending.num_groups)
+            output = verified_output(pending.results.step, pending.tokens, pending.num_groups)
+            return dataclasses.replace(output, errors=errors) if errors else output
         output = plain_output(pending.tokens.tolist(), pending.results)
+        if errors:
+            output = dataclasses.replace(output, errors=output.errors | errors)
         turn = pending.results.turn
         if turn is None:
             return output
@@ -288,15 +350,17 @@ class GpuModelRunner:
             self.cache.copy_blocks(list(zip(*copies.tolist(), strict=True)))
 
     def _launch_drafted(self, step: SchedulerOutput, drafts: DraftBatch) -> LaunchedStep:
+        sizes = drafted_sizes(step)
         plain = (
             self.typical is None
             and not step.prompt_logprob_spans
+            and self._masks.fits(sizes.num_samples)
             and (
                 self._sampler.all_plain
                 or self._sampler.is_plain(step.request_slots[step.num_samples > 0])
             )
         )
-        sizes = drafted_sizes(step)
+        masks = self._plan_masks(step, plain=plain)
         launched = self._replay_verify(step, sizes, plain=plain)
         hidden = self._device_step.hidden
         if launched is None:
@@ -306,7 +370,7 @@ class GpuModelRunner:
             launched.num_groups = sizes.num_groups
         if not plain:
             launched.drafted = self._drafted_step(step, drafts, hidden[: sizes.num_tokens])
-        return launched
+        return self._with_masks(launched, masks)
 
     def _replay_verify(
         self, step: SchedulerOutput, sizes: DraftedSizes, *, plain: bool
@@ -430,6 +494,7 @@ class GpuModelRunner:
             self._device_step.last_tokens,
             self._prompts,
             sampled_rows=sampled_rows,
+            masked_later=True,
         )
         results.prompt_logprobs = [
             (slot, rows.start_download()) for slot, rows in results.prompt_logprobs
@@ -451,6 +516,10 @@ class GpuModelRunner:
         """What the torch sampler samples with: see `sampling.sampler.SampleProcessed`."""
         packed = np.take(self.filler.sampling.packed, slots, axis=1)
         packed[SAMPLE_INDEX], packed[POSITION] = sample_indices, positions
+        places = self.filler.mask_places
+        if len(places):
+            packed[MASK_PLACE] = places + 1
+            logits = logits.clone()  # log-probabilities are those of the unmasked ones
         rows = SampleRows(upload(packed, logits.device))
         return self._device_step.sample_processed(logits, rows)
 
@@ -471,6 +540,17 @@ class GpuModelRunner:
         if event is not None:
             event.record()
         return LaunchedStep(results or PendingStep(step, None, []), array[:count], event)
+
+
+def _wait_for_tokens(launched: LaunchedStep) -> tuple[Sequence[int], Sequence[int]]:
+    """See `token_masks.WaitForTokens`."""
+    launched.wait()
+    step = launched.results.step
+    if launched.num_groups:
+        output = verified_output(step, launched.tokens, launched.num_groups)
+        assert output.num_tokens is not None
+        return output.token_ids, output.num_tokens
+    return launched.tokens.tolist(), step.num_samples.tolist()
 
 
 def drafted_sizes(step: SchedulerOutput) -> DraftedSizes:

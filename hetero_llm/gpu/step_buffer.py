@@ -147,7 +147,7 @@ class StepInputs(Generic[A]):
             padding token has KV slot -1.
         sample_rows: [N] input token after which each sample is drawn.
         sample_slots: [N] request slot of each sample; -1 for padding.
-        sampling: [8, N], see `kernels.sample.SampleRows`.
+        sampling: [9, N], see `kernels.sample.SampleRows`.
         writes: [3, K] block-table writes: request slot, column, block.
         items: [windows][W, 8] work items.
         cut_rows: [windows][C, 8].

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from hetero_llm.core.acceptance import TypicalAcceptance
+from hetero_llm.core.grammar import OpenMatcher
 from hetero_llm.core.step import (
     LAST_SAMPLED,
     AdmittedSequence,
@@ -116,6 +117,10 @@ class TorchModelRunner:
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._prompts: dict[int, AdmittedSequence] = {}  # by slots that want prompt_logprobs
         self._images = SlotImages(model, device) if isinstance(model, ImageCausalLM) else None
+
+    def set_open_matcher(self, open_matcher: OpenMatcher) -> None:
+        """Sets what opens the grammars of admitted sequences; call it before one has any."""
+        self._sampler.open_matcher = open_matcher
 
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> PendingStep | DraftedStep:
@@ -242,6 +247,7 @@ def sample_step(
     prompts: dict[int, AdmittedSequence],
     *,
     sampled_rows: bool = False,
+    masked_later: bool = False,
 ) -> PendingStep:
     """Samples where a step without drafts wants it, and computes the wanted log-probabilities.
 
@@ -249,6 +255,7 @@ def sample_step(
         hidden: [T, hidden] after the final norm.
         sampled_rows: `hidden` has one row for each sample instead, and the step wants no
             log-probabilities of a prompt.
+        masked_later: see `Sampler.sample`.
         last_tokens: [request slots] int64, written.
         prompts: the state of every slot that wants prompt_logprobs.
     """
@@ -265,6 +272,7 @@ def sample_step(
         slots,
         (step.num_computed_tokens + step.num_scheduled_tokens)[sequences],
         samples,
+        masked_later=masked_later,
     )
     # Of several samples of a slot any may stay: the sequence forks before its next step.
     owners = np.repeat(slots, samples).astype(np.int64)
@@ -311,8 +319,9 @@ def plain_output(token_ids: list[int], pending: PendingStep) -> ModelRunnerOutpu
 
 
 def observe_inputs(sampler: Sampler, step: SchedulerOutput) -> None:
-    """Shows the sampler the input tokens of decoding sequences, for processors that look back.
-    Draft nodes follow when they are accepted (`runner.verify`)."""
+    """Shows the sampler the input tokens of decoding sequences, for grammars and for processors
+    that look back. Draft nodes follow when they are accepted (`runner.verify`), tokens that only
+    the device knows when their step is finished."""
     counts = (
         step.num_scheduled_tokens
         if step.drafts is None
@@ -326,7 +335,8 @@ def observe_inputs(sampler: Sampler, step: SchedulerOutput) -> None:
         step.token_ids[firsts[single]].tolist(),
         strict=True,
     ):
-        sampler.observe(slot, position, token_id)
+        if token_id != LAST_SAMPLED:
+            sampler.observe(slot, position, token_id)
 
 
 def prompt_targets(

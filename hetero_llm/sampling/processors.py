@@ -6,15 +6,25 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hetero_llm.core.sampling_params import SamplingParams
 
 NEVER = float("-inf")
 
 
-class UserProcessorError(Exception):
+class ProcessorError(Exception):
+    """A sequence cannot be sampled any further."""
+
+
+class UserProcessorError(ProcessorError):
     """A user's logits processor raised or returned something that is not logits."""
+
+
+class GrammarError(ProcessorError):
+    """The grammar cannot be followed any further, or other settings forbid what it allows."""
 
 
 def apply_user_processors(
@@ -68,6 +78,27 @@ def keep_only(logits: torch.Tensor, token_ids: Sequence[int]) -> None:
     values = logits[kept]
     logits.fill_(NEVER)
     logits[kept] = values
+
+
+def unpack_mask(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[..., vocab_size] bool, whether each token is allowed.
+
+    Args:
+        words: [..., ceil(vocab_size / 32)] int32 token masks: bit `token % 32` of word
+            `token // 32` is 1 where the token is allowed.
+    """
+    bits = torch.arange(32, device=words.device, dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> bits) & 1).flatten(-2)[..., :vocab_size].bool()
+
+
+def keep_allowed(logits: torch.Tensor, mask: NDArray[np.int32]) -> None:
+    """Forbids the tokens whose bit is 0.
+
+    Args:
+        mask: [ceil(vocab / 32)] int32, bit i of word w stands for token 32 w + i.
+    """
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(logits)]
+    logits[torch.from_numpy(bits == 0).to(logits.device)] = NEVER
 
 
 def add_bias(logits: torch.Tensor, bias: dict[int, float]) -> None:

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hetero_llm.core.grammar import OpenMatcher
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence, SampleLogprobs, depends_on_history, has_penalties
 from hetero_llm.sampling import processors
 from hetero_llm.sampling.noise import gumbel_noise, signed_seed
+from hetero_llm.sampling.token_masks import TokenMasks
 
 SampleProcessed = Callable[[torch.Tensor, np.ndarray, np.ndarray, np.ndarray], torch.Tensor]
 """Processed logits [N, vocab] float32, request slots, positions and sample indices [N], to tokens
@@ -34,14 +36,12 @@ class _History:
 
     Attributes:
         token_ids: prompt and output as observed so far.
-        error: message of a user's processor that raised; then no processor of the slot runs again.
         seen: [vocab] bool, token is in prompt or output; with penalties only.
         output_counts: [vocab] float32 occurrences in the output; with penalties only.
     """
 
     state: AdmittedSequence
     token_ids: list[int]
-    error: str | None = None
     seen: torch.Tensor | None = None
     output_counts: torch.Tensor | None = None
 
@@ -93,7 +93,8 @@ class SampleResult:
     Attributes:
         token_ids: [N] int64.
         logprobs: of the samples listed in `logprob_rows`; None if none is.
-        errors: request slot to the message of a user's processor that raised.
+        errors: request slot to why it could not be sampled: a user's processor raised, or its
+            grammar cannot be followed.
     """
 
     token_ids: torch.Tensor
@@ -192,6 +193,7 @@ def expand_samples(
     return source, np.where(samples[source] > 1, within, sample_indices[source])
 
 
+# large: an array for each sampling parameter of request slots.
 class Sampler:
     """Sampling state of every request slot, and the sampling itself.
 
@@ -200,6 +202,9 @@ class Sampler:
         vocab_size: width of the logits.
         device: of the logits.
         sample_processed: a faster way to sample from processed logits; None: plain torch.
+
+    Attributes:
+        masks: the grammars of slots.
     """
 
     def __init__(
@@ -209,6 +214,7 @@ class Sampler:
         device: torch.device,
         sample_processed: SampleProcessed | None = None,
     ) -> None:
+        self.masks = TokenMasks(vocab_size)
         self._sample_processed = sample_processed or self._sample_by_sorting
         self._vocab_size = vocab_size
         self._device = device
@@ -222,7 +228,17 @@ class Sampler:
         self._num_logprobs = np.full(max_num_seqs, _NO_LOGPROBS, np.int64)
         self._processed_logprobs = np.zeros(max_num_seqs, bool)
         self._history: dict[int, _History] = {}
+        self._errors: dict[int, str] = {}  # why slots cannot be sampled any further
         self._special: set[int] = set()  # slots with history or log-probabilities
+
+    @property
+    def open_matcher(self) -> OpenMatcher | None:
+        """Opens the grammars of admitted sequences; to be set before one has any."""
+        return self.masks.open_matcher
+
+    @open_matcher.setter
+    def open_matcher(self, open_matcher: OpenMatcher) -> None:
+        self.masks.open_matcher = open_matcher
 
     def admit(self, state: AdmittedSequence) -> None:
         """Sets the slot of a sequence that enters it; replaces what the slot held."""
@@ -239,6 +255,8 @@ class Sampler:
         wanted = state.num_logprobs
         self._num_logprobs[slot] = _NO_LOGPROBS if wanted is None else wanted
         self._processed_logprobs[slot] = params.use_beam_search
+        self._errors.pop(slot, None)
+        self.masks.admit(state)
         self._history.pop(slot, None)
         if depends_on_history(params, state.end_ids, state.bad_word_ids):
             self._history[slot] = self._new_history(state)
@@ -249,6 +267,7 @@ class Sampler:
     def observe(self, slot: int, position: int, token_id: int) -> None:
         """Appends the token at a position to the slot's history if the position is the next one.
         So a token may be observed twice: as an accepted node and as the next step's input."""
+        self.masks.observe(slot, position, token_id)
         history = self._history.get(slot)
         if history is not None and position == len(history.token_ids):
             history.token_ids.append(token_id)
@@ -258,25 +277,32 @@ class Sampler:
                 history.output_counts[token_id] += 1
 
     def ends_at(self, slot: int, token_id: int) -> bool:
-        """Whether verification stops after this token: it ends the sequence, and a user's processor
-        must not be called for tokens that are never emitted."""
+        """Whether verification stops after this token: it ends the sequence, and neither a user's
+        processor nor a grammar sees tokens that are never emitted."""
+        if self.masks.ends_at(slot, token_id):
+            return True
         history = self._history.get(slot)
         if history is None or not history.state.params.logits_processors:
             return False
         return token_id in history.state.end_ids
 
     def is_plain(self, slots: np.ndarray) -> bool:
-        """Whether these slots need temperature, thresholds and noise only."""
+        """Whether these slots need masks, temperature, thresholds and noise only."""
         return not self._special or self._special.isdisjoint(slots.tolist())
 
     @property
     def all_plain(self) -> bool:
-        """Whether all slots need temperature, thresholds and noise only."""
+        """Whether all slots need masks, temperature, thresholds and noise only."""
         return not self._special
 
     @property
     def has_history(self) -> bool:
-        """Whether any slot has processors that look back."""
+        """Whether any slot has a grammar or processors that look back."""
+        return bool(self._history or self.masks)
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether any slot has processors that look back, grammars aside."""
         return bool(self._history)
 
     def is_random(self, slots: np.ndarray) -> np.ndarray:
@@ -299,6 +325,8 @@ class Sampler:
         positions: np.ndarray,
         samples: np.ndarray,
         revise: ReviseTokens | None = None,
+        *,
+        masked_later: bool = False,
     ) -> SampleResult:
         """Samples `samples[r]` tokens from row r.
 
@@ -308,12 +336,14 @@ class Sampler:
             positions: [R] absolute position of the token to be sampled.
             samples: [R] samples from the row; of more than one the sample indices are 0, 1, ...
             revise: may replace the sampled tokens.
+            masked_later: `sample_processed` applies the masks of slots without other processors
+                (`is_masked_later`).
         """
         logits = logits.float()
         raw = logits
         errors: dict[int, str] = {}
-        if self._history:
-            logits = self._process(raw, slots, errors)
+        if self._history or self.masks:
+            logits = self._process(raw, slots, errors, masked_later=masked_later)
         indices = self._sample_index[slots]
         if samples.max() > 1:
             source, indices = expand_samples(samples, indices)
@@ -373,27 +403,63 @@ class Sampler:
     def _put(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
 
+    def is_masked_later(self, slot: int) -> bool:
+        """Whether a slot follows a grammar and has no other processor, so that its mask may come as
+        late as sampling itself. Beams are continued by their processed log-probabilities."""
+        return (
+            slot in self.masks and slot not in self._history and not self._processed_logprobs[slot]
+        )
+
     def _process(
-        self, raw: torch.Tensor, slots: np.ndarray, errors: dict[int, str]
+        self,
+        raw: torch.Tensor,
+        slots: np.ndarray,
+        errors: dict[int, str],
+        *,
+        masked_later: bool,
     ) -> torch.Tensor:
-        """Runs the processors of every row with some, on a copy of the logits.
+        """Applies masks and processors to every row with some, on a copy of the logits.
 
         Args:
             errors: written, see `SampleResult`.
+            masked_later: see `sample`.
         """
         logits = raw.clone()
         for row, slot in enumerate(slots.tolist()):
-            history = self._history.get(slot)
-            if history is None:
+            if slot not in self._history and slot not in self.masks:
                 continue
-            if history.error is None:
+            if masked_later and self.is_masked_later(slot):
+                continue
+            if slot not in self._errors:
                 try:
-                    logits[row] = _process_row(logits[row], history)
-                except processors.UserProcessorError as error:
-                    history.error = str(error)
+                    logits[row] = self._process_row(logits[row], slot)
+                except processors.ProcessorError as error:
+                    self._errors[slot] = str(error)
                     logits[row] = raw[row]
-            if history.error is not None:
-                errors[slot] = history.error
+            if slot in self._errors:
+                errors[slot] = self._errors[slot]
+        return logits
+
+    def _process_row(self, logits: torch.Tensor, slot: int) -> torch.Tensor:
+        """Mask and processors of one row; returns new logits [vocab].
+
+        Raises:
+            ProcessorError: no token can follow, or a user's processor failed.
+        """
+        if slot not in self.masks:
+            return _process_row(logits, self._history[slot], guided=False)
+        mask, error = self.masks.mask(slot)
+        if error is not None:
+            raise processors.GrammarError(error)
+        if mask is not None:
+            processors.keep_allowed(logits, mask)
+        history = self._history.get(slot)
+        if history is not None:
+            logits = _process_row(logits, history, guided=mask is not None)
+        if mask is not None and not _any_allowed(logits):
+            raise processors.GrammarError(
+                "no token can follow: other parameters forbid what the grammar allows"
+            )
         return logits
 
     def _new_history(self, state: AdmittedSequence) -> _History:
@@ -407,8 +473,15 @@ class Sampler:
         return history
 
 
-def _process_row(logits: torch.Tensor, history: _History) -> torch.Tensor:
-    """All processors of one row, in vLLM's order; returns new logits [vocab]."""
+def _process_row(logits: torch.Tensor, history: _History, *, guided: bool) -> torch.Tensor:
+    """All processors of one row, in vLLM's order; returns new logits [vocab].
+
+    Args:
+        guided: a mask has been applied.
+
+    Raises:
+        UserProcessorError: a user's processor failed.
+    """
     state, params = history.state, history.state.params
     output_ids = history.output_ids
     if params.logits_processors:
@@ -424,10 +497,17 @@ def _process_row(logits: torch.Tensor, history: _History) -> torch.Tensor:
         size = params.no_repeat_ngram_size
         processors.forbid_repeated_ngrams(logits, size, history.token_ids)
     if len(output_ids) < params.min_tokens:
+        ends = logits[list(state.end_ids)]
         processors.forbid_tokens(logits, state.end_ids)
+        if guided and not _any_allowed(logits):  # the output is complete
+            logits[list(state.end_ids)] = ends
     if params.logit_bias:
         processors.add_bias(logits, dict(params.logit_bias))
     if history.seen is not None:
         assert history.output_counts is not None
         processors.apply_penalties(logits, params, history.seen, history.output_counts)
     return logits
+
+
+def _any_allowed(logits: torch.Tensor) -> bool:
+    return bool((logits > processors.NEVER).any())

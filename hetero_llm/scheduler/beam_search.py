@@ -102,7 +102,10 @@ def advance_group(
         The continuations to keep, best first, each with the log-probabilities of its output tokens
         (None if the request wants none); empty when the search has ended.
     """
-    candidates = [group.pending[s.index] for s in beams]
+    # Forbidden tokens are candidates where fewer others are left.
+    candidates = [
+        tuple(item for item in group.pending[s.index] if item[1] > -math.inf) for s in beams
+    ]
     needed = candidates_needed(group.width, len(request.end_ids))
     wanted = request.params.logprobs
     may_end = beams[0].may_end(len(beams[0].token_ids) + 1)  # all beams have one length
@@ -128,12 +131,17 @@ def advance_group(
         group,
         [(s.token_ids, s.cumulative_logprob) for s in beams],
         [c[:needed] for c in candidates],
-        request.end_ids if may_end else frozenset(),
+        request.end_ids if may_end else _ends_of_grammar(request),
         completes_stop,
         logprobs_of,
     )
     group.pending = {}
     return [(item, logprobs_of(item)) for item in kept]
+
+
+def _ends_of_grammar(request: Request) -> frozenset[int]:
+    """The tokens that end a sequence although `min_tokens` forbids them, see `ends_with`."""
+    return frozenset() if request.grammar is None else request.end_ids & request.eos_ids
 
 
 def advance(

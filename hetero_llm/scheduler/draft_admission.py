@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch
+from hetero_llm.core.draft_tree import MAX_NODES, DraftBatch, join_trees
 from hetero_llm.core.drafter import Drafter
 from hetero_llm.core.request import Sequence
 from hetero_llm.kv_cache.block_manager import BlockManager
+from hetero_llm.scheduler.grammar_drafts import GrammarDrafts, NoGrammarDrafts
 
 
 def choose_drafts(
-    drafter: Drafter,
+    drafter: Drafter | None,
+    grammars: GrammarDrafts | NoGrammarDrafts,
     sequences: list[Sequence],
     num_scheduled_tokens: list[int],
     blocks: BlockManager,
@@ -27,6 +29,8 @@ def choose_drafts(
     one stays free for every scheduled sequence.
 
     Args:
+        drafter: None: forced tokens alone are drafted.
+        grammars: of the sequences; if it is idle, drafts stay as they are.
         sequences, num_scheduled_tokens: of the step so far, whose blocks are allocated. No step is
             in flight.
         budget: tokens that the step can still hold.
@@ -56,7 +60,17 @@ def choose_drafts(
         indexes.append(index)
     if not asked or most <= 0:
         return None
-    proposed = drafter.propose(asked, limits, sum(num_scheduled_tokens))
+    if drafter is None:
+        proposed = join_trees([None] * len(asked))
+    else:
+        proposed = drafter.propose(asked, limits, sum(num_scheduled_tokens))
+    if not grammars.idle:
+        own = [sequence.request.params.num_speculative_tokens for sequence in asked]
+        most_own = [
+            limit if wanted is None else min(limit, wanted)
+            for limit, wanted in zip(limits, own, strict=True)
+        ]
+        proposed = grammars.constrained(asked, most_own, proposed)
     assert len(proposed.counts) == len(asked), "a drafter answers every request"
     assert (proposed.counts <= np.array(limits)).all(), "a drafter keeps to its limits"
     kept = allocate_nodes(

@@ -37,6 +37,7 @@ from hetero_llm.scheduler.deferred_work import (
     allocate_ahead,
 )
 from hetero_llm.scheduler.draft_admission import allocate_nodes, choose_drafts
+from hetero_llm.scheduler.grammar_drafts import GrammarDrafts, NoGrammarDrafts
 from hetero_llm.scheduler.kv_loads import KVLoadQueue, NoKVLoads
 from hetero_llm.scheduler.request_slots import RequestSlots
 from hetero_llm.scheduler.stats import SchedulerStats
@@ -70,6 +71,7 @@ class Scheduler:
         drafter: proposes draft trees; the runner must be one that verifies them. While it is not
             idle no step is made ahead.
         loads: the sequences whose prefix is being copied from host memory.
+        grammar_drafts: drafts what grammars force; None: nothing does.
 
     Attributes:
         blocks, drafter, loads: see Args; `loads` is a null object without host memory.
@@ -84,6 +86,7 @@ class Scheduler:
         *,
         drafter: Drafter | None = None,
         loads: KVLoadQueue | None = None,
+        grammar_drafts: GrammarDrafts | None = None,
     ) -> None:
         self.loads: KVLoadQueue | NoKVLoads = NoKVLoads() if loads is None else loads
         self.blocks = blocks
@@ -103,6 +106,10 @@ class Scheduler:
         self._new_prompts: list[Sequence] = []  # admitted since the last launch, may be drafted
         self._caching = DeferredCaching(blocks)
         self._offload_throttle = OffloadThrottle()
+        self._grammar_drafts: GrammarDrafts | NoGrammarDrafts = (
+            NoGrammarDrafts() if grammar_drafts is None else grammar_drafts
+        )
+        self._num_guided = 0  # running sequences with a grammar that may have drafts
         self._num_synchronous = 0  # running sequences of requests that allow no step ahead
         self._steady: SteadyBatch | None = None  # from `prepare_next` to `schedule_next`
 
@@ -111,6 +118,11 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         return len(self._requests)
+
+    @property
+    def _forces_tokens(self) -> bool:
+        """Whether the next step may have forced tokens as drafts."""
+        return self._num_guided > 0 and not self._grammar_drafts.idle
 
     @property
     def num_running(self) -> int:
@@ -221,10 +233,18 @@ class Scheduler:
             budget = self._schedule_loading(sequences, num_scheduled_tokens, budget)
             budget = self._schedule_waiting(sequences, num_scheduled_tokens, budget)
             waits = self.loads.any_joined
-            if self.drafter is not None and not self.drafter.idle and not waits:
-                proposed = True
+            drafter = self.drafter
+            if drafter is not None and drafter.idle:
+                drafter = None
+            if (drafter is not None or self._forces_tokens) and not waits:
+                proposed = drafter is not None
                 drafts = choose_drafts(
-                    self.drafter, sequences, num_scheduled_tokens, self.blocks, budget
+                    drafter,
+                    self._grammar_drafts if self._num_guided else NoGrammarDrafts(),
+                    sequences,
+                    num_scheduled_tokens,
+                    self.blocks,
+                    budget,
                 )
         if not sequences:
             if not self._running or self.loads:
@@ -253,6 +273,8 @@ class Scheduler:
         """
         assert len(self._in_flight) == 1, "one step ahead of the one in flight, no more"
         if self._num_synchronous or self._in_flight[0].step.drafts is not None:
+            return None
+        if self._forces_tokens:
             return None
         if self.drafter is not None and not self.drafter.idle:
             return None
@@ -406,6 +428,8 @@ class Scheduler:
         """Called after each launch: notifies the block manager, and the drafter of newly admitted
         prompts."""
         self.blocks.launched()
+        if self._num_guided:
+            self._grammar_drafts.step_without_drafts()
         new_prompts, self._new_prompts = self._new_prompts, []
         if new_prompts and isinstance(self.drafter, PromptObserver):
             self.drafter.prompts_started(new_prompts)
@@ -431,6 +455,8 @@ class Scheduler:
         if len(self._in_flight) != 1 or drafter is None or drafter.idle:
             return
         if self._waiting or self.loads or self._admitted or self._num_synchronous:
+            return
+        if self._forces_tokens:
             return
         self._collect_transfers()  # as `schedule` does, which is not called between such steps
         flight = self._in_flight[0]
@@ -626,6 +652,7 @@ class Scheduler:
     def _bind(self, sequence: Sequence, slot: int) -> None:
         sequence.request_slot = slot
         self._num_synchronous += sequence.request.synchronous
+        self._num_guided += _is_guided(sequence)
         self._admitted.append(admitted_sequence(sequence))
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -710,7 +737,7 @@ class Scheduler:
         """Ends a sequence if its last token, `token`, or its length is an end."""
         request = sequence.request
         length = len(sequence.token_ids)
-        if token in request.end_ids and sequence.may_end(length):
+        if token in request.end_ids and sequence.ends_with(token, length):
             named = None if token in request.eos_ids else token
             self._finish(sequence, FinishReason.STOP, named)
         elif length >= request.max_total_tokens:
@@ -805,6 +832,7 @@ class Scheduler:
         """Drops all state of a request whose sequences have ended."""
         if self.drafter is not None:
             self.drafter.close(request)
+        self._grammar_drafts.close(request)
         self._request_slots.give_back_reserved(request)
         self._beams.pop(request.request_id, None)
         del self._requests[request.request_id]
@@ -823,6 +851,7 @@ class Scheduler:
             self.loads.end(sequence)
         else:
             self._num_synchronous -= sequence.request.synchronous
+            self._num_guided -= _is_guided(sequence)
             self._running.remove(sequence)
         sequence.request_slot = -1
         sequence.epoch += 1
@@ -836,6 +865,7 @@ class Scheduler:
         loading = [entry.sequence for entry in self.loads.all()]
         self._request_slots.check_integrity([s.request_slot for s in (*self._running, *loading)])
         assert self._num_synchronous == sum(s.request.synchronous for s in self._running)
+        assert self._num_guided == sum(map(_is_guided, self._running))
         placed = [*self._running, *self._waiting, *loading]
         pending = dict.fromkeys(placed, 0)
         for flight in self._in_flight:
@@ -850,6 +880,11 @@ class Scheduler:
             assert request.num_unfinished == len(members)
             unfinished += members
         assert sorted(map(id, unfinished)) == sorted(map(id, placed)), "one was lost or doubled"
+
+
+def _is_guided(sequence: Sequence) -> bool:
+    """Whether a grammar may force tokens of the sequence as drafts."""
+    return sequence.request.grammar is not None and sequence.request.may_draft
 
 
 def _append_logprobs(sequence: Sequence, entries: Iterable[SampleLogprobs | None]) -> None:

@@ -150,6 +150,7 @@ def admitted_sequence(sequence: Sequence) -> AdmittedSequence:
         tuple(request.end_ids),
         request.bad_word_ids,
         request.images,
+        request.grammar,
     )
 
 

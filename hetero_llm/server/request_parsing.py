@@ -31,11 +31,10 @@ from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 from hetero_llm.engine.default_sampling import with_defaults
 from hetero_llm.engine.engine_client import EngineInfo
 from hetero_llm.engine.input_processor import Prompt
+from hetero_llm.server.constraints import output_constraint
 from hetero_llm.server.context import Context, request_id_of
 from hetero_llm.server.errors import ApiError, context_exceeded, invalid, unsupported
 from hetero_llm.server.protocol import (
-    STRUCTURED,
-    TOOLS,
     UNAVAILABLE,
     ChatRequest,
     CompletionRequest,
@@ -425,8 +424,6 @@ def refuse_unsupported(request: Generation | TokenizeRequest) -> None:
     for name, feature in UNAVAILABLE.items():
         if getattr(request, name, None) not in (None, []):
             raise unsupported(name, feature)
-    if getattr(request, "tool_choice", None) not in (None, "none"):
-        raise unsupported("tool_choice", TOOLS)
     if isinstance(request, ChatRequest):
         if request.echo:
             raise unsupported("echo", "echo in a chat")
@@ -439,16 +436,12 @@ def refuse_unsupported(request: Generation | TokenizeRequest) -> None:
             "chat_template: a request cannot bring its own template; the server's operator sets it",
             "unsupported_parameter",
         )
-    if isinstance(request, Generation):
-        wanted = request.response_format
-        if wanted is not None and wanted.type != "text":
-            raise unsupported("response_format", f"{STRUCTURED} (a type other than 'text')")
-        if request.priority:
-            raise invalid(
-                "priority",
-                "priority: priority scheduling is not available, only 0 is accepted",
-                "unsupported_parameter",
-            )
+    if isinstance(request, Generation) and request.priority:
+        raise invalid(
+            "priority",
+            "priority: priority scheduling is not available, only 0 is accepted",
+            "unsupported_parameter",
+        )
 
 
 def check_limits(request: Generation, limits: Limits, info: EngineInfo) -> None:
@@ -514,6 +507,7 @@ def sampling_params(
     *,
     max_tokens: int | None,
     max_model_len: int,
+    limits: Limits,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> SamplingParams:
     """The engine's parameters.
@@ -548,6 +542,7 @@ def sampling_params(
             values["prompt_logprobs"] = _larger(values["logprobs"], request.prompt_logprobs)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     values |= {"max_tokens": max_tokens, "output_kind": kind}
+    values["structured_outputs"] = output_constraint(request, limits)
     return SamplingParams(**with_defaults(defaults, values))
 
 

@@ -254,7 +254,7 @@ class TestStatus:
                 return super().__getitem__(name)
 
         EngineConfig.from_args(Recorder(resolve()))
-        nothing_to_do = {"config_format"}  # both accepted values mean the same
+        nothing_to_do = {"config_format", "guided_decoding_backend"}  # all values mean the same
         assert {spec.name for spec in with_status(Status.EFFECTIVE)} == read | nothing_to_do
 
     @pytest.mark.parametrize("spec", with_status(Status.OBSOLETE), ids=lambda spec: spec.name)

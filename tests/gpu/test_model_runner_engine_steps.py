@@ -3,17 +3,22 @@ stepping synchronously: in Triton's interpreter or on a GPU, without graphs."""
 
 from __future__ import annotations
 
+import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from bench.speculation.synthetic_drafter import SyntheticDrafter
-from hetero_llm import SamplingParams
+from hetero_llm import SamplingParams, StructuredOutputsParams
 from hetero_llm.config.engine_config import SchedulerConfig
 from hetero_llm.core.drafter import Drafter
+from hetero_llm.core.grammar import GrammarMatcher
+from hetero_llm.core.step import SchedulerOutput
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
 from hetero_llm.engine.output_processor import OutputProcessor
@@ -26,10 +31,19 @@ from hetero_llm.models.read_config import load_model_config
 from hetero_llm.runner.kv_cache import KVCacheShape, PagedKVCache
 from hetero_llm.runner.model_runner import TorchModelRunner
 from hetero_llm.scheduler.scheduler import Scheduler
+from hetero_llm.structured_output.compiler import GrammarCompiler, Vocabulary
 from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
 
 SEQS, BLOCKS, BUDGET, MAX_LEN = 4, 9, 24, 64
 Work = list[tuple[list[int], SamplingParams]]
+LETTERS = Vocabulary(
+    None,
+    lambda token: bytes([32 + token]) if token > 2 else b"",
+    {},
+    VOCAB_SIZE,
+    (2,),
+)
+"""Token t above 2 is the character 32 + t; 2 ends a text."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +53,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(
-    checkpoint: Path, device: torch.device, *, ours: bool, drafter: Drafter | None = None
+    checkpoint: Path,
+    device: torch.device,
+    *,
+    ours: bool,
+    drafter: Drafter | None = None,
+    graphs: bool = False,
+    most_looks: int = 1 << 30,
 ) -> tuple[Engine, Scheduler]:
     config = load_model_config(checkpoint)
     model = load_model(checkpoint, config, dtype=torch.float32, device=device, show_progress=False)
@@ -55,8 +75,9 @@ def start(
             max_num_seqs=SEQS,
             max_model_len=MAX_LEN,
             max_num_batched_tokens=BUDGET,
-            graphs=False,
+            graphs=graphs,
             drafts=drafter is not None,
+            most_looks=most_looks,
         )
     else:
         runner = TorchModelRunner(
@@ -67,11 +88,20 @@ def start(
         BlockManager(BLOCKS, 16, PrefixCache()),
         drafter=drafter,
     )
+    grammars = GrammarCompiler(LETTERS)
+    runner.set_open_matcher(grammars.open)
     inputs = InputProcessor(
-        None, vocab_size=VOCAB_SIZE, max_model_len=MAX_LEN, eos_ids=(2,), max_logprobs=5, seed=0
+        None,
+        vocab_size=VOCAB_SIZE,
+        max_model_len=MAX_LEN,
+        eos_ids=(2,),
+        max_logprobs=5,
+        seed=0,
+        grammars=grammars,
     )
     outputs = OutputProcessor(None, scheduler.stop_sequence)
-    return Engine(inputs, scheduler, runner, outputs, asynchronous=ours), scheduler
+    engine = Engine(inputs, scheduler, runner, outputs, asynchronous=ours, grammars=grammars)
+    return engine, scheduler
 
 
 def run(engine: Engine, work: Work) -> dict[str, list[tuple[list[int], str | None]]]:
@@ -151,3 +181,119 @@ def test_drafts_beside_requests_that_look_back(checkpoint: Path, device: torch.d
     assert run(engine, work) == expected
     scheduler.check_integrity()
     assert scheduler.stats.num_accepted_tokens >= 6
+
+
+# -- token masks ----------------------------------------------------------------------------------
+
+
+def guided_work(count: int = 7) -> Work:
+    """Grammars beside free sampling, forks, log-probabilities, thresholds and other processors."""
+    rng = np.random.default_rng(4)
+
+    def ids(length: int) -> list[int]:
+        return rng.integers(3, 90, length).tolist()
+
+    def params(regex: str | None, **given: object) -> SamplingParams:
+        constraint = None if regex is None else StructuredOutputsParams(regex=regex)
+        return SamplingParams(detokenize=False, structured_outputs=constraint, **given)  # type: ignore[arg-type]
+
+    words = "(ab|cd)(-(ab|[0-9]+))*"
+    work = [
+        (ids(5), params(words, temperature=0.0, max_tokens=5)),
+        (ids(26), params(words, seed=1, n=2, max_tokens=4)),
+        (ids(4), params(None, temperature=0.0, max_tokens=4)),
+        (ids(9), params("[a-d]{2}", seed=2, top_k=9, top_p=0.9, max_tokens=6)),
+        (ids(3), params("[a-z]+", seed=3, logprobs=1, max_tokens=3)),
+        (ids(6), params("[x-z]+!", temperature=0.0, frequency_penalty=1.0, max_tokens=3)),
+        (ids(7), params("yes|no", seed=5, max_tokens=5)),
+    ]
+    return work[:count]
+
+
+def test_guided_steps_give_the_tokens_of_the_torch_sampler(
+    checkpoint: Path, device: torch.device
+) -> None:
+    """Steps are launched before the tokens that their masks depend on have reached the host."""
+    expected = run(start(checkpoint, device, ours=False)[0], guided_work())
+    engine, scheduler = start(checkpoint, device, ours=True)
+    assert run(engine, guided_work()) == expected
+    scheduler.check_integrity()
+    texts = {
+        name: "".join(chr(32 + token) for token in outputs[0][0] if token != 2)
+        for name, outputs in expected.items()
+    }
+    assert re.fullmatch("[a-d]{2}", texts["3"]) and texts["6"] in ("yes", "no")
+
+
+def test_guided_steps_are_launched_ahead(checkpoint: Path, device: torch.device) -> None:
+    engine, scheduler = start(checkpoint, device, ours=True)
+    ahead = []
+    schedule_ahead = scheduler.schedule_ahead
+
+    def watched() -> SchedulerOutput | None:
+        step = schedule_ahead()
+        ahead.append(step is not None)
+        return step
+
+    scheduler.schedule_ahead = watched  # type: ignore[method-assign]
+    run(engine, guided_work(2))
+    assert sum(ahead) >= 5
+
+
+def test_guided_drafts_give_the_same_tokens(checkpoint: Path, device: torch.device) -> None:
+    work = [guided_work()[i] for i in (0, 2, 3, 6)]
+    expected = run(start(checkpoint, device, ours=False)[0], work)
+    record = {tuple(ids): expected[str(i)][0][0] for i, (ids, _) in enumerate(work)}
+    drafter = SyntheticDrafter(record, right=2, nodes=4, vocab_size=VOCAB_SIZE)
+    engine, scheduler = start(checkpoint, device, ours=True, drafter=drafter)
+    assert run(engine, work) == expected
+    scheduler.check_integrity()
+    assert scheduler.stats.num_accepted_tokens >= 4
+
+
+def test_a_mask_that_never_comes_fails_its_request_alone(
+    checkpoint: Path, device: torch.device
+) -> None:
+    """The grammar of one request takes longer than its step waits."""
+    engine, _ = start(checkpoint, device, ours=True, most_looks=200)
+    slow = threading.Event()
+    grammars = GrammarCompiler(LETTERS)
+
+    class Slow:
+        """A matcher whose masks take until the step is over."""
+
+        error = None
+
+        def __init__(self, matcher: GrammarMatcher) -> None:
+            self._matcher = matcher
+
+        def observe(self, token_id: int) -> None:
+            self._matcher.observe(token_id)
+
+        def fill_mask(self, mask: NDArray[np.int32]) -> bool:
+            slow.wait(10)
+            return self._matcher.fill_mask(mask)
+
+    engine.runner.set_open_matcher(lambda *opened: Slow(grammars.open(*opened)))
+    requests = [
+        engine.make_request(str(i), Prompt(token_ids=ids), params)
+        for i, (ids, params) in enumerate(guided_work(3))
+        if i != 1
+    ]
+    for request in requests:
+        engine.add_request(request)
+    last = {}
+    launch = engine.runner.launch
+
+    def launch_and_go(step: SchedulerOutput) -> object:
+        launched = launch(step)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        slow.set()  # the step has given up
+        return launched
+
+    engine.runner.launch = launch_and_go  # type: ignore[method-assign]
+    while engine.has_unfinished:
+        last |= {output.request_id: output for output in engine.step()}
+    assert last["0"].error == "its token mask was not ready in time"
+    assert last["2"].error is None and last["2"].outputs[0].finish_reason == "length"

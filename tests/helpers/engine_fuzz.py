@@ -25,6 +25,7 @@ from hetero_llm.config.lookahead_config import LookaheadConfig
 from hetero_llm.core.drafter import Drafter
 from hetero_llm.core.outputs import CompletionOutput, RequestOutput
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
+from hetero_llm.core.structured_outputs import StructuredOutputsParams
 from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.input_processor import Prompt
 from hetero_llm.sampling.noise import gumbel_noise, signed_seed
@@ -143,6 +144,8 @@ class Reference:
             raw = self._model(inputs, past_key_values=cache, use_cache=True).logits[0, -1]
             scores.append(raw.log_softmax(-1))
             logits = _processed(raw.clone(), prompt, tokens, params, ends)
+            if params.structured_outputs is not None:
+                logits = self._constrained(logits, raw, tokens, params, ends)
             if not params.greedy:
                 seed = torch.tensor([signed_seed(params.seed or 0)])
                 place = torch.tensor([len(prompt) + len(tokens)])
@@ -152,13 +155,57 @@ class Reference:
             if safe is None and best.values[0] - best.values[1] < TIE:
                 safe = len(tokens)
             tokens.append(int(best.indices[0]))
-            if tokens[-1] in ends and len(tokens) > params.min_tokens:
+            if _ends(tokens, params):
                 return tokens, scores, len(tokens) if safe is None else safe, True
         return tokens, scores, len(tokens) if safe is None else safe, False
+
+    def _constrained(
+        self,
+        logits: torch.Tensor,
+        raw: torch.Tensor,
+        tokens: list[int],
+        params: SamplingParams,
+        ends: set[int],
+    ) -> torch.Tensor:
+        """The logits of tokens that lead to one of the choices, behind the token that they begin
+        after; min_tokens gives way where only end tokens are left."""
+        assert params.structured_outputs is not None
+        begin = 0
+        if after := list(params.structured_outputs.begins_after):
+            if after[0] not in tokens:
+                return logits
+            begin = tokens.index(after[0]) + 1
+        so_far = b"".join(self._bytes[token] for token in tokens[begin:])
+        choices = [text.encode() for text in params.structured_outputs.choice or ()]
+        going_on = {
+            text[len(so_far)] for text in choices if text.startswith(so_far) and text != so_far
+        }
+        allowed = [
+            token for token in range(len(SPECIALS), VOCAB) if self._bytes[token][0] in going_on
+        ]
+        complete = so_far in choices
+        if EOS in tokens[begin:]:  # with ignore_eos nothing else follows
+            allowed = []
+        early = EOS in ends and len(tokens) < params.min_tokens
+        if complete and not (early and set(allowed) - ends):
+            allowed.append(EOS)
+        if not set(allowed) - ends:
+            logits = _processed(raw.clone(), [], [], replace(params, min_tokens=0), ends)
+        kept = torch.full_like(logits, float("-inf"))
+        kept[allowed] = logits[allowed]
+        return kept
 
 
 def _end_tokens(params: SamplingParams) -> set[int]:
     return set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+
+
+def _ends(tokens: list[int], params: SamplingParams) -> bool:
+    """Whether the last token ends a sample."""
+    if tokens[-1] not in _end_tokens(params):
+        return False
+    complete = params.structured_outputs is not None and tokens[-1] == EOS
+    return len(tokens) > params.min_tokens or (complete and EOS not in params.stop_token_ids)
 
 
 def _processed(
@@ -250,6 +297,8 @@ def _params(rng: Random, common: list[int], number: int) -> SamplingParams:
 
     ends = [rng.choice((*common, rng.randrange(3, VOCAB))) for _ in range(3)]
     most = rng.randint(1, 30)
+    if rng.random() < 0.2:
+        return _constrained_params(rng, common, number)
     bias = {token: rng.choice((4.0, 6.0, 7.0)) for token in common} | {EOS: rng.choice((0.0, 5.0))}
     return SamplingParams(
         n=rng.choice((1, 1, 1, 3)),
@@ -273,6 +322,29 @@ def _params(rng: Random, common: list[int], number: int) -> SamplingParams:
         logits_processors=some(0.15, [spoil], None),
         num_speculative_tokens=some(0.2, rng.choice((0, 1, 3)), None),
         output_kind=rng.choice(list(RequestOutputKind)),
+    )
+
+
+def _constrained_params(rng: Random, common: list[int], number: int) -> SamplingParams:
+    """One of some texts, at once or behind a token that is likely."""
+    words = ["".join(rng.choice(SAMPLE) for _ in range(rng.randint(1, 8))) for _ in range(4)]
+    after = [rng.choice(common)] if rng.random() < 0.4 else []
+    most = rng.randint(1, 30)
+    return SamplingParams(
+        n=rng.choice((1, 1, 3)),
+        temperature=rng.choice((0.0, 0.8, 2.0)),
+        seed=number + rng.randrange(1000),
+        max_tokens=most,
+        min_tokens=rng.choice((0, 0, rng.randint(0, most))),
+        ignore_eos=rng.random() < 0.2,
+        stop=rng.choice((None, None, [rng.choice(SAMPLE)])),
+        stop_token_ids=rng.choice((None, None, [rng.choice(common)])),
+        logprobs=rng.choice((None, None, 2)),
+        presence_penalty=rng.choice((0.0, 0.7)),
+        logit_bias={token: 5.0 for token in after} or None,
+        num_speculative_tokens=rng.choice((None, None, 3)),
+        output_kind=rng.choice(list(RequestOutputKind)),
+        structured_outputs=StructuredOutputsParams(choice=words, begins_after=after),
     )
 
 
@@ -340,8 +412,7 @@ def serve(engine: Engine, cases: list[Case]) -> Iterator[tuple[Case, list[Reques
 def check_beams(case: Case, output: RequestOutput, reference: Reference) -> None:
     """Checks that the texts of beams belong to their tokens."""
     for beam in output.outputs:
-        last = beam.token_ids[-1]
-        ended = last in _end_tokens(case.params) and len(beam.token_ids) > case.params.min_tokens
+        ended = _ends(beam.token_ids, case.params)
         text, count, stop = reference.text(case.prompt, beam.token_ids, case.params, ended=ended)
         assert (beam.text, len(beam.token_ids)) == (text, count)
         assert beam.finish_reason == ("stop" if ended or stop else "length")

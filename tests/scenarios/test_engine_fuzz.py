@@ -12,7 +12,7 @@ from hetero_llm.spec_decode.proposal_account import ProposalAccount
 from tests.helpers.draft_traffic import make_model
 from tests.helpers.engine_fuzz import Reference, run_seed
 
-SEEDS = (2, 6, 14)
+SEEDS = (1, 2, 22)
 
 
 @pytest.fixture(scope="module")

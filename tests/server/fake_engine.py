@@ -33,6 +33,7 @@ from hetero_llm.engine.engine_client import EngineInfo, EngineStats
 from hetero_llm.engine.input_processor import InputProcessor, Prompt
 from hetero_llm.engine.stop_strings import find_stop, num_undecided
 from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads, load_tokenizer
+from hetero_llm.structured_output.compiler import GrammarCompiler
 
 VOCAB, CONTEXT, EOS = 4096, 2048, 0
 Script = Callable[[list[int], int, int], int]
@@ -96,17 +97,19 @@ class FakeEngine:
         max_queue: int | None = None,
         silent_above: int | None = None,
         max_logprobs: int = 20,
+        vocab_size: int = VOCAB,
     ) -> None:
         self._tokenizer = tokenizer
         self.images = None
         self.threads = TokenizerThreads()
         self._inputs = InputProcessor(
             tokenizer,
-            vocab_size=VOCAB,
+            vocab_size=vocab_size,
             max_model_len=CONTEXT,
             eos_ids=(EOS,),
             max_logprobs=max_logprobs,
             seed=0,
+            grammars=tokenizer and GrammarCompiler(tokenizer.vocabulary(VOCAB, (EOS,))),
         )
         self.script = script
         self.delay = delay
@@ -124,7 +127,7 @@ class FakeEngine:
             model="demo",
             served_names=("demo",),
             max_model_len=CONTEXT,
-            vocab_size=VOCAB,
+            vocab_size=vocab_size,
             num_blocks=512,
             block_size=16,
             device="cpu",

@@ -3,11 +3,13 @@ should, or is refused by name. None is unknown, and what is unknown is counted a
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from hetero_llm.core.structured_outputs import StructuredOutputsParams
 from hetero_llm.engine.tokenizer import Tokenizer
 from hetero_llm.server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
@@ -21,6 +23,10 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 BEAMS = {"use_beam_search": True, "n": 2, "temperature": 0}
 SCHEMA = {"type": "object"}
+TAG = {
+    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
+    "triggers": ["<f>"],
+}
 
 ACCEPTED: dict[str, dict[str, Any]] = {
     "best_of": {"best_of": 2},
@@ -63,6 +69,8 @@ CHAT_ONLY: dict[str, dict[str, Any]] = {
     "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
     "max_completion_tokens": {"max_tokens": None, "max_completion_tokens": 2},
     "tool_choice": {"tool_choice": "none", "tools": []},
+    "tool_choice auto": {"tool_choice": "auto", "tools": None},
+    "include_reasoning": {"include_reasoning": False},
     "top_logprobs": {"logprobs": True, "top_logprobs": 2},
     "name": {"messages": [{"role": "user", "content": "a", "name": "me"}]},
     "a role of one's own": {"messages": [{"role": "critic", "content": "a"}]},
@@ -84,17 +92,43 @@ CHAT_ONLY: dict[str, dict[str, Any]] = {
         ]
     },
 }
-REFUSED: dict[str, Any] = {
-    "structured_outputs": {"json": SCHEMA},
-    "guided_json": SCHEMA,
-    "guided_regex": "a",
-    "guided_choice": ["a"],
-    "guided_grammar": "root ::= a",
-    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
+CONSTRAINTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "structured_outputs": ({"structured_outputs": {"json": SCHEMA}}, {"json": SCHEMA}),
+    "guided_json": ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+    "guided_json as text": ({"guided_json": "{}"}, {"json": "{}"}),
+    "guided_regex": ({"guided_regex": "a"}, {"regex": "a"}),
+    "guided_choice": ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+    "guided_grammar": ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+    "guided_whitespace_pattern": (
+        {"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"},
+        {"json": SCHEMA, "whitespace_pattern": " ?"},
+    ),
+    "guided_decoding_backend": (
+        {"guided_regex": "a", "guided_decoding_backend": "outlines"},
+        {"regex": "a"},
+    ),
+    "json_schema": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": SCHEMA, "strict": True},
+            }
+        },
+        {"json": SCHEMA},
+    ),
+    "json_object": ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+    "structural_tag": (
+        {"response_format": {"type": "structural_tag", **TAG}},
+        {"structural_tag": {"type": "structural_tag", **TAG}},
+    ),
+    "structural_tag as text": (
+        {"structural_tag": json.dumps(TAG)},
+        {"structural_tag": json.dumps(TAG)},
+    ),
 }
 CHAT_REFUSED: dict[str, Any] = {
-    "tools": [{"type": "function", "function": {"name": "f"}}],
-    "tool_choice": "auto",
+    "functions": [{"name": "f"}],
+    "function_call": "auto",
 }
 
 
@@ -116,13 +150,20 @@ def test_accepted(strict: Any, path: str, fields: dict[str, Any]) -> None:
     assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize(
-    ("path", "name", "value"),
-    [(path, *item) for path in GOOD for item in REFUSED.items()]
-    + [(CHAT, *item) for item in CHAT_REFUSED.items()],
-)
-def test_refused_by_name(strict: Any, path: str, name: str, value: Any) -> None:
-    answer = strict.post(path, GOOD[path] | {name: value})
+@pytest.mark.parametrize("path", GOOD)
+@pytest.mark.parametrize(("fields", "wanted"), CONSTRAINTS.values(), ids=CONSTRAINTS)
+def test_constraints_reach_the_engine(
+    strict: Any, path: str, fields: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    answer = strict.post(path, GOOD[path] | fields)
+    assert answer.status_code == 200, answer.text
+    params = strict.engine.seen[-1][2]
+    assert params.structured_outputs == StructuredOutputsParams(**wanted)
+
+
+@pytest.mark.parametrize(("name", "value"), CHAT_REFUSED.items())
+def test_refused_by_name(strict: Any, name: str, value: Any) -> None:
+    answer = strict.post(CHAT, GOOD[CHAT] | {name: value})
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")

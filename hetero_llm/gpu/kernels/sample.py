@@ -1,4 +1,5 @@
-"""Samples the next token of every row: argmax, or a noisy argmax within min-p, top-k and top-p.
+"""Samples the next token of every row: argmax, or a noisy argmax within min-p, top-k and top-p,
+of the tokens that the row's mask allows, if it has one.
 
 Two kernels, whatever the mix of rows, without sorting and without asking the host:
 
@@ -8,6 +9,11 @@ Two kernels, whatever the mix of rows, without sorting and without asking the ho
 2. `_finish`, a program per row: best of the chunks. In a restricted row the block maxima bound the
    support from below, which leaves few blocks to read; `_find_support` finds the thresholds there,
    and `sample_listed` takes the noisy argmax over the tokens beyond them.
+
+Masks lie in page-locked host memory, which `_scan` reads: a chunk of a row is 128 bytes. The host
+may write a mask while the step runs, and then sets the mask's flag; a program of a row with a mask
+waits for the flag first. A row without a mask reads nothing of them. In restricted rows `_scan`
+overwrites the logits of forbidden tokens with -inf, so `_finish` knows no masks.
 
 A row's token depends on its logits and parameters alone: no sum depends on the batch.
 
@@ -31,20 +37,24 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_llm.gpu.kernels.launch import let_next_start, pdl_options, wait_for_inputs
+from hetero_llm.gpu.kernels.launch import INTERPRETED, let_next_start, pdl_options, wait_for_inputs
+from hetero_llm.gpu.kernels.layer_ready import MOST_LOOKS
 from hetero_llm.sampling.noise import gumbel_noise
-from hetero_llm.sampling.processors import restrict_support
+from hetero_llm.sampling.processors import restrict_support, unpack_mask
 
-ROW_FIELDS = 8
+ROW_FIELDS = 9
 """int32 fields of a row, in the order of `pack_rows`'s arguments; a seed takes two."""
-SAMPLE_INDEX, POSITION = 6, 7
-"""Fields that a step sets for each row; the others are the request's."""
+SAMPLE_INDEX, POSITION, MASK_PLACE = 6, 7, 8
+"""Fields that a step sets for each row; the others are the request's. The last one is 1 + the place
+of the row's mask, 0 for none: in a buffer that is not filled no row waits for one."""
 CHUNK = 1024  # tokens of a partial result; part of the definition of a row's sums
 SUB_BLOCK = 32
 TILE = 4096  # tokens that a program of `_finish` looks at together
 CAPACITY = 2048  # scores that it searches in registers
 SCAN_PROGRAMS = 2048  # beyond these a program of `_scan` takes several chunks
 MAX_CHUNKS_PER_PROGRAM = 8
+MASK_BITS = tl.constexpr(32)  # of a word
+MASK_PLACE_FIELD = tl.constexpr(MASK_PLACE)
 BLOCK_SEARCH_STOP = tl.constexpr(1 << 13)  # last bits of a bound need no search
 NEVER = tl.constexpr(float("-inf"))
 NUM_PIVOTS = tl.constexpr(4)
@@ -64,6 +74,42 @@ class SampleRows:
     """
 
     packed: torch.Tensor
+
+
+@dataclass(frozen=True)
+class MaskPlaces:
+    """Token masks at P places, each of one row of one step at a time. Page-locked host memory.
+
+    Before the step is launched the host clears a place's flags; then or later it writes the words
+    and sets `ready`, in this order.
+
+    Attributes:
+        words: [P, ceil(vocab / 32)] int32, contiguous: bit `token % 32` of word `token // 32` is 1
+            where the token is allowed.
+        ready: [P] int32, 1 once the words are complete.
+        gave_up: [P] int32, written by the kernel: 1 if a row did not get its mask in time. Its
+            token is invalid then: the mask may have been left out. The host may read it once an
+            event recorded behind the step has happened.
+        most_looks: how often a program looks for `ready` before it gives up.
+    """
+
+    words: torch.Tensor
+    ready: torch.Tensor
+    gave_up: torch.Tensor
+    most_looks: int = MOST_LOOKS
+
+
+def make_mask_places(
+    count: int, vocab_size: int, *, pin: bool, most_looks: int = MOST_LOOKS
+) -> MaskPlaces:
+    """Memory for `count` masks, all flags 0. `pin`: page-locked, which a GPU needs."""
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, pin_memory=pin)
+
+    return MaskPlaces(
+        make(count, -(-vocab_size // 32)), make(count), make(count), most_looks=most_looks
+    )
 
 
 @dataclass(frozen=True)
@@ -110,6 +156,7 @@ def pack_rows(
     seeds: np.ndarray,
     sample_indices: np.ndarray,
     positions: np.ndarray,
+    mask_places: np.ndarray | None = None,
 ) -> np.ndarray:
     """Content of `SampleRows.packed`: [ROW_FIELDS, R] int32.
 
@@ -121,6 +168,8 @@ def pack_rows(
         seeds: [R] int64, the bits of the unsigned seeds.
         sample_indices: [R], index among the request's `n`.
         positions: [R], absolute position of the token to be sampled; negative for a padding row.
+        mask_places: [R], place of each row's mask in `MaskPlaces`, -1 for none; None: no row has
+            one.
     """
     packed = np.empty((ROW_FIELDS, len(temperature)), np.int32)
     packed[0] = np.asarray(temperature, np.float32).view(np.int32)
@@ -130,6 +179,7 @@ def pack_rows(
     packed[4:6] = np.ascontiguousarray(seeds, np.int64).view(np.int32).reshape(-1, 2).T
     packed[6] = sample_indices
     packed[7] = positions
+    packed[8] = 0 if mask_places is None else np.asarray(mask_places) + 1
     return packed
 
 
@@ -391,7 +441,7 @@ def sample_listed(
 
 @triton.jit
 def _load_row(rows, stride, row):
-    """The fields of a row, in their order in `pack_rows`."""
+    """The fields of a row, in their order in `pack_rows`, but for the place of its mask."""
     rows += row
     return (
         tl.load(rows).to(tl.float32, bitcast=True),
@@ -410,7 +460,42 @@ def _is_restricted(temperature, top_k, top_p, min_p, vocab):
     return (temperature > 0.0) & ((top_k < vocab) | (top_p < 1.0) | (min_p > 0.0))
 
 
-@triton.jit(do_not_specialize=["rows_stride", "chunks_per_program"])
+@triton.jit
+def _fenced(value, FENCE: tl.constexpr):
+    """`value`, known only behind a fence: what depends on the result sees all that the host wrote
+    before what was read so far."""
+    if FENCE:
+        value = tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [value],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return value
+
+
+@triton.jit
+def _await_mask(ready, gave_up, most_looks, FENCE: tl.constexpr):
+    """Waits until the host has written a mask. Returns 1 if it has. Else it returns 0 and notes
+    that it gave up, so that other programs of the row do not wait."""
+    is_ready = tl.load(ready, volatile=True)
+    looks = tl.load(gave_up, volatile=True) * most_looks
+    while (is_ready == 0) & (looks < most_looks):
+        is_ready = tl.load(ready, volatile=True)
+        looks += 1
+    if is_ready == 0:
+        tl.store(gave_up, 1)
+    return is_ready
+
+
+@triton.jit
+def _load_allowed(words, chunk, num_words, CHUNK: tl.constexpr):
+    """[CHUNK] int32, 1 where a row's mask allows the chunk's token."""
+    place = chunk * (CHUNK // MASK_BITS) + tl.arange(0, CHUNK // MASK_BITS)
+    some = tl.load(words + place, mask=place < num_words, other=0)
+    bits = (some[:, None] >> tl.arange(0, MASK_BITS)[None, :]) & 1
+    return tl.reshape(bits, [CHUNK])
+
+
+@triton.jit(do_not_specialize=["rows_stride", "chunks_per_program", "most_looks"])
 def _scan(
     best,
     best_ids,
@@ -418,13 +503,20 @@ def _scan(
     block_maxima,
     logits,
     rows,
+    mask_words,
+    mask_ready,
+    mask_gave_up,
     logits_stride,
     rows_stride,
+    num_words,
+    most_looks,
     vocab,
     num_chunks,
     chunks_per_program,
+    HAS_MASKS: tl.constexpr,
     CHUNK: tl.constexpr,
     SUB: tl.constexpr,
+    FENCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
@@ -434,11 +526,26 @@ def _scan(
     temperature, top_k, top_p, min_p, key_low, key_high, sample_index, position = fields
     restricted = _is_restricted(temperature, top_k, top_p, min_p, vocab)
     if position >= 0:
+        masked = position < 0
+        if HAS_MASKS:
+            place = tl.load(rows + MASK_PLACE_FIELD * rows_stride + row).to(tl.int64) - 1
+            mask_words += place * num_words
+            if place >= 0:
+                ready = _await_mask(mask_ready + place, mask_gave_up + place, most_looks, FENCE)
+                fenced = _fenced(ready, FENCE)
+                mask_words += fenced - ready  # 0, so that words are loaded behind the fence
+                masked = fenced != 0
         first = tl.program_id(0) * chunks_per_program
         for chunk in range(first, tl.minimum(first + chunks_per_program, num_chunks)):
             tokens = chunk * CHUNK + tl.arange(0, CHUNK)
             divisor = tl.where(temperature > 0.0, temperature, 1.0)
             scores = load_scores(logits + row * logits_stride, tokens, tokens < vocab, divisor)
+            if HAS_MASKS and masked:
+                allowed = _load_allowed(mask_words, chunk, num_words, CHUNK)
+                scores = tl.where(allowed != 0, scores, NEVER)
+                if restricted:  # then the scores of forbidden tokens are what their logits become
+                    forbidden = (tokens < vocab) & (allowed == 0)
+                    tl.store(logits + row * logits_stride + tokens, scores, mask=forbidden)
             if restricted:
                 maxima = tl.max(tl.reshape(scores, [CHUNK // SUB, SUB]), axis=1)
                 block = chunk * (CHUNK // SUB) + tl.arange(0, CHUNK // SUB)
@@ -636,6 +743,7 @@ def _check_arguments(
     workspace: SampleWorkspace,
     slots: torch.Tensor | None,
     last_tokens: torch.Tensor | None,
+    masks: MaskPlaces | None,
 ) -> None:
     num_rows, vocab = logits.shape
     assert logits.stride(1) == 1 and logits.dtype in _FLOAT_DTYPES
@@ -645,8 +753,15 @@ def _check_arguments(
     if slots is not None and last_tokens is not None:
         assert slots.dtype in (torch.int32, torch.int64) and last_tokens.dtype == torch.int64
         assert len(slots) >= num_rows and slots.is_contiguous() and last_tokens.is_contiguous()
+    if masks is not None:
+        assert masks.words.shape == (len(masks.ready), -(-vocab // 32))
+        assert masks.gave_up.shape == masks.ready.shape
+        for part in (masks.words, masks.ready, masks.gave_up):
+            assert part.dtype == torch.int32 and part.is_contiguous()
+        assert 0 <= masks.most_looks < 2**31 - 1
 
 
+# large: two launches, and the contract of their arguments.
 def sample_tokens(
     logits: torch.Tensor,
     rows: SampleRows,
@@ -654,23 +769,27 @@ def sample_tokens(
     *,
     slots: torch.Tensor | None = None,
     last_tokens: torch.Tensor | None = None,
+    masks: MaskPlaces | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Samples a token for each row of logits.
 
     A greedy row takes its argmax. Another takes the argmax of logit / temperature + noise
     (sampling/noise.py) within the support of `processors.restrict_support`. Equal scores: the
-    lowest id. NaN counts as -inf; a row without a finite maximum gives the first id of its maximum.
+    lowest id. A row with a mask does so with -inf as the logits of forbidden tokens. NaN counts as
+    -inf; a row without a finite maximum gives the first id of its maximum.
     Against the reference the border of top-p may move by the rounding of a float32 sum (about
     1e-6 of the mass), that of min-p by one ulp of a logarithm, and noise by a few ulp.
 
     Args:
-        logits: [R, vocab] float32, bfloat16 or float16, last dim contiguous.
+        logits: [R, vocab] float32, bfloat16 or float16, last dim contiguous. In a row with a mask
+            and top-k, top-p or min-p, those of forbidden tokens are overwritten.
         rows: parameters of at least R rows.
         workspace: for this vocabulary and at least R rows.
         slots: [>= R] int32 or int64; where not negative, the row's token also goes to
             `last_tokens[slot]`. A slot that two rows name gets the token of one of them.
         last_tokens: [slots] int64, given together with `slots`.
+        masks: where the rows' masks are or will be; None: no row has one, whatever `rows` says.
         out: [R] int64, contiguous.
 
     Returns:
@@ -679,7 +798,7 @@ def sample_tokens(
     num_rows, vocab = logits.shape
     packed = rows.packed
     num_chunks = workspace.best.shape[1]
-    _check_arguments(logits, packed, workspace, slots, last_tokens)
+    _check_arguments(logits, packed, workspace, slots, last_tokens, masks)
     if out is None:
         out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     assert out.shape == (num_rows,) and out.dtype == torch.int64 and out.is_contiguous()
@@ -693,13 +812,18 @@ def sample_tokens(
         *partial,
         logits,
         packed,
+        *((packed,) * 3 if masks is None else (masks.words, masks.ready, masks.gave_up)),
         logits.stride(0),
         packed.stride(0),
+        -(-vocab // 32),
+        0 if masks is None else masks.most_looks,
         vocab,
         num_chunks,
         per_program,
+        HAS_MASKS=masks is not None,
         CHUNK=CHUNK,
         SUB=SUB_BLOCK,
+        FENCE=not INTERPRETED,
         num_warps=4,
         **options,
     )
@@ -735,11 +859,21 @@ def sample_tokens_reference(
     *,
     slots: torch.Tensor | None = None,
     last_tokens: torch.Tensor | None = None,
+    masks: MaskPlaces | None = None,
 ) -> torch.Tensor:
-    """`sample_tokens` in plain torch, by sorting."""
+    """`sample_tokens` in plain torch, by sorting. It changes no logits and gives up a mask that is
+    not ready at once."""
     num_rows, vocab = logits.shape
     packed = rows.packed[:, :num_rows].contiguous()
     scores = logits.float().masked_fill(logits.isnan(), float("-inf"))
+    if masks is not None:
+        for row, place in enumerate((packed[MASK_PLACE] - 1).tolist()):
+            if place >= 0 and packed[POSITION, row] >= 0:
+                if masks.ready[place]:
+                    allowed = unpack_mask(masks.words[place], vocab).to(scores.device)
+                    scores[row].masked_fill_(~allowed, float("-inf"))
+                else:
+                    masks.gave_up[place] = 1
     temperature, top_p, min_p = (packed[field].view(torch.float32) for field in (0, 2, 3))
     top_k, sample_indices, positions = (packed[field].long() for field in (1, 6, 7))
     words = packed[4:6].long() & 0xFFFFFFFF

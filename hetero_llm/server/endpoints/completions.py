@@ -64,6 +64,7 @@ async def _checked(context: Context, request: Request, body: CompletionRequest) 
         body,
         max_tokens=default if wanted is None else wanted,
         max_model_len=context.client.info.max_model_len,
+        limits=context.settings.limits,
         defaults=defaults,
     )
     parsed = parse_prompts(body.prompt, context.settings.limits)

@@ -54,6 +54,7 @@ async def _checked(context: Context, request: Request, body: GenerateRequest) ->
         body,
         max_tokens=default if body.max_tokens is None else body.max_tokens,
         max_model_len=context.client.info.max_model_len,
+        limits=context.settings.limits,
     )
     cut = prompt_cut(body, params)
     token_ids = await context.tokenizer.encode(

@@ -3,6 +3,7 @@ bit."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -14,8 +15,10 @@ import triton.language as tl
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.core.step import AdmittedSequence
 from hetero_llm.gpu.kernels.sample import (
+    MaskPlaces,
     SampleRows,
     gumbel,
+    make_mask_places,
     make_sample_workspace,
     noise_words,
     pack_rows,
@@ -367,6 +370,193 @@ def test_wrapper_refuses_what_does_not_fit(device: torch.device) -> None:
         sample_tokens(logits, rows, make_sample_workspace(2, 101, device))
     with pytest.raises(AssertionError):
         sample_tokens(logits.T.contiguous().T, rows, make_sample_workspace(2, 100, device))
+
+
+# -- token masks ----------------------------------------------------------------------------------
+
+
+def places_of(device: torch.device, allowed: np.ndarray, most_looks: int = 3) -> MaskPlaces:
+    """Places that hold masks of [P, vocab] bool, all ready."""
+    count, vocab = allowed.shape
+    places = make_mask_places(count, vocab, pin=device.type == "cuda", most_looks=most_looks)
+    padded = np.zeros((count, -(-vocab // 32) * 32), bool)
+    padded[:, :vocab] = allowed
+    words = np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+    places.words.copy_(torch.from_numpy(words))
+    places.ready.fill_(1)
+    return places
+
+
+def random_masks(count: int, vocab: int, seed: int = 0) -> np.ndarray:
+    """[count, vocab] bool: dense, sparse and single tokens in turn; none at the ends of chunks."""
+    rng = np.random.default_rng(seed)
+    allowed = rng.random((count, vocab)) < 0.5
+    allowed[1::3] = rng.random((len(allowed[1::3]), vocab)) < 0.01
+    allowed[1::3, -1] = True
+    allowed[2::3] = False
+    allowed[np.arange(2, count, 3), rng.integers(0, vocab, len(allowed[2::3]))] = True
+    return allowed
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "capacity"),
+    [(1000, torch.float32, 64), (4099, torch.bfloat16, 2048), (2500, torch.float16, 64)],
+)
+def test_masked_rows_are_rows_of_masked_logits(
+    device: torch.device, vocab: int, dtype: torch.dtype, capacity: int
+) -> None:
+    count = rows_for(device, 7)
+    rng = np.random.default_rng(vocab)
+    allowed = random_masks(count, vocab, seed=vocab)
+    where = np.where(np.arange(count) % 4 == 3, -1, rng.permutation(count))
+    rows = make_rows(
+        device,
+        count,
+        vocab,
+        temperature=rng.choice([0.0, 0.3, 1.0], count),
+        top_k=rng.choice([1, 50, vocab, vocab], count),
+        top_p=rng.choice([0.5, 0.95, OFF_P], count),
+        min_p=rng.choice([0.0, 0.0, 0.02], count),
+        positions=np.where(rng.random(count) < 0.1, -1, np.arange(count)),
+        mask_places=where,
+    )
+    logits = random_logits(device, count, vocab, dtype)
+    forbidden = torch.from_numpy(~allowed[where] & (where >= 0)[:, None]).to(device)
+    masked = logits.masked_fill(forbidden, float("-inf"))
+    places = places_of(device, allowed)
+    expected = sample_tokens_reference(logits, rows, masks=places)
+    assert torch.equal(expected, sample_tokens_reference(masked, rows))
+    plain = check(masked, rows, capacity=capacity)
+    workspace = make_sample_workspace(count, vocab, device, capacity=capacity)
+    before = logits.clone()
+    tokens = sample_tokens(logits, rows, workspace, masks=places)
+    assert torch.equal(tokens, plain)
+    unmasked = torch.from_numpy(where < 0).to(device)
+    assert torch.equal(logits[unmasked], before[unmasked])
+    assert not places.gave_up.any()
+    for row, place in enumerate(where.tolist()):
+        if place >= 0 and rows.packed[7, row] >= 0:
+            assert allowed[place, int(tokens[row])]
+
+
+def test_masks_are_left_alone_by_rows_without_one(device: torch.device) -> None:
+    """Of places that are not ready a row without a mask reads nothing, so it does not wait."""
+    vocab = 2000
+    logits = random_logits(device, 3, vocab)
+    rows = make_rows(device, 3, vocab, temperature=[0.0, 1.0, 1.0], top_k=[vocab, vocab, 9])
+    places = places_of(device, np.zeros((3, vocab), bool), most_looks=2**31 - 2)
+    places.ready.zero_()
+    workspace = make_sample_workspace(3, vocab, device)
+    tokens = sample_tokens(logits, rows, workspace, masks=places)
+    assert torch.equal(tokens, sample_tokens_reference(logits, rows))
+    padding = make_rows(device, 3, vocab, positions=-1, mask_places=[0, 1, 2])
+    assert sample_tokens(logits, padding, workspace, masks=places).tolist() == [0, 0, 0]
+    assert not places.gave_up.any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_mask_that_allows_nothing_gives_token_0(device: torch.device, temperature: float) -> None:
+    vocab = 1030
+    logits = random_logits(device, 2, vocab)
+    places = places_of(device, np.zeros((1, vocab), bool))
+    rows = make_rows(
+        device, 2, vocab, temperature=temperature, top_k=[vocab, 5], mask_places=[0, 0]
+    )
+    workspace = make_sample_workspace(2, vocab, device)
+    assert sample_tokens(logits, rows, workspace, masks=places).tolist() == [0, 0]
+
+
+def test_a_row_whose_mask_never_comes_says_so(device: torch.device) -> None:
+    """The others of the step get theirs."""
+    vocab, count = 3000, 4
+    allowed = random_masks(count, vocab)
+    places = places_of(device, allowed, most_looks=5)
+    places.ready[1] = places.ready[3] = 0
+    logits = random_logits(device, count, vocab)
+    rows = make_rows(
+        device, count, vocab, temperature=[0, 0, 1, 1], mask_places=[0, 1, 2, 3],
+        top_k=[vocab, vocab, 40, 40],
+    )  # fmt: skip
+    reference = replace(places, gave_up=places.gave_up.clone())
+    expected = sample_tokens_reference(logits, rows, masks=reference)
+    workspace = make_sample_workspace(count, vocab, device)
+    tokens = sample_tokens(logits, rows, workspace, masks=places).tolist()
+    assert places.gave_up.tolist() == reference.gave_up.tolist() == [0, 1, 0, 1]
+    assert tokens[0] == int(expected[0]) and tokens[2] == int(expected[2])
+    assert all(0 <= token < vocab for token in tokens)
+
+
+def test_a_row_waits_for_a_mask_that_comes_late(device: torch.device) -> None:
+    vocab = 2000
+    allowed = np.arange(vocab)[None] == 1234
+    places = places_of(device, allowed, most_looks=2**31 - 2)
+    rows = make_rows(device, 1, vocab, temperature=0.0, mask_places=[0])
+    logits = random_logits(device, 1, vocab)
+    workspace = make_sample_workspace(1, vocab, device)
+    assert sample_tokens(logits, rows, workspace, masks=places).tolist() == [1234]  # compiled now
+    words = places.words.clone()
+    places.words.fill_(-1)
+    places.ready.zero_()
+
+    def write() -> None:
+        places.words.copy_(words)
+        places.ready[0] = 1
+
+    thread = threading.Timer(0.05, write)
+    thread.start()
+    tokens = sample_tokens(logits, rows, workspace, masks=places)
+    assert tokens.tolist() == [1234] and not places.gave_up.any()
+    thread.join()
+
+
+def test_wrapper_refuses_masks_that_do_not_fit(device: torch.device) -> None:
+    logits = random_logits(device, 2, 100)
+    rows = make_rows(device, 2, 100)
+    workspace = make_sample_workspace(2, 100, device)
+    for vocab in (96, 129):
+        with pytest.raises(AssertionError):
+            sample_tokens(logits, rows, workspace, masks=make_mask_places(2, vocab, pin=False))
+
+
+@pytest.mark.gpu
+def test_one_captured_graph_serves_rows_with_and_without_masks(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    vocab, count = 128256, 8
+    logits = random_logits(device, count, vocab, torch.bfloat16)
+    rows = make_rows(device, count, vocab, temperature=0.0)
+    places = places_of(device, random_masks(count, vocab), most_looks=1 << 20)
+    workspace = make_sample_workspace(count, vocab, device)
+    source = logits.clone()
+    out = sample_tokens(logits, rows, workspace, masks=places)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sample_tokens(logits, rows, workspace, masks=places, out=out)
+    for seed, where in enumerate(([-1] * 8, list(range(8)), [-1, 3, -1, 2, 7, -1, 0, -1])):
+        for fields in ({"temperature": 0.0}, {}, {"top_k": 50, "top_p": 0.95}):
+            mix = make_rows(device, count, vocab, seed=seed, mask_places=where, **fields)
+            rows.packed.copy_(mix.packed)
+            logits.copy_(source)
+            graph.replay()
+            agreed = (out == sample_tokens_reference(source, mix, masks=places)).sum()
+            assert agreed >= count - 1  # rounding may decide a row
+    # Masks that come while the graph runs.
+    rows.packed.copy_(make_rows(device, count, vocab, mask_places=list(range(8))).packed)
+    for seed in range(50):
+        logits.copy_(source)
+        torch.cuda.synchronize()
+        places.ready.zero_()
+        places.words.zero_()
+        rng = np.random.default_rng(seed)
+        random = rng.integers(-(2**31), 2**31, places.words.shape).astype(np.int32)
+        words = torch.from_numpy(random)
+        graph.replay()
+        places.words.copy_(words)
+        places.ready.fill_(1)
+        torch.cuda.synchronize()
+        assert not places.gave_up.any()
+        agreed = (out == sample_tokens_reference(source, rows, masks=places)).sum()
+        assert agreed >= count - 1
 
 
 @pytest.mark.gpu

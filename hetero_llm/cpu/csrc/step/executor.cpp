@@ -138,11 +138,17 @@ struct Range {
     int64_t first, last;
 };
 
+// Whether a tile of a product is wanted: `product` asks before it computes one.
+struct Always {
+    bool operator()(int64_t, int64_t, int64_t, int64_t) const { return true; }
+};
+
 // Strips of a product over some rows, a tile of panels at a time, each followed by
-// done(row, rows, strip, strips, tile, stride).
-template <typename Done>
+// done(row, rows, strip, strips, tile, stride); those without wanted(row, rows, strip, strips) are
+// left out.
+template <typename Done, typename Wanted>
 void product(const Run& r, const Matrix& matrix, const Rows& in, Range rows, int64_t first,
-             int64_t last, float* tile, Done done) {
+             int64_t last, float* tile, Done done, Wanted wanted) {
     const int64_t together = rows.last - rows.first > kFewRows ? r.panels : 1;
     const int64_t stride = together * kPanel;
     for (int64_t row = rows.first; row < rows.last; row += kRowBlock) {
@@ -151,8 +157,10 @@ void product(const Run& r, const Matrix& matrix, const Rows& in, Range rows, int
         for (int64_t strip = first; strip < last;) {
             const int64_t end = (strip / kPerPanel + together) * kPerPanel;
             const int64_t strips = (end < last ? end : last) - strip;
-            multiply_to_tile(r, matrix, block, count, strip, strips, tile, stride);
-            done(row, count, strip, strips, tile, stride);
+            if (wanted(row, count, strip, strips)) {
+                multiply_to_tile(r, matrix, block, count, strip, strips, tile, stride);
+                done(row, count, strip, strips, tile, stride);
+            }
             strip += strips;
         }
     }
@@ -188,16 +196,16 @@ int64_t row_block(const Run& r, int64_t rows, int64_t panels) {
 
 // A product shared by the threads, in units of a panel and a block of rows, or of `finest` strips
 // if both panels and rows are few.
-template <typename Done>
+template <typename Done, typename Wanted = Always>
 void share_product(const Run& r, int64_t phase, const Matrix& matrix, const Rows& in, int64_t rows,
-                   int64_t strips, int64_t finest, int thread, Done done) {
+                   int64_t strips, int64_t finest, int thread, Done done, Wanted wanted = {}) {
     const bool few = rows <= kFewRows && strips < 4 * kPerPanel * r.threads;
     const int64_t unit = few ? finest : kPerPanel, units = (strips + unit - 1) / unit;
     const int64_t block = row_block(r, rows, units), blocks = (rows + block - 1) / block;
     const auto multiply_units = [&](int64_t first, int64_t last, Range some) {
         const int64_t end = last * unit < strips ? last * unit : strips;
         const Range own{some.first * block, some.last * block < rows ? some.last * block : rows};
-        product(r, matrix, in, own, first * unit, end, tile_of(r, thread), done);
+        product(r, matrix, in, own, first * unit, end, tile_of(r, thread), done, wanted);
     };
     share_units(r, phase, units * blocks, thread, [&](int64_t first, int64_t last) {
         while (first < last) {
@@ -370,11 +378,32 @@ void finish_tokens(const Run& r, int thread) {
         std::memcpy(r.final_rows + i * hidden, r.x + r.step.sampled_after[i] * hidden, hidden * 4);
 }
 
-void pick(const Run& r, int64_t sample, const float* scores, int64_t size, int64_t first,
-          Best& best, Candidates* found) {
+// The token mask of a sample, null if it has none.
+const uint32_t* mask_of(const HeteroStep& s, int64_t sample) {
+    if (!s.mask_rows || s.mask_rows[sample] < 0) return nullptr;
+    return s.masks + s.mask_rows[sample] * s.mask_words;
+}
+
+// Whether the scores of tokens first .. first + size - 1 change what is sampled for `rows` samples.
+bool head_wanted(const HeteroStep& s, int64_t row, int64_t rows, int64_t first, int64_t size) {
+    if (s.logits || !s.mask_rows) return true;
+    for (int64_t i = row; i < row + rows; ++i) {
+        const uint32_t* mask = mask_of(s, i);
+        if (!mask || allows_any(mask, first, size)) return true;
+    }
+    return false;
+}
+
+// `scores` may be overwritten.
+void pick(const Run& r, int64_t sample, float* scores, int64_t size, int64_t first, Best& best,
+          Candidates* found) {
     const HeteroStep& s = r.step;
     const uint8_t mode = s.modes[sample];
     if (mode == kNone) return;
+    if (const uint32_t* mask = mask_of(s, sample)) {
+        if (!allows_any(mask, first, size)) return;
+        forbid(scores, size, first, mask, r.isa);
+    }
     if (mode == kGreedy) {
         pick_greedy(scores, size, first, &best.score, &best.token, r.isa);
         return;
@@ -397,19 +426,24 @@ void run_head(const Run& r, int thread) {
     for (int64_t i = 0; found && i < s.num_samples; ++i) begin_candidates(found[i]);
     const Rows in = prepare(r, r.final_rows, r.m.hidden, s.num_samples, r.m.hidden,
                             r.e.model.final_norm, r.e.model.head, thread);
+    const auto tokens_of = [&](int64_t strip, int64_t count) {
+        const int64_t left = vocab - strip * kStrip, width = count * kStrip;
+        return width < left ? width : left;
+    };
     const auto pick_tile = [&](int64_t row, int64_t rows, int64_t strip, int64_t count,
                                float* tile, int64_t stride) {
-        const int64_t first = strip * kStrip;
-        const int64_t left = vocab - first, width = count * kStrip;
-        const int64_t size = width < left ? width : left;
+        const int64_t first = strip * kStrip, size = tokens_of(strip, count);
         for (int64_t i = 0; i < rows; ++i) {
-            const float* scores = tile + i * stride;
-            pick(r, row + i, scores, size, first, best[row + i], found ? found + row + i : nullptr);
+            float* scores = tile + i * stride;
             if (s.logits) std::memcpy(s.logits + (row + i) * vocab + first, scores, size * 4);
+            pick(r, row + i, scores, size, first, best[row + i], found ? found + row + i : nullptr);
         }
     };
+    const auto wanted = [&](int64_t row, int64_t rows, int64_t strip, int64_t count) {
+        return head_wanted(s, row, rows, strip * kStrip, tokens_of(strip, count));
+    };
     share_product(r, kPhases * r.m.layers, r.e.model.head, in, s.num_samples, strips, 1, thread,
-                  pick_tile);
+                  pick_tile, wanted);
 }
 
 // The best of all threads; of equal scores the lowest token.
@@ -424,7 +458,7 @@ void choose_tokens(const Run& r) {
                  (other.score == chosen.score && other.token < chosen.token)))
                 chosen = other;
         }
-        r.step.sampled[i] = chosen.token;
+        r.step.sampled[i] = chosen.token < 0 ? 0 : chosen.token;  // its mask allows no token
     }
 }
 

@@ -18,13 +18,15 @@ struct HeteroModel {
 //
 // Samples: sampled_after [samples] is the token that each one follows. modes [samples]: 0 greedy, 1
 // with noise, 2 logits only, 3 the `num_candidates` likeliest tokens (with noise if the temperature
-// is not 0). sample_positions: of the tokens to be sampled, for the noise.
+// is not 0). sample_positions: of the tokens to be sampled, for the noise. masks [rows][mask_words]:
+// token masks (rows.h); mask_rows [samples]: the row of each sample, -1 for none. Both may be null.
+// A forbidden token is neither sampled nor a candidate; where every token is, token 0 is sampled.
 //
 // Outputs: sampled [samples], of modes 0 and 1; candidates and log_probs [samples][num_candidates],
-// of mode 3, null without it (candidates.h: merge_candidates); logits [samples][vocab] or null;
-// hidden [tokens][hidden] after the final norm, or null.
+// of mode 3, null without it (candidates.h: merge_candidates); logits [samples][vocab] or null,
+// those of forbidden tokens included; hidden [tokens][hidden] after the final norm, or null.
 struct HeteroStep {
-    int64_t num_tokens, num_sequences, num_samples, columns, num_candidates;
+    int64_t num_tokens, num_sequences, num_samples, columns, num_candidates, mask_words;
     const int32_t *token_ids, *positions, *slot_mapping;
     const int32_t *request_slots, *num_computed, *num_scheduled, *bases;
     const uint8_t* is_tree;
@@ -35,6 +37,8 @@ struct HeteroStep {
     const float* temperatures;
     const uint64_t* seeds;
     const int32_t *sample_positions, *sample_indices;
+    const int32_t* mask_rows;
+    const uint32_t* masks;
     int64_t* sampled;
     int32_t* candidates;
     float* log_probs;

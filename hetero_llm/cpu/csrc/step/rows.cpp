@@ -136,6 +136,21 @@ INLINE void narrow_lanes(const float* x, int64_t size, uint16_t* out) {
     if (i < size) write<N>((Bf16*)(out + i), read_some<N>(x + i, size - i), size - i);
 }
 
+template <int N>
+INLINE void forbid_lanes(float* scores, int64_t size, int64_t first, const uint32_t* mask) {
+    Words<N> lane_bits;
+    for (int i = 0; i < N; ++i) lane_bits[i] = 1u << i;
+    const Floats<N> never = fill<N>(-INFINITY);
+    int64_t i = 0;
+    for (; i + N <= size; i += N) {  // N divides 16, so no vector needs bits of two words
+        const int64_t token = first + i;
+        const Words<N> bits = Words<N>{} + (mask[token / 32] >> (token % 32));
+        write<N>(scores + i, (bits & lane_bits) != 0u ? read<N>(scores + i) : never);
+    }
+    for (; i < size; ++i)
+        if (!(mask[(first + i) / 32] >> ((first + i) % 32) & 1u)) scores[i] = -INFINITY;
+}
+
 // Finds the maximum first, without its position: most calls do not change the best and end there.
 template <int N>
 INLINE void pick_greedy_lanes(const float* scores, int64_t size, int64_t first, float* best,
@@ -181,6 +196,8 @@ DEFINE_WIDTHS(add_block, (float* x, int64_t stride, const Block& y, const float*
 DEFINE_WIDTHS(add, (float* x, const float* y, int64_t size), (x, y, size))
 DEFINE_WIDTHS(widen, (const uint16_t* x, int64_t size, float* out), (x, size, out))
 DEFINE_WIDTHS(narrow, (const float* x, int64_t size, uint16_t* out), (x, size, out))
+DEFINE_WIDTHS(forbid, (float* scores, int64_t size, int64_t first, const uint32_t* mask),
+              (scores, size, first, mask))
 DEFINE_WIDTHS(pick_greedy,
               (const float* scores, int64_t size, int64_t first, float* best, int64_t* token),
               (scores, size, first, best, token))
@@ -213,6 +230,21 @@ void widen(const uint16_t* x, int64_t size, float* out, Isa isa) {
 
 void narrow(const float* x, int64_t size, uint16_t* out, Isa isa) {
     CALL_WIDTH(narrow, (x, size, out));
+}
+
+bool allows_any(const uint32_t* mask, int64_t first, int64_t size) {
+    const int64_t end = first + size;
+    for (int64_t word = first / 32; word * 32 < end; ++word) {
+        uint32_t bits = mask[word];
+        if (word * 32 < first) bits &= ~0u << (first - word * 32);
+        if (word * 32 + 32 > end) bits &= ~0u >> (word * 32 + 32 - end);
+        if (bits) return true;
+    }
+    return false;
+}
+
+void forbid(float* scores, int64_t size, int64_t first, const uint32_t* mask, Isa isa) {
+    CALL_WIDTH(forbid, (scores, size, first, mask));
 }
 
 void pick_greedy(const float* scores, int64_t size, int64_t first, float* best, int64_t* token,
@@ -259,6 +291,15 @@ void hetero_rows_widen(const uint16_t* x, int64_t size, float* out, int64_t isa)
 
 void hetero_rows_narrow(const float* x, int64_t size, uint16_t* out, int64_t isa) {
     hetero::narrow(x, size, out, (hetero::Isa)isa);
+}
+
+void hetero_rows_forbid(float* scores, int64_t size, int64_t first, const uint32_t* mask,
+                        int64_t isa) {
+    hetero::forbid(scores, size, first, mask, (hetero::Isa)isa);
+}
+
+int64_t hetero_rows_allows_any(const uint32_t* mask, int64_t first, int64_t size) {
+    return hetero::allows_any(mask, first, size);
 }
 
 void hetero_rows_pick_greedy(const float* scores, int64_t size, int64_t first, float* best,

@@ -35,6 +35,14 @@ void add(float* x, const float* y, int64_t size, Isa isa);
 void widen(const uint16_t* x, int64_t size, float* out, Isa isa);
 void narrow(const float* x, int64_t size, uint16_t* out, Isa isa);
 
+// Token masks: bit `token % 32` of word `token / 32` says whether a row may sample the token.
+
+// Whether any of the tokens first .. first + size - 1 is allowed.
+bool allows_any(const uint32_t* mask, int64_t first, int64_t size);
+
+// scores[i] = -infinity where token first + i is forbidden; `first` is a multiple of 16.
+void forbid(float* scores, int64_t size, int64_t first, const uint32_t* mask, Isa isa);
+
 // Updates the largest score so far, `best`, and its token (the lowest one on ties); `first` is the
 // token of scores[0]. Callers begin with -infinity and -1.
 void pick_greedy(const float* scores, int64_t size, int64_t first, float* best, int64_t* token,

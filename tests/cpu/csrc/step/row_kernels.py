@@ -112,6 +112,27 @@ def narrow(library: ctypes.CDLL, x: Floats, *, isa: int) -> NDArray[np.uint16]:
     return out
 
 
+def forbid(
+    library: ctypes.CDLL, scores: Floats, mask: NDArray[np.int32], *, first: int, isa: int
+) -> Floats:
+    """Scores of tokens first, first + 1, ..., -inf where the token mask forbids; first is a
+    multiple of 16."""
+    assert _is_flat(scores) and mask.dtype == np.int32 and mask.flags.c_contiguous
+    assert first % 16 == 0 and first + scores.size <= 32 * mask.size
+    out = scores.copy()
+    call(library, "rows_forbid", out, out.size, first, mask, isa)
+    return out
+
+
+def allows_any(library: ctypes.CDLL, mask: NDArray[np.int32], *, first: int, size: int) -> bool:
+    """Whether a token mask allows any of the tokens first .. first + size - 1."""
+    assert mask.dtype == np.int32 and mask.flags.c_contiguous and first + size <= 32 * mask.size
+    function = library.hetero_rows_allows_any
+    function.restype = ctypes.c_int64
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    return bool(function(mask.ctypes.data, first, size))
+
+
 def pick_greedy(library: ctypes.CDLL, scores: Floats, *, first: int, best: Best, isa: int) -> Best:
     """The better of `best` and the scores of tokens first, first + 1, ..."""
     assert _is_flat(scores) and scores.size > 0

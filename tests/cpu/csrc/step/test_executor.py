@@ -14,7 +14,15 @@ import torch
 import transformers
 
 from hetero_llm.cpu import native
-from hetero_llm.cpu.executor import GREEDY, NOISY, Executor, StepInput, StepSamples
+from hetero_llm.cpu.executor import (
+    CANDIDATES,
+    GREEDY,
+    NOISY,
+    Executor,
+    SampleMasks,
+    StepInput,
+    StepSamples,
+)
 from hetero_llm.demo_models import demo_folder, heldout_prompts
 from hetero_llm.models.loader import load_model
 from hetero_llm.models.read_config import load_model_config
@@ -233,6 +241,85 @@ def test_draws_are_those_of_the_logits(checkpoint: Path) -> None:
     best = scores.max(dim=-1).values
     assert (best - scores.gather(1, torch.from_numpy(sampled).unsqueeze(1))[:, 0]).max() < 1e-5
     assert len(set(sampled.tolist())) > 5
+
+
+def masks_of(allowed: np.ndarray) -> np.ndarray:
+    """Token masks [R, words] of [R, vocab] bool."""
+    rows, vocab = allowed.shape
+    padded = np.zeros((rows, -(-vocab // 32) * 32), bool)
+    padded[:, :vocab] = allowed
+    return np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("guided", ["all", "some"])
+def test_masked_samples_are_those_of_the_masked_logits(
+    checkpoint: Path, guided: str, threads: int, isa: int
+) -> None:
+    """Greedy, noisy and candidates. Dense masks, and masks that forbid whole strips of tokens,
+    which the head then leaves out."""
+    served = Served(checkpoint, "bf16", isa, threads)
+    part = Part(6, 0, text(4, 40))
+    inputs = served.rows([part])
+    after = np.arange(0, 40, 2, dtype=np.int32)
+    count = len(after)
+    rng = np.random.default_rng(5)
+    allowed = rng.random((count, VOCAB)) < 0.3
+    allowed[1::2] = np.isin(np.arange(VOCAB), [17, 18, 200])
+    allowed[7] = np.arange(VOCAB) == 202
+    rows = np.full(count, -1, np.int32)
+    chosen = np.arange(count) if guided == "all" else np.arange(0, count, 3)
+    rows[chosen] = chosen[::-1]
+    words = np.ascontiguousarray(masks_of(allowed))
+    unmasked = np.where(rows >= 0, allowed[rows].T, True).T
+    logits = served.executor.logits(inputs, after).numpy()
+    masked = np.where(unmasked, logits, -np.inf)
+
+    zeros, ones = np.zeros(count, np.int32), np.ones(count, np.float32)
+    masks = SampleMasks(rows, words)
+    seeds, positions = np.arange(count, dtype=np.uint64), after + np.int32(1)
+
+    def samples(mode: int) -> StepSamples:
+        modes = np.full(count, mode, np.uint8)
+        return StepSamples(after, modes, ones, seeds, positions, zeros, masks)
+
+    greedy = served.executor.step(inputs, samples(GREEDY))
+    assert greedy.tolist() == masked.argmax(axis=1).tolist()
+    noise = gumbel_noise(
+        torch.from_numpy(seeds.astype(np.int64)),
+        torch.from_numpy(positions).long(),
+        torch.from_numpy(zeros).long(),
+        VOCAB,
+    ).numpy()
+    noisy = served.executor.step(inputs, samples(NOISY))
+    sums = masked + noise
+    best = np.take_along_axis(sums, noisy[:, None], 1)[:, 0]
+    assert (sums.max(axis=1) - best).max() < 1e-5
+    tokens, log_probs = served.executor.candidates(inputs, samples(CANDIDATES), 4)
+    scores = torch.from_numpy(sums).log_softmax(dim=-1)
+    for row in range(count):
+        known = min(4, int(unmasked[row].sum()))
+        expected = scores[row].topk(known)
+        assert tokens[row, :known].tolist() == expected.indices.tolist()
+        np.testing.assert_allclose(log_probs[row, :known], expected.values, atol=1e-4)
+        assert (tokens[row, known:] == -1).all()
+    np.testing.assert_array_equal(served.executor.logits(inputs, after).numpy(), logits)
+
+
+def test_a_mask_that_allows_nothing_samples_token_0(checkpoint: Path) -> None:
+    served = Served(checkpoint, "float", BEST, 2)
+    inputs, two = served.rows([Part(0, 0, text(1, 9))]), np.zeros(2, np.int32)
+    samples = StepSamples(
+        np.array([3, 8], np.int32),
+        np.array([GREEDY, NOISY], np.uint8),
+        np.ones(2, np.float32),
+        np.zeros(2, np.uint64),
+        two,
+        two,
+        SampleMasks(two, np.zeros((1, -(-VOCAB // 32)), np.int32)),
+    )
+    assert served.executor.step(inputs, samples).tolist() == [0, 0]
 
 
 def test_int8_keeps_the_perplexity_of_the_demo_target() -> None:

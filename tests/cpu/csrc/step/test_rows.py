@@ -221,3 +221,31 @@ def test_the_largest_and_smallest_noise(library: ctypes.CDLL, isa: int) -> None:
         least[int(noise.argmin()) - lowest] = 0
         ours = row_kernels.pick_noisy(library, least, key, first=lowest, best=Best(), isa=isa)
         assert ours.token == int(noise.argmin()) and abs(ours.score - noise.min()) < 2e-6
+
+
+def mask_of(allowed: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Token mask of [vocab] bool, from the definition."""
+    words = np.zeros(-(-len(allowed) // 32), np.uint32)
+    for token in np.flatnonzero(allowed).tolist():
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words.view(np.int32)
+
+
+@pytest.mark.parametrize("first", [0, 16, 32, 112])
+@pytest.mark.parametrize("size", SIZES)
+def test_forbid(library: ctypes.CDLL, size: int, first: int, isa: int) -> None:
+    allowed = np.random.default_rng(size).random(first + size) < 0.4
+    scores = random(3, size)
+    scores[::5] = math.nan
+    ours = row_kernels.forbid(library, scores, mask_of(allowed), first=first, isa=isa)
+    np.testing.assert_array_equal(ours, np.where(allowed[first:], scores, -INFINITY))
+
+
+def test_allows_any(library: ctypes.CDLL) -> None:
+    for token in (0, 15, 16, 31, 32, 63, 64, 95):
+        mask = mask_of(np.arange(96) == token)
+        for first in range(0, 96, 16):
+            for size in (1, 16, 17, 32, 33, 96 - first):
+                size = min(size, 96 - first)
+                expected = first <= token < first + size
+                assert row_kernels.allows_any(library, mask, first=first, size=size) == expected

@@ -1,0 +1,134 @@
+"""Token masks of steps on a device: computed beside it, by a thread, in memory that it reads.
+
+A step is launched before its masks exist; its sampling kernel waits for each one's flag
+(`kernels.sample`). One thread serves the steps in the order of their launch: it writes a step's
+masks, waits for the tokens that the step samples, shows them to the grammars, and goes on with the
+next step. So the masks of a step that was launched ahead of its inputs' values are written while
+its model runs, whatever the engine does meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_llm.core.step import SchedulerOutput
+from hetero_llm.gpu.kernels.layer_ready import MOST_LOOKS
+from hetero_llm.gpu.kernels.sample import make_mask_places
+from hetero_llm.sampling.token_masks import NO_MASK, PlannedMasks, TokenMasks
+
+_PARTS = 3
+"""Steps that may run at once, each with places of its own."""
+
+WaitForTokens = Callable[[], tuple[Sequence[int], Sequence[int]]]
+"""Waits for a step: its tokens, and how many each sequence got (see `ModelRunnerOutput`)."""
+
+
+@dataclass(slots=True)
+class StepMasks:
+    """The masks of one launched step.
+
+    Attributes:
+        places: [N] int32 of each sample, in `DeviceTokenMasks.places`; `NO_MASK` for none.
+        first: place of the step's first mask.
+        errors: by request slot, why a grammar cannot be followed; complete with `observed`.
+        filled, observed: the thread's work on the step; None before it is asked for.
+    """
+
+    planned: PlannedMasks
+    places: NDArray[np.int32]
+    first: int
+    errors: dict[int, str] = field(default_factory=dict)
+    filled: Future[None] | None = None
+    observed: Future[None] | None = None
+
+
+class DeviceTokenMasks:
+    """Owns the places of masks, and the thread that writes them.
+
+    The thread alone touches the grammars of sequences in a step between `start_fill` and `finish`.
+
+    Args:
+        masks: the grammars of request slots.
+        vocab_size: number of logits.
+        capacity: most masks of a step.
+        pin: places in page-locked memory: there is a GPU, else Triton's interpreter, for tests.
+        most_looks: see `kernels.sample.MaskPlaces`.
+
+    Attributes:
+        places: that the sampling kernel reads.
+        runs_at_launch: kernels run when they are launched, so masks have to be on their way before.
+    """
+
+    def __init__(
+        self,
+        masks: TokenMasks,
+        vocab_size: int,
+        capacity: int,
+        *,
+        pin: bool,
+        most_looks: int = MOST_LOOKS,
+    ) -> None:
+        self.places = make_mask_places(
+            _PARTS * capacity, vocab_size, pin=pin, most_looks=most_looks
+        )
+        self.runs_at_launch = not pin
+        self._masks = masks
+        self._capacity = capacity
+        self._words = self.places.words.numpy()
+        self._ready = self.places.ready.numpy()
+        self._gave_up = self.places.gave_up.numpy()
+        self._next = 0
+        self._thread = ThreadPoolExecutor(1, "token-masks")  # starts with the first task
+
+    def fits(self, num_samples: int) -> bool:
+        """Whether there are places for a step of so many samples."""
+        return num_samples <= self._capacity or not self._masks
+
+    def plan(self, step: SchedulerOutput, serves: Callable[[int], bool]) -> StepMasks | None:
+        """Takes places for a step that is about to be launched; None if no sequence in these
+        request slots follows a grammar and samples."""
+        planned = self._masks.plan(step, serves)
+        if planned is None:
+            return None
+        assert planned.num_places <= self._capacity
+        first = self._next * self._capacity
+        self._next = (self._next + 1) % _PARTS
+        own = slice(first, first + planned.num_places)
+        self._ready[own] = self._gave_up[own] = 0
+        places = np.where(planned.places == NO_MASK, NO_MASK, planned.places + first)
+        return StepMasks(planned, places.astype(np.int32), first)
+
+    def start_fill(self, step: StepMasks) -> None:
+        """Lets the thread write the step's masks, once it has observed the steps before."""
+        if step.filled is None:
+            step.filled = self._thread.submit(self._fill, step)
+
+    def start_observe(self, step: StepMasks, wait: WaitForTokens) -> None:
+        """Lets the thread wait for the tokens of a launched step and show them to the grammars."""
+        step.observed = self._thread.submit(self._observe, step, wait)
+
+    def finish(self, step: StepMasks) -> dict[int, str]:
+        """By request slot, why the tokens of a step that has run are invalid."""
+        assert step.filled is not None and step.observed is not None
+        step.filled.result()
+        step.observed.result()
+        for part in step.planned.parts:
+            place = step.first + part.first
+            if self._gave_up[place : place + part.count].any():
+                slot = part.guided.slot
+                step.errors.setdefault(slot, "its token mask was not ready in time")
+        return step.errors
+
+    def _fill(self, step: StepMasks) -> None:
+        own = slice(step.first, step.first + step.planned.num_places)
+        step.errors.update(self._masks.fill(step.planned, self._words[own]))
+        self._ready[own] = 1  # behind the words: the kernel reads in the other order
+
+    def _observe(self, step: StepMasks, wait: WaitForTokens) -> None:
+        token_ids, num_tokens = wait()
+        self._masks.observe_sampled(step.planned, token_ids, num_tokens)

@@ -1,0 +1,1 @@
+"""Structured output: grammars from users' constraints, their state, masks of allowed tokens."""

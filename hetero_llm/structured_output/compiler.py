@@ -1,0 +1,277 @@
+"""Grammars over one tokenizer: checking them, and the states of sequences under them.
+
+llguidance (MIT, Microsoft) does the work: an Earley parser over lexers that are built as they are
+needed, so that a grammar costs next to nothing to compile, and a mask some 50 us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_llm.core.errors import ConfigError, SamplingError
+from hetero_llm.core.grammar import Grammar
+from hetero_llm.core.structured_outputs import CONSTRAINTS, StructuredOutputsParams
+from hetero_llm.structured_output.grammar_text import grammar_text
+from hetero_llm.structured_output.json_schema import place_of, read_schema
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+M = TypeVar("M", bound="Matcher")
+_KEPT_GRAMMARS = 64
+_FEATURE = "structured_outputs"
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A tokenizer as grammars see it.
+
+    Attributes:
+        fast: Hugging Face's tokenizer object of the tokenizers library; None: use `token_bytes`.
+        token_bytes: id to the bytes that a token adds to a text; None where that depends on others.
+        special: special tokens and their ids.
+        size: number of logits. Ids above the tokenizer's are never allowed.
+        eos_ids: end-of-sequence tokens, the only ones allowed behind a complete output.
+    """
+
+    fast: Any
+    token_bytes: Callable[[int], bytes | None]
+    special: dict[str, int]
+    size: int
+    eos_ids: tuple[int, ...]
+
+
+class GrammarCompiler:
+    """Compiles and keeps the grammars of an engine's requests. Thread-safe.
+
+    The tokenizer's trie is built at the first use, or by `warm_up`; a large vocabulary takes some
+    seconds.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._built: LLTokenizer | None = None
+        self._pristine: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def warm_up(self) -> None:
+        """Builds the tokenizer's trie, if llguidance is installed."""
+        try:
+            self._tokenizer()
+        except (ConfigError, SamplingError):
+            return  # a request with a constraint will say so
+
+    def grammar(self, params: StructuredOutputsParams) -> Grammar:
+        """The grammar of a request's constraint, checked.
+
+        Raises:
+            SamplingError: it cannot be followed; names the field, and the place within a schema.
+            ConfigError: llguidance is not installed.
+        """
+        field = next((name for name in CONSTRAINTS if getattr(params, name)), "json")
+        self._tokenizer()
+        grammar = Grammar(
+            grammar_text(params, self._vocabulary.special), tuple(params.begins_after)
+        )
+        matcher = self._compiled(grammar.text)
+        reason = _why_useless(matcher)
+        if reason:
+            self._forget(grammar.text)
+            value = getattr(params, field)
+            if params.json is not None:
+                place, value = place_of(reason, read_schema(params.json, field)) or ("", value)
+                field += place
+            raise SamplingError(field, value, _plain(reason))
+        return grammar
+
+    def knows(self, grammar: Grammar) -> bool:
+        """Whether the grammar is compiled, so that `open` takes microseconds."""
+        with self._lock:
+            return grammar.text in self._pristine
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Compiles a grammar, for a later `open`. An error is found there."""
+        self._compiled(grammar.text)
+
+    def open(self, grammar: Grammar, output_ids: Sequence[int]) -> Matcher:
+        """The state of a sequence with these output tokens; see `core.grammar.OpenMatcher`."""
+        return self.open_as(Matcher, grammar, output_ids)
+
+    def open_as(self, kind: type[M], grammar: Grammar, output_ids: Sequence[int]) -> M:
+        """The same as a subclass of `Matcher`."""
+        matcher = kind(
+            self._compiled(grammar.text).deep_copy(),
+            grammar.begins_after,
+            self._vocabulary.eos_ids,
+        )
+        for token in output_ids:
+            matcher.observe(token)
+        return matcher
+
+    def _compiled(self, text: str) -> LLMatcher:
+        """A matcher at the beginning of a grammar, not to be changed. It may be in error."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        with self._lock:
+            found = self._pristine.get(text)
+            if found is not None:
+                self._pristine.move_to_end(text)
+                return found
+        limits = LLParserLimits(verbose_errors=False)
+        made = LLMatcher(self._tokenizer(), text, log_level=0, limits=limits)
+        with self._lock:
+            self._pristine[text] = made
+            if len(self._pristine) > _KEPT_GRAMMARS:
+                self._pristine.popitem(last=False)
+        return made
+
+    def _forget(self, text: str) -> None:
+        with self._lock:
+            self._pristine.pop(text, None)
+
+    def _tokenizer(self) -> LLTokenizer:
+        with self._lock:
+            if self._built is None:
+                self._built = _build(self._vocabulary)
+            return self._built
+
+
+class Matcher:
+    """The state of one sequence under its grammar; `core.grammar.GrammarMatcher`."""
+
+    def __init__(
+        self, matcher: LLMatcher, begins_after: tuple[int, ...], eos_ids: tuple[int, ...]
+    ) -> None:
+        self._matcher = matcher
+        self._begins_after = begins_after
+        self._eos_ids = eos_ids
+        self._recent: tuple[int, ...] = ()
+        self._begun = not begins_after
+        self._error: str | None = None
+
+    @property
+    def error(self) -> str | None:
+        return self._error
+
+    def observe(self, token_id: int) -> None:
+        """Takes in the next output token; see `GrammarMatcher`."""
+        if self._error is not None:
+            return
+        if not self._begun:
+            self._recent = (*self._recent, token_id)[-len(self._begins_after) :]
+            self._begun = self._recent == self._begins_after
+            return
+        if token_id in self._eos_ids and self._matcher.is_stopped():
+            return  # with ignore_eos a complete output goes on with end tokens
+        if not self._matcher.consume_token(token_id):
+            reason = _plain(self._matcher.get_error())
+            self._error = f"the grammar refuses token {token_id}: {reason}"
+
+    def try_observe(self, token_id: int) -> bool:
+        """Takes in the next token of a draft, unless it is refused; see `GrammarMatcher`."""
+        if self._error is not None:
+            return False
+        if not self._begun:
+            self.observe(token_id)
+            return True
+        if token_id in self._eos_ids and self._matcher.is_stopped():
+            return True
+        return self._matcher.try_consume_tokens([token_id]) == 1
+
+    def copy(self) -> Matcher:
+        """A state of its own that has taken in the same tokens."""
+        other = Matcher(self._matcher.deep_copy(), self._begins_after, self._eos_ids)
+        other._recent, other._begun, other._error = self._recent, self._begun, self._error
+        return other
+
+    def fill_mask(self, mask: NDArray[np.int32]) -> bool:
+        """Writes which tokens may come next; see `GrammarMatcher`."""
+        if not self._begun:
+            return False
+        if self._error is not None:
+            mask.fill(0)
+            return True
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            self._error = f"the grammar: {_plain(self._matcher.get_error())}"
+            mask.fill(0)
+        return True
+
+
+def _why_useless(matcher: LLMatcher) -> str:
+    """Why a compiled grammar can be followed by no output; "" if one can."""
+    own = matcher.deep_copy()
+    empty = not own.is_error() and not any(own.compute_bitmask())
+    reason = own.get_error()
+    return "allows no output at all" if empty or reason.startswith("NoExtension") else reason
+
+
+def _build(vocabulary: Vocabulary) -> LLTokenizer:
+    """llguidance's tokenizer.
+
+    Raises:
+        ConfigError: llguidance is not installed.
+        SamplingError: the tokenizer does not tell what its tokens are.
+    """
+    try:
+        from llguidance import LLTokenizer, TokenizerWrapper
+    except ImportError as error:
+        reason = f"structured output needs llguidance (pip install llguidance): {error}"
+        raise ConfigError(_FEATURE, None, reason) from None
+    if not vocabulary.eos_ids:
+        raise SamplingError(_FEATURE, None, "this model has no end-of-sequence token")
+    eos = list(vocabulary.eos_ids)
+    if vocabulary.fast is not None:
+        copy = type(vocabulary.fast).from_str(vocabulary.fast.to_str())
+        copy.no_padding()
+        copy.no_truncation()
+        # A decoder that llguidance does not know is a ValueError.
+        with contextlib.suppress(ValueError):
+            return LLTokenizer(copy.to_str(), n_vocab=vocabulary.size, eos_token=eos)
+    return LLTokenizer(TokenizerWrapper(_Words(vocabulary)), n_vocab=vocabulary.size, eos_token=eos)
+
+
+class _Words:
+    """What llguidance asks of a tokenizer that is not one of the tokenizers library."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.eos_ids[0]
+        self.bos_token_id = None
+        self.special_token_ids = sorted(vocabulary.special.values())
+        self.tokens = [vocabulary.token_bytes(token) for token in range(vocabulary.size)]
+        unknown = sum(word is None for word in self.tokens)
+        if unknown:
+            reason = f"this tokenizer does not tell the bytes of {unknown} of its tokens"
+            raise SamplingError(_FEATURE, None, reason)
+        special = set(self.special_token_ids)
+        self._ids = {word: i for i, word in enumerate(self.tokens) if word and i not in special}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The longest tokens that make up these bytes. The tokenizer itself may add a space where a
+        text begins, and these bytes stand within one."""
+        found: list[int] = []
+        begin = 0
+        while begin < len(text):
+            for end in range(min(begin + self._longest, len(text)), begin, -1):
+                token = self._ids.get(text[begin:end])
+                if token is not None:
+                    found.append(token)
+                    begin = end
+                    break
+            else:
+                break  # no token begins like this: llguidance falls back to its own way
+        return found
+
+
+def _plain(text: str) -> str:
+    """llguidance's message without the parser's state."""
+    return text.partition("\n<")[0].strip()

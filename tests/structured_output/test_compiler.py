@@ -1,0 +1,259 @@
+"""Grammars over small tokenizers: what they allow, what they refuse, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero_llm.core.errors import SamplingError
+from hetero_llm.core.grammar import Grammar
+from hetero_llm.core.structured_outputs import StructuredOutputsParams
+from hetero_llm.engine.tokenizer import Tokenizer
+from hetero_llm.structured_output.compiler import GrammarCompiler, Matcher
+from tests.helpers.tokenizers import byte_level, get
+
+EOS = 2
+OBJECT = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+TAG = {
+    "structures": [{"begin": "<f=a>", "schema": OBJECT, "end": "</f>"}],
+    "triggers": ["<f="],
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return byte_level()
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer.vocabulary(300, (EOS,)))
+
+
+def allowed(matcher: Matcher, size: int = 300) -> set[int] | None:
+    """The tokens that may come next; None: all."""
+    mask = np.zeros(-(-size // 32), np.int32)
+    if not matcher.fill_mask(mask):
+        return None
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+def ids(text: str) -> list[int]:
+    return [3 + byte for byte in text.encode()]
+
+
+def takes(compiler: GrammarCompiler, text: str, **constraint: Any) -> bool:
+    """Whether a text is a complete output under a constraint, looked at byte by byte."""
+    grammar = compiler.grammar(StructuredOutputsParams(**constraint))
+    matcher = compiler.open(grammar, [])
+    for token in ids(text):
+        if token not in (allowed(matcher) or ()):
+            return False
+        matcher.observe(token)
+        assert matcher.error is None
+    return EOS in (allowed(matcher) or ())
+
+
+@pytest.mark.parametrize(
+    ("constraint", "text", "expected"),
+    [
+        ({"json": OBJECT}, '{"a": 1, "b": "x"}', True),
+        ({"json": OBJECT}, '{"a":1,"b":"x"}', True),
+        ({"json": OBJECT}, '{"a":1,"b":"z"}', False),
+        ({"json": OBJECT}, '{"a":1}', False),
+        ({"json": OBJECT}, '{"a":1,"b":"x","c":1}', False),
+        ({"json": '{"type": "integer"}'}, "-12", True),
+        ({"json": True}, "[null]", True),
+        ({"json": {"type": "object"}}, '{"a":1}', True),
+        ({"json": OBJECT}, "{" + " " * 64 + '"a":1,"b":"x"}', True),
+        ({"json": OBJECT}, "{" + " " * 65 + '"a":1,"b":"x"}', False),
+        ({"json": OBJECT, "disable_any_whitespace": True}, '{"a":1,"b":"x"}', True),
+        ({"json": OBJECT, "disable_any_whitespace": True}, '{"a": 1,"b":"x"}', False),
+        ({"json": OBJECT, "whitespace_pattern": "_"}, '{"a":_1,"b":"x"}', True),
+        ({"json": OBJECT, "whitespace_pattern": "_"}, '{"a": 1,"b":"x"}', False),
+        ({"json": {"properties": {"a": {}}}}, '{"a":1,"c":2}', True),
+        (
+            {"json": {"properties": {"a": {}}}, "disable_additional_properties": True},
+            '{"a":1,"c":2}',
+            False,
+        ),
+        ({"json_object": True}, "{}", True),
+        ({"json_object": True}, "[]", False),
+        ({"regex": "[ab]{2,3}/"}, "aba/", True),
+        ({"regex": "[ab]{2,3}/"}, "a/", False),
+        ({"choice": ["yes", 'no, "never"\n', "é"]}, 'no, "never"\n', True),
+        ({"choice": ["yes", "no", "é"]}, "é", True),
+        ({"choice": ["yes", "no"]}, "ye", False),
+        ({"grammar": 'start: "a" b+\nb: "b" | "c"'}, "abcb", True),
+        ({"grammar": 'root ::= "a" b+\nb ::= "b" | "c"'}, "abcb", True),
+        ({"grammar": 'root ::= "a" b+\nb ::= "b" | "c"'}, "a", False),
+        ({"structural_tag": TAG}, "free text", True),
+        ({"structural_tag": TAG}, 'a <f=a>{"a":1,"b":"x"}</f> b', True),
+        ({"structural_tag": TAG}, "a <f=b>", False),
+        ({"structural_tag": TAG}, 'a <f=a>{"a":"x"', False),
+    ],
+)
+def test_outputs(
+    compiler: GrammarCompiler, constraint: dict[str, Any], text: str, expected: bool
+) -> None:
+    assert takes(compiler, text, **constraint) == expected
+
+
+CALL = {"type": "tag", "begin": "<c>", "content": {"type": "json_schema", "json_schema": OBJECT},
+        "end": "</c>"}  # fmt: skip
+GOOD = '<c>{"a":1,"b":"x"}</c>'
+THOUGHT = {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        ({"type": "const_string", "value": "ab"}, "ab", True),
+        ({"type": "regex", "pattern": "a/b"}, "a/b", True),
+        ({"type": "grammar", "grammar": 'start: "x"'}, "x", True),
+        (CALL, GOOD, True),
+        (CALL, GOOD[:-1], False),
+        (THOUGHT, "<t>so <c> what</t>", True),
+        (THOUGHT, "<t>so what", False),
+        ({"type": "sequence", "elements": [THOUGHT, CALL]}, "<t></t>" + GOOD, True),
+        ({"type": "sequence", "elements": [THOUGHT, CALL]}, GOOD, False),
+        ({"type": "or", "elements": [THOUGHT, CALL]}, GOOD, True),
+        ({"type": "triggered_tags", "triggers": ["<c"], "tags": [CALL]}, "a" + GOOD + "b", True),
+        ({"type": "triggered_tags", "triggers": ["<c"], "tags": [CALL]}, "none", True),
+        (
+            {"type": "triggered_tags", "triggers": ["<c"], "tags": [CALL], "at_least_one": True},
+            "none",
+            False,
+        ),
+        (
+            {
+                "type": "triggered_tags",
+                "triggers": ["<c"],
+                "tags": [CALL],
+                "stop_after_first": True,
+            },
+            GOOD + "b",
+            False,
+        ),
+        ({"type": "tags_with_separator", "tags": [CALL], "separator": ","}, f"{GOOD},{GOOD}", True),
+        ({"type": "tags_with_separator", "tags": [CALL], "separator": ","}, GOOD + GOOD, False),
+    ],
+)
+def test_formats_of_structural_tags(
+    compiler: GrammarCompiler, form: dict[str, Any], text: str, expected: bool
+) -> None:
+    tag = {"type": "structural_tag", "format": form}
+    assert takes(compiler, text, structural_tag=tag) == expected
+
+
+def test_special_tokens_in_tags_are_tokens(compiler: GrammarCompiler) -> None:
+    tag = {"format": {"type": "tag", "begin": "<s>a", "content": CALL["content"], "end": "</s>"}}
+    matcher = compiler.open(compiler.grammar(StructuredOutputsParams(structural_tag=tag)), [])
+    assert allowed(matcher) == {1}  # not the byte "<"
+    for token in (1, *ids('a{"a":1,"b":"x"}')):
+        matcher.observe(token)
+    assert matcher.error is None and allowed(matcher) == {2}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "field", "reason"),
+    [
+        ({"json": "{"}, "json", "is not valid JSON"),
+        ({"json": "[]"}, "json", "must be a JSON schema"),
+        ({"json": {"type": "foo"}}, "json.type", "Invalid type"),
+        ({"json": {"$ref": "#"}}, "json", "allows no output"),
+        ({"json": False}, "json", "schema is false"),
+        (
+            {"json": {"properties": {"b": {"items": {"uniqueItems": True}}}}},
+            "json.properties.b.items.uniqueItems",
+            "Unimplemented keys",
+        ),
+        ({"json": {"anyOf": [{}, {"not": {}}]}}, "json.anyOf[1].not", "Unimplemented"),
+        ({"json": {"$defs": {"d": {"format": "poem"}}, "$ref": "#/$defs/d"}},
+         "json", "Unknown format"),
+        ({"json": {"type": "string", "format": "poem"}}, "json.format", "Unknown format"),
+        ({"json": {"type": "string", "pattern": "(?=a)"}}, "json.pattern", "look-around"),
+        ({"json": {"patternProperties": {"(": {}}}}, "json.patternProperties.(", "unclosed group"),
+        ({"json": {"$ref": "#/nowhere"}}, "json.$ref", "does not exist"),
+        ({"json": {"items": {"exclusiveMinimum": 3.0, "maximum": 3.5}}},
+         "json.items.exclusiveMinimum", "an excluded integer"),
+        ({"json": {"type": "number", "minimum": -3.5, "exclusiveMaximum": -3}},
+         "json.exclusiveMaximum", "an excluded integer"),
+        ({"regex": "(a"}, "regex", "unclosed group"),
+        ({"grammar": "root ::= a"}, "grammar", "is no GBNF: Rule 'a' not found"),
+        ({"grammar": "start: a"}, "grammar", "unknown name"),
+        ({"structural_tag": "{"}, "structural_tag", "is not valid JSON"),
+        ({"structural_tag": {"format": {"type": "poem"}}}, "structural_tag.format.type", "one of"),
+        ({"structural_tag": {"structures": [], "triggers": []}}, "structural_tag.structures", ""),
+        (
+            {"structural_tag": {**TAG, "triggers": ["<g"]}},
+            "structural_tag.tags[0].begin",
+            "must begin with",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_followed_is_refused(
+    compiler: GrammarCompiler, constraint: dict[str, Any], field: str, reason: str
+) -> None:
+    with pytest.raises(SamplingError) as caught:
+        compiler.grammar(StructuredOutputsParams(**constraint))
+    assert caught.value.field.startswith(field) and reason in caught.value.reason
+
+
+def test_a_grammar_begins_behind_its_tokens(compiler: GrammarCompiler) -> None:
+    params = StructuredOutputsParams(choice=["a"], begins_after=[5, 6])
+    matcher = compiler.open(compiler.grammar(params), [9])
+    for token in (5, 5):
+        assert allowed(matcher) is None
+        matcher.observe(token)
+    matcher.observe(6)
+    assert allowed(matcher) == set(ids("a"))
+
+
+def test_a_complete_output_allows_all_end_tokens_alone(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer.vocabulary(300, (2, 0)))
+    matcher = compiler.open(compiler.grammar(StructuredOutputsParams(choice=["a"])), ids("a"))
+    for _ in range(3):  # with ignore_eos they may come again and again
+        assert allowed(matcher) == {0, 2}
+        matcher.observe(0)
+    matcher.observe(7)
+    assert matcher.error is not None and "token 7" in matcher.error
+    assert allowed(matcher) == set()
+
+
+def test_states_of_one_grammar_are_independent(compiler: GrammarCompiler) -> None:
+    grammar = compiler.grammar(StructuredOutputsParams(choice=["ab", "ac"]))
+    first, second = compiler.open(grammar, []), compiler.open(grammar, ids("a"))
+    assert allowed(first) == set(ids("a")) and allowed(second) == set(ids("bc"))
+    assert compiler.knows(grammar) and not compiler.knows(Grammar("else"))
+
+
+@pytest.mark.parametrize("stream", ["fast", "slow"])
+@pytest.mark.parametrize("kind", ["sentencepiece", "metaspace"])
+def test_other_kinds_of_tokenizers(kind: str, stream: str) -> None:
+    tokenizer = get(kind, stream)
+    size = len(tokenizer.hf.get_vocab())
+    vocabulary = tokenizer.vocabulary(size + 40, (EOS,))
+    compiler = GrammarCompiler(vocabulary)
+    grammar = compiler.grammar(StructuredOutputsParams(choice=[" a a", " w"]))
+    matcher = compiler.open(grammar, [])
+    text = b""
+    while (may := allowed(matcher, size + 40)) != {EOS}:
+        assert may and max(may) < size
+        matcher.observe(min(may))
+        text += vocabulary.token_bytes(min(may)) or b""
+    assert text in (b" a a", b" w")
+
+
+def test_without_an_end_token_there_is_no_structured_output(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer.vocabulary(300, ()))
+    with pytest.raises(SamplingError, match="no end-of-sequence token"):
+        compiler.grammar(StructuredOutputsParams(choice=["a"]))
+    compiler.warm_up()  # says nothing
