@@ -491,6 +491,16 @@ PICTURES: dict[str, Picture] = {
                   log="xy"),
         ),
     ),
+    "embeddings": Picture(
+        "Embeddings of 160 texts, 6 layers of 384 in float32, one thread", "Server",
+        (
+            Panel(("embeddings.c",), "in one process", {"texts_per_cpu_s": "texts a CPU second"},
+                  x="arm", unit="texts a CPU second", kind="across"),
+            Panel(("embeddings.c",), "POST /v1/embeddings, one text a request",
+                  {"p50_ms": "p50", "p99_ms": "p99"}, x="clients", x_label="clients", unit="ms",
+                  rows="served", log="xy"),
+        ),
+    ),
     "server_idle": Picture(
         "200 one-token requests a second beside silent streams; loop of `AsyncLLMEngine`", "Server",
         (

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hetero_llm.core.errors import HeteroLLMError as HeteroLLMError
     from hetero_llm.core.errors import ModelLoadError as ModelLoadError
     from hetero_llm.core.errors import OverloadedError as OverloadedError
+    from hetero_llm.core.errors import PoolingError as PoolingError
     from hetero_llm.core.errors import PromptError as PromptError
     from hetero_llm.core.errors import RequestError as RequestError
     from hetero_llm.core.errors import RingError as RingError
@@ -30,12 +31,22 @@ if TYPE_CHECKING:
     from hetero_llm.core.inputs import TextPrompt as TextPrompt
     from hetero_llm.core.inputs import TokensPrompt as TokensPrompt
     from hetero_llm.core.not_yet import LoRARequest as LoRARequest
-    from hetero_llm.core.not_yet import PoolingParams as PoolingParams
     from hetero_llm.core.outputs import BeamSearchOutput as BeamSearchOutput
     from hetero_llm.core.outputs import BeamSearchSequence as BeamSearchSequence
     from hetero_llm.core.outputs import CompletionOutput as CompletionOutput
     from hetero_llm.core.outputs import Logprob as Logprob
     from hetero_llm.core.outputs import RequestOutput as RequestOutput
+    from hetero_llm.core.pooling_outputs import ClassificationOutput as ClassificationOutput
+    from hetero_llm.core.pooling_outputs import (
+        ClassificationRequestOutput as ClassificationRequestOutput,
+    )
+    from hetero_llm.core.pooling_outputs import EmbeddingOutput as EmbeddingOutput
+    from hetero_llm.core.pooling_outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from hetero_llm.core.pooling_outputs import PoolingOutput as PoolingOutput
+    from hetero_llm.core.pooling_outputs import PoolingRequestOutput as PoolingRequestOutput
+    from hetero_llm.core.pooling_outputs import ScoringOutput as ScoringOutput
+    from hetero_llm.core.pooling_outputs import ScoringRequestOutput as ScoringRequestOutput
+    from hetero_llm.core.pooling_params import PoolingParams as PoolingParams
     from hetero_llm.core.sampling_params import BeamSearchParams as BeamSearchParams
     from hetero_llm.core.sampling_params import RequestOutputKind as RequestOutputKind
     from hetero_llm.core.sampling_params import SamplingParams as SamplingParams
@@ -71,11 +82,20 @@ _HOMES = {
     "BeamSearchOutput": "hetero_llm.core.outputs",
     "BeamSearchSequence": "hetero_llm.core.outputs",
     "LoRARequest": "hetero_llm.core.not_yet",
-    "PoolingParams": "hetero_llm.core.not_yet",
+    "PoolingParams": "hetero_llm.core.pooling_params",
+    "ClassificationOutput": "hetero_llm.core.pooling_outputs",
+    "ClassificationRequestOutput": "hetero_llm.core.pooling_outputs",
+    "EmbeddingOutput": "hetero_llm.core.pooling_outputs",
+    "EmbeddingRequestOutput": "hetero_llm.core.pooling_outputs",
+    "PoolingOutput": "hetero_llm.core.pooling_outputs",
+    "PoolingRequestOutput": "hetero_llm.core.pooling_outputs",
+    "ScoringOutput": "hetero_llm.core.pooling_outputs",
+    "ScoringRequestOutput": "hetero_llm.core.pooling_outputs",
     "HeteroLLMError": "hetero_llm.core.errors",
     "ConfigError": "hetero_llm.core.errors",
     "ModelLoadError": "hetero_llm.core.errors",
     "RequestError": "hetero_llm.core.errors",
+    "PoolingError": "hetero_llm.core.errors",
     "PromptError": "hetero_llm.core.errors",
     "SamplingError": "hetero_llm.core.errors",
     "SnapshotError": "hetero_llm.core.errors",

@@ -1,3 +1,3 @@
-"""vLLM's path of `PoolingParams`, which is not available yet."""
+"""vLLM's path of `PoolingParams`."""
 
-from hetero_llm.core.not_yet import PoolingParams as PoolingParams
+from hetero_llm.core.pooling_params import PoolingParams as PoolingParams

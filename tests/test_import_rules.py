@@ -27,6 +27,7 @@ _OF_DRAFTS = ("spec_decode.acceptance_stats", "spec_decode.array_table", "spec_d
 _DEVICE = ("core", "config", "utils", "sampling", "models", "runner", "spec_decode.verify")
 _ENGINE = (
     "core", "config", "utils", "scheduler", "kv_cache", "spec_decode", "sampling", "models",
+    "pooling",
     "structured_output",
 )  # fmt: skip
 _BUILDER = (*_ENGINE, "bridge", "runner", "cpu", "gpu", "demo_models")
@@ -61,6 +62,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "core", "models.config", "models.config_reader", "models.rope_config", "models.registry",
     ),
     "runner": ("core", "models", "sampling", "spec_decode.verify"),
+    "pooling": ("core", "config", "utils", "models", "runner"),
     "cpu": _DEVICE,
     "cpu.draft_worker": (*_DEVICE, "cpu", "spec_decode", "bridge.ipc"),
     "gpu": (*_DEVICE, "bridge.kv_offload"),
@@ -71,13 +73,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.build_runner": _BUILDER,
     "engine.build_host_tier": _BUILDER,
     "engine.build_drafter": _BUILDER,
+    "engine.build_pooling": _BUILDER,
     "engine.build_draft_worker": _BUILDER,
     "engine.build_device_draft": _BUILDER,
     "server": ("core", "config", "utils", "engine"),
     "bench_client": ("core", "utils.files", "demo_models", "engine.tokenizer"),
     "commands": (
         "core", "config", "utils", "engine", "models", "server", "bench_client", "spec_decode",
-        "kv_cache",
+        "kv_cache", "pooling",
     ),
     "commands.doctor": (
         "core", "config", "utils", "bridge.kv_offload", "cpu", "engine.core_plan",

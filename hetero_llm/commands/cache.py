@@ -220,10 +220,14 @@ def _open(options: argparse.Namespace) -> tuple[SnapshotRequirements, Tokenizer]
     config = EngineConfig.from_args(resolve_engine_args(given))
     from hetero_llm.engine.build_drafter import fit_to_model, requirements_for
     from hetero_llm.engine.resolve import open_model
+    from hetero_llm.pooling.pooling_model import PoolingModel
 
     opened = open_model(config)
     tokenizer, speculation = opened.tokenizer, config.speculation
     assert speculation is not None and speculation.lookahead is not None and tokenizer is not None
+    if isinstance(opened.config, PoolingModel):
+        name = opened.config.class_name
+        raise ConfigError("model", config.load.model, f"{name} pools, and drafts nothing")
     settings = fit_to_model(speculation.lookahead, opened.config, opened.max_model_len)
     return requirements_for(settings, speculation.memory_utilization, tokenizer), tokenizer
 

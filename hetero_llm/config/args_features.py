@@ -12,6 +12,43 @@ _LORA = "LoRA"
 _PROMPT_ADAPTERS = "prompt adapter support"
 _ONE_DEVICE = "the engine runs on one device, without remote workers."
 
+POOLING = grouped(
+    "Embeddings and scores",
+    effective(
+        "runner",
+        _STR,
+        "auto",
+        "What the model is for: 'generate' text, or 'pooling' for embeddings, scores and classes. "
+        "'auto': as its files say.",
+        choices=("auto", "generate", "pooling"),
+        later_choices=("draft",),
+    ),
+    effective(
+        "task",
+        _STR,
+        "auto",
+        "Older name of runner and convert in one: 'embed', 'classify' and 'score' pool.",
+        choices=("auto", "generate", "embed", "embedding", "classify", "score"),
+        later_choices=("reward", "transcription"),
+    ),
+    effective(
+        "convert",
+        _STR,
+        "auto",
+        "What a pooling model returns: 'embed' or 'classify'. 'auto': as its class says.",
+        choices=("auto", "none", "embed", "classify"),
+        later_choices=("reward",),
+    ),
+    effective(
+        "pooler_config",
+        _JSON,
+        None,
+        'How hidden states become one vector, as {"pooling_type": "MEAN", "normalize": true}; '
+        "'CLS', 'MEAN' or 'LAST'. Default: what the model's files say.",
+        aliases=("override_pooler_config",),
+    ),
+)
+
 OFFLOAD = grouped(
     "Prefix cache offload",
     effective(

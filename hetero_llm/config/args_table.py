@@ -11,6 +11,7 @@ from hetero_llm.config.args_features import (
     LOOKAHEAD_CACHE,
     OFFLOAD,
     PARALLEL,
+    POOLING,
     SPECULATIVE,
 )
 from hetero_llm.config.args_spec import ArgSpec, Kind, effective, grouped, not_yet, obsolete
@@ -459,6 +460,7 @@ ENGINE_ARGS: tuple[ArgSpec, ...] = (
     *_TOKENIZER,
     *_MEMORY,
     *_SCHEDULING,
+    *POOLING,
     *OFFLOAD,
     *PARALLEL,
     *SPECULATIVE,

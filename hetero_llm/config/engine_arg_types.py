@@ -75,6 +75,11 @@ class EngineArgTypes(TypedDict, total=False):
     max_seq_len_to_capture: int
     max_context_len_to_capture: int | None
     override_neuron_config: Mapping[str, Any] | None
+    runner: str
+    task: str
+    convert: str
+    pooler_config: Mapping[str, Any] | None
+    override_pooler_config: Mapping[str, Any] | None
     enable_prefix_cache_offload: bool
     cpu_prefill_memory_utilization: float
     apc_offload_not_lazy: bool
@@ -203,6 +208,10 @@ class EngineArgFields:
     max_seq_len_to_capture: int
     max_context_len_to_capture: int | None
     override_neuron_config: Mapping[str, Any] | None
+    runner: str
+    task: str
+    convert: str
+    pooler_config: Mapping[str, Any] | None
     enable_prefix_cache_offload: bool
     cpu_prefill_memory_utilization: float
     apc_offload_not_lazy: bool

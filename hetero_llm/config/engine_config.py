@@ -9,6 +9,8 @@ from typing import Any
 
 from hetero_llm.config.offload_config import OffloadConfig as OffloadConfig
 from hetero_llm.config.offload_config import offload_from_args
+from hetero_llm.config.pooling_config import PoolingConfig as PoolingConfig
+from hetero_llm.config.pooling_config import pooling_from_args
 from hetero_llm.config.speculation_config import SpeculationConfig as SpeculationConfig
 from hetero_llm.config.speculation_config import speculation_from_args
 from hetero_llm.core.errors import ConfigError
@@ -129,6 +131,7 @@ class EngineConfig:
     max_images: int | None = None
     media_domains: tuple[str, ...] = ()
     generation: GenerationDefaults = GenerationDefaults()
+    pooling: PoolingConfig = PoolingConfig()
 
     @staticmethod
     def from_args(args: Mapping[str, Any]) -> EngineConfig:
@@ -192,6 +195,7 @@ class EngineConfig:
             generation=GenerationDefaults(
                 args["generation_config"], args["override_generation_config"] or {}
             ),
+            pooling=pooling_from_args(args),
         )
 
 

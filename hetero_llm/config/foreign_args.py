@@ -21,7 +21,7 @@ _CONTEXT_PARALLEL = "context parallelism"
 _EXPERT_PARALLEL = "expert parallelism"
 _NODES = "an engine of several machines"
 _MAMBA = "models with state spaces (Mamba)"
-_POOLING = "pooling models (embeddings, scores, classes)"
+_LATE = "late interaction (an embedding for each token)"
 _SLEEP = "sleep mode"
 _KV_TRANSFER = "KV transfer between engines"
 _MULTIMODAL = "another treatment of images than the model's own"
@@ -57,10 +57,6 @@ def _serve(name: str, takes: Takes, feature: str, *harmless: Any, **rest: Any) -
 
 
 _MODEL = (
-    _feature("task", _ONE, _POOLING, "auto", "generate"),
-    _feature("runner", _ONE, _POOLING, "auto", "generate"),
-    _feature("convert", _ONE, _POOLING, "auto", "none"),
-    _feature("pooler_config", _ONE, _POOLING, aliases=("override_pooler_config",)),
     _feature("hf_config_path", _ONE, "a config.json outside of the model's folder"),
     _feature(
         "hf_token", _ONE, "a token as an argument", True, instead="the variable HF_TOKEN",
@@ -339,7 +335,7 @@ _SERVER = (
            reason="the headers of a request may have 64 KiB."),
     _serve("h11_max_header_count", _ONE, "another limit on headers", 256,
            reason="a request may have 128 headers."),
-    _serve("enable_flash_late_interaction", _SWITCH, _POOLING, True, False),
+    _serve("enable_flash_late_interaction", _SWITCH, _LATE, True, False),
     _serve("chat_template_content_format", _ONE, "a choice of the template's content form",
            "auto"),
     _serve("trust_request_chat_template", _SWITCH, "a request's own chat template"),

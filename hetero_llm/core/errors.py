@@ -5,7 +5,8 @@ HeteroLLMError
  ├── ModelLoadError       a model folder cannot be read, is damaged or is not supported
  ├── RequestError         one request is wrong; the engine stays usable
  │    ├── PromptError         the prompt (empty, too long, token id out of range)
- │    └── SamplingError       a field of SamplingParams
+ │    ├── SamplingError       a field of SamplingParams
+ │    └── PoolingError        a field of PoolingParams, or a call that the model has no task for
  ├── SnapshotError        a snapshot of the lookahead cache cannot be saved or loaded
  ├── RingError            shared memory to the draft worker cannot be made, or is another's
  ├── OverloadedError      too many requests wait; try again later
@@ -89,6 +90,10 @@ class PromptError(RequestError):
 
 class SamplingError(RequestError):
     """A field of `SamplingParams` is out of range or contradicts another one."""
+
+
+class PoolingError(RequestError):
+    """A field of `PoolingParams` is wrong, or the model does not serve this task."""
 
 
 class SnapshotError(HeteroLLMError):

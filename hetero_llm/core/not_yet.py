@@ -23,7 +23,3 @@ class LoRARequest(NotYet):
 
 class PromptAdapterRequest(NotYet):
     feature = "a prompt adapter"
-
-
-class PoolingParams(NotYet):
-    feature = "a pooling model"

@@ -83,6 +83,17 @@ def choose_backend(
     return NativeBackend(library, cpus, weight_format, isa)
 
 
+def use_torch_threads(wanted: int | None) -> None:
+    """Sets the number of torch's threads; None leaves it.
+
+    Raises:
+        ConfigError: there are not as many cores.
+    """
+    _check_threads(wanted)
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+
+
 def _why_torch(
     wanted: CpuConfig, config: ModelConfig, dtype: torch.dtype, *, batch_invariant: bool
 ) -> str | None:

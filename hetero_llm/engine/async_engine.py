@@ -14,7 +14,7 @@ import signal
 import time
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import (
@@ -24,6 +24,7 @@ from hetero_llm.core.errors import (
     EngineHungError,
     HeteroLLMError,
     OverloadedError,
+    PoolingError,
     RequestError,
     refuse_later,
 )
@@ -31,22 +32,29 @@ from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.inputs import PromptType
 from hetero_llm.core.metrics import Metric
 from hetero_llm.core.outputs import RequestOutput
+from hetero_llm.core.pooling import Finish, PoolingInput, PoolingRequest, PoolingResult
+from hetero_llm.core.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from hetero_llm.core.pooling_params import PoolingParams
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import SamplingParams
 from hetero_llm.engine import messages
 from hetero_llm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-from hetero_llm.engine.engine_client import EngineInfo, EngineStats, ModelInfo
+from hetero_llm.engine.engine_client import EngineInfo, EngineStats, ModelInfo, PoolingInfo
 from hetero_llm.engine.engine_launcher import EngineProcess, launch
 from hetero_llm.engine.finish_rate import FinishRate
 from hetero_llm.engine.images import ImageInputs
 from hetero_llm.engine.input_processor import InputProcessor, Prompt, parse_prompt
 from hetero_llm.engine.metric_objects import metric_objects
 from hetero_llm.engine.output_stream import Assembler, OutputStream
+from hetero_llm.engine.pooling_inputs import PoolingInputs
+from hetero_llm.engine.pooling_stream import PoolingStream
 from hetero_llm.engine.resolve import open_model
 from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
+from hetero_llm.pooling.pooling_model import PoolingModel
 from hetero_llm.structured_output.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
+S = TypeVar("S", OutputStream, PoolingStream)
 
 STEP_TIMEOUTS = {"cuda": 30.0, "cpu": 120.0}
 """Seconds without a message after which an engine counts as hung, by device."""
@@ -89,6 +97,7 @@ class AsyncLLMEngine:
     info: EngineInfo
     tokenizer: Tokenizer | None
     images: ImageInputs | None
+    pooling_inputs: PoolingInputs | None
 
     # large: what the parent keeps of the engine process, one name each.
     def __init__(
@@ -136,6 +145,7 @@ class AsyncLLMEngine:
             offload=ready.offload,
             default_sampling=opened.default_sampling,
             max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
+            pooling=PoolingInfo.of(model) if isinstance(model, PoolingModel) else None,
             started_seconds={**ready.seconds, "total": time.monotonic() - begun},
         )
         self._model = ModelInfo(
@@ -156,15 +166,20 @@ class AsyncLLMEngine:
             seed=config.seed,
             images=self.images,
             grammars=None
-            if self.tokenizer is None
+            if self.tokenizer is None or isinstance(model, PoolingModel)
             else GrammarCompiler(self.tokenizer.vocabulary(model.vocab_size, model.eos_token_ids)),
         )
+        self.pooling_inputs = None
+        if isinstance(model, PoolingModel):
+            self.pooling_inputs = PoolingInputs(self.tokenizer, model)
         self._max_running = config.max_num_seqs
         self._max_queued = max_queued_requests
         self.step_timeout = step_timeout or STEP_TIMEOUTS[ready.device.partition(":")[0]]
         self.threads = TokenizerThreads()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: dict[str, OutputStream] = {}  # by key, see messages.AddRequest
+        self._streams: dict[
+            str, OutputStream | PoolingStream
+        ] = {}  # by key, see messages.AddRequest
         self._keys: dict[str, str] = {}  # by request id
         self._num_requests = 0
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -262,7 +277,10 @@ class AsyncLLMEngine:
         refuse_later("prompt_adapter_request", prompt_adapter_request, "prompt adapters")
         refuse_later("priority", priority or None, "priority scheduling")
         self._attach_loop()
-        stream = self._open_stream(request_id)
+        if self.info.pooling is not None:
+            name = self.info.pooling.class_name
+            raise PoolingError("task", "generate", f"{name} pools and generates no text")
+        stream = self._open_stream(request_id, OutputStream)
         try:
             request = await self._checked_request(parse_prompt(prompt), params)
             self._submit(stream, request)
@@ -289,6 +307,59 @@ class AsyncLLMEngine:
         finally:
             self._close_stream(stream)
 
+    async def encode(
+        self,
+        prompt: Prompt | PromptType,
+        pooling_params: PoolingParams,
+        request_id: str,
+        lora_request: None = None,
+        trace_headers: None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Yields the one result of a prompt, as `LLM.encode` returns it.
+
+        Raises:
+            RequestError: the prompt or a parameter is wrong, or the model does not pool.
+            OverloadedError, DuplicateRequestError, EngineDeadError: as `generate`.
+        """
+        refuse_later("lora_request", lora_request, "LoRA")
+        refuse_later("trace_headers", trace_headers, "tracing of requests without a server")
+        refuse_later("priority", priority or None, "priority scheduling")
+        made = self.pooling_inputs
+        if made is None:
+            raise PoolingError("task", "encode", "this model generates text and does not pool")
+        if not isinstance(pooling_params, PoolingParams):
+            raise PoolingError("pooling_params", pooling_params, "must be a PoolingParams")
+        import torch
+
+        params = pooling_params.clone()
+        finish = made.finish_of(params, params.task or made.model.tasks[0])
+        parsed = parse_prompt(prompt)
+        (one,) = await self.threads.run(
+            lambda: made.prompts([parsed], [params], name_index=False), size=len(parsed.text or "")
+        )
+        result = await self.pool(request_id, [one], finish)
+        output = PoolingOutput(torch.from_numpy(result.values[0].copy()))
+        yield PoolingRequestOutput(request_id, output, one.token_ids.tolist())
+
+    async def pool(
+        self, request_id: str, inputs: Sequence[PoolingInput], finish: Finish
+    ) -> PoolingResult:
+        """See `EngineClient`."""
+        self._attach_loop()
+        stream = self._open_stream(request_id, PoolingStream)
+        try:
+            request = PoolingRequest(stream.key, inputs, finish)
+            self._send(messages.pooling_to_wire(request))
+            stream.sent = True
+            result = messages.pooled_from_wire(await stream.get())
+            self.finish_rate.note()
+        finally:
+            self._close_stream(stream)
+        if result.error is not None:
+            raise HeteroLLMError(result.error)
+        return result
+
     @property
     def num_unfinished(self) -> int:
         """Requests whose last output has not arrived. `stats().queue` also counts those whose
@@ -305,8 +376,10 @@ class AsyncLLMEngine:
             stream.abort_wanted = True
             if stream.sent:
                 self._send(messages.Abort(stream.key))
+            if isinstance(stream, PoolingStream):  # the engine sends no last output for it
+                stream.fail(lambda: HeteroLLMError("the request was aborted"))
 
-    def _open_stream(self, request_id: str) -> OutputStream:
+    def _open_stream(self, request_id: str, kind: type[S]) -> S:
         if not isinstance(request_id, str) or not request_id:
             raise RequestError("request_id", request_id, "must be a string that is not empty")
         self.check_health()
@@ -320,10 +393,11 @@ class AsyncLLMEngine:
         key = str(self._num_requests)
         self._num_requests += 1
         self._keys[request_id] = key
-        stream = self._streams[key] = OutputStream(key, request_id, time.monotonic())
+        stream = kind(key, request_id, time.monotonic())
+        self._streams[key] = stream
         return stream
 
-    def _close_stream(self, stream: OutputStream) -> None:
+    def _close_stream(self, stream: OutputStream | PoolingStream) -> None:
         """Removes a stream and aborts its request if unfinished. May be called again."""
         if self._streams.pop(stream.key, None) is None:
             return
@@ -556,8 +630,13 @@ class AsyncLLMEngine:
         if isinstance(message, messages.StepOutputs):
             for output in message.outputs:
                 stream = self._streams.get(output.key)
-                if stream is not None:
+                if isinstance(stream, OutputStream):
                     stream.put(output)
+        elif isinstance(message, messages.PooledOutputs):
+            for pooled in message.outputs:
+                waiting = self._streams.get(pooled.key)
+                if isinstance(waiting, PoolingStream):
+                    waiting.put(pooled)
         elif isinstance(message, messages.Heartbeat):
             self._metrics = message.metrics
             self._histograms = message.histograms

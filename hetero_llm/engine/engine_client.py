@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,9 +11,28 @@ from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from hetero_llm.core.pooling import Finish, PoolingInput, PoolingResult
     from hetero_llm.engine.images import ImageInputs
     from hetero_llm.engine.input_processor import Prompt
+    from hetero_llm.engine.pooling_inputs import PoolingInputs
     from hetero_llm.engine.tokenizer import Tokenizer, TokenizerThreads
+    from hetero_llm.pooling.pooling_model import PoolingModel
+
+
+@dataclass(frozen=True)
+class PoolingInfo:
+    """Facts about a model that pools: its class, which hidden states become a vector ("CLS", "MEAN"
+    or "LAST"), the tasks of `PoolingParams` that it serves, and how long its vectors are."""
+
+    class_name: str
+    pooling: str
+    tasks: tuple[str, ...]
+    size: int
+
+    @staticmethod
+    def of(model: PoolingModel) -> PoolingInfo:
+        size = len(model.labels) or model.embedding_size
+        return PoolingInfo(model.class_name, model.pooling, model.tasks, size)
 
 
 @dataclass(frozen=True)
@@ -24,7 +43,8 @@ class EngineInfo:
     "torch" or "ipex". `started_seconds` has the duration of each part of the start. `offload`
     describes the host memory behind the prefix cache; empty without any. `default_sampling` has
     fields of `SamplingParams` for requests that leave them out. `max_logprobs` is the most
-    log-probabilities of a token that a request may ask for.
+    log-probabilities of a token that a request may ask for. `pooling` describes a model that pools;
+    None: the model generates.
     """
 
     model: str
@@ -40,6 +60,7 @@ class EngineInfo:
     offload: str = ""
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     max_logprobs: int = 20
+    pooling: PoolingInfo | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +113,10 @@ class EngineClient(Protocol):
         """Prepares images in this process; None if the model takes none."""
 
     @property
+    def pooling_inputs(self) -> PoolingInputs | None:
+        """Tokenizes and checks the inputs of a model that pools; None if it generates."""
+
+    @property
     def threads(self) -> TokenizerThreads:
         """The threads in which this process tokenizes; `shutdown` closes them."""
 
@@ -108,6 +133,19 @@ class EngineClient(Protocol):
             OverloadedError: too many requests wait; `retry_after` is in seconds.
             DuplicateRequestError: a running request has this id.
             EngineDeadError: the engine cannot serve, or died in mid-stream.
+        """
+        ...
+
+    async def pool(
+        self, request_id: str, inputs: Sequence[PoolingInput], finish: Finish
+    ) -> PoolingResult:
+        """The pooled values of inputs that `pooling_inputs` has made.
+
+        Cancelling the call aborts the request.
+
+        Raises:
+            HeteroLLMError: a value is no finite number, or the request was aborted.
+            OverloadedError, DuplicateRequestError, EngineDeadError: as `generate`.
         """
         ...
 

@@ -28,13 +28,16 @@ from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import ConfigError, HeteroLLMError, RequestError
 from hetero_llm.core.outputs import RequestOutput
 from hetero_llm.engine import messages
+from hetero_llm.engine.engine import Engine
 from hetero_llm.engine.fault_injection import with_faults
 from hetero_llm.engine.message_socket import MessageSocket
+from hetero_llm.engine.pooling_engine import PoolingEngine
 from hetero_llm.utils import env
 from hetero_llm.utils.gc_control import prompt_wakeups, serve_promptly
 from hetero_llm.utils.log_sink import LineFormatter, Sink
 
 if TYPE_CHECKING:
+    from hetero_llm.engine.build_pooling import BuiltPooling
     from hetero_llm.engine.factory import BuiltEngine
     from hetero_llm.spec_decode.lookahead.store import Store
 
@@ -53,18 +56,22 @@ class EngineLoop:
 
     Args:
         parent: the socket.
-        built: the engine.
+        built: the engine, of a model that generates or of one that pools.
         most_unsent: bytes; no step runs while the other end leaves more than this unread.
     """
 
     def __init__(
-        self, parent: MessageSocket, built: BuiltEngine, *, most_unsent: int = 64 << 20
+        self,
+        parent: MessageSocket,
+        built: BuiltEngine | BuiltPooling,
+        *,
+        most_unsent: int = 64 << 20,
     ) -> None:
         self._parent = parent
         self._most_unsent = most_unsent
         self._built = built
         self._engine = built.engine
-        self._step = with_faults(built.engine.step, env.faults())
+        self._step: Callable[[], list[Any]] = with_faults(built.engine.step, env.faults())
         self._started: set[str] = set()  # unfinished requests of which an output was sent
         self._last_beat = 0.0
         self._running = True
@@ -83,7 +90,7 @@ class EngineLoop:
                     self._send(messages.Dead(f"{type(error).__name__}: {error}"))
                     return EXIT_DEAD
                 if outputs:
-                    self._send(messages.StepOutputs([self._packed(one) for one in outputs]))
+                    self._send(self._outputs_message(outputs))
             self._send_heartbeat()
         return 0
 
@@ -103,6 +110,8 @@ class EngineLoop:
     def _handle(self, message: messages.Message) -> None:
         if isinstance(message, messages.AddRequest):
             self._add(message)
+        elif isinstance(message, messages.AddPooling):
+            self._add_pooling(message)
         elif isinstance(message, messages.Abort):
             last = self._engine.abort(message.key)
             if last is not None:
@@ -119,13 +128,27 @@ class EngineLoop:
         how many sequences and KV blocks there are."""
         try:
             request = messages.request_from_wire(message)
+            assert isinstance(self._engine, Engine), "the model pools"
             self._engine.check_request(request)
         except Exception as error:  # nothing was started: the engine is unchanged
-            if not isinstance(error, RequestError):
-                logger.exception("a request could not be checked")
-            self._send(messages.RequestFailed(message.key, messages.error_to_wire(error)))
+            self._refuse(message.key, error)
             return
         self._engine.add_request(request)
+
+    def _add_pooling(self, message: messages.AddPooling) -> None:
+        """Starts a request to a pooling model, which the API process has checked."""
+        try:
+            request = messages.pooling_from_wire(message)
+            assert isinstance(self._engine, PoolingEngine), "the model generates"
+        except Exception as error:  # nothing was started: the engine is unchanged
+            self._refuse(message.key, error)
+            return
+        self._engine.add_request(request)
+
+    def _refuse(self, key: str, error: Exception) -> None:
+        if not isinstance(error, RequestError):
+            logger.error("a request could not be checked", exc_info=error)
+        self._send(messages.RequestFailed(key, messages.error_to_wire(error)))
 
     def _call_result(self, call: messages.Call) -> messages.CallResult:
         try:
@@ -134,6 +157,12 @@ class EngineLoop:
             if not isinstance(error, HeteroLLMError):
                 logger.exception("%s failed", call.name)
             return messages.CallResult(call.number, error=messages.error_to_wire(error))
+
+    def _outputs_message(self, outputs: list[Any]) -> messages.Message:
+        """The message for what a step of the engine has returned."""
+        if isinstance(self._engine, PoolingEngine):
+            return messages.PooledOutputs([messages.pooled_to_wire(one) for one in outputs])
+        return messages.StepOutputs([self._packed(one) for one in outputs])
 
     def _packed(self, output: RequestOutput) -> messages.Output:
         key = output.request_id
@@ -166,22 +195,24 @@ class EngineLoop:
         self._parent.send(messages.encode(message))
 
 
-def _reset_prefix_cache(built: BuiltEngine) -> None:
-    built.engine.reset_prefix_cache()
+def _reset_prefix_cache(built: BuiltEngine | BuiltPooling) -> None:
+    if isinstance(built.engine, Engine):  # a pooling model caches no prefixes
+        built.engine.reset_prefix_cache()
 
 
-def _save_lookahead_cache(built: BuiltEngine, path: str) -> None:
+def _save_lookahead_cache(built: BuiltEngine | BuiltPooling, path: str) -> None:
     _store(built).save(path)
 
 
-def _load_lookahead_cache(built: BuiltEngine, path: str) -> None:
+def _load_lookahead_cache(built: BuiltEngine | BuiltPooling, path: str) -> None:
     _store(built).load(path)
 
 
-def _store(built: BuiltEngine) -> Store:
-    if built.store is None:
+def _store(built: BuiltEngine | BuiltPooling) -> Store:
+    store: Store | None = getattr(built, "store", None)
+    if store is None:
         raise ConfigError("use_lookahead", False, "this engine has no lookahead cache")
-    return built.store
+    return store
 
 
 CALLS: dict[str, Callable[..., Any]] = {
@@ -220,7 +251,7 @@ def main(arguments: list[str]) -> int:
     return code
 
 
-def _build(parent: MessageSocket) -> BuiltEngine | int:
+def _build(parent: MessageSocket) -> BuiltEngine | BuiltPooling | int:
     """The engine that the first message asks for, or the exit code."""
     start = _first_message(parent)
     if start is None:
@@ -237,12 +268,12 @@ def _build(parent: MessageSocket) -> BuiltEngine | int:
         import torch  # noqa: F401  # by far the longest import, timed apart
         from tqdm import tqdm
 
-        from hetero_llm.engine.factory import build_engine
+        from hetero_llm.engine.factory import build
 
         tqdm.monitor_interval = 0  # else each progress bar leaves a thread behind
 
         imported = time.monotonic()
-        built = build_engine(config, serving=True, show_progress=sys.stderr.isatty())
+        built = build(config, serving=True, show_progress=sys.stderr.isatty())
     except Exception as error:
         if not isinstance(error, HeteroLLMError):
             logger.exception("the engine could not be built")

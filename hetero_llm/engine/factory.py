@@ -1,7 +1,7 @@
 """Builds an engine from its configuration.
 
 Only this file and its builders (`build_runner`, `build_host_tier`, `build_drafter`,
-`build_device_draft`, `build_draft_worker`) join the engine with devices.
+`build_device_draft`, `build_draft_worker`, `build_pooling`) join the engine with devices.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from hetero_llm.engine.build_host_tier import (
     open_host_memory,
     step_times,
 )
+from hetero_llm.engine.build_pooling import BuiltPooling, build_pooling
 from hetero_llm.engine.build_runner import (
     BuiltRunner,
     build_runner,
@@ -50,6 +51,7 @@ from hetero_llm.engine.output_processor import OutputProcessor
 from hetero_llm.engine.resolve import (
     find_model,
     limit_steps,
+    model_folder,
     open_tokenizer,
     resolve_device,
     resolve_dtype,
@@ -63,6 +65,7 @@ from hetero_llm.kv_cache.block_transfers import BlockTransfers
 from hetero_llm.kv_cache.hit_log import HitCounter, HitLog
 from hetero_llm.kv_cache.prefix_cache import PrefixCache
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
+from hetero_llm.pooling.pooling_model import read_pooling_model
 from hetero_llm.scheduler.grammar_drafts import GrammarDrafts
 from hetero_llm.scheduler.kv_loads import KVLoadQueue
 from hetero_llm.scheduler.scheduler import Scheduler
@@ -113,6 +116,24 @@ class BuiltEngine:
     def metrics(self) -> dict[str, float]:
         """Counters and gauges of engine and lookahead cache, by name."""
         return self.engine.metrics() | ({} if self.store is None else self.store.metrics())
+
+
+def build(
+    config: EngineConfig, *, show_progress: bool = True, serving: bool = False
+) -> BuiltEngine | BuiltPooling:
+    """Builds the engine that the model needs: `build_engine`, or `build_pooling` for one that
+    returns vectors.
+
+    Raises:
+        ConfigError, ModelLoadError: see there.
+    """
+    device = resolve_device(config.load.device)
+    model = read_pooling_model(model_folder(config.load, weights=False), config)
+    if model is None:
+        return build_engine(config, show_progress=show_progress, serving=serving)
+    free_unreachable(device.type)
+    folder = model_folder(config.load)
+    return build_pooling(config, folder, model, show_progress=show_progress)
 
 
 def build_engine(

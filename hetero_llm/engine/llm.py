@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -19,6 +16,7 @@ from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import (
     ConfigError,
     EngineDeadError,
+    PoolingError,
     PromptError,
     RequestError,
     SamplingError,
@@ -27,12 +25,21 @@ from hetero_llm.core.errors import (
 from hetero_llm.core.inputs import PromptType
 from hetero_llm.core.metrics import Metric
 from hetero_llm.core.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from hetero_llm.core.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from hetero_llm.core.pooling_params import PoolingParams
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from hetero_llm.engine.arg_utils import EngineArgs
+from hetero_llm.engine.build_pooling import BuiltPooling
 from hetero_llm.engine.chat_messages import for_template
 from hetero_llm.engine.engine import Engine
-from hetero_llm.engine.factory import BuiltEngine, build_engine, free_unreachable
+from hetero_llm.engine.factory import BuiltEngine, build, free_unreachable
 from hetero_llm.engine.input_processor import (
     GuidedOptions,
     Prompt,
@@ -41,7 +48,9 @@ from hetero_llm.engine.input_processor import (
     parse_prompts,
     with_guided_options,
 )
+from hetero_llm.engine.interrupts import interrupt_between_steps
 from hetero_llm.engine.metric_objects import metric_objects
+from hetero_llm.engine.pooling_calls import PoolingCalls
 from hetero_llm.utils.gc_control import prompt_wakeups, serve_promptly
 
 if TYPE_CHECKING:
@@ -50,10 +59,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_POOLING, _LEVELS, _PROFILER = "a pooling model", "a sleep level", "a profiler"
+_LEVELS, _PROFILER = "a sleep level", "a profiler"
 _NOT_YET = {
-    "encode": _POOLING, "embed": _POOLING, "classify": _POOLING, "score": _POOLING,
-    "reward": _POOLING, "sleep": _LEVELS, "wake_up": _LEVELS, "start_profile": _PROFILER,
+    "reward": "a reward model", "sleep": _LEVELS, "wake_up": _LEVELS, "start_profile": _PROFILER,
     "stop_profile": _PROFILER, "set_tokenizer": "another tokenizer after the start",
     "collective_rpc": "a call in worker processes", "apply_model": "a call on the model",
     "llm_engine": "the engine inside LLM (use LLMEngine to drive its steps)",
@@ -61,6 +69,7 @@ _NOT_YET = {
 """Attributes of vLLM's `LLM`, and what they are for."""
 
 
+# large: one method for each call of vLLM's LLM.
 class LLM:
     """A model and everything needed to generate text with it, in this process.
 
@@ -83,8 +92,9 @@ class LLM:
         config = EngineConfig.from_args(args.resolved())
         serve_promptly()
         with prompt_wakeups():
-            built = build_engine(config, show_progress=sys.stderr.isatty())
-        self._built: BuiltEngine | None = built
+            built = build(config, show_progress=sys.stderr.isatty())
+        self._built: BuiltEngine | BuiltPooling | None = built
+        self._pooling = PoolingCalls(built) if isinstance(built, BuiltPooling) else None
         served = next(iter(args.served_model_name), config.load.model)
         self._metric_labels = {"model_name": served, "engine": "0"}
         self._num_requests = 0
@@ -106,7 +116,7 @@ class LLM:
         device = "" if self._built is None else self._built.device
         if self._built is not None:
             self._built.engine.shut_down()
-        self._built = None
+        self._built = self._pooling = None
         free_unreachable(device)
 
     def generate(
@@ -293,9 +303,97 @@ class LLM:
             del self._inboxes[request.request_id]
             engine.abort(request.request_id)
 
+    # -- pooling models ---------------------------------------------------------------------
+
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each prompt.
+
+        Args:
+            prompts: as of `generate`.
+            truncate_prompt_tokens: see `PoolingParams`; comes before its field.
+            pooling_params: one for all prompts or one each.
+
+        Raises:
+            RequestError: a prompt or parameter is wrong, or the model makes no embeddings.
+        """
+        refuse_later("lora_request", lora_request, "LoRA")
+        options = {"truncate_prompt_tokens": truncate_prompt_tokens}
+        return self._pooling_calls("embed").embed(prompts, pooling_params, options, use_tqdm)
+
+    def classify(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of the model's classes for each prompt.
+
+        Raises:
+            RequestError: a prompt or parameter is wrong, or the model has no classes.
+        """
+        refuse_later("lora_request", lora_request, "LoRA")
+        return self._pooling_calls("classify").classify(prompts, pooling_params, {}, use_tqdm)
+
+    def encode(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The pooled values of each prompt as a tensor: an embedding, or probabilities of classes.
+
+        Args:
+            pooling_task: "embed" or "classify"; None: that of `pooling_params`, else the model's.
+
+        Raises:
+            RequestError: a prompt or parameter is wrong, or the model does not serve the task.
+        """
+        refuse_later("lora_request", lora_request, "LoRA")
+        calls = self._pooling_calls("encode")
+        return calls.encode(prompts, pooling_params, pooling_task, use_tqdm)
+
+    def score(
+        self,
+        data_1: PromptType | Sequence[PromptType],
+        data_2: PromptType | Sequence[PromptType],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts fit: the score of a cross-encoder, or the cosine of two embeddings.
+
+        Args:
+            data_1: one text, which is compared with each of `data_2`, or as many as there.
+
+        Raises:
+            RequestError: a text or parameter is wrong, or the model gives no scores.
+        """
+        refuse_later("lora_request", lora_request, "LoRA")
+        options = {"truncate_prompt_tokens": truncate_prompt_tokens}
+        calls = self._pooling_calls("score")
+        return calls.score(data_1, data_2, pooling_params, options, use_tqdm)
+
+    # -- the engine -------------------------------------------------------------------------
+
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer, or None."""
-        tokenizer = self._engine_parts().tokenizer
+        tokenizer = self._parts().tokenizer
         return None if tokenizer is None else tokenizer.hf
 
     @property
@@ -310,16 +408,18 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """Counters since start, gauges of the present state and histograms, as vLLM's objects of
         `hetero_llm.v1.metrics.reader`."""
-        histograms = self._engine_parts().engine.histograms()
+        histograms = self._parts().engine.histograms()
         return metric_objects(self.metrics(), histograms, self._metric_labels)
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges of `get_metrics` by the engine's names."""
-        return self._engine_parts().metrics()
+        return self._parts().metrics()
 
     def reset_prefix_cache(self) -> None:
-        """Drops all cached prefixes."""
-        self._engine_parts().engine.reset_prefix_cache()
+        """Drops all cached prefixes; a model that pools caches none."""
+        built = self._parts()
+        if not isinstance(built, BuiltPooling):
+            built.engine.reset_prefix_cache()
 
     def save_lookahead_cache(self, path: str | os.PathLike[str]) -> None:
         """Saves the lookahead cache, which holds the tokens of all requests, in one file.
@@ -344,7 +444,7 @@ class LLM:
     @property
     def backend(self) -> str:
         """What runs the model: "cuda", or on a CPU "native" (our executor), "torch" or "ipex"."""
-        return self._engine_parts().backend
+        return self._parts().backend
 
     @property
     def engine(self) -> Engine:
@@ -361,10 +461,32 @@ class LLM:
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _engine_parts(self) -> BuiltEngine:
+    def _parts(self) -> BuiltEngine | BuiltPooling:
         if self._built is None:
             raise EngineDeadError("this LLM was closed")
         return self._built
+
+    def _engine_parts(self) -> BuiltEngine:
+        built = self._parts()
+        if isinstance(built, BuiltPooling):
+            raise PoolingError(
+                "task",
+                "generate",
+                f"{built.model.class_name} pools and generates no text; "
+                f"it serves {' and '.join(map(repr, built.model.tasks))}",
+            )
+        return built
+
+    def _pooling_calls(self, call: str) -> PoolingCalls:
+        self._parts()
+        if self._pooling is None:
+            raise PoolingError(
+                "task",
+                call,
+                "this model generates text; load one that pools, or make it pool with "
+                "LLM(..., runner='pooling')",
+            )
+        return self._pooling
 
     def _store(self) -> Store:
         store = self._engine_parts().store
@@ -419,7 +541,7 @@ class LLM:
             engine.add_request(request)
         progress = _Progress(len(requests), use_tqdm)
         try:
-            with _interrupt_between_steps() as interrupted:
+            with interrupt_between_steps() as interrupted:
                 while len(finished) < len(requests) and not interrupted:
                     for output in self._step(indices.keys()):
                         finished[output.request_id] = output
@@ -439,22 +561,6 @@ class LLM:
                 if last is not None:
                     finished[request.request_id] = last
         return [finished[request.request_id] for request in requests]
-
-
-@contextmanager
-def _interrupt_between_steps() -> Iterator[list[int]]:
-    """Collects Ctrl-C in a list instead of raising it inside a step, which would leave scheduler
-    and device in different states. Only the main thread gets signals; in others the list stays
-    empty."""
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    previous = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 class _Progress:

@@ -19,6 +19,7 @@ from hetero_llm.core.errors import (
     EngineDeadError,
     HeteroLLMError,
     ModelLoadError,
+    PoolingError,
     PromptError,
     RequestError,
     SamplingError,
@@ -29,6 +30,7 @@ from hetero_llm.core.grammar import Grammar
 from hetero_llm.core.histogram import Histogram
 from hetero_llm.core.images import PromptImage, PromptImages
 from hetero_llm.core.outputs import CompletionOutput, RequestMetrics, TokenLogprobs
+from hetero_llm.core.pooling import Finish, PoolingInput, PoolingRequest, PoolingResult
 from hetero_llm.core.request import Request
 from hetero_llm.core.sampling_params import RequestOutputKind, SamplingParams
 
@@ -103,6 +105,19 @@ class AddRequest(Message):
     grammar_may_begin_with: int | None = None
 
 
+class AddPooling(Message):
+    """A checked `PoolingRequest`. `lengths`: tokens of each input; `tokens`: those of all, int32;
+    `types`: their segments, uint8, empty if all are 0."""
+
+    key: str
+    lengths: list[int]
+    tokens: bytes
+    types: bytes = b""
+    dimensions: int = 0
+    normalize: bool = False
+    activation: str = ""
+
+
 class Abort(Message):
     key: str
 
@@ -157,6 +172,22 @@ class StepOutputs(Message):
     outputs: list[Output]
 
 
+class Pooled(msgspec.Struct, array_like=True):
+    """See `PoolingResult`; `values` are those of all inputs, float32, `size` of each."""
+
+    key: str
+    values: bytes
+    size: int
+    scheduled: float
+    error: str | None = None
+
+
+class PooledOutputs(Message):
+    """The requests to a pooling model that one step has finished."""
+
+    outputs: list[Pooled]
+
+
 class RequestFailed(Message):
     """The request was not started."""
 
@@ -194,24 +225,31 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot travel to another process")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_to_engine = msgspec.msgpack.Decoder(Start | AddRequest | Abort | Call | Shutdown)
-_from_engine = msgspec.msgpack.Decoder(
-    Ready | StartFailed | StepOutputs | RequestFailed | Heartbeat | CallResult | Dead
+ToEngine = Start | AddRequest | AddPooling | Abort | Call | Shutdown
+FromEngine = (
+    Ready
+    | StartFailed
+    | StepOutputs
+    | PooledOutputs
+    | RequestFailed
+    | Heartbeat
+    | CallResult
+    | Dead
 )
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
 
 
 def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_to_engine(data: bytes) -> Start | AddRequest | Abort | Call | Shutdown:
+def decode_to_engine(data: bytes) -> ToEngine:
     return _to_engine.decode(data)
 
 
-def decode_from_engine(
-    data: bytes,
-) -> Ready | StartFailed | StepOutputs | RequestFailed | Heartbeat | CallResult | Dead:
+def decode_from_engine(data: bytes) -> FromEngine:
     return _from_engine.decode(data)
 
 
@@ -318,6 +356,58 @@ def params_from_wire(fields: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{**fields, "output_kind": RequestOutputKind(fields["output_kind"])})
 
 
+# -- pooling --------------------------------------------------------------------------------
+
+
+def pooling_to_wire(request: PoolingRequest) -> AddPooling:
+    inputs = request.inputs
+    types = b""
+    if any(one.types is not None for one in inputs):
+        types = b"".join(
+            bytes(len(one)) if one.types is None else one.types.tobytes() for one in inputs
+        )
+    return AddPooling(
+        request.key,
+        [len(one) for one in inputs],
+        b"".join(one.token_ids.astype("<i4").tobytes() for one in inputs),
+        types,
+        request.finish.dimensions,
+        request.finish.normalize,
+        request.finish.activation,
+    )
+
+
+def pooling_from_wire(message: AddPooling) -> PoolingRequest:
+    """The arrays are views of the message's bytes.
+
+    Raises:
+        ValueError: the bytes are not those of the inputs' lengths.
+    """
+    lengths, types = message.lengths, None
+    tokens = np.frombuffer(message.tokens, "<i4")
+    if message.types:
+        types = np.frombuffer(message.types, np.uint8)
+    sizes = {sum(lengths), len(tokens), len(tokens if types is None else types)}
+    if not lengths or min(lengths) < 1 or len(sizes) != 1:
+        raise ValueError(f"{len(tokens)} tokens of {len(lengths)} inputs")
+    ends = np.cumsum(lengths).tolist()
+    parts = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    inputs = [PoolingInput(tokens[part], None if types is None else types[part]) for part in parts]
+    finish = Finish(message.dimensions, message.normalize, message.activation)
+    return PoolingRequest(message.key, inputs, finish)
+
+
+def pooled_to_wire(result: PoolingResult) -> Pooled:
+    data = b"" if result.error else b"".join(one.tobytes() for one in result.values)
+    return Pooled(result.key, data, len(result.values[0]), result.scheduled, result.error)
+
+
+def pooled_from_wire(pooled: Pooled) -> PoolingResult:
+    """The arrays are views of the message's bytes."""
+    values = list(np.frombuffer(pooled.values, "<f4").reshape(-1, pooled.size))
+    return PoolingResult(pooled.key, values, pooled.scheduled, pooled.error)
+
+
 # -- images ---------------------------------------------------------------------------------
 
 _ARRAY_DTYPES = ("<f4", "<i8")
@@ -375,7 +465,8 @@ def _array(array: Array) -> np.ndarray:
 # -- errors ---------------------------------------------------------------------------------
 
 _WITH_FIELD: dict[str, type[RequestError] | type[ConfigError]] = {
-    kind.__name__: kind for kind in (RequestError, PromptError, SamplingError, ConfigError)
+    kind.__name__: kind
+    for kind in (RequestError, PromptError, SamplingError, PoolingError, ConfigError)
 }
 _LONGEST_VALUE = 256
 

@@ -16,6 +16,7 @@ from hetero_llm.engine.default_sampling import default_sampling
 from hetero_llm.engine.images import ImageInputs, open_images
 from hetero_llm.engine.tokenizer import Tokenizer, load_tokenizer
 from hetero_llm.models.configs.transformers_vision import ImageModelConfig
+from hetero_llm.pooling.pooling_model import PoolingModel, read_pooling_model
 
 if TYPE_CHECKING:
     import torch
@@ -29,20 +30,17 @@ _DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}  # measured: docs/history/
 _TOKENS_WHEN_SERVING = 2048  # on a GPU: other requests' streams pause for a whole prompt chunk
 
 
-def find_model(load: LoadConfig, *, weights: bool = True) -> tuple[Path, ModelConfig]:
-    """The checkpoint's folder and its configuration.
+def model_folder(load: LoadConfig, *, weights: bool = True) -> Path:
+    """The checkpoint's folder.
 
     Args:
         weights: whether the weight files are needed, too.
 
     Raises:
-        ConfigError: an argument does not apply to this model.
-        ModelLoadError: the model folder is missing, damaged, not supported, or differs from its
-            manifest.
+        ModelLoadError: it is missing, or differs from its manifest.
     """
     from hetero_llm.models.folders import resolve_model_folder
     from hetero_llm.models.manifest import check_model
-    from hetero_llm.models.read_config import load_model_config
 
     folder = resolve_model_folder(
         resolve_alias(load.model),
@@ -54,6 +52,23 @@ def find_model(load: LoadConfig, *, weights: bool = True) -> tuple[Path, ModelCo
     )
     if load.model_sha256 is not None:
         check_model(folder, load.model_sha256, weights=weights and load.load_format != "dummy")
+    return folder
+
+
+def find_model(load: LoadConfig, *, weights: bool = True) -> tuple[Path, ModelConfig]:
+    """The checkpoint's folder and its configuration.
+
+    Args:
+        weights: whether the weight files are needed, too.
+
+    Raises:
+        ConfigError: an argument does not apply to this model.
+        ModelLoadError: the model folder is missing, damaged, not supported, or differs from its
+            manifest.
+    """
+    from hetero_llm.models.read_config import load_model_config
+
+    folder = model_folder(load, weights=weights)
     if _through_transformers(folder, load):
         return folder, _transformers_config(folder, load)
     config = load_model_config(
@@ -116,12 +131,13 @@ class OpenedModel:
     """A model without its weights.
 
     Attributes:
+        config: of a pooling model its `PoolingModel`.
         max_model_len: the context length to serve.
         images: prepares its images; None if it takes none.
         default_sampling: fields of `SamplingParams` for requests that leave them out.
     """
 
-    config: ModelConfig
+    config: ModelConfig | PoolingModel
     max_model_len: int
     tokenizer: Tokenizer | None
     images: ImageInputs | None
@@ -134,6 +150,11 @@ def open_model(config: EngineConfig) -> OpenedModel:
     Raises:
         ConfigError, ModelLoadError: see `build_engine`.
     """
+    folder = model_folder(config.load, weights=False)
+    pooling = read_pooling_model(folder, config)
+    if pooling is not None:
+        tokenizer = open_tokenizer(config, folder)
+        return OpenedModel(pooling, pooling.max_model_len, tokenizer, None, {})
     folder, model_config = find_model(config.load, weights=False)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     images = open_images(folder, model_config, config.max_images, config.media_domains)

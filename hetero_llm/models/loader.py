@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,6 +50,7 @@ def load_model(
     load_format: str = "auto",
     allow_pickle: bool = False,
     seed: int = 0,
+    build: Callable[[ModelConfig], CausalLM] | None = None,
 ) -> CausalLM:
     """Builds the model of `config` and fills it from the folder's weight files.
 
@@ -65,6 +66,7 @@ def load_model(
         load_format: Of `LOAD_FORMATS`.
         allow_pickle: Whether pickled files may be read; only tensors are unpickled.
         seed: Of the random weights of "dummy".
+        build: Makes the model; None: the class of `config.architecture`.
 
     Returns:
         The model in eval mode, parameters without gradients.
@@ -77,13 +79,14 @@ def load_model(
     if load_format not in LOAD_FORMATS:
         raise ConfigError("load_format", load_format, "one of " + ", ".join(LOAD_FORMATS))
     folder = Path(folder)
+    build = build or model_class(config.architecture)
     files: tuple[WeightFile, ...] | None = None
     if load_format != "dummy":
         files = find_weight_files(folder, load_format, allow_pickle=allow_pickle)
         _check_sizes(folder, config, files)
-    _check_without_memory(folder, config, files, dtype, torch.device(device))
+    _check_without_memory(folder, config, files, dtype, torch.device(device), build)
     with default_dtype(dtype), torch.device(device):
-        model = model_class(config.architecture)(config)
+        model = build(config)
     model.eval().requires_grad_(False)
     if files is None:
         _fill_randomly(model, seed)
@@ -118,6 +121,7 @@ def _check_without_memory(
     files: tuple[WeightFile, ...] | None,
     dtype: torch.dtype,
     device: torch.device,
+    build: Callable[[ModelConfig], CausalLM],
 ) -> None:
     """Builds the model on torch's meta device and compares it with the weight files and with the
     free host memory, so that a wrong or hostile config.json costs no memory.
@@ -134,7 +138,7 @@ def _check_without_memory(
         return
     try:
         with default_dtype(dtype), torch.device("meta"):
-            model = model_class(config.architecture)(config)
+            model = build(config)
     except (ArithmeticError, ValueError, RuntimeError) as error:
         reason = short_reason(error)
         raise ModelLoadError(

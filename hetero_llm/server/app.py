@@ -24,11 +24,20 @@ from hetero_llm.server.endpoints.generate import generate_endpoint
 from hetero_llm.server.endpoints.info import Info
 from hetero_llm.server.endpoints.messages import MessagesApi
 from hetero_llm.server.endpoints.page import PAGE_FILES, Page
+from hetero_llm.server.endpoints.pooling import PoolingEndpoints
 from hetero_llm.server.endpoints.responses import ResponsesApi
 from hetero_llm.server.errors import ApiError
 from hetero_llm.server.messages_api.protocol import MessagesRequest
 from hetero_llm.server.middleware import RequestMiddleware
 from hetero_llm.server.openapi import request_schema
+from hetero_llm.server.pooling_protocol import (
+    UNAVAILABLE,
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from hetero_llm.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -211,6 +220,7 @@ def _add_routes(app: FastAPI, context: Context) -> None:
             response_class=Response,
             openapi_extra={"parameters": parameters},
         )
+    _add_pooling_routes(app, context)
     app.add_api_route(
         "/v1/models/{model:path}",
         info.model,
@@ -243,6 +253,42 @@ def _add_routes(app: FastAPI, context: Context) -> None:
             response_class=Response,
             include_in_schema=False,
         )
+
+
+def _add_pooling_routes(app: FastAPI, context: Context) -> None:
+    """Adds the routes of models that pool. For other models they are not documented, and answer
+    400."""
+    pooling = PoolingEndpoints(context)
+    posts: list[tuple[tuple[str, ...], Any, type[msgspec.Struct], tuple[str, ...], str]] = [
+        (
+            ("/v1/embeddings",),
+            pooling.embeddings,
+            EmbeddingRequest,
+            ("input",),
+            "Embeddings of texts",
+        ),
+        (
+            ("/v1/rerank", "/rerank", "/v2/rerank"),
+            pooling.rerank,
+            RerankRequest,
+            ("query", "documents"),
+            "Documents in the order of how well they answer a query",
+        ),
+        (("/v1/score", "/score"), pooling.score, ScoreRequest, (), "How well pairs of texts fit"),
+        (("/classify",), pooling.classify, ClassifyRequest, ("input",), "Classes of texts"),
+        (("/pooling",), pooling.pooling, PoolingRequest, ("input",), "Pooled values of texts"),
+    ]
+    for paths, handler, kind, required, text in posts:
+        for path in paths:
+            app.add_api_route(
+                path,
+                handler,
+                methods=["POST"],
+                response_class=Response,
+                summary=text,
+                include_in_schema=context.client.info.pooling is not None and path == paths[0],
+                openapi_extra=request_schema(kind, required, context, UNAVAILABLE),
+            )
 
 
 def _add_get(

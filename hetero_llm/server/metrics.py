@@ -189,6 +189,24 @@ class Metrics:
         """Call it when a request to the engine begins; its end leaves the returned context."""
         return RequestTimes(self, request_id, prompt_tokens, params)
 
+    def pooled(
+        self, prompt_tokens: int, arrival: float, *, reason: str, scheduled: float | None = None
+    ) -> None:
+        """Counts a request to a model that pools.
+
+        Args:
+            arrival, scheduled: seconds of the monotonic clock; `scheduled` when the first of its
+                inputs was begun, None if it has no result.
+            reason: "stop" with a result, else "abort" or "error".
+        """
+        now = time.monotonic()
+        self._counts["request_prompt_tokens"].observe(prompt_tokens)
+        self._success.labels(**self._labels, finished_reason=reason).inc()
+        if scheduled is not None:
+            self.observe("e2e_request_latency_seconds", now - arrival)
+            self.observe("request_queue_time_seconds", scheduled - arrival)
+            self.observe("request_inference_time_seconds", now - scheduled)
+
     def observe(self, name: str, seconds: float) -> None:
         seconds = max(seconds, 0.0)
         self._times[name].observe(seconds)

@@ -6,6 +6,7 @@ cases. Of rules between fields it has only one: stream_options needs stream.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -69,11 +70,14 @@ _IMAGE_PART: Schema = {
 
 
 def request_schema(
-    kind: type[msgspec.Struct], required: tuple[str, ...], context: Context
+    kind: type[msgspec.Struct],
+    required: tuple[str, ...],
+    context: Context,
+    unavailable: Collection[str] = UNAVAILABLE,
 ) -> Schema:
-    """The part of an operation that describes the request body."""
+    """The part of an operation that describes the request body, without `unavailable` fields."""
     schema = _inlined(*msgspec.json.schema_components([kind]))
-    hidden = UNAVAILABLE.keys() | _UNAVAILABLE_IN.get(kind, {}).keys()
+    hidden = set(unavailable) | _UNAVAILABLE_IN.get(kind, {}).keys()
     properties = {n: p for n, p in schema["properties"].items() if n not in hidden}
     for name, rule in _rules(context).items():
         if name in properties:
@@ -145,6 +149,10 @@ def _rules(context: Context) -> dict[str, Schema]:
         "max_completion_tokens": tokens,
         "max_output_tokens": tokens,
         "truncation_side": {"enum": ["left", "right"]},
+        "encoding_format": {"enum": ["float", "base64"]},
+        "dimensions": {"minimum": 1},
+        "top_n": {"minimum": 0},
+        "query": {"minLength": 1},
         "min_tokens": {"minimum": 0, "maximum": info.max_model_len},
         "priority": {"minimum": 0, "maximum": 0},
         "cache_salt": {"minLength": 1, "maxLength": limits.salt_chars},
@@ -164,6 +172,8 @@ def _whole_schemas(context: Context) -> dict[str, Schema]:
     ids = {"type": "array", "minItems": 1, "items": token}
     text = {"type": "string", "minLength": 1}
     several = {"type": "array", "minItems": 1, "maxItems": limits.prompts}
+    inputs = {**several, "maxItems": limits.pooling_inputs, "items": {"anyOf": [text, ids]}}
+    side = {"anyOf": [text, {**several, "maxItems": limits.pooling_inputs, "items": text}]}
     part = {
         "type": "object",
         "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -192,6 +202,8 @@ def _whole_schemas(context: Context) -> dict[str, Schema]:
     }
     return {
         "prompt": {"anyOf": [text, ids, {**several, "items": {"anyOf": [text, ids]}}]},
+        "input": {"anyOf": [text, ids, inputs]},
+        **dict.fromkeys(("text_1", "text_2", "data_1", "data_2", "queries", "documents"), side),
         "messages": {
             "type": "array",
             "minItems": 1,

@@ -140,10 +140,11 @@ async def read_generation(context: Context, request: Request, kind: type[G]) -> 
 
 
 async def read_known(context: Context, request: Request, kind: type[T]) -> T:
-    """Reads a body; names that `kind` does not have are counted and logged.
+    """Reads a body, counts and logs unknown fields, and checks that the server accepts requests
+    for the model.
 
     Raises:
-        ApiError: see `read_json`.
+        ApiError: the body is wrong, the model is another one, or the server cannot serve.
     """
     settings = context.settings
     body, unknown = await read_json(
@@ -155,17 +156,22 @@ async def read_known(context: Context, request: Request, kind: type[T]) -> T:
         logger.warning(
             "request %s: unknown fields ignored: %s", request_id_of(request), as_json(names)
         )
+    context.check_open()
+    context.model_name(getattr(body, "model", None))
     return body
 
 
 def check_generation(context: Context, body: Generation) -> None:
-    """Makes all checks of a request that need no tokenizer.
+    """Makes all checks of a request to generate that need no tokenizer.
 
     Raises:
-        ApiError: the request is wrong, or the server cannot serve.
+        ApiError: the request is wrong, or the model generates no text.
     """
-    context.check_open()
-    context.model_name(body.model)
+    pooling = context.client.info.pooling
+    if pooling is not None:
+        tasks = " and ".join(map(repr, pooling.tasks))
+        reason = f"the model {context.names[0]!r} generates no text; it serves {tasks}"
+        raise invalid("model", reason, "unsupported_task")
     refuse_unsupported(body)
     check_limits(body, context.settings.limits, context.client.info)
     check_stream(body)
@@ -210,11 +216,11 @@ def checked_request(
         model=context.model_name(body.model),
         prompts=[replace(prompt, cache_salt=salt) for prompt in prompts] if salt else prompts,
         params=each,
-        seconds=_deadline_seconds(request, context.settings.request_timeout),
+        seconds=deadline_seconds(request, context.settings.request_timeout),
     )
 
 
-def _deadline_seconds(request: Request, default: float | None) -> float | None:
+def deadline_seconds(request: Request, default: float | None) -> float | None:
     """The sooner of the client's deadline and the server's; None without any.
 
     Raises:
@@ -475,12 +481,12 @@ def check_limits(request: Generation, limits: Limits, info: EngineInfo) -> None:
     _short_list("stop_token_ids", request.stop_token_ids, limits.stop_token_ids)
     _short_list("logit_bias", request.logit_bias, limits.logit_bias)
     _short_list("allowed_token_ids", request.allowed_token_ids, info.vocab_size)
-    _short_text("cache_salt", request.cache_salt, limits.salt_chars)
-    _short_text("request_id", request.request_id, limits.request_id_chars)
+    short_text("cache_salt", request.cache_salt, limits.salt_chars)
+    short_text("request_id", request.request_id, limits.request_id_chars)
     for word in stop or ():
-        _short_text("stop", word, limits.stop_chars)
+        short_text("stop", word, limits.stop_chars)
     for word in request.bad_words or ():
-        _short_text("bad_words", word, limits.bad_word_chars)
+        short_text("bad_words", word, limits.bad_word_chars)
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
         value = getattr(request, name, None)
         if isinstance(value, bool) or value is None:
@@ -654,7 +660,8 @@ def _short_list(name: str, values: Any, limit: int) -> None:
         raise invalid(name, f"{name}: {len(values)} entries, at most {limit} are accepted")
 
 
-def _short_text(name: str, text: str | None, limit: int) -> None:
+def short_text(name: str, text: str | None, limit: int) -> None:
+    """Raises ApiError: a text is empty or longer than `limit` characters."""
     if text is None:
         return
     if not text and name != "stop":  # SamplingParams says it about stop strings

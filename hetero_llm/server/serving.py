@@ -114,6 +114,7 @@ def serve(engine_args: Mapping[str, Any], server_args: Mapping[str, Any]) -> int
                 engine.info.started_seconds,
                 server_args,
                 chat=context.tokenizer.chat_template is not None,
+                tasks=() if engine.info.pooling is None else engine.info.pooling.tasks,
             ),
             keep_alive_on_hang=server_args["keep_alive_on_hang"],
             say=console.say,

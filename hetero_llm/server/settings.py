@@ -16,9 +16,10 @@ class Limits:
     """The most that one request may ask for. A request above a limit gets an error that names it.
 
     Limits are counts unless the name says bytes, chars or seconds. `sequences` limits the prompts
-    times the sequences of each; `tool_bytes` applies to each declared tool, `image_bytes` and
-    `image_pixels` to each image. A client may read no byte of a stream for `write_seconds`;
-    rendering a conversation may take `template_seconds`.
+    times the sequences of each; `pooling_inputs` the texts or documents of a request to a model
+    that pools; `tool_bytes` applies to each declared tool, `image_bytes` and `image_pixels` to each
+    image. A client may read no byte of a stream for `write_seconds`; rendering a conversation may
+    take `template_seconds`.
     """
 
     body_bytes: int = 32 << 20
@@ -33,6 +34,7 @@ class Limits:
     n: int = 64
     best_of: int = 64
     prompts: int = 256
+    pooling_inputs: int = 2048
     sequences: int = 1024
     messages: int = 4096
     tool_calls: int = 128

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero_llm.config.engine_config import EngineConfig
+from hetero_llm.core.pooling_params import EMBED
 from hetero_llm.engine.core_plan import plan_cores
 from hetero_llm.engine.engine_client import EngineInfo
 
@@ -14,6 +15,8 @@ _CHAT = (
     "/v1/chat/completions",
     '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}',
 )
+_EMBEDDING = "/v1/embeddings", '{"input": "Hello!"}'
+_SCORE = "/v1/score", '{"text_1": "Hello!", "text_2": ["Hi!", "Bye!"]}'
 _COMPLETION = "/v1/completions", '{"prompt": "def add(a, b):", "max_tokens": 16}'
 
 
@@ -29,6 +32,11 @@ def plan_table(info: EngineInfo, config: EngineConfig, *, parsers: str) -> str:
         ("device", f"{info.device}, {info.backend}"),
         ("cores", _cores(info, config)),
         ("context", f"{info.max_model_len} tokens"),
+    ]
+    if info.pooling is not None:
+        rows += [("pools", f"{info.pooling.pooling}, for {' and '.join(info.pooling.tasks)}")]
+        return _lines(rows)
+    rows += [
         ("KV cache", f"{tokens} tokens in {info.num_blocks} blocks of {info.block_size}"),
         ("full contexts", f"{tokens / info.max_model_len:.1f} at once"),
         ("sequences", f"{config.max_num_seqs} at once"),
@@ -36,6 +44,10 @@ def plan_table(info: EngineInfo, config: EngineConfig, *, parsers: str) -> str:
         ("offload", _offload(info, config)),
         ("parsers", parsers),
     ]
+    return _lines(rows)
+
+
+def _lines(rows: Sequence[tuple[str, str]]) -> str:
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
@@ -83,13 +95,19 @@ def _offload(info: EngineInfo, config: EngineConfig) -> str:
 
 
 def ready_text(
-    address: tuple[str, int], seconds: Mapping[str, float], args: Mapping[str, Any], *, chat: bool
+    address: tuple[str, int],
+    seconds: Mapping[str, float],
+    args: Mapping[str, Any],
+    *,
+    chat: bool,
+    tasks: tuple[str, ...] = (),
 ) -> str:
     """The server's address, the duration of its start, a command to try it with, and its pages.
 
     Args:
         address: that the server listens on.
         chat: the model has a chat template.
+        tasks: of a model that pools; empty: it generates.
         seconds: of the start and its parts, see `EngineInfo`.
         args: the server's arguments.
     """
@@ -99,6 +117,8 @@ def ready_text(
     parts = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if name != "total")
     key = ' -H "Authorization: Bearer $API_KEY"' if args["api_key"] else ""
     path, body = _CHAT if chat else _COMPLETION
+    if tasks:
+        path, body = _EMBEDDING if EMBED in tasks else _SCORE
     return (
         f"Ready on {url} ({seconds['total']:.1f} s: {parts})\n"
         f"  curl {url}{path} -H 'Content-Type: application/json'{key} -d '{body}'\n"

@@ -19,6 +19,7 @@ from hetero_llm import (
     BeamSearchParams,
     ConfigError,
     EngineDeadError,
+    PoolingError,
     PromptError,
     SamplingError,
     SamplingParams,
@@ -108,11 +109,22 @@ def test_wrong_beam_search_is_refused(tiny: LLM, params: Any, field: str) -> Non
 
 
 def test_what_vllms_llm_has_and_this_one_has_not(tiny: LLM) -> None:
-    with pytest.raises(AttributeError, match="LLM.embed: a pooling model is not available yet"):
-        tiny.embed(["x"])
+    with pytest.raises(AttributeError, match="LLM.reward: a reward model is not available yet"):
+        tiny.reward(["x"])
     with pytest.raises(AttributeError, match="LLM.generat: no such attribute"):
         tiny.generat("x")
     assert not hasattr(tiny, "wake_up")
+
+
+@pytest.mark.parametrize("call", ["embed", "classify", "encode", "score"])
+def test_a_model_that_generates_does_not_pool(tiny: LLM, call: str) -> None:
+    texts = ["x", "y"] if call == "score" else ["x"]
+    with pytest.raises(PoolingError) as caught:
+        getattr(tiny, call)(*texts)
+    assert str(caught.value) == (
+        f"task={call!r}: this model generates text; load one that pools, or make it pool with "
+        "LLM(..., runner='pooling')"
+    )
 
 
 def test_a_bar_of_the_users_own(tiny: LLM) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_llm import ConfigError
+from hetero_llm import ConfigError, PoolingError
 
 IMPORTS = """
 from vllm import LLM, AsyncEngineArgs, AsyncLLMEngine, CompletionOutput, EngineArgs, LLMEngine
@@ -21,7 +21,8 @@ from vllm.engine.llm_engine import LLMEngine
 from vllm.entrypoints.llm import LLM
 from vllm.inputs import PromptType, TokensPrompt
 from vllm.lora.request import LoRARequest
-from vllm.outputs import RequestOutput
+from vllm.outputs import ClassificationRequestOutput, EmbeddingOutput, EmbeddingRequestOutput
+from vllm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput, ScoringRequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, GuidedDecodingParams, RequestOutputKind
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -123,7 +124,7 @@ def test_a_script_with_flags(
     ("script", "reason"),
     [
         ("from vllm.lora.request import LoRARequest\nLoRARequest('a', 1, '/a')", "LoRA is"),
-        ("from vllm import PoolingParams\nPoolingParams()", "a pooling model is"),
+        ("from vllm import PoolingParams\nPoolingParams(step_tag_id=1)", "a reward model is"),
         (
             "from vllm.sampling_params import GuidedDecodingParams as G\nG(json={})",
             "guided decoding is",
@@ -135,5 +136,5 @@ def test_a_script_with_flags(
     ],
 )
 def test_what_is_not_there_yet_says_so(script: str, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{reason} not available yet"):
+    with pytest.raises((ConfigError, PoolingError), match=f"{reason} not available yet"):
         run(script, tmp_path, tmp_path)

@@ -118,8 +118,9 @@ def test_errors_become_the_clients_exceptions(client: Any, keyed: Served) -> Non
     with pytest.raises(openai.NotFoundError) as missing:
         create(model="gpt", messages=MESSAGES)
     assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.BadRequestError) as pools_not:
         client.embeddings.create(model="org/model", input="a")
+    assert pools_not.value.param == "model" and pools_not.value.code == "unsupported_task"
     wrong = openai.OpenAI(base_url=f"{keyed.url}/v1", api_key="key-two", max_retries=0)
     with wrong, pytest.raises(openai.AuthenticationError) as unknown:
         wrong.models.list()

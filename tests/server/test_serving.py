@@ -24,6 +24,7 @@ import pytest
 from hetero_llm.config.args import resolve_engine_args, resolve_server_args
 from hetero_llm.config.engine_config import EngineConfig
 from hetero_llm.core.errors import ConfigError
+from hetero_llm.engine.engine_client import PoolingInfo
 from hetero_llm.server.app import build_app
 from hetero_llm.server.regions.formats import MessageFormat
 from hetero_llm.server.serving import (
@@ -307,6 +308,28 @@ def test_the_hint_fits_the_model() -> None:
         body = json.loads(curl.partition(" -d '")[2].removesuffix("'"))
         assert ("messages" in body) is chat and ("prompt" in body) is not chat
         assert f"{url}/ " in pages and f"{url}/docs" in pages
+
+
+@pytest.mark.parametrize(
+    ("tasks", "path", "field"),
+    [
+        (("embed", "score"), "/v1/embeddings", "input"),
+        (("classify", "score"), "/v1/score", "text_1"),
+    ],
+)
+def test_the_hint_for_a_model_that_pools(tasks: tuple[str, ...], path: str, field: str) -> None:
+    text = ready_text(("::1", 80), {"total": 1.0}, resolve_server_args({}), chat=True, tasks=tasks)
+    curl = text.splitlines()[1]
+    assert f"{path} " in curl and field in json.loads(curl.partition(" -d '")[2].removesuffix("'"))
+
+
+def test_the_plan_of_a_model_that_pools_has_no_kv() -> None:
+    config = EngineConfig.from_args(resolve_engine_args({"model": "demo"}))
+    info = replace(
+        FakeEngine(None).info, pooling=PoolingInfo("BertModel", "MEAN", ("embed", "score"), 384)
+    )
+    text = plan_table(info, config)
+    assert "MEAN, for embed and score" in text and "KV cache" not in text
 
 
 def test_middleware_is_imported_or_refused() -> None:

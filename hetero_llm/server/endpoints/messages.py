@@ -84,7 +84,6 @@ class MessagesApi:
     async def _read(self, request: Request) -> tuple[MessagesRequest, ChatRequest, FieldNames]:
         context = self._context
         body = await read_known(context, request, MessagesRequest)
-        context.check_open()
         chat, names = translated(
             body,
             context.tokenizer.chat_template,

@@ -109,7 +109,6 @@ class ResponsesApi:
         )
 
     def _conversation(self, body: ResponsesRequest, owner: str) -> _Conversation:
-        self._context.check_open()
         check_fields(body, self._context.settings.limits)
         if body.store and not self._store:
             raise unsupported("store", "storing responses (--max-stored-responses)")

@@ -1,0 +1,1 @@
+"""Pooling models: texts to embeddings, scores and classes; see docs/embeddings.md."""
