@@ -78,6 +78,7 @@ if TYPE_CHECKING:
 
     from hetero_llm.config.draft_model_config import DraftModelConfig
     from hetero_llm.core.drafter import Drafter
+    from hetero_llm.core.model_runner import ModelRunner
     from hetero_llm.cpu.backend import NativeBackend
     from hetero_llm.kv_cache.host_tier import HostTier
     from hetero_llm.models.config import ModelConfig
@@ -260,15 +261,11 @@ def _join(
     times = step_times(model_config, model.parameters_per_token())
     tier = None if host is None else host.join(built.cache, times)
     offload = None if tier is None or host is None else host
-    grammars = None
-    if tokenizer is not None:
-        eos_ids = model_config.eos_token_ids
-        grammars = GrammarCompiler(tokenizer.vocabulary(model_config.vocab_size, eos_ids))
-        runner.set_open_matcher(grammars.open)
-    forced = None
-    if grammars is not None and (drafter is not None or device.type == "cpu"):
-        forced = GrammarDrafts(partial(grammars.open_as, DraftMatcher))
-    scheduler, hits = _scheduler(config, inputs, built, drafter, (tier, offload, times), forced)
+    grammars = _grammars(tokenizer, model_config, runner)
+    forces = drafter is not None or device.type == "cpu"  # else steps have no draft trees
+    scheduler, hits = _scheduler(
+        config, inputs, built, drafter, (tier, offload, times), grammars if forces else None
+    )
     engine = Engine(
         InputProcessor(
             tokenizer,
@@ -300,19 +297,32 @@ def _join(
     )  # fmt: skip
 
 
+def _grammars(
+    tokenizer: Tokenizer | None, model_config: ModelConfig, runner: ModelRunner[Any]
+) -> GrammarCompiler | None:
+    """What compiles the grammars of requests, opened by the runner; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    vocabulary = tokenizer.vocabulary(model_config.vocab_size, model_config.eos_token_ids)
+    grammars = GrammarCompiler(vocabulary)
+    runner.set_open_matcher(grammars.open)
+    return grammars
+
+
 def _scheduler(
     config: EngineConfig,
     inputs: _EngineInputs,
     built: BuiltRunner,
     drafter: Drafter | None,
     memory: tuple[HostTier | None, HostMemory | None, StepTimes],
-    grammar_drafts: GrammarDrafts | None,
+    grammars: GrammarCompiler | None,
 ) -> tuple[Scheduler, HitCounter]:
     """Builds the scheduler and its block manager. Returns the scheduler and the block manager's hit
     counter.
 
     Args:
         memory: the host tier and its memory, None without one, and the step-time predictor.
+        grammars: of requests whose forced tokens are drafted; None: none are.
     """
     tier, host, times = memory
     shape, tokenizer = built.cache.shape, inputs.tokenizer
@@ -328,7 +338,9 @@ def _scheduler(
         blocks,
         None if tokenizer is None else partial(holds_stop, tokenizer),
         drafter=drafter,
-        grammar_drafts=grammar_drafts,
+        grammar_drafts=None
+        if grammars is None
+        else GrammarDrafts(partial(grammars.open_as, DraftMatcher)),
         loads=None
         if transfers is None
         else KVLoadQueue(blocks, transfers, shape.num_layers, times, chunked=chunked),

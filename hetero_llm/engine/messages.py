@@ -79,6 +79,7 @@ class Image(msgspec.Struct, array_like=True):
     arrays: dict[str, Array]
 
 
+# large: one field for each fact about a request.
 class AddRequest(Message):
     """A checked `Request`, of whose fields it has the names; see `request_to_wire`.
 
